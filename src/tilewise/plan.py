@@ -1,0 +1,263 @@
+"""How a problem is computed: configs, measurements and the immutable tree of choices called a plan."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Config", "Error", "Measurement", "Plan", "PlanFormatError", "format_bytes", "parse_bytes"]
+
+Value = int | float | str | bool | tuple[int, ...]
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+FORMAT = 1
+
+
+class PlanFormatError(ValueError):
+    """A plan or wisdom document that cannot be read; the message names what is wrong."""
+
+
+class Config(Mapping[str, Value]):
+    """A solver's tunable parameters: frozen, hashable, ordered by name; prints as ``basis=32x32 product=batched``."""
+
+    __slots__ = ("_hash", "_items")
+
+    def __init__(self, **values: Value) -> None:
+        self._items = tuple(sorted(values.items()))
+        self._hash = hash(self._items)
+
+    def __getitem__(self, name: str) -> Value:
+        for key, value in self._items:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, _ in self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self._items == other._items
+
+    def __str__(self) -> str:
+        def show(value: Value) -> str:
+            return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+        return " ".join(f"{key}={show(value)}" for key, value in self._items)
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{k}={v!r}' for k, v in self._items)})"
+
+    @property
+    def key(self) -> str:
+        """Canonical JSON text; :meth:`from_key` reads it back."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_key(cls, text: str) -> Config:
+        """Read :attr:`key` back. Raises :class:`PlanFormatError`."""
+        try:
+            return cls.from_json(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise PlanFormatError(f"config {text[:80]!r} is not JSON: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; tuples become lists."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in self._items}
+
+    @classmethod
+    def from_json(cls, data: object) -> Config:
+        """Read :meth:`to_json` back. Raises :class:`PlanFormatError` naming the entry at fault."""
+        if not isinstance(data, dict):
+            raise PlanFormatError(f"config must be an object, not {type(data).__name__}")
+        values: dict[str, Value] = {}
+        for key, value in data.items():
+            if isinstance(value, list) and all(type(v) is int for v in value):
+                values[key] = tuple(value)
+            elif isinstance(value, (int, float, str, bool)):
+                values[key] = value
+            else:
+                raise PlanFormatError(f"config[{key!r}]={value!r}: a number, text, truth value or integers would do")
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Distance from float64: ``l2`` is |got - want| / |want|; ``spread`` is max |got - want| / (|a| conv |b|).
+
+    ``spread`` shows the error that FFTs carry next to an outlier, which the L2 norm hides.
+    """
+
+    l2: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What trying one (solver, config) on one problem gave: a time, or the reason it is lost.
+
+    ``time_ms`` is a median; ``workspace`` bytes at its peak beyond operands, result and constants; ``baseline_ms`` the
+    framework's own time interleaved with it (``None`` where not taken). ``reason`` is empty unless it was lost.
+    """
+
+    solver: str
+    version: int
+    config: Config
+    time_ms: float | None = None
+    workspace: int | None = None
+    error: Error | None = None
+    reason: str = ""
+    baseline_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A solver, its config and the plans of its parts.
+
+    ``problem`` is the problem's canonical key. ``children`` of a split hold one plan per distinct run of parts:
+    ``counts[i]`` parts in a row follow ``children[i]``. ``time_ms`` is measured whole for a root and the children's
+    sum for an estimate; ``workspace`` is in bytes.
+    """
+
+    problem: str
+    solver: str
+    version: int
+    config: Config = field(default_factory=Config)
+    children: tuple[Plan, ...] = ()
+    counts: tuple[int, ...] = ()
+    time_ms: float = math.nan
+    workspace: int = 0
+    constant: int = 0
+    error: Error | None = None
+    label: str = ""
+
+    @property
+    def leaf(self) -> bool:
+        """Whether the plan has no parts."""
+        return not self.children
+
+    def leaves(self) -> Iterator[Plan]:
+        """Every leaf plan, each once per place in the tree."""
+        if self.leaf:
+            yield self
+        for child in self.children:
+            yield from child.leaves()
+
+    def tree(self, indent: int = 0) -> str:
+        """The plan as indented lines: what runs, its time, workspace and error."""
+        title = " ".join(word for word in ("  " * indent + self.solver, self.label or str(self.config)) if word)
+        facts = [f"{self.time_ms:.3f} ms" if math.isfinite(self.time_ms) else "not timed"]
+        facts.append(format_bytes(self.workspace))
+        if self.error is not None:
+            facts.append(f"err {self.error.l2:.0e}")
+        lines = [f"{title}  {'  '.join(facts)}"]
+        lines += [child.tree(indent + 1) for child in self.children]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.tree()
+
+    def to_json(self) -> dict[str, Any]:
+        """A document that :meth:`from_json` reads back."""
+        return {
+            "format": FORMAT,
+            "problem": self.problem,
+            "solver": self.solver,
+            "version": self.version,
+            "config": self.config.to_json(),
+            "children": [child.to_json() for child in self.children],
+            "counts": list(self.counts),
+            "time_ms": self.time_ms if math.isfinite(self.time_ms) else None,
+            "workspace": self.workspace,
+            "constant": self.constant,
+            "error": None if self.error is None else [self.error.l2, self.error.spread],
+            "label": self.label,
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Plan:
+        """Read a document of :meth:`to_json`. Raises :class:`PlanFormatError` naming the entry at fault."""
+        if not isinstance(data, dict):
+            raise PlanFormatError(f"a plan must be an object, not {type(data).__name__}")
+        if data.get("format") != FORMAT:
+            raise PlanFormatError(f"format={data.get('format')!r}: this version reads plans of format {FORMAT}")
+        kinds: dict[str, Any] = {
+            "problem": str, "solver": str, "version": int, "children": list, "counts": list,
+            "workspace": int, "constant": int, "label": str,
+        }  # fmt: skip
+        for name, kind in kinds.items():
+            if not isinstance(data.get(name), kind) or isinstance(data[name], bool):
+                raise PlanFormatError(f"{name}={data.get(name)!r}: expected {kind.__name__}")
+        children = tuple(cls.from_json(child) for child in data["children"])
+        counts = tuple(data["counts"])
+        if len(counts) != len(children) or any(type(n) is not int or n < 1 for n in counts):
+            raise PlanFormatError(f"counts={data['counts']!r}: expected a positive count for each of {len(children)}")
+        time_ms, error = data.get("time_ms"), data.get("error")
+        if time_ms is not None and not (_is_number(time_ms) and time_ms >= 0):
+            raise PlanFormatError(f"time_ms={time_ms!r}: expected a time or null")
+        if error is not None and not (isinstance(error, list) and len(error) == 2 and all(map(_is_number, error))):
+            raise PlanFormatError(f"error={error!r}: expected two numbers or null")
+        if data["workspace"] < 0 or data["constant"] < 0:
+            raise PlanFormatError("workspace and constant must not be negative")
+        return cls(
+            problem=data["problem"],
+            solver=data["solver"],
+            version=data["version"],
+            config=Config.from_json(data.get("config")),
+            children=children,
+            counts=counts,
+            time_ms=math.nan if time_ms is None else float(time_ms),
+            workspace=data["workspace"],
+            constant=data["constant"],
+            error=None if error is None else Error(float(error[0]), float(error[1])),
+            label=data["label"],
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def parse_bytes(size: int | str, argument: str = "workspace") -> int:
+    """Bytes of a size given as an int or text with a unit (``"64MiB"``, ``"0.5 GiB"``, ``"4096"``).
+
+    Raises ``ValueError`` naming ``argument``, the value and what would do.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise ValueError(f"{argument}={size!r}: a number of bytes or text such as '64MiB' would do")
+    if isinstance(size, int):
+        if size < 0:
+            raise ValueError(f"{argument}={size}: must not be negative")
+        return size
+    text = size.strip()
+    for unit in sorted(UNITS, key=len, reverse=True):
+        if text.lower().endswith(unit.lower()):
+            number, scale = text[: -len(unit)], UNITS[unit]
+            break
+    else:
+        number, scale = text, 1
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(
+            f"{argument}={size!r}: a number of bytes with an optional unit ({', '.join(UNITS)}) would do, "
+            "such as '64MiB'"
+        )
+    return int(value * scale)
+
+
+def format_bytes(size: int) -> str:
+    """A size for people: ``48.9 MiB``."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if size >= UNITS[unit]:
+            return f"{size / UNITS[unit]:.1f} {unit}"
+    return f"{size} B"

@@ -1,0 +1,46 @@
+"""What a user may ask of a plan: constraints it must keep and effort spent finding it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.plan import parse_bytes
+
+__all__ = ["BATCH_SIZES", "RIGORS", "NoPlanError", "Options"]
+
+RIGORS = ("estimate", "measure", "patient", "wisdom_only")
+BATCH_SIZES = ("undivided", "powers_of_two", "all")
+
+
+class NoPlanError(RuntimeError):
+    """No solver keeps the constraints; the message lists every solver's reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Constraints and effort of planning one problem.
+
+    ``workspace`` is the limit per kernel in bytes beyond operands, result and declared constants; ``None`` is none.
+    ``batch_sizes`` says which micro-batches are tried (mu-cuDNN III-D): ``undivided``, ``powers_of_two`` or ``all``.
+    ``rigor`` is ``estimate`` (roofline only), ``measure``, ``patient`` (nothing pruned) or ``wisdom_only``.
+    ``deterministic`` allows only bitwise repeatable configs. ``error_limit`` bounds the relative L2 error (``None``: 1e-5
+    in fp32, twice torch's own otherwise); ``strict`` bounds the spread of an outlier's error the same way.
+
+    Raises ``ValueError`` naming the argument, the value and what would do.
+    """
+
+    workspace: int | None = None
+    batch_sizes: str = "powers_of_two"
+    rigor: str = "measure"
+    deterministic: bool = False
+    error_limit: float | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workspace is not None:
+            object.__setattr__(self, "workspace", parse_bytes(self.workspace))
+        for name, known in (("batch_sizes", BATCH_SIZES), ("rigor", RIGORS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: one of {', '.join(known)} would do")
+        if self.error_limit is not None and not self.error_limit > 0:
+            raise ValueError(f"error_limit={self.error_limit!r}: a positive number would do")

@@ -1,0 +1,75 @@
+"""What torch does by itself, with its benchmark mode: the baseline of every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers.base import Cost, Run, Solver
+
+
+class Aten(Solver):
+    """``aten::convolution`` and ``aten::convolution_backward``."""
+
+    name, version = "aten", 1
+    own_output = True
+    baseline = True
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """Asymmetric padding, which ATen pads by a copy of its own, and crops."""
+        if any(axis.before != axis.after or axis.before < 0 for axis in p.axes):
+            return ["ATen takes one non-negative padding per axis, the same before and after"]
+        return []
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """One: torch chooses."""
+        return (Config(),)
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """The direct method."""
+        return Cost(p.flops, p.bytes, efficiency=0.7)
+
+    def is_deterministic(self, p: ConvProblem, c: Config) -> bool:
+        """cuDNN's backward engines may use atomics unless torch is told otherwise."""
+        return p.device_type == "cpu" or p.pass_ is Pass.FPROP or torch.are_deterministic_algorithms_enabled()
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """``run`` calls the operator with torch's flags as they are."""
+        options = ([x.stride for x in p.axes], [x.before for x in p.axes], [x.dilation for x in p.axes])
+        zeros, groups = [0] * p.dims, p.groups
+        if p.pass_ is Pass.FPROP:
+            convolution = torch.ops.aten.convolution.default
+
+            def forward(
+                x: torch.Tensor, w: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
+            ) -> torch.Tensor:
+                y: torch.Tensor = convolution(x, w, None, *options, False, zeros, groups)
+                return y
+
+            return forward
+        backward_of = torch.ops.aten.convolution_backward.default
+        if p.pass_ is Pass.DGRAD:
+            shape = p.shape("x")
+            stand_in = a.new_empty(()).expand(shape)
+
+            def backward(
+                dy: torch.Tensor, w: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
+            ) -> torch.Tensor:
+                dx: torch.Tensor
+                dx, _, _ = backward_of(dy, stand_in, w, None, *options, False, zeros, groups, [True, False, False])
+                return dx
+
+            return backward
+        weight = a.new_empty(()).expand(p.shape("w"))
+
+        def gradient(
+            x: torch.Tensor, dy: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
+        ) -> torch.Tensor:
+            dw: torch.Tensor
+            _, dw, _ = backward_of(dy, x, weight, None, *options, False, zeros, groups, [False, True, False])
+            return dw
+
+        return gradient

@@ -1,0 +1,140 @@
+"""What every solver is: an algorithm for problems, declared as data plus one predicate that states its limits."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Part, Pass
+
+__all__ = ["Cost", "Run", "Solver", "SolverUnavailable", "Split"]
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""``run(a, b, out, workspace) -> result`` for fixed shapes and strides, ``a`` and ``b`` in the order of
+``problem.operands``. Writes ``out`` and returns it, or with ``own_output`` ignores it (it may be ``None``) and returns a
+new tensor. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte aligned, or ``None`` where
+that is 0. It follows the current stream and never synchronises or measures."""
+
+
+class SolverUnavailable(RuntimeError):
+    """A config that turned out not to run here; the message is kept as the candidate's reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """For estimates: floating-point operations done, bytes moved through memory, kernels launched.
+
+    ``efficiency`` is the share of the device's measured peak that the arithmetic usually reaches.
+    """
+
+    flops: int
+    bytes: int
+    kernels: int = 1
+    efficiency: float = 1.0
+
+
+class Solver(abc.ABC):
+    """One way to solve problems. A new subclass in its own file in this package is found by being there.
+
+    ``name`` and ``version`` are keys in wisdom: raise the version when results or speed change. What a solver cannot do
+    natively (add into a result, write a view, add a bias) the executor does through a temporary, counted as workspace.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    passes: ClassVar[frozenset[Pass]] = frozenset(Pass)
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
+    dtypes: ClassVar[frozenset[str]] = frozenset({"fp32", "bf16", "fp16"})
+    dims: ClassVar[frozenset[int]] = frozenset({1, 2, 3})
+    deterministic: ClassVar[bool] = True
+    accumulates: ClassVar[bool] = False
+    """Can add into ``out`` when ``problem.accumulate``; it can then also set it."""
+    own_output: ClassVar[bool] = False
+    """Can only return a new tensor."""
+    writes_views: ClassVar[bool] = True
+    """Can write an ``out`` of any strides; otherwise the executor gives it a dense one and copies."""
+    baseline: ClassVar[bool] = False
+    """The framework's own choice, against which every plan is measured."""
+    error_bound: ClassVar[dict[str, float]] = {"ieee": 1e-5, "tf32": 5e-3}
+    """Relative L2 error it may have in fp32, by precision."""
+
+    @abc.abstractmethod
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """Reasons beyond the declarations why it cannot solve ``p``; empty when it can."""
+
+    @abc.abstractmethod
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """Configs worth trying on ``p``, the most promising first."""
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """Bytes it needs beyond operands and result, passed to ``run`` as one buffer."""
+        return 0
+
+    def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
+        """Bytes it is expected to allocate by itself inside ``run`` (library scratch). Measured too."""
+        return 0
+
+    @abc.abstractmethod
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """Flops and bytes for the roofline estimate."""
+
+    def is_deterministic(self, p: ConvProblem, c: Config) -> bool:
+        """Whether this config gives the same bits every time."""
+        return self.deterministic
+
+    @abc.abstractmethod
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """A callable for tensors with the shapes, strides and dtypes of these examples, which it must not keep.
+
+        Raises :class:`SolverUnavailable` when the config cannot run here.
+        """
+
+    def why_not(self, p: ConvProblem) -> list[str]:
+        """Every reason why it cannot solve ``p``: declared ones first, then its own. Empty when it can."""
+        reasons = []
+        if p.pass_ not in self.passes:
+            reasons.append(f"does {'/'.join(sorted(x.value for x in self.passes))}, not {p.pass_.value}")
+        if p.device_type not in self.devices:
+            reasons.append(f"runs on {'/'.join(sorted(self.devices))}, not {p.device_type}")
+        if p.dtype not in self.dtypes:
+            reasons.append(f"takes {'/'.join(sorted(self.dtypes))}, not {p.dtype}")
+        if p.dims not in self.dims:
+            reasons.append(f"does {'/'.join(map(str, sorted(self.dims)))}-D, not {p.dims}-D")
+        return reasons or self.unsupported(p)
+
+
+class Split(Solver):
+    """A solver that cuts a problem into parts and leaves each to the planner; it names children and binds nothing."""
+
+    axis: ClassVar[str]
+    """The axis of :meth:`ConvProblem.split` it cuts."""
+    level: ClassVar[int]
+    """Nesting order: ranks 0, devices 1, batch 2, space 3, channels 4. A child may only be cut at a higher level."""
+
+    @abc.abstractmethod
+    def sizes(self, p: ConvProblem, policy: str) -> Sequence[int]:
+        """Part sizes worth planning under a batch-size policy: ``undivided``, ``powers_of_two`` or ``all``."""
+
+    @abc.abstractmethod
+    def child(self, p: ConvProblem, size: int) -> ConvProblem:
+        """The problem of one part of ``size``, wherever it starts."""
+
+    def children(self, p: ConvProblem, c: Config) -> tuple[Part, ...]:
+        """The parts of ``p`` in order; ``c["sizes"]`` holds their sizes."""
+        sizes = c["sizes"]
+        if not isinstance(sizes, tuple):
+            raise ValueError(f"sizes={sizes!r}: a split's config holds a tuple of sizes")
+        return p.split(self.axis, sizes)
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """None: the planner composes a split's sizes by dynamic programming."""
+        return ()
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """Never called: the executor runs the children."""
+        raise TypeError(f"{self.name} is a split: the executor runs its children")
