@@ -47,6 +47,11 @@ class Workspaces(threading.local):
 _workspaces = Workspaces()
 
 
+def touch_workspace(size: int, device: torch.device) -> None:
+    """Take a workspace and write it, so that its pages are resident before memory is measured."""
+    _workspaces.take(size, device)[:size].fill_(0xFF)
+
+
 def release_workspaces() -> None:
     """Give this thread's CPU workspace back."""
     _workspaces.buffer = torch.empty(0, dtype=torch.uint8)
