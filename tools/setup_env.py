@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"{'an' if gpu else 'no'} NVIDIA GPU; torch from {options.torch_index if cpu_index else 'the usual index'}")
         if options.dry_run:
             return 0
+        say("installing; this takes some minutes the first time")
         if cpu_index:
             install_cpu_torch(python, options.torch_index)
         extras = ",".join((*EXTRAS, "gpu") if gpu else EXTRAS)
@@ -116,8 +117,8 @@ def install_cpu_torch(python: Path, index: str) -> None:
 
 
 def pip(python: Path, *arguments: str | Path) -> None:
-    """Run pip quietly; its errors and warnings show. Raises :class:`SetupError`."""
-    command = [str(python), "-m", "pip", arguments[0], "--quiet", "--disable-pip-version-check", *arguments[1:]]
+    """Run pip; only its errors show. Raises :class:`SetupError`."""
+    command = [str(python), "-m", "pip", arguments[0], "-qq", "--disable-pip-version-check", *arguments[1:]]
     if subprocess.run(command, check=False).returncode != 0:
         raise SetupError("failed: " + " ".join(map(str, command)))
 
