@@ -41,6 +41,11 @@ html_copy_source = False
 AUTOMODULE = re.compile(r"^\.\. automodule:: ([\w.]+)$", re.MULTILINE)
 
 
+# In docstrings these keep their markup; signs in the text between them mean themselves.
+MARKUP = re.compile(r"(``.*?``|:[\w:]+:`.*?`)", re.DOTALL)
+SIGNS = re.compile(r"([|*](?!\s)|(?<=\w)_(?!\w))")
+
+
 def leave_out_missing_modules(_: Sphinx, page: str, source: list[str]) -> None:
     """Drop those sections of the API page whose modules do not exist."""
     if page == "api":
@@ -56,6 +61,14 @@ def module_exists(name: str) -> bool:
         return False
 
 
+def take_signs_literally(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Docstrings are plain text with literals and roles: ``|a|``, ``*args`` and ``pass_`` are not markup in it."""
+    text = MARKUP.split("\n".join(lines))
+    text[::2] = [SIGNS.sub(r"\\\1", between) for between in text[::2]]
+    lines[:] = "".join(text).split("\n")
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", leave_out_missing_modules)
+    app.connect("autodoc-process-docstring", take_signs_literally)
