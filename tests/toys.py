@@ -16,7 +16,7 @@ import torch
 from tilewise import solvers
 from tilewise.axis import Axis
 from tilewise.plan import Config, Plan
-from tilewise.problem import ConvProblem, Part, Pass, dense_strides
+from tilewise.problem import ROLES, ConvProblem, Part, Pass, dense_strides
 from tilewise.solvers import Cost, Run, Solver, Split
 
 DTYPE_ERROR = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1.6e-2}
@@ -72,7 +72,8 @@ def filled(problem: ConvProblem, role: str, value: float | None = None, seed: in
     """A tensor for ``role`` in its layout, standard normal or full of ``value``; a view lies in a larger tensor."""
     shape, layout, dtype = problem.shape(role), problem.layout(role), problem.torch_dtype(role)
     if layout == "view":
-        tensor = torch.full((*shape[:-1], shape[-1] + 3), 7.0, dtype=dtype)[..., 1:-2]
+        start = 16 // dtype.itemsize
+        tensor = torch.full((*shape[:-1], start + shape[-1] + 3), 7.0, dtype=dtype)[..., start:-3]
     else:
         tensor = torch.empty_strided(shape, dense_strides(shape, layout), dtype=dtype)
     if value is not None:
@@ -129,6 +130,8 @@ class Plain(Solver):
             a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
         ) -> torch.Tensor:
             assert (a.stride(), b.stride()) == strides[:2]
+            for role, tensor in zip((*p.operands, p.result), (a, b, out), strict=True):
+                assert tensor is None or tensor.data_ptr() % p.alignment[ROLES.index(role)] == 0
             if self.scratch:
                 assert workspace is not None
                 assert workspace.numel() >= self.scratch
