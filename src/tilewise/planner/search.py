@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,14 +42,17 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Store:
-    """Measurements known of each problem, and which are new: the planner loads and saves them."""
+    """Measurements known of each problem; ``load`` brings those of earlier searches when a problem is first met."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Callable[[ConvProblem], Known]) -> None:
         self.known: dict[str, Known] = {}
+        self._load = load
 
     def of(self, problem: ConvProblem) -> Known:
         """Measurements of ``problem`` by solver, version and config; grows as candidates are tried."""
-        return self.known.setdefault(problem.key, {})
+        if problem.key not in self.known:
+            self.known[problem.key] = self._load(problem)
+        return self.known[problem.key]
 
 
 @dataclass
