@@ -14,6 +14,7 @@ from harness.layers import FBFFT_TABLE_4, PASSES, Layer, by_name
 from harness.result import Bar, Result, Row, Side, geometric_mean, least_replaced
 from harness.settings import Settings
 from harness.sides import Tensors, framework_call, is_framework, plan_line, planned_call, race
+
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, Pass
 

@@ -1,7 +1,7 @@
 """A batch past 2^31 elements: time an image against the same layer at half the batch.
 
-pytorch/pytorch issue 128936: Conv2d(128, 128, 3, stride=2) on (64, 128, 513, 513) in bf16 takes 60 times as long as with
-63 images, because its input has more elements than 32 bits can count. The baseline is the better of torch and the
+pytorch/pytorch issue 128936: Conv2d(128, 128, 3, stride=2) on (64, 128, 513, 513) in bf16 takes 60 times as long as
+with 63 images, because its input has more elements than 32 bits can count. The baseline is the better of torch and the
 planned layer at batch 32; ours is the planned layer at 64. Values are milliseconds an image.
 """
 
@@ -11,6 +11,7 @@ from harness.layers import PASSES, Layer
 from harness.result import Bar, Result, Row, Side
 from harness.settings import Settings
 from harness.sides import Tensors, framework_call, plan_line, planned_call, race
+
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem
 
@@ -70,4 +71,6 @@ def _row(name: str, problems: list[ConvProblem], plans: dict[ConvProblem, Plan])
 def bars(rows: list[Row], settings: Settings) -> list[Bar]:
     """At most 1.3 times the time an image of half the batch."""
     applies = settings.device.type == "cuda" and not settings.quick
-    return [Bar(f"{row.name}: time an image over half the batch", 1 / row.ratio, most=1.3, applies=applies) for row in rows]
+    return [
+        Bar(f"{row.name}: time an image over half the batch", 1 / row.ratio, most=1.3, applies=applies) for row in rows
+    ]

@@ -14,6 +14,7 @@ from harness.layers import ALEXNET, by_name
 from harness.result import Bar, Result, Row, Side
 from harness.settings import Settings
 from harness.sides import Call, Tensors, framework_call, plan_line, planned_call, race
+
 from tilewise.plan import Plan
 from tilewise.planner import Options, Planner
 from tilewise.problem import ConvProblem, Pass

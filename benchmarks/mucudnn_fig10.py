@@ -1,9 +1,9 @@
 """mu-cuDNN Figure 10: AlexNet's 15 convolution kernels, batch 256, fp32, within 8, 64 and 512 MiB.
 
-Oyama et al. 2018, Figure 10 and Section IV-B (u, p, a: undivided, powerOfTwo, all). Two baselines are timed in turns with
-the plans: ``legacy``, the paper's (cuDNN's legacy algorithms, undivided, within the limit; on a CPU, which has none,
-the undivided plan stands in), and ``undivided``, the best undivided plan of any solver. Totals are sums over kernels.
-Every plan's memory beyond operands and result is measured.
+Oyama et al. 2018, Figure 10 and Section IV-B (u, p, a: undivided, powerOfTwo, all). Two baselines are timed in turns
+with the plans: ``legacy``, the paper's (cuDNN's legacy algorithms, undivided, within the limit; on a CPU, which has
+none, the undivided plan stands in), and ``undivided``, the best undivided plan of any solver. Totals are sums over
+kernels. Every plan's memory beyond operands and result is measured.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from harness.legacy import fastest_legacy
 from harness.result import Bar, Result, Row, Side
 from harness.settings import Settings
 from harness.sides import Call, Tensors, is_framework, peak_workspace, plan_line, planned_call, race
+
 from tilewise.plan import Config, Plan
 from tilewise.problem import ConvProblem
 

@@ -9,6 +9,7 @@ from harness.layers import ALEXNET, by_name
 from harness.result import Bar, Result, Row, Side
 from harness.settings import Settings
 from harness.sides import Tensors, framework_call, peak_workspace, plan_line, planned_call, race
+
 from tilewise.problem import Pass
 
 DEFAULTS = {"layer": "conv2", "batch": "0", "limit": "64MiB", "policies": "powers_of_two,all", "rigor": "measure"}

@@ -1,8 +1,8 @@
 """Kernel = stride: the convolutions that are one matrix product, against that product.
 
-Qwen2-VL's patch embedding (Conv3d, huggingface/transformers issue 45750) against the plain GEMM, and ViT-B/16's (Conv2d)
-against a GEMM and one copy. The baseline of each row is what a user could write by hand instead; torch's own
-convolution is timed in turns with both. ``ratio`` below 1 is what the planned layer takes more than the product.
+Qwen2-VL's patch embedding (Conv3d, huggingface/transformers issue 45750) against the plain GEMM, and ViT-B/16's
+(Conv2d) against a GEMM and one copy. The baseline of each row is what a user could write by hand instead; torch's own
+convolution is timed in turns with both. A ratio below 1 is what the planned layer takes more than the product.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from harness.layers import convolution
 from harness.result import Bar, Result, Row, Side
 from harness.settings import Settings
 from harness.sides import Call, Tensors, framework_call, is_framework, plan_line, planned_call, race
+
 from tilewise.axis import Axis
 from tilewise.problem import ConvProblem, Pass
 

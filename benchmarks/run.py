@@ -44,7 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="name all benchmarks")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda where there is one)")
-    parser.add_argument("--out", type=Path, help=f"folder for results (default {RESULTS.name}/ here; none with --quick)")
+    parser.add_argument(
+        "--out", type=Path, help=f"folder for results (default {RESULTS.name}/ here; none with --quick)"
+    )
+    parser.add_argument("--label", default="", help="appended to the file's name, to keep several settings apart")
     parser.add_argument("--quick", action="store_true", help="seconds on a CPU: checks that it runs, measures little")
     parser.add_argument("--fresh", action="store_true", help="plan with empty wisdom instead of the user's")
     parser.add_argument("--strict", action="store_true", help="exit 1 when a bar that applies is missed")
@@ -119,7 +122,8 @@ def _publish(document: dict[str, Any], given: argparse.Namespace) -> None:
     text = json.dumps(document, indent=1)
     out = given.out or (None if given.quick else RESULTS)
     if out is not None:
-        path = out / document["folder"] / f"{document['benchmark']}.json"
+        stem = "-".join(word for word in (document["benchmark"], given.label) if word)
+        path = out / document["folder"] / f"{stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
         print(f"saved {path}", file=sys.stderr)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from tilewise.axis import Axis
 from tilewise.device import device_name
 from tilewise.problem import ConvProblem, Pass

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
 from harness.sides import Tensors
 from tilewise.device import torch_device
 from tilewise.planner import measure

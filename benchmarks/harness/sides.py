@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+
 from tilewise.device import torch_device
 from tilewise.execute import Bound, bind, release_workspaces
 from tilewise.plan import Plan

@@ -14,6 +14,7 @@ from harness.layers import ALEXNET, FBFFT_TABLE_4
 from harness.sides import Tensors, framework_call, plan_line, planned_call
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tilewise.plan import Config, Plan
 from tilewise.problem import Pass
 
@@ -95,9 +96,9 @@ def test_files_without_run_of_settings_are_no_benchmarks() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's tunables")
 def test_the_process_is_born_with_memory_that_stays() -> None:
     script = (
-        "import os, sys; sys.path.insert(0, {path!r}); from harness import process;"
+        f"import os, sys; sys.path.insert(0, {str(registry.FOLDER)!r}); from harness import process;"
         "process.ensure_malloc_keeps_memory(); print(all(n in os.environ for n in process.MALLOC), sys.argv[1])"
-    ).format(path=str(registry.FOLDER))
+    )
     environment = {"PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", script, "kept"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
