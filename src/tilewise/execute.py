@@ -64,7 +64,7 @@ class Bound:
     returns the result. ``workspace`` is in bytes, allocations hidden inside libraries not counted.
     """
 
-    __slots__ = ("_bias_shape", "_fresh", "_node", "_shape", "_strides", "_dtype", "plan", "problem", "workspace")
+    __slots__ = ("_bias_shape", "_dtype", "_fresh", "_node", "_shape", "_strides", "plan", "problem", "workspace")
 
     def __init__(self, plan: Plan, problem: ConvProblem, node: Node) -> None:
         self.plan, self.problem, self._node = plan, problem, node
@@ -92,13 +92,11 @@ class Bound:
         return out if bias is None else out.add_(bias.view(self._bias_shape))
 
 
-def bind(
-    plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None
-) -> Bound:
+def bind(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Bound:
     """Bind ``plan`` to tensors with the shapes, strides and dtypes of ``a``, ``b`` and ``out``.
 
     Without ``out``, or for calls without it, results are allocated in the problem's layout. Raises
-    :class:`PlanMismatch` for a plan of another problem or solver version, ``SolverUnavailable`` for a config that cannot
+    :class:`PlanMismatch` for a plan of another problem or version, ``SolverUnavailable`` for a config that cannot
     run here.
     """
     for role, tensor in zip(problem.operands, (a, b), strict=True):
@@ -257,7 +255,9 @@ class Parts(Node):
 def _node(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Node:
     solver = solvers.get(plan.solver)
     if solver.version != plan.version:
-        raise PlanMismatch(f"the plan is for {plan.solver} version {plan.version}, here is {solver.version}: plan again")
+        raise PlanMismatch(
+            f"the plan is for {plan.solver} version {plan.version}, here is {solver.version}: plan again"
+        )
     if not isinstance(solver, Split):
         return Leaf(solver, plan, problem, a, b, out)
     parts = solver.children(problem, plan.config)

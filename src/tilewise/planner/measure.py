@@ -160,7 +160,9 @@ def _reset_peak_resident() -> int:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")
     except OSError as error:
-        raise RuntimeError("/proc/self/clear_refs cannot be written: a CPU workspace limit cannot be checked") from error
+        raise RuntimeError(
+            "/proc/self/clear_refs cannot be written: a CPU workspace limit cannot be checked"
+        ) from error
     return _resident("VmRSS")
 
 

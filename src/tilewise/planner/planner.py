@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -27,8 +28,8 @@ EFFORT = {"estimate": 0, "wisdom_only": 0, "measure": 1, "patient": 2}
 class Planner:
     """Finds plans and remembers them.
 
-    ``wisdom`` is where measurements and plans are kept (``None``: the user's cache directory); ``progress`` is called by
-    :meth:`plan_many`. Measuring sets torch's convolution flags for its length, so plan from one thread at a time.
+    ``wisdom`` is where measurements and plans are kept (``None``: the user's cache directory); ``progress`` is called
+    by :meth:`plan_many`. Measuring sets torch's convolution flags for its length, so plan from one thread at a time.
     """
 
     def __init__(self, wisdom: Wisdom | None = None, progress: Progress | None = None) -> None:
@@ -90,10 +91,8 @@ class Planner:
         options = options or Options()
 
         def explained(search: Search) -> list[Measurement]:
-            try:
+            with contextlib.suppress(NoPlanError):  # the log holds the reasons, which is all that is asked here
                 search.best()
-            except NoPlanError:
-                pass  # the log holds the reasons, which is all that is asked here
             latest = {(m.solver, m.version, m.config): m for m in search.log}
             return sorted(latest.values(), key=lambda m: (bool(m.reason), m.time_ms or 0.0, m.solver))
 

@@ -117,7 +117,6 @@ class Search:
         return limit is None or (self.baseline.workspace or 0) <= limit
 
     def _trial(self, problem: ConvProblem, tensors: Tensors, known: Known, *, root: bool = True) -> Trial:
-        # A limit on the CPU is read as resident growth, which the baseline needs too.
         return Trial(problem, tensors, self.options, self.profile, self.timer, known, is_root=root)
 
     def _measured(self) -> list[Plan]:
@@ -144,9 +143,7 @@ class Search:
         self.log += found if trial.is_root else []
         return [m for m in found if not m.reason and m.time_ms is not None]
 
-    def _divisions(
-        self, solver: Split, leaves: list[Measurement], blocked: bool, bound_ms: float
-    ) -> list[Plan]:
+    def _divisions(self, solver: Split, leaves: list[Measurement], blocked: bool, bound_ms: float) -> list[Plan]:
         """Plans that cut the problem, from the fronts of its parts; whole leaves are not among the parts."""
         whole = self.problem.extent(solver.axis)
         best_rate = bound_ms / whole
@@ -274,8 +271,7 @@ class Search:
         if self.options.rigor == "estimate":
             return ranked[:1]
         best = ranked[0].time_ms
-        near = [p for p in ranked[: FINALISTS] if p.time_ms <= NEAR * best]
-        return near
+        return [p for p in ranked[:FINALISTS] if p.time_ms <= NEAR * best]
 
     def _time_whole(self, plans: list[Plan]) -> list[Plan]:
         """The plans with their own measured times; a plan that turns out to take too much memory is dropped."""
@@ -292,11 +288,10 @@ class Search:
             limit = self.options.workspace
             if limit is not None and workspace > limit:
                 text = f"took {format_bytes(workspace)} of workspace when run whole, the limit is {format_bytes(limit)}"
-                self.log.append(
-                    Measurement(plan.solver, plan.version, plan.config, workspace=workspace, reason=text)
-                )
+                self.log.append(Measurement(plan.solver, plan.version, plan.config, workspace=workspace, reason=text))
                 continue
-            calls.append(call)
+            # Timed as a layer runs it: like torch, each call allocates its result.
+            calls.append(functools.partial(bound, a, b))
             kept.append(replace(plan, workspace=workspace))
         if not kept:
             return []
@@ -364,9 +359,7 @@ def _runs(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     return runs
 
 
-def _size_of(
-    plan: Plan, runs: list[tuple[int, int]], children: list[Plan], counts: list[int], index: int
-) -> int:
+def _size_of(plan: Plan, runs: list[tuple[int, int]], children: list[Plan], counts: list[int], index: int) -> int:
     """Size of the parts that child ``index`` stands for."""
     start = sum(counts[:index])
     for size, count in runs:
@@ -381,5 +374,3 @@ def _no_plan_text(problem: ConvProblem, options: Options, log: list[Measurement]
     lines = [f"no plan for {problem.key} under {limit}:"]
     lines += [f"  {m.solver} {m.config}: {m.reason}" for m in log if m.reason]
     return "\n".join(lines)
-
-

@@ -164,13 +164,11 @@ class Trial:
         """Bytes one run takes at its peak beyond operands and result, what is declared included."""
         device = self.timer.device
         result = self.tensors[2]
-        own = result.numel() * result.element_size() if own_output else 0
+        # As a part, an output of the solver's own is one more temporary.
+        own = result.numel() * result.element_size() if own_output and self.is_root else 0
         if device.type == "cuda":
             call()  # modules load and handles are made: neither is workspace
             return peak_bytes(call, device, own)
-        if self.options.workspace is None:
-            call()
-            return declared
         if declared:
             execute.touch_workspace(declared, device)
         return declared + peak_bytes(call, device, own)

@@ -16,8 +16,8 @@ __all__ = ["Cost", "Run", "Solver", "SolverUnavailable", "Split"]
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 """``run(a, b, out, workspace) -> result`` for fixed shapes and strides, ``a`` and ``b`` in the order of
-``problem.operands``. Writes ``out`` and returns it, or with ``own_output`` ignores it (it may be ``None``) and returns a
-new tensor. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte aligned, or ``None`` where
+``problem.operands``. Writes ``out`` and returns it, or with ``own_output`` ignores it (it may be ``None``) and returns
+a new tensor. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte aligned, or ``None`` where
 that is 0. It follows the current stream and never synchronises or measures."""
 
 

@@ -51,5 +51,3 @@ class MicroBatch(Split):
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Its children's; nothing of its own."""
         return Cost(0, 0, kernels=0)
-
-
