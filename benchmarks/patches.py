@@ -21,7 +21,7 @@ from tilewise.axis import Axis
 from tilewise.problem import ConvProblem, Pass
 
 DEFAULTS = {"dtype": "bf16", "precision": "ieee", "scale": "1", "rigor": "measure"}
-QUICK = {"dtype": "fp32", "scale": "64"}
+QUICK = {"dtype": "fp32", "scale": "256"}
 
 
 @dataclass(frozen=True)

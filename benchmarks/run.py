@@ -133,7 +133,8 @@ def _publish(document: dict[str, Any], given: argparse.Namespace) -> None:
     from harness.table import show
     from rich.console import Console
 
-    show(document, Console())
+    # A file or pipe has no width of its own: rows then stay on one line.
+    show(document, Console(width=None if sys.stdout.isatty() else 200))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import torch
 from tilewise.wisdom import Wisdom
 
 from tilewise.plan import parse_bytes
-from tilewise.planner import BATCH_SIZES, RIGORS, Options, Planner
+from tilewise.planner import Options, Planner
+from tilewise.planner.options import BATCH_SIZES, RIGORS
 
 REPORT_EVERY_S = 2.0
 T = TypeVar("T")
