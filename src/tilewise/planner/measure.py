@@ -16,7 +16,7 @@ import torch
 
 from tilewise.device import is_capturing
 
-__all__ = ["Timer", "framework_flags", "interleaved", "peak_bytes"]
+__all__ = ["Timer", "framework_flags", "interleaved", "peak_bytes", "without_benchmark"]
 
 get_fp32_precision = torch._C._get_fp32_precision_getter
 set_fp32_precision = torch._C._set_fp32_precision_setter
@@ -57,16 +57,9 @@ class Timer:
         self._stop.synchronize()
         return max(float(self._start.elapsed_time(self._stop)), host)
 
-    def median_ms(self, call: Call, repeats: int = 3, give_up_ms: float = float("inf")) -> float:
-        """Median of ``repeats`` runs after one to warm up, which :func:`peak_bytes` may have been already.
-
-        Stops after the first run when that is over ``give_up_ms``: such a candidate has lost.
-        """
-        times = [self.time_ms(call)]
-        if times[0] > give_up_ms:
-            return times[0]
-        times += [self.time_ms(call) for _ in range(repeats - 1)]
-        return statistics.median(times)
+    def median_ms(self, call: Call, repeats: int = 3) -> float:
+        """Median of ``repeats`` runs, for a caller who has warmed up."""
+        return statistics.median(self.time_ms(call) for _ in range(repeats))
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -189,3 +182,14 @@ def framework_flags(precision: str, deterministic: bool) -> Iterator[None]:
             torch._C._set_cudnn_allow_tf32(legacy)
         for op, value in precisions.items():
             set_fp32_precision("cuda", op, value)
+
+
+@contextmanager
+def without_benchmark() -> Iterator[None]:
+    """torch without its benchmark mode, for work that is not timed."""
+    saved = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = saved

@@ -1,0 +1,377 @@
+"""The SQLite file under wisdom: opened and checked for each transaction, never a reason to fail.
+
+A connection lives for one transaction. None is ever carried over a fork or between threads, which
+SQLite forbids; a file that another process moved away is noticed at once; and nothing is left to
+clean up when a process is killed. Opening costs about 0.1 ms.
+
+Do not open the database file with Python's ``open``: closing it would drop SQLite's own locks on it
+(POSIX), which is why even the header is read through SQLite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from tilewise.wisdom.paths import VARIABLE, on_network
+from tilewise.wisdom.schema import Damaged, create, identify, roll_back
+
+if TYPE_CHECKING:
+    import sqlite3
+
+__all__ = ["Database", "WisdomWarning"]
+
+T = TypeVar("T")
+
+WAIT_S = 10.0
+"""How long to wait for other processes; a transaction takes milliseconds."""
+# Held over every transaction and every fork: a child that was forked in the middle of one would
+# inherit SQLite's record of locks it does not have.
+_LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
+    )
+
+
+class WisdomWarning(UserWarning):
+    """A store, or a row of it, could not be used; the message names the file and what was done."""
+
+
+class Unusable(Exception):
+    """No store can be used here; ``curable`` when :meth:`Database._prepare` may change that."""
+
+    def __init__(self, reason: str, *, curable: bool = False) -> None:
+        super().__init__(reason)
+        self.curable = curable
+
+
+class Database:
+    """Transactions on the store at ``path``, or in memory where no store can be kept there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._memory: sqlite3.Connection | None = None
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the file turned out unusable, so that all lasts only as long as this object."""
+        return self._memory is not None
+
+    def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """``work`` on a snapshot of the store; without a file on an empty one, and none is made."""
+        return self._run(work, write=False)
+
+    def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """``work`` in one transaction: all of it is kept or none, even when the process is
+        killed."""
+        return self._run(work, write=True)
+
+    def close(self) -> None:
+        """Forget what was kept in memory for want of a file; the next use tries the file again."""
+        with _LOCK:
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
+
+    def _run(self, work: Callable[[sqlite3.Connection], T], *, write: bool) -> T:
+        with _LOCK:
+            if self._memory is None:
+                try:
+                    return self._on_disk(work, write=write)
+                except Unusable as problem:
+                    self._fall_back(str(problem))
+            assert self._memory is not None
+            return _transaction(self._memory, work, write=write)
+
+    def _on_disk(self, work: Callable[[sqlite3.Connection], T], *, write: bool) -> T:
+        """``work`` on the file, which a few tries may first make, repair or replace."""
+        reason, prepare = "", False
+        for _ in range(4):
+            try:
+                if prepare:
+                    self._prepare()
+                return self._once(work, write=write)
+            except Damaged as damage:
+                self._set_aside(damage)
+                reason, prepare = str(damage), False
+            except Unusable as problem:
+                if not problem.curable:
+                    raise
+                reason, prepare = str(problem), True
+        raise Unusable(reason)
+
+    def _once(self, work: Callable[[sqlite3.Connection], T], *, write: bool) -> T:
+        if not write and not os.path.lexists(self.path):
+            return _on_nothing(work)
+        if not self.path.is_absolute():
+            raise Unusable(f"there is no home directory: set {VARIABLE}")
+        if write:
+            _make_directory(self.path.parent)
+        with (
+            _file_lock(self._lock, exclusive=False),
+            _judged(self.path),
+            contextlib.closing(_connect(self.path, "rwc" if write else "rw")) as db,
+        ):
+            if identify(db):
+                _set_synchronous(db, network=on_network(self.path.parent))
+                return _transaction(db, work, write=write)
+        if write:
+            raise Unusable("it is empty", curable=True)
+        return _on_nothing(work)
+
+    def _prepare(self) -> None:
+        """Choose the journal and make the tables, while nobody else uses the file."""
+        with _file_lock(self._lock, exclusive=True), _judged(self.path):
+            # An exclusive connection needs no shared memory, so it reads a file that is stuck in
+            # WAL for want of it.
+            with contextlib.closing(_connect(self.path, "rwc", exclusive=True)) as db:
+                identify(db)
+            if on_network(self.path.parent) or not _enable_wal(self.path):
+                with contextlib.closing(_connect(self.path, "rw", exclusive=True)) as db:
+                    db.execute("PRAGMA journal_mode = DELETE")
+            with contextlib.closing(_connect(self.path, "rw")) as db:
+                create(db)
+
+    @property
+    def _lock(self) -> Path:
+        return self._beside(".lock")
+
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
+
+    def _set_aside(self, damage: Damaged) -> None:
+        """Rename the file, unless another process has done so since it was found damaged."""
+        with _file_lock(self._lock, exclusive=True):
+            if damage.identity is None or _identity(self.path) != damage.identity:
+                return
+            try:
+                moved = self._rename(time.strftime(f".{damage.kind}-%Y%m%d-%H%M%S"))
+            except OSError as error:
+                raise Unusable(f"{damage}, and it could not be moved aside: {error}") from error
+        warnings.warn(
+            f"{self.path}: {damage}. It was renamed to {moved.name} and a fresh store is begun; "
+            "nothing was deleted, and what it held will be measured again",
+            WisdomWarning,
+            stacklevel=5,
+        )
+
+    def _rename(self, suffix: str) -> Path:
+        target, number = self._beside(suffix), 1
+        while os.path.lexists(target):
+            number += 1
+            target = self._beside(f"{suffix}-{number}")
+        # The database goes first: SQLite itself drops a log left beside a missing or empty one, so
+        # that being killed between these lines cannot mix two stores.
+        os.rename(self.path, target)
+        for side in ("-wal", "-shm", "-journal"):
+            if os.path.lexists(self._beside(side)):
+                os.rename(self._beside(side), f"{target}{side}")
+        return target
+
+    def _fall_back(self, reason: str) -> None:
+        copy = _memory_copy(self.path)
+        self._memory = _blank() if copy is None else copy
+        held = "" if copy is None else " What the file holds is still used."
+        warnings.warn(
+            f"{self.path} cannot be used ({reason}): what is measured from now on is kept in "
+            f"memory, for this process only.{held} {VARIABLE} names another directory",
+            WisdomWarning,
+            stacklevel=5,
+        )
+
+
+def _connect(database: Path | str, mode: str, *, exclusive: bool = False) -> sqlite3.Connection:
+    import sqlite3
+
+    uri = database if isinstance(database, str) else f"{database.as_uri()}?mode={mode}"
+    db = sqlite3.connect(
+        uri, uri=True, timeout=WAIT_S, isolation_level=None, check_same_thread=False
+    )
+    db.text_factory = _decode
+    # A schema from elsewhere may not run functions, and a file that shrinks under a memory map
+    # would kill the process.
+    db.execute("PRAGMA trusted_schema = OFF")
+    db.execute("PRAGMA mmap_size = 0")
+    if exclusive:
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+    return db
+
+
+def _decode(raw: bytes) -> str | bytes:
+    """Text of a column; bytes that are not UTF-8 stay bytes, for the row's validator to refuse."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
+def _blank() -> sqlite3.Connection:
+    db = _connect(":memory:", "memory")
+    create(db)
+    return db
+
+
+def _on_nothing(work: Callable[[sqlite3.Connection], T]) -> T:
+    """What reading a store that does not exist gives; none is made."""
+    with contextlib.closing(_blank()) as blank:
+        return work(blank)
+
+
+def _enable_wal(path: Path) -> bool:
+    """Whether the file now keeps a write-ahead log and works with it, which SQLite finds in use."""
+    import sqlite3
+
+    try:
+        with contextlib.closing(_connect(path, "rw")) as db:
+            mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("ROLLBACK")
+    except sqlite3.OperationalError:
+        # Why does not matter: the file goes back to a rollback journal, and its use says whether
+        # that works.
+        return False
+    return bool(mode == "wal")
+
+
+def _set_synchronous(db: sqlite3.Connection, *, network: bool) -> None:
+    """Sync as often as the journal needs to survive a power cut: with WAL only at checkpoints."""
+    wal = db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+    if wal and network:
+        raise Unusable(
+            "it keeps a write-ahead log, which cannot work on a network file system", curable=True
+        )
+    db.execute(f"PRAGMA synchronous = {'NORMAL' if wal else 'FULL'}")
+
+
+def _transaction(
+    db: sqlite3.Connection, work: Callable[[sqlite3.Connection], T], *, write: bool
+) -> T:
+    db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+    try:
+        result = work(db)
+        db.execute("COMMIT")
+    except BaseException:
+        roll_back(db)
+        raise
+    return result
+
+
+@contextlib.contextmanager
+def _judged(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into what they mean for the file: damaged, or not to be used here."""
+    import sqlite3
+
+    try:
+        yield
+    except Damaged as damage:
+        raise Damaged(damage.kind, str(damage), _identity(path)) from damage
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        damaged = code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+        if damaged or "unsupported file format" in str(error):
+            raise Damaged("damaged", f"damaged ({error})", _identity(path)) from error
+        if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
+            raise Unusable(str(error), curable=code in _curable()) from error
+        raise
+
+
+def _curable() -> tuple[int, ...]:
+    """Errors of a file in WAL where that cannot work; with another cause, curing them fails."""
+    import sqlite3
+
+    return (
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_PROTOCOL,
+    )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unusable(str(error)) from error
+
+
+@contextlib.contextmanager
+def _file_lock(path: Path, *, exclusive: bool) -> Iterator[None]:
+    """Shared to use the database, exclusive to make it or move it; a process that dies drops it.
+
+
+    Raises :class:`Unusable` where files cannot be locked or nobody lets go in time.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        # Windows refuses to rename a file that is open, which is what the lock is for.
+        yield
+        return
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise Unusable(str(error)) from error
+    try:
+        _wait_for(
+            lambda: fcntl.flock(
+                descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
+            )
+        )
+        try:
+            yield
+        finally:
+            # Closing is not enough: a child forked by native code would still hold it.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
+def _wait_for(lock: Callable[[], None]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return lock()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise Unusable(f"files cannot be locked there: {error}") from error
+            if time.monotonic() > deadline:
+                raise Unusable(f"another process has kept it locked for {WAIT_S:g} s") from error
+        time.sleep(0.01)
+
+
+def _memory_copy(path: Path) -> sqlite3.Connection | None:
+    """What a file that cannot be written holds, in memory; ``None`` when it is no sound store."""
+    import sqlite3
+
+    if not path.is_absolute() or not os.path.isfile(path):
+        return None
+    # A log that cannot be opened for want of write permission is left out by immutable=1.
+    for mode in ("ro", "ro&immutable=1"):
+        copy = _connect(":memory:", "memory")
+        try:
+            with contextlib.closing(_connect(path, mode)) as source:
+                source.execute("PRAGMA busy_timeout = 1000")
+                source.backup(copy)
+            if copy.execute("PRAGMA quick_check").fetchall() == [("ok",)] and identify(copy):
+                return copy
+        except (sqlite3.Error, Damaged):
+            # Already on the way out of an unusable file, with a warning: this only salvages.
+            pass
+        copy.close()
+    return None

@@ -1,0 +1,199 @@
+"""Wisdom as a JSON document, to carry between machines and to keep in version control."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tilewise.plan import PlanFormatError
+from tilewise.wisdom import rows
+from tilewise.wisdom.tables import Row
+
+__all__ = ["FORMAT", "KIND", "compose", "parse", "read", "write"]
+
+FORMAT = 1
+KIND = "tilewise wisdom"
+
+
+def compose(tables: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
+    """The document of valid rows, by table name; :func:`parse` reads it back."""
+    environments: dict[str, dict[str, Any]] = {}
+
+    def problem_of(row: Row) -> dict[str, Any]:
+        problems = environments.setdefault(row.environment, {"profile": None, "problems": {}})[
+            "problems"
+        ]
+        entry: dict[str, Any] = problems.setdefault(row.problem, {"measurements": [], "plans": []})
+        return entry
+
+    for row in tables["measurement"]:
+        problem_of(row)["measurements"].append(_measurement_entry(row.values))
+    for row in tables["plan"]:
+        constraints, text, recorded = row.values
+        entry = {"constraints": constraints, "plan": json.loads(text), "recorded": recorded}
+        problem_of(row)["plans"].append(entry)
+    for row in tables["profile"]:
+        text, recorded = row.values
+        entry = {"values": json.loads(text), "recorded": recorded}
+        environments.setdefault(row.environment, {"problems": {}})["profile"] = entry
+    return {
+        "format": FORMAT,
+        "kind": KIND,
+        "written_by": written_by,
+        "environments": [
+            {
+                "environment": environment,
+                "profile": found["profile"],
+                "problems": [
+                    {"problem": problem, **entry}
+                    for problem, entry in sorted(found["problems"].items())
+                ],
+            }
+            for environment, found in sorted(environments.items())
+        ],
+    }
+
+
+def _measurement_entry(values: tuple[Any, ...]) -> dict[str, Any]:
+    entry = dict(zip(rows.MEASUREMENT, values, strict=True))
+    l2, spread = entry.pop("l2"), entry.pop("spread")
+    return {
+        **entry,
+        "config": json.loads(entry["config"]),
+        "error": None if l2 is None else [l2, spread],
+    }
+
+
+def parse(document: object) -> tuple[dict[str, list[Row]], list[str]]:
+    """Valid rows of a document by table name, and what was wrong with each entry left out.
+
+    Raises :class:`~tilewise.plan.PlanFormatError` when it is not such a document at all or is of
+    another format.
+    """
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        kind = document.get("kind") if isinstance(document, dict) else type(document).__name__
+        raise PlanFormatError(f"kind={kind!r:.80}: expected a document of kind {KIND!r}")
+    if document.get("format") != FORMAT or isinstance(document["format"], bool):
+        raise PlanFormatError(
+            f"format={document.get('format')!r:.80}: this version reads wisdom of format {FORMAT}"
+        )
+    if not isinstance(document.get("environments"), list):
+        raise PlanFormatError("environments: expected a list")
+    reader = _Reader()
+    for entry in document["environments"]:
+        with reader.forgiving("environment"):
+            reader.environment(_members(entry, "an environment"))
+    return reader.tables, reader.faults
+
+
+class _Reader:
+    """Collects rows and faults while walking a document."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, list[Row]] = {"measurement": [], "plan": [], "profile": []}
+        self.faults: list[str] = []
+
+    @contextlib.contextmanager
+    def forgiving(self, what: str) -> Iterator[None]:
+        """Note a fault in place of failing: one bad entry does not spoil the rest."""
+        try:
+            yield
+        except rows.RowError as error:
+            self.faults.append(f"{what}: {error}")
+
+    def environment(self, entry: dict[str, Any]) -> None:
+        environment = rows.checked_text("environment", entry.get("environment"))
+        if entry.get("profile") is not None:
+            with self.forgiving("profile"):
+                profile = _members(entry["profile"], "a profile")
+                values = rows.read_profile(profile.get("values"))
+                self._add("profile", environment, "", rows.pack_profile(values, _recorded(profile)))
+        for item in _items(entry, "problems"):
+            with self.forgiving("problem"):
+                self.problem(environment, _members(item, "a problem"))
+
+    def problem(self, environment: str, entry: dict[str, Any]) -> None:
+        problem = rows.checked_text("problem", entry.get("problem"))
+        for item in _items(entry, "measurements"):
+            with self.forgiving("measurement"):
+                self._add(
+                    "measurement",
+                    environment,
+                    problem,
+                    _measurement(_members(item, "a measurement")),
+                )
+        for item in _items(entry, "plans"):
+            with self.forgiving("plan"):
+                kept = _members(item, "a plan")
+                plan = rows.read_plan(problem, kept.get("plan"))
+                constraints = rows.checked_text("constraints", kept.get("constraints"), empty=True)
+                self._add(
+                    "plan",
+                    environment,
+                    problem,
+                    rows.pack_plan(problem, constraints, plan, _recorded(kept)),
+                )
+
+    def _add(self, table: str, environment: str, problem: str, values: tuple[Any, ...]) -> None:
+        self.tables[table].append(Row(environment, problem, values))
+
+
+def _measurement(entry: dict[str, Any]) -> tuple[Any, ...]:
+    error = entry.get("error")
+    if error is not None and not (isinstance(error, list) and len(error) == 2):
+        raise rows.RowError(f"error={error!r:.80}: expected two numbers or null")
+    if not isinstance(entry.get("config"), dict):
+        raise rows.RowError("config: expected an object")
+    recorded = _recorded(entry)
+    text = json.dumps(entry["config"], sort_keys=True, separators=(",", ":"))
+    flat = {**entry, "config": text, "recorded": recorded}
+    flat["l2"], flat["spread"] = error or (None, None)
+    return rows.pack_measurement(
+        rows.unpack_measurement([flat.get(column) for column in rows.MEASUREMENT]), recorded
+    )
+
+
+def _recorded(entry: dict[str, Any]) -> float:
+    return rows.checked_time("recorded", entry.get("recorded"))
+
+
+def _members(entry: object, what: str) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise rows.RowError(f"{what} must be an object, not {type(entry).__name__}")
+    return entry
+
+
+def _items(entry: dict[str, Any], name: str) -> list[Any]:
+    items = entry.get(name, [])
+    if not isinstance(items, list):
+        raise rows.RowError(f"{name}={items!r:.80}: expected a list")
+    return items
+
+
+def read(path: Path) -> tuple[dict[str, list[Row]], list[str]]:
+    """:func:`parse` of a file. Raises ``OSError``, and :class:`~tilewise.plan.PlanFormatError`
+    naming the file."""
+    try:
+        return parse(rows.parse_json(path.read_text(encoding="utf-8")))
+    except (PlanFormatError, UnicodeDecodeError) as error:
+        raise PlanFormatError(f"{path}: {error}") from error
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Write the document; ``path`` holds the old one or all of the new. Raises ``OSError``."""
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            json.dump(document, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

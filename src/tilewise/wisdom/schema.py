@@ -1,0 +1,117 @@
+"""The tables of a store, and how its file is told from any other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import sqlite3
+
+__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "TABLES", "Damaged", "create", "identify"]
+
+APPLICATION_ID = 0x74776973
+"""``twis``: says in the file's header whose it is."""
+SCHEMA_VERSION = 1
+
+NAME = """CREATE TABLE name (
+    id INTEGER PRIMARY KEY,
+    text TEXT NOT NULL UNIQUE
+)"""
+MEASUREMENT = """CREATE TABLE measurement (
+    environment INTEGER NOT NULL,
+    problem INTEGER NOT NULL,
+    solver TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    config TEXT NOT NULL,
+    time_ms REAL,
+    workspace INTEGER,
+    l2 REAL,
+    spread REAL,
+    reason TEXT NOT NULL,
+    baseline_ms REAL,
+    recorded REAL NOT NULL,
+    crc INTEGER NOT NULL,
+    PRIMARY KEY (environment, problem, solver, version, config)
+) WITHOUT ROWID"""
+PLAN = """CREATE TABLE plan (
+    environment INTEGER NOT NULL,
+    problem INTEGER NOT NULL,
+    constraints TEXT NOT NULL,
+    plan TEXT NOT NULL,
+    recorded REAL NOT NULL,
+    crc INTEGER NOT NULL,
+    PRIMARY KEY (environment, problem, constraints)
+) WITHOUT ROWID"""
+PROFILE = """CREATE TABLE profile (
+    environment INTEGER PRIMARY KEY,
+    profile TEXT NOT NULL,
+    recorded REAL NOT NULL,
+    crc INTEGER NOT NULL
+)"""
+TABLES = (NAME, MEASUREMENT, PLAN, PROFILE)
+"""Environment and problem keys are long and repeat, so rows hold their ids in ``name``. Changing
+any of this text makes another schema: raise the version and upgrade files of the old one."""
+
+
+class Damaged(Exception):
+    """The file at the path is not a store this version can use: it is to be moved aside.
+
+    ``kind`` is ``damaged``, ``foreign`` or ``newer``; ``identity`` says which file it was, once
+    that is known.
+    """
+
+    def __init__(self, kind: str, reason: str, identity: tuple[int, int] | None = None) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.identity = identity
+
+
+def identify(db: sqlite3.Connection) -> bool:
+    """Whether the file is a store or new (``False``). Raises :class:`Damaged` for anything else.
+
+    The schema must be this one to the letter: a trigger or view from elsewhere would run inside our
+    queries.
+    """
+    application = db.execute("PRAGMA application_id").fetchone()[0]
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    # SQLite makes tables of its own for indices without SQL and, when somebody runs ANALYZE, for
+    # statistics.
+    found = db.execute(
+        "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL "
+        "AND NOT (type = 'table' AND name LIKE 'sqlite_stat%')"
+    ).fetchall()
+    if not found and application == version == 0:
+        return False
+    if application != APPLICATION_ID:
+        raise Damaged(
+            "foreign", f"another program's SQLite database (application_id {application:#x})"
+        )
+    if version > SCHEMA_VERSION:
+        raise Damaged(
+            "newer",
+            f"written by a newer tilewise (schema {version}; this one reads {SCHEMA_VERSION})",
+        )
+    if version != SCHEMA_VERSION or {sql for (sql,) in found} != set(TABLES):
+        raise Damaged("damaged", "damaged (its tables are not the ones tilewise makes)")
+    return True
+
+
+def create(db: sqlite3.Connection) -> None:
+    """Make the tables of a new file in one transaction, unless another process already has."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        if not identify(db):
+            for table in TABLES:
+                db.execute(table)
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        db.execute("COMMIT")
+    except BaseException:
+        roll_back(db)
+        raise
+
+
+def roll_back(db: sqlite3.Connection) -> None:
+    """Leave the open transaction; some errors have already done so."""
+    if db.in_transaction:
+        db.execute("ROLLBACK")

@@ -1,0 +1,314 @@
+"""Measurements, plans and device profiles by environment and problem."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import tilewise
+from tilewise.plan import Measurement, Plan
+from tilewise.wisdom import document, rows, tables
+from tilewise.wisdom.database import Database, WisdomWarning
+from tilewise.wisdom.paths import default_path
+from tilewise.wisdom.tables import Found, Row
+
+if TYPE_CHECKING:
+    import sqlite3
+
+__all__ = ["Summary", "Wisdom"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a store holds for one environment.
+
+    ``measurements`` counts the ``lost`` ones too; ``newest`` is in seconds since 1970.
+    """
+
+    environment: str
+    problems: int
+    measurements: int
+    lost: int
+    plans: int
+    profiled: bool
+    newest: float
+
+
+class Wisdom:
+    """What was measured and planned, in a SQLite file that many processes may use at once.
+
+    ``path`` is the file; ``None`` is ``wisdom.sqlite3`` in the user's cache directory, which
+    ``TILEWISE_CACHE_DIR`` moves. Nothing is opened or made before it is needed. An object may be
+    used from many threads, over forks, pickled and copied: no connection outlives one call, and one
+    call runs at a time in a process.
+
+    A file that cannot be used is a :class:`WisdomWarning`, never an error: one that is damaged,
+    foreign or of a newer schema is renamed and a fresh one begun; where none can be written, what
+    is measured is kept in memory. Rows that do not pass validation are ignored with a warning.
+    ``docs/wisdom.md`` is the manual.
+    """
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        self._database = Database(default_path() if path is None else Path(os.path.abspath(path)))
+        self._reported: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"Wisdom({str(self.path)!r})"
+
+    def __reduce__(self) -> tuple[type[Wisdom], tuple[Path]]:
+        return Wisdom, (self.path,)
+
+    @property
+    def path(self) -> Path:
+        """The file, whether or not it exists."""
+        return self._database.path
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the file turned out unusable, so that what is kept lasts as long as this
+        object."""
+        return self._database.in_memory
+
+    def close(self) -> None:
+        """Drop what was kept in memory for want of a file, which is tried again when next used."""
+        self._database.close()
+
+    def measurements(self, environment: str, problem: str) -> list[Measurement]:
+        """What was measured of one problem, by every solver version there is, in order of
+        solvers."""
+        return self.measurements_many(environment, [problem])[problem]
+
+    def measurements_many(
+        self, environment: str, problems: Iterable[str]
+    ) -> dict[str, list[Measurement]]:
+        """:meth:`measurements` of each problem, read at once; an empty list where there is none."""
+        result: dict[str, list[Measurement]] = {problem: [] for problem in problems}
+        found = self._database.read(
+            lambda db: list(tables.select(db, "measurement", environment, result))
+        )
+        for row, measurement in self._valid(found, lambda row: rows.unpack_measurement(row.values)):
+            result[row.problem].append(measurement)
+        return result
+
+    def record(self, environment: str, problem: str, measurements: Iterable[Measurement]) -> None:
+        """Keep measurements, each in place of one with its solver, version and config.
+
+        Numbers of a lost candidate that are not finite are left out. Raises ``ValueError`` naming
+        the entry for any other number that is not finite or is negative, and for a measurement with
+        neither time nor reason.
+        """
+        self.record_many(environment, {problem: measurements})
+
+    def record_many(
+        self, environment: str, measurements: Mapping[str, Iterable[Measurement]]
+    ) -> None:
+        """:meth:`record` for many problems in one transaction."""
+        now = time.time()
+        new = [
+            _row(environment, problem, rows.pack_measurement(measurement, now))
+            for problem, found in measurements.items()
+            for measurement in found
+        ]
+        self._insert("measurement", new)
+
+    def plan(self, environment: str, problem: str, constraints: str) -> Plan | None:
+        """The plan kept for a problem under these constraints, whatever its solver versions."""
+        return self.plans_many(environment, [problem], constraints).get(problem)
+
+    def plans_many(
+        self, environment: str, problems: Iterable[str], constraints: str
+    ) -> dict[str, Plan]:
+        """:meth:`plan` of each problem that has one, read at once."""
+        wanted = list(problems)
+        found = self._database.read(lambda db: list(tables.select(db, "plan", environment, wanted)))
+        kept = [row for row in found if row.values[0] == constraints]
+        return {row.problem: plan for row, plan in self._valid(kept, _unpack_plan)}
+
+    def remember(self, environment: str, problem: str, constraints: str, plan: Plan) -> None:
+        """Keep a plan in place of the one for the same problem and constraints.
+
+        Raises ``ValueError`` naming the entry for a plan of another problem or with numbers that
+        are not finite.
+        """
+        self.remember_many(environment, constraints, {problem: plan})
+
+    def remember_many(self, environment: str, constraints: str, plans: Mapping[str, Plan]) -> None:
+        """:meth:`remember` for many problems in one transaction."""
+        now = time.time()
+        new = [
+            _row(environment, problem, rows.pack_plan(problem, constraints, plan, now))
+            for problem, plan in plans.items()
+        ]
+        self._insert("plan", new)
+
+    def profile(self, environment: str) -> dict[str, float] | None:
+        """The device profile of an environment; ``None`` without one."""
+        found = self._database.read(lambda db: list(tables.select(db, "profile", environment)))
+        for _, profile in self._valid(found, lambda row: rows.unpack_profile(row.values)):
+            return profile
+        return None
+
+    def remember_profile(self, environment: str, profile: Mapping[str, float]) -> None:
+        """Keep a device profile in place of the last. Raises ``ValueError`` naming a bad entry."""
+        values = rows.pack_profile(dict(profile), time.time())
+        rows.checked_text("environment", environment)
+        self._insert("profile", [Row(environment, "", values)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as the JSON document that ``docs/wisdom.md`` describes."""
+        return document.compose(self._everything(), f"tilewise {tilewise.__version__}")
+
+    def export(self, path: Path | str) -> int:
+        """Write everything to a JSON document, whole or not at all; returns the rows written.
+
+        Raises ``OSError`` when it cannot be written.
+        """
+        everything = self._everything()
+        document.write(Path(path), document.compose(everything, f"tilewise {tilewise.__version__}"))
+        return sum(map(len, everything.values()))
+
+    def import_(self, path: Path | str) -> int:
+        """Merge a document of :meth:`export`, the newer row winning; returns the rows that changed.
+
+        All of it is merged or nothing. Entries that do not pass validation are ignored with a
+        warning. Raises ``OSError`` when the file cannot be read and
+        :class:`~tilewise.plan.PlanFormatError` (a ``ValueError``) when it is no such document.
+        """
+        new, faults = document.read(Path(path))
+        changed = self._database.write(
+            lambda db: sum(
+                tables.insert(db, table, found, newer_only=True) for table, found in new.items()
+            )
+        )
+        _warn(Path(path), len(faults), faults)
+        return changed
+
+    def forget(
+        self,
+        problem_contains: str | None = None,
+        solver: str | None = None,
+        environment: str | None = None,
+        stale: Mapping[str, int] | None = None,
+    ) -> int:
+        """Delete what meets every condition, everything without any; returns the rows deleted.
+
+        ``problem_contains`` is part of a problem's key, ``solver`` a name (of a measurement, or
+        anywhere in a plan), ``environment`` a whole key, and ``stale`` present solver versions:
+        rows of any other version of those solvers go. Device profiles go only when neither problem,
+        solver nor version is asked for.
+        """
+
+        def work(db: sqlite3.Connection) -> int:
+            where: dict[str, Any] = {
+                "environment": environment,
+                "problem_contains": problem_contains,
+            }
+            gone = tables.delete(db, "measurement", solver=solver, stale=stale, **where)
+            if solver is None and stale is None:
+                gone += tables.delete(db, "plan", **where)
+                gone += (
+                    tables.delete(db, "profile", environment=environment)
+                    if problem_contains is None
+                    else 0
+                )
+            else:
+                plans = [
+                    row
+                    for row in tables.select(db, "plan", environment)
+                    if _concerns(row, solver, stale)
+                ]
+                gone += tables.delete_plans(
+                    db, (row for row in plans if (problem_contains or "") in str(row.problem))
+                )
+            tables.sweep(db)
+            return gone
+
+        return self._database.write(work)
+
+    def summary(self) -> list[Summary]:
+        """What the store holds, by environment."""
+        found = self._database.read(tables.counts)
+        return [
+            Summary(environment, problems, measurements, lost, plans, bool(profiles), newest)
+            for environment, problems, measurements, lost, plans, profiles, newest in found
+            if isinstance(environment, str)
+        ]
+
+    def _insert(self, table: str, new: list[Row]) -> None:
+        if new:
+            self._database.write(lambda db: tables.insert(db, table, new))
+
+    def _everything(self) -> dict[str, list[Row]]:
+        found = self._database.read(
+            lambda db: {table: list(tables.select(db, table)) for table in tables.COLUMNS}
+        )
+        unpack: dict[str, Callable[[Found], object]] = {
+            "measurement": lambda row: rows.unpack_measurement(row.values),
+            "plan": _unpack_plan,
+            "profile": lambda row: rows.unpack_profile(row.values),
+        }
+        return {
+            table: [
+                Row(row.environment, row.problem, row.values)
+                for row, _ in self._valid(kept, unpack[table])
+            ]
+            for table, kept in found.items()
+        }
+
+    def _valid(self, found: Iterable[Found], unpack: Callable[[Found], T]) -> list[tuple[Found, T]]:
+        """Rows that pass validation and what they hold; one warning tells of those that do not."""
+        valid: list[tuple[Found, T]] = []
+        faults: list[str] = []
+        for row in found:
+            try:
+                rows.checked_text("environment", row.environment)
+                rows.checked_text("problem", row.problem, empty=row.table == "profile")
+                value = unpack(row)
+                if row.crc != rows.checksum(row.environment, row.problem, *row.values):
+                    raise rows.RowError("its checksum is wrong")
+            except rows.RowError as error:
+                if hash(row) not in self._reported:
+                    self._reported.add(hash(row))
+                    faults.append(f"{row.table}: {error}")
+            else:
+                valid.append((row, value))
+        _warn(self.path, len(faults), faults)
+        return valid
+
+
+def _row(environment: str, problem: str, values: tuple[Any, ...]) -> Row:
+    return Row(
+        rows.checked_text("environment", environment), rows.checked_text("problem", problem), values
+    )
+
+
+def _unpack_plan(row: Found) -> Plan:
+    return rows.unpack_plan(row.problem, row.values)
+
+
+def _concerns(row: Found, solver: str | None, stale: Mapping[str, int] | None) -> bool:
+    """Whether a plan uses ``solver`` and a stale version; one that cannot be read is stale."""
+    try:
+        used = list(rows.nodes(_unpack_plan(row)))
+    except rows.RowError:
+        return solver is None
+    return (solver is None or any(node.solver == solver for node in used)) and (
+        stale is None or any(stale.get(node.solver, node.version) != node.version for node in used)
+    )
+
+
+def _warn(path: Path, dropped: int, faults: list[str]) -> None:
+    if dropped:
+        rows_ = "row" if dropped == 1 else "rows"
+        warnings.warn(
+            f"{path}: {dropped} {rows_} could not be read and were ignored; the first: {faults[0]}",
+            WisdomWarning,
+            stacklevel=4,
+        )
