@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-from collections.abc import Iterator
 from typing import Any
 
 from harness.result import Bar, Result, Row, Side, least_replaced
 from harness.settings import Settings
 from harness.sides import plan_line
 from tilewise.cli import main as tilewise
+
 from tilewise.frontends.networks import builtin_networks
 from tilewise.plan import Plan
 

@@ -16,10 +16,10 @@ import torch
 from harness.layers import ALEXNET, by_name
 from harness.result import Bar, Result, Row, Side
 from harness.settings import Progress, Settings, parse_size
-from tilewise.wisdom import Wisdom
 
 from tilewise.planner import Options, Planner
 from tilewise.problem import ConvProblem, Pass
+from tilewise.wisdom import Wisdom
 
 DEFAULTS = {"layers": "", "batch": "0", "batch_sizes": "powers_of_two", "limits": "none,64MiB", "rigor": "measure"}
 QUICK = {"layers": "conv5", "batch": "2", "limits": "64MiB"}

@@ -35,7 +35,7 @@ from tilewise.wisdom import Wisdom
 NETWORK = "photonet"
 CROP = build_photonet().input_shape[1]
 TOLERANCE = 1e-3
-"""Relative difference of the losses at every step. One pass differs from torch's by about 1e-6, which training grows."""
+"""Relative difference of the losses at every step. A pass differs from torch's by about 1e-6, which training grows."""
 SEED = 7
 KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 34), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 """glibc's settings under which freed memory stays with the process: without them page faults would be timed too."""

@@ -37,7 +37,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "system": platform.platform(terse=True),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,  # type: ignore[no-untyped-call]
         "driver": _driver() if cuda else None,
         "triton": _version("triton"),
         "cudnn_frontend": _version("nvidia-cudnn-frontend"),

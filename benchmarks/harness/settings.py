@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from tilewise.wisdom import Wisdom
 
 from tilewise.plan import parse_bytes
 from tilewise.planner import Options, Planner
 from tilewise.planner.options import BATCH_SIZES, RIGORS
+from tilewise.wisdom import Wisdom
 
 REPORT_EVERY_S = 2.0
 T = TypeVar("T")
