@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -80,9 +82,26 @@ class Settings:
         """The user's wisdom, or with ``fresh`` an empty one that lasts as long as this run."""
         if not self.fresh:
             return Wisdom()
+        return Wisdom(self._folder() / "wisdom.sqlite3")
+
+    @contextmanager
+    def cache_directory(self) -> Iterator[None]:
+        """Within it, the command line uses the wisdom that :meth:`wisdom` would give."""
+        before = os.environ.get("TILEWISE_CACHE_DIR")
+        if self.fresh:
+            os.environ["TILEWISE_CACHE_DIR"] = str(self._folder())
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop("TILEWISE_CACHE_DIR", None)
+            else:
+                os.environ["TILEWISE_CACHE_DIR"] = before
+
+    def _folder(self) -> Path:
         folder = tempfile.TemporaryDirectory(prefix="tilewise-benchmark-")
         self._kept.append(folder)
-        return Wisdom(Path(folder.name) / "wisdom.sqlite3")
+        return Path(folder.name)
 
     def planner(self) -> Planner:
         """A planner that says on stderr what it does."""
