@@ -24,6 +24,9 @@ __all__ = ["Cudnn", "CudnnRun", "Offer"]
 FFT_BASIS = 32
 """Largest tile edge of cuDNN's FFT engines."""
 
+PLAIN = 0.03
+"""Share of peak that cuDNN's plainest engine reaches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -115,7 +118,9 @@ class Cudnn(Solver):
             and all(a.kernel in (3, 5) and a.stride == 1 for a in p.axes)
         ):
             return Cost(p.flops // 4, moved, kernels=4, efficiency=0.7)
-        return Cost(p.flops, p.bytes, kernels=1, efficiency=0.9)
+        # Engine 0 computes each output by itself: best for depthwise layers, fifty times too slow for others.
+        efficiency = PLAIN if engine.number == 0 and not p.depthwise else 0.9
+        return Cost(p.flops, p.bytes, kernels=1, efficiency=efficiency)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Build the plan for these strides. Raises ``SolverUnavailable`` naming the engine."""
