@@ -117,6 +117,23 @@ class Catalogue:
     def _allowed(self, p: ConvProblem, device: int, entries: list[Entry]) -> list[Entry]:
         return [e for e in entries if keeps_precision(p, self.traits(p, e.engine, device))]
 
+    def refusal(self, p: ConvProblem, device: int) -> str:
+        """Why cuDNN has nothing for ``p``, empty when it has. Heuristics are asked only where nothing is known."""
+        if self._families.get((device, replace(p, batch=1))) is not None:
+            return ""
+        return self.listing(p, device).reason
+
+    def taken(self, p: ConvProblem, engines: list[Engine], device: int) -> list[tuple[Engine, int]]:
+        """Those of ``engines`` that take ``p``, with their workspaces."""
+        found = []
+        for entry in self._allowed(p, device, graphs.supported(p, device, engines)):
+            known = self._workspaces.get((device, p, entry.engine))
+            needs = entry.workspace if known is None else known
+            if needs is None:
+                needs = self.build(p, entry.engine, graphs.canonical_strides(p), device).workspace
+            found.append((entry.engine, self._workspaces.put((device, p, entry.engine), needs)))
+        return found
+
     def traits(self, p: ConvProblem, engine: Engine, device: int) -> Traits:
         """Notes of an engine. They belong to it and to the kind of problem, not to its sizes."""
         kind = (device, p.pass_, p.dims, p.dtype, p.out_dtype, p.groups > 1, engine.number)

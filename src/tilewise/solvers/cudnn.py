@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,15 +71,20 @@ class Cudnn(Solver):
             device = _index(p)
         except ValueError as error:
             return [str(error)]
-        reason = self._catalogue.listing(plain(p), device).reason
+        reason = self._catalogue.refusal(plain(p), device)
         return [reason] if reason else []
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """What the heuristics list, in their order, then the engines they leave out, at default knobs."""
         return [entry.engine.config for entry in self._catalogue.listing(plain(p), _index(p)).entries]
 
-    def offers(self, p: ConvProblem, ceiling: int | None) -> Iterable[tuple[Config, int]]:
-        """Configs with their workspaces; nothing is built for it, whatever the ceiling."""
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """Configs with their workspaces; nothing is built for it, whatever the ceiling. ``only`` asks no heuristics."""
+        if only is not None:
+            engines = [engine for engine in map(_engine, only) if engine.settable]
+            return [(e.config, n) for e, n in self._catalogue.taken(plain(p), engines, _index(p))]
         return [(offer.config, offer.workspace) for offer in self.details(p)]
 
     def details(self, p: ConvProblem) -> list[Offer]:
