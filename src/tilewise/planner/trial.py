@@ -23,6 +23,8 @@ __all__ = ["Known", "Trial", "leaf_plan"]
 PRUNE = 3.0
 """A candidate whose estimate is this many times the best measured time is not measured, save by ``patient``."""
 REPEATS = 3
+LOST = 1.6
+"""A candidate that was this many times slower than the best at a larger size is not measured, save by ``patient``."""
 GIVE_UP = 1.5
 """After one run this many times slower than the best a candidate is not repeated."""
 
@@ -58,6 +60,10 @@ class Trial:
     is_root: bool = True
     best_ms: float = float("inf")
     found: list[Measurement] = field(default_factory=list)
+    only: frozenset[tuple[str, Config]] | None = None
+    """The solvers and configs to try; ``None``: all."""
+    prior_rates: dict[tuple[str, int, Config], float] = field(default_factory=dict)
+    """Milliseconds an image of candidates at a larger batch: one that lost there by far is not run again."""
     blocked: bool = False
     """Whether some candidate was lost to the workspace limit alone."""
 
@@ -92,6 +98,8 @@ class Trial:
         listed = []
         limit = self.options.workspace
         for rank, (config, workspace) in enumerate(solver.offers(self.problem, limit)):
+            if self.only is not None and (solver.name, config) not in self.only:
+                continue
             if self.options.deterministic and not solver.is_deterministic(self.problem, config):
                 self._lose(solver, config, "is not deterministic", workspace)
                 continue
@@ -112,6 +120,13 @@ class Trial:
             return False
         if estimate > PRUNE * self.best_ms:
             text = f"not measured: estimated {estimate:.3f} ms, the best so far takes {self.best_ms:.3f}"
+            self._lose(solver, config, text)
+            return True
+        prior = self.prior_rates.get((solver.name, solver.version, config), 0.0) * self.problem.batch
+        if prior > LOST * self.best_ms:
+            text = (
+                f"not measured: {prior:.3f} ms by its rate at a larger size, the best so far takes {self.best_ms:.3f}"
+            )
             self._lose(solver, config, text)
             return True
         tried[solver.name] = tried.get(solver.name, 0) + 1
