@@ -10,17 +10,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilewise.nn import (
-        conv1d,
-        conv2d,
-        conv3d,
-        conv_transpose1d,
-        conv_transpose2d,
-        conv_transpose3d,
-        optimize,
-        report,
-        restore,
-    )
+    from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
+    from tilewise.nn.optimize import optimize, restore
+    from tilewise.nn.report import report
     from tilewise.plan import Plan
     from tilewise.planner import NoPlanError, Options, Planner
     from tilewise.problem import ConvProblem, Pass
