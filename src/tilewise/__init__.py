@@ -1,3 +1,81 @@
-"""tilewise plans convolutions the way FFTW plans Fourier transforms."""
+"""tilewise plans convolutions the way FFTW plans Fourier transforms.
+
+Given a layer, a device and a memory limit it finds the fastest exact way to compute it there, remembers it, and runs it
+in place of the framework's own choice.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tilewise.nn import (
+        conv1d,
+        conv2d,
+        conv3d,
+        conv_transpose1d,
+        conv_transpose2d,
+        conv_transpose3d,
+        optimize,
+        report,
+        restore,
+    )
+    from tilewise.plan import Plan
+    from tilewise.planner import NoPlanError, Options, Planner
+    from tilewise.problem import ConvProblem, Pass
+    from tilewise.wisdom import Wisdom
 
 __version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "tilewise.nn": (
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "optimize",
+        "report",
+        "restore",
+    ),
+    "tilewise.plan": ("Plan",),
+    "tilewise.planner": ("NoPlanError", "Options", "Planner"),
+    "tilewise.problem": ("ConvProblem", "Pass"),
+    "tilewise.wisdom": ("Wisdom",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ConvProblem",
+    "NoPlanError",
+    "Options",
+    "Pass",
+    "Plan",
+    "Planner",
+    "Wisdom",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "optimize",
+    "report",
+    "restore",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Public names come from their modules on first use, so that importing tilewise costs nothing."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

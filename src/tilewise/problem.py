@@ -322,7 +322,9 @@ class ConvProblem:
                 w = (Range(0, first * oc, oc), Range(1, start - first * ic, stop - start))
             write = Write.ADD if self._adds(axis) else Write.SET
         else:
-            raise ValueError(f"{axis} [{start}, {stop}) cuts across groups of {unit}: cut at their boundaries or in one")
+            raise ValueError(
+                f"{axis} [{start}, {stop}) cuts across groups of {unit}: cut at their boundaries or in one"
+            )
         return self._child(write, (x,), w, (y,), in_channels=x.length, out_channels=y.length, groups=groups)
 
     def _adds(self, axis: str) -> bool:

@@ -1,5 +1,6 @@
 """Finds plans: estimates, measures, keeps the time/workspace Pareto front."""
 
 from tilewise.planner.options import NoPlanError, Options
+from tilewise.planner.planner import Planner, Progress
 
-__all__ = ["NoPlanError", "Options"]
+__all__ = ["NoPlanError", "Options", "Planner", "Progress"]

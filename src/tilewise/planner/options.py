@@ -23,8 +23,8 @@ class Options:
     ``workspace`` is the limit per kernel in bytes beyond operands, result and declared constants; ``None`` is none.
     ``batch_sizes`` says which micro-batches are tried (mu-cuDNN III-D): ``undivided``, ``powers_of_two`` or ``all``.
     ``rigor`` is ``estimate`` (roofline only), ``measure``, ``patient`` (nothing pruned) or ``wisdom_only``.
-    ``deterministic`` allows only bitwise repeatable configs. ``error_limit`` bounds the relative L2 error (``None``: 1e-5
-    in fp32, twice torch's own otherwise); ``strict`` bounds the spread of an outlier's error the same way.
+    ``deterministic`` allows only bitwise repeatable configs. ``error_limit`` bounds the relative L2 error (``None``:
+    1e-5 in fp32, twice torch's own otherwise); ``strict`` bounds the spread of an outlier's error the same way.
 
     Raises ``ValueError`` naming the argument, the value and what would do.
     """

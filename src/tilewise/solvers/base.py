@@ -16,8 +16,8 @@ __all__ = ["Cost", "Run", "Solver", "SolverUnavailable", "Split"]
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 """``run(a, b, out, workspace) -> result`` for fixed shapes and strides, ``a`` and ``b`` in the order of
-``problem.operands``. Writes ``out`` and returns it, or with ``own_output`` ignores it (it may be ``None``) and returns a
-new tensor. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte aligned, or ``None`` where
+``problem.operands``. Writes ``out`` and returns it, or with ``own_output`` ignores it (it may be ``None``) and returns
+a new tensor. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte aligned, or ``None`` where
 that is 0. It follows the current stream and never synchronises or measures."""
 
 
@@ -60,6 +60,8 @@ class Solver(abc.ABC):
     """Can write an ``out`` of any strides; otherwise the executor gives it a dense one and copies."""
     baseline: ClassVar[bool] = False
     """The framework's own choice, against which every plan is measured."""
+    most_configs: ClassVar[int] = 6
+    """Configs measured when planning is not ``patient``: those with the best estimates."""
     error_bound: ClassVar[dict[str, float]] = {"ieee": 1e-5, "tf32": 5e-3}
     """Relative L2 error it may have in fp32, by precision."""
 
@@ -78,6 +80,10 @@ class Solver(abc.ABC):
     def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
         """Bytes it is expected to allocate by itself inside ``run`` (library scratch). Measured too."""
         return 0
+
+    def offers(self, p: ConvProblem, ceiling: int | None) -> Iterable[tuple[Config, int]]:
+        """Configs with their workspace in bytes; those over ``ceiling`` may be listed without being built."""
+        return ((c, self.workspace(p, c)) for c in self.configs(p))
 
     @abc.abstractmethod
     def cost(self, p: ConvProblem, c: Config) -> Cost:

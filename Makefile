@@ -1,0 +1,49 @@
+# Needs Python 3.11 or later and make. Everything else goes into .venv, once.
+
+PYTHON ?= python3
+GPU ?= auto
+JOBS ?= 2
+TEST_TIMEOUT ?= 300
+
+BIN := .venv/bin
+STAMP := .venv/.complete
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test unit gpu-test lint format docs clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP) ## plan, time and train a small network on this machine
+	$(BIN)/python examples/demo.py
+
+test: lint unit ## lint, then run all tests that this machine can run
+
+unit: $(STAMP) ## the tests alone; ARGS='-k word' narrows them
+	$(BIN)/python -m pytest -n $(JOBS) --timeout $(TEST_TIMEOUT) $(ARGS)
+
+# Uses whatever Python is current and has torch with CUDA: installs nothing, needs no network.
+gpu-test: ## the tests marked gpu, in the current environment
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP) ## ruff, mypy and the layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --config pyproject.toml
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+docs: $(STAMP) ## the manual, in docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -j auto -b html docs docs/_build/html
+
+clean: ## remove .venv and everything built
+	rm -rf .venv build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt tools/setup_env.py
+	$(PYTHON) tools/setup_env.py --gpu $(GPU) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+	@touch $@

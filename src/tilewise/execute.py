@@ -1,0 +1,283 @@
+"""Runs plan trees: binds every leaf to its tensors once, then calls them with no decision left to take."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tilewise import solvers
+from tilewise.plan import Plan
+from tilewise.problem import ConvProblem, Part, Range, Write, dense_strides
+from tilewise.solvers import Solver, Split
+
+__all__ = ["Bound", "PlanMismatch", "bind", "release_workspaces"]
+
+GRAIN = 256
+"""Bytes: every piece carved from a workspace starts at a multiple of this."""
+
+
+class PlanMismatch(ValueError):
+    """A plan that does not fit the problem or the solvers of this version; the message says which and how."""
+
+
+class Workspaces(threading.local):
+    """CPU workspaces, one a thread, grown to the largest asked for and kept: fresh pages would fault at every call.
+
+    On a GPU the caching allocator keeps memory by stream already, also while a graph is captured, and hands it to
+    other layers in between, so there a workspace is taken from it for the length of a call.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int, device: torch.device) -> torch.Tensor:
+        """A uint8 tensor of at least ``size`` bytes, for the current thread and stream."""
+        if device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        if self.buffer.numel() < size:
+            self.buffer = torch.empty(0, dtype=torch.uint8)  # let go first: never both at once
+            self.buffer = torch.empty(size, dtype=torch.uint8)
+        return self.buffer
+
+
+_workspaces = Workspaces()
+
+
+def touch_workspace(size: int, device: torch.device) -> None:
+    """Take a workspace and write it, so that its pages are resident before memory is measured."""
+    _workspaces.take(size, device)[:size].fill_(0xFF)
+
+
+def release_workspaces() -> None:
+    """Give this thread's CPU workspace back."""
+    _workspaces.buffer = torch.empty(0, dtype=torch.uint8)
+
+
+class Bound:
+    """A plan bound to tensors of fixed shapes and strides.
+
+    ``bound(a, b, bias=None, out=None)`` computes the problem from operands in the order of ``problem.operands`` and
+    returns the result. ``workspace`` is in bytes, allocations hidden inside libraries not counted.
+    """
+
+    __slots__ = ("_bias_shape", "_dtype", "_fresh", "_node", "_shape", "_strides", "plan", "problem", "workspace")
+
+    def __init__(self, plan: Plan, problem: ConvProblem, node: Node) -> None:
+        self.plan, self.problem, self._node = plan, problem, node
+        self.workspace = node.workspace
+        self._shape = problem.shape(problem.result)
+        self._strides = dense_strides(self._shape, problem.layout(problem.result))
+        self._dtype = problem.torch_dtype(problem.result)
+        self._bias_shape = (1, -1, *([1] * problem.dims))
+        self._fresh = isinstance(node, Leaf) and node.returns_new
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if out is None:
+            if self._fresh:
+                out = self._node.run(a, b, None, None)
+                return out if bias is None else out.add_(bias.view(self._bias_shape))
+            out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
+        size = self.workspace
+        self._node.run(a, b, out, _workspaces.take(size, a.device) if size else None)
+        return out if bias is None else out.add_(bias.view(self._bias_shape))
+
+
+def bind(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Bound:
+    """Bind ``plan`` to tensors with the shapes, strides and dtypes of ``a``, ``b`` and ``out``.
+
+    Without ``out``, or for calls without it, results are allocated in the problem's layout. Raises
+    :class:`PlanMismatch` for a plan of another problem or version, ``SolverUnavailable`` for a config that cannot
+    run here.
+    """
+    for role, tensor in zip(problem.operands, (a, b), strict=True):
+        if tuple(tensor.shape) != problem.shape(role):
+            raise PlanMismatch(f"{role} has shape {tuple(tensor.shape)}, the problem {problem.shape(role)}")
+    if out is None:
+        shape = problem.shape(problem.result)
+        strides = dense_strides(shape, problem.layout(problem.result))
+        out = torch.empty_strided(shape, strides, dtype=problem.torch_dtype(problem.result), device="meta")
+    return Bound(plan, problem, _node(plan, problem, a, b, out))
+
+
+class Node:
+    """One place in a bound plan tree: ``run(a, b, out, workspace)``, with ``workspace`` bytes at its call."""
+
+    __slots__ = ("workspace",)
+    workspace: int
+
+    def run(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def run_pointers(self) -> object | None:
+        """A callable over raw addresses where the leaf has one, so that parts need no tensor views."""
+        return None
+
+
+class Leaf(Node):
+    """A solver's callable, with a temporary where the solver cannot write the result as asked."""
+
+    __slots__ = ("_accumulate", "_call", "_dtype", "_own", "_shape", "_size", "_strides", "_temporary", "returns_new")
+
+    def __init__(
+        self, solver: Solver, plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        role = problem.result
+        self._accumulate = problem.accumulate and not solver.accumulates
+        self._own = solver.own_output
+        self.returns_new = solver.own_output and not problem.accumulate
+        self._shape, self._dtype = problem.shape(role), problem.torch_dtype(role)
+        layout = problem.layout(role)
+        self._strides = dense_strides(self._shape, "contiguous" if layout == "view" else layout)
+        is_view = layout == "view" or tuple(out.stride()) != self._strides
+        self._temporary = not self._own and (self._accumulate or (is_view and not solver.writes_views))
+        self._size = _round_up(problem.nbytes(role)) if self._temporary else 0
+        target = out
+        if self._temporary or self._own:
+            target = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="meta")
+        inner = replace(problem, accumulate=False, bias=False) if self._accumulate else replace(problem, bias=False)
+        self._call = solver.bind(inner, plan.config, a, b, None if self._own else target)
+        self.workspace = self._size + solver.workspace(inner, plan.config)
+
+    def run(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> torch.Tensor:
+        if not self._own and not self._temporary:
+            return self._call(a, b, out, workspace)
+        if self._own:
+            result = self._call(a, b, None, workspace)
+            if out is None:
+                return result
+        else:
+            assert workspace is not None
+            result = _carve(workspace, self._size, self._shape, self._strides, self._dtype)
+            self._call(a, b, result, workspace[self._size :])
+        assert out is not None
+        return out.add_(result) if self._accumulate else out.copy_(result)
+
+    def run_pointers(self) -> object | None:
+        """The solver's own, when no temporary stands between."""
+        return None if self._own or self._temporary else getattr(self._call, "run_pointers", None)
+
+
+class Parts(Node):
+    """The parts of a split in sequence. Sums are kept in fp32; parts that meet no data leave zeros."""
+
+    __slots__ = ("_add_back", "_dtype", "_layout", "_pointers", "_shape", "_size", "_steps", "_strides", "_zero")
+
+    def __init__(
+        self,
+        problem: ConvProblem,
+        parts: Sequence[Part],
+        plans: Sequence[Plan],
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        role = problem.result
+        self._shape = problem.shape(role)
+        layout = problem.layout(role)
+        self._strides = dense_strides(self._shape, "contiguous" if layout == "view" else layout)
+        sums = any(part.write is not Write.SET for part in parts)
+        apart = sums and problem.torch_dtype(role) is not torch.float32
+        self._size = _round_up(math.prod(self._shape) * 4) if apart else 0
+        self._add_back = apart and problem.accumulate
+        if apart:
+            out = torch.empty_strided(self._shape, self._strides, dtype=torch.float32, device="meta")
+        fresh = apart or not problem.accumulate
+        first_sets = fresh and parts[0].problem is not None and not parts[0].ranges(role)
+        empty = any(part.problem is None for part in parts)
+        self._zero = fresh and not first_sets and (sums or empty)
+        self._steps = []
+        for index, (part, plan) in enumerate(zip(parts, plans, strict=True)):
+            if part.problem is None:
+                continue
+            child = part.problem
+            if fresh and (part.write is Write.SET or (index == 0 and first_sets)):
+                child = replace(child, accumulate=False)
+            roles = (*problem.operands, role)
+            ranges = [part.ranges(name) for name in roles]
+            views = [_narrow(t, r) for t, r in zip((a, b, out), ranges, strict=True)]
+            self._steps.append((ranges[0], ranges[1], ranges[2], _node(plan, child, views[0], views[1], views[2])))
+        self._pointers = self._by_pointers((a, b, out)) if not apart else None
+        self.workspace = self._size + max((step[3].workspace for step in self._steps), default=0)
+
+    def _by_pointers(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, int, int, object]] | None:
+        steps = []
+        for *ranges, node in self._steps:
+            call = node.run_pointers()
+            if call is None:
+                return None
+            a, b, out = (
+                sum(r.start * t.stride(r.dim) for r in rs) * t.element_size()
+                for t, rs in zip(tensors, ranges, strict=True)
+            )
+            steps.append((a, b, out, call))
+        return steps
+
+    def run(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert out is not None
+        if self._zero and not self._size:
+            out.zero_()
+        if self._pointers is not None:
+            pa, pb, po = a.data_ptr(), b.data_ptr(), out.data_ptr()
+            pw = 0 if workspace is None else workspace.data_ptr()
+            for da, db, do, call in self._pointers:
+                call(pa + da, pb + db, po + do, pw)  # type: ignore[operator]
+            return out
+        target = out
+        if self._size:
+            assert workspace is not None
+            target = _carve(workspace, self._size, self._shape, self._strides, torch.float32)
+            workspace = workspace[self._size :]
+            if self._zero:
+                target.zero_()
+        for ra, rb, ro, node in self._steps:
+            node.run(_narrow(a, ra), _narrow(b, rb), _narrow(target, ro), workspace)
+        if target is not out:
+            return out.add_(target) if self._add_back else out.copy_(target)
+        return out
+
+
+def _node(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Node:
+    solver = solvers.get(plan.solver)
+    if solver.version != plan.version:
+        raise PlanMismatch(
+            f"the plan is for {plan.solver} version {plan.version}, here is {solver.version}: plan again"
+        )
+    if not isinstance(solver, Split):
+        return Leaf(solver, plan, problem, a, b, out)
+    parts = solver.children(problem, plan.config)
+    plans = [child for child, count in zip(plan.children, plan.counts, strict=True) for _ in range(count)]
+    if len(plans) != len(parts):
+        raise PlanMismatch(f"{plan.solver} cuts {len(parts)} parts, the plan has {len(plans)}")
+    return Parts(problem, parts, plans, a, b, out)
+
+
+def _narrow(tensor: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:
+    for r in ranges:
+        tensor = tensor.narrow(r.dim, r.start, r.length)
+    return tensor
+
+
+def _carve(
+    workspace: torch.Tensor, size: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return workspace[:size].view(dtype).as_strided(shape, strides)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // GRAIN) * GRAIN

@@ -1,0 +1,70 @@
+"""Roofline estimates from a measured device profile: what a candidate takes if its arithmetic or its bytes decide."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from tilewise.device import torch_device
+from tilewise.planner.measure import Timer, framework_flags
+from tilewise.problem import ConvProblem
+from tilewise.solvers import Cost
+
+__all__ = ["Profile", "estimate_ms", "measure_profile", "rate_name"]
+
+Profile = dict[str, float]
+"""``copy`` in bytes/ms (read and written), ``fp32``, ``tf32``, ``bf16``, ``fp16`` in flop/ms, ``launch`` in ms."""
+
+RATES = ("fp32", "tf32", "bf16", "fp16")
+
+
+def rate_name(problem: ConvProblem) -> str:
+    """Which arithmetic rate of a profile the problem runs at."""
+    return "tf32" if problem.dtype == "fp32" and problem.precision == "tf32" else problem.dtype
+
+
+def estimate_ms(problem: ConvProblem, cost: Cost, profile: Profile) -> float:
+    """Milliseconds for ``cost``: the larger of arithmetic and traffic, and a launch for each kernel."""
+    arithmetic = cost.flops / (profile[rate_name(problem)] * cost.efficiency)
+    return max(arithmetic, cost.bytes / profile["copy"]) + cost.kernels * profile["launch"]
+
+
+def measure_profile(device_name: str) -> Profile:
+    """Measure copy bandwidth, matrix-product rates and launch time; under a second on a GPU."""
+    device = torch_device(device_name)
+    on_gpu = device.type == "cuda"
+    timer = Timer(device)
+    profile: Profile = {}
+    size = (1 << 28) if on_gpu else (1 << 25)
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    source.random_()
+    copy = functools.partial(target.copy_, source)
+    copy()
+    profile["copy"] = 2 * size / timer.median_ms(copy)
+    small = source[:256]
+    tiny: Callable[[], object] = functools.partial(small.fill_, 1)
+    tiny()
+    profile["launch"] = timer.median_ms(tiny, 9)
+    for name in RATES:
+        profile[name] = _product_rate(timer, name, 4096 if on_gpu else 768)
+    return profile
+
+
+def _product_rate(timer: Timer, name: str, n: int) -> float:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    a, b = (torch.randn(n, n, device=timer.device).to(dtype) for _ in range(2))
+    out = torch.empty(n, n, dtype=dtype, device=timer.device)
+
+    def product() -> None:
+        torch.mm(a, b, out=out)
+
+    with framework_flags("tf32" if name == "tf32" else "ieee", False):
+        allowed = torch._C._get_cublas_allow_tf32()
+        torch._C._set_cublas_allow_tf32(name == "tf32")
+        try:
+            product()
+            return 2 * n**3 / timer.median_ms(product)
+        finally:
+            torch._C._set_cublas_allow_tf32(allowed)

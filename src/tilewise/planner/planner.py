@@ -1,0 +1,198 @@
+"""The planner: wisdom first, then a search; equal problems once; what was measured is kept whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from tilewise.device import environment, is_capturing, torch_device
+from tilewise.plan import Measurement, Plan
+from tilewise.planner.estimate import Profile, measure_profile
+from tilewise.planner.options import RIGORS, NoPlanError, Options
+from tilewise.planner.search import Search, Store
+from tilewise.planner.trial import Known
+from tilewise.problem import ConvProblem
+from tilewise.solvers import Split, all_solvers, get
+from tilewise.wisdom import Wisdom
+
+__all__ = ["Planner", "Progress"]
+
+T = TypeVar("T")
+Progress = Callable[[int, int, str], None]
+"""``progress(done, total, text)`` as problems are planned."""
+
+EFFORT = {"estimate": 0, "wisdom_only": 0, "measure": 1, "patient": 2}
+
+
+class Planner:
+    """Finds plans and remembers them.
+
+    ``wisdom`` is where measurements and plans are kept (``None``: the user's cache directory); ``progress`` is called
+    by :meth:`plan_many`. Measuring sets torch's convolution flags for its length, so plan from one thread at a time.
+    """
+
+    def __init__(self, wisdom: Wisdom | None = None, progress: Progress | None = None) -> None:
+        self.wisdom = Wisdom() if wisdom is None else wisdom
+        self.progress = progress
+        self._store = Store(self._load)
+        self._saved: dict[str, Known] = {}
+        self._plans: dict[tuple[str, str, str], Plan] = {}
+        self._profiles: dict[str, Profile] = {}
+
+    def plan(self, problem: ConvProblem, options: Options | None = None) -> Plan:
+        """The fastest plan for ``problem`` within ``options``; its solver is ``aten`` where torch's own choice won.
+
+        Raises :class:`NoPlanError` when nothing keeps the constraints (every solver's reasons are in the message) or
+        ``wisdom_only`` finds none, ``RuntimeError`` while a CUDA graph is being captured.
+        """
+        options = options or Options()
+        known = self._remembered(problem, options)
+        if known is not None:
+            return known
+        if options.rigor == "wisdom_only":
+            raise NoPlanError(f"no wisdom for {problem.key} with {_constraints(options)}")
+        plan = self._searched(problem, options, Search.best)
+        self._plans[self._plan_key(problem, options)] = plan
+        self.wisdom.remember(
+            environment(problem.device).key, problem.key, f"rigor={options.rigor} {_constraints(options)}", plan
+        )
+        return plan
+
+    def plan_many(self, problems: Iterable[ConvProblem], options: Options | None = None) -> dict[ConvProblem, Plan]:
+        """A plan for each distinct problem; progress is reported. Raises as :meth:`plan`.
+
+        Ctrl-C keeps what was measured until then.
+        """
+        options = options or Options()
+        distinct = list(dict.fromkeys(problems))
+        self._preload(distinct, options)
+        plans: dict[ConvProblem, Plan] = {}
+        for done, problem in enumerate(distinct):
+            if self.progress is not None:
+                self.progress(done, len(distinct), problem.key)
+            plans[problem] = self.plan(problem, options)
+        if self.progress is not None:
+            self.progress(len(distinct), len(distinct), "")
+        return plans
+
+    def front(self, problem: ConvProblem, options: Options | None = None) -> tuple[Plan, ...]:
+        """The desirable plans (Oyama et al. 2018, III-C1), fastest first, each in less workspace than the one before.
+
+        Times of divisions are the sums of their parts'. ``options.workspace`` bounds the front.
+        """
+        return self._searched(problem, options or Options(), Search.front)
+
+    def explain(self, problem: ConvProblem, options: Options | None = None) -> list[Measurement]:
+        """Every solver and config tried on ``problem``: time, workspace and error, or the reason it was lost.
+
+        A solver that cannot solve it appears once, with an empty config and its reasons.
+        """
+        options = options or Options()
+
+        def explained(search: Search) -> list[Measurement]:
+            with contextlib.suppress(NoPlanError):  # the log holds the reasons, which is all that is asked here
+                search.best()
+            latest = {(m.solver, m.version, m.config): m for m in search.log}
+            return sorted(latest.values(), key=lambda m: (bool(m.reason), m.time_ms or 0.0, m.solver))
+
+        return self._searched(problem, options, explained)
+
+    def _searched(self, problem: ConvProblem, options: Options, work: Callable[[Search], T]) -> T:
+        if is_capturing(torch_device(problem.device)):
+            raise RuntimeError("nothing can be planned while a CUDA graph is being captured: plan before the capture")
+        search = Search(problem, options, self.profile(problem.device), self._store)
+        try:
+            return work(search)
+        finally:
+            self._save(problem.device)
+
+    def profile(self, device: str) -> Profile:
+        """The measured rates of ``device``, from wisdom where they are known."""
+        if device not in self._profiles:
+            key = environment(device).key
+            found = self.wisdom.profile(key)
+            if found is None:
+                found = measure_profile(device)
+                self.wisdom.remember_profile(key, found)
+            self._profiles[device] = found
+        return self._profiles[device]
+
+    def _load(self, problem: ConvProblem) -> Known:
+        """What wisdom knows of ``problem``; measurements of other versions of a solver are left out."""
+        versions = {solver.name: solver.version for solver in all_solvers()}
+        found = {
+            (m.solver, m.version, m.config): m
+            for m in self.wisdom.measurements(environment(problem.device).key, problem.key)
+            if versions.get(m.solver) == m.version
+        }
+        self._saved[problem.key] = found
+        return dict(found)
+
+    def _save(self, device: str) -> None:
+        key = environment(device).key
+        for problem, known in self._store.known.items():
+            saved = self._saved.setdefault(problem, {})
+            new = [m for entry, m in known.items() if saved.get(entry) != m]
+            if new:
+                self.wisdom.record(key, problem, new)
+                saved.update({(m.solver, m.version, m.config): m for m in new})
+
+    def _plan_key(self, problem: ConvProblem, options: Options) -> tuple[str, str, str]:
+        return environment(problem.device).key, problem.key, f"{options.rigor} {_constraints(options)}"
+
+    def _preload(self, problems: list[ConvProblem], options: Options) -> None:
+        """Read the plans of all problems in one query an effort."""
+        for device in {p.device for p in problems}:
+            key = environment(device).key
+            keys = [p.key for p in problems if p.device == device]
+            for rigor in _satisfying(options.rigor):
+                text = f"rigor={rigor} {_constraints(options)}"
+                for problem, plan in self.wisdom.plans_many(key, keys, text).items():
+                    if plan is not None:
+                        self._plans.setdefault((key, problem, f"{rigor} {_constraints(options)}"), plan)
+
+    def _remembered(self, problem: ConvProblem, options: Options) -> Plan | None:
+        """A plan made with at least the effort asked for, if it still fits the solvers and the limit."""
+        key = environment(problem.device).key
+        for rigor in _satisfying(options.rigor):
+            entry = (key, problem.key, f"{rigor} {_constraints(options)}")
+            plan = self._plans.get(entry)
+            if plan is None:
+                plan = self.wisdom.plan(key, problem.key, f"rigor={rigor} {_constraints(options)}")
+            if plan is not None and _fits(plan, problem, options):
+                self._plans[entry] = plan
+                return plan
+        return None
+
+
+def _satisfying(rigor: str) -> list[str]:
+    """Rigors whose plans serve a request for ``rigor``, the most thorough first."""
+    return sorted((r for r in RIGORS if r != "wisdom_only" and EFFORT[r] >= EFFORT[rigor]), key=lambda r: -EFFORT[r])
+
+
+def _constraints(options: Options) -> str:
+    return (
+        f"workspace={options.workspace} batch_sizes={options.batch_sizes} deterministic={options.deterministic} "
+        f"error_limit={options.error_limit} strict={options.strict}"
+    )
+
+
+def _fits(plan: Plan, problem: ConvProblem, options: Options) -> bool:
+    """Whether a remembered plan names solvers of this version that can solve the problem within the limit."""
+    if options.workspace is not None and plan.workspace > options.workspace:
+        return False
+    try:
+        solver = get(plan.solver)
+        if solver.version != plan.version or solver.why_not(problem):
+            return False
+        if not isinstance(solver, Split):
+            return plan.leaf
+        parts = solver.children(problem, plan.config)
+        plans = [child for child, count in zip(plan.children, plan.counts, strict=True) for _ in range(count)]
+        return len(parts) == len(plans) and all(
+            part.problem is None or _fits(child, part.problem, options)
+            for part, child in zip(parts, plans, strict=True)
+        )
+    except (KeyError, ValueError):
+        return False

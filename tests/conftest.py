@@ -1,0 +1,38 @@
+"""What every test gets: its own wisdom, its share of the cores, and no GPU test where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+# No deadline: a speed is never asserted in a test. In CI the drawn problems are the same every time.
+hypothesis.settings.register_profile("tilewise", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+hypothesis.settings.load_profile("tilewise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Divide the cores among the workers of pytest-xdist, here and in processes that tests start."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where torch sees no GPU."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tests from reading or writing the user's wisdom, and each other's."""
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
