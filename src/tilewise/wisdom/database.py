@@ -36,9 +36,7 @@ WAIT_S = 10.0
 # inherit SQLite's record of locks it does not have.
 _LOCK = threading.RLock()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
-    )
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 class WisdomWarning(UserWarning):
@@ -192,9 +190,7 @@ def _connect(database: Path | str, mode: str, *, exclusive: bool = False) -> sql
     import sqlite3
 
     uri = database if isinstance(database, str) else f"{database.as_uri()}?mode={mode}"
-    db = sqlite3.connect(
-        uri, uri=True, timeout=WAIT_S, isolation_level=None, check_same_thread=False
-    )
+    db = sqlite3.connect(uri, uri=True, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
     db.text_factory = _decode
     # A schema from elsewhere may not run functions, and a file that shrinks under a memory map
     # would kill the process.
@@ -245,15 +241,11 @@ def _set_synchronous(db: sqlite3.Connection, *, network: bool) -> None:
     """Sync as often as the journal needs to survive a power cut: with WAL only at checkpoints."""
     wal = db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
     if wal and network:
-        raise Unusable(
-            "it keeps a write-ahead log, which cannot work on a network file system", curable=True
-        )
+        raise Unusable("it keeps a write-ahead log, which cannot work on a network file system", curable=True)
     db.execute(f"PRAGMA synchronous = {'NORMAL' if wal else 'FULL'}")
 
 
-def _transaction(
-    db: sqlite3.Connection, work: Callable[[sqlite3.Connection], T], *, write: bool
-) -> T:
+def _transaction(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], T], *, write: bool) -> T:
     db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
     try:
         result = work(db)
@@ -328,11 +320,7 @@ def _file_lock(path: Path, *, exclusive: bool) -> Iterator[None]:
     except OSError as error:
         raise Unusable(str(error)) from error
     try:
-        _wait_for(
-            lambda: fcntl.flock(
-                descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
-            )
-        )
+        _wait_for(lambda: fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB))
         try:
             yield
         finally:

@@ -24,9 +24,7 @@ def compose(tables: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
     environments: dict[str, dict[str, Any]] = {}
 
     def problem_of(row: Row) -> dict[str, Any]:
-        problems = environments.setdefault(row.environment, {"profile": None, "problems": {}})[
-            "problems"
-        ]
+        problems = environments.setdefault(row.environment, {"profile": None, "problems": {}})["problems"]
         entry: dict[str, Any] = problems.setdefault(row.problem, {"measurements": [], "plans": []})
         return entry
 
@@ -48,10 +46,7 @@ def compose(tables: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
             {
                 "environment": environment,
                 "profile": found["profile"],
-                "problems": [
-                    {"problem": problem, **entry}
-                    for problem, entry in sorted(found["problems"].items())
-                ],
+                "problems": [{"problem": problem, **entry} for problem, entry in sorted(found["problems"].items())],
             }
             for environment, found in sorted(environments.items())
         ],
@@ -78,9 +73,7 @@ def parse(document: object) -> tuple[dict[str, list[Row]], list[str]]:
         kind = document.get("kind") if isinstance(document, dict) else type(document).__name__
         raise PlanFormatError(f"kind={kind!r:.80}: expected a document of kind {KIND!r}")
     if document.get("format") != FORMAT or isinstance(document["format"], bool):
-        raise PlanFormatError(
-            f"format={document.get('format')!r:.80}: this version reads wisdom of format {FORMAT}"
-        )
+        raise PlanFormatError(f"format={document.get('format')!r:.80}: this version reads wisdom of format {FORMAT}")
     if not isinstance(document.get("environments"), list):
         raise PlanFormatError("environments: expected a list")
     reader = _Reader()
@@ -152,9 +145,7 @@ def _measurement(entry: dict[str, Any]) -> tuple[Any, ...]:
     text = json.dumps(entry["config"], sort_keys=True, separators=(",", ":"))
     flat = {**entry, "config": text, "recorded": recorded}
     flat["l2"], flat["spread"] = error or (None, None)
-    return rows.pack_measurement(
-        rows.unpack_measurement([flat.get(column) for column in rows.MEASUREMENT]), recorded
-    )
+    return rows.pack_measurement(rows.unpack_measurement([flat.get(column) for column in rows.MEASUREMENT]), recorded)
 
 
 def _recorded(entry: dict[str, Any]) -> float:

@@ -158,16 +158,12 @@ def unpack_measurement(values: Sequence[object]) -> Measurement:
         config=_config(checked_text("config", config)),
         time_ms=_optional("time_ms", time_ms),
         workspace=None if workspace is None else _integer("workspace", workspace),
-        error=None
-        if l2 is None
-        else Error(checked_number("l2", l2), checked_number("spread", spread)),
+        error=None if l2 is None else Error(checked_number("l2", l2), checked_number("spread", spread)),
         reason=checked_text("reason", reason, empty=True),
         baseline_ms=_optional("baseline_ms", baseline_ms),
     )
     if found.time_ms is None and not found.reason:
-        raise RowError(
-            "time_ms=None with reason='': a measurement has a time or the reason it is lost"
-        )
+        raise RowError("time_ms=None with reason='': a measurement has a time or the reason it is lost")
     return found
 
 
@@ -275,8 +271,7 @@ def read_profile(data: object) -> dict[str, float]:
     if not isinstance(data, dict):
         raise RowError(f"profile must be an object, not {type(data).__name__}")
     return {
-        checked_text("profile", name): checked_number(f"profile[{name!r:.80}]", value)
-        for name, value in data.items()
+        checked_text("profile", name): checked_number(f"profile[{name!r:.80}]", value) for name, value in data.items()
     }
 
 

@@ -77,15 +77,12 @@ def identify(db: sqlite3.Connection) -> bool:
     # SQLite makes tables of its own for indices without SQL and, when somebody runs ANALYZE, for
     # statistics.
     found = db.execute(
-        "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL "
-        "AND NOT (type = 'table' AND name LIKE 'sqlite_stat%')"
+        "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND NOT (type = 'table' AND name LIKE 'sqlite_stat%')"
     ).fetchall()
     if not found and application == version == 0:
         return False
     if application != APPLICATION_ID:
-        raise Damaged(
-            "foreign", f"another program's SQLite database (application_id {application:#x})"
-        )
+        raise Damaged("foreign", f"another program's SQLite database (application_id {application:#x})")
     if version > SCHEMA_VERSION:
         raise Damaged(
             "newer",

@@ -86,14 +86,10 @@ class Wisdom:
         """What was measured of one problem, by solver, whatever the versions."""
         return self.measurements_many(environment, [problem])[problem]
 
-    def measurements_many(
-        self, environment: str, problems: Iterable[str]
-    ) -> dict[str, list[Measurement]]:
+    def measurements_many(self, environment: str, problems: Iterable[str]) -> dict[str, list[Measurement]]:
         """:meth:`measurements` of each problem, read at once; an empty list where there is none."""
         result: dict[str, list[Measurement]] = {problem: [] for problem in problems}
-        found = self._database.read(
-            lambda db: list(tables.select(db, "measurement", environment, result))
-        )
+        found = self._database.read(lambda db: list(tables.select(db, "measurement", environment, result)))
         for row, measurement in self._valid(found, lambda row: rows.unpack_measurement(row.values)):
             result[row.problem].append(measurement)
         return result
@@ -107,9 +103,7 @@ class Wisdom:
         """
         self.record_many(environment, {problem: measurements})
 
-    def record_many(
-        self, environment: str, measurements: Mapping[str, Iterable[Measurement]]
-    ) -> None:
+    def record_many(self, environment: str, measurements: Mapping[str, Iterable[Measurement]]) -> None:
         """:meth:`record` for many problems in one transaction."""
         now = time.time()
         new = [
@@ -123,9 +117,7 @@ class Wisdom:
         """The plan kept for a problem under these constraints, whatever its solver versions."""
         return self.plans_many(environment, [problem], constraints).get(problem)
 
-    def plans_many(
-        self, environment: str, problems: Iterable[str], constraints: str
-    ) -> dict[str, Plan]:
+    def plans_many(self, environment: str, problems: Iterable[str], constraints: str) -> dict[str, Plan]:
         """:meth:`plan` of each problem that has one, read at once."""
         wanted = list(problems)
         found = self._database.read(lambda db: list(tables.select(db, "plan", environment, wanted)))
@@ -184,9 +176,7 @@ class Wisdom:
         """
         new, faults = document.read(Path(path))
         changed = self._database.write(
-            lambda db: sum(
-                tables.insert(db, table, found, newer_only=True) for table, found in new.items()
-            )
+            lambda db: sum(tables.insert(db, table, found, newer_only=True) for table, found in new.items())
         )
         _warn(Path(path), faults)
         return changed
@@ -236,19 +226,14 @@ class Wisdom:
             self._database.write(lambda db: tables.insert(db, table, new))
 
     def _everything(self) -> dict[str, list[Row]]:
-        found = self._database.read(
-            lambda db: {table: list(tables.select(db, table)) for table in tables.COLUMNS}
-        )
+        found = self._database.read(lambda db: {table: list(tables.select(db, table)) for table in tables.COLUMNS})
         unpack: dict[str, Callable[[Found], object]] = {
             "measurement": lambda row: rows.unpack_measurement(row.values),
             "plan": _unpack_plan,
             "profile": lambda row: rows.unpack_profile(row.values),
         }
         return {
-            table: [
-                Row(row.environment, row.problem, row.values)
-                for row, _ in self._valid(kept, unpack[table])
-            ]
+            table: [Row(row.environment, row.problem, row.values) for row, _ in self._valid(kept, unpack[table])]
             for table, kept in found.items()
         }
 
@@ -274,9 +259,7 @@ class Wisdom:
 
 
 def _row(environment: str, problem: str, values: tuple[Any, ...]) -> Row:
-    return Row(
-        rows.checked_text("environment", environment), rows.checked_text("problem", problem), values
-    )
+    return Row(rows.checked_text("environment", environment), rows.checked_text("problem", problem), values)
 
 
 def _unpack_plan(row: Found) -> Plan:

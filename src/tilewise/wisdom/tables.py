@@ -55,9 +55,7 @@ def select(
         yield from _select(db, table, environment, wanted[start : start + BATCH])
 
 
-def _select(
-    db: sqlite3.Connection, table: str, environment: str | None, problems: Sequence[str]
-) -> Iterator[Found]:
+def _select(db: sqlite3.Connection, table: str, environment: str | None, problems: Sequence[str]) -> Iterator[Found]:
     keyed = table != "profile"
     columns = ", ".join(f"t.{column}" for column in COLUMNS[table])
     problem = "p.text" if keyed else "''"
@@ -72,15 +70,11 @@ def _select(
         query += f" WHERE {' AND '.join(conditions)}"
     order = "".join(f", t.{key}" for key in KEYS[table][2:])
     query += f" ORDER BY e.text, {problem}{order}"
-    for e, p, crc, *values in db.execute(
-        query, [*([] if environment is None else [environment]), *problems]
-    ):
+    for e, p, crc, *values in db.execute(query, [*([] if environment is None else [environment]), *problems]):
         yield Found(table, e, p, tuple(values), crc)
 
 
-def insert(
-    db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only: bool = False
-) -> int:
+def insert(db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only: bool = False) -> int:
     """Keep rows in place of those with equal keys, or only of older ones; returns how many."""
     keyed = table != "profile"
     ids = _ids(db, {name for row in new for name in (row.environment, row.problem)[: 1 + keyed]})
