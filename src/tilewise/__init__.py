@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from tilewise.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
     from tilewise.nn.optimize import optimize, restore
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from tilewise.problem import ConvProblem, Pass
     from tilewise.wisdom import Wisdom
 
-__version__ = "0.1.0.dev0"
 
 _HOMES = {
     "tilewise.nn": (
@@ -47,6 +48,7 @@ __all__ = [
     "Plan",
     "Planner",
     "Wisdom",
+    "__version__",
     "conv1d",
     "conv2d",
     "conv3d",

@@ -135,7 +135,9 @@ class Catalogue:
     def taken(self, p: ConvProblem, engines: list[Engine], device: int) -> list[tuple[Engine, int]]:
         """Those of ``engines`` that take ``p``, with their workspaces."""
         found = []
-        for entry in self._allowed(p, device, graphs.supported(p, device, engines)):
+        for entry in graphs.supported(p, device, engines):
+            if not keeps_precision(p, self.traits(p, entry.engine, device)):
+                continue
             known = self._workspaces.get((device, p, entry.engine))
             needs = entry.workspace if known is None else known
             if needs is None:
