@@ -16,10 +16,10 @@ from typing import Any
 from harness.result import Bar, Result, Row, Side, least_replaced
 from harness.settings import Settings
 from harness.sides import Tensors, framework_call, plan_line, planned_call, race
-from tilewise.cli import cli
-from tilewise.notation import parse_layer
 
+from tilewise.cli import cli
 from tilewise.frontends.networks import builtin_networks
+from tilewise.notation import parse_layer
 from tilewise.plan import Plan
 from tilewise.problem import Pass
 

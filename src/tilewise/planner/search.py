@@ -36,7 +36,7 @@ MOST_NESTED = 2
 MARGIN = {"cuda": 0.98, "cpu": 0.95}
 """A plan replaces torch's choice below this share of its time: less is within the noise of a median."""
 RETRIES = 8
-"""Times a search starts again without a part that turned out to be wrong."""
+"""Times a search starts again without a part that turned out to be wrong, at any size."""
 
 
 class Store:
@@ -65,6 +65,7 @@ class Search:
     def __post_init__(self) -> None:
         self.log: list[Measurement] = []
         self.baseline: Measurement | None = None
+        self.wrong: dict[tuple[str, Config], str] = {}
         a, b = make_operands(self.problem)
         self.tensors: Tensors = (a, b, make_result(self.problem))
         self.timer = Timer(a.device)
@@ -119,7 +120,7 @@ class Search:
 
     def _trial(self, problem: ConvProblem, tensors: Tensors, *, root: bool = True) -> Trial:
         known = self.store.of(problem)
-        return Trial(problem, tensors, self.options, self.profile, self.timer, known, is_root=root)
+        return Trial(problem, tensors, self.options, self.profile, self.timer, known, self.wrong, is_root=root)
 
     def _measured(self) -> list[Plan]:
         """Leaves and divisions, best first by measured or summed time."""
@@ -264,6 +265,7 @@ class Search:
         self.log.append(Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, error, text))
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = self.log[-1]
+            self.wrong[plan.solver, plan.config] = text
         else:
             self._look_for_wrong_parts(plan)
         return None
@@ -280,6 +282,7 @@ class Search:
                 text = f"error {error.l2:.1e} (spread {error.spread:.1e}) over the limit {limit_l2:.1e}"
                 key = (child.solver, child.version, child.config)
                 self.store.of(problem)[key] = wrong_part(text, replace(child, error=error))
+                self.wrong[child.solver, child.config] = f"{text}, as a part"
                 found = True
         if found:
             raise _WrongPart

@@ -6,7 +6,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +57,8 @@ class _OverLimit(Exception):
 class Trial:
     """Tries leaves of ``problem`` on the given tensors; ``known`` is filled with what each gave.
 
+    ``wrong`` are candidates that have failed a check against float64 in this search, at whatever size.
+
     ``best_ms`` starts as a bound: candidates estimated or seen to be well over it are given up.
     """
 
@@ -66,6 +68,7 @@ class Trial:
     profile: Profile
     timer: Timer
     known: Known
+    wrong: Mapping[tuple[str, Config], str] = field(default_factory=dict)
     is_root: bool = True
     best_ms: float = float("inf")
     found: list[Measurement] = field(default_factory=list)
@@ -112,6 +115,9 @@ class Trial:
         for rank, (config, workspace) in enumerate(solver.offers(self.problem, limit, only)):
             if self.options.deterministic and not solver.is_deterministic(self.problem, config):
                 self._lose(solver, config, "is not deterministic", workspace)
+                continue
+            if (solver.name, config) in self.wrong:
+                self._lose(solver, config, self.wrong[solver.name, config], workspace)
                 continue
             needed = workspace + solver.hidden_workspace(self.problem, config)
             if limit is not None and needed > limit:
