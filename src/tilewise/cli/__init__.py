@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-import tilewise
 from tilewise.cli.program import Program
+from tilewise.version import VERSION
 
 __all__ = ["cli", "main"]
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(tilewise.__version__, prog_name="tilewise")
+@click.version_option(VERSION, prog_name="tilewise")
 def cli() -> None:
     """Plan convolutions the way FFTW plans Fourier transforms.
 

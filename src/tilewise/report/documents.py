@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import tilewise
 from tilewise import wisdom
 from tilewise.notation import format_layer
 from tilewise.plan import Measurement
 from tilewise.problem import ConvProblem
 from tilewise.report.values import LayerResult, NetworkTime, PassResult, StepTime, Summary
+from tilewise.version import VERSION
 
 __all__ = ["document", "explain_document", "plan_document", "problem_json", "time_document", "wisdom_document"]
 
@@ -26,7 +26,7 @@ VERSIONS = {"plan": 1, "time": 1, "explain": 1, "wisdom": 1, "info": 1}
 
 def document(kind: str, **fields: Any) -> dict[str, Any]:
     """A document of ``kind`` with the fields that all have."""
-    return {"schema": f"tilewise/{kind}", "version": VERSIONS[kind], "tilewise": tilewise.__version__, **fields}
+    return {"schema": f"tilewise/{kind}", "version": VERSIONS[kind], "tilewise": VERSION, **fields}
 
 
 def plan_document(head: dict[str, Any], results: Sequence[LayerResult], summary: Summary) -> dict[str, Any]:
