@@ -22,12 +22,14 @@ class MicroBatch(Split):
         return [] if p.batch > 1 else ["a batch of 1 cannot be divided"]
 
     def sizes(self, p: ConvProblem, policy: str) -> Sequence[int]:
-        """Micro-batch sizes of mu-cuDNN's policies (III-D), largest first, the whole batch left out."""
+        """Powers of two below the batch (Oyama et al. 2018, III-D), largest first."""
         if policy == "undivided":
             return ()
-        if policy == "all":
-            return range(p.batch - 1, 0, -1)
         return [2**n for n in range((p.batch - 1).bit_length() - 1, -1, -1)]
+
+    def between(self, p: ConvProblem, policy: str) -> Sequence[int]:
+        """Every other size, under the policy ``all``."""
+        return [n for n in range(p.batch - 1, 0, -1) if n & (n - 1)] if policy == "all" else ()
 
     def child(self, p: ConvProblem, size: int) -> ConvProblem:
         """A micro-batch of ``size`` that starts at any multiple of the largest power of two in ``size``.
