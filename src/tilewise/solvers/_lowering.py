@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -136,8 +136,12 @@ class Lowering(Solver):
             if order is not Order.MERGED:
                 yield from self._rows(p, order)
 
-    def offers(self, p: ConvProblem, ceiling: int | None) -> Iterable[tuple[Config, int]]:
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
         """Under a limit also the largest power of two that keeps it."""
+        if only is not None:
+            return super().offers(p, ceiling, only)
         configs = list(self.configs(p))
         if ceiling is not None:
             configs += [c for order in self._orders(p) for c in self._largest(p, order, ceiling) if c not in configs]
