@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from torch import nn
 
 import tilewise
 from tilewise import solvers
-from tilewise.plan import Config, Measurement, Plan
+from tilewise.plan import Config, Plan
 from tilewise.planner import Options, Planner
 from tilewise.planner.measure import framework_flags
 from tilewise.problem import ConvProblem
@@ -34,14 +34,13 @@ QUICK = {"calls": "20", "batches": "5"}
 MODES = ("eager", "grad", "grad and backward")
 
 
-@dataclass
-class Fixed:
+class Fixed(Planner):
     """A planner with prescribed plans: torch's own (``kernels`` 0), one leaf (1), or that many micro-batches."""
 
-    planner: Planner
-    solver: str
-    kernels: int
-    made: dict[ConvProblem, Plan] = field(default_factory=dict)
+    def __init__(self, planner: Planner, solver: str, kernels: int) -> None:
+        super().__init__(planner.wisdom)
+        self.planner, self.solver, self.kernels = planner, solver, kernels
+        self.made: dict[ConvProblem, Plan] = {}
 
     def plan(self, problem: ConvProblem, options: Options | None = None) -> Plan:
         """The prescribed plan of ``problem``."""
@@ -52,10 +51,6 @@ class Fixed:
     def plan_many(self, problems: Iterable[ConvProblem], options: Options | None = None) -> dict[ConvProblem, Plan]:
         """The prescribed plans."""
         return {problem: self.plan(problem) for problem in problems}
-
-    def explain(self, problem: ConvProblem, options: Options | None = None) -> list[Measurement]:
-        """Nothing was tried."""
-        return []
 
     def _make(self, problem: ConvProblem) -> Plan:
         baseline = solvers.baseline()

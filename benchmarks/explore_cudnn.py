@@ -152,6 +152,39 @@ def asking(precision: str) -> dict[str, Any]:
     return rows
 
 
+CHECKS: dict[str, tuple[Axis, Axis]] = {
+    "stride 1, padding 1,1": (Axis(14, 3, 1, 1, 1, 1), Axis(14, 3, 1, 1, 1, 1)),
+    "stride 1, padding 0,2": (Axis(14, 3, 1, 1, 1, 1), Axis(14, 3, 1, 1, 0, 2)),
+    "stride 1, padding 2,0": (Axis(14, 3, 1, 1, 1, 1), Axis(14, 3, 1, 1, 2, 0)),
+    "stride 1, padding 0,1": (Axis(14, 3, 1, 1, 1, 1), Axis(14, 3, 1, 1, 0, 1)),
+    "stride 2, padding 1,1": (Axis(15, 3, 2, 1, 1, 1), Axis(15, 3, 2, 1, 1, 1)),
+    "stride 3, padding 1,1": (Axis(16, 3, 3, 1, 1, 1), Axis(16, 3, 3, 1, 1, 1)),
+    "stride 2 and 3, padding 1,1": (Axis(15, 3, 2, 1, 1, 1), Axis(16, 3, 3, 1, 1, 1)),
+    "stride 3, padding 0,2": (Axis(16, 3, 3, 1, 0, 2), Axis(16, 3, 3, 1, 0, 2)),
+    "stride 3, kernel 2": (Axis(16, 2, 3), Axis(16, 2, 3)),
+    "dilation 2": (Axis(17, 3, 1, 2, 2, 2), Axis(17, 3, 1, 2, 2, 2)),
+    "kernel 4, padding 0,3": (Axis(14, 4, 1, 1, 0, 3), Axis(14, 4, 1, 1, 0, 3)),
+    "kernel 14": (Axis(14, 14), Axis(14, 14)),
+    "kernel 1": (Axis(14, 1), Axis(14, 1)),
+    "kernel 1, stride 2": (Axis(15, 1, 2), Axis(15, 1, 2)),
+}
+
+
+def wrong(precision: str) -> dict[str, Any]:
+    """Engines further from float64 than any rounding, over small problems off the common path."""
+    solver = Cudnn()
+    rows: dict[str, Any] = {}
+    for layout in ("contiguous", "channels_last"):
+        for name, axes in CHECKS.items():
+            for pass_ in Pass:
+                p = ConvProblem(pass_, 4, 16, 24, axes, precision=precision, device=device_name("cuda"))
+                p = replace(p, layouts=(layout,) * 3)
+                found = engines(solver, p)
+                bad = {e: row for e, row in found.items() if "raised" in row or not row.get("error", 0.0) < 1e-3}
+                rows[f"{pass_.value} {layout} {name}"] = {"offers": len(found), **bad}
+    return rows
+
+
 def calling() -> dict[str, Any]:
     """Host microseconds of a call on a layer too small to fill the GPU, for the first few engines."""
     axis = Axis(8, 3, 1, 1, 1, 1)
@@ -187,6 +220,7 @@ def main() -> None:
     sections: list[tuple[str, Callable[[], Any]]] = [
         ("asking", lambda: asking(arguments.precision)),
         ("calling", calling),
+        ("wrong", lambda: wrong(arguments.precision)),
     ]
     for name in LAYERS:
         for pass_ in Pass:

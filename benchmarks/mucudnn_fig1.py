@@ -16,7 +16,7 @@ from harness.settings import Settings
 from harness.sides import Call, Tensors, framework_call, plan_line, planned_call, race
 
 from tilewise.plan import Plan
-from tilewise.planner import Options, Planner
+from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.problem import ConvProblem, Pass
 
 DEFAULTS = {"layers": "", "batch": "0", "rigor": "measure"}
@@ -28,7 +28,11 @@ def run(settings: Settings) -> Result:
     planner, rows, notes = settings.planner(), [], []
     for layer in settings.chosen("layers", by_name(ALEXNET)):
         problem = layer.problem(Pass.FPROP, settings.device, batch=settings.integer("batch"))
-        row = _row(layer.name, problem, planner, settings.planning(batch_sizes="undivided"))
+        try:
+            row = _row(layer.name, problem, planner, settings.planning(batch_sizes="undivided"))
+        except NoPlanError as error:
+            notes.append(f"{layer.name}: {error}")
+            continue
         if row is None:
             notes.append(f"{layer.name}: its fastest undivided plan needs no workspace")
             continue

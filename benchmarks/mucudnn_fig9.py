@@ -13,7 +13,7 @@ from harness.sides import Tensors, framework_call, peak_workspace, plan_line, pl
 from tilewise.problem import Pass
 
 DEFAULTS = {"layer": "conv2", "batch": "0", "limit": "64MiB", "policies": "powers_of_two,all", "rigor": "measure"}
-QUICK = {"batch": "4", "limit": "4MiB"}
+QUICK = {"batch": "8", "limit": "16MiB"}
 
 
 def run(settings: Settings) -> Result:

@@ -16,10 +16,10 @@ from typing import Any
 from harness.result import Bar, Result, Row, Side, least_replaced
 from harness.settings import Settings
 from harness.sides import Tensors, framework_call, plan_line, planned_call, race
-from tilewise.cli import main as tilewise
-from tilewise.notation import parse_layer
 
+from tilewise.cli import cli
 from tilewise.frontends.networks import builtin_networks
+from tilewise.notation import parse_layer
 from tilewise.plan import Plan
 from tilewise.problem import Pass
 
@@ -73,7 +73,7 @@ def timed(settings: Settings, network: str) -> dict[str, Any]:
     settings.say("tilewise " + " ".join(words))
     printed = io.StringIO()
     with settings.cache_directory(), contextlib.redirect_stdout(printed):
-        tilewise(words, standalone_mode=False)
+        cli.main(words, prog_name="tilewise", standalone_mode=False)
     document: dict[str, Any] = json.loads(printed.getvalue())
     if document["summary"]["unplanned"]:
         raise RuntimeError(f"{network}: {document['summary']['unplanned']} layer-passes have no plan")

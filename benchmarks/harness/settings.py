@@ -35,7 +35,7 @@ class Progress:
 
     def __call__(self, done: int, total: int, text: str) -> None:
         now = time.monotonic()
-        if now - self._last >= REPORT_EVERY_S:
+        if done < total and now - self._last >= REPORT_EVERY_S:
             self._last = now
             print(f"  planning {done}/{total} {text}", file=sys.stderr, flush=True)
 

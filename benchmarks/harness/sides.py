@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 
 import torch
 
 from tilewise.device import torch_device
 from tilewise.execute import Bound, bind, release_workspaces
 from tilewise.plan import Plan
-from tilewise.planner import measure
+from tilewise.planner import NoPlanError, Options, Planner, measure
 from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
 
 Call = Callable[[], object]
@@ -66,6 +67,19 @@ def planned_call(problem: ConvProblem, plan: Plan, tensors: Tensors) -> Call:
     a, b = (tensors[role] for role in problem.operands)
     bound = bound_plan(problem, plan, tensors)
     return lambda: bound(a, b)
+
+
+def plans_found(planner: Planner, problems: Iterable[ConvProblem], options: Options) -> dict[ConvProblem, Plan]:
+    """A plan for each problem that has one within ``options``."""
+    waiting, found = list(problems), {}
+    try:
+        return planner.plan_many(waiting, options)
+    except NoPlanError:
+        # What was measured until then is in wisdom, so that asking one by one costs little.
+        for problem in waiting:
+            with contextlib.suppress(NoPlanError):
+                found[problem] = planner.plan(problem, options)
+    return found
 
 
 def is_framework(plan: Plan) -> bool:

@@ -9,24 +9,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from tilewise.version import VERSION as __version__
+
 if TYPE_CHECKING:
-    from tilewise.nn import (
-        conv1d,
-        conv2d,
-        conv3d,
-        conv_transpose1d,
-        conv_transpose2d,
-        conv_transpose3d,
-        optimize,
-        report,
-        restore,
-    )
+    from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
+    from tilewise.nn.optimize import optimize, restore
+    from tilewise.nn.report import report
     from tilewise.plan import Plan
     from tilewise.planner import NoPlanError, Options, Planner
     from tilewise.problem import ConvProblem, Pass
     from tilewise.wisdom import Wisdom
 
-__version__ = "0.1.0.dev0"
 
 _HOMES = {
     "tilewise.nn": (
@@ -55,6 +48,7 @@ __all__ = [
     "Plan",
     "Planner",
     "Wisdom",
+    "__version__",
     "conv1d",
     "conv2d",
     "conv3d",

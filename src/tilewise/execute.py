@@ -40,7 +40,8 @@ class Workspaces(threading.local):
             return torch.empty(size, dtype=torch.uint8, device=device)
         if self.buffer.numel() < size:
             self.buffer = torch.empty(0, dtype=torch.uint8)  # let go first: never both at once
-            self.buffer = torch.empty(size, dtype=torch.uint8)
+            pages = torch.empty(size + GRAIN, dtype=torch.uint8)  # torch aligns to 64 bytes only
+            self.buffer = pages.narrow(0, -pages.data_ptr() % GRAIN, size)
         return self.buffer
 
 
@@ -66,11 +67,11 @@ class Bound:
 
     __slots__ = ("_bias_shape", "_dtype", "_fresh", "_node", "_shape", "_strides", "plan", "problem", "workspace")
 
-    def __init__(self, plan: Plan, problem: ConvProblem, node: Node) -> None:
+    def __init__(self, plan: Plan, problem: ConvProblem, node: Node, strides: tuple[int, ...]) -> None:
         self.plan, self.problem, self._node = plan, problem, node
         self.workspace = node.workspace
         self._shape = problem.shape(problem.result)
-        self._strides = dense_strides(self._shape, problem.layout(problem.result))
+        self._strides = strides  # the solvers have been bound to these
         self._dtype = problem.torch_dtype(problem.result)
         self._bias_shape = (1, -1, *([1] * problem.dims))
         self._fresh = isinstance(node, Leaf) and node.returns_new
@@ -82,31 +83,42 @@ class Bound:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if out is None:
-            if self._fresh:
-                out = self._node.run(a, b, None, None)
-                return out if bias is None else out.add_(bias.view(self._bias_shape))
-            out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
         size = self.workspace
-        self._node.run(a, b, out, _workspaces.take(size, a.device) if size else None)
-        return out if bias is None else out.add_(bias.view(self._bias_shape))
+        workspace = _workspaces.take(size, a.device) if size else None
+        if out is None and not self._fresh:
+            out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
+        computed = self._node.run(a, b, out, workspace)
+        result = computed if out is None else out
+        return result if bias is None else result.add_(bias.view(self._bias_shape))
 
 
 def bind(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Bound:
     """Bind ``plan`` to tensors with the shapes, strides and dtypes of ``a``, ``b`` and ``out``.
 
-    Without ``out``, or for calls without it, results are allocated in the problem's layout. Raises
-    :class:`PlanMismatch` for a plan of another problem or version, ``SolverUnavailable`` for a config that cannot
-    run here.
+    Results that a call allocates have the strides of ``out``, or without it those of the problem's layout. Raises
+    :class:`PlanMismatch` for a plan of another problem or version and for tensors that are not the problem's,
+    ``SolverUnavailable`` for a config that cannot run here.
     """
-    for role, tensor in zip(problem.operands, (a, b), strict=True):
-        if tuple(tensor.shape) != problem.shape(role):
-            raise PlanMismatch(f"{role} has shape {tuple(tensor.shape)}, the problem {problem.shape(role)}")
+    if plan.problem != problem.key:
+        raise PlanMismatch(f"the plan is for {plan.problem}, the problem is {problem.key}")
+    first, second = problem.operands
+    given = {first: a, second: b} if out is None else {first: a, second: b, problem.result: out}
+    for role, tensor in given.items():
+        _check(problem, role, tensor)
     if out is None:
         shape = problem.shape(problem.result)
         strides = dense_strides(shape, problem.layout(problem.result))
         out = torch.empty_strided(shape, strides, dtype=problem.torch_dtype(problem.result), device="meta")
-    return Bound(plan, problem, _node(plan, problem, a, b, out))
+    return Bound(plan, problem, _node(plan, problem, a, b, out), tuple(out.stride()))
+
+
+def _check(problem: ConvProblem, role: str, tensor: torch.Tensor) -> None:
+    if tuple(tensor.shape) != problem.shape(role):
+        raise PlanMismatch(f"{role} has shape {tuple(tensor.shape)}, the problem {problem.shape(role)}")
+    if tensor.dtype is not problem.torch_dtype(role):
+        raise PlanMismatch(f"{role} is {tensor.dtype}, in the problem {problem.torch_dtype(role)}")
+    if tensor.device.type != problem.device_type:
+        raise PlanMismatch(f"{role} is on {tensor.device}, the problem on {problem.device}")
 
 
 class Node:
@@ -134,14 +146,15 @@ class Leaf(Node):
         self, solver: Solver, plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
     ) -> None:
         role = problem.result
-        self._accumulate = problem.accumulate and not solver.accumulates
         self._own = solver.own_output
         self.returns_new = solver.own_output and not problem.accumulate
         self._shape, self._dtype = problem.shape(role), problem.torch_dtype(role)
         layout = problem.layout(role)
         self._strides = dense_strides(self._shape, "contiguous" if layout == "view" else layout)
         is_view = layout == "view" or tuple(out.stride()) != self._strides
-        self._temporary = not self._own and (self._accumulate or (is_view and not solver.writes_views))
+        apart = self._own or (is_view and not solver.writes_views)
+        self._accumulate = problem.accumulate and (apart or not solver.accumulates)
+        self._temporary = not self._own and (apart or self._accumulate)
         self._size = _round_up(problem.nbytes(role)) if self._temporary else 0
         target = out
         if self._temporary or self._own:
@@ -158,7 +171,7 @@ class Leaf(Node):
         if self._own:
             result = self._call(a, b, None, workspace)
             if out is None:
-                return result
+                return result if result.dtype is self._dtype else result.to(self._dtype)
         else:
             assert workspace is not None
             result = _carve(workspace, self._size, self._shape, self._strides, self._dtype)
@@ -253,18 +266,32 @@ class Parts(Node):
 
 
 def _node(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Node:
-    solver = solvers.get(plan.solver)
+    try:
+        solver = solvers.get(plan.solver)
+    except KeyError as error:
+        raise PlanMismatch(str(error.args[0])) from error
     if solver.version != plan.version:
         raise PlanMismatch(
             f"the plan is for {plan.solver} version {plan.version}, here is {solver.version}: plan again"
         )
+    reasons = solver.why_not(problem)
+    if reasons:
+        raise PlanMismatch(f"{plan.solver} cannot solve {problem.key}: {'; '.join(reasons)}")
     if not isinstance(solver, Split):
         return Leaf(solver, plan, problem, a, b, out)
-    parts = solver.children(problem, plan.config)
-    plans = [child for child, count in zip(plan.children, plan.counts, strict=True) for _ in range(count)]
-    if len(plans) != len(parts):
-        raise PlanMismatch(f"{plan.solver} cuts {len(parts)} parts, the plan has {len(plans)}")
-    return Parts(problem, parts, plans, a, b, out)
+    return Parts(problem, *parts_of(plan, problem, solver), a, b, out)
+
+
+def parts_of(plan: Plan, problem: ConvProblem, split: Split) -> tuple[tuple[Part, ...], list[Plan]]:
+    """The parts that ``split`` cuts by ``plan`` and the plan of each. Raises :class:`PlanMismatch`."""
+    try:
+        parts = split.children(problem, plan.config)
+    except (KeyError, ValueError) as error:
+        raise PlanMismatch(f"{plan.solver} {plan.config} does not cut {problem.key}: {error}") from error
+    # Compared before they are spelled out: a plan from a file may count to any number.
+    if len(plan.counts) != len(plan.children) or sum(plan.counts) != len(parts):
+        raise PlanMismatch(f"{plan.solver} cuts {len(parts)} parts, the plan has {sum(plan.counts)}")
+    return parts, [child for child, count in zip(plan.children, plan.counts, strict=True) for _ in range(count)]
 
 
 def _narrow(tensor: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
 from tilewise import solvers
-from tilewise.device import device_name
+from tilewise.device import conv_precision, device_name
 from tilewise.nn.book import Book
 from tilewise.nn.call import Call, describe, disturbed, function_mode_watches
 from tilewise.nn.compiled import Known, publish
@@ -94,7 +94,7 @@ class Layer:
             and _grad_enabled() is e.grad
             and _deterministic() is e.deterministic
             and forward_ad._current_level < 0
-            and (e.precision is None or _precision("cuda", "conv") == e.precision)
+            and (e.precision is None or _precision("cuda", "conv") == e.precision or conv_precision() == e.precision)
             and (e.autocast is None or torch.get_autocast_dtype(e.device_type) is e.autocast)
             and not (_function_mode() and function_mode_watches())
         ):

@@ -18,14 +18,16 @@ from tilewise.planner.trial import Known, Trial, leaf_plan
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Split
 
-__all__ = ["Divisions", "part_plans", "wrong_part"]
+__all__ = ["BATCH_LEVEL", "Divisions", "part_plans", "wrong_part"]
 
 GAIN = 0.97
 """Smaller parts are looked at further when their time an image falls below this share of the best."""
+BATCH_LEVEL = 2
 HOPELESS = 2.0
 """Sizes stop falling when their time an image is this many times the best."""
 
 TrialOf = Callable[[ConvProblem, Tensors], Trial]
+Deeper = Callable[[ConvProblem, Tensors, Trial], list[Plan]]
 
 
 @dataclass
@@ -33,8 +35,8 @@ class Divisions:
     """The divisions of ``problem`` by ``solver`` into parts that each keep the limit.
 
     ``trial_of`` makes the trial of a part's leaves on given tensors. ``whole_known`` is what is known of the undivided
-    problem, ``best_ms`` its fastest time within the constraints (infinite where there is none) and ``blocked`` whether
-    the limit kept something out there.
+    problem, ``best_ms`` its fastest time within the constraints (infinite where there is none) and ``blocked`` what
+    the limit kept out there. ``deeper`` gives the plans that cut a part again, after its leaves were tried.
     """
 
     solver: Split
@@ -44,7 +46,8 @@ class Divisions:
     trial_of: TrialOf
     whole_known: Known
     best_ms: float
-    blocked: bool
+    blocked: dict[tuple[str, Config], float]
+    deeper: Deeper
     fronts: dict[int, list[Plan]] = field(default_factory=dict)
 
     def plans(self) -> list[Plan]:
@@ -61,32 +64,37 @@ class Divisions:
         return self.problem.extent(self.solver.axis)
 
     def _try_sizes(self) -> None:
-        """Powers of two, falling; under the policy ``all`` then the sizes between, with their neighbours' engines."""
         patient = self.options.rigor == "patient"
+        policy = self.options.batch_sizes
         rate = self.best_ms / self._whole
         prior, prior_size, blocked, worse = self.whole_known, self._whole, self.blocked, 0
-        between = []
-        for size in self.solver.sizes(self.problem, self.options.batch_sizes):
-            if size & (size - 1) and not patient:
-                between.append(size)
-                continue
+        for size in self.solver.sizes(self.problem, policy):
             if not patient and not blocked and worse:
                 break
-            trial = self._tried(size, rate, None if patient else (prior, prior_size))
+            trial = self._tried(size, rate, None if patient else (prior, prior_size), self._only())
             found = min((p.time_ms for p in self.fronts[size]), default=math.inf) / size
             worse = 0 if found < GAIN * rate else worse + 1
             if not patient and math.isfinite(found) and found > HOPELESS * rate:
                 break
             rate = min(rate, found)
             prior, prior_size, blocked = trial.known, size, trial.blocked
-        for size in between:
-            self._try_between(size, rate)
+        for size in self.solver.between(self.problem, policy):
+            if patient:
+                self._tried(size, rate, None, None)
+            else:
+                self._try_between(size, rate)
+
+    def _only(self) -> frozenset[tuple[str, Config]] | None:
+        """Below the batch a cut costs more than it saves, save for what the limit kept out and might gain."""
+        if self.solver.level <= BATCH_LEVEL or self.options.rigor == "patient":
+            return None
+        return frozenset(key for key, estimate in self.blocked.items() if estimate < self.best_ms)
 
     def _try_between(self, size: int, rate: float) -> None:
         below, above = 1 << (size.bit_length() - 1), 1 << size.bit_length()
-        neighbours = [*self.fronts.get(below, ()), *self.fronts.get(above, ())]
+        neighbours = [p for n in (below, above) for p in self.fronts.get(n, ()) if p.leaf]
         only = frozenset((p.solver, p.config) for p in neighbours)
-        if only and min(p.time_ms for p in self.fronts.get(below, neighbours)) <= HOPELESS * rate * below:
+        if only and min((p.time_ms for p in self.fronts.get(below, ())), default=0.0) <= HOPELESS * rate * below:
             self._tried(size, rate, None, only)
 
     def _tried(
@@ -94,7 +102,7 @@ class Divisions:
         size: int,
         rate: float,
         prior: tuple[Known, int] | None,
-        only: frozenset[tuple[str, Config]] | None = None,
+        only: frozenset[tuple[str, Config]] | None,
     ) -> Trial:
         child = self.solver.child(self.problem, size)
         trial = self.trial_of(child, self._part_tensors(size))
@@ -106,8 +114,10 @@ class Divisions:
                 key: m.time_ms / prior[1] for key, m in prior[0].items() if m.time_ms is not None and not m.reason
             }
         usable = [m for m in trial.run() if not m.reason and m.time_ms is not None]
-        kept = front((m.time_ms or 0.0, m.workspace or 0) for m in usable)
-        self.fronts[size] = [leaf_plan(child, usable[i]) for i in thin(kept)]
+        plans = [leaf_plan(child, m) for m in usable]
+        plans += self.deeper(child, trial.tensors, trial)
+        kept = front((plan.time_ms, plan.workspace) for plan in plans)
+        self.fronts[size] = [plans[i] for i in thin(kept)]
         return trial
 
     def _part_tensors(self, size: int) -> Tensors:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from tilewise import execute, solvers
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
-from tilewise.planner.divisions import Divisions, part_plans, wrong_part
+from tilewise.planner.divisions import BATCH_LEVEL, Divisions, part_plans, wrong_part
 from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.measure import Timer, framework_flags, interleaved
 from tilewise.planner.operands import Tensors, make_operands, make_result
@@ -32,10 +32,11 @@ FINALISTS = 3
 """Plans measured whole against the baseline."""
 NEAR = 1.15
 """Plans whose estimate is within this of the best are finalists."""
+MOST_NESTED = 2
 MARGIN = {"cuda": 0.98, "cpu": 0.95}
 """A plan replaces torch's choice below this share of its time: less is within the noise of a median."""
 RETRIES = 8
-"""Times a search starts again without a part that turned out to be wrong."""
+"""Times a search starts again without a part that turned out to be wrong, at any size."""
 
 
 class Store:
@@ -64,6 +65,7 @@ class Search:
     def __post_init__(self) -> None:
         self.log: list[Measurement] = []
         self.baseline: Measurement | None = None
+        self.wrong: dict[tuple[str, Config], str] = {}
         a, b = make_operands(self.problem)
         self.tensors: Tensors = (a, b, make_result(self.problem))
         self.timer = Timer(a.device)
@@ -118,7 +120,7 @@ class Search:
 
     def _trial(self, problem: ConvProblem, tensors: Tensors, *, root: bool = True) -> Trial:
         known = self.store.of(problem)
-        return Trial(problem, tensors, self.options, self.profile, self.timer, known, is_root=root)
+        return Trial(problem, tensors, self.options, self.profile, self.timer, known, self.wrong, is_root=root)
 
     def _measured(self) -> list[Plan]:
         """Leaves and divisions, best first by measured or summed time."""
@@ -126,26 +128,37 @@ class Search:
         if self.baseline_allowed and self.baseline is not None and self.baseline.time_ms is not None:
             trial.best_ms = self.baseline.time_ms
         plans = [leaf_plan(self.problem, m) for m in self._usable(trial)]
+        plans += self._cut(self.problem, self.tensors, trial, -1)
+        return sorted(plans, key=lambda plan: plan.time_ms)
+
+    def _cut(self, problem: ConvProblem, tensors: Tensors, trial: Trial, level: int, depth: int = 0) -> list[Plan]:
+        """Plans that cut ``problem`` by splits of a higher level, each axis once and at most two nested."""
+        plans: list[Plan] = []
         for solver in solvers.all_solvers():
-            if not isinstance(solver, Split):
+            if not isinstance(solver, Split) or solver.level <= level or depth == MOST_NESTED:
                 continue
-            reasons = solver.why_not(self.problem)
+            reasons = solver.why_not(problem)
             if self.options.batch_sizes == "undivided":
                 reasons = reasons or ["batch_sizes=undivided"]
+            if solver.level > BATCH_LEVEL and self.options.rigor != "patient" and not trial.blocked:
+                reasons = reasons or ["not tried: the workspace limit kept nothing out"]
             if reasons:
-                self.log.append(Measurement(solver.name, solver.version, Config(), reason="; ".join(reasons)))
+                if depth == 0:
+                    self.log.append(Measurement(solver.name, solver.version, Config(), reason="; ".join(reasons)))
                 continue
-            plans += Divisions(
+            divisions = Divisions(
                 solver,
-                self.problem,
-                self.tensors,
+                problem,
+                tensors,
                 self.options,
                 functools.partial(self._trial, root=False),
                 trial.known,
                 trial.best_ms,
                 trial.blocked,
-            ).plans()
-        return sorted(plans, key=lambda plan: plan.time_ms)
+                functools.partial(self._cut, level=solver.level, depth=depth + 1),
+            )
+            plans += divisions.plans()
+        return plans
 
     def _usable(self, trial: Trial) -> list[Measurement]:
         found = trial.run()
@@ -225,7 +238,7 @@ class Search:
             base = execute.bind(leaf_plan(self.problem, self.baseline), self.problem, a, b)
             calls.append(functools.partial(base, a, b))
             assert solver.own_output
-        times = interleaved(calls, a.device, budget_ms=60.0 if a.is_cuda else 1500.0, least=5, most=31)
+        times = interleaved(calls, a.device, budget_ms=40.0 if a.is_cuda else 1500.0, least=5, most=31)
         if self.baseline is not None:
             self.baseline = replace(self.baseline, time_ms=times[-1])
             self.store.of(self.problem)[(self.baseline.solver, self.baseline.version, Config())] = self.baseline
@@ -252,6 +265,7 @@ class Search:
         self.log.append(Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, error, text))
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = self.log[-1]
+            self.wrong[plan.solver, plan.config] = text
         else:
             self._look_for_wrong_parts(plan)
         return None
@@ -261,13 +275,14 @@ class Search:
         solver = solvers.get(plan.solver)
         assert isinstance(solver, Split)
         found = False
-        for problem, child in part_plans(plan, self.problem, solver):
+        for problem, child in _leaf_parts(plan, self.problem, solver):
             error = self._errors(child, problem)
             limit_l2, _ = error_limit(problem, self.options.error_limit, self._own_errors)
             if not error.l2 <= limit_l2:
                 text = f"error {error.l2:.1e} (spread {error.spread:.1e}) over the limit {limit_l2:.1e}"
                 key = (child.solver, child.version, child.config)
                 self.store.of(problem)[key] = wrong_part(text, replace(child, error=error))
+                self.wrong[child.solver, child.config] = f"{text}, as a part"
                 found = True
         if found:
             raise _WrongPart
@@ -289,6 +304,16 @@ class Search:
         self.log.append(m)
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m
+
+
+def _leaf_parts(plan: Plan, problem: ConvProblem, solver: Split) -> Iterator[tuple[ConvProblem, Plan]]:
+    for part, child in part_plans(plan, problem, solver):
+        if child.leaf:
+            yield part, child
+        else:
+            inner = solvers.get(child.solver)
+            assert isinstance(inner, Split)
+            yield from _leaf_parts(child, part, inner)
 
 
 class _WrongPart(Exception):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,8 +24,12 @@ __all__ = ["Known", "Trial", "leaf_plan"]
 PRUNE = 3.0
 """A candidate whose estimate is this many times the best measured time is not measured, save by ``patient``."""
 REPEATS = 3
+LONG_MS = 2.0
+"""Runs longer than this vary little: one more is enough among candidates; finalists are timed again."""
 LOST = 1.6
 """A candidate that was this many times slower than the best at a larger size is not measured, save by ``patient``."""
+FAR, LOADING_MS = 4.0, 50.0
+"""A first run this many times slower than the best, and by more than loading a module takes, ends a candidate."""
 GIVE_UP = 1.5
 """After one run this many times slower than the best a candidate is not repeated."""
 
@@ -35,6 +40,10 @@ def leaf_plan(problem: ConvProblem, m: Measurement) -> Plan:
     """The plan that a leaf's measurement stands for."""
     time_ms = float("nan") if m.time_ms is None else m.time_ms
     return Plan(problem.key, m.solver, m.version, m.config, time_ms=time_ms, workspace=m.workspace or 0, error=m.error)
+
+
+class _TooSlow(RuntimeError):
+    """A candidate that lost on its first run."""
 
 
 class _OverLimit(Exception):
@@ -48,6 +57,8 @@ class _OverLimit(Exception):
 class Trial:
     """Tries leaves of ``problem`` on the given tensors; ``known`` is filled with what each gave.
 
+    ``wrong`` are candidates that have failed a check against float64 in this search, at whatever size.
+
     ``best_ms`` starts as a bound: candidates estimated or seen to be well over it are given up.
     """
 
@@ -57,6 +68,7 @@ class Trial:
     profile: Profile
     timer: Timer
     known: Known
+    wrong: Mapping[tuple[str, Config], str] = field(default_factory=dict)
     is_root: bool = True
     best_ms: float = float("inf")
     found: list[Measurement] = field(default_factory=list)
@@ -64,8 +76,8 @@ class Trial:
     """The solvers and configs to try; ``None``: all."""
     prior_rates: dict[tuple[str, int, Config], float] = field(default_factory=dict)
     """Milliseconds an image of candidates at a larger batch: one that lost there by far is not run again."""
-    blocked: bool = False
-    """Whether some candidate was lost to the workspace limit alone."""
+    blocked: dict[tuple[str, Config], float] = field(default_factory=dict)
+    """Candidates lost to the workspace limit alone, with their estimates."""
 
     def run(self) -> list[Measurement]:
         """Every leaf solver's candidates, tried in the order of their estimates."""
@@ -73,6 +85,8 @@ class Trial:
         for solver in solvers.all_solvers():
             if isinstance(solver, Split) or (solver.baseline and self.is_root):
                 continue  # the root's baseline is measured by the search, outside the limit
+            if self.only is not None and all(name != solver.name for name, _ in self.only):
+                continue
             reasons = solver.why_not(self.problem) or self._policy(solver)
             if reasons:
                 self._lose(solver, Config(), "; ".join(reasons))
@@ -97,21 +111,26 @@ class Trial:
     def _offers(self, solver: Solver) -> list[tuple[float, int, Solver, Config, int]]:
         listed = []
         limit = self.options.workspace
-        for rank, (config, workspace) in enumerate(solver.offers(self.problem, limit)):
-            if self.only is not None and (solver.name, config) not in self.only:
-                continue
+        only = None if self.only is None else [c for name, c in self.only if name == solver.name]
+        for rank, (config, workspace) in enumerate(solver.offers(self.problem, limit, only)):
             if self.options.deterministic and not solver.is_deterministic(self.problem, config):
                 self._lose(solver, config, "is not deterministic", workspace)
                 continue
+            if (solver.name, config) in self.wrong:
+                self._lose(solver, config, self.wrong[solver.name, config], workspace)
+                continue
             needed = workspace + solver.hidden_workspace(self.problem, config)
             if limit is not None and needed > limit:
-                self.blocked = True
                 text = f"needs {format_bytes(needed)} of workspace, the limit is {format_bytes(limit)}"
                 self._lose(solver, config, text, needed)
+                self.blocked[solver.name, config] = self._estimate(solver, config)
                 continue
-            estimate = estimate_ms(self.problem, solver.cost(self.problem, config), self.profile)
+            estimate = self._estimate(solver, config)
             listed.append((estimate, rank, solver, config, workspace))
         return listed
+
+    def _estimate(self, solver: Solver, config: Config) -> float:
+        return estimate_ms(self.problem, solver.cost(self.problem, config), self.profile)
 
     def _pruned(self, solver: Solver, config: Config, estimate: float, tried: dict[str, int]) -> bool:
         if self.options.rigor == "patient":
@@ -143,12 +162,12 @@ class Trial:
             try:
                 m = self.measure(solver, config)
             except _OverLimit as over:
-                self.blocked = True
+                self.blocked[solver.name, config] = self._estimate(solver, config)
                 self._lose(solver, config, str(over), over.workspace)
                 return
             self.known[key] = m
         if not m.reason and limit is not None and m.workspace is not None and m.workspace > limit:
-            self.blocked = True
+            self.blocked[solver.name, config] = self._estimate(solver, config)
             text = f"took {format_bytes(m.workspace)} of workspace when run, the limit is {format_bytes(limit)}"
             self._lose(solver, config, text, m.workspace)
             return
@@ -169,10 +188,12 @@ class Trial:
             timed = functools.partial(self._time_into, times, call)
             workspace = self.peak(timed, bound.workspace, solver.own_output)
             if times[-1] <= GIVE_UP * self.best_ms:
-                for _ in range(REPEATS):
+                for _ in range(REPEATS if times[-1] < LONG_MS else 1):
                     timed()
             time_ms = statistics.median(times[1:] or times)
             return Measurement(solver.name, solver.version, config, time_ms, workspace)
+        except _TooSlow as slow:
+            return Measurement(solver.name, solver.version, config, workspace=bound.workspace, reason=str(slow))
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {_first_line(error)}"
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
@@ -192,11 +213,20 @@ class Trial:
         # As a part, an output of the solver's own is one more temporary.
         own = result.numel() * result.element_size() if own_output and self.is_root else 0
         if device.type == "cuda":
-            call()  # modules load and handles are made: neither is workspace
+            self._warm_up(call)
             return peak_bytes(call, device, own)
         if declared:
             execute.touch_workspace(declared, device)
         return declared + peak_bytes(call, device, own)
+
+    def _warm_up(self, call: Callable[[], object]) -> None:
+        """Load modules and make handles, which are no workspace; a candidate that is far too slow ends here."""
+        start = time.perf_counter()
+        call()
+        self.timer.synchronize()
+        took = (time.perf_counter() - start) * 1e3
+        if self.options.rigor != "patient" and took > FAR * self.best_ms + LOADING_MS:
+            raise _TooSlow(f"took {took:.0f} ms when first run, the best so far takes {self.best_ms:.3f}")
 
     def _lose(self, solver: Solver, config: Config, reason: str, workspace: int | None = None) -> None:
         self.found.append(Measurement(solver.name, solver.version, config, workspace=workspace, reason=reason))

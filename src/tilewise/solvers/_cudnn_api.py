@@ -7,6 +7,7 @@ called before on that thread, as ``torch.cuda.graph`` asks anyway.
 
 from __future__ import annotations
 
+import array
 import functools
 import importlib
 import threading
@@ -18,7 +19,7 @@ __all__ = ["Handle", "errors", "first_line", "handle", "handles", "load", "missi
 
 OLDEST = 90200
 """cuDNN 9.2: the first to tell an engine config's workspace before it is built."""
-NEEDED = ("create_execution_plan", "deselect_workspace_greater_than", "_execute_with_ptrs")
+NEEDED = ("create_execution_plan", "deselect_workspace_greater_than", "_execute_with_raw_ptrs")
 
 
 @functools.cache
@@ -77,13 +78,15 @@ _spare: dict[int, list[int]] = {}
 
 
 class Handle:
-    """A cuDNN handle of one thread, and the stream it was last set to."""
+    """A cuDNN handle of one thread, the stream it was last set to, and room at ``address`` for three ``pointers``."""
 
-    __slots__ = ("device", "stream", "value")
+    __slots__ = ("address", "device", "pointers", "stream", "value")
 
     def __init__(self, device: int) -> None:
         cudnn = load()
         self.device = device
+        self.pointers = array.array("q", [0, 0, 0])
+        self.address: int = self.pointers.buffer_info()[0]
         try:
             self.value: int = _spare.setdefault(device, []).pop()
         except IndexError:

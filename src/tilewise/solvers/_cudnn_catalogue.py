@@ -1,15 +1,15 @@
 """What cuDNN offers for problems, asked once: listings, notes, workspaces and built plans, each cache bounded.
 
-The full question (three heuristics and every engine number) takes about 20 ms. Problems that differ in their batch size
-alone are asked about again and again while micro-batches are planned, so the first of such a family is asked in full
-and the others take over its engines, each checked against the new problem, beside heuristic A's own list (2-3 ms).
+Heuristics leave engines out, the fastest at times, so that every engine number is tried besides, at default knobs. Of
+the heuristics B takes 8 ms, more than all the rest, and planning micro-batches asks often: so it is asked once for the
+problems that differ in their batch size alone, and the others try the configs that it gave.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -22,7 +22,7 @@ __all__ = ["Bounded", "Catalogue", "Listing", "plain"]
 
 Value = TypeVar("Value")
 UNTOLD = Traits(frozenset({"TENSOR_CORE", "NONDETERMINISTIC"}))
-"""What is assumed of an engine that does not tell: the worst."""
+"""What is taken for granted of an engine that does not tell: the worst."""
 
 
 class Bounded(Generic[Value]):
@@ -80,6 +80,7 @@ class Catalogue:
     def __init__(self) -> None:
         self._listings: Bounded[Listing] = Bounded(1024)
         self._families: Bounded[tuple[Engine, ...]] = Bounded(256)
+        self._counts: Bounded[int] = Bounded(256)
         self._traits: Bounded[Traits] = Bounded(4096)
         self._workspaces: Bounded[int] = Bounded(4096)
         self._built: Bounded[Built] = Bounded(128)
@@ -91,36 +92,69 @@ class Catalogue:
     def _ask(self, p: ConvProblem, device: int) -> Listing:
         family = (device, replace(p, batch=1))
         known = self._families.get(family)
+        reason = ""
         try:
-            if known is None:
-                entries = self._in_full(p, device)
-                self._families.put(family, tuple(e.engine for e in entries if e.engine.settable))
-            else:
-                entries = self._allowed(p, device, graphs.listed(p, device, ["A"]))
-                seen = {entry.engine for entry in entries}
-                entries += graphs.supported(p, device, [engine for engine in known if engine not in seen])
+            entries = graphs.listed(p, device, graphs.MODES if known is None else ["A"])
         except api.errors() as error:
-            return Listing(reason=f"cuDNN offers no engine: {api.first_line(error)}")
-        if not entries:
-            return Listing(reason=f"cuDNN offers engines, but none that keeps precision={p.precision}")
-        return Listing(tuple(entries))
+            entries, reason = [], f"cuDNN offers no engine: {api.first_line(error)}"
+        try:
+            others = graphs.supported(p, device, self._unlisted(p, device, entries, known or ()))
+        except api.errors() as error:
+            return Listing(reason=f"cuDNN refuses the problem: {api.first_line(error)}")
+        entries += (entry for entry in others if not self.traits(p, entry.engine, device).compiles)
+        kept = tuple(entry for entry in entries if keeps_precision(p, self.traits(p, entry.engine, device)))
+        if not kept:
+            return Listing(reason=reason or f"cuDNN has engines for it, but none that keeps precision={p.precision}")
+        if known is None:
+            self._families.put(family, tuple(entry.engine for entry in kept if entry.engine.settable))
+        return Listing(kept)
 
-    def _in_full(self, p: ConvProblem, device: int) -> list[Entry]:
-        """What the heuristics list, then, at default knobs, the engines that none of them does."""
-        entries = graphs.listed(p, device)
-        numbers = {entry.engine.number for entry in entries}
-        others = [Engine(n) for n in range(graphs.engine_count(p, device)) if n not in numbers]
-        unlisted = graphs.supported(p, device, others)
-        unlisted = [e for e in unlisted if not self.traits(p, e.engine, device).compiles]
-        return self._allowed(p, device, entries + unlisted)
+    def _unlisted(
+        self, p: ConvProblem, device: int, entries: Iterable[Entry], known: Iterable[Engine]
+    ) -> Iterable[Engine]:
+        """Configs to try: those known of the family, then the numbers in no list save such as are known not to do."""
+        listed = {entry.engine for entry in entries}
+        numbers = {engine.number for engine in listed}
+        for engine in known:
+            if engine not in listed:
+                numbers.add(engine.number)
+                yield engine
+        count = self._counts.find(_kind(p, device), lambda: graphs.engine_count(p, device))
+        for number in range(count):
+            traits = self._traits.get((*_kind(p, device), number))
+            useless = traits is not None and (traits.compiles or not keeps_precision(p, traits))
+            if number not in numbers and not useless:
+                yield Engine(number)
 
-    def _allowed(self, p: ConvProblem, device: int, entries: list[Entry]) -> list[Entry]:
-        return [e for e in entries if keeps_precision(p, self.traits(p, e.engine, device))]
+    def refusal(self, p: ConvProblem, device: int) -> str:
+        """Why cuDNN has nothing for ``p``, empty when it has. Heuristics are asked only where nothing is known."""
+        if self._families.get((device, replace(p, batch=1))) is not None:
+            return ""
+        return self.listing(p, device).reason
+
+    def taken(self, p: ConvProblem, engines: list[Engine], device: int) -> list[tuple[Engine, int]]:
+        """Those of ``engines`` that take ``p``, with their workspaces."""
+        found = []
+        for entry in graphs.supported(p, device, engines):
+            if not keeps_precision(p, self.traits(p, entry.engine, device)):
+                continue
+            known = self._workspaces.get((device, p, entry.engine))
+            needs = entry.workspace if known is None else known
+            if needs is None:
+                needs = self.build(p, entry.engine, graphs.canonical_strides(p), device).workspace
+            found.append((entry.engine, self._workspaces.put((device, p, entry.engine), needs)))
+        return found
 
     def traits(self, p: ConvProblem, engine: Engine, device: int) -> Traits:
         """Notes of an engine. They belong to it and to the kind of problem, not to its sizes."""
-        kind = (device, p.pass_, p.dims, p.dtype, p.out_dtype, p.groups > 1, engine.number)
-        return self._traits.find(kind, lambda: graphs.traits(p, device, engine) or UNTOLD)
+        key = (*_kind(p, device), engine.number)
+        known = self._traits.get(key)
+        if known is None:
+            known = graphs.traits(p, device, engine)
+            if known is None:
+                return UNTOLD
+            self._traits.put(key, known)
+        return known
 
     def workspace(self, p: ConvProblem, engine: Engine, device: int) -> int:
         """Bytes. The most that any strides bound so far need, else those of the layout classes."""
@@ -139,6 +173,10 @@ class Catalogue:
         key = (device, p, engine)
         self._workspaces.put(key, max(built.workspace, self._workspaces.get(key) or 0))
         return built
+
+
+def _kind(p: ConvProblem, device: int) -> tuple[Hashable, ...]:
+    return device, p.pass_, p.dims, p.dtype, p.out_dtype, p.groups > 1
 
 
 def keeps_precision(p: ConvProblem, traits: Traits) -> bool:

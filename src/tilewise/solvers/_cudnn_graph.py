@@ -41,7 +41,7 @@ KNOBS = {
 """Names of cuDNN's knob numbers (``cudnnBackendKnobType_t``) that the frontend sets; the rest are deprecated."""
 MODES = ("A", "B", "FALLBACK")
 """cuDNN's heuristics. B asks a model, takes 8 ms and lists engines that A leaves out, the fastest at times."""
-NOTES = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "NONDETERMINISTIC", "FFT", "WINOGRAD")
+NOTES = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "NONDETERMINISTIC", "FFT", "WINOGRAD", "STRICT_NAN_PROP")
 """Numerical notes that matter here."""
 ENGINE_NAME = re.compile(r"eng(\d{1,6})((?:_k\d{1,6}=-?\d{1,9})*)")
 KNOB_TEXT = re.compile(r"k(\d+)=(-?\d+)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -81,9 +81,14 @@ class Solver(abc.ABC):
         """Bytes it is expected to allocate by itself inside ``run`` (library scratch). Measured too."""
         return 0
 
-    def offers(self, p: ConvProblem, ceiling: int | None) -> Iterable[tuple[Config, int]]:
-        """Configs with their workspace in bytes; those over ``ceiling`` may be listed without being built."""
-        return ((c, self.workspace(p, c)) for c in self.configs(p))
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """Configs with their workspace in bytes; those over ``ceiling`` may be listed without being built.
+
+        With ``only``, those of these that can solve ``p``: a part is asked about what gained on the whole.
+        """
+        return ((c, self.workspace(p, c)) for c in self.configs(p) if only is None or c in only)
 
     @abc.abstractmethod
     def cost(self, p: ConvProblem, c: Config) -> Cost:
@@ -124,7 +129,14 @@ class Split(Solver):
 
     @abc.abstractmethod
     def sizes(self, p: ConvProblem, policy: str) -> Sequence[int]:
-        """Part sizes worth planning under a batch-size policy: ``undivided``, ``powers_of_two`` or ``all``."""
+        """Part sizes worth planning under a batch-size policy: ``undivided``, ``powers_of_two`` or ``all``.
+
+        They fall; a size is tried with what gained at the size before it.
+        """
+
+    def between(self, p: ConvProblem, policy: str) -> Sequence[int]:
+        """Further sizes, tried with what gained at the neighbours among :meth:`sizes` alone."""
+        return ()
 
     @abc.abstractmethod
     def child(self, p: ConvProblem, size: int) -> ConvProblem:

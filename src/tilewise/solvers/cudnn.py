@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,6 @@ __all__ = ["Cudnn", "CudnnRun", "Offer"]
 
 FFT_BASIS = 32
 """Largest tile edge of cuDNN's FFT engines."""
-
-PLAIN = 0.03
-"""Share of peak that cuDNN's plainest engine reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +68,20 @@ class Cudnn(Solver):
             device = _index(p)
         except ValueError as error:
             return [str(error)]
-        reason = self._catalogue.listing(plain(p), device).reason
+        reason = self._catalogue.refusal(plain(p), device)
         return [reason] if reason else []
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """What the heuristics list, in their order, then the engines they leave out, at default knobs."""
         return [entry.engine.config for entry in self._catalogue.listing(plain(p), _index(p)).entries]
 
-    def offers(self, p: ConvProblem, ceiling: int | None) -> Iterable[tuple[Config, int]]:
-        """Configs with their workspaces; nothing is built for it, whatever the ceiling."""
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """Configs with their workspaces; nothing is built for it, whatever the ceiling. ``only`` asks no heuristics."""
+        if only is not None:
+            engines = [engine for engine in map(_engine, only) if engine.settable]
+            return [(e.config, n) for e, n in self._catalogue.taken(plain(p), engines, _index(p))]
         return [(offer.config, offer.workspace) for offer in self.details(p)]
 
     def details(self, p: ConvProblem) -> list[Offer]:
@@ -104,23 +106,19 @@ class Cudnn(Solver):
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The method's arithmetic as far as cuDNN's notes tell it, at a rate that few engines reach."""
-        engine = _engine(c)
-        notes = self._catalogue.traits(plain(p), engine, _index(p)).notes
+        notes = self._catalogue.traits(plain(p), _engine(c), _index(p)).notes
         workspace = self.workspace(p, c)
         moved = p.bytes + 2 * workspace
         if "FFT" in notes:
             return Cost(_fft_flops(p), moved, kernels=4, efficiency=0.7)
+        if "STRICT_NAN_PROP" in notes and p.groups == 1:
+            return Cost(p.flops, p.bytes, efficiency=0.05)  # plain loops, some 3 % of the peak
         # cuDNN leaves the note off some Winograd engines; what tells them is the transforms that they store.
         stores = workspace > p.nbytes(p.result) // 2 and "TENSOR_CORE" not in notes
-        if (
-            p.dims == 2
-            and ("WINOGRAD" in notes or stores)
-            and all(a.kernel in (3, 5) and a.stride == 1 for a in p.axes)
-        ):
+        small = p.dims == 2 and all(axis.kernel in (3, 5) and axis.stride == 1 for axis in p.axes)
+        if small and ("WINOGRAD" in notes or stores):
             return Cost(p.flops // 4, moved, kernels=4, efficiency=0.7)
-        # Engine 0 computes each output by itself: best for depthwise layers, fifty times too slow for others.
-        efficiency = PLAIN if engine.number == 0 and not p.depthwise else 0.9
-        return Cost(p.flops, p.bytes, kernels=1, efficiency=efficiency)
+        return Cost(p.flops, p.bytes, efficiency=0.9)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Build the plan for these strides. Raises ``SolverUnavailable`` naming the engine."""
@@ -146,7 +144,7 @@ class CudnnRun:
 
     def __init__(self, name: str, graph: Any, device: int) -> None:
         self._name, self._device = name, device
-        self._execute: Callable[[list[int], int, int], None] = graph._execute_with_ptrs
+        self._execute: Callable[[int, int, int, int], None] = graph._execute_with_raw_ptrs
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         several = torch.cuda.device_count() > 1
         self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
@@ -173,8 +171,10 @@ class CudnnRun:
                 handle.follow(stream)
         except KeyError:
             handle = api.handle(device)
+        pointers = handle.pointers
+        pointers[0], pointers[1], pointers[2] = a, b, out
         try:
-            return self._execute([a, b, out], workspace, handle.value)
+            return self._execute(handle.address, 3, workspace, handle.value)
         except Exception as error:
             raise SolverUnavailable(f"{self._name}: {api.first_line(error)}") from error
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import tilewise
 from tilewise.plan import Measurement, Plan
+from tilewise.version import VERSION
 from tilewise.wisdom import document, rows, tables
 from tilewise.wisdom.database import Database, WisdomWarning
 from tilewise.wisdom.paths import default_path
@@ -65,6 +65,9 @@ class Wisdom:
     def __reduce__(self) -> tuple[type[Wisdom], tuple[Path]]:
         return Wisdom, (self.path,)
 
+    def __deepcopy__(self, memo: object) -> Wisdom:
+        return self
+
     @property
     def path(self) -> Path:
         """The file, whether or not it exists."""
@@ -72,8 +75,7 @@ class Wisdom:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the file turned out unusable, so that what is kept lasts as long as this
-        object."""
+        """Whether the file turned out unusable, so that what is kept is lost with this object."""
         return self._database.in_memory
 
     def close(self) -> None:
@@ -81,8 +83,7 @@ class Wisdom:
         self._database.close()
 
     def measurements(self, environment: str, problem: str) -> list[Measurement]:
-        """What was measured of one problem, by every solver version there is, in order of
-        solvers."""
+        """What was measured of one problem, by solver, whatever the versions."""
         return self.measurements_many(environment, [problem])[problem]
 
     def measurements_many(self, environment: str, problems: Iterable[str]) -> dict[str, list[Measurement]]:
@@ -155,7 +156,7 @@ class Wisdom:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as the JSON document that ``docs/wisdom.md`` describes."""
-        return document.compose(self._everything(), f"tilewise {tilewise.__version__}")
+        return document.compose(self._everything(), f"tilewise {VERSION}")
 
     def export(self, path: Path | str) -> int:
         """Write everything to a JSON document, whole or not at all; returns the rows written.
@@ -163,7 +164,7 @@ class Wisdom:
         Raises ``OSError`` when it cannot be written.
         """
         everything = self._everything()
-        document.write(Path(path), document.compose(everything, f"tilewise {tilewise.__version__}"))
+        document.write(Path(path), document.compose(everything, f"tilewise {VERSION}"))
         return sum(map(len, everything.values()))
 
     def import_(self, path: Path | str) -> int:
@@ -177,7 +178,7 @@ class Wisdom:
         changed = self._database.write(
             lambda db: sum(tables.insert(db, table, found, newer_only=True) for table, found in new.items())
         )
-        _warn(Path(path), len(faults), faults)
+        _warn(Path(path), faults)
         return changed
 
     def forget(
@@ -195,18 +196,17 @@ class Wisdom:
         solver nor version is asked for.
         """
 
+        where: dict[str, Any] = {"environment": environment, "problem_contains": problem_contains}
+        by_solver = solver is not None or stale is not None
+
         def work(db: sqlite3.Connection) -> int:
-            where: dict[str, Any] = {
-                "environment": environment,
-                "problem_contains": problem_contains,
-            }
             gone = tables.delete(db, "measurement", solver=solver, stale=stale, **where)
-            if solver is None and stale is None:
-                gone += tables.delete(db, "plan", **where)
-                gone += tables.delete(db, "profile", environment=environment) if problem_contains is None else 0
+            if by_solver:
+                gone += _forget_plans(db, solver, stale, **where)
             else:
-                plans = [row for row in tables.select(db, "plan", environment) if _concerns(row, solver, stale)]
-                gone += tables.delete_plans(db, (row for row in plans if (problem_contains or "") in str(row.problem)))
+                gone += tables.delete(db, "plan", **where)
+            if not by_solver and problem_contains is None:
+                gone += tables.delete(db, "profile", environment=environment)
             tables.sweep(db)
             return gone
 
@@ -254,7 +254,7 @@ class Wisdom:
                     faults.append(f"{row.table}: {error}")
             else:
                 valid.append((row, value))
-        _warn(self.path, len(faults), faults)
+        _warn(self.path, faults)
         return valid
 
 
@@ -264,6 +264,21 @@ def _row(environment: str, problem: str, values: tuple[Any, ...]) -> Row:
 
 def _unpack_plan(row: Found) -> Plan:
     return rows.unpack_plan(row.problem, row.values)
+
+
+def _forget_plans(
+    db: sqlite3.Connection,
+    solver: str | None,
+    stale: Mapping[str, int] | None,
+    environment: str | None,
+    problem_contains: str | None,
+) -> int:
+    doomed = [
+        row
+        for row in tables.select(db, "plan", environment)
+        if (problem_contains or "") in str(row.problem) and _concerns(row, solver, stale)
+    ]
+    return tables.delete_plans(db, doomed)
 
 
 def _concerns(row: Found, solver: str | None, stale: Mapping[str, int] | None) -> bool:
@@ -277,11 +292,11 @@ def _concerns(row: Found, solver: str | None, stale: Mapping[str, int] | None) -
     )
 
 
-def _warn(path: Path, dropped: int, faults: list[str]) -> None:
-    if dropped:
-        rows_ = "row" if dropped == 1 else "rows"
+def _warn(path: Path, faults: list[str]) -> None:
+    if faults:
+        count = f"{len(faults)} row{'s' if len(faults) > 1 else ''}"
         warnings.warn(
-            f"{path}: {dropped} {rows_} could not be read and were ignored; the first: {faults[0]}",
+            f"{path}: {count} not valid and ignored; the first: {faults[0]}",
             WisdomWarning,
             stacklevel=4,
         )
