@@ -160,7 +160,8 @@ class Lowering(Solver):
         """The configs of one order of the matrix."""
         least = 2 if order is Order.MERGED else 1
         sizes = [*(2**e for e in range(29, 0, -2)), 1]
-        found = [Config(order=order.value), *(Config(order=order.value, block=n) for n in sizes if least <= n < p.batch)]
+        found = [Config(order=order.value)]
+        found += [Config(order=order.value, block=n) for n in sizes if least <= n < p.batch]
         yield from (c for c in found if c == found[-1] or self.workspace(p, c) <= MOST_BYTES)
         if order is not Order.MERGED:
             yield from self._rows(p, order)
