@@ -14,6 +14,8 @@ from tilewise.problem import ALIGNMENT, DTYPE_NAMES, dense_strides, layout_of
 
 __all__ = ["Call", "Operand", "autocast_dtype", "describe", "disturbed", "suggested_layout"]
 
+BATCHES = "VmapMode"
+"""On while gradients are computed in batches (``is_grads_batched``), which does not go through ``torch.func``."""
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -81,6 +83,7 @@ def disturbed() -> bool:
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(BATCHES)
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch.compiler.is_compiling()

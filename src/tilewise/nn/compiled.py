@@ -129,8 +129,8 @@ def _conv_backward(
             dx, dw, db = found.runner.gradients(dy, x, w, asked)
         else:
             dx, dw, db = found.runner.geometry.torch_backward(dy, x, w, asked)
-    strides = (found.input_strides, found.weight_strides, (1,))
-    return [settle(t, s) for t, s in zip((dx, dw, db), strides, strict=True) if t is not None]
+    grads = ((dx, found.input_strides), (dw, found.weight_strides), (db, (1,)))
+    return [settle(t, strides) for (t, strides), want in zip(grads, asked, strict=True) if want and t is not None]
 
 
 def _conv_fake(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, plans: str) -> torch.Tensor:

@@ -70,8 +70,8 @@ class Geometry:
         numbers = (*strides, *dilations, groups)
         if pads is None or min(numbers) < 1 or min(min(p) for p in pads) < 0 or min(extra) < 0:
             return None
-        if any(e >= max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
-            return None
+        if any(e >= s for e, s in zip(extra, strides, strict=True)):
+            return None  # torch allows it below the dilation: then another convolution has this one as its gradient
         return cls(dims, strides, pads, dilations, groups, transposed, extra)
 
     @property
@@ -95,14 +95,12 @@ class Geometry:
                     sizes, kernel, self.stride, self.dilation, self.padding, strict=True
                 )
             )
-        found = []
-        for n, k, s, d, (before, after), extra in zip(
-            sizes, kernel, self.stride, self.dilation, self.padding, self.output_padding, strict=True
-        ):
-            size = (n - 1) * s - before - after + (k - 1) * d + 1 + extra
-            # Below a stride, the extra rows change nothing in how many outputs read them.
-            found.append(Axis(size, k, s, d, before, after if extra < s else after - extra))
-        return tuple(found)
+        return tuple(
+            Axis((n - 1) * s - before - after + (k - 1) * d + 1 + extra, k, s, d, before, after)
+            for n, k, s, d, (before, after), extra in zip(
+                sizes, kernel, self.stride, self.dilation, self.padding, self.output_padding, strict=True
+            )
+        )
 
     def problem(
         self,

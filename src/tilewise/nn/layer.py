@@ -76,10 +76,10 @@ class Layer:
 
     __slots__ = ("_entries", "_inner", "_last", "book", "geometry", "known", "runners")
 
-    def __init__(self, geometry: Geometry, book: Book) -> None:
+    def __init__(self, geometry: Geometry, book: Book, known: list[Known] | None = None) -> None:
         self.geometry, self.book = geometry, book
         self.runners: dict[Call, Runner] = {}
-        self.known: list[Known] = []
+        self.known: list[Known] = [] if known is None else known
         self._entries: dict[Call, Entry] = {}
         self._last: Entry | None = None
         self._inner: dict[object, Layer] = {}
@@ -150,14 +150,13 @@ class Layer:
     def adapted(self, call: Call) -> Adapted | None:
         """How this call becomes another layer's, ``None`` when it is this one's own."""
         if call.autocast is not None:
-            return Adapted(self._inner_of(call.autocast, self.geometry), cast_to(call.autocast))
+            inner = self._inner.get(call.autocast) or Layer(self.geometry, self.book, self.known)
+            return Adapted(self._inner.setdefault(call.autocast, inner), cast_to(call.autocast))
         if self.geometry.symmetric or torch_pads_natively(self, call):
             return None
         geometry, pads = self.geometry.without_excess()
-        return Adapted(self._inner_of("padded", geometry), lambda x, w, b: (F.pad(x, pads), w, b))
-
-    def _inner_of(self, key: object, geometry: Geometry) -> Layer:
-        return self._inner.setdefault(key, Layer(geometry, self.book))
+        inner = self._inner.get(pads) or Layer(geometry, self.book)
+        return Adapted(self._inner.setdefault(pads, inner), lambda x, w, b: (F.pad(x, pads), w, b))
 
     def resolve(self, call: Call) -> Runner | None:
         """The runner of a call without autocast; ``None`` when it cannot be planned at this moment."""

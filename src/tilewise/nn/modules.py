@@ -87,17 +87,23 @@ def geometry_of(module: Any, output_padding: tuple[int, ...] | None = None) -> G
 
 
 def tensors_of(
-    module: Any, x: torch.Tensor, output_size: Any = None
+    module: Any, input: torch.Tensor, output_size: Any = None
 ) -> tuple[Geometry | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Geometry, input, weight and bias with which this call of the module convolves."""
     if output_size is not None:
         extra = module._output_padding(
-            x, output_size, module.stride, module.padding, module.kernel_size, len(module.kernel_size), module.dilation
+            input,
+            output_size,
+            module.stride,
+            module.padding,
+            module.kernel_size,
+            len(module.kernel_size),
+            module.dilation,
         )
-        return geometry_of(module, tuple(extra)), x, module.weight, module.bias
+        return geometry_of(module, tuple(extra)), input, module.weight, module.bias
     if module.padding_mode != "zeros":
-        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-    return geometry_of(module), x, module.weight, module.bias
+        input = F.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    return geometry_of(module), input, module.weight, module.bias
 
 
 def planned_forward(module: nn.Module, layers: Callable[[Geometry], Layer]) -> Callable[..., torch.Tensor]:

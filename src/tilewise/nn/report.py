@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,4 +121,4 @@ def report(model: nn.Module) -> Report:
 
 
 def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return "" if value is None or math.isnan(value) else f"{value:.3f}"
