@@ -113,11 +113,11 @@ def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0) -> int:
         return max(0, _requested(device)["peak"] - before - result_bytes)
     trim()
     _reset_peak_resident()
-    before = _resident()
+    start = _resident()
     kept = call()
-    after = _resident()
+    end = _resident()
     del kept
-    grown = after["VmHWM"] - before["VmRSS"] - max(0, after["RssFile"] - before["RssFile"]) - result_bytes
+    grown = end["VmHWM"] - start["VmRSS"] - max(0, end["RssFile"] - start["RssFile"]) - result_bytes
     return grown if grown > NOISE else 0
 
 
