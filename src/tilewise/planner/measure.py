@@ -17,7 +17,15 @@ import torch
 
 from tilewise.device import is_capturing
 
-__all__ = ["Timer", "check_peak_is_known", "framework_flags", "interleaved", "peak_bytes", "without_benchmark"]
+__all__ = [
+    "Timer",
+    "check_peak_is_known",
+    "framework_flags",
+    "interleaved",
+    "peak_bytes",
+    "peak_is_known",
+    "without_benchmark",
+]
 
 get_fp32_precision = torch._C._get_fp32_precision_getter
 set_fp32_precision = torch._C._set_fp32_precision_setter
@@ -126,6 +134,15 @@ def check_peak_is_known(device: torch.device) -> None:
     if device.type != "cuda":
         _reset_peak_resident()
         _resident()
+
+
+def peak_is_known(device: torch.device) -> bool:
+    """Whether :func:`peak_bytes` can tell."""
+    try:
+        check_peak_is_known(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _requested(device: torch.device) -> dict[str, int]:
