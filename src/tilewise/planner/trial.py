@@ -104,6 +104,8 @@ class Trial:
 
     def _policy(self, solver: Solver) -> list[str]:
         on_gpu = self.problem.device_type == "cuda"
+        if solver.blocks_itself and not self.is_root and self.options.rigor != "patient":
+            return ["takes the batch in blocks by itself"]
         if solver.baseline and on_gpu and self.options.workspace is not None:
             return ["torch's benchmark mode tries workspaces of any size, so as a part it cannot be held to a limit"]
         return []
@@ -186,7 +188,8 @@ class Trial:
             call = functools.partial(bound, a, b, None, out)
             times: list[float] = []
             timed = functools.partial(self._time_into, times, call)
-            workspace = self.peak(timed, bound.workspace, solver.own_output)
+            scratch = solver.baseline or solver.hidden_workspace(self.problem, config) > 0
+            workspace = self.peak(timed, bound.workspace, solver.own_output, scratch)
             if times[-1] <= GIVE_UP * self.best_ms:
                 for _ in range(REPEATS if times[-1] < LONG_MS else 1):
                     timed()
@@ -206,15 +209,18 @@ class Trial:
     def _time_into(self, times: list[float], call: Callable[[], object]) -> None:
         times.append(self.timer.time_ms(call))
 
-    def peak(self, call: Callable[[], object], declared: int, own_output: bool) -> int:
-        """Bytes one run takes at its peak beyond operands and result, what is declared included."""
+    def peak(self, call: Callable[[], object], declared: int, own_output: bool, scratch: bool = True) -> int:
+        """Bytes one run takes at its peak beyond operands and result, what is declared included.
+
+        ``scratch`` says that it uses libraries' own workspaces.
+        """
         device = self.timer.device
         result = self.tensors[2]
         # As a part, an output of the solver's own is one more temporary.
         own = result.numel() * result.element_size() if own_output and self.is_root else 0
         if device.type == "cuda":
             self._warm_up(call)
-            return peak_bytes(call, device, own)
+            return peak_bytes(call, device, own, scratch)
         if declared:
             execute.touch_workspace(declared, device)
         return declared + peak_bytes(call, device, own)
