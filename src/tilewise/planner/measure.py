@@ -97,8 +97,8 @@ def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0, scratch:
     """Bytes that one run of ``call`` takes at its peak beyond what was allocated before.
 
     ``result_bytes`` are taken off for a call that allocates its own result. On a GPU the peak of the caching allocator,
-    with ``scratch`` cuBLAS's workspace as if it were fresh; on a CPU the growth of the resident set at its peak, which Linux
-    keeps. Raises ``RuntimeError`` where the system cannot tell.
+    with ``scratch`` cuBLAS's workspace as if it were fresh; on a CPU the growth of the resident set at its peak, which
+    Linux keeps. Raises ``RuntimeError`` where the system cannot tell.
     """
     if device.type == "cuda":
         if scratch:
