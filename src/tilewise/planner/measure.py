@@ -105,16 +105,18 @@ def interleaved(
     return [statistics.median(values) for values in times]
 
 
-def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0) -> int:
+def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0, scratch: bool = True) -> int:
     """Bytes that one run of ``call`` takes at its peak beyond what was allocated before.
 
     ``result_bytes`` are taken off for a call that allocates its own result. On a GPU the peak of the caching allocator,
-    cuBLAS's workspace included as if it were fresh. On a CPU the growth of the resident set at its peak, which Linux
-    keeps, less the pages of files (a library's code) that were read for the first time; growth below :data:`NOISE` is
-    none. Raises ``RuntimeError`` where the system cannot tell, as :func:`check_peak_is_known` says beforehand.
+    with ``scratch`` cuBLAS's workspace as if it were fresh. On a CPU the growth of the resident set at its peak, which
+    Linux keeps, less the pages of files (a library's code) that were read for the first time; growth below
+    :data:`NOISE` is none. Raises ``RuntimeError`` where the system cannot tell, as :func:`check_peak_is_known` says
+    beforehand.
     """
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
+        if scratch:
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.reset_peak_memory_stats(device)
         before = _requested(device)["current"]
         call()

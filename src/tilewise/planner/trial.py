@@ -112,6 +112,8 @@ class Trial:
 
     def _policy(self, solver: Solver) -> list[str]:
         on_gpu = self.problem.device_type == "cuda"
+        if solver.blocks_itself and not self.is_root and self.options.rigor != "patient":
+            return ["takes the batch in blocks by itself"]
         if solver.baseline and on_gpu and self.options.workspace is not None:
             return ["torch's benchmark mode tries workspaces of any size, so as a part it cannot be held to a limit"]
         return []
@@ -218,7 +220,8 @@ class Trial:
             call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
             times: list[float] = []
             timed = functools.partial(self._time_into, times, call)
-            workspace = self.peak(timed, bound.workspace, new, best_ms)
+            scratch = solver.baseline or solver.hidden_workspace(self.problem, config) > 0
+            workspace = self.peak(timed, bound.workspace, new, best_ms, scratch=scratch)
             if times[-1] <= GIVE_UP * best_ms:
                 if workspace > bound.workspace and self.timer.device.type == "cpu":
                     # A library's first run also makes what it keeps for good.
@@ -242,17 +245,26 @@ class Trial:
     def _time_into(self, times: list[float], call: Callable[[], object]) -> None:
         times.append(self.timer.time_ms(call))
 
-    def peak(self, call: Callable[[], object], declared: int, new_result: bool, best_ms: float = float("inf")) -> int:
+    def peak(
+        self,
+        call: Callable[[], object],
+        declared: int,
+        new_result: bool,
+        best_ms: float = float("inf"),
+        *,
+        scratch: bool = True,
+    ) -> int:
         """Bytes one run takes at its peak beyond operands and result, what is declared included.
 
-        ``new_result``: the call allocates the result. Where nothing can tell and no limit asks: what is declared.
+        ``new_result``: the call allocates the result; ``scratch``: it uses libraries' own workspaces. Where nothing can
+        tell and no limit asks: what is declared.
         """
         device = self.timer.device
         result = self.tensors[2]
         size = result.numel() * result.element_size() if new_result else 0
         if device.type == "cuda":
             self._warm_up(call, declared, best_ms)
-            return peak_bytes(call, device, size)
+            return peak_bytes(call, device, size, scratch)
         if declared:
             execute.touch_workspace(declared, device)
         if self.options.workspace is None and not peak_is_known(device):
