@@ -62,9 +62,9 @@ def problems(
     )
 
 
-def small(pass_: Pass = Pass.FPROP, batch: int = 8, channels: int = 4, **changes: Any) -> ConvProblem:
-    """A 3x3 layer on 8x8 images, which ATen can do."""
-    axis = Axis(8, 3, before=1, after=1)
+def small(pass_: Pass = Pass.FPROP, batch: int = 8, channels: int = 4, size: int = 8, **changes: Any) -> ConvProblem:
+    """A 3x3 layer on small square images, which ATen can do."""
+    axis = Axis(size, 3, before=1, after=1)
     return ConvProblem(pass_, batch, channels, channels, (axis, axis), **changes)
 
 
