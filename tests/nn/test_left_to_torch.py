@@ -94,8 +94,8 @@ def test_wrong_tensors_for_modules(name: str, pair: Any, planner: Dividing) -> N
     "options",
     [
         {"stride": 0}, {"stride": -1}, {"padding": -1}, {"dilation": 0}, {"groups": 0}, {"groups": 3},
-        {"padding": "some"}, {"padding": "same", "stride": 2}, {"stride": (1, 2, 3)}, {"stride": 1.5}, {"padding": None},
-        {"stride": "2"}, {"stride": object()}, {"bias": torch.zeros(5)}, {"bias": torch.zeros(6, 1)},
+        {"padding": "some"}, {"padding": "same", "stride": 2}, {"stride": (1, 2, 3)}, {"stride": 1.5},
+        {"padding": None}, {"stride": "2"}, {"stride": object()}, {"bias": torch.zeros(5)}, {"bias": torch.zeros(6, 1)},
         {"bias": torch.zeros(6).double()}, {"bias": 3},
     ],
     ids=str,
