@@ -4,7 +4,7 @@ A bar, not a figure: a planned call of one kernel takes at most 5 us longer than
 each further kernel, and nothing where torch's choice won. The layer is so small that a GPU is done before the host asks
 for the next call; calls are made in batches without waiting, in turns, and the median batch counts. On a CPU the host
 also computes, so there the difference holds both. The plans are written here, not searched for: the fastest solver of
-the layer that is not torch's own, or the one named by ``solver``.
+the layer that is not torch's own (cuDNN's where it has one), or the one named by ``solver``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from tilewise.problem import ConvProblem
 
 DEFAULTS = {"solver": "", "kernels": "4", "calls": "200", "batches": "41", "channels": "8", "size": "8"}
 QUICK = {"calls": "20", "batches": "5"}
+ONE_KERNEL = "cudnn"
+"""The solver preferred where it is there: most of its plans launch one kernel."""
 MODES = ("eager", "grad", "grad and backward")
 
 
@@ -66,13 +68,15 @@ class Fixed(Planner):
         return Plan(problem.key, split.name, split.version, config, children, (self.kernels,))
 
     def _leaf(self, problem: ConvProblem) -> Plan:
-        """The fastest leaf that is not torch's own. Raises :class:`BadInput` when there is none."""
-        wanted = (self.solver,) if self.solver else ("cudnn",) if problem.device_type == "cuda" else ()
-        for m in self.planner.explain(problem, Options(batch_sizes="undivided", rigor="patient")):
-            own = solvers.get(m.solver)
-            if not (m.reason or own.baseline) and (not wanted or m.solver in wanted):
-                return Plan(problem.key, m.solver, m.version, m.config, workspace=m.workspace or 0)
-        raise BadInput(f"solver={self.solver!r}: it has no plan for {problem.key}")
+        """The fastest leaf of the solver asked for. Raises :class:`BadInput` when there is none."""
+        tried = self.planner.explain(problem, Options(batch_sizes="undivided", rigor="patient"))
+        usable = [m for m in tried if not (m.reason or solvers.get(m.solver).baseline)]
+        preferred = [m for m in usable if m.solver == (self.solver or ONE_KERNEL)]
+        found = preferred or ([] if self.solver else usable)
+        if not found:
+            raise BadInput(f"solver={self.solver!r}: it has no plan for {problem.key}")
+        best = found[0]
+        return Plan(problem.key, best.solver, best.version, best.config, workspace=best.workspace or 0)
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def bars(rows: list[Row], totals: dict[str, dict[str, float]], settings: Setting
     applies = settings.device.type == "cuda" and not settings.quick
     powers, every = (totals.get(f"{JUDGED} {policy}", {}) for policy in ("powers_of_two", "all"))
     gained = powers.get("ours_ms", math.nan) / every.get("ours_ms", math.nan)
-    over = max(row.details["peak_workspace"] / row.details["limit"] for row in rows)
+    over = max((row.details["peak_workspace"] / row.details["limit"] for row in rows), default=math.nan)
     return [
         Bar(
             f"{JUDGED}: powers_of_two over cuDNN's legacy algorithms",

@@ -14,7 +14,6 @@ from tilewise.version import VERSION as __version__
 if TYPE_CHECKING:
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
     from tilewise.nn.optimize import optimize, restore
-    from tilewise.nn.report import report
     from tilewise.plan import Plan
     from tilewise.planner import NoPlanError, Options, Planner
     from tilewise.problem import ConvProblem, Pass
@@ -30,7 +29,6 @@ _HOMES = {
         "conv_transpose2d",
         "conv_transpose3d",
         "optimize",
-        "report",
         "restore",
     ),
     "tilewise.plan": ("Plan",),
@@ -56,7 +54,6 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "optimize",
-    "report",
     "restore",
 ]
 

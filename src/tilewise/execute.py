@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,10 @@ __all__ = ["Bound", "PlanMismatch", "bind", "release_workspaces"]
 
 GRAIN = 256
 """Bytes: every piece carved from a workspace starts at a multiple of this."""
+
+
+Addressed = Callable[[int, int, int, int], None]
+"""``run(a, b, out, workspace)`` over addresses."""
 
 
 class PlanMismatch(ValueError):
@@ -65,7 +69,19 @@ class Bound:
     returns the result. ``workspace`` is in bytes, allocations hidden inside libraries not counted.
     """
 
-    __slots__ = ("_bias_shape", "_dtype", "_fresh", "_node", "_shape", "_strides", "plan", "problem", "workspace")
+    __slots__ = (
+        "_addressed",
+        "_bias_shape",
+        "_dtype",
+        "_fresh",
+        "_like_a",
+        "_node",
+        "_shape",
+        "_strides",
+        "plan",
+        "problem",
+        "workspace",
+    )
 
     def __init__(self, plan: Plan, problem: ConvProblem, node: Node, strides: tuple[int, ...]) -> None:
         self.plan, self.problem, self._node = plan, problem, node
@@ -75,6 +91,8 @@ class Bound:
         self._dtype = problem.torch_dtype(problem.result)
         self._bias_shape = (1, -1, *([1] * problem.dims))
         self._fresh = isinstance(node, Leaf) and node.returns_new
+        self._addressed = node.addressed()
+        self._like_a = self._dtype is problem.torch_dtype(problem.operands[0])
 
     def __call__(
         self,
@@ -86,7 +104,14 @@ class Bound:
         size = self.workspace
         workspace = _workspaces.take(size, a.device) if size else None
         if out is None and not self._fresh:
-            out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
+            if self._like_a:
+                out = a.new_empty_strided(self._shape, self._strides)
+            else:
+                out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
+        if self._addressed is not None and out is not None:
+            address = 0 if workspace is None else workspace.data_ptr()
+            self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address)
+            return out if bias is None else out.add_(bias.view(self._bias_shape))
         computed = self._node.run(a, b, out, workspace)
         result = computed if out is None else out
         return result if bias is None else result.add_(bias.view(self._bias_shape))
@@ -132,8 +157,8 @@ class Node:
     ) -> torch.Tensor:
         raise NotImplementedError
 
-    def run_pointers(self) -> object | None:
-        """A callable over raw addresses where the leaf has one, so that parts need no tensor views."""
+    def addressed(self) -> Addressed | None:
+        """The same over raw addresses where every leaf takes them: no tensor views are made then."""
         return None
 
 
@@ -179,7 +204,7 @@ class Leaf(Node):
         assert out is not None
         return out.add_(result) if self._accumulate else out.copy_(result)
 
-    def run_pointers(self) -> object | None:
+    def addressed(self) -> Addressed | None:
         """The solver's own, when no temporary stands between."""
         return None if self._own or self._temporary else getattr(self._call, "run_pointers", None)
 
@@ -187,7 +212,7 @@ class Leaf(Node):
 class Parts(Node):
     """The parts of a split in sequence. Sums are kept in fp32; parts that meet no data leave zeros."""
 
-    __slots__ = ("_add_back", "_dtype", "_layout", "_pointers", "_shape", "_size", "_steps", "_strides", "_zero")
+    __slots__ = ("_add_back", "_by", "_shape", "_size", "_steps", "_strides", "_zero")
 
     def __init__(
         self,
@@ -213,6 +238,7 @@ class Parts(Node):
         empty = any(part.problem is None for part in parts)
         self._zero = fresh and not first_sets and (sums or empty)
         self._steps = []
+        nodes: dict[tuple[Plan, ConvProblem], Node] = {}  # equal parts of one tensor have equal strides: bound once
         for index, (part, plan) in enumerate(zip(parts, plans, strict=True)):
             if part.problem is None:
                 continue
@@ -222,14 +248,17 @@ class Parts(Node):
             roles = (*problem.operands, role)
             ranges = [part.ranges(name) for name in roles]
             views = [_narrow(t, r) for t, r in zip((a, b, out), ranges, strict=True)]
-            self._steps.append((ranges[0], ranges[1], ranges[2], _node(plan, child, views[0], views[1], views[2])))
-        self._pointers = self._by_pointers((a, b, out)) if not apart else None
+            node = nodes.get((plan, child))
+            if node is None:
+                node = nodes[plan, child] = _node(plan, child, views[0], views[1], views[2])
+            self._steps.append((ranges[0], ranges[1], ranges[2], node))
+        self._by = self._by_address((a, b, out)) if not apart else None
         self.workspace = self._size + max((step[3].workspace for step in self._steps), default=0)
 
-    def _by_pointers(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, int, int, object]] | None:
+    def _by_address(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, int, int, Addressed]] | None:
         steps = []
         for *ranges, node in self._steps:
-            call = node.run_pointers()
+            call = node.addressed()
             if call is None:
                 return None
             a, b, out = (
@@ -239,17 +268,24 @@ class Parts(Node):
             steps.append((a, b, out, call))
         return steps
 
+    def addressed(self) -> Addressed | None:
+        """All parts by address, when nothing must be zeroed or summed beside the result."""
+        return None if self._by is None or self._zero else self._run_by_address
+
+    def _run_by_address(self, a: int, b: int, out: int, workspace: int) -> None:
+        assert self._by is not None
+        for da, db, do, call in self._by:
+            call(a + da, b + db, out + do, workspace)
+
     def run(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
     ) -> torch.Tensor:
         assert out is not None
         if self._zero and not self._size:
             out.zero_()
-        if self._pointers is not None:
-            pa, pb, po = a.data_ptr(), b.data_ptr(), out.data_ptr()
-            pw = 0 if workspace is None else workspace.data_ptr()
-            for da, db, do, call in self._pointers:
-                call(pa + da, pb + db, po + do, pw)  # type: ignore[operator]
+        if self._by is not None:
+            address = 0 if workspace is None else workspace.data_ptr()
+            self._run_by_address(a.data_ptr(), b.data_ptr(), out.data_ptr(), address)
             return out
         target = out
         if self._size:

@@ -38,7 +38,7 @@ def test_quick_run_gives_both_sides_of_every_ratio(name: str, cache: Path, tmp_p
     document = json.loads(done.stdout)
     assert document["schema"] == SCHEMA
     assert document["benchmark"] == name
-    assert document["rows"]
+    assert document["rows"] or document["summary"]["notes"], "neither a comparison nor a word on why there is none"
     for row in document["rows"]:
         assert row["baseline"]["value"] > 0
         assert row["ours"]["value"] > 0

@@ -75,7 +75,7 @@ PROBLEMS = {
     "pointwise": {"axes": (Axis(14, 1), Axis(14, 1))},
     "one image": {"batch": 1},
     "channels_last": {"layouts": ("channels_last",) * 3},
-    "views": {"layouts": ("view",) * 3, "alignment": (4, 4, 4)},
+    "views": {"layouts": ("view", "contiguous", "view"), "alignment": (4, 16, 4)},
     "unaligned": {"alignment": (4, 4, 4)},
     "odd channels": {"in_channels": 5, "out_channels": 7},
     "tf32": {"precision": "tf32"},
@@ -254,6 +254,11 @@ def test_an_engine_that_cudnn_does_not_have_is_named(solver: Cudnn, engine: str)
 
 def test_crops_have_a_reason(solver: Cudnn) -> None:
     assert solver.why_not(layer(Pass.FPROP, (Axis(14, 3, 1, 1, -1, 0), SAME))) == ["cuDNN takes no negative padding"]
+
+
+def test_a_filter_with_gaps_has_a_reason(solver: Cudnn) -> None:
+    p = layer(Pass.FPROP, layouts=("contiguous", "view", "contiguous"))
+    assert solver.why_not(p) == ["cuDNN takes no filter with gaps between its elements"]
 
 
 def test_an_absent_gpu_has_a_reason(solver: Cudnn) -> None:

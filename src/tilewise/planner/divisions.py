@@ -69,8 +69,8 @@ class Divisions:
         rate = self.best_ms / self._whole
         prior, prior_size, blocked, worse = self.whole_known, self._whole, self.blocked, 0
         for size in self.solver.sizes(self.problem, policy):
-            if not patient and not blocked and worse:
-                break
+            if not patient and worse and not any(e < rate * prior_size for e in blocked.values()):
+                break  # smaller parts are no faster, and what the limit keeps out would not be either
             trial = self._tried(size, rate, None if patient else (prior, prior_size), self._only())
             found = min((p.time_ms for p in self.fronts[size]), default=math.inf) / size
             worse = 0 if found < GAIN * rate else worse + 1

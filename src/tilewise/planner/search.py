@@ -23,7 +23,7 @@ from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.pareto import front, thin
 from tilewise.planner.trial import Known, Trial, leaf_plan
 from tilewise.planner.verify import error_limit, errors_of
-from tilewise.problem import ConvProblem
+from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import Split
 
 __all__ = ["Search", "Store"]
@@ -214,7 +214,8 @@ class Search:
     def _time_whole(self, plans: list[Plan]) -> list[Plan]:
         """The plans with their own measured times; a plan that turns out to take too much memory is dropped."""
         a, b, out = self.tensors
-        calls, kept = [], []
+        calls: list[Callable[[], object]] = []
+        kept: list[Plan] = []
         for plan in plans:
             try:
                 bound = execute.bind(plan, self.problem, a, b, out)
@@ -229,20 +230,38 @@ class Search:
                 self.log.append(Measurement(plan.solver, plan.version, plan.config, workspace=workspace, reason=text))
                 continue
             # Timed as a layer runs it: like torch, each call allocates its result.
-            calls.append(functools.partial(bound, a, b))
+            calls.append(functools.partial(bound, a, b, self._bias()))
             kept.append(replace(plan, workspace=workspace))
         if not kept:
             return []
         if self.baseline is not None:
-            solver = solvers.baseline()
-            base = execute.bind(leaf_plan(self.problem, self.baseline), self.problem, a, b)
-            calls.append(functools.partial(base, a, b))
-            assert solver.own_output
+            calls.append(self._framework_call())
         times = interleaved(calls, a.device, budget_ms=40.0 if a.is_cuda else 1500.0, least=5, most=31)
         if self.baseline is not None:
             self.baseline = replace(self.baseline, time_ms=times[-1])
             self.store.of(self.problem)[(self.baseline.solver, self.baseline.version, Config())] = self.baseline
         return [replace(plan, time_ms=time_ms) for plan, time_ms in zip(kept, times, strict=False)]
+
+    def _bias(self) -> torch.Tensor | None:
+        if not self.problem.bias:
+            return None
+        a = self.tensors[0]
+        return torch.zeros(self.problem.shape(self.problem.result)[1], dtype=a.dtype, device=a.device)
+
+    def _framework_call(self) -> Callable[[], object]:
+        """torch's operator, with the layer's bias where it has one."""
+        a, b, _ = self.tensors
+        p, bias = self.problem, self._bias()
+        if bias is None:
+            assert self.baseline is not None
+            return functools.partial(execute.bind(leaf_plan(p, self.baseline), p, a, b), a, b)
+        transposed = p.pass_ is Pass.DGRAD
+        extra = [x.size + x.before + x.after - (x.out - 1) * x.stride - x.reach for x in p.axes]
+        strides, dilations = [x.stride for x in p.axes], [x.dilation for x in p.axes]
+        padding, output_padding = [x.before for x in p.axes], extra if transposed else [0] * p.dims
+        return functools.partial(
+            torch.convolution, a, b, bias, strides, padding, dilations, transposed, output_padding, p.groups
+        )
 
     def _keeps_baseline(self, plan: Plan) -> bool:
         if not self.baseline_allowed or self.baseline is None or self.baseline.time_ms is None:

@@ -24,9 +24,9 @@ __all__ = ["Known", "Trial", "leaf_plan"]
 PRUNE = 3.0
 """A candidate whose estimate is this many times the best measured time is not measured, save by ``patient``."""
 REPEATS = 3
-LONG_MS = 2.0
+LONG_MS = 1.0
 """Runs longer than this vary little: one more is enough among candidates; finalists are timed again."""
-LOST = 1.6
+LOST = 1.4
 """A candidate that was this many times slower than the best at a larger size is not measured, save by ``patient``."""
 FAR, LOADING_MS = 4.0, 50.0
 """A first run this many times slower than the best, and by more than loading a module takes, ends a candidate."""

@@ -23,6 +23,16 @@ class Strided(NamedTuple):
     strides: tuple[int, ...]
     offset: int = 0
 
+    @property
+    def transposed(self) -> Strided:
+        """Its last two dimensions exchanged."""
+        (*sizes, rows, columns), (*strides, row, column) = self.sizes, self.strides
+        return Strided((*sizes, columns, rows), (*strides, column, row), self.offset)
+
+    def expanded(self, images: int) -> Strided:
+        """A first dimension of size 1 as ``images`` times the same."""
+        return Strided((images, *self.sizes[1:]), (0, *self.strides[1:]), self.offset)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of ``tensor``, whose own sizes and strides do not matter."""
         return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)

@@ -27,9 +27,9 @@ def filter_dims(
     inner = tuple(tap for tap, low in zip(taps, lowered, strict=True) if low)
     outer = tuple(tap for tap, low in zip(taps, lowered, strict=True) if not low)
     row, column = (2, 1) if p.pass_ is Pass.DGRAD else (1, 2)
-    pixels = order is Order.PIXELS
-    rows = (*outer, row) if pixels or p.pass_ is not Pass.WGRAD else (row, *outer)
-    return rows, ((*inner, column) if pixels else (column, *inner)), inner
+    last = order.channel_last
+    rows = (*outer, row) if last or p.pass_ is not Pass.WGRAD else (row, *outer)
+    return rows, ((*inner, column) if last else (column, *inner)), inner
 
 
 def grouped(p: ConvProblem, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

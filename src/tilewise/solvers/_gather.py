@@ -19,7 +19,7 @@ from tilewise.problem import ConvProblem, dense_strides
 from tilewise.solvers._buffers import Arena, Strided, dense, fuse, fused
 from tilewise.solvers._matmul import as_matrix
 
-__all__ = ["Block", "Blocking", "Gather", "Order", "Reading", "readings"]
+__all__ = ["Block", "Blocking", "Gather", "Order", "Reading", "kept", "readings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,20 @@ class Order(enum.Enum):
     """image, group, channel, tap, place: one matrix per image and group, as contiguous tensors have it."""
     PIXELS = "pixels"
     """image, place, group, tap, channel: one matrix of all pixels, as channels_last tensors have it."""
+    PATCHES = "patches"
+    """image, place, group, channel, tap: the same with a contiguous tensor's order inside a window."""
     MERGED = "merged"
     """group, channel, tap, image, place: one matrix per group of all images' places."""
+
+    @property
+    def channel_last(self) -> bool:
+        """Whether a window's channels lie next to each other."""
+        return self is Order.PIXELS
+
+    @property
+    def flats(self) -> tuple[bool, ...]:
+        """Whether images and places may be one dimension of the matrix, what is better first."""
+        return {Order.IMAGES: (False,), Order.MERGED: (True,)}.get(self, (True, False))
 
     def permute(self, dims: int) -> tuple[int, ...]:
         """Positions in (image, group, channel, taps, places) of the dimensions, outermost first."""
@@ -87,12 +99,14 @@ class Order(enum.Enum):
             return (0, 1, 2, *taps, *places)
         if self is Order.PIXELS:
             return (0, *places, 1, *taps, 2)
+        if self is Order.PATCHES:
+            return (0, *places, 1, 2, *taps)
         return (1, 2, *taps, 0, *places)
 
     def matrix(self, dims: int, flat: bool) -> tuple[tuple[int, ...], ...]:
         """Groups of those dimensions that make (images, groups, rows, columns); ``flat``: images are columns too."""
         taps, places = tuple(range(3, 3 + dims)), tuple(range(3 + dims, 3 + 2 * dims))
-        rows = (*taps, 2) if self is Order.PIXELS else (2, *taps)
+        rows = (*taps, 2) if self.channel_last else (2, *taps)
         return ((), (1,), rows, (0, *places)) if flat else ((0,), (1,), rows, places)
 
 
@@ -183,8 +197,8 @@ class Gather:
         if self.padded:
             lengths = [reading.length for reading in readings]
             all_channels = p.shape(role)[1]
-            pixels = order is Order.PIXELS
-            shape = (block.images, *lengths, all_channels) if pixels else (block.images, all_channels, *lengths)
+            last = order.channel_last
+            shape = (block.images, *lengths, all_channels) if last else (block.images, all_channels, *lengths)
             self._lines = arena.add(shape, dtype)
         self._matrix = None
         if not self.direct:
@@ -253,7 +267,7 @@ class Gather:
     def _line_strides(self) -> tuple[int, ...]:
         assert self._lines is not None
         strides = dense(self._lines.sizes)
-        return (strides[0], strides[-1], *strides[1:-1]) if self.order is Order.PIXELS else strides
+        return (strides[0], strides[-1], *strides[1:-1]) if self.order.channel_last else strides
 
     def _padding(self, block: Block, strides: Sequence[int], lines: Sequence[int]) -> tuple[Strided, Strided]:
         """The elements that are kept, in the operand and in the padded lines."""

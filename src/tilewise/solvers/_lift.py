@@ -69,7 +69,7 @@ class Lift:
         arena: Arena,
     ) -> None:
         """``grid``: places along each axis of the whole product."""
-        self.p, self.lowered, self.order, self.dtype = p, tuple(lowered), order, dtype
+        self.p, self.lowered, self.order = p, tuple(lowered), order
         self.grid, self.largest = tuple(grid), block
         self.channels = p.shape(p.result)[1] // p.groups
         self.taps = tuple(1 if low else axis.kernel for low, axis in zip(lowered, p.axes, strict=True))
@@ -77,19 +77,19 @@ class Lift:
         self.flat = order is not Order.IMAGES
         self.direct = False
         if all(lowered) and p.layout(p.result) != "view" and joins(self.result_dtype, dtype):
-            flats = {Order.IMAGES: (False,), Order.PIXELS: (True, False), Order.MERGED: (True,)}[order]
             strides = dense_strides(p.shape(p.result), p.layout(p.result))
-            for flat in flats:
+            for flat in order.flats:
                 if self._result_matrix(strides, block, flat) is not None:
                     self.direct, self.flat = True, flat
                     break
-        self._products = None if self.direct else arena.add((math.prod(self._sizes(block)),), dtype)
+        # Nothing is summed behind the product, so it may have the result's type already.
+        kept = self.result_dtype if all(lowered) and joins(self.result_dtype, dtype) else dtype
+        self._products = None if self.direct else arena.add((math.prod(self._sizes(block)),), kept)
         self._sums = None
         if not all(lowered) and self.result_dtype != torch.float32:
             space = [axis.size if p.pass_ is Pass.DGRAD else axis.out for axis in p.axes]
             channels = p.shape(p.result)[1]
-            pixels = order is Order.PIXELS
-            shape = (block.images, *space, channels) if pixels else (block.images, channels, *space)
+            shape = (block.images, *space, channels) if order.channel_last else (block.images, channels, *space)
             self._sums = arena.add(shape, torch.float32)
 
     @property
@@ -105,7 +105,7 @@ class Lift:
         places = range(4, 4 + self.p.dims)
         if self.order is Order.IMAGES:
             return (0, 1, 2, 3, *places)
-        if self.order is Order.PIXELS:
+        if self.order in (Order.PIXELS, Order.PATCHES):
             return (0, *places, 1, 2, 3)
         return (1, 2, 3, 0, *places)
 
@@ -157,7 +157,7 @@ class BoundLift:
         target = self.whole
         if lift._sums is not None:
             inner = dense(lift._sums.sizes)
-            s = (inner[0], inner[-1], *inner[1:-1]) if lift.order is Order.PIXELS else inner
+            s = (inner[0], inner[-1], *inner[1:-1]) if lift.order.channel_last else inner
             target = Strided(self.whole.sizes, (s[0], lift.channels * s[1], *s[1:]))
         self.target = target
         self.steps = self._steps(product, target)

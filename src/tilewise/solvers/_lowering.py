@@ -12,21 +12,22 @@ import abc
 import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._buffers import Arena
+from tilewise.solvers._buffers import Arena, Strided
 from tilewise.solvers._costs import cached, efficiency
 from tilewise.solvers._filter import FilterMatrix
 from tilewise.solvers._gather import Blocking, Gather, Order, readings
 from tilewise.solvers._lift import Lift
-from tilewise.solvers._matmul import at_precision, compute_dtype, library_scratch, multiply
+from tilewise.solvers._matmul import at_precision, compute_dtype, library_scratch, multiply, straight
 from tilewise.solvers._weight_gradient import WeightGradient
 from tilewise.solvers.base import Cost, Run, Solver
 
-__all__ = ["Correlation", "Lowering", "pointwise_is_lowered"]
+__all__ = ["Correlation", "Lowering", "Product", "pointwise_is_lowered"]
 
 MOST_BYTES = 2**31
 """Blocks whose buffers are larger are not offered: a smaller block is as fast."""
@@ -34,6 +35,16 @@ SMALL_BYTES = 2**23
 """One image is cut into rows of places until its buffers are no larger, so that some config fits most limits."""
 MERGED_PLACES = 1024
 """From so many places per image on, one product per image fills its tiles as well as one of all images does."""
+
+
+class Product(Protocol):
+    """A problem laid out as products in blocks, with the buffers it needs."""
+
+    arena: Arena
+    grid: list[int]
+
+    def cost(self) -> Cost: ...
+    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run: ...
 
 
 def pointwise_is_lowered(p: ConvProblem) -> bool:
@@ -75,14 +86,16 @@ class Correlation:
         together = blocking.images if lift.flat else 1
         columns = together * self.places * blocking.rows // self.grid[0]
         batch = p.groups * blocking.images // together
-        return Cost(flops, int(moved), kernels, efficiency(rows, columns, depth, batch))
+        return Cost(flops, int(moved), kernels, efficiency(p.device_type, rows, columns, depth, batch))
 
     def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run:
         """``run`` for the strides of these."""
         gather, lift, add = self.gather, self.lift, self.p.accumulate and self.lift.direct
-        weight = self.filter.bind(b)
         blocks = self.blocking.blocks()
         parts = list(zip(gather.bind(a, blocks), lift.bind(out, blocks), strict=True))
+        if len(parts) == 1 and gather.direct and lift.direct and self.filter.view is not None:
+            return self._straight(self.filter.view, parts[0][0].matrix, parts[0][1].matrix, add)
+        weight = self.filter.bind(b)
 
         def run(
             a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
@@ -98,17 +111,26 @@ class Correlation:
 
         return run
 
+    @staticmethod
+    def _straight(weight: Strided, matrix: Strided, result: Strided, add: bool) -> Run:
+        product = straight(weight.expanded(matrix.sizes[0]), matrix, result, add)
+
+        def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, _: torch.Tensor | None) -> torch.Tensor:
+            assert out is not None
+            product(b, a, out)
+            return out
+
+        return run
+
 
 @functools.lru_cache(maxsize=1024)
-def _planned(
-    p: ConvProblem, lowered: tuple[bool, ...], order: Order, images: int, rows: int
-) -> Correlation | WeightGradient:
+def _planned(p: ConvProblem, lowered: tuple[bool, ...], order: Order, images: int, rows: int) -> Product:
     kind = WeightGradient if p.pass_ is Pass.WGRAD else Correlation
     return kind(p, lowered, order, images, rows)
 
 
 class Lowering(Solver):
-    """What the three types share: blocks, orders of the matrices, costs."""
+    """What the types share: blocks, orders of the matrices, costs."""
 
     accumulates = True
     error_bound = {"ieee": 2e-6, "tf32": 2e-3}  # noqa: RUF012
@@ -127,41 +149,57 @@ class Lowering(Solver):
         return reasons
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
-        """Whole batch first, then powers of two down to one image by steps of four, then rows of one image."""
-        for order in self._orders(p):
-            for images in self._sizes(p, order):
-                c = Config(block=images, order=order.value)
-                if images == 1 or self.workspace(p, c) <= MOST_BYTES:
-                    yield c
-            if order is not Order.MERGED:
-                yield from self._rows(p, order)
+        """The whole batch first, then blocks of images that shrink by four, then rows of one image.
+
+        The same blocks for every batch, so that a part of a batch can be asked about what gained on the whole.
+        """
+        for order in self.orders(p):
+            yield from self.blocks(p, order)
+
+    def blocks(self, p: ConvProblem, order: Order) -> Iterable[Config]:
+        """The configs of one order of the matrix."""
+        least = 2 if order is Order.MERGED else 1
+        sizes = [*(2**e for e in range(29, 0, -2)), 1]
+        found = [Config(order=order.value)]
+        found += [Config(order=order.value, block=n) for n in sizes if least <= n < p.batch]
+        yield from (c for c in found if c == found[-1] or self.workspace(p, c) <= MOST_BYTES)
+        if order is not Order.MERGED:
+            yield from self._rows(p, order)
+
+    def _rows(self, p: ConvProblem, order: Order) -> Iterable[Config]:
+        one = Config(order=order.value, block=1)
+        rows, size = self._plan(p, one).grid[0], self.workspace(p, one)
+        while rows > 1 and size > SMALL_BYTES:
+            rows = 2 ** ((rows - 1).bit_length() - 1)
+            c = Config(order=order.value, block=1, rows=rows)
+            size = self.workspace(p, c)
+            yield c
 
     def offers(
         self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
     ) -> Iterable[tuple[Config, int]]:
         """Under a limit also the largest power of two that keeps it."""
-        if only is not None:
-            return super().offers(p, ceiling, only)
         configs = list(self.configs(p))
-        if ceiling is not None:
-            configs += [c for order in self._orders(p) for c in self._largest(p, order, ceiling) if c not in configs]
+        if only is not None:
+            configs = [c for c in only if c in configs or self._divides(p, c)]
+        elif ceiling is not None:
+            configs += [c for order in self.orders(p) for c in self._largest(p, order, ceiling) if c not in configs]
         return [(c, self.workspace(p, c)) for c in configs]
+
+    def _divides(self, p: ConvProblem, c: Config) -> bool:
+        images = c.get("block", 0)
+        return isinstance(images, int) and 0 < images < p.batch and Order(c["order"]) in self.orders(p)
 
     def _largest(self, p: ConvProblem, order: Order, ceiling: int) -> Iterable[Config]:
         least = 0 if order is Order.MERGED else -1
         for exponent in range((p.batch - 1).bit_length() - 1, least, -1):
-            c = Config(block=2**exponent, order=order.value)
+            c = Config(order=order.value, block=2**exponent)
             if self.workspace(p, c) + self.hidden_workspace(p, c) <= ceiling:
                 return (c,)
         return ()
 
-    @staticmethod
-    def _sizes(p: ConvProblem, order: Order) -> list[int]:
-        sizes = [p.batch, *(2**e for e in range((p.batch - 1).bit_length() - 1, -1, -2))]
-        least = 2 if order is Order.MERGED else 1
-        return [n for n in dict.fromkeys((*sizes, 1)) if n >= least]
-
-    def _orders(self, p: ConvProblem) -> list[Order]:
+    def orders(self, p: ConvProblem) -> list[Order]:
+        """Orders of the matrix worth trying: that of the operand's memory first."""
         if p.layout(p.operands[0]) == "channels_last":
             return [Order.PIXELS]
         places = math.prod(axis.size if p.pass_ is Pass.DGRAD else axis.out for axis in p.axes)
@@ -170,20 +208,15 @@ class Lowering(Solver):
             orders.append(Order.MERGED)
         return orders
 
-    def _rows(self, p: ConvProblem, order: Order) -> Iterable[Config]:
-        rows = self._plan(p, Config(block=1, order=order.value)).grid[0]
-        size = self.workspace(p, Config(block=1, order=order.value))
-        while rows > 1 and size > SMALL_BYTES:
-            rows = 2 ** ((rows - 1).bit_length() - 1)
-            c = Config(block=1, order=order.value, rows=rows)
-            size = self.workspace(p, c)
-            yield c
+    def plan(self, p: ConvProblem, order: Order, images: int, rows: int) -> Product:
+        """How to compute ``p`` in blocks of so many images and rows of places (0: all)."""
+        return _planned(p, self.lowered(p), order, images, rows)
 
-    def _plan(self, p: ConvProblem, c: Config) -> Correlation | WeightGradient:
-        images, rows, order = c["block"], c.get("rows", 0), Order(c["order"])
+    def _plan(self, p: ConvProblem, c: Config) -> Product:
+        images, rows, order = c.get("block", p.batch), c.get("rows", 0), Order(c["order"])
         assert isinstance(images, int)
         assert isinstance(rows, int)
-        return _planned(p, self.lowered(p), order, images, rows)
+        return self.plan(p, order, images, rows)
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """Lowered matrices, padded images, products that are lifted and copies of the filter."""

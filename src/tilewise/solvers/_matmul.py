@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
 from tilewise.problem import ConvProblem
+from tilewise.solvers._buffers import Strided
 from tilewise.solvers.base import Run
 
-__all__ = ["add_over_images", "as_matrix", "at_precision", "compute_dtype", "library_scratch", "multiply"]
+__all__ = ["add_over_images", "as_matrix", "at_precision", "compute_dtype", "library_scratch", "multiply", "straight"]
 
 MIB = 2**20
 CPU_SCRATCH = 2 * MIB
@@ -60,6 +62,27 @@ def add_over_images(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bo
     """``out[0, g] (+)= sum over n of a[n, g] @ b[n, g]``, the images one after another."""
     for n in range(a.shape[0]):
         multiply(a[n : n + 1], b[n : n + 1], out, add or n > 0)
+
+
+def straight(
+    a: Strided, b: Strided, out: Strided, add: bool
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """:func:`multiply` of fixed views of three tensors, with as little between call and library as can be."""
+    if out.sizes[0] == 1 or out.sizes[1] == 1:
+        kept = 1 if out.sizes[0] == 1 else 0
+        a, b, out = (Strided((v.sizes[kept], *v.sizes[2:]), (v.strides[kept], *v.strides[2:]), v.offset)
+                     for v in (a, b, out))  # fmt: skip
+    call = multiply
+    if len(out.sizes) == 3:
+        call = _bmm
+        if out.sizes[0] == 1:
+            a, b, out = (Strided(v.sizes[1:], v.strides[1:], v.offset) for v in (a, b, out))
+            call = _mm
+
+    def product(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> None:
+        call(a.of(first), b.of(second), out.of(result), add)
+
+    return product
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:

@@ -12,7 +12,7 @@ from tilewise.solvers._buffers import Arena, Slot, Strided, dense, fuse, fused
 from tilewise.solvers._costs import cached, efficiency
 from tilewise.solvers._filter import filter_dims, grouped
 from tilewise.solvers._gather import Blocking, Gather, Order, readings
-from tilewise.solvers._matmul import add_over_images, as_matrix, compute_dtype
+from tilewise.solvers._matmul import add_over_images, as_matrix, compute_dtype, straight
 from tilewise.solvers.base import Cost, Run
 
 __all__ = ["WeightGradient"]
@@ -65,11 +65,11 @@ class WeightGradient:
             lines, matrix = gather.elements
             moved += near * 2 * self.blocking.share * (lines * self.blocking.rows / self.grid[0] + matrix) * size
             copies += (lines > 0) + (matrix > 0)
-        moved += 2 * self.products * math.prod(self.sizes) * 4
+        moved += 2 * (self.products - self.direct) * math.prod(self.sizes) * 4
         kernels = self.blocking.count * copies + self.products + (0 if self.direct else 2)
         depth = math.ceil(p.batch * places / self.products)
         flops = 2 * p.batch * p.groups * rows * columns * places
-        return Cost(flops, int(moved), kernels, efficiency(rows, columns, depth, p.groups))
+        return Cost(flops, int(moved), kernels, efficiency(p.device_type, rows, columns, depth, p.groups))
 
     def _matrix(self, strides: Sequence[int], sizes: Sequence[int]) -> Strided:
         matrix = fused(sizes, strides, self.groups)
@@ -85,6 +85,8 @@ class WeightGradient:
         for position, stride in zip(self.permutation, dense(self.sizes), strict=True):
             inner[position] = stride
         matrix = self._matrix(strides if self.direct else inner, sizes)
+        if len(parts) == 1 and image.direct and gradient.direct and self.direct and parts[0][0].matrix.sizes[0] == 1:
+            return _straight(parts[0][0].matrix, parts[0][1].matrix.transposed, matrix, add)
         result = Strided(self.sizes, tuple(strides[i] for i in self.permutation))
         index = None
         if self._reversed is not None:
@@ -117,3 +119,14 @@ class WeightGradient:
             return out
 
         return run
+
+
+def _straight(gradient: Strided, image: Strided, result: Strided, add: bool) -> Run:
+    product = straight(gradient, image, result, add)
+
+    def run(x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor | None, _: torch.Tensor | None) -> torch.Tensor:
+        assert out is not None
+        product(dy, x, out)
+        return out
+
+    return run

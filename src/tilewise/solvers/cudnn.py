@@ -58,12 +58,14 @@ class Cudnn(Solver):
         self._catalogue = Catalogue()
 
     def unsupported(self, p: ConvProblem) -> list[str]:
-        """The absent package or library, crops, and what cuDNN itself says when it has no engine."""
+        """The absent package or library, crops, filters that are views, and what cuDNN says when it has no engine."""
         reason = api.missing()
         if reason:
             return [reason]
         if any(axis.before < 0 or axis.after < 0 for axis in p.axes):
             return ["cuDNN takes no negative padding"]
+        if p.layout("w") == "view":
+            return ["cuDNN takes no filter with gaps between its elements"]
         try:
             device = _index(p)
         except ValueError as error:
