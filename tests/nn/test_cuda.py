@@ -12,6 +12,7 @@ from tests.nn.dividing import Dividing
 from torch import nn
 
 import tilewise
+from tilewise.nn import report
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +51,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-4) -> Non
 
 def test_results_and_gradients() -> None:
     got, want = pair()
-    assert all(layer.replaced for layer in tilewise.report(got).layers)
+    assert all(layer.replaced for layer in report(got).layers)
     x = example()
     for layout in (torch.contiguous_format, torch.channels_last):
         results = []
@@ -181,7 +182,7 @@ def test_the_real_planner_keeps_its_limit() -> None:
     want = nn.Sequential(nn.Conv2d(3, 16, 9), nn.Conv2d(16, 16, 5, padding=2)).cuda()
     got, x = copy.deepcopy(want), torch.randn(16, 3, 48, 48, device="cuda")
     tilewise.optimize(got, x, workspace="4MiB")
-    for *_, one in tilewise.report(got).passes():
+    for *_, one in report(got).passes():
         assert one.plan is not None
         assert one.plan.workspace <= 4 * 2**20
     results = []

@@ -11,6 +11,7 @@ from tests.nn.dividing import Dividing, assert_same
 from torch import nn
 
 import tilewise
+from tilewise.nn import report
 from tilewise.plan import Plan
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.problem import ConvProblem, Pass
@@ -47,7 +48,7 @@ def example(batch: int = 3) -> torch.Tensor:
 
 
 def roles(model: nn.Module, name: str) -> list[str]:
-    layer = next(layer for layer in tilewise.report(model).layers if layer.name == name)
+    layer = next(layer for layer in report(model).layers if layer.name == name)
     return [one.role for one in layer.passes()]
 
 
@@ -90,10 +91,10 @@ def test_only_needed_gradients_are_planned() -> None:
 def test_layers_not_called_are_reported() -> None:
     model = Network()
     tilewise.optimize(model, example(), planner=Dividing())
-    reasons = {layer.name: layer.reason for layer in tilewise.report(model).layers}
+    reasons = {layer.name: layer.reason for layer in report(model).layers}
     assert reasons["unused"] == reasons["extra"] == "not called with tensors that can be planned"
     assert not reasons["first"]
-    assert "unused" in str(tilewise.report(model))
+    assert "unused" in str(report(model))
 
 
 def test_examples_may_be_named_or_several() -> None:
@@ -114,7 +115,7 @@ def test_equal_problems_are_planned_once() -> None:
     model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1, bias=i % 2 == 0) for i in range(6)))
     tilewise.optimize(model, torch.randn(3, 4, 8, 8), planner=planner)
     assert len(planner.planned) == len(set(planner.planned)) == 4  # forward with and without bias, two gradients
-    assert all(layer.replaced for layer in tilewise.report(model).layers)
+    assert all(layer.replaced for layer in report(model).layers)
 
 
 def test_unplanned_shapes() -> None:
@@ -159,7 +160,7 @@ def test_models_that_differentiate_inside_forward() -> None:
 def test_without_a_plan_torch_keeps_the_pass_unless_a_limit_forbids_it() -> None:
     model = nn.Conv2d(3, 4, 3)
     tilewise.optimize(model, example(), planner=Refusing())
-    passes = {one.role: one for one in tilewise.report(model).layers[0].passes()}
+    passes = {one.role: one for one in report(model).layers[0].passes()}
     assert passes["forward"].replaced
     assert not passes["grad_weight"].replaced
     assert passes["grad_weight"].reason == "nothing for weights today"
@@ -204,7 +205,7 @@ def test_the_real_planner(tmp_path: Path) -> None:
     planner = Planner(Wisdom(tmp_path / "wisdom.sqlite3"), progress=lambda done, total, text: texts.append(text))
     tilewise.optimize(got, x, planner=planner)
     assert texts
-    made = tilewise.report(got)
+    made = report(got)
     for _, _, one in made.passes():
         assert one.plan is not None
         assert one.planned_ms is not None
@@ -220,7 +221,7 @@ def test_the_real_planner(tmp_path: Path) -> None:
     again = Planner(Wisdom(tmp_path / "wisdom.sqlite3"))
     other = nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.Conv2d(8, 8, 7, groups=8))
     tilewise.optimize(other, x, planner=again, rigor="wisdom_only")
-    assert [one.plan for *_, one in tilewise.report(other).passes()] == [one.plan for *_, one in made.passes()]
+    assert [one.plan for *_, one in report(other).passes()] == [one.plan for *_, one in made.passes()]
 
 
 def test_without_wisdom_wisdom_only_leaves_torch(tmp_path: Path) -> None:
@@ -228,4 +229,4 @@ def test_without_wisdom_wisdom_only_leaves_torch(tmp_path: Path) -> None:
     planner = Planner(Wisdom(tmp_path / "empty.sqlite3"))
     tilewise.optimize(model, example(), planner=planner, rigor="wisdom_only", workspace="1MiB")
     assert "forward" not in model.__dict__
-    assert all("no wisdom" in one.reason for *_, one in tilewise.report(model).passes())
+    assert all("no wisdom" in one.reason for *_, one in report(model).passes())

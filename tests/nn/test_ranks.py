@@ -15,6 +15,7 @@ import sys
 import torch, torch.distributed as dist
 from torch import nn
 import tilewise
+from tilewise.nn import report
 from tests.nn.dividing import Dividing
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
@@ -56,7 +57,7 @@ def test_one_plans_and_all_run_the_same(tmp_path: Path) -> None:
         """
 ddp = nn.parallel.DistributedDataParallel(model)
 tilewise.optimize(ddp, x, planner=planner)
-for _, _, one in tilewise.report(ddp).passes():
+for _, _, one in report(ddp).passes():
     print(one.role, one.replaced, one.plan.to_json())
 assert len(planner.planned) == (5 if rank == 0 else 0)
 plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
