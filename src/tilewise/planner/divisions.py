@@ -110,8 +110,10 @@ class Divisions:
         if self.options.rigor != "patient":
             trial.best_ms = rate * size
         if prior is not None:
-            trial.prior_rates = {
-                key: m.time_ms / prior[1] for key, m in prior[0].items() if m.time_ms is not None and not m.reason
+            trial.prior_ms = {
+                key: m.time_ms * size / prior[1]
+                for key, m in prior[0].items()
+                if m.time_ms is not None and not m.reason
             }
         usable = [m for m in trial.run() if not m.reason and m.time_ms is not None]
         plans = [leaf_plan(child, m) for m in usable]
@@ -125,11 +127,13 @@ class Divisions:
         part = self.solver.children(self.problem, Config(sizes=sizes))[0]
         first, second = self.problem.operands
         a, b, out = self.tensors
-        out_ranges = part.ranges(self.problem.result)
+        child = self.solver.child(self.problem, size)
+        # What is summed up in fp32 does not go where a 16-bit result goes.
+        apart = child.out_dtype != self.problem.out_dtype
         return (
             narrow(a, part.ranges(first)),
             narrow(b, part.ranges(second)),
-            narrow(out, out_ranges) if out_ranges else make_result(self.solver.child(self.problem, size)),
+            make_result(child) if apart else narrow(out, part.ranges(self.problem.result)),
         )
 
     def sum_bytes(self, size: int) -> int:
