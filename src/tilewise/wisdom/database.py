@@ -385,7 +385,8 @@ def _memory_copy(path: Path) -> sqlite3.Connection | None:
             with contextlib.closing(_connect(path, mode)) as source:
                 source.execute("PRAGMA busy_timeout = 1000")
                 source.backup(copy)
-            if copy.execute("PRAGMA quick_check").fetchall() == [("ok",)] and identify(copy):
+            if identify(copy):
+                require_sound(copy)
                 _try_writing(copy)
                 return copy
         except (sqlite3.Error, UnicodeDecodeError, Damaged):
