@@ -99,7 +99,7 @@ def test_wrong_tensors_for_modules(name: str, pair: Any, planner: Dividing) -> N
         {"stride": "2"}, {"stride": object()}, {"bias": torch.zeros(5)}, {"bias": torch.zeros(6, 1)},
         {"bias": torch.zeros(6).double()}, {"bias": 3},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )  # fmt: skip
 def test_wrong_arguments(options: dict[str, Any], planner: Dividing) -> None:
     x, w = torch.randn(3, 4, 7, 7), torch.randn(6, 4, 3, 3)
