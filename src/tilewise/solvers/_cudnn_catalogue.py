@@ -80,6 +80,7 @@ class Catalogue:
     def __init__(self) -> None:
         self._listings: Bounded[Listing] = Bounded(1024)
         self._families: Bounded[tuple[Engine, ...]] = Bounded(256)
+        self._served: Bounded[bool] = Bounded(1024)
         self._counts: Bounded[int] = Bounded(256)
         self._traits: Bounded[Traits] = Bounded(4096)
         self._workspaces: Bounded[int] = Bounded(4096)
@@ -127,10 +128,18 @@ class Catalogue:
                 yield Engine(number)
 
     def refusal(self, p: ConvProblem, device: int) -> str:
-        """Why cuDNN has nothing for ``p``, empty when it has. Heuristics are asked only where nothing is known."""
-        if self._families.get((device, replace(p, batch=1))) is not None:
+        """Why cuDNN has nothing for ``p``, empty when it has.
+
+        Heuristics are asked only where nothing is known of problems that differ in batch and channels alone; where
+        cuDNN takes those but not ``p``, building says so.
+        """
+        kin = (device, replace(p, batch=1, in_channels=p.groups, out_channels=p.groups))
+        if self._served.get(kin):
             return ""
-        return self.listing(p, device).reason
+        reason = self.listing(p, device).reason
+        if not reason:
+            self._served.put(kin, True)
+        return reason
 
     def taken(self, p: ConvProblem, engines: list[Engine], device: int) -> list[tuple[Engine, int]]:
         """Those of ``engines`` that take ``p``, with their workspaces."""

@@ -133,6 +133,8 @@ class Lowering(Solver):
     """What the types share: blocks, orders of the matrices, costs."""
 
     accumulates = True
+    blocks_itself = True
+    most_configs = 3
     error_bound = {"ieee": 2e-6, "tf32": 2e-3}  # noqa: RUF012
 
     @abc.abstractmethod
