@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import tilewise
 from tilewise.plan import Measurement, Plan
 from tilewise.wisdom import document, rows, tables
 from tilewise.wisdom.database import Database, WisdomWarning
@@ -156,7 +155,7 @@ class Wisdom:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as the JSON document that ``docs/wisdom.md`` describes."""
-        return document.compose(self._everything(), f"tilewise {tilewise.__version__}")
+        return document.compose(self._everything())
 
     def export(self, path: Path | str) -> int:
         """Write everything to a JSON document, whole or not at all; returns the rows written.
@@ -164,7 +163,7 @@ class Wisdom:
         Raises ``OSError`` when it cannot be written.
         """
         everything = self._everything()
-        document.write(Path(path), document.compose(everything, f"tilewise {tilewise.__version__}"))
+        document.write(Path(path), document.compose(everything))
         return sum(map(len, everything.values()))
 
     def import_(self, path: Path | str) -> int:
