@@ -316,6 +316,7 @@ def test_the_document_is_as_the_manual_says(wisdom: Wisdom, tmp_path: Path) -> N
     (measurement,), (plan,) = problem["measurements"], problem["plans"]
     recorded = measurement["recorded"]
     assert (data["format"], data["kind"]) == (1, "tilewise wisdom")
+    assert data["written_by"].startswith("tilewise ")
     assert environment["environment"] == ENVIRONMENT
     assert environment["profile"]["values"] == {"bandwidth": 3e12}
     assert problem["problem"] == "p"
@@ -339,7 +340,7 @@ def test_the_manuals_document_is_read_whole() -> None:
     tables, faults = document.parse(json.loads(block))
     assert faults == []
     assert {name: len(found) for name, found in tables.items()} == {"measurement": 2, "plan": 1, "profile": 1}
-    assert document.compose(tables) == json.loads(block)
+    assert document.compose(tables, json.loads(block)["written_by"]) == json.loads(block)
 
 
 def test_a_failed_export_leaves_nothing_behind(wisdom: Wisdom, tmp_path: Path) -> None:
@@ -418,7 +419,7 @@ def test_a_document_changed_anywhere_is_read_or_refused(data: st.DataObject, rep
         "plan": [document.Row("e", "p", plan)],
         "profile": [document.Row("e", "", rows.pack_profile({"b": 1.0}, 1.0))],
     }
-    changed = document.compose(tables)
+    changed = document.compose(tables, "test")
     container, name = data.draw(st.sampled_from(places(changed)))
     container[name] = replacement
     try:

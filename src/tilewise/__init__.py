@@ -9,24 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from tilewise.version import VERSION as __version__
+
 if TYPE_CHECKING:
-    from tilewise.nn import (
-        conv1d,
-        conv2d,
-        conv3d,
-        conv_transpose1d,
-        conv_transpose2d,
-        conv_transpose3d,
-        optimize,
-        report,
-        restore,
-    )
+    from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
+    from tilewise.nn.optimize import optimize, restore
     from tilewise.plan import Plan
     from tilewise.planner import NoPlanError, Options, Planner
     from tilewise.problem import ConvProblem, Pass
     from tilewise.wisdom import Wisdom
 
-__version__ = "0.1.0.dev0"
 
 _HOMES = {
     "tilewise.nn": (
@@ -37,7 +29,6 @@ _HOMES = {
         "conv_transpose2d",
         "conv_transpose3d",
         "optimize",
-        "report",
         "restore",
     ),
     "tilewise.plan": ("Plan",),
@@ -55,6 +46,7 @@ __all__ = [
     "Plan",
     "Planner",
     "Wisdom",
+    "__version__",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -62,7 +54,6 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "optimize",
-    "report",
     "restore",
 ]
 

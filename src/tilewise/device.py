@@ -34,7 +34,10 @@ class Environment:
 
 def device_name(device: torch.device | str) -> str:
     """``"cpu"``, or ``"cuda:"`` and the GPU's name: equal GPUs share plans. Raises ``ValueError`` for others."""
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r}: cpu or cuda would do ({str(error).splitlines()[0]})") from error
     if device.type == "cpu":
         return "cpu"
     if device.type == "cuda":

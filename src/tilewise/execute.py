@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,10 @@ GRAIN = 256
 """Bytes: every piece carved from a workspace starts at a multiple of this."""
 
 
+Addressed = Callable[[int, int, int, int], None]
+"""``run(a, b, out, workspace)`` over addresses."""
+
+
 class PlanMismatch(ValueError):
     """A plan that does not fit the problem or the solvers of this version; the message says which and how."""
 
@@ -32,15 +36,16 @@ class Workspaces(threading.local):
     """
 
     def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, size: int, device: torch.device) -> torch.Tensor:
         """A uint8 tensor of at least ``size`` bytes, for the current thread and stream."""
         if device.type != "cpu":
             return torch.empty(size, dtype=torch.uint8, device=device)
         if self.buffer.numel() < size:
-            self.buffer = torch.empty(0, dtype=torch.uint8)  # let go first: never both at once
-            self.buffer = torch.empty(size, dtype=torch.uint8)
+            self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # let go first: never both at once
+            pages = torch.empty(size + GRAIN, dtype=torch.uint8, device="cpu")  # torch aligns to 64 bytes only
+            self.buffer = pages.narrow(0, -pages.data_ptr() % GRAIN, size)
         return self.buffer
 
 
@@ -54,7 +59,7 @@ def touch_workspace(size: int, device: torch.device) -> None:
 
 def release_workspaces() -> None:
     """Give this thread's CPU workspace back."""
-    _workspaces.buffer = torch.empty(0, dtype=torch.uint8)
+    _workspaces.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Bound:
@@ -64,16 +69,30 @@ class Bound:
     returns the result. ``workspace`` is in bytes, allocations hidden inside libraries not counted.
     """
 
-    __slots__ = ("_bias_shape", "_dtype", "_fresh", "_node", "_shape", "_strides", "plan", "problem", "workspace")
+    __slots__ = (
+        "_addressed",
+        "_bias_shape",
+        "_dtype",
+        "_fresh",
+        "_like_a",
+        "_node",
+        "_shape",
+        "_strides",
+        "plan",
+        "problem",
+        "workspace",
+    )
 
-    def __init__(self, plan: Plan, problem: ConvProblem, node: Node) -> None:
+    def __init__(self, plan: Plan, problem: ConvProblem, node: Node, strides: tuple[int, ...]) -> None:
         self.plan, self.problem, self._node = plan, problem, node
         self.workspace = node.workspace
         self._shape = problem.shape(problem.result)
-        self._strides = dense_strides(self._shape, problem.layout(problem.result))
+        self._strides = strides  # the solvers have been bound to these
         self._dtype = problem.torch_dtype(problem.result)
         self._bias_shape = (1, -1, *([1] * problem.dims))
         self._fresh = isinstance(node, Leaf) and node.returns_new
+        self._addressed = node.addressed()
+        self._like_a = self._dtype is problem.torch_dtype(problem.operands[0])
 
     def __call__(
         self,
@@ -82,31 +101,49 @@ class Bound:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if out is None:
-            if self._fresh:
-                out = self._node.run(a, b, None, None)
-                return out if bias is None else out.add_(bias.view(self._bias_shape))
-            out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
         size = self.workspace
-        self._node.run(a, b, out, _workspaces.take(size, a.device) if size else None)
-        return out if bias is None else out.add_(bias.view(self._bias_shape))
+        workspace = _workspaces.take(size, a.device) if size else None
+        if out is None and not self._fresh:
+            if self._like_a:
+                out = a.new_empty_strided(self._shape, self._strides)
+            else:
+                out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
+        if self._addressed is not None and out is not None:
+            address = 0 if workspace is None else workspace.data_ptr()
+            self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address)
+            return out if bias is None else out.add_(bias.view(self._bias_shape))
+        computed = self._node.run(a, b, out, workspace)
+        result = computed if out is None else out
+        return result if bias is None else result.add_(bias.view(self._bias_shape))
 
 
 def bind(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Bound:
     """Bind ``plan`` to tensors with the shapes, strides and dtypes of ``a``, ``b`` and ``out``.
 
-    Without ``out``, or for calls without it, results are allocated in the problem's layout. Raises
-    :class:`PlanMismatch` for a plan of another problem or version, ``SolverUnavailable`` for a config that cannot
-    run here.
+    Results that a call allocates have the strides of ``out``, or without it those of the problem's layout. Raises
+    :class:`PlanMismatch` for a plan of another problem or version and for tensors that are not the problem's,
+    ``SolverUnavailable`` for a config that cannot run here.
     """
-    for role, tensor in zip(problem.operands, (a, b), strict=True):
-        if tuple(tensor.shape) != problem.shape(role):
-            raise PlanMismatch(f"{role} has shape {tuple(tensor.shape)}, the problem {problem.shape(role)}")
+    if plan.problem != problem.key:
+        raise PlanMismatch(f"the plan is for {plan.problem}, the problem is {problem.key}")
+    first, second = problem.operands
+    given = {first: a, second: b} if out is None else {first: a, second: b, problem.result: out}
+    for role, tensor in given.items():
+        _check(problem, role, tensor)
     if out is None:
         shape = problem.shape(problem.result)
         strides = dense_strides(shape, problem.layout(problem.result))
         out = torch.empty_strided(shape, strides, dtype=problem.torch_dtype(problem.result), device="meta")
-    return Bound(plan, problem, _node(plan, problem, a, b, out))
+    return Bound(plan, problem, _node(plan, problem, a, b, out), tuple(out.stride()))
+
+
+def _check(problem: ConvProblem, role: str, tensor: torch.Tensor) -> None:
+    if tuple(tensor.shape) != problem.shape(role):
+        raise PlanMismatch(f"{role} has shape {tuple(tensor.shape)}, the problem {problem.shape(role)}")
+    if tensor.dtype is not problem.torch_dtype(role):
+        raise PlanMismatch(f"{role} is {tensor.dtype}, in the problem {problem.torch_dtype(role)}")
+    if tensor.device.type != problem.device_type:
+        raise PlanMismatch(f"{role} is on {tensor.device}, the problem on {problem.device}")
 
 
 class Node:
@@ -120,8 +157,8 @@ class Node:
     ) -> torch.Tensor:
         raise NotImplementedError
 
-    def run_pointers(self) -> object | None:
-        """A callable over raw addresses where the leaf has one, so that parts need no tensor views."""
+    def addressed(self) -> Addressed | None:
+        """The same over raw addresses where every leaf takes them: no tensor views are made then."""
         return None
 
 
@@ -134,14 +171,15 @@ class Leaf(Node):
         self, solver: Solver, plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
     ) -> None:
         role = problem.result
-        self._accumulate = problem.accumulate and not solver.accumulates
         self._own = solver.own_output
         self.returns_new = solver.own_output and not problem.accumulate
         self._shape, self._dtype = problem.shape(role), problem.torch_dtype(role)
         layout = problem.layout(role)
         self._strides = dense_strides(self._shape, "contiguous" if layout == "view" else layout)
         is_view = layout == "view" or tuple(out.stride()) != self._strides
-        self._temporary = not self._own and (self._accumulate or (is_view and not solver.writes_views))
+        apart = self._own or (is_view and not solver.writes_views)
+        self._accumulate = problem.accumulate and (apart or not solver.accumulates)
+        self._temporary = not self._own and (apart or self._accumulate)
         self._size = _round_up(problem.nbytes(role)) if self._temporary else 0
         target = out
         if self._temporary or self._own:
@@ -158,7 +196,7 @@ class Leaf(Node):
         if self._own:
             result = self._call(a, b, None, workspace)
             if out is None:
-                return result
+                return result if result.dtype is self._dtype else result.to(self._dtype)
         else:
             assert workspace is not None
             result = _carve(workspace, self._size, self._shape, self._strides, self._dtype)
@@ -166,7 +204,7 @@ class Leaf(Node):
         assert out is not None
         return out.add_(result) if self._accumulate else out.copy_(result)
 
-    def run_pointers(self) -> object | None:
+    def addressed(self) -> Addressed | None:
         """The solver's own, when no temporary stands between."""
         return None if self._own or self._temporary else getattr(self._call, "run_pointers", None)
 
@@ -174,7 +212,7 @@ class Leaf(Node):
 class Parts(Node):
     """The parts of a split in sequence. Sums are kept in fp32; parts that meet no data leave zeros."""
 
-    __slots__ = ("_add_back", "_dtype", "_layout", "_pointers", "_shape", "_size", "_steps", "_strides", "_zero")
+    __slots__ = ("_add_back", "_by", "_shape", "_size", "_steps", "_strides", "_zero")
 
     def __init__(
         self,
@@ -200,6 +238,7 @@ class Parts(Node):
         empty = any(part.problem is None for part in parts)
         self._zero = fresh and not first_sets and (sums or empty)
         self._steps = []
+        nodes: dict[tuple[Plan, ConvProblem], Node] = {}  # equal parts of one tensor have equal strides: bound once
         for index, (part, plan) in enumerate(zip(parts, plans, strict=True)):
             if part.problem is None:
                 continue
@@ -209,14 +248,17 @@ class Parts(Node):
             roles = (*problem.operands, role)
             ranges = [part.ranges(name) for name in roles]
             views = [_narrow(t, r) for t, r in zip((a, b, out), ranges, strict=True)]
-            self._steps.append((ranges[0], ranges[1], ranges[2], _node(plan, child, views[0], views[1], views[2])))
-        self._pointers = self._by_pointers((a, b, out)) if not apart else None
+            node = nodes.get((plan, child))
+            if node is None:
+                node = nodes[plan, child] = _node(plan, child, views[0], views[1], views[2])
+            self._steps.append((ranges[0], ranges[1], ranges[2], node))
+        self._by = self._by_address((a, b, out)) if not apart else None
         self.workspace = self._size + max((step[3].workspace for step in self._steps), default=0)
 
-    def _by_pointers(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, int, int, object]] | None:
+    def _by_address(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, int, int, Addressed]] | None:
         steps = []
         for *ranges, node in self._steps:
-            call = node.run_pointers()
+            call = node.addressed()
             if call is None:
                 return None
             a, b, out = (
@@ -226,17 +268,24 @@ class Parts(Node):
             steps.append((a, b, out, call))
         return steps
 
+    def addressed(self) -> Addressed | None:
+        """All parts by address, when nothing must be zeroed or summed beside the result."""
+        return None if self._by is None or self._zero else self._run_by_address
+
+    def _run_by_address(self, a: int, b: int, out: int, workspace: int) -> None:
+        assert self._by is not None
+        for da, db, do, call in self._by:
+            call(a + da, b + db, out + do, workspace)
+
     def run(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
     ) -> torch.Tensor:
         assert out is not None
         if self._zero and not self._size:
             out.zero_()
-        if self._pointers is not None:
-            pa, pb, po = a.data_ptr(), b.data_ptr(), out.data_ptr()
-            pw = 0 if workspace is None else workspace.data_ptr()
-            for da, db, do, call in self._pointers:
-                call(pa + da, pb + db, po + do, pw)  # type: ignore[operator]
+        if self._by is not None:
+            address = 0 if workspace is None else workspace.data_ptr()
+            self._run_by_address(a.data_ptr(), b.data_ptr(), out.data_ptr(), address)
             return out
         target = out
         if self._size:
@@ -253,18 +302,32 @@ class Parts(Node):
 
 
 def _node(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Node:
-    solver = solvers.get(plan.solver)
+    try:
+        solver = solvers.get(plan.solver)
+    except KeyError as error:
+        raise PlanMismatch(str(error.args[0])) from error
     if solver.version != plan.version:
         raise PlanMismatch(
             f"the plan is for {plan.solver} version {plan.version}, here is {solver.version}: plan again"
         )
+    reasons = solver.why_not(problem)
+    if reasons:
+        raise PlanMismatch(f"{plan.solver} cannot solve {problem.key}: {'; '.join(reasons)}")
     if not isinstance(solver, Split):
         return Leaf(solver, plan, problem, a, b, out)
-    parts = solver.children(problem, plan.config)
-    plans = [child for child, count in zip(plan.children, plan.counts, strict=True) for _ in range(count)]
-    if len(plans) != len(parts):
-        raise PlanMismatch(f"{plan.solver} cuts {len(parts)} parts, the plan has {len(plans)}")
-    return Parts(problem, parts, plans, a, b, out)
+    return Parts(problem, *parts_of(plan, problem, solver), a, b, out)
+
+
+def parts_of(plan: Plan, problem: ConvProblem, split: Split) -> tuple[tuple[Part, ...], list[Plan]]:
+    """The parts that ``split`` cuts by ``plan`` and the plan of each. Raises :class:`PlanMismatch`."""
+    try:
+        parts = split.children(problem, plan.config)
+    except (KeyError, ValueError) as error:
+        raise PlanMismatch(f"{plan.solver} {plan.config} does not cut {problem.key}: {error}") from error
+    # Compared before they are spelled out: a plan from a file may count to any number.
+    if len(plan.counts) != len(plan.children) or sum(plan.counts) != len(parts):
+        raise PlanMismatch(f"{plan.solver} cuts {len(parts)} parts, the plan has {sum(plan.counts)}")
+    return parts, [child for child, count in zip(plan.children, plan.counts, strict=True) for _ in range(count)]
 
 
 def _narrow(tensor: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:

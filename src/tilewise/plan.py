@@ -13,6 +13,8 @@ __all__ = ["Config", "Error", "Measurement", "Plan", "PlanFormatError", "format_
 Value = int | float | str | bool | tuple[int, ...]
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 FORMAT = 1
+DEEPEST = 32
+"""Levels of a plan that is read: far more than splits nest, far fewer than exhaust the stack."""
 
 
 class PlanFormatError(ValueError):
@@ -24,7 +26,7 @@ class Config(Mapping[str, Value]):
 
     __slots__ = ("_hash", "_items")
 
-    def __init__(self, **values: Value) -> None:
+    def __init__(self, /, **values: Value) -> None:
         self._items = tuple(sorted(values.items()))
         self._hash = hash(self._items)
 
@@ -64,9 +66,10 @@ class Config(Mapping[str, Value]):
     def from_key(cls, text: str) -> Config:
         """Read :attr:`key` back. Raises :class:`PlanFormatError`."""
         try:
-            return cls.from_json(json.loads(text))
-        except json.JSONDecodeError as error:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:  # also a number of too many digits, or depth
             raise PlanFormatError(f"config {text[:80]!r} is not JSON: {error}") from error
+        return cls.from_json(data)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; tuples become lists."""
@@ -79,9 +82,11 @@ class Config(Mapping[str, Value]):
             raise PlanFormatError(f"config must be an object, not {type(data).__name__}")
         values: dict[str, Value] = {}
         for key, value in data.items():
+            if not isinstance(key, str):
+                raise PlanFormatError(f"config has {key!r}: names are text")
             if isinstance(value, list) and all(type(v) is int for v in value):
                 values[key] = tuple(value)
-            elif isinstance(value, (int, float, str, bool)):
+            elif isinstance(value, (int, str, bool)) or (isinstance(value, float) and math.isfinite(value)):
                 values[key] = value
             else:
                 raise PlanFormatError(f"config[{key!r}]={value!r}: a number, text, truth value or integers would do")
@@ -150,16 +155,22 @@ class Plan:
         for child in self.children:
             yield from child.leaves()
 
-    def tree(self, indent: int = 0) -> str:
-        """The plan as indented lines: what runs, its time, workspace and error."""
-        title = " ".join(word for word in ("  " * indent + self.solver, self.label or str(self.config)) if word)
-        facts = [f"{self.time_ms:.3f} ms" if math.isfinite(self.time_ms) else "not timed"]
-        facts.append(format_bytes(self.workspace))
-        if self.error is not None:
-            facts.append(f"err {self.error.l2:.0e}")
-        lines = [f"{title}  {'  '.join(facts)}"]
-        lines += [child.tree(indent + 1) for child in self.children]
+    def tree(self) -> str:
+        """The plan as indented lines in columns: what runs, its time, workspace and error."""
+        rows = list(self._rows(0))
+        title, time, size = (max(len(row[i]) for row in rows) for i in range(3))
+        lines = (f"{row[0]:{title}}  {row[1]:>{time}}  {row[2]:>{size}}  {row[3]}".rstrip() for row in rows)
         return "\n".join(lines)
+
+    def _rows(self, indent: int) -> Iterator[tuple[str, str, str, str]]:
+        yield (
+            " ".join(word for word in ("  " * indent + self.solver, self.label or str(self.config)) if word),
+            f"{self.time_ms:.3f} ms" if math.isfinite(self.time_ms) else "not timed",
+            format_bytes(self.workspace),
+            "" if self.error is None else f"err {self.error.l2:.0e}",
+        )
+        for child in self.children:
+            yield from child._rows(indent + 1)
 
     def __str__(self) -> str:
         return self.tree()
@@ -184,6 +195,12 @@ class Plan:
     @classmethod
     def from_json(cls, data: object) -> Plan:
         """Read a document of :meth:`to_json`. Raises :class:`PlanFormatError` naming the entry at fault."""
+        return cls._from_json(data, DEEPEST)
+
+    @classmethod
+    def _from_json(cls, data: object, levels: int) -> Plan:
+        if not levels:
+            raise PlanFormatError(f"children are nested more than {DEEPEST} deep: no plan is")
         if not isinstance(data, dict):
             raise PlanFormatError(f"a plan must be an object, not {type(data).__name__}")
         if data.get("format") != FORMAT:
@@ -195,7 +212,7 @@ class Plan:
         for name, kind in kinds.items():
             if not isinstance(data.get(name), kind) or isinstance(data[name], bool):
                 raise PlanFormatError(f"{name}={data.get(name)!r}: expected {kind.__name__}")
-        children = tuple(cls.from_json(child) for child in data["children"])
+        children = tuple(cls._from_json(child, levels - 1) for child in data["children"])
         counts = tuple(data["counts"])
         if len(counts) != len(children) or any(type(n) is not int or n < 1 for n in counts):
             raise PlanFormatError(f"counts={data['counts']!r}: expected a positive count for each of {len(children)}")
@@ -222,7 +239,8 @@ class Plan:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # No time or error comes near 2^63, and an int far beyond it has no float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def parse_bytes(size: int | str, argument: str = "workspace") -> int:
@@ -244,7 +262,7 @@ def parse_bytes(size: int | str, argument: str = "workspace") -> int:
     else:
         number, scale = text, 1
     try:
-        value = float(number)
+        value = float(number) * scale
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or value < 0:
@@ -252,7 +270,7 @@ def parse_bytes(size: int | str, argument: str = "workspace") -> int:
             f"{argument}={size!r}: a number of bytes with an optional unit ({', '.join(UNITS)}) would do, "
             "such as '64MiB'"
         )
-    return int(value * scale)
+    return int(value)
 
 
 def format_bytes(size: int) -> str:

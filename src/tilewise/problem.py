@@ -353,10 +353,12 @@ class ConvProblem:
         ranges = tuple(r for r in ranges if r.length != shape[r.dim])
         if not ranges:
             return layout, align
+        itemsize = self.torch_dtype(role).itemsize
         strides = dense_strides(tuple(shape), layout)
         for r in ranges:
             shape[r.dim] = r.length
-            align = math.gcd(align, r.start * strides[r.dim] * self.torch_dtype(role).itemsize)
+            # How far apart the elements of a view lie is not known here.
+            align = math.gcd(align, r.start * itemsize * (1 if layout == "view" else strides[r.dim]))
         return ("view" if layout == "view" else layout_of(shape, strides)), align
 
     def reference(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

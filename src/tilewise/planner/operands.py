@@ -10,7 +10,10 @@ import torch
 from tilewise.device import torch_device
 from tilewise.problem import ALIGNMENT, ConvProblem, Range, dense_strides
 
-__all__ = ["make_operand", "make_operands", "make_result", "narrow"]
+__all__ = ["Tensors", "make_operand", "make_operands", "make_result", "narrow"]
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Both operands, in the order of ``problem.operands``, and the result."""
 
 
 def make_operands(problem: ConvProblem, seed: int = 0, *, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,5 +42,10 @@ class Options:
         for name, known in (("batch_sizes", BATCH_SIZES), ("rigor", RIGORS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: one of {', '.join(known)} would do")
-        if self.error_limit is not None and not self.error_limit > 0:
-            raise ValueError(f"error_limit={self.error_limit!r}: a positive number would do")
+        for name in ("deterministic", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: True or False would do")
+        limit: object = self.error_limit
+        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and limit > 0):  # type: ignore[operator]
+            raise ValueError(f"error_limit={limit!r}: a positive number would do")

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 __all__ = ["MOST_POINTS", "Division", "divide", "front", "thin"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 MOST_POINTS = 16
 """Points of a front that go up the tree (the bound on the search)."""
@@ -20,7 +23,11 @@ MOST_POINTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Sizes, largest first, that sum to the whole, and for each the index of the point of its size's front."""
+    """Sizes that sum to the whole, and for each the index of the point of its size's front.
+
+    They are in such an order that each part starts at a multiple of the largest power of two in its size: what is known
+    of a part's alignment follows from its size alone.
+    """
 
     time_ms: float
     workspace: int
@@ -50,40 +57,53 @@ def divide(whole: int, fronts: Mapping[int, Sequence[tuple[float, int]]], limit:
 
     Every part keeps ``limit`` bytes. Empty when no division exists.
     """
-    thresholds = sorted({ws for points in fronts.values() for _, ws in points if limit is None or ws <= limit})
-    found = [division for ws in thin(thresholds, 4 * MOST_POINTS) if (division := _fastest(whole, fronts, ws))]
+    sizes = sorted(size for size, points in fronts.items() if size <= whole and points)
+    thresholds = sorted({ws for size in sizes for _, ws in fronts[size] if limit is None or ws <= limit})
+    if not thresholds:
+        return []
+    allowed = thin(thresholds, 4 * MOST_POINTS)
+    fastest = [[_fastest(fronts[size], ws) for size in sizes] for ws in allowed]
+    cost = np.array(
+        [[fronts[s][i][0] if i >= 0 else np.inf for s, i in zip(sizes, row, strict=True)] for row in fastest]
+    )
+    best, choice = _shortest(whole, np.array(sizes), cost)
+    found = []
+    for row, points in enumerate(fastest):
+        if np.isfinite(best[row, whole]):
+            path = _path(whole, sizes, choice[row])
+            workspace = max(fronts[sizes[i]][points[i]][1] for i in path)
+            chosen = tuple(sizes[i] for i in path), tuple(points[i] for i in path)
+            found.append(Division(float(best[row, whole]), workspace, *chosen))
     kept = front((d.time_ms, d.workspace) for d in found)
     return [found[i] for i in thin(kept)]
 
 
-def _fastest(whole: int, fronts: Mapping[int, Sequence[tuple[float, int]]], limit: int) -> Division | None:
-    sizes, times, points = [], [], []
-    for size, candidates in sorted(fronts.items()):
-        fitting = [(ms, ws, i) for i, (ms, ws) in enumerate(candidates) if ws <= limit]
-        if size <= whole and fitting:
-            ms, _, index = min(fitting)
-            sizes.append(size)
-            times.append(ms)
-            points.append(index)
-    if not sizes:
-        return None
-    step, cost = np.array(sizes), np.array(times)
-    best = np.full(whole + 1, np.inf)
-    best[0] = 0.0
-    choice = np.zeros(whole + 1, dtype=np.int64)
+def _fastest(points: Sequence[tuple[float, int]], limit: int) -> int:
+    """Index of the fastest point within ``limit`` bytes, -1 for none."""
+    fitting = [(ms, ws, i) for i, (ms, ws) in enumerate(points) if ws <= limit]
+    return min(fitting)[2] if fitting else -1
+
+
+def _shortest(whole: int, sizes: Array, cost: Array) -> tuple[Array, Array]:
+    """Least cost of every length up to ``whole`` and the last size on the way, one row for each row of ``cost``."""
+    best = np.full((len(cost), whole + 1), np.inf)
+    best[:, 0] = 0.0
+    choice = np.zeros(best.shape, dtype=np.int64)
+    rows = np.arange(len(cost))
     for n in range(1, whole + 1):
-        usable = int(np.searchsorted(step, n, side="right"))
+        usable = int(np.searchsorted(sizes, n, side="right"))
         if usable:
-            totals = best[n - step[:usable]] + cost[:usable]
+            totals = best[:, n - sizes[:usable]] + cost[:, :usable]
             # The largest of equal ones: fewer parts.
-            choice[n] = usable - 1 - int(np.argmin(totals[::-1]))
-            best[n] = totals[choice[n]]
-    if not np.isfinite(best[whole]):
-        return None
+            choice[:, n] = usable - 1 - np.argmin(totals[:, ::-1], axis=1)
+            best[:, n] = totals[rows, choice[:, n]]
+    return best, choice
+
+
+def _path(whole: int, sizes: Sequence[int], choice: Array) -> list[int]:
+    """Indices of the sizes on the way to ``whole``, by falling powers of two in them, then largest first."""
     path, rest = [], whole
     while rest:
         path.append(int(choice[rest]))
         rest -= sizes[path[-1]]
-    path.sort(key=lambda i: -sizes[i])
-    workspace = max(fronts[sizes[i]][points[i]][1] for i in path)
-    return Division(float(best[whole]), workspace, tuple(sizes[i] for i in path), tuple(points[i] for i in path))
+    return sorted(path, key=lambda i: (-(sizes[i] & -sizes[i]), -sizes[i]))

@@ -6,8 +6,8 @@ of a front go up, and sizes descend only while the limit kept something out or s
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,14 +15,15 @@ import torch
 
 from tilewise import execute, solvers
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
+from tilewise.planner.divisions import BATCH_LEVEL, Divisions, part_plans, wrong_part
 from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.measure import Timer, framework_flags, interleaved
-from tilewise.planner.operands import make_operands, make_result, narrow
+from tilewise.planner.operands import Tensors, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options
-from tilewise.planner.pareto import divide, front, thin
+from tilewise.planner.pareto import front, thin
 from tilewise.planner.trial import Known, Trial, leaf_plan
 from tilewise.planner.verify import error_limit, errors_of
-from tilewise.problem import ConvProblem, Part
+from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import Split
 
 __all__ = ["Search", "Store"]
@@ -31,14 +32,11 @@ FINALISTS = 3
 """Plans measured whole against the baseline."""
 NEAR = 1.15
 """Plans whose estimate is within this of the best are finalists."""
+MOST_NESTED = 2
 MARGIN = {"cuda": 0.98, "cpu": 0.95}
 """A plan replaces torch's choice below this share of its time: less is within the noise of a median."""
-GAIN = 0.97
-"""Smaller parts are worth looking at further when their time an image falls below this share of the best."""
-HOPELESS = 2.0
-"""Sizes stop descending when their time an image is this many times the best."""
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+RETRIES = 8
+"""Times a search starts again without a part that turned out to be wrong, at any size."""
 
 
 class Store:
@@ -67,6 +65,7 @@ class Search:
     def __post_init__(self) -> None:
         self.log: list[Measurement] = []
         self.baseline: Measurement | None = None
+        self.wrong: dict[tuple[str, Config], str] = {}
         a, b = make_operands(self.problem)
         self.tensors: Tensors = (a, b, make_result(self.problem))
         self.timer = Timer(a.device)
@@ -78,8 +77,11 @@ class Search:
         """
         with framework_flags(self.problem.precision, self.options.deterministic):
             self._measure_baseline()
-            ranked = self._estimated() if self.options.rigor == "estimate" else self._measured()
-            return self._choose(ranked)
+            for _ in range(RETRIES):
+                ranked = self._estimated() if self.options.rigor == "estimate" else self._measured()
+                with contextlib.suppress(_WrongPart):
+                    return self._choose(ranked)
+            raise NoPlanError(_no_plan_text(self.problem, self.options, self.log))
 
     def front(self) -> tuple[Plan, ...]:
         """Plans of the time/workspace front, fastest first; times of divisions are their parts' sums."""
@@ -102,7 +104,7 @@ class Search:
         key = (solver.name, solver.version, Config())
         found = known.get(key)
         if found is None:
-            trial = self._trial(self.problem, self.tensors, known)
+            trial = self._trial(self.problem, self.tensors)
             found = trial.measure(solver, Config())
             known[key] = found
         self.log.append(found)
@@ -116,116 +118,52 @@ class Search:
         limit = self.options.workspace
         return limit is None or (self.baseline.workspace or 0) <= limit
 
-    def _trial(self, problem: ConvProblem, tensors: Tensors, known: Known, *, root: bool = True) -> Trial:
-        return Trial(problem, tensors, self.options, self.profile, self.timer, known, is_root=root)
+    def _trial(self, problem: ConvProblem, tensors: Tensors, *, root: bool = True) -> Trial:
+        known = self.store.of(problem)
+        return Trial(problem, tensors, self.options, self.profile, self.timer, known, self.wrong, is_root=root)
 
     def _measured(self) -> list[Plan]:
         """Leaves and divisions, best first by measured or summed time."""
-        best_ms = self.baseline.time_ms if self.baseline is not None else None
-        trial = self._trial(self.problem, self.tensors, self.store.of(self.problem))
-        trial.best_ms = best_ms if best_ms is not None else math.inf
-        leaves = self._usable(trial)
-        plans = [leaf_plan(self.problem, m) for m in leaves]
-        bound = min([p.time_ms for p in plans] + [trial.best_ms])
-        for solver in solvers.all_solvers():
-            if isinstance(solver, Split):
-                reasons = solver.why_not(self.problem)
-                if self.options.batch_sizes == "undivided":
-                    reasons = reasons or ["batch_sizes=undivided"]
-                if reasons:
-                    self.log.append(Measurement(solver.name, solver.version, Config(), reason="; ".join(reasons)))
-                    continue
-                plans += self._divisions(solver, leaves, trial.blocked, bound)
+        trial = self._trial(self.problem, self.tensors)
+        if self.baseline_allowed and self.baseline is not None and self.baseline.time_ms is not None:
+            trial.best_ms = self.baseline.time_ms
+        plans = [leaf_plan(self.problem, m) for m in self._usable(trial)]
+        plans += self._cut(self.problem, self.tensors, trial, -1)
         return sorted(plans, key=lambda plan: plan.time_ms)
+
+    def _cut(self, problem: ConvProblem, tensors: Tensors, trial: Trial, level: int, depth: int = 0) -> list[Plan]:
+        """Plans that cut ``problem`` by splits of a higher level, each axis once and at most two nested."""
+        plans: list[Plan] = []
+        for solver in solvers.all_solvers():
+            if not isinstance(solver, Split) or solver.level <= level or depth == MOST_NESTED:
+                continue
+            reasons = solver.why_not(problem)
+            if self.options.batch_sizes == "undivided":
+                reasons = reasons or ["batch_sizes=undivided"]
+            if solver.level > BATCH_LEVEL and self.options.rigor != "patient" and not trial.blocked:
+                reasons = reasons or ["not tried: the workspace limit kept nothing out"]
+            if reasons:
+                if depth == 0:
+                    self.log.append(Measurement(solver.name, solver.version, Config(), reason="; ".join(reasons)))
+                continue
+            divisions = Divisions(
+                solver,
+                problem,
+                tensors,
+                self.options,
+                functools.partial(self._trial, root=False),
+                trial.known,
+                trial.best_ms,
+                trial.blocked,
+                functools.partial(self._cut, level=solver.level, depth=depth + 1),
+            )
+            plans += divisions.plans()
+        return plans
 
     def _usable(self, trial: Trial) -> list[Measurement]:
         found = trial.run()
         self.log += found if trial.is_root else []
         return [m for m in found if not m.reason and m.time_ms is not None]
-
-    def _divisions(self, solver: Split, leaves: list[Measurement], blocked: bool, bound_ms: float) -> list[Plan]:
-        """Plans that cut the problem, from the fronts of its parts; whole leaves are not among the parts."""
-        whole = self.problem.extent(solver.axis)
-        best_rate = bound_ms / whole
-        fronts: dict[int, list[Plan]] = {}
-        patient = self.options.rigor == "patient"
-        worse = 0
-        for size in self._sizes(solver):
-            if not blocked and worse and not patient:
-                break
-            child = solver.child(self.problem, size)
-            trial = self._trial(child, self._part_tensors(solver, size), self.store.of(child), root=False)
-            trial.best_ms = best_rate * size * HOPELESS if not patient else math.inf
-            usable = self._usable(trial)
-            kept = front((m.time_ms or 0.0, m.workspace or 0) for m in usable)
-            fronts[size] = [leaf_plan(child, usable[i]) for i in thin(kept)]
-            blocked = trial.blocked
-            rate = min((p.time_ms for p in fronts[size]), default=math.inf) / size
-            worse = 0 if rate < GAIN * best_rate else worse + 1
-            if math.isfinite(rate) and rate > HOPELESS * best_rate and not patient:
-                break
-            best_rate = min(best_rate, rate)
-        points = {size: [(p.time_ms, p.workspace) for p in plans] for size, plans in fronts.items() if plans}
-        found = divide(whole, points, self.options.workspace)
-        return [self._division_plan(solver, d.sizes, [fronts[s][i] for s, i in zip(d.sizes, d.points, strict=True)])
-                for d in found]  # fmt: skip
-
-    def _sizes(self, solver: Split) -> Iterator[int]:
-        """Sizes of the policy, descending; under ``all`` the powers of two come first and bound the rest."""
-        policy = self.options.batch_sizes
-        sizes = list(solver.sizes(self.problem, policy))
-        if policy == "all" and self.options.rigor != "patient":
-            firsts = [s for s in sizes if s & (s - 1) == 0]
-            yield from firsts
-            yield from (s for s in sizes if s & (s - 1))
-            return
-        yield from sizes
-
-    def _part_tensors(self, solver: Split, size: int) -> Tensors:
-        whole = self.problem.extent(solver.axis)
-        part = self._parts(solver, (size, whole - size))[0]
-        a, b = (narrow(t, part.ranges(role)) for t, role in zip(self.tensors, self.problem.operands, strict=False))
-        child = solver.child(self.problem, size)
-        if part.ranges(self.problem.result):
-            return a, b, narrow(self.tensors[2], part.ranges(self.problem.result))
-        return a, b, make_result(child)
-
-    def _parts(self, solver: Split, sizes: tuple[int, ...]) -> tuple[Part, ...]:
-        return solver.children(self.problem, Config(sizes=tuple(s for s in sizes if s)))
-
-    def _division_plan(self, solver: Split, sizes: tuple[int, ...], parts: list[Plan]) -> Plan:
-        children: list[Plan] = []
-        counts: list[int] = []
-        for plan in parts:
-            if children and children[-1] == plan:
-                counts[-1] += 1
-            else:
-                children.append(plan)
-                counts.append(1)
-        runs = _runs(sizes)
-        whole = self.problem.extent(solver.axis)
-        label = f"{whole} = " + " + ".join(f"{n}x{s}" if n > 1 else str(s) for s, n in runs)
-        extra = self._sum_bytes(sizes)
-        return Plan(
-            self.problem.key,
-            solver.name,
-            solver.version,
-            Config(sizes=sizes),
-            tuple(replace(c, label=f"{c.config} @{_size_of(c, runs, children, counts, i)}".strip())
-                  for i, c in enumerate(children)),
-            tuple(counts),
-            time_ms=sum(p.time_ms for p in parts),
-            workspace=extra + max(p.workspace for p in parts),
-            label=label,
-        )  # fmt: skip
-
-    def _sum_bytes(self, sizes: tuple[int, ...]) -> int:
-        """The fp32 sum beside a 16-bit result."""
-        role = self.problem.result
-        child = self.problem.split("batch", sizes)[0].problem
-        if child is None or child.out_dtype == self.problem.out_dtype:
-            return 0
-        return child.nbytes(role)
 
     def _estimated(self) -> list[Plan]:
         """Leaves by roofline alone; only the winner is run."""
@@ -276,12 +214,13 @@ class Search:
     def _time_whole(self, plans: list[Plan]) -> list[Plan]:
         """The plans with their own measured times; a plan that turns out to take too much memory is dropped."""
         a, b, out = self.tensors
-        calls, kept = [], []
+        calls: list[Callable[[], object]] = []
+        kept: list[Plan] = []
         for plan in plans:
             try:
                 bound = execute.bind(plan, self.problem, a, b, out)
                 call = functools.partial(bound, a, b, None, out)
-                workspace = self._trial(self.problem, self.tensors, {}).peak(call, bound.workspace, False)
+                workspace = self._trial(self.problem, self.tensors).peak(call, bound.workspace, False)
             except RuntimeError as error:
                 self.log.append(Measurement(plan.solver, plan.version, plan.config, reason=str(error)[:300]))
                 continue
@@ -291,20 +230,38 @@ class Search:
                 self.log.append(Measurement(plan.solver, plan.version, plan.config, workspace=workspace, reason=text))
                 continue
             # Timed as a layer runs it: like torch, each call allocates its result.
-            calls.append(functools.partial(bound, a, b))
+            calls.append(functools.partial(bound, a, b, self._bias()))
             kept.append(replace(plan, workspace=workspace))
         if not kept:
             return []
         if self.baseline is not None:
-            solver = solvers.baseline()
-            base = execute.bind(leaf_plan(self.problem, self.baseline), self.problem, a, b)
-            calls.append(functools.partial(base, a, b))
-            assert solver.own_output
-        times = interleaved(calls, a.device, budget_ms=60.0 if a.is_cuda else 1500.0, least=5, most=31)
+            calls.append(self._framework_call())
+        times = interleaved(calls, a.device, budget_ms=40.0 if a.is_cuda else 1500.0, least=5, most=31)
         if self.baseline is not None:
             self.baseline = replace(self.baseline, time_ms=times[-1])
             self.store.of(self.problem)[(self.baseline.solver, self.baseline.version, Config())] = self.baseline
         return [replace(plan, time_ms=time_ms) for plan, time_ms in zip(kept, times, strict=False)]
+
+    def _bias(self) -> torch.Tensor | None:
+        if not self.problem.bias:
+            return None
+        a = self.tensors[0]
+        return torch.zeros(self.problem.shape(self.problem.result)[1], dtype=a.dtype, device=a.device)
+
+    def _framework_call(self) -> Callable[[], object]:
+        """torch's operator, with the layer's bias where it has one."""
+        a, b, _ = self.tensors
+        p, bias = self.problem, self._bias()
+        if bias is None:
+            assert self.baseline is not None
+            return functools.partial(execute.bind(leaf_plan(p, self.baseline), p, a, b), a, b)
+        transposed = p.pass_ is Pass.DGRAD
+        extra = [x.size + x.before + x.after - (x.out - 1) * x.stride - x.reach for x in p.axes]
+        strides, dilations = [x.stride for x in p.axes], [x.dilation for x in p.axes]
+        padding, output_padding = [x.before for x in p.axes], extra if transposed else [0] * p.dims
+        return functools.partial(
+            torch.convolution, a, b, bias, strides, padding, dilations, transposed, output_padding, p.groups
+        )
 
     def _keeps_baseline(self, plan: Plan) -> bool:
         if not self.baseline_allowed or self.baseline is None or self.baseline.time_ms is None:
@@ -326,9 +283,28 @@ class Search:
         text = f"error {error.l2:.1e} (spread {error.spread:.1e}) over the limit {limit_l2:.1e}"
         self.log.append(Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, error, text))
         if plan.leaf:
-            known = self.store.of(self.problem)
-            known[(plan.solver, plan.version, plan.config)] = self.log[-1]
+            self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = self.log[-1]
+            self.wrong[plan.solver, plan.config] = text
+        else:
+            self._look_for_wrong_parts(plan)
         return None
+
+    def _look_for_wrong_parts(self, plan: Plan) -> None:
+        """Remember parts that are wrong by themselves; then the division must be found anew without them."""
+        solver = solvers.get(plan.solver)
+        assert isinstance(solver, Split)
+        found = False
+        for problem, child in _leaf_parts(plan, self.problem, solver):
+            error = self._errors(child, problem)
+            limit_l2, _ = error_limit(problem, self.options.error_limit, self._own_errors)
+            if not error.l2 <= limit_l2:
+                text = f"error {error.l2:.1e} (spread {error.spread:.1e}) over the limit {limit_l2:.1e}"
+                key = (child.solver, child.version, child.config)
+                self.store.of(problem)[key] = wrong_part(text, replace(child, error=error))
+                self.wrong[child.solver, child.config] = f"{text}, as a part"
+                found = True
+        if found:
+            raise _WrongPart
 
     def _own_errors(self) -> Error:
         if self.baseline is None:
@@ -349,24 +325,18 @@ class Search:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m
 
 
-def _runs(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    runs: list[tuple[int, int]] = []
-    for size in sizes:
-        if runs and runs[-1][0] == size:
-            runs[-1] = (size, runs[-1][1] + 1)
+def _leaf_parts(plan: Plan, problem: ConvProblem, solver: Split) -> Iterator[tuple[ConvProblem, Plan]]:
+    for part, child in part_plans(plan, problem, solver):
+        if child.leaf:
+            yield part, child
         else:
-            runs.append((size, 1))
-    return runs
+            inner = solvers.get(child.solver)
+            assert isinstance(inner, Split)
+            yield from _leaf_parts(child, part, inner)
 
 
-def _size_of(plan: Plan, runs: list[tuple[int, int]], children: list[Plan], counts: list[int], index: int) -> int:
-    """Size of the parts that child ``index`` stands for."""
-    start = sum(counts[:index])
-    for size, count in runs:
-        if start < count:
-            return size
-        start -= count
-    raise IndexError(f"{plan.solver}: child {index} of {len(children)} has no parts")
+class _WrongPart(Exception):
+    """A part of a division was wrong: the search starts again without it."""
 
 
 def _no_plan_text(problem: ConvProblem, options: Options, log: list[Measurement]) -> str:

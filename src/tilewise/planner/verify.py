@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from tilewise import solvers
 from tilewise.plan import Error, Plan
 from tilewise.planner.measure import without_benchmark
 from tilewise.planner.operands import make_operands, make_result, narrow
 from tilewise.problem import ConvProblem, Pass, Range
+from tilewise.solvers import Split
 
 __all__ = ["Compute", "error_limit", "errors_of"]
 
@@ -76,8 +78,9 @@ def _samples(
         channels = max(1, min(problem.out_channels // problem.groups, int(budget / per)))
         rest = problem.out_channels - channels
         axis, starts = "out_channels", [(0, channels)]
-        if rest and problem.groups == 1:
-            starts = [(rest, channels)]
+        if problem.groups == 1 and rest and channels > 1:
+            half = channels // 2
+            starts = [(0, half), (problem.out_channels - half, half)]
     else:
         images = max(2, min(IMAGES, int(budget * problem.batch / problem.flops)))
         axis, starts = "batch", [(i, 1) for i in _telling_images(problem, plan, images)]
@@ -99,9 +102,14 @@ def _cut(problem: ConvProblem, axis: str, sizes: list[int]) -> tuple:  # type: i
     return problem.split(axis, sizes)
 
 
+def _cuts_batch(plan: Plan) -> bool:
+    solver = solvers.get(plan.solver)
+    return isinstance(solver, Split) and solver.axis == "batch"
+
+
 def _telling_images(problem: ConvProblem, plan: Plan | None, most: int) -> list[int]:
     telling = [0, problem.batch - 1]
-    sizes = plan.config.get("sizes", ()) if plan is not None else ()
+    sizes = plan.config.get("sizes", ()) if plan is not None and _cuts_batch(plan) else ()
     if isinstance(sizes, tuple):
         start = 0
         for size in sizes[:-1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,6 +60,8 @@ class Solver(abc.ABC):
     """Can write an ``out`` of any strides; otherwise the executor gives it a dense one and copies."""
     baseline: ClassVar[bool] = False
     """The framework's own choice, against which every plan is measured."""
+    blocks_itself: ClassVar[bool] = False
+    """Has configs that take the batch in blocks, so that as a micro-batch it has nothing to add."""
     most_configs: ClassVar[int] = 6
     """Configs measured when planning is not ``patient``: those with the best estimates."""
     error_bound: ClassVar[dict[str, float]] = {"ieee": 1e-5, "tf32": 5e-3}
@@ -81,9 +83,14 @@ class Solver(abc.ABC):
         """Bytes it is expected to allocate by itself inside ``run`` (library scratch). Measured too."""
         return 0
 
-    def offers(self, p: ConvProblem, ceiling: int | None) -> Iterable[tuple[Config, int]]:
-        """Configs with their workspace in bytes; those over ``ceiling`` may be listed without being built."""
-        return ((c, self.workspace(p, c)) for c in self.configs(p))
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """Configs with their workspace in bytes; those over ``ceiling`` may be listed without being built.
+
+        With ``only``, those of these that can solve ``p``: a part is asked about what gained on the whole.
+        """
+        return ((c, self.workspace(p, c)) for c in self.configs(p) if only is None or c in only)
 
     @abc.abstractmethod
     def cost(self, p: ConvProblem, c: Config) -> Cost:
@@ -124,7 +131,14 @@ class Split(Solver):
 
     @abc.abstractmethod
     def sizes(self, p: ConvProblem, policy: str) -> Sequence[int]:
-        """Part sizes worth planning under a batch-size policy: ``undivided``, ``powers_of_two`` or ``all``."""
+        """Part sizes worth planning under a batch-size policy: ``undivided``, ``powers_of_two`` or ``all``.
+
+        They fall; a size is tried with what gained at the size before it.
+        """
+
+    def between(self, p: ConvProblem, policy: str) -> Sequence[int]:
+        """Further sizes, tried with what gained at the neighbours among :meth:`sizes` alone."""
+        return ()
 
     @abc.abstractmethod
     def child(self, p: ConvProblem, size: int) -> ConvProblem:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tilewise.plan import Config
-from tilewise.problem import ALIGNMENT, ROLES, ConvProblem, Pass, dense_strides
+from tilewise.problem import ROLES, ConvProblem, dense_strides
 from tilewise.solvers.base import Cost, Split
 
 
@@ -22,31 +22,30 @@ class MicroBatch(Split):
         return [] if p.batch > 1 else ["a batch of 1 cannot be divided"]
 
     def sizes(self, p: ConvProblem, policy: str) -> Sequence[int]:
-        """Micro-batch sizes of mu-cuDNN's policies (III-D), largest first, the whole batch left out."""
+        """Powers of two below the batch (Oyama et al. 2018, III-D), largest first."""
         if policy == "undivided":
             return ()
-        if policy == "all":
-            return range(p.batch - 1, 0, -1)
         return [2**n for n in range((p.batch - 1).bit_length() - 1, -1, -1)]
 
+    def between(self, p: ConvProblem, policy: str) -> Sequence[int]:
+        """Every other size, under the policy ``all``."""
+        return [n for n in range(p.batch - 1, 0, -1) if n & (n - 1)] if policy == "all" else ()
+
     def child(self, p: ConvProblem, size: int) -> ConvProblem:
-        """A micro-batch of ``size`` at any multiple of ``size`` (largest parts come first)."""
-        sums = p.pass_ is Pass.WGRAD
+        """A micro-batch of ``size`` that starts at any multiple of the largest power of two in ``size``.
+
+        The planner orders sizes so that all do.
+        """
+        part = p.split("batch", [n for n in (size, p.batch - size) if n])[0].problem
+        assert part is not None
         alignment = []
         for role, layout, align in zip(ROLES, p.layouts, p.alignment, strict=True):
             if role != "w" and size < p.batch:
-                image = dense_strides(p.shape(role), layout)[0] * p.torch_dtype(role).itemsize
-                align = math.gcd(align, image * (size if size & (size - 1) == 0 else 1), ALIGNMENT)
+                image = 1 if layout == "view" else dense_strides(p.shape(role), layout)[0]
+                align = math.gcd(align, image * size * p.torch_dtype(role).itemsize)
             alignment.append(align)
         ax, aw, ay = alignment
-        return replace(
-            p,
-            batch=size,
-            bias=False,
-            accumulate=p.accumulate or sums,
-            out_dtype="fp32" if sums else p.out_dtype,
-            alignment=(ax, aw, ay),
-        )
+        return replace(part, alignment=(ax, aw, ay))
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Its children's; nothing of its own."""

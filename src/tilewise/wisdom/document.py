@@ -19,7 +19,7 @@ FORMAT = 1
 KIND = "tilewise wisdom"
 
 
-def compose(tables: dict[str, list[Row]]) -> dict[str, Any]:
+def compose(tables: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
     """The document of valid rows, by table name; :func:`parse` reads it back."""
     environments: dict[str, dict[str, Any]] = {}
 
@@ -41,6 +41,7 @@ def compose(tables: dict[str, list[Row]]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "kind": KIND,
+        "written_by": written_by,
         "environments": [
             {
                 "environment": environment,

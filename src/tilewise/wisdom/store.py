@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilewise.plan import Measurement, Plan
+from tilewise.version import VERSION
 from tilewise.wisdom import document, rows, tables
 from tilewise.wisdom.database import Database, WisdomWarning
 from tilewise.wisdom.paths import default_path
@@ -155,7 +156,7 @@ class Wisdom:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as the JSON document that ``docs/wisdom.md`` describes."""
-        return document.compose(self._everything())
+        return document.compose(self._everything(), f"tilewise {VERSION}")
 
     def export(self, path: Path | str) -> int:
         """Write everything to a JSON document, whole or not at all; returns the rows written.
@@ -163,7 +164,7 @@ class Wisdom:
         Raises ``OSError`` when it cannot be written.
         """
         everything = self._everything()
-        document.write(Path(path), document.compose(everything))
+        document.write(Path(path), document.compose(everything, f"tilewise {VERSION}"))
         return sum(map(len, everything.values()))
 
     def import_(self, path: Path | str) -> int:

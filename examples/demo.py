@@ -1,0 +1,186 @@
+"""Plan, time and train a small network within a memory limit, on this machine: ``make demo``.
+
+1. ``tilewise time photonet`` plans every convolution of the built-in network within 8 MiB of workspace a kernel (what
+   Caffe allowed) and times torch and the plans side by side.
+2. The same network is trained for a few steps on crops of two photographs that scikit-learn ships (which one is it?),
+   from the same seed once as torch runs it and once with its layers planned, and the losses are compared.
+
+Exits with 1 unless a layer was replaced, a layer was divided into micro-batches, and the losses agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_sample_images
+from torch import nn
+
+import tilewise
+from tilewise.frontends.zoo import build_photonet
+from tilewise.plan import Plan, format_bytes
+from tilewise.wisdom import Wisdom
+
+NETWORK = "photonet"
+CROP = build_photonet().input_shape[1]
+TOLERANCE = 1e-3
+"""Relative difference of the losses at every step. A pass differs from torch's by about 1e-6, which training grows."""
+SEED = 7
+KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 34), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+"""glibc's settings under which freed memory stays with the process: without them page faults would be timed too."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: its loss and how long it took."""
+
+    loss: float
+    ms: float
+
+
+def main() -> int:
+    """Run the demonstration; 0 when everything it promises came out."""
+    given = arguments()
+    keep_memory()
+    console = Console()
+    console.print(f"Plans are kept in {Wisdom().path}, so that a second run need not search.\n", highlight=False)
+    document = timed(given)
+    console.print(layer_table(document))
+    console.print()
+    batches = list(crops(given.batch, given.steps))
+    print(f"training {NETWORK} for {given.steps} steps, twice", file=sys.stderr, flush=True)
+    unplanned = train(fresh_network(), batches)
+    planned = train(planned_network(given, batches[0][0]), batches)
+    console.print(loss_table(unplanned, planned))
+    return verdict(document, unplanned, planned)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--batch", type=int, default=32, help="images a step (default 32)")
+    parser.add_argument("--steps", type=int, default=8, help="training steps (default 8)")
+    parser.add_argument("--workspace", default="8MiB", help="memory limit of each kernel (default 8MiB)")
+    return parser.parse_args()
+
+
+def keep_memory() -> None:
+    """Start again with :data:`KEEP` in the environment, which glibc reads once at the start; Linux only."""
+    if sys.platform == "linux" and not set(KEEP) <= set(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**KEEP, **os.environ})
+
+
+def timed(given: argparse.Namespace) -> dict[str, Any]:
+    """What ``tilewise time`` measured, as its JSON document; its progress goes to stderr."""
+    words = ["time", NETWORK, "--batch", str(given.batch), "--workspace", given.workspace, "--device", "cpu"]
+    print(f"$ tilewise {' '.join(words)}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "tilewise", *words, "--json"]
+    document: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return document
+
+
+def layer_table(document: dict[str, Any]) -> Table:
+    """One row a layer and pass: torch's time, the plan's, and the plan."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("layer", "pass"):
+        table.add_column(name)
+    for name in ("torch ms", "planned ms", "speed-up", "workspace"):
+        table.add_column(name, justify="right")
+    table.add_column("plan")
+    for layer in document["layers"]:
+        for found in layer["passes"]:
+            plan = Plan.from_json(found["plan"])
+            table.add_row(layer["names"][0], found["problem"]["pass"], *cells(found, plan))
+    return table
+
+
+def cells(found: dict[str, Any], plan: Plan) -> tuple[str, ...]:
+    """Times, workspace and plan of one layer-pass."""
+    torch_ms = f"{found['framework_ms']:.2f}"
+    if not found["replaced"]:
+        return torch_ms, "same", "", "", "left to torch"
+    parts = ", ".join(dict.fromkeys(leaf.solver for leaf in plan.leaves()))
+    what = f"{plan.solver} {plan.label}: {parts}" if plan.children else f"{plan.solver} {plan.config}"
+    return torch_ms, f"{found['planned_ms']:.2f}", f"{found['ratio']:.1f}x", format_bytes(plan.workspace), what
+
+
+def crops(batch: int, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of random crops (N, 3, 96, 96) of two photographs, and which of the two each is from (N)."""
+    photographs = np.stack(load_sample_images().images)  # (2, height, width, 3), bytes
+    random = np.random.default_rng(SEED)
+    height, width = photographs.shape[1] - CROP, photographs.shape[2] - CROP
+    for _ in range(steps):
+        labels = random.integers(len(photographs), size=batch)
+        corners = zip(random.integers(height, size=batch), random.integers(width, size=batch), strict=True)
+        images = [photographs[i, y : y + CROP, x : x + CROP] for i, (y, x) in zip(labels, corners, strict=True)]
+        pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
+        yield pixels.contiguous(), torch.from_numpy(labels)
+
+
+def fresh_network() -> nn.Module:
+    """The network with the same weights every time."""
+    torch.manual_seed(SEED)
+    return build_photonet().train()
+
+
+def planned_network(given: argparse.Namespace, example: torch.Tensor) -> nn.Module:
+    """The same network with its convolutions planned; wisdom has their plans from the timing above."""
+    return tilewise.optimize(fresh_network(), (example,), workspace=given.workspace)
+
+
+def train(network: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Step]:
+    """Losses and times of plain gradient descent with momentum, one step a batch."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
+    steps = []
+    for images, labels in batches:
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(network(images), labels)
+        loss.backward()
+        optimizer.step()
+        steps.append(Step(loss.item(), (time.perf_counter() - start) * 1e3))
+    return steps
+
+
+def loss_table(unplanned: list[Step], planned: list[Step]) -> Table:
+    """Both runs, step by step."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("step", "torch loss", "planned loss", "torch ms", "planned ms"):
+        table.add_column(name, justify="right")
+    for index, (a, b) in enumerate(zip(unplanned, planned, strict=True)):
+        table.add_row(str(index + 1), f"{a.loss:.6f}", f"{b.loss:.6f}", f"{a.ms:.0f}", f"{b.ms:.0f}")
+    return table
+
+
+def verdict(document: dict[str, Any], unplanned: list[Step], planned: list[Step]) -> int:
+    """Say what came out; 0 when all of it is as promised."""
+    summary = document["summary"]
+    apart = max(abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(unplanned, planned, strict=True))
+    replaced, divided = summary["replaced"], summary["divided"]
+    print(f"\n{replaced} of {summary['passes']} layer-passes replaced, {divided} of them divided into micro-batches.")
+    print(f"Losses agree within {apart:.1e} (allowed: {TOLERANCE:g}).")
+    # The first step warms up.
+    before, after = (sum(step.ms for step in steps[1:]) for steps in (unplanned, planned))
+    print(f"A training step takes {before / after:.1f} times less than torch's.")
+    failures = {
+        "no layer was replaced": replaced == 0,
+        "no layer was divided": divided == 0,
+        "the losses do not agree": not apart <= TOLERANCE,
+    }
+    for text in (text for text, failed in failures.items() if failed):
+        print(f"demo failed: {text}", file=sys.stderr)
+    return int(any(failures.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""``python -m tilewise``: the command line."""
+
+from tilewise.cli import main
+
+main()

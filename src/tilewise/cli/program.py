@@ -1,0 +1,124 @@
+"""The command group: commands loaded when called, and one line on stderr for whatever stops one."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+__all__ = [
+    "BAD_INPUT",
+    "INTERRUPTED",
+    "NO_PLAN",
+    "Program",
+    "bad_input",
+    "enough_memory",
+    "is_out_of_memory",
+    "one_line",
+]
+
+COMMANDS = ("plan", "time", "explain", "wisdom", "info")
+"""Each is ``command`` in the module of its name, in the order ``--help`` lists them."""
+NO_PLAN, BAD_INPUT, INTERRUPTED = 1, 2, 130
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+"""What torch says when memory runs out, by device and by how much was asked for."""
+
+
+class Program(click.Group):
+    """A group that imports a command's module only when asked for it.
+
+    Errors are one line each on stderr; the process exits with 2 for bad input, 130 when interrupted.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"tilewise.cli.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            ctx.fail(f"{args[0]!r} is not a command: {', '.join(COMMANDS)} would do")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("tilewise: interrupted; what was measured is kept", err=True)
+            ctx.exit(INTERRUPTED)
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """As click's, with errors told in one line."""
+        run: Callable[..., Any] = functools.partial(super().main, *args, **extra, standalone_mode=False)
+        if not standalone_mode:
+            return run()
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                code = run()
+        except click.ClickException as error:
+            click.echo(f"tilewise: {one_line(error.format_message())}{_where_to_look(error)}", err=True)
+            code = error.exit_code
+        except click.Abort:
+            click.echo("tilewise: interrupted", err=True)
+            code = INTERRUPTED
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as one line, without the place in the code that Python adds."""
+    click.echo(f"tilewise: warning: {one_line(str(message))}", err=True)
+
+
+def _where_to_look(error: click.ClickException) -> str:
+    """A pointer to the help of a command used wrongly; messages of ours already say what would do."""
+    if isinstance(error, BadInput) or not isinstance(error, click.UsageError) or error.ctx is None:
+        return ""
+    return f" (see '{error.ctx.command_path} --help')"
+
+
+class BadInput(click.UsageError):
+    """Input that makes no sense; the message names it and says what would do."""
+
+
+@contextmanager
+def bad_input(argument: str = "") -> Iterator[None]:
+    """Turn ``ValueError`` within into one line and exit code 2; ``argument`` names what was being read."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadInput(one_line(f"{argument}: {error}" if argument else str(error))) from error
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Turn running out of memory within into one line and exit code 1."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = one_line(str(error).partition("\n")[0] or type(error).__name__)
+        raise click.ClickException(f"out of memory: {reason}; a smaller --batch would do") from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether ``error`` says that memory ran out; torch's CPU allocator has no class for it."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def one_line(text: str) -> str:
+    """``text`` with every run of white space, line ends included, made one blank."""
+    return " ".join(text.split())

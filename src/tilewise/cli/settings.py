@@ -1,0 +1,139 @@
+"""Options that the planning commands share, and their values made ready for the planner."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tilewise.cli.program import bad_input, enough_memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewise.planner import Options
+
+__all__ = ["DEFAULT_BATCH", "PASSES", "Settings", "planning_options"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The choices are spelled out here because the modules that own them import torch; a test holds them equal.
+RIGORS = ("estimate", "measure", "patient", "wisdom_only")
+BATCH_SIZES = ("undivided", "powers_of_two", "all")
+PRECISIONS = ("ieee", "tf32")
+DTYPES = ("fp32", "bf16", "fp16")
+LAYOUTS = ("contiguous", "channels_last")
+PASSES = ("fprop", "dgrad", "wgrad")
+DEFAULT_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user asked for, as given; each method says it in the terms of the module it is for."""
+
+    batch: int | None
+    device: str | None
+    precision: str | None
+    workspace: str | None
+    batch_sizes: str
+    rigor: str
+    dtype: str
+    layout: str
+    deterministic: bool
+
+    def options(self) -> Options:
+        """The planner's options. Raises :class:`BadInput`."""
+        from tilewise.plan import parse_bytes
+        from tilewise.planner import Options
+
+        limit = None
+        if self.workspace is not None and self.workspace != "none":
+            with bad_input():
+                limit = parse_bytes(self.workspace, "--workspace")
+        return Options(limit, self.batch_sizes, self.rigor, self.deterministic)
+
+    def torch_device(self) -> torch.device:
+        """The device to plan for, made the current one. Raises :class:`BadInput`."""
+        import torch
+
+        if self.device is None:
+            return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _cpu()
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            device = torch.device("meta")
+        with bad_input("--device"):
+            if device.type not in ("cpu", "cuda"):
+                raise ValueError(f"{self.device!r} is not a device tilewise plans for; cpu, cuda or cuda:N would do")
+            if device.type == "cuda":
+                count = torch.cuda.device_count()
+                if count == 0:
+                    raise ValueError(f"{self.device!r}: torch {torch.__version__} sees no GPU here; cpu would do")
+                if (device.index or 0) >= count:
+                    raise ValueError(f"{self.device!r}: GPUs here are cuda:0 to cuda:{count - 1}")
+                torch.cuda.set_device(device)
+                return torch.device("cuda", torch.cuda.current_device())
+        return _cpu()
+
+    def set_precision(self, device: torch.device) -> str:
+        """The precision of fp32 convolutions: as asked for, and then torch is told, or as torch has it."""
+        import torch
+
+        from tilewise.device import conv_precision
+
+        if self.precision is not None:
+            torch.backends.cudnn.allow_tf32 = self.precision == "tf32"
+            return self.precision
+        return conv_precision() if device.type == "cuda" else "ieee"
+
+
+def _cpu() -> torch.device:
+    import torch
+
+    return torch.device("cpu")
+
+
+def planning_options(function: Function) -> Function:
+    """Add the shared options; the command receives them as ``settings``."""
+    names = Settings.__dataclass_fields__
+
+    @functools.wraps(function)  # click keeps a function's other options on the function
+    def command(**values: Any) -> Any:
+        settings = Settings(**{name: values.pop(name) for name in names})
+        with enough_memory():
+            return function(settings=settings, **values)
+
+    wrapped: Any = command
+    for option in reversed(_options()):
+        wrapped = option(wrapped)
+    result: Function = wrapped
+    return result
+
+
+def _options() -> list[Callable[[Any], Any]]:
+    def choice(name: str, values: tuple[str, ...], default: str | None, text: str) -> Callable[[Any], Any]:
+        return click.option(name, type=click.Choice(values), default=default, show_default=bool(default), help=text)
+
+    return [
+        click.option(
+            "--batch",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help=f"Mini-batch size.  [default: {DEFAULT_BATCH} for a network, a layer's own mb]",
+        ),
+        click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: a GPU if there is one]"),
+        choice("--precision", PRECISIONS, None, "Products of fp32 convolutions.  [default: as torch is set]"),
+        click.option(
+            "--workspace",
+            metavar="SIZE",
+            help="Memory limit per kernel beyond operands and result, such as 64MiB.  [default: none]",
+        ),
+        choice("--batch-sizes", BATCH_SIZES, "powers_of_two", "Micro-batches that are tried."),
+        choice("--rigor", RIGORS, "measure", "Effort spent on finding plans."),
+        choice("--dtype", DTYPES, "fp32", "Type of the operands; a network is cast to it."),
+        choice("--layout", LAYOUTS, "contiguous", "Memory order of images, filters and outputs."),
+        click.option("--deterministic", is_flag=True, help="Only what gives the same bits every time."),
+    ]

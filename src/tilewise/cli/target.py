@@ -1,0 +1,113 @@
+"""What a command is about: a network, or one layer given as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
+from tilewise.cli.settings import DEFAULT_BATCH, Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewise.frontends.networks import Network
+    from tilewise.report.values import Layer
+
+__all__ = ["Target", "network_target", "resolve"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A network or layer on a device: ``layers`` in the order they run, equal ones once.
+
+    ``network`` and its ``inputs`` are ``None`` for a layer.
+    """
+
+    name: str
+    batch: int
+    device: torch.device
+    precision: str
+    layers: tuple[Layer, ...]
+    network: Network | None = None
+    inputs: torch.Tensor | None = None
+
+
+def resolve(text: str, settings: Settings, passes: tuple[str, ...] = ()) -> Target:
+    """The target that ``text`` names: a layer in benchdnn's notation or else a network.
+
+    ``passes`` narrows it to those (``fprop``, ``dgrad``, ``wgrad``). Raises :class:`BadInput`.
+    """
+    from tilewise.notation import looks_like_layer
+
+    return layer_target(text, settings, passes) if looks_like_layer(text) else network_target(text, settings, passes)
+
+
+def layer_target(text: str, settings: Settings, passes: tuple[str, ...] = ()) -> Target:
+    """One layer. Raises :class:`BadInput`."""
+    from tilewise.device import device_name
+    from tilewise.notation import layer_name, parse_layer
+    from tilewise.problem import Pass
+    from tilewise.report.values import Layer
+
+    with bad_input():
+        layer = parse_layer(text, batch=settings.batch)
+        device = settings.torch_device()
+        fields: dict[str, Any] = {
+            "batch": settings.batch,
+            "layout": settings.layout,
+            "dtype": settings.dtype,
+            "precision": settings.set_precision(device),
+            "device": device_name(device),
+        }
+        problems = tuple(parse_layer(text, pass_=p, **fields) for p in Pass if not passes or p.value in passes)
+    name = layer_name(text) or "layer"
+    return Target(text, layer.batch, device, fields["precision"], (Layer((name,), problems),))
+
+
+def network_target(text: str, settings: Settings, passes: tuple[str, ...] = ()) -> Target:
+    """A network with its input, on its device. Raises :class:`BadInput`."""
+    import torch
+
+    from tilewise.frontends.networks import load_network
+    from tilewise.problem import DTYPES
+
+    with bad_input("NET|LAYER"):
+        network = load_network(text)
+    device, batch = settings.torch_device(), settings.batch or DEFAULT_BATCH
+    dtype = DTYPES[settings.dtype]
+    order = torch.contiguous_format
+    if settings.layout == "channels_last":
+        orders = {3: torch.channels_last, 4: torch.channels_last_3d}
+        if len(network.input_shape) not in orders:
+            raise BadInput(
+                f"--layout 'channels_last': torch has it for (C, H, W) and (C, D, H, W), and {text} takes "
+                f"{network.input_shape}; contiguous would do"
+            )
+        order = orders[len(network.input_shape)]
+    network.module.to(device, dtype).to(memory_format=order)  # type: ignore[call-overload]
+    inputs = network.example_inputs(batch, device, dtype).contiguous(memory_format=order)
+    precision = settings.set_precision(device)
+    try:
+        layers = layers_of(network.module.train(), inputs, precision, passes)
+    except Exception as error:  # whatever the network's own code raises
+        if is_out_of_memory(error):
+            raise
+        reason = one_line(f"{type(error).__name__}: {error}")[:300]
+        raise BadInput(f"NET|LAYER: {text!r} does not run on an input of {tuple(inputs.shape)}: {reason}") from error
+    return Target(text, batch, device, precision, layers, network, inputs)
+
+
+def layers_of(
+    module: torch.nn.Module, inputs: torch.Tensor, precision: str, passes: tuple[str, ...]
+) -> tuple[Layer, ...]:
+    """The network's convolution layers, equal ones once, in the order they first run."""
+    from dataclasses import replace
+
+    from tilewise.cli.layers import grouped, layer_of
+    from tilewise.frontends.layers import convolution_layers
+
+    layers = [layer_of(call, precision, inputs.device) for call in convolution_layers(module, inputs)]
+    if passes:
+        layers = [replace(x, problems=tuple(p for p in x.problems if p.pass_.value in passes)) for x in layers]
+    return grouped(layers)

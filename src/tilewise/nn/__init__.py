@@ -1,0 +1,32 @@
+"""Planned layers in torch models."""
+
+from tilewise.nn.functional import (
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+    set_defaults,
+)
+from tilewise.nn.optimize import optimize, restore
+from tilewise.nn.ranks import RankMismatch
+from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
+
+__all__ = [
+    "CallReport",
+    "LayerReport",
+    "PassReport",
+    "RankMismatch",
+    "Report",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "optimize",
+    "report",
+    "restore",
+    "set_defaults",
+]

@@ -1,0 +1,174 @@
+"""The plans of one set of options: found ahead of time or on sight, each problem once, and bound once a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from tilewise import solvers
+from tilewise.device import environment, is_capturing
+from tilewise.nn.ranks import several_ranks
+from tilewise.nn.runner import BoundPass
+from tilewise.plan import Plan, parse_bytes
+from tilewise.planner import NoPlanError, Options, Planner
+from tilewise.problem import ConvProblem
+from tilewise.solvers import SolverUnavailable
+
+__all__ = ["UNPLANNED", "Book", "make_options"]
+
+UNPLANNED = ("plan", "torch")
+
+_planning = threading.RLock()
+"""torch's flags and a device's clocks are the process's own: one thread plans at a time."""
+
+
+def make_options(
+    workspace: int | str | None,
+    batch_sizes: str,
+    rigor: str,
+    deterministic: bool,
+    error_limit: float | None,
+    strict: bool,
+) -> Options:
+    """Options from a user's arguments; raises ``ValueError`` naming the one at fault."""
+    limit = None if workspace is None else parse_bytes(workspace)
+    return Options(limit, batch_sizes, rigor, deterministic, error_limit, strict)
+
+
+class Book:
+    """Plans by problem under ``options``; ``unplanned`` says what becomes of a shape seen first in use.
+
+    Raises ``ValueError`` naming ``unplanned`` when it is neither ``"plan"`` nor ``"torch"``.
+    """
+
+    def __init__(self, options: Options, unplanned: str, planner: Planner | None = None) -> None:
+        if unplanned not in UNPLANNED:
+            raise ValueError(f"unplanned={unplanned!r}: one of {', '.join(UNPLANNED)} would do")
+        self.options, self.unplanned = options, unplanned
+        self._planner = planner
+        self.reasons: dict[ConvProblem, str] = {}
+        self.times: dict[ConvProblem, float] = {}
+        self._plans: dict[tuple[ConvProblem, bool], Plan | None] = {}
+        self._bound: dict[tuple[ConvProblem, bool, torch.device], BoundPass] = {}
+
+    @property
+    def planner(self) -> Planner:
+        """The planner, made when first needed."""
+        if self._planner is None:
+            self._planner = Planner()
+        return self._planner
+
+    def constraints(self, deterministic: bool) -> Options:
+        """The options for a call under torch's own ``deterministic`` flag."""
+        return replace(self.options, deterministic=self.options.deterministic or deterministic)
+
+    def missing(self, problems: Iterable[ConvProblem], deterministic: bool) -> list[ConvProblem]:
+        """Those not planned yet, each once."""
+        return [p for p in dict.fromkeys(problems) if (p, deterministic) not in self._plans]
+
+    def plan(self, problems: Iterable[ConvProblem], deterministic: bool) -> None:
+        """Plan what is missing.
+
+        Where no solver will do, torch keeps the problem and the reason is kept, unless there is a memory limit that
+        torch would break too: then ``NoPlanError`` is raised.
+        """
+        with _planning, undisturbed():
+            todo = self.missing(problems, deterministic)
+            options = self.constraints(deterministic)
+            try:
+                found = self.planner.plan_many(todo, options)
+            except NoPlanError:
+                if options.workspace is not None and options.rigor != "wisdom_only":
+                    raise
+                found = self._one_by_one(todo, deterministic, options)
+            for problem, plan in found.items():
+                self.learn(problem, deterministic, plan)
+
+    def _one_by_one(
+        self, problems: Iterable[ConvProblem], deterministic: bool, options: Options
+    ) -> dict[ConvProblem, Plan]:
+        found = {}
+        for problem in problems:
+            try:
+                found[problem] = self.planner.plan(problem, options)
+            except NoPlanError as error:
+                self.refuse(problem, deterministic, str(error))
+        return found
+
+    def learn(self, problem: ConvProblem, deterministic: bool, plan: Plan) -> None:
+        """Take a plan, from this planner or another rank's."""
+        self._plans[problem, deterministic] = plan
+
+    def refuse(self, problem: ConvProblem, deterministic: bool, reason: str) -> None:
+        """Leave a problem to torch."""
+        self._plans[problem, deterministic] = None
+        self.reasons[problem] = reason
+
+    def chosen(self, problem: ConvProblem, deterministic: bool) -> Plan | None:
+        """The plan of ``problem``, torch's own included; ``None`` where there is none."""
+        return self._plans.get((problem, deterministic))
+
+    def replacement(self, problem: ConvProblem, deterministic: bool) -> Plan | None:
+        """The plan that is to run in place of torch's choice, ``None`` where torch's own won or nothing is known."""
+        plan = self.chosen(problem, deterministic)
+        return None if plan is None or plan.solver == solvers.baseline().name else plan
+
+    def torch_times(self, problems: Iterable[ConvProblem]) -> dict[ConvProblem, float]:
+        """torch's time in ms on each problem, as measured beside its plans, where that is known."""
+        unknown = [p for p in problems if p not in self.times]
+        for device in {p.device for p in unknown}:
+            here = [p for p in unknown if p.device == device]
+            found = self.planner.wisdom.measurements_many(environment(device).key, [p.key for p in here])
+            for problem in here:
+                for m in found[problem.key]:
+                    if m.solver == solvers.baseline().name and m.time_ms is not None:
+                        self.times[problem] = m.time_ms
+        return self.times
+
+    def ready(self, problems: Iterable[ConvProblem], deterministic: bool, device: torch.device) -> bool:
+        """Have every problem planned and bound, planning on sight where that is asked for.
+
+        ``False`` when it cannot be done now: nothing is planned or bound while capturing a CUDA graph, nor planned by
+        one rank of several.
+        """
+        wanted = list(problems)
+        if self.missing(wanted, deterministic):
+            if self.unplanned == "torch" or several_ranks():
+                for problem in self.missing(wanted, deterministic):
+                    self.refuse(problem, deterministic, "not planned for")
+            elif is_capturing(device):
+                return False
+            else:
+                self.plan(wanted, deterministic)
+        unbound = [
+            p for p in wanted if self.replacement(p, deterministic) and (p, deterministic, device) not in self._bound
+        ]
+        if unbound and is_capturing(device):
+            return False
+        for problem in unbound:
+            self._bind(problem, deterministic, device)
+        return True
+
+    def bound(self, problem: ConvProblem, deterministic: bool, device: torch.device) -> BoundPass | None:
+        """What runs ``problem`` on ``device`` once :meth:`ready`; ``None``: torch."""
+        return self._bound.get((problem, deterministic, device))
+
+    def _bind(self, problem: ConvProblem, deterministic: bool, device: torch.device) -> None:
+        plan = self.replacement(problem, deterministic)
+        assert plan is not None
+        try:
+            with undisturbed():
+                self._bound[problem, deterministic, device] = BoundPass(plan, problem, device)
+        except (SolverUnavailable, torch.OutOfMemoryError) as error:
+            self.refuse(problem, deterministic, f"{plan.solver}: {error}")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No autograd, inference mode or autocast of the caller's reaches the tensors of the planner."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
+        yield

@@ -1,0 +1,137 @@
+"""What tells one call of a layer from another: the tensors' descriptions and the flags torch would heed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import forward_ad
+
+from tilewise.device import conv_precision
+from tilewise.problem import ALIGNMENT, DTYPE_NAMES, dense_strides, layout_of
+
+__all__ = ["Call", "Operand", "autocast_dtype", "describe", "disturbed", "suggested_layout"]
+
+BATCHES = "VmapMode"
+"""On while gradients are computed in batches (``is_grads_batched``), which does not go through ``torch.func``."""
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Shape, strides in elements and alignment in bytes (at most 16) of one tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    alignment: int
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Operand:
+        """The description of ``t``."""
+        return cls(tuple(t.shape), t.stride(), math.gcd(t.data_ptr(), ALIGNMENT))
+
+    def settled(self, layout: str) -> Operand:
+        """The operand as a plan takes it: the same where dense, else as a fresh copy in ``layout``."""
+        own = layout_of(self.shape, self.strides)
+        if own == "view":
+            return Operand(self.shape, dense_strides(self.shape, layout), ALIGNMENT)
+        return Operand(self.shape, dense_strides(self.shape, own), self.alignment)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call as plans see it.
+
+    ``bias`` is its length; ``needs`` says which of input, weight and bias want gradients; ``autocast`` is the type to
+    which autocast brings the operands.
+    """
+
+    x: Operand
+    w: Operand
+    dtype: torch.dtype
+    device: torch.device
+    bias: int | None
+    needs: tuple[bool, bool, bool]
+    deterministic: bool
+    precision: str
+    autocast: torch.dtype | None
+
+    @property
+    def backend_layout(self) -> str:
+        """Layout of the result by torch's rule: channels_last where input or weight suggests it."""
+        suggestions = {suggested_layout(o.shape, o.strides) for o in (self.x, self.w)}
+        return "channels_last" if "channels_last" in suggestions else "contiguous"
+
+
+def suggested_layout(shape: Sequence[int], strides: Sequence[int]) -> str:
+    """The memory format that torch reads from strides, also where sizes of one leave it open (2-D and 3-D only)."""
+    dims = len(shape)
+    if dims not in (4, 5) or strides[1] == 0:
+        return "contiguous"
+    least = 0
+    for d in (1, *range(dims - 1, 1, -1), 0):
+        if shape[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return "contiguous"
+        least = strides[d] * max(shape[d], 1)
+    return "channels_last"
+
+
+def disturbed() -> bool:
+    """Whether something above torch's operators wants to see them: a transform, a mode, a trace or forward AD."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(BATCHES)
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch.compiler.is_compiling()
+        or function_mode_watches()
+    )
+
+
+def function_mode_watches() -> bool:
+    """Whether a ``__torch_function__`` mode is on; the one behind ``torch.set_default_device`` is not interested."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return False
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(not isinstance(mode, torch.utils._device.DeviceContext) for mode in modes)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The type to which autocast would bring a convolution's operands on ``device``, ``None`` when it is off."""
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def describe(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, dims: int) -> Call | None:
+    """The call, or ``None`` where it is torch's own affair: other types, devices, layouts and wrong shapes."""
+    tensors = (x, w) if b is None else (x, w, b)
+    if any(type(t) not in PLAIN_TYPES or t.layout is not torch.strided or t.is_neg() for t in tensors):
+        return None
+    device = x.device
+    if device.type not in ("cpu", "cuda") or any(t.device != device for t in tensors):
+        return None
+    if x.dim() != dims + 2 or w.dim() != dims + 2 or (b is not None and b.dim() != 1):
+        return None
+    if x.numel() == 0 or w.numel() == 0:
+        return None
+    autocast = autocast_dtype(device)
+    if autocast is None and any(t.dtype is not x.dtype for t in tensors):
+        return None
+    if any(t.dtype not in DTYPE_NAMES for t in tensors) or (autocast is not None and autocast not in DTYPE_NAMES):
+        return None
+    grad = torch.is_grad_enabled()
+    return Call(
+        x=Operand.of(x),
+        w=Operand.of(w),
+        dtype=x.dtype,
+        device=device,
+        bias=None if b is None else b.shape[0],
+        needs=(grad and x.requires_grad, grad and w.requires_grad, grad and b is not None and b.requires_grad),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        precision=conv_precision() if device.type == "cuda" and x.dtype is torch.float32 else "ieee",
+        autocast=autocast,
+    )

@@ -1,0 +1,184 @@
+"""Plan a model's convolutions for its example inputs and swap those that gain; undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from tilewise.nn import ranks
+from tilewise.nn.book import Book, make_options
+from tilewise.nn.geometry import Geometry, Role
+from tilewise.nn.layer import Layer
+from tilewise.nn.modules import is_convolution, is_planned, obstacle, planned_forward, swap, swap_back
+from tilewise.nn.record import Recorded, record
+from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, keep
+from tilewise.nn.share import plan_together
+from tilewise.planner import Planner, Progress
+from tilewise.problem import ConvProblem
+
+__all__ = ["optimize", "restore"]
+
+Model = TypeVar("Model", bound=nn.Module)
+NO_GRADIENTS = (False, False, False)
+
+
+def optimize(
+    model: Model,
+    example_inputs: object,
+    *,
+    workspace: int | str | None = None,
+    batch_sizes: str = "powers_of_two",
+    rigor: str = "measure",
+    training: bool = True,
+    filter_fn: Callable[[str, nn.Module], bool] | None = None,
+    deterministic: bool = False,
+    error_limit: float | None = None,
+    strict: bool = False,
+    unplanned: str = "plan",
+    progress: Progress | None = None,
+    planner: Planner | None = None,
+) -> Model:
+    """Plan the convolutions of ``model`` for the shapes that ``example_inputs`` give them, and run what gains by plan.
+
+    The model is run once on each example to see its layers' calls; it is returned, changed in place. Only the
+    computation of ``nn.Conv1d`` to ``nn.Conv3d`` and ``nn.ConvTranspose1d`` to ``nn.ConvTranspose3d`` is swapped; where
+    torch's own choice wins every pass, the module is left exactly as it was. :func:`restore` undoes it, :func:`report`
+    tells what was done. Under ``torch.distributed`` with several ranks every rank calls it; rank 0 plans for all.
+
+    - ``example_inputs``: what ``model`` is called with: a tuple of positional arguments, a mapping of named ones, a
+      single value, or a list of such examples.
+    - ``workspace``: bytes that each kernel may use beyond operands and result, as a number or text (``"64MiB"``);
+      ``None`` for no limit.
+    - ``batch_sizes``: the micro-batches to try: ``"undivided"``, ``"powers_of_two"`` or ``"all"``.
+    - ``rigor``: ``"estimate"``, ``"measure"``, ``"patient"`` or ``"wisdom_only"``.
+    - ``training``: plan the gradients that the calls need, too.
+    - ``filter_fn(name, module)``: which modules may be swapped; all by default.
+    - ``deterministic``: only plans that give the same bits every time. torch's own flag, when on, asks for them too.
+    - ``error_limit``, ``strict``: the relative L2 error allowed, and whether an outlier's spread is held to it.
+    - ``unplanned``: what a shape seen later does: ``"plan"`` on sight, or ``"torch"``. Nothing is planned on sight
+      while a CUDA graph is captured, under ``torch.compile``, or in one of several ranks.
+    - ``progress(done, total, text)``: called as problems are planned.
+    - ``planner``: the planner, with its wisdom and its own progress; a new one by default.
+
+    Raises ``ValueError`` naming the argument at fault, ``NoPlanError`` when no solver keeps the limit for a layer,
+    ``RankMismatch`` when ranks see different layers, and what the model raises on its example.
+    """
+    if planner is not None and progress is not None:
+        raise ValueError("progress: the planner given has its own; give one or the other")
+    if planner is None and progress is not None:
+        planner = Planner(progress=progress)
+    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
+    book = Book(options, unplanned, planner)
+    inner = _unwrapped(model)
+    modules = {name: module for name, module in inner.named_modules() if is_convolution(module)}
+    reasons = {name: _reason(name, module, filter_fn) for name, module in modules.items()}
+    candidates = {name: module for name, module in modules.items() if not reasons[name]}
+    layers = {name: Layers(book) for name in candidates}
+    examples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+
+    def recorded() -> list[Recorded]:
+        found = [record(inner, candidates, example, layers, training=training) for example in examples]
+        return list(dict.fromkeys(one for calls in found for one in calls))
+
+    def problems_of(calls: list[Recorded]) -> list[ConvProblem]:
+        return [problem for one in calls for problem in _problems(one, training).values()]
+
+    now = torch.are_deterministic_algorithms_enabled()
+    if ranks.several_ranks():
+        calls = plan_together(book, recorded, problems_of, now)
+    else:
+        calls = recorded()
+        book.plan(problems_of(calls), now)
+    book.torch_times(problems_of(calls))
+    for name, module in candidates.items():
+        swap_back(module)
+        if _gains([one for one in calls if one.name == name], book, training):
+            swap(module, planned_forward(module, layers[name]))
+    made = Report(tuple(_layer_report(n, m, reasons[n], calls, book, training) for n, m in modules.items()))
+    keep(model, made)
+    keep(inner, made)
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Give every module of ``model`` torch's own computation back and return the model."""
+    inner = _unwrapped(model)
+    for module in inner.modules():
+        if is_planned(module):
+            swap_back(module)
+    keep(model, None)
+    keep(inner, None)
+    return model
+
+
+class Layers:
+    """One module's layers by geometry: a transposed one's varies with the output size it is asked for."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self._layers: dict[Geometry, Layer] = {}
+
+    def __call__(self, geometry: Geometry) -> Layer:
+        """The layer of ``geometry``."""
+        layer = self._layers.get(geometry)
+        if layer is None:
+            layer = self._layers[geometry] = Layer(geometry, self._book)
+        return layer
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself behind DistributedDataParallel or ``torch.compile``."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def _reason(name: str, module: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None) -> str:
+    if filter_fn is not None and not filter_fn(name, module):
+        return "left out by filter_fn"
+    return obstacle(module)
+
+
+def _problems(one: Recorded, training: bool) -> dict[Role, ConvProblem]:
+    try:
+        return one.layer.problems(one.call if training else replace(one.call, needs=NO_GRADIENTS))
+    except ValueError:  # torch computed it, so it is an empty result or the like: nothing to plan
+        return {}
+
+
+def _gains(calls: list[Recorded], book: Book, training: bool) -> bool:
+    """Whether a plan beats torch on any pass of these calls; everything is then bound, ready for its first use."""
+    gains = False
+    for one in calls:
+        problems = _problems(one, training).values()
+        if any(book.replacement(problem, one.call.deterministic) for problem in problems):
+            gains = True
+            for needs in {one.call.needs if training else NO_GRADIENTS, NO_GRADIENTS}:
+                one.layer.resolve(replace(one.call, needs=needs))
+    return gains
+
+
+def _layer_report(
+    name: str, module: nn.Module, reason: str, calls: list[Recorded], book: Book, training: bool
+) -> LayerReport:
+    times = book.torch_times(())
+    made = []
+    for one in calls:
+        if one.name != name:
+            continue
+        passes = []
+        for role, problem in _problems(one, training).items():
+            plan = book.chosen(problem, one.call.deterministic)
+            replaced = is_planned(module) and book.replacement(problem, one.call.deterministic) is not None
+            why = book.reasons.get(problem, "")
+            passes.append(PassReport(role.value, problem, plan, times.get(problem), replaced, why))
+        made.append(CallReport(one.call.x.shape, tuple(passes)))
+    if not reason and not any(call.passes for call in made):
+        reason = "not a call that can be planned" if made else "not called with tensors that can be planned"
+    return LayerReport(name, type(module).__name__, tuple(made), reason)

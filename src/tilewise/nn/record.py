@@ -1,0 +1,145 @@
+"""One run of a model that notes how its convolutions are called and leaves no trace in its state."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewise.nn.call import Call
+from tilewise.nn.geometry import Geometry
+from tilewise.nn.layer import Layer
+from tilewise.nn.modules import tensors_of
+
+__all__ = ["Recorded", "arguments_of", "record"]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A module was called so that its convolution is ``call`` of ``layer``."""
+
+    name: str
+    layer: Layer
+    call: Call
+
+
+class _Differentiates(Exception):
+    """The model wants saved tensors back inside its own forward."""
+
+
+def arguments_of(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments: a tuple holds the former, a mapping the latter, anything else is the only one."""
+    if isinstance(example, tuple):
+        return example, {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example,), {}
+
+
+def record(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    example: object,
+    layers: Mapping[str, Callable[[Geometry], Layer]],
+    *,
+    training: bool,
+) -> list[Recorded]:
+    """Run ``model`` once on ``example`` and note the calls of ``modules``, each different one once.
+
+    ``layers`` gives each module's layer of a geometry. With ``training`` autograd is on, so that calls show which
+    gradients they will need, but keeps no activations. Buffers and random states are put back.
+    """
+    found: dict[tuple[str, int, Call], Recorded] = {}
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        geometry, x, w, b = tensors_of(module, *args, **kwargs)
+        if geometry is None:
+            return
+        for layer, call in layers[name](geometry).visit(x, w, b):
+            if training and not torch.is_grad_enabled():  # a reentrant checkpoint: gradients come when it runs again
+                wants = (True, w.requires_grad, b is not None and b.requires_grad)
+                call = replace(call, needs=wants)
+            found.setdefault((name, id(layer), call), Recorded(name, layer, call))
+
+    args, kwargs = arguments_of(example)
+    with ExitStack() as stack:
+        stack.enter_context(_state_kept(model))
+        stack.enter_context(_watched(modules, note))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        _run(model, args, kwargs, training)
+    return list(found.values())
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> None:
+    if not training:
+        with torch.no_grad():
+            model(*args, **kwargs)
+        return
+    with torch.enable_grad():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_let_go, _ask_back):
+                model(*args, **kwargs)
+        except _Differentiates:
+            model(*args, **kwargs)
+
+
+def _let_go(_: torch.Tensor) -> None:
+    return None
+
+
+def _ask_back(_: None) -> torch.Tensor:
+    raise _Differentiates
+
+
+@contextmanager
+def _watched(
+    modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None]
+) -> Iterator[None]:
+    """Every module's own ``forward`` calls ``note`` first, then computes as its class does."""
+    saved = {name: module.__dict__.get("forward") for name, module in modules.items()}
+
+    def watching(name: str) -> Callable[..., Any]:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = type(self).forward(self, *args, **kwargs)  # first, so that torch refuses what it does not take
+            note(name, self, args, kwargs)
+            return result
+
+        return forward
+
+    try:
+        for name, module in modules.items():
+            module.__dict__["forward"] = types.MethodType(watching(name), module)
+        yield
+    finally:
+        for name, module in modules.items():
+            if saved[name] is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = saved[name]
+
+
+@contextmanager
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Buffers and random states come back as they were; lazy ones stay initialised."""
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not nn.parameter.is_lazy(buffer)
+    ]
+    devices = {t.device.index for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
+    with torch.random.fork_rng(sorted(d for d in devices if d is not None)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    buffer.copy_(value)
+                    module._buffers[name] = buffer

@@ -1,0 +1,81 @@
+"""Planning by rank 0 for all ranks: they compare what is to be planned, then take its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from tilewise.device import environment
+from tilewise.nn import ranks
+from tilewise.nn.book import Book
+from tilewise.plan import Plan
+from tilewise.planner import NoPlanError
+from tilewise.problem import ConvProblem
+
+__all__ = ["plan_together"]
+
+Calls = TypeVar("Calls")
+
+
+def plan_together(
+    book: Book,
+    record: Callable[[], Calls],
+    problems_of: Callable[[Calls], Iterable[ConvProblem]],
+    deterministic: bool,
+) -> Calls:
+    """Run ``record`` on every rank and fill every rank's ``book`` with rank 0's plans for what it found.
+
+    A rank that fails tells the others before it raises. Raises :class:`RankMismatch` where ranks differ, what
+    ``record`` raises, and ``NoPlanError`` where rank 0 finds no plan.
+    """
+    failure: Exception | None = None
+    problems: list[ConvProblem] = []
+    lines = [f"torch {torch.__version__}", f"{book.options}", f"deterministic={deterministic}"]
+    try:
+        calls = record()
+        problems = list(dict.fromkeys(problems_of(calls)))
+        lines += [environment(device).key for device in sorted({p.device for p in problems})]
+        lines += [p.key for p in problems]
+    except Exception as error:
+        failure = error
+        lines.append(f"failed: {error}")
+    try:
+        ranks.agree("\n".join(lines), "what tilewise.optimize is to plan")
+    except ranks.RankMismatch:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+    if torch.distributed.get_rank() == 0:
+        _plan_and_send(book, problems, deterministic)
+    else:
+        _take(book, problems, deterministic, ranks.receive())
+    return calls
+
+
+def _plan_and_send(book: Book, problems: list[ConvProblem], deterministic: bool) -> None:
+    try:
+        book.plan(problems, deterministic)
+        times = book.torch_times(problems)
+        rows = []
+        for problem in problems:
+            plan = book.chosen(problem, deterministic)
+            rows.append([None if plan is None else plan.to_json(), book.reasons.get(problem, ""), times.get(problem)])
+    except BaseException as error:
+        ranks.send({"error": str(error) or type(error).__name__})
+        raise
+    ranks.send({"plans": rows})
+
+
+def _take(book: Book, problems: list[ConvProblem], deterministic: bool, data: Any) -> None:
+    if "error" in data:
+        raise NoPlanError(f"rank 0 could not plan: {data['error']}")
+    for problem, (plan, reason, time_ms) in zip(problems, data["plans"], strict=True):
+        if plan is None:
+            book.refuse(problem, deterministic, reason)
+        else:
+            book.learn(problem, deterministic, Plan.from_json(plan))
+        if time_ms is not None:
+            book.times[problem] = time_ms

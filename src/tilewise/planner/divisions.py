@@ -1,0 +1,183 @@
+"""Plans that cut a problem along one axis: sizes are tried in falling order, then composed by dynamic programming.
+
+A part's candidates are those that gained at the size before, or that only now fit the limit: planning stays short
+because an engine that lost at 128 images is not run again at 64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from tilewise.plan import Config, Measurement, Plan
+from tilewise.planner.operands import Tensors, make_result, narrow
+from tilewise.planner.options import Options
+from tilewise.planner.pareto import divide, front, thin
+from tilewise.planner.trial import Known, Trial, leaf_plan
+from tilewise.problem import ConvProblem
+from tilewise.solvers import Split
+
+__all__ = ["BATCH_LEVEL", "Divisions", "part_plans", "wrong_part"]
+
+GAIN = 0.97
+"""Smaller parts are looked at further when their time an image falls below this share of the best."""
+BATCH_LEVEL = 2
+HOPELESS = 2.0
+"""Sizes stop falling when their time an image is this many times the best."""
+
+TrialOf = Callable[[ConvProblem, Tensors], Trial]
+Deeper = Callable[[ConvProblem, Tensors, Trial], list[Plan]]
+
+
+@dataclass
+class Divisions:
+    """The divisions of ``problem`` by ``solver`` into parts that each keep the limit.
+
+    ``trial_of`` makes the trial of a part's leaves on given tensors. ``whole_known`` is what is known of the undivided
+    problem, ``best_ms`` its fastest time within the constraints (infinite where there is none) and ``blocked`` what
+    the limit kept out there. ``deeper`` gives the plans that cut a part again, after its leaves were tried.
+    """
+
+    solver: Split
+    problem: ConvProblem
+    tensors: Tensors
+    options: Options
+    trial_of: TrialOf
+    whole_known: Known
+    best_ms: float
+    blocked: dict[tuple[str, Config], float]
+    deeper: Deeper
+    fronts: dict[int, list[Plan]] = field(default_factory=dict)
+
+    def plans(self) -> list[Plan]:
+        """The front of divisions, fastest first; times are sums of their parts'."""
+        self._try_sizes()
+        points = {size: [(p.time_ms, p.workspace) for p in plans] for size, plans in self.fronts.items() if plans}
+        found = divide(self._whole, points, self.options.workspace)
+        return [
+            _division(self, d.sizes, [self.fronts[s][i] for s, i in zip(d.sizes, d.points, strict=True)]) for d in found
+        ]
+
+    @property
+    def _whole(self) -> int:
+        return self.problem.extent(self.solver.axis)
+
+    def _try_sizes(self) -> None:
+        patient = self.options.rigor == "patient"
+        policy = self.options.batch_sizes
+        rate = self.best_ms / self._whole
+        prior, prior_size, blocked, worse = self.whole_known, self._whole, self.blocked, 0
+        found = 0.0
+        for size in self.solver.sizes(self.problem, policy):
+            promising = any(estimate < rate * prior_size for estimate in blocked.values())
+            if not patient and not promising and (worse or found > HOPELESS * rate):
+                break  # smaller parts are no faster, and what the limit keeps out would not be either
+            trial = self._tried(size, rate, None if patient else (prior, prior_size), self._only())
+            found = min((p.time_ms for p in self.fronts[size]), default=math.inf) / size
+            worse = 0 if found < GAIN * rate else worse + 1
+            rate = min(rate, found)
+            prior, prior_size, blocked = trial.known, size, trial.blocked
+        for size in self.solver.between(self.problem, policy):
+            if patient:
+                self._tried(size, rate, None, None)
+            else:
+                self._try_between(size, rate)
+
+    def _only(self) -> frozenset[tuple[str, Config]] | None:
+        """Below the batch a cut costs more than it saves, save for what the limit kept out and might gain."""
+        if self.solver.level <= BATCH_LEVEL or self.options.rigor == "patient":
+            return None
+        return frozenset(key for key, estimate in self.blocked.items() if estimate < self.best_ms)
+
+    def _try_between(self, size: int, rate: float) -> None:
+        below, above = 1 << (size.bit_length() - 1), 1 << size.bit_length()
+        neighbours = [p for n in (below, above) for p in self.fronts.get(n, ()) if p.leaf]
+        only = frozenset((p.solver, p.config) for p in neighbours)
+        if only and min((p.time_ms for p in self.fronts.get(below, ())), default=0.0) <= HOPELESS * rate * below:
+            self._tried(size, rate, None, only)
+
+    def _tried(
+        self,
+        size: int,
+        rate: float,
+        prior: tuple[Known, int] | None,
+        only: frozenset[tuple[str, Config]] | None,
+    ) -> Trial:
+        child = self.solver.child(self.problem, size)
+        trial = self.trial_of(child, self._part_tensors(size))
+        trial.only = only
+        if self.options.rigor != "patient":
+            trial.best_ms = rate * size
+        if prior is not None:
+            trial.prior_ms = {
+                key: m.time_ms * size / prior[1]
+                for key, m in prior[0].items()
+                if m.time_ms is not None and not m.reason
+            }
+        usable = [m for m in trial.run() if not m.reason and m.time_ms is not None]
+        plans = [leaf_plan(child, m) for m in usable]
+        plans += self.deeper(child, trial.tensors, trial)
+        kept = front((plan.time_ms, plan.workspace) for plan in plans)
+        self.fronts[size] = [plans[i] for i in thin(kept)]
+        return trial
+
+    def _part_tensors(self, size: int) -> Tensors:
+        sizes = tuple(s for s in (size, self._whole - size) if s)
+        part = self.solver.children(self.problem, Config(sizes=sizes))[0]
+        first, second = self.problem.operands
+        a, b, out = self.tensors
+        child = self.solver.child(self.problem, size)
+        # What is summed up in fp32 does not go where a 16-bit result goes.
+        apart = child.out_dtype != self.problem.out_dtype
+        return (
+            narrow(a, part.ranges(first)),
+            narrow(b, part.ranges(second)),
+            make_result(child) if apart else narrow(out, part.ranges(self.problem.result)),
+        )
+
+    def sum_bytes(self, size: int) -> int:
+        """Bytes of the fp32 sum that stands beside a 16-bit result."""
+        child = self.solver.child(self.problem, size)
+        return 0 if child.out_dtype == self.problem.out_dtype else child.nbytes(self.problem.result)
+
+
+def _grouped(sizes: tuple[int, ...], parts: list[Plan]) -> Iterator[tuple[int, Plan, int]]:
+    """Runs of equal parts: size, plan, count."""
+    start = 0
+    for index in range(1, len(parts) + 1):
+        if index == len(parts) or (sizes[index], parts[index]) != (sizes[start], parts[start]):
+            yield sizes[start], parts[start], index - start
+            start = index
+
+
+def _division(d: Divisions, sizes: tuple[int, ...], parts: list[Plan]) -> Plan:
+    grouped = list(_grouped(sizes, parts))
+    label = " + ".join(f"{count}x{size}" if count > 1 else str(size) for size, _, count in grouped)
+    return Plan(
+        d.problem.key,
+        d.solver.name,
+        d.solver.version,
+        Config(sizes=sizes),
+        tuple(replace(plan, label=f"{plan.config} @{size}".strip()) for size, plan, _ in grouped),
+        tuple(count for _, _, count in grouped),
+        time_ms=sum(plan.time_ms for plan in parts),
+        workspace=d.sum_bytes(sizes[0]) + max(plan.workspace for plan in parts),
+        label=f"{sum(sizes)} = {label}",
+    )
+
+
+def part_plans(plan: Plan, problem: ConvProblem, solver: Split) -> list[tuple[ConvProblem, Plan]]:
+    """Each distinct part of a division with its problem."""
+    sizes = plan.config["sizes"]
+    assert isinstance(sizes, tuple)
+    found, start = [], 0
+    for child, count in zip(plan.children, plan.counts, strict=True):
+        found.append((solver.child(problem, sizes[start]), child))
+        start += count
+    return found
+
+
+def wrong_part(reason: str, plan: Plan) -> Measurement:
+    """What is remembered of a part that computes something else."""
+    return Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, plan.error, reason)

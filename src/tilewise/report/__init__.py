@@ -1,0 +1,1 @@
+"""What commands and benchmarks show: tables for people, documents for programs."""

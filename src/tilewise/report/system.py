@@ -1,0 +1,109 @@
+"""What is here: devices, library versions, solvers with their declared limits."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from tilewise import solvers
+from tilewise.device import cpu_count, device_name, environment
+from tilewise.frontends.networks import builtin_networks
+from tilewise.plan import format_bytes
+from tilewise.report.documents import document
+from tilewise.solvers import Solver, Split
+from tilewise.wisdom import Wisdom
+
+__all__ = ["info_document", "info_tables"]
+
+LIBRARIES = ("torch", "numpy", "triton", "nvidia-cudnn-frontend", "click", "rich", "torchvision", "timm")
+"""Packages whose versions matter or which open up features, the optional ones too."""
+
+
+def info_document() -> dict[str, Any]:
+    """The document of schema ``tilewise/info``."""
+    return document(
+        "info",
+        python=platform.python_version(),
+        platform=platform.platform(),
+        libraries={name: _version(name) for name in LIBRARIES},
+        devices=_devices(),
+        wisdom=str(Wisdom().path),
+        networks=list(builtin_networks()),
+        solvers=[_solver(solver) for solver in solvers.all_solvers()],
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    cpu = environment("cpu")
+    found = [
+        {"torch": "cpu", "name": "cpu", "hardware": cpu.hardware, "memory": None, "cores": cpu_count(),
+         "threads": torch.get_num_threads(), "environment": cpu.key}
+    ]  # fmt: skip
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        name = device_name(torch.device("cuda", index))
+        here = environment(name)
+        found.append(
+            {"torch": f"cuda:{index}", "name": name, "hardware": here.hardware, "memory": properties.total_memory,
+             "cores": properties.multi_processor_count, "threads": None, "environment": here.key}
+        )  # fmt: skip
+    return found
+
+
+def _solver(solver: Solver) -> dict[str, Any]:
+    return {
+        "name": solver.name,
+        "version": solver.version,
+        "what": (inspect.getdoc(type(solver)) or "").split("\n\n", 1)[0].replace("\n", " "),
+        "split": solver.axis if isinstance(solver, Split) else None,
+        "baseline": solver.baseline,
+        "passes": sorted(p.value for p in solver.passes),
+        "devices": sorted(solver.devices),
+        "dtypes": sorted(solver.dtypes),
+        "dims": sorted(solver.dims),
+        "deterministic": solver.deterministic,
+        "accumulates": solver.accumulates,
+        "error_bound": dict(solver.error_bound),
+    }
+
+
+def info_tables(info: dict[str, Any]) -> list[RenderableType]:
+    """The document as text and tables."""
+    libraries = ", ".join(f"{name} {version}" for name, version in info["libraries"].items() if version)
+    missing = ", ".join(name for name, version in info["libraries"].items() if not version)
+    lines = [f"tilewise {info['tilewise']}, Python {info['python']}, {info['platform']}", libraries]
+    lines += [f"not installed: {missing}"] if missing else []
+    lines += [f"wisdom: {info['wisdom']}", f"networks: {', '.join(info['networks'])}", ""]
+    devices = Table("device", "name", "hardware", "cores", "memory", box=None, pad_edge=False)
+    for found in info["devices"]:
+        memory = "-" if found["memory"] is None else format_bytes(found["memory"])
+        devices.add_row(found["torch"], escape(found["name"]), escape(found["hardware"]), str(found["cores"]), memory)
+    table = Table(
+        "solver", "version", "passes", "devices", "dtypes", "dims", "repeatable", "what", box=None, pad_edge=False
+    )
+    for found in info["solvers"]:
+        table.add_row(
+            found["name"],
+            str(found["version"]),
+            " ".join(found["passes"]),
+            " ".join(found["devices"]),
+            " ".join(found["dtypes"]),
+            " ".join(f"{n}-D" for n in found["dims"]),
+            "yes" if found["deterministic"] else "no",
+            escape(found["what"]),
+        )
+    return [escape("\n".join(lines)), devices, "", table]

@@ -1,0 +1,238 @@
+"""Tables for people, built from plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from tilewise import wisdom
+from tilewise.plan import Measurement, Plan, format_bytes
+from tilewise.report.values import BASELINE, Layer, LayerResult, NetworkTime, PassResult, Summary, describe
+
+__all__ = [
+    "explain_table",
+    "format_ms",
+    "format_ratio",
+    "heading",
+    "plan_name",
+    "plan_table",
+    "step_table",
+    "summary_text",
+    "time_table",
+    "wisdom_table",
+]
+
+NOTHING = "-"
+LEFT = "left to torch"
+
+
+def format_ms(value: float | None) -> str:
+    """Milliseconds to four digits, and no finer than a microsecond."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    decimals = next((n for n, above in ((0, 1000), (1, 100), (2, 10)) if value >= above), 3)
+    return f"{value:.{decimals}f}"
+
+
+def format_ratio(value: float | None) -> str:
+    """A speed-up: ``1.63x``."""
+    return NOTHING if value is None or not math.isfinite(value) else f"{value:.2f}x"
+
+
+def plan_name(plan: Plan) -> str:
+    """A plan's first line: its solver and how it is configured, a split's parts as ``256 = 3x64 + 64``."""
+    return " ".join(word for word in (plan.solver, plan.label or _division(plan) or str(plan.config)) if word)
+
+
+def _division(plan: Plan) -> str:
+    sizes = plan.config.get("sizes")
+    if plan.leaf or not isinstance(sizes, tuple):
+        return ""
+    runs: list[tuple[int, int]] = []
+    for size in sizes:
+        if runs and runs[-1][0] == size:
+            runs[-1] = (size, runs[-1][1] + 1)
+        else:
+            runs.append((size, 1))
+    return f"{sum(sizes)} = " + " + ".join(str(size) if n == 1 else f"{n}x{size}" for size, n in runs)
+
+
+def _table(*columns: tuple[str, str], title: str = "") -> Table:
+    """A light table; columns are (heading, ``left`` or ``right``)."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title or None, title_justify="left")
+    for heading, justify in columns:
+        table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
+    return table
+
+
+def heading(head: Mapping[str, Any]) -> str:
+    """What was planned, where and under which constraints: the head of a document in one line."""
+    options = head["options"]
+    limit = "no workspace limit" if options["workspace"] is None else f"{format_bytes(options['workspace'])} a kernel"
+    words = [head["target"], f"batch {options['batch']}", f"{options['dtype']} ({options['precision']})"]
+    words += [options["layout"]] if options["layout"] != "contiguous" else []
+    words += [limit, f"batch sizes {options['batch_sizes']}", f"rigor {options['rigor']}", head["device"]]
+    return f"[bold]{escape(words[0])}[/]: {escape(', '.join(words[1:]))}\n"
+
+
+def plan_table(results: Iterable[LayerResult]) -> Table:
+    """Plans as trees, by layer and pass: what runs, its time, workspace and error."""
+    table = _table(
+        ("layer", ""), ("pass", ""), ("plan", ""), ("ms", "right"), ("workspace", "right"), ("error", "right")
+    )
+    for index, result in enumerate(results):
+        if index:
+            table.add_row()
+        table.add_row(f"[bold]{escape(result.layer.title)}[/]", "", f"[dim]{escape(_layer_text(result.layer))}[/]")
+        for found in result.passes:
+            name = found.problem.pass_.value
+            if found.plan is None:
+                table.add_row("", name, _no_plan(found))
+                continue
+            for depth, count, plan in walk(found.plan):
+                table.add_row("", "" if depth else name, *_plan_cells(depth, count, plan))
+    return table
+
+
+def _layer_text(layer: Layer) -> str:
+    if not layer.problems:
+        return f"{LEFT}: {layer.left}"
+    return describe(layer.problems[0]) + (" (transposed: its forward is dgrad)" if layer.transposed else "")
+
+
+def _no_plan(found: PassResult) -> str:
+    """Why there is none; the first line only repeats the problem where solvers' reasons follow."""
+    lines = found.reason.splitlines()
+    return "[red]no plan:[/] " + escape("\n".join(line.strip() for line in lines[1:] or lines))
+
+
+def walk(plan: Plan, depth: int = 0, count: int = 1) -> Iterator[tuple[int, int, Plan]]:
+    """Every place in a plan tree, from the root down: its depth, how many parts in a row follow it, the plan."""
+    yield depth, count, plan
+    for child, times in zip(plan.children, plan.counts, strict=True):
+        yield from walk(child, depth + 1, times)
+
+
+def _plan_cells(depth: int, count: int, plan: Plan) -> tuple[str, str, str, str]:
+    name = LEFT if depth == 0 and plan.solver == BASELINE else plan_name(plan)
+    times = f"{count} x " if count > 1 else ""
+    error = NOTHING if plan.error is None else f"{plan.error.l2:.0e}"
+    return "  " * depth + times + escape(name), format_ms(plan.time_ms), format_bytes(plan.workspace), error
+
+
+def time_table(results: Iterable[LayerResult]) -> Table:
+    """Framework and planned side by side, by layer and pass."""
+    table = _table(
+        ("layer", ""), ("pass", ""), ("framework ms", "right"), ("planned ms", "right"), ("speed-up", "right"),
+        ("workspace", "right"), ("plan", ""),
+    )  # fmt: skip
+    for result in results:
+        title = escape(result.layer.title)
+        if not result.passes:
+            table.add_row(title, *[""] * 5, f"[dim]{escape(_layer_text(result.layer))}[/]")
+        for index, found in enumerate(result.passes):
+            table.add_row("" if index else title, found.problem.pass_.value, *_time_cells(found))
+    return table
+
+
+def _time_cells(found: PassResult) -> tuple[str, str, str, str, str]:
+    framework = format_ms(found.framework_ms)
+    if found.plan is None:
+        return framework, NOTHING, NOTHING, NOTHING, _no_plan(found)
+    workspace = format_bytes(found.plan.workspace)
+    if not found.replaced:
+        return framework, "same", format_ratio(1.0), workspace, f"[dim]{LEFT}[/]"
+    name = escape(plan_name(found.plan) + _leaf_names(found.plan))
+    return framework, format_ms(found.planned_ms), _coloured(found.ratio), workspace, name
+
+
+def _leaf_names(plan: Plan) -> str:
+    """What a divided plan is made of, in short."""
+    if plan.leaf:
+        return ""
+    names = dict.fromkeys(leaf.solver for leaf in plan.leaves())
+    return f": {', '.join(names)}"
+
+
+def _coloured(ratio: float | None) -> str:
+    text = format_ratio(ratio)
+    if ratio is None or 0.97 <= ratio < 1.03:
+        return text
+    return f"[green]{text}[/]" if ratio > 1 else f"[red]{text}[/]"
+
+
+def summary_text(summary: Summary) -> str:
+    """The totals in words."""
+    line = f"{summary.replaced} of {summary.passes} layer-passes replaced ({summary.share_replaced:.0%}), "
+    line += f"{summary.divided} divided; "
+    line += f"[red]{summary.unplanned} without a plan[/]" if summary.unplanned else "the others are left to torch"
+    if not summary.compared:
+        return line
+    return (
+        f"{line}\nconvolutions: framework {format_ms(summary.framework_ms)} ms, planned "
+        f"{format_ms(summary.planned_ms)} ms; speed-up: geometric mean {format_ratio(summary.geometric_mean)}, "
+        f"worst {format_ratio(summary.worst)} (left to torch counts 1.00)"
+    )
+
+
+def step_table(time: NetworkTime) -> Table:
+    """Whole training steps side by side."""
+    table = _table(
+        ("training step", ""), ("forward ms", "right"), ("backward ms", "right"), ("step ms", "right"),
+        ("peak memory", "right"), ("loss", "right"),
+    )  # fmt: skip
+    for name, side in (("framework", time.framework), ("planned", time.planned)):
+        peak = NOTHING if side.peak is None else format_bytes(side.peak)
+        times = (format_ms(value) for value in (side.forward_ms, side.backward_ms, side.step_ms))
+        table.add_row(name, *times, peak, f"{side.loss:.6g}")
+    ratios = (
+        time.framework.forward_ms / time.planned.forward_ms,
+        time.framework.backward_ms / time.planned.backward_ms,
+        time.ratio,
+    )
+    table.add_row("speed-up", *(_coloured(ratio) for ratio in ratios), "", f"medians of {time.iterations}")
+    return table
+
+
+def explain_table(measurements: Sequence[Measurement]) -> Table:
+    """Everything that was tried: the measured by time, then the lost with their reasons."""
+    table = _table(
+        ("solver", ""), ("config", ""), ("ms", "right"), ("speed-up", "right"), ("workspace", "right"),
+        ("L2 error", "right"), ("spread", "right"), ("why not", ""),
+    )  # fmt: skip
+    for m in sorted(measurements, key=_merit):
+        ratio = None if m.time_ms is None or m.baseline_ms is None else m.baseline_ms / m.time_ms
+        table.add_row(
+            escape(m.solver),
+            escape(str(m.config)),
+            format_ms(m.time_ms),
+            format_ratio(ratio),
+            NOTHING if m.workspace is None else format_bytes(m.workspace),
+            NOTHING if m.error is None else f"{m.error.l2:.0e}",
+            NOTHING if m.error is None else f"{m.error.spread:.0e}",
+            escape(m.reason),
+            style="dim" if m.reason else "",
+        )
+    return table
+
+
+def _merit(m: Measurement) -> tuple[bool, float, str, str]:
+    return bool(m.reason), math.inf if m.time_ms is None else m.time_ms, m.solver, m.config.key
+
+
+def wisdom_table(path: str, summaries: Sequence[wisdom.Summary]) -> Table:
+    """What a store holds, by environment."""
+    table = _table(
+        ("problems", "right"), ("measurements", "right"), ("lost", "right"), ("plans", "right"), ("newest", ""),
+        ("environment", ""), title=f"{path}: {'nothing yet' if not summaries else 'measured and planned'}",
+    )  # fmt: skip
+    for found in summaries:
+        newest = datetime.fromtimestamp(found.newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        counts = (found.problems, found.measurements, found.lost, found.plans)
+        table.add_row(*map(str, counts), newest, escape(found.environment))
+    return table

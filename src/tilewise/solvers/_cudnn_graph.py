@@ -1,0 +1,309 @@
+"""cuDNN operation graphs of one convolution: the engines they take, and building one of them.
+
+An engine config is known by cuDNN's own name, ``eng70_k2=12_k18=0``: the engine's number, then numbers and values of
+its knobs. From that the same plan is rebuilt with no heuristics asked, unless a knob is one of the deprecated ones,
+which cuDNN's heuristics still choose but nobody else can set: then it is looked up in their lists.
+
+Nothing here is built to learn its workspace: a limit below zero makes the frontend refuse every config with the size
+that it asks for, which is what the built plan then has.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problem import ALIGNMENT, ROLES, ConvProblem, Pass, dense_strides
+from tilewise.solvers import _cudnn_api as api
+from tilewise.solvers.base import SolverUnavailable
+
+__all__ = [
+    "MODES", "Built", "Engine", "Entry", "Strides", "Traits", "build", "canonical_strides", "engine_count",
+    "exact_strides", "listed", "supported", "traits",
+]  # fmt: skip
+
+Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Strides of x, w and y in elements, as cuDNN gets them: a 1-D problem has a unit axis before its own."""
+
+KNOBS = {
+    1: "SWIZZLE", 2: "TILE_SIZE", 4: "EDGE", 11: "MULTIPLY", 12: "SPLIT_K_BUF", 13: "TILEK", 14: "STAGES",
+    15: "REDUCTION_MODE", 17: "SPLIT_K_SLC", 18: "IDX_MODE", 23: "SPECFILT", 24: "KERNEL_CFG", 25: "WORKSPACE",
+    27: "TILE_CGA_M", 28: "TILE_CGA_N", 29: "BLOCK_SIZE", 30: "OCCUPANCY", 31: "ARRAY_SIZE_PER_THREAD",
+    33: "SPLIT_COLS", 34: "TILE_ROWS", 35: "TILE_COLS", 36: "LOAD_SIZE", 37: "CTA_COUNT", 38: "STREAM_K",
+    39: "SPLIT_P_SLC", 40: "TILE_M", 41: "TILE_N", 42: "WARP_SPEC_CFG",
+}  # fmt: skip
+"""Names of cuDNN's knob numbers (``cudnnBackendKnobType_t``) that the frontend sets; the rest are deprecated."""
+MODES = ("A", "FALLBACK")
+"""cuDNN's heuristics that are asked. B is not: it ends the process for some WGRAD problems (seen with cuDNN 9.19)."""
+NOTES = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "NONDETERMINISTIC", "FFT", "WINOGRAD", "STRICT_NAN_PROP")
+"""Numerical notes that matter here."""
+ENGINE_NAME = re.compile(r"eng(\d{1,6})((?:_k\d{1,6}=-?\d{1,9})*)")
+KNOB_TEXT = re.compile(r"k(\d+)=(-?\d+)")
+WORKSPACE_TEXT = re.compile(r"workspace violation\. Requires (\d+)")
+DESELECTED_TEXT = "Deselecting execution plan"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine config: number and knobs, the knobs in the order of their numbers."""
+
+    number: int
+    knobs: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, name: str) -> Engine:
+        """Read cuDNN's name of a plan. Raises ``ValueError``."""
+        found = ENGINE_NAME.fullmatch(name)
+        if found is None:
+            raise ValueError(f"engine={name!r}: cuDNN's name of a plan would do, such as 'eng70_k2=12_k18=0'")
+        return cls(int(found[1]), tuple(sorted((int(k), int(v)) for k, v in KNOB_TEXT.findall(found[2]))))
+
+    @classmethod
+    def of(cls, config: Config) -> Engine:
+        """The engine that a config names. Raises ``ValueError``."""
+        name = config.get("engine")
+        if set(config) != {"engine"} or not isinstance(name, str):
+            raise ValueError(f"config {config.key}: one entry 'engine' with cuDNN's name of a plan would do")
+        return cls.parse(name)
+
+    @property
+    def name(self) -> str:
+        """Canonical text, which :meth:`parse` reads back."""
+        return "".join([f"eng{self.number}", *(f"_k{knob}={value}" for knob, value in self.knobs)])
+
+    @property
+    def config(self) -> Config:
+        """The solver's config for it."""
+        return Config(engine=self.name)
+
+    @property
+    def settable(self) -> bool:
+        """Whether every knob can be set, so that the plan can be made without heuristics."""
+        return all(knob in KNOBS for knob, _ in self.knobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An engine config that takes a problem, and its workspace in bytes (``None``: only building tells)."""
+
+    engine: Engine
+    workspace: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What cuDNN notes of an engine: numerical notes by name, and whether it compiles its kernel when built."""
+
+    notes: frozenset[str]
+    compiles: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Built:
+    """A built plan: ``graph._execute_with_ptrs([a, b, out], workspace, handle)`` queues it on the handle's stream."""
+
+    graph: Any
+    workspace: int
+    build_ms: float
+
+
+def canonical_strides(p: ConvProblem) -> Strides:
+    """Strides that stand for the problem's layout classes; a view is rows of a larger tensor."""
+    x, w, y = (_with_unit_axis(p, role, _class_strides(p, role)) for role in ROLES)
+    return x, w, y
+
+
+def exact_strides(p: ConvProblem, given: Mapping[str, Sequence[int]]) -> Strides:
+    """Strides of the ``given`` tensors by place, of others as their layout class has them.
+
+    The class also gives the strides of unit dimensions, which mean nothing but change what cuDNN takes a tensor for.
+    """
+    x, w, y = (_with_unit_axis(p, role, _cleaned(p, role, given.get(role))) for role in ROLES)
+    return x, w, y
+
+
+def _class_strides(p: ConvProblem, role: str) -> tuple[int, ...]:
+    shape, layout = p.shape(role), p.layout(role)
+    if layout != "view":
+        return dense_strides(shape, layout)
+    gap = max(8, ALIGNMENT // p.torch_dtype(role).itemsize)
+    return dense_strides((*shape[:-1], shape[-1] + gap), "contiguous")
+
+
+def _cleaned(p: ConvProblem, role: str, strides: Sequence[int] | None) -> tuple[int, ...]:
+    usual = _class_strides(p, role)
+    if strides is None:
+        return usual
+    return tuple(u if n == 1 else s for n, s, u in zip(p.shape(role), strides, usual, strict=True))
+
+
+def _with_unit_axis(p: ConvProblem, role: str, strides: tuple[int, ...]) -> tuple[int, ...]:
+    if p.dims > 1:
+        return strides
+    return (*strides[:2], p.shape(role)[2] * strides[2], strides[2])
+
+
+def operation_graph(p: ConvProblem, strides: Strides, handle: int) -> Any:
+    """The validated graph of ``p``; tensors have the uids 1 and 2 (operands) and 3 (result)."""
+    cudnn = api.load()
+    kinds = {"fp32": cudnn.data_type.FLOAT, "bf16": cudnn.data_type.BFLOAT16, "fp16": cudnn.data_type.HALF}
+    zero, one = ([0], [1]) if p.dims == 1 else ([], [])
+    steps = dict(zip(ROLES, strides, strict=True))
+    alignment = dict(zip(ROLES, p.alignment, strict=True))
+    graph = cudnn.pygraph(
+        io_data_type=kinds[p.dtype],
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=handle,
+    )
+    operands = []
+    for uid, role in enumerate(p.operands, 1):
+        tensor = graph.tensor(_dims(p, role), list(steps[role]), data_type=kinds[p.dtype], name=role, uid=uid)
+        tensor.set_alignment(alignment[role])
+        operands.append(tensor)
+    call, first, second = {
+        Pass.FPROP: (graph.conv_fprop, "image", "weight"),
+        Pass.DGRAD: (graph.conv_dgrad, "loss", "filter"),
+        Pass.WGRAD: (graph.conv_wgrad, "image", "loss"),
+    }[p.pass_]
+    result = call(
+        pre_padding=zero + [axis.before for axis in p.axes],
+        post_padding=zero + [axis.after for axis in p.axes],
+        stride=one + [axis.stride for axis in p.axes],
+        dilation=one + [axis.dilation for axis in p.axes],
+        **{first: operands[0], second: operands[1]},
+    )
+    result.set_output(True).set_data_type(kinds[p.out_dtype])
+    result.set_dim(_dims(p, p.result)).set_stride(list(steps[p.result]))
+    result.set_uid(3).set_alignment(alignment[p.result])
+    graph.validate()
+    graph.build_operation_graph()
+    return graph
+
+
+def _dims(p: ConvProblem, role: str) -> list[int]:
+    shape = p.shape(role)
+    return [*shape[:2], 1, shape[2]] if p.dims == 1 else list(shape)
+
+
+def _canonical_graph(p: ConvProblem, device: int) -> Any:
+    return operation_graph(p, canonical_strides(p), api.handle(device).value)
+
+
+def _ask(graph: Any, modes: Iterable[str]) -> list[Engine]:
+    """Add the heuristics' plans to ``graph``; their engines by index."""
+    cudnn = api.load()
+    graph.create_execution_plans([cudnn.heur_mode.__members__[mode] for mode in modes])
+    return [Engine.parse(graph.get_plan_name_at_index(i)) for i in range(graph.get_execution_plan_count())]
+
+
+def _add(graph: Any, engine: Engine) -> None:
+    """Add the plan of ``engine`` to ``graph``. Raises one of :func:`api.errors` when it does not take the problem."""
+    cudnn = api.load()
+    knobs = {cudnn.knob_type.__members__[KNOBS[knob]]: value for knob, value in engine.knobs}
+    graph.create_execution_plan(engine.number, knobs)
+
+
+def _refusal(graph: Any, index: int) -> str:
+    """What plan ``index`` says to a workspace limit below any, which stops it before anything is built."""
+    graph.deselect_workspace_greater_than(-1)
+    try:
+        graph.build_plan_at_index(index)
+    except api.errors() as error:
+        return str(error)
+    return ""
+
+
+def _entry(graph: Any, index: int, engine: Engine) -> Entry:
+    needs = WORKSPACE_TEXT.search(_refusal(graph, index))
+    return Entry(engine, int(needs[1]) if needs else None)
+
+
+def listed(p: ConvProblem, device: int, modes: Sequence[str] = MODES) -> list[Entry]:
+    """Engine configs that the heuristics list, each once, most promising first.
+
+    Raises one of :func:`api.errors` when cuDNN refuses the problem or knows no engine for it.
+    """
+    with torch.cuda.device(device):
+        graph = _canonical_graph(p, device)
+        entries: dict[Engine, Entry] = {}
+        for index, engine in enumerate(_ask(graph, modes)):
+            if engine not in entries:
+                entries[engine] = _entry(graph, index, engine)
+    return list(entries.values())
+
+
+def supported(p: ConvProblem, device: int, engines: Iterable[Engine]) -> list[Entry]:
+    """Those of ``engines`` that take the problem, in their order. Their knobs must be settable."""
+    with torch.cuda.device(device):
+        graph = _canonical_graph(p, device)
+        taken: list[Engine] = []
+        for engine in engines:
+            try:
+                _add(graph, engine)
+            except api.errors():
+                continue  # an engine that does not take the problem is no candidate: there is no more to say
+            taken.append(engine)
+        return [_entry(graph, index, engine) for index, engine in enumerate(taken)]
+
+
+def engine_count(p: ConvProblem, device: int) -> int:
+    """Engine numbers that cuDNN has for this kind of problem: they are below this."""
+    with torch.cuda.device(device):
+        return int(_canonical_graph(p, device).get_engine_count())
+
+
+def traits(p: ConvProblem, device: int, engine: Engine) -> Traits | None:
+    """Notes of an engine, asked with ``p``; ``None`` when it cannot be made to tell.
+
+    The frontend only filters by numerical notes, and for good, so that each takes a graph of its own.
+    """
+    cudnn = api.load()
+    plain = engine if engine.settable else Engine(engine.number)
+    notes: set[str] = set()
+    compiles = False
+    with torch.cuda.device(device):
+        for note in NOTES:
+            try:
+                graph = _canonical_graph(p, device)
+                _add(graph, plain)
+            except api.errors():
+                return None
+            if note == NOTES[0]:
+                compiles = cudnn.behavior_note.RUNTIME_COMPILATION in graph.get_behavior_notes_for_plan_at_index(0)
+            graph.deselect_numeric_notes([cudnn.numerical_note.__members__[note]])
+            if DESELECTED_TEXT in _refusal(graph, 0):
+                notes.add(note)
+    return Traits(frozenset(notes), compiles)
+
+
+def build(p: ConvProblem, engine: Engine, strides: Strides, device: int) -> Built:
+    """Build the plan of ``engine`` for exact strides. Raises :class:`SolverUnavailable` naming the engine."""
+    start = time.perf_counter()
+    try:
+        with torch.cuda.device(device):
+            graph, index = _graph_with(p, engine, strides, api.handle(device).value)
+            graph.build_plan_at_index(index)
+            workspace = int(graph.get_workspace_size_plan_at_index(index))
+    except api.errors() as error:
+        raise SolverUnavailable(f"{engine.name}: {api.first_line(error)}") from error
+    return Built(graph, workspace, (time.perf_counter() - start) * 1e3)
+
+
+def _graph_with(p: ConvProblem, engine: Engine, strides: Strides, handle: int) -> tuple[Any, int]:
+    if engine.settable:
+        graph = operation_graph(p, strides, handle)
+        _add(graph, engine)
+        return graph, 0
+    for mode in MODES:
+        graph = operation_graph(p, strides, handle)
+        found = _ask(graph, [mode])
+        if engine in found:
+            return graph, found.index(engine)
+    raise ValueError("it has knobs that cannot be set, and cuDNN's heuristics do not list it for these strides")

@@ -1,0 +1,238 @@
+"""Lowering: convolution as matrix products (Hadjis et al. 2015, section 2.1), for any choice of axes that are lowered.
+
+Along a *lowered* axis the operand's windows are copied out before the product; along a *lifted* axis the product is
+taken on the operand as it is, once per tap, and the taps are summed behind it. All axes lowered is the paper's type 1,
+one is type 2 and none is type 3. FPROP lowers the image, DGRAD the output gradient. WGRAD has no sum behind its
+product: what FPROP would lift, it lowers on the output gradient instead, so its two matrices trade places.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._buffers import Arena, Strided
+from tilewise.solvers._costs import cached, efficiency
+from tilewise.solvers._filter import FilterMatrix
+from tilewise.solvers._gather import Blocking, Gather, Order, readings
+from tilewise.solvers._lift import Lift
+from tilewise.solvers._matmul import at_precision, compute_dtype, library_scratch, multiply, straight
+from tilewise.solvers._weight_gradient import WeightGradient
+from tilewise.solvers.base import Cost, Run, Solver
+
+__all__ = ["Correlation", "Lowering", "Product", "pointwise_is_lowered"]
+
+MOST_BYTES = 2**31
+"""Blocks whose buffers are larger are not offered: a smaller block is as fast."""
+SMALL_BYTES = 2**23
+"""One image is cut into rows of places until its buffers are no larger, so that some config fits most limits."""
+MERGED_PLACES = 1024
+"""From so many places per image on, one product per image fills its tiles as well as one of all images does."""
+
+
+class Product(Protocol):
+    """A problem laid out as products in blocks, with the buffers it needs."""
+
+    arena: Arena
+    grid: list[int]
+
+    def cost(self) -> Cost: ...
+    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run: ...
+
+
+def pointwise_is_lowered(p: ConvProblem) -> bool:
+    """Whether an axis of one tap is lowered: it grows neither way, but a stride costs DGRAD zeros if it is."""
+    return p.pass_ is not Pass.DGRAD
+
+
+class Correlation:
+    """FPROP or DGRAD in blocks: lower, multiply, lift."""
+
+    def __init__(self, p: ConvProblem, lowered: Sequence[bool], order: Order, images: int, rows: int) -> None:
+        self.p, self.order, self.arena = p, order, Arena()
+        dtype = compute_dtype(p)
+        reads = readings(p, p.operands[0], lowered)
+        grid = [reading.places for reading in reads]
+        self.blocking = Blocking.of(p.batch, grid[0], images, rows)
+        largest = self.blocking.largest
+        self.filter = FilterMatrix(p, lowered, order, dtype, self.arena)
+        self.lift = Lift(p, lowered, order, grid, largest, dtype, self.arena)
+        self.gather = Gather(p, p.operands[0], reads, order, self.lift.flat, largest, dtype, self.arena)
+        self.places = math.prod(grid)
+        self.grid = grid
+
+    def cost(self) -> Cost:
+        """What the matrices and sums move, and the products' arithmetic."""
+        p, lift, blocking, size = self.p, self.lift, self.blocking, compute_dtype(self.p).itemsize
+        taps = math.prod(lift.taps)
+        rows = taps * lift.channels
+        depth = self.gather.channels * math.prod(r.taps for r in self.gather.readings)
+        flops = 2 * p.batch * p.groups * rows * depth * self.places
+        lines, matrix = self.gather.elements
+        near = cached(p.device_type, self.arena.size)
+        elements = lines * blocking.rows / self.grid[0] + matrix + lift.product_elements
+        moved = p.bytes + 2 * self.filter.copies * p.nbytes("w") + near * 2 * blocking.share * elements * size
+        if taps > 1:
+            moved += near * 2 * taps * math.prod(p.shape(p.result)) * 4
+        steps = taps if taps > 1 else 0 if lift.direct else 1
+        kernels = blocking.count * ((lines > 0) + (matrix > 0) + 1 + steps) + self.filter.copies
+        together = blocking.images if lift.flat else 1
+        columns = together * self.places * blocking.rows // self.grid[0]
+        batch = p.groups * blocking.images // together
+        return Cost(flops, int(moved), kernels, efficiency(p.device_type, rows, columns, depth, batch))
+
+    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run:
+        """``run`` for the strides of these."""
+        gather, lift, add = self.gather, self.lift, self.p.accumulate and self.lift.direct
+        blocks = self.blocking.blocks()
+        parts = list(zip(gather.bind(a, blocks), lift.bind(out, blocks), strict=True))
+        if len(parts) == 1 and gather.direct and lift.direct and self.filter.view is not None:
+            return self._straight(self.filter.view, parts[0][0].matrix, parts[0][1].matrix, add)
+        weight = self.filter.bind(b)
+
+        def run(
+            a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        ) -> torch.Tensor:
+            assert out is not None
+            matrix = weight.of(b, workspace)
+            gather.clear(workspace)
+            for filling, part in parts:
+                lowered, product = filling.fill(a, workspace), part.product(out, workspace)
+                multiply(matrix.expand(lowered.shape[0], -1, -1, -1), lowered, product, add)
+                part.lift_(out, workspace)
+            return out
+
+        return run
+
+    @staticmethod
+    def _straight(weight: Strided, matrix: Strided, result: Strided, add: bool) -> Run:
+        product = straight(weight.expanded(matrix.sizes[0]), matrix, result, add)
+
+        def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, _: torch.Tensor | None) -> torch.Tensor:
+            assert out is not None
+            product(b, a, out)
+            return out
+
+        return run
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(p: ConvProblem, lowered: tuple[bool, ...], order: Order, images: int, rows: int) -> Product:
+    kind = WeightGradient if p.pass_ is Pass.WGRAD else Correlation
+    return kind(p, lowered, order, images, rows)
+
+
+class Lowering(Solver):
+    """What the types share: blocks, orders of the matrices, costs."""
+
+    accumulates = True
+    blocks_itself = True
+    most_configs = 3
+    error_bound = {"ieee": 2e-6, "tf32": 2e-3}  # noqa: RUF012
+
+    @abc.abstractmethod
+    def lowered(self, p: ConvProblem) -> tuple[bool, ...]:
+        """Which axes are lowered before the product; the others are lifted behind it."""
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """Sums are kept in fp32, so it adds into fp32 results only; no rounding of fp32 operands."""
+        reasons = []
+        if p.accumulate and p.out_dtype != "fp32":
+            reasons.append(f"adds into fp32 results, not {p.out_dtype}")
+        if p.out_dtype not in (p.dtype, "fp32"):
+            reasons.append(f"gives {p.dtype} or fp32 results from {p.dtype}, not {p.out_dtype}")
+        return reasons
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """The whole batch first, then blocks of images that shrink by four, then rows of one image.
+
+        The same blocks for every batch, so that a part of a batch can be asked about what gained on the whole.
+        """
+        for order in self.orders(p):
+            yield from self.blocks(p, order)
+
+    def blocks(self, p: ConvProblem, order: Order) -> Iterable[Config]:
+        """The configs of one order of the matrix."""
+        least = 2 if order is Order.MERGED else 1
+        sizes = [*(2**e for e in range(29, 0, -2)), 1]
+        found = [Config(order=order.value)]
+        found += [Config(order=order.value, block=n) for n in sizes if least <= n < p.batch]
+        yield from (c for c in found if c == found[-1] or self.workspace(p, c) <= MOST_BYTES)
+        if order is not Order.MERGED:
+            yield from self._rows(p, order)
+
+    def _rows(self, p: ConvProblem, order: Order) -> Iterable[Config]:
+        one = Config(order=order.value, block=1)
+        rows, size = self._plan(p, one).grid[0], self.workspace(p, one)
+        while rows > 1 and size > SMALL_BYTES:
+            rows = 2 ** ((rows - 1).bit_length() - 1)
+            c = Config(order=order.value, block=1, rows=rows)
+            size = self.workspace(p, c)
+            yield c
+
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """Under a limit also the largest power of two that keeps it."""
+        configs = list(self.configs(p))
+        if only is not None:
+            configs = [c for c in only if c in configs or self._divides(p, c)]
+        elif ceiling is not None:
+            configs += [c for order in self.orders(p) for c in self._largest(p, order, ceiling) if c not in configs]
+        return [(c, self.workspace(p, c)) for c in configs]
+
+    def _divides(self, p: ConvProblem, c: Config) -> bool:
+        images = c.get("block", 0)
+        return isinstance(images, int) and 0 < images < p.batch and Order(c["order"]) in self.orders(p)
+
+    def _largest(self, p: ConvProblem, order: Order, ceiling: int) -> Iterable[Config]:
+        least = 0 if order is Order.MERGED else -1
+        for exponent in range((p.batch - 1).bit_length() - 1, least, -1):
+            c = Config(order=order.value, block=2**exponent)
+            if self.workspace(p, c) + self.hidden_workspace(p, c) <= ceiling:
+                return (c,)
+        return ()
+
+    def orders(self, p: ConvProblem) -> list[Order]:
+        """Orders of the matrix worth trying: that of the operand's memory first."""
+        if p.layout(p.operands[0]) == "channels_last":
+            return [Order.PIXELS]
+        places = math.prod(axis.size if p.pass_ is Pass.DGRAD else axis.out for axis in p.axes)
+        orders = [Order.IMAGES]
+        if p.batch > 1 and (places < MERGED_PLACES or p.groups > 1 or p.pass_ is Pass.WGRAD):
+            orders.append(Order.MERGED)
+        return orders
+
+    def plan(self, p: ConvProblem, order: Order, images: int, rows: int) -> Product:
+        """How to compute ``p`` in blocks of so many images and rows of places (0: all)."""
+        return _planned(p, self.lowered(p), order, images, rows)
+
+    def _plan(self, p: ConvProblem, c: Config) -> Product:
+        images, rows, order = c.get("block", p.batch), c.get("rows", 0), Order(c["order"])
+        assert isinstance(images, int)
+        assert isinstance(rows, int)
+        return self.plan(p, order, images, rows)
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """Lowered matrices, padded images, products that are lifted and copies of the filter."""
+        return self._plan(p, c).arena.size
+
+    def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
+        """The matrix library's own buffer."""
+        return library_scratch(p)
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        return self._plan(p, c).cost()
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        if out is None:
+            raise ValueError(f"out=None: {self.name} writes into a tensor of shape {p.shape(p.result)}")
+        run = self._plan(p, c).bind(a, b, out)
+        return at_precision(p, run) if compute_dtype(p) == torch.float32 else run

@@ -1,0 +1,156 @@
+"""Matrix products as the solvers need them: batched over images and groups, in the convolution's own precision."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from tilewise.problem import ConvProblem
+from tilewise.solvers._buffers import Strided
+from tilewise.solvers.base import Run
+
+__all__ = ["add_over_images", "as_matrix", "at_precision", "compute_dtype", "library_scratch", "multiply", "straight"]
+
+MIB = 2**20
+CPU_SCRATCH = 2 * MIB
+"""MKL packs panels of both operands into buffers that it keeps; measured growth is about 1 MiB a thread."""
+
+
+def compute_dtype(p: ConvProblem) -> torch.dtype:
+    """Type in which products are taken: the operands' on CUDA; always fp32 on the CPU.
+
+    CPU libraries sum bf16 and fp16 products in fp32 but can only return them rounded, and most processors have no
+    such units, so operands are widened on the way into the workspace instead.
+    """
+    return torch.float32 if p.device_type == "cpu" else p.torch_dtype(p.operands[0])
+
+
+def as_matrix(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """``strides`` with those of size-1 rows or columns set so that BLAS sees a plain matrix in the last two."""
+    rows, columns = sizes[-2:]
+    row, column = strides[-2:]
+    if columns == 1:
+        column = 1 if row != 1 else rows
+    if rows == 1:
+        row = columns if column == 1 else 1
+    return (*strides[:-2], row, column)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """``out[n, g] (+)= a[n, g] @ b[n, g]`` for 4-D (n, g, rows, columns) tensors; stride 0 over n is welcome.
+
+    One library call where images or groups are one, otherwise one for each of the fewer of them.
+    """
+    images, groups = out.shape[0], out.shape[1]
+    if images == 1 and groups == 1:
+        _mm(a[0, 0], b[0, 0], out[0, 0], add)
+    elif images == 1:
+        _bmm(a[0], b[0], out[0], add)
+    elif groups == 1:
+        _bmm(a[:, 0], b[:, 0], out[:, 0], add)
+    elif images <= groups:
+        for n in range(images):
+            _bmm(a[n], b[n], out[n], add)
+    else:
+        for g in range(groups):
+            _bmm(a[:, g], b[:, g], out[:, g], add)
+
+
+def add_over_images(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """``out[0, g] (+)= sum over n of a[n, g] @ b[n, g]``, the images one after another."""
+    for n in range(a.shape[0]):
+        multiply(a[n : n + 1], b[n : n + 1], out, add or n > 0)
+
+
+def straight(
+    a: Strided, b: Strided, out: Strided, add: bool
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """:func:`multiply` of fixed views of three tensors, with as little between call and library as can be."""
+    if out.sizes[0] == 1 or out.sizes[1] == 1:
+        kept = 1 if out.sizes[0] == 1 else 0
+        a, b, out = (Strided((v.sizes[kept], *v.sizes[2:]), (v.strides[kept], *v.strides[2:]), v.offset)
+                     for v in (a, b, out))  # fmt: skip
+    call = multiply
+    if len(out.sizes) == 3:
+        call = _bmm
+        if out.sizes[0] == 1:
+            a, b, out = (Strided(v.sizes[1:], v.strides[1:], v.offset) for v in (a, b, out))
+            call = _mm
+
+    def product(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> None:
+        call(a.of(first), b.of(second), out.of(result), add)
+
+    return product
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    if out.dtype == a.dtype:
+        if add:
+            torch.addmm(out, a, b, out=out)
+        else:
+            torch.mm(a, b, out=out)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    if out.dtype == a.dtype:
+        if add:
+            torch.baddbmm(out, a, b, out=out)
+        else:
+            torch.bmm(a, b, out=out)
+    elif add:
+        torch.baddbmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.bmm(a, b, out_dtype=out.dtype, out=out)
+
+
+def at_precision(p: ConvProblem, run: Run) -> Run:
+    """``run``, whose products are of fp32 or complex64, in the convolution's precision whatever the matmul flag says.
+
+    The flag is read on every call (0.3 us) and only written where it differs, through torch's newer interface, whose
+    state no reader of the older one sees inside ``run``. Not safe against another thread that changes it meanwhile.
+    """
+    backend = "mkldnn" if p.device_type == "cpu" else "cuda"
+    wanted = p.precision if backend == "cuda" else "ieee"
+    fits = ("tf32",) if wanted == "tf32" else ("ieee", "none")
+    read = torch._C._get_fp32_precision_getter
+    write = torch._C._set_fp32_precision_setter
+
+    def guarded(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> torch.Tensor:
+        before = read(backend, "matmul")
+        if before in fits:
+            return run(a, b, out, workspace)
+        # "none" defers to the setting for all of the backend; putting it back keeps that link where it can be one.
+        inherited = read(backend, "all")
+        write(backend, "matmul", wanted)
+        try:
+            return run(a, b, out, workspace)
+        finally:
+            write(backend, "matmul", "none" if before == inherited else before)
+
+    return guarded
+
+
+def library_scratch(p: ConvProblem, streams: int = 1) -> int:
+    """Bytes that the matrix library holds beside a product.
+
+    On CUDA torch gives each cuBLAS handle and stream one buffer, on first use and for good: what
+    ``CUBLAS_WORKSPACE_CONFIG`` says (``:KiB:count`` pairs), else 32 MiB from compute capability 9 on and 8.1 before.
+    """
+    if p.device_type == "cpu":
+        return CPU_SCRATCH
+    words = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "").split(":")[1:]
+    if words and len(words) % 2 == 0 and all(word.isdigit() for word in words):
+        size = sum(int(k) * int(n) * 1024 for k, n in zip(words[::2], words[1::2], strict=True))
+    elif torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
+        size = 4096 * 2 * 1024 + 16 * 8 * 1024
+    else:
+        size = 32 * MIB
+    return size * streams

@@ -1,0 +1,71 @@
+"""Convolutions that are matrix products: pointwise kernels, and kernels as large as their stride."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._gather import Order
+from tilewise.solvers._lowering import Lowering, Product
+from tilewise.solvers._patches import PatchGradient
+
+
+class Gemm(Lowering):
+    """One product, with no copy where memory allows it: windows that do not overlap are a permutation of the image.
+
+    That is a view for pointwise kernels of stride 1 and for kernels as large as the image, in either layout, and one
+    copy otherwise (patch embeddings, strided pointwise kernels). Its input gradient writes each input once.
+    """
+
+    name, version = "gemm", 1
+
+    def lowered(self, p: ConvProblem) -> tuple[bool, ...]:
+        """All axes."""
+        return (True,) * p.dims
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """Windows that overlap or reach over the edge."""
+        reasons = super().unsupported(p)
+        for name, axis in zip(p.space, p.axes, strict=True):
+            if axis.kernel > 1 and (axis.stride != axis.kernel or axis.dilation != 1):
+                reasons.append(
+                    f"along {name} needs one tap, or a stride equal to the kernel without dilation; this is kernel "
+                    f"{axis.kernel}, stride {axis.stride}, dilation {axis.dilation}"
+                )
+            if axis.before > 0 or axis.after > 0:
+                reasons.append(f"along {name} takes no padding, not ({axis.before}, {axis.after})")
+        return reasons
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """Without a copy there is nothing to cut into blocks."""
+        for order in self.orders(p):
+            whole = Config(order=order.value)
+            if order is not Order.MERGED and self.workspace(p, whole) == 0:
+                yield whole
+            else:
+                yield from self.blocks(p, order)
+
+    def orders(self, p: ConvProblem) -> list[Order]:
+        """Windows as the image's memory has them; pointwise kernels need none, so images stay apart or are merged."""
+        image = "x" if p.pass_ is Pass.DGRAD else p.operands[0]
+        if p.layout(image) == "channels_last":
+            return [Order.PIXELS]
+        pointwise = all(axis.kernel == 1 for axis in p.axes)
+        if not pointwise or all(axis.out == 1 for axis in p.axes):
+            return [Order.PATCHES]
+        if p.pass_ is Pass.DGRAD:
+            return [Order.IMAGES]
+        return super().orders(p)
+
+    def plan(self, p: ConvProblem, order: Order, images: int, rows: int) -> Product:
+        """DGRAD takes the product first and writes windows, which do not overlap, in one copy at most."""
+        if p.pass_ is Pass.DGRAD:
+            return _planned(p, order, images, rows)
+        return super().plan(p, order, images, rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _planned(p: ConvProblem, order: Order, images: int, rows: int) -> Product:
+    return PatchGradient(p, order, images, rows)

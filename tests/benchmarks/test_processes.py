@@ -1,0 +1,85 @@
+"""Every benchmark runs to its end as a process, in its quick mode, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.registry import entries
+from harness.result import SCHEMA
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NAMES = [entry.name for entry in entries()]
+
+
+def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TILEWISE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    paths = [str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "run.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One wisdom for all benchmarks, so that what one measured the next need not."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quick_run_gives_both_sides_of_every_ratio(name: str, cache: Path, tmp_path: Path) -> None:
+    done = run(name, "--quick", "--device", "cpu", "--json", "--out", str(tmp_path), cache=cache)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema"] == SCHEMA
+    assert document["benchmark"] == name
+    assert document["rows"] or document["summary"]["notes"], "neither a comparison nor a word on why there is none"
+    for row in document["rows"]:
+        assert row["baseline"]["value"] > 0
+        assert row["ours"]["value"] > 0
+        expected = row["baseline"]["value"] / row["ours"]["value"] if row["replaced"] else 1.0
+        assert math.isclose(row["ratio"], expected)
+    for group in document["summary"]["groups"].values():
+        assert group["min"] <= group["geometric_mean"] * (1 + 1e-9)
+        assert group["geometric_mean"] <= group["max"] * (1 + 1e-9)
+    assert document["machine"]["torch"]
+    saved = tmp_path / document["folder"] / f"{name}.json"
+    assert json.loads(saved.read_text()) == document
+
+
+def test_table_names_what_ran(cache: Path) -> None:
+    done = run("mucudnn_fig9", "--quick", "--device", "cpu", cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert "mu-cuDNN Figure 9" in done.stdout
+    assert "conv2 fprop" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("no_such_benchmark",), "fbfft_table4"),
+        (("mucudnn_fig9", "--set", "limit=64 MB?"), "limit='64 MB?'"),
+        (("mucudnn_fig9", "--set", "colour=red"), "colour=red"),
+        (("mucudnn_fig9", "--set", "batch=-3"), "batch='-3'"),
+        (("mucudnn_fig9", "--set", "layer=conv9"), "conv9"),
+        (("mucudnn_fig9", "--device", "tpu"), "--device=tpu"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(arguments: tuple[str, ...], names: str, cache: Path) -> None:
+    device = () if "--device" in arguments else ("--device", "cpu")
+    done = run(*arguments, "--quick", *device, cache=cache)
+    assert done.returncode == 2
+    assert names in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
+
+
+def test_list_names_every_benchmark(cache: Path) -> None:
+    done = run("--list", cache=cache)
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == NAMES

@@ -1,0 +1,138 @@
+"""Running the command, in this process and as one of its own; holding its documents to ``docs/json.md``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tilewise.cli import cli
+
+PAGE = Path(__file__).parents[2] / "docs" / "json.md"
+PLANNING = ("plan", "time", "explain")
+CHECKS = {
+    "text": lambda value: isinstance(value, str),
+    "integer": lambda value: type(value) is int,
+    "number": lambda value: type(value) in (int, float),
+    "true or false": lambda value: isinstance(value, bool),
+    "object": lambda value: isinstance(value, dict),
+    "null": lambda value: value is None,
+}
+
+
+@pytest.fixture
+def run() -> Callable[..., Result]:
+    """``run("plan", LAYER)`` through click's runner; exceptions that a user would see as a traceback are raised."""
+
+    def invoke(*arguments: str) -> Result:
+        result = CliRunner().invoke(cli, list(arguments), prog_name="tilewise")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return invoke
+
+
+@pytest.fixture
+def start() -> Callable[..., subprocess.Popen[str]]:
+    """``start("plan", LAYER)`` as a process of its own."""
+
+    def popen(*arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tilewise", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            # A shell in the background hands its children SIGINT ignored, and Python then leaves it so.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    return popen
+
+
+@pytest.fixture
+def check_document() -> Callable[[str], dict[str, Any]]:
+    """``check_document(text)`` is the JSON document, every field of which is as described and none is missing."""
+    return checked
+
+
+@functools.cache
+def tables() -> dict[str, dict[str, str]]:
+    """Type by field, by heading."""
+    found: dict[str, dict[str, str]] = {}
+    rows: dict[str, str] = {}
+    for line in PAGE.read_text("utf-8").splitlines():
+        heading = re.fullmatch(r"### (?:\*(.+)\*|`(.+)` version (\d+))", line)
+        if heading is not None:
+            rows = found.setdefault(heading[1] or f"{heading[2]} {heading[3]}", {})
+        row = re.match(r"\| `([^`]+)` \| ([^|]+) \|", line)
+        if row is not None:
+            assert row[1] not in rows, f"{row[1]} twice"
+            rows[row[1]] = row[2].strip()
+    return found
+
+
+def fields_of(document: dict[str, Any]) -> dict[str, str]:
+    """The rows that describe a document."""
+    kind = document["schema"].removeprefix("tilewise/")
+    rows = dict(tables()["any document"])
+    if kind in PLANNING:
+        rows |= tables()["any planning document"]
+    if kind == "explain":
+        rows |= tables()["pass"]
+    return rows | tables()[f"{document['schema']} {document['version']}"]
+
+
+def checked(text: str) -> dict[str, Any]:
+    """The document in ``text``, every field of which is as described and none is missing."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    document: dict[str, Any] = json.loads(text, parse_constant=refuse)
+    check_object(document, fields_of(document), document["schema"])
+    return document
+
+
+def check_object(value: dict[str, Any], rows: dict[str, str], where: str) -> None:
+    """Hold an object to its rows; ``a.b`` and ``a[].b`` describe nested ones."""
+    nested: dict[str, dict[str, str]] = {}
+    for path, kind in rows.items():
+        name, _, rest = path.partition(".")
+        nested.setdefault(name, {})[rest] = kind
+    assert {name.removesuffix("[]") for name in nested} == set(value), where
+    for name, kinds in nested.items():
+        found, place = value[name.removesuffix("[]")], f"{where}.{name}"
+        if name == "error[]" and found is None:
+            continue  # the one list that may be null, as its row says
+        entries = found if name.endswith("[]") else [found]
+        assert isinstance(entries, list), place
+        for entry in entries:
+            if "" in kinds:
+                check_value(entry, kinds[""], place)
+            else:
+                assert isinstance(entry, dict), place
+                check_object(entry, kinds, place)
+
+
+def check_value(value: object, kind: str, where: str) -> None:
+    """Hold a value to a type as the page names it."""
+    options = ["true or false"] if kind == "true or false" else kind.split(" or ")
+    for option in options:
+        if option.startswith("*") and isinstance(value, dict):
+            check_object(value, tables()[option.strip("*")], where)
+            return
+        if not option.startswith("*") and CHECKS[option](value):
+            return
+    raise AssertionError(f"{where}: {value!r} is not {kind}")

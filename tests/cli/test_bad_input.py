@@ -1,0 +1,83 @@
+"""Bad input: exit code 2 and one line on stderr that names the argument, the value and what would do."""
+
+from __future__ import annotations
+
+import pytest
+
+LAYER = "mb4ic3ih12oc8oh12kh3ph1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan",), ["NET|LAYER"]),
+        (("plan", "alexnot"), ["alexnot", "alexnet", "torchvision:NAME", "module.path:factory"]),
+        (("plan", "no.such.module:net"), ["no.such.module:net"]),
+        (("plan", "mb4ic3ih12oc8kh"), ["kh", "whole number"]),
+        (("plan", "mb4ic3oc8kh3"), ["ih", "missing"]),
+        (("plan", "g2mb4ic3ih12oc8kh3"), ["ic3", "g2"]),
+        (("plan", "mb4ic3ih2oc8kh3"), ["ih2", "empty"]),
+        (("plan", LAYER, "--workspace", "64 MB?"), ["--workspace", "64 MB?", "64MiB"]),
+        (("plan", LAYER, "--workspace", "-1"), ["--workspace", "-1"]),
+        (("plan", LAYER, "--batch", "0"), ["--batch", "0"]),
+        (("plan", LAYER, "--batch", "many"), ["--batch", "many"]),
+        (("plan", LAYER, "--device", "tpu"), ["--device", "tpu", "cpu, cuda"]),
+        (("plan", LAYER, "--device", "meta"), ["--device", "meta", "cpu, cuda"]),
+        (("plan", LAYER, "--device", "cuda:99"), ["--device", "cuda:99"]),
+        (("plan", LAYER, "--rigor", "hard"), ["--rigor", "hard", "patient"]),
+        (("plan", LAYER, "--batch-sizes", "some"), ["--batch-sizes", "some", "powers_of_two"]),
+        (("plan", LAYER, "--precision", "fp64"), ["--precision", "fp64", "tf32"]),
+        (("plan", LAYER, "--dtype", "float64"), ["--dtype", "float64", "bf16"]),
+        (("plan", LAYER, "--layout", "nhwc"), ["--layout", "nhwc", "channels_last"]),
+        (("plan", LAYER, "--pass", "bprop"), ["--pass", "bprop", "dgrad"]),
+        (("plan", LAYER, "--frobnicate"), ["--frobnicate"]),
+        (("plan", LAYER, "more"), ["more"]),
+        (("time", "alexnot"), ["alexnot", "alexnet"]),
+        (("time", LAYER, "--iterations", "0"), ["--iterations", "0"]),
+        (("explain", "alexnet"), ["LAYER", "alexnet", "mb256"]),
+        (("explain", LAYER, "--pass", "forward"), ["--pass", "forward", "fprop"]),
+        (("wisdom", "forget"), ["--problem", "--all"]),
+        (("wisdom", "forget", "--all", "--solver", "aten"), ["--solver", "--all"]),
+        (("wisdom", "import", "no_such_file.json"), ["no_such_file.json", "No such file"]),
+        (("wisdom", "export", "no_such_folder/wisdom.json"), ["no_such_folder", "No such file"]),
+        (("wisdom", "frob"), ["frob"]),
+        (("frobnicate",), ["frobnicate", "plan, time, explain"]),
+        (("--frobnicate",), ["--frobnicate"]),
+    ],
+    ids=" ".join,
+)
+def test_one_clear_line(run, arguments, words):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("tilewise: ")
+    for word in words:
+        assert word in line
+
+
+def test_a_broken_wisdom_document_is_one_line(run, tmp_path):
+    file = tmp_path / "wisdom.json"
+    for text in ("not json", "{}", '{"kind": "tilewise wisdom", "format": 99}'):
+        file.write_text(text)
+        result = run("wisdom", "import", str(file))
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert "wisdom.json" in line
+
+
+@pytest.mark.parametrize("batch", ["1000000000", "100000000000"])
+def test_more_than_memory_holds_is_one_line(run, batch):
+    result = run("plan", "mb4ic1000ih100oc1000kh1", "--batch", batch, "--device", "cpu")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert "out of memory" in line
+    assert "smaller --batch" in line
+
+
+def test_as_a_process(start):
+    process = start("plan", "mb4ic3ih12oc8kh")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err

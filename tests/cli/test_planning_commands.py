@@ -1,0 +1,198 @@
+"""``plan``, ``time`` and ``explain`` on real layers and networks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tilewise.nn import optimize
+from tilewise.nn import report as nn_report
+
+LAYER = "mb4ic3ih12oc8oh12kh3ph1"
+"""Small enough that planning all its passes takes well under a second."""
+HERE = __name__
+FAST = ("--device", "cpu", "--batch-sizes", "undivided")
+
+
+class Small(nn.Module):
+    """Two equal layers, a transposed one, one of padding "same" and one in float64."""
+
+    input_shape = (4, 10, 10)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.up = nn.ConvTranspose2d(4, 2, 2, stride=2)
+        self.same = nn.Conv2d(2, 2, 4, padding="same", bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.same(self.up(self.second(self.second(self.first(x)))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _factory():
+    """The network can be named on the command line whatever pytest calls this module."""
+    import sys
+    import types
+
+    module = types.ModuleType("some_networks")
+    module.small = Small
+    module.wrong = lambda: (nn.Sequential(nn.Conv2d(5, 4, 3)), (4, 10, 10))
+    module.none = lambda: (nn.Flatten(), (4, 10, 10))
+    sys.modules["some_networks"] = module
+    yield
+    del sys.modules["some_networks"]
+
+
+def test_plan_of_a_layer(run):
+    result = run("plan", LAYER, *FAST)
+    assert result.exit_code == 0
+    for word in (LAYER, "fprop", "dgrad", "wgrad", "batch 4", "no workspace limit"):
+        assert word in result.stdout
+    assert "of 3 layer-passes replaced" in result.stdout
+    assert result.stderr == ""
+
+
+def test_plan_document(run, check_document):
+    result = run("plan", LAYER + 'n"first"', *FAST, "--workspace", "64MiB", "--json")
+    document = check_document(result.stdout)
+    assert document["schema"] == "tilewise/plan"
+    assert document["options"]["workspace"] == 64 * 2**20
+    (layer,) = document["layers"]
+    assert layer["names"] == ["first"]
+    assert [found["problem"]["pass"] for found in layer["passes"]] == ["fprop", "dgrad", "wgrad"]
+    for found in layer["passes"]:
+        assert found["problem"]["layer"] == LAYER
+        assert found["plan"]["workspace"] <= 64 * 2**20
+        assert found["replaced"] == (found["plan"]["solver"] != "aten")
+    assert document["summary"]["passes"] == 3
+    assert document["summary"]["geometric_mean"] is None
+
+
+def test_options_reach_the_problems(run, check_document):
+    options = ("--dtype", "bf16", "--layout", "channels_last", "--batch", "2", "--pass", "wgrad", "--deterministic")
+    document = check_document(run("plan", LAYER, *FAST, *options, "--json").stdout)
+    (found,) = document["layers"][0]["passes"]
+    assert found["problem"]["dtype"] == "bf16"
+    assert found["problem"]["layouts"] == ["channels_last"] * 3
+    assert "mb2" in found["problem"]["layer"]
+    assert document["options"]["deterministic"] is True
+    assert document["options"]["batch"] == 2
+
+
+def test_plans_are_remembered(run, check_document):
+    first = check_document(run("plan", LAYER, *FAST, "--json").stdout)
+    again = check_document(run("plan", LAYER, *FAST, "--rigor", "wisdom_only", "--json").stdout)
+    assert again["layers"] == first["layers"]
+
+
+def test_no_plan_is_exit_1_with_the_reason(run, check_document):
+    result = run("plan", LAYER, *FAST, "--rigor", "wisdom_only", "--json")
+    assert result.exit_code == 1
+    document = check_document(result.stdout)
+    assert document["summary"]["unplanned"] == 3
+    assert all("no wisdom" in found["reason"] for found in document["layers"][0]["passes"])
+    result = run("plan", LAYER, *FAST, "--rigor", "wisdom_only")
+    assert result.exit_code == 1
+    assert "no wisdom" in result.stdout
+    assert "3 without a plan" in result.stdout
+
+
+def test_plan_of_a_network(run, check_document):
+    result = run("plan", "some_networks:small", *FAST, "--batch", "2", "--json")
+    document = check_document(result.stdout)
+    layers = {name: layer for layer in document["layers"] for name in layer["names"]}
+    assert list(layers) == ["first", "second", "second (call 2)", "up", "same"]
+    assert layers["second"] is layers["second (call 2)"]
+    passes = {name: [found["problem"]["pass"] for found in layer["passes"]] for name, layer in layers.items()}
+    assert passes["first"] == ["fprop", "wgrad"]  # nobody needs the gradient of the network's input
+    assert passes["second"] == ["fprop", "dgrad", "wgrad"]
+    assert passes["up"] == ["dgrad", "fprop", "wgrad"]
+    assert layers["up"]["transposed"]
+    assert layers["up"]["passes"][0]["problem"]["layer"] == "mb2ic2ih20oc4oh10kh2sh2ph0"
+    # An even kernel with padding="same": torch pads one side by a copy first, and so do planned layers.
+    assert layers["same"]["passes"][0]["problem"]["layer"] == "mb2ic2ih21oc2oh20kh4ph1"
+    assert document["summary"]["passes"] == 2 + 2 * 3 + 3 + 3
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_problems_are_those_that_optimize_plans(run, check_document, layout):
+    arguments = ("some_networks:small", *FAST, "--batch", "2", "--layout", layout, "--json")
+    document = check_document(run("plan", *arguments).stdout)
+    shown = {found["problem"]["key"] for layer in document["layers"] for found in layer["passes"]}
+    order = getattr(torch, "channels_last" if layout == "channels_last" else "contiguous_format")
+    model = Small().to(memory_format=order)
+    x = torch.randn(2, *Small.input_shape).contiguous(memory_format=order)
+    made = nn_report(optimize(model, x, batch_sizes="undivided", rigor="wisdom_only"))
+    assert shown == {one.problem.key for _, _, one in made.passes()}
+    assert not any(one.reason for _, _, one in made.passes())
+
+
+def test_explain(run, check_document):
+    result = run("explain", LAYER, "--pass", "dgrad", *FAST, "--json")
+    assert result.exit_code == 0
+    document = check_document(result.stdout)
+    assert document["problem"]["pass"] == "dgrad"
+    assert document["plan"] is not None
+    by_solver = {}
+    for candidate in document["candidates"]:
+        by_solver.setdefault(candidate["solver"], []).append(candidate)
+        assert candidate["reason"] or candidate["time_ms"] is not None
+    from tilewise.solvers import all_solvers
+
+    assert set(by_solver) == {solver.name for solver in all_solvers()}
+    result = run("explain", LAYER, "--pass", "dgrad", *FAST)
+    for word in (*by_solver, "why not", "workspace"):
+        assert word in result.stdout
+
+
+def test_time_of_a_layer(run, check_document):
+    result = run("time", LAYER, *FAST, "--iterations", "1", "--json")
+    document = check_document(result.stdout)
+    assert document["training_step"] is None
+    for found in document["layers"][0]["passes"]:
+        assert found["framework_ms"] > 0
+        assert (found["planned_ms"] is None) == (not found["replaced"])
+        if not found["replaced"]:
+            assert found["ratio"] == 1.0
+    assert document["summary"]["compared"] == 3
+    text = run("time", LAYER, *FAST, "--iterations", "1").stdout
+    for word in ("framework ms", "planned ms", "speed-up", "geometric mean", "worst"):
+        assert word in text
+
+
+def test_time_of_a_network(run, check_document):
+    arguments = ("time", "some_networks:small", *FAST, "--batch", "2", "--iterations", "2")
+    document = check_document(run(*arguments, "--json").stdout)
+    step = document["training_step"]
+    assert step["iterations"] == 2
+    assert step["framework"]["loss"] == pytest.approx(step["planned"]["loss"], rel=1e-4)
+    for side in ("framework", "planned"):
+        assert step[side]["step_ms"] == pytest.approx(step[side]["forward_ms"] + step[side]["backward_ms"])
+    text = run(*arguments).stdout
+    for word in ("training step", "forward ms", "backward ms", "peak memory"):
+        assert word in text
+
+
+def test_only_some_passes_are_timed_without_training_steps(run, check_document):
+    arguments = ("some_networks:small", *FAST, "--batch", "2", "--iterations", "1", "--pass", "wgrad", "--json")
+    document = check_document(run("time", *arguments).stdout)
+    assert document["training_step"] is None
+    assert {found["problem"]["pass"] for layer in document["layers"] for found in layer["passes"]} == {"wgrad"}
+
+
+def test_a_network_that_does_not_run_on_its_input_is_bad_input(run):
+    result = run("plan", "some_networks:wrong", *FAST, "--batch", "2")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    for words in ("some_networks:wrong", "(2, 4, 10, 10)", "to have 5 channels"):
+        assert words in line
+
+
+def test_a_network_without_convolutions_has_an_empty_plan(run, check_document):
+    document = check_document(run("plan", "some_networks:none", *FAST, "--json").stdout)
+    assert document["layers"] == []
+    assert document["summary"]["share_replaced"] == 0
+    assert run("plan", "some_networks:none", *FAST).exit_code == 0

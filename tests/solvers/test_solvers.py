@@ -1,0 +1,152 @@
+"""Every solver against float64, generated from what it declares: a new solver file is covered with no edit here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.strategies import allocate, fill, problems, with_memory
+
+from tilewise.device import device_name
+from tilewise.kernels.reference import convolve
+from tilewise.plan import Config
+from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
+from tilewise.solvers import Solver, SolverUnavailable, Split, all_solvers
+
+EXAMPLES = 6
+CONFIGS = 3
+GUARD = 512
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+Memory = tuple[tuple[str, int], ...]
+
+
+def cases() -> list[object]:
+    found = []
+    for solver in all_solvers():
+        if isinstance(solver, Split):
+            continue
+        each = itertools.product(
+            sorted(solver.devices), sorted(solver.passes, key=lambda x: x.value), sorted(solver.dims),
+            sorted(solver.dtypes),
+        )  # fmt: skip
+        for device, pass_, dims, dtype in each:
+            marks = [pytest.mark.gpu] if device == "cuda" else []
+            precisions = ("ieee", "tf32") if device == "cuda" and dtype == "fp32" else ("ieee",)
+            for precision in precisions:
+                name = f"{solver.name}-{pass_.value}-{dims}d-{dtype}-{precision}-{device}"
+                found.append(pytest.param(solver, pass_, dims, dtype, precision, device, id=name, marks=marks))
+    return found
+
+
+def error_bound(solver: Solver, p: ConvProblem) -> float:
+    return solver.error_bound[p.precision] if p.dtype == "fp32" else 4 * ROUNDING[p.dtype]
+
+
+def poisoned(size: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """A workspace of exactly ``size`` bytes in which every number is NaN, and the buffer that holds it and a guard."""
+    buffer = torch.full((size + GUARD,), 0xFF, dtype=torch.uint8, device=device)
+    return (buffer[:size] if size else None), buffer
+
+
+def compute(
+    solver: Solver, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """What the executor does for a leaf, in its plainest form."""
+    dense = "channels_last" if p.layout(p.result) == "channels_last" else "contiguous"
+    target: torch.Tensor | None = out
+    if solver.own_output:
+        target = None
+    elif p.layout(p.result) == "view" and not solver.writes_views:
+        strides = dense_strides(p.shape(p.result), dense)
+        target = torch.full_like(out, math.nan).as_strided(out.shape, strides)
+    example = None if target is None else torch.empty_strided(target.shape, target.stride(), dtype=target.dtype,
+                                                              device="meta")  # fmt: skip
+    run = solver.bind(p, c, a, b, example)
+    workspace, buffer = poisoned(solver.workspace(p, c), a.device)
+    result = run(a, b, target, workspace)
+    assert bool((buffer[-GUARD:] == 0xFF).all()), "wrote past its workspace"
+    if target is out:
+        assert result.data_ptr() == out.data_ptr()
+    else:
+        out.copy_(result)
+    return out
+
+
+def check(solver: Solver, p: ConvProblem, c: Config, forms: Memory, accumulate: bool) -> None:
+    device = torch.device(p.device_type)
+    roles = dict(zip(ROLES, forms, strict=True))
+    a, b = (allocate(p.shape(r), p.torch_dtype(r), device, *roles[r])[0] for r in p.operands)
+    out, base = allocate(p.shape(p.result), p.torch_dtype(p.result), device, *roles[p.result])
+    fill(a, 1)
+    fill(b, 2)
+    want = convolve(p, a.cpu(), b.cpu())
+    scale = convolve(p, a.cpu().double() ** 2, b.cpu().double() ** 2).sqrt()
+    if accumulate:
+        fill(out, 3)
+        want += out.cpu().double()
+        scale += out.cpu().double().abs()
+    written = torch.zeros_like(base, dtype=torch.bool)
+    written.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(True)
+    try:
+        got = compute(solver, p, c, a, b, out)
+    except SolverUnavailable:
+        return
+    assert bool(base[~written].isnan().all()), "wrote outside its result"
+    assert bool(got.isfinite().all()), f"{c}: left NaN in {int((~got.isfinite()).sum())} of {got.numel()} elements"
+    error = float((got.cpu().double() - want).norm())
+    assert error <= error_bound(solver, p) * float(scale.norm()), f"{c}: error {error / float(scale.norm()):.1e}"
+
+
+@pytest.mark.parametrize(("solver", "pass_", "dims", "dtype", "precision", "device"), cases())
+def test_a_solver_computes_what_it_supports(
+    solver: Solver, pass_: Pass, dims: int, dtype: str, precision: str, device: str
+) -> None:
+    name = device_name(device)
+    drawn = problems(pass_, dims, dtype, name, precision)
+    supported = with_memory(drawn, lambda p: not solver.why_not(p))
+
+    @settings(
+        max_examples=EXAMPLES,
+        suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+    )
+    @given(supported, st.data())
+    def supported_problems(found: tuple[ConvProblem, Memory], data: st.DataObject) -> None:
+        p, forms = found
+        wider = replace(p, out_dtype="fp32")
+        if p.dtype != "fp32" and not solver.why_not(wider) and data.draw(st.booleans(), "fp32 result"):
+            p = wider
+        adding = replace(p, accumulate=True)
+        accumulate = solver.accumulates and not solver.why_not(adding) and data.draw(st.booleans(), "accumulate")
+        if accumulate:
+            p = adding
+        configs = list(solver.configs(p))
+        assert configs, f"{solver.name} supports {p.key} and offers no config"
+        assert len(set(configs)) == len(configs), "a config is offered twice"
+        for c in data.draw(st.lists(st.sampled_from(configs), min_size=1, max_size=CONFIGS, unique=True), "configs"):
+            check(solver, p, c, forms, accumulate)
+
+    supported_problems()
+
+
+@pytest.mark.parametrize("solver", [s for s in all_solvers() if not isinstance(s, Split)], ids=lambda s: s.name)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(found=with_memory(problems()))
+def test_declarations_agree(solver: Solver, found: tuple[ConvProblem, Memory]) -> None:
+    """What is offered fits what is declared: configs survive their key, costs are positive, workspace is stable."""
+    p, _ = found
+    if solver.why_not(p):
+        return
+    for c in solver.configs(p):
+        assert Config.from_key(c.key) == c
+        assert solver.workspace(p, c) == solver.workspace(p, Config.from_key(c.key)) >= 0
+        assert solver.hidden_workspace(p, c) >= 0
+        cost = solver.cost(p, c)
+        assert cost.flops >= 0
+        assert cost.bytes > 0
+        assert cost.kernels >= 0
+        assert 0 < cost.efficiency <= 1

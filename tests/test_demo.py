@@ -1,0 +1,37 @@
+"""``make demo`` as a process, with fewer images and steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn")
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def demo(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TILEWISE_CACHE_DIR": str(cache)}
+    paths = [str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    command = [sys.executable, str(REPOSITORY / "examples" / "demo.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+
+
+def test_demo_replaces_divides_and_trains_alike(tmp_path: Path) -> None:
+    done = demo("--batch", "16", "--steps", "2", "--workspace", "4MiB", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "wide" in done.stdout
+    assert "micro_batch" in done.stdout
+    assert "Losses agree" in done.stdout
+    assert str(tmp_path) in done.stdout.replace("\n", "")
+
+
+def test_demo_fails_when_nothing_was_divided(tmp_path: Path) -> None:
+    # One image cannot be divided.
+    done = demo("--batch", "1", "--steps", "1", cache=tmp_path)
+    assert done.returncode == 1
+    assert "no layer was divided" in done.stderr
