@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,7 @@ def wisdom(tmp_path: Path) -> Wisdom:
 
 
 @hypothesis.given(environment=NAMES, problem=NAMES, kept=st.lists(measurements(), max_size=5, unique_by=key))
-@hypothesis.settings(max_examples=50)
+@hypothesis.settings(max_examples=20)
 def test_measurements_come_back(shared: Wisdom, environment: str, problem: str, kept: list[Measurement]) -> None:
     shared.forget()
     shared.record(environment, problem, kept)
@@ -99,7 +100,7 @@ def test_measurements_come_back(shared: Wisdom, environment: str, problem: str, 
 
 
 @hypothesis.given(data=st.data(), environment=NAMES, problem=NAMES, constraints=TEXT)
-@hypothesis.settings(max_examples=50)
+@hypothesis.settings(max_examples=20)
 def test_plans_come_back(shared: Wisdom, data: st.DataObject, environment: str, problem: str, constraints: str) -> None:
     shared.forget()
     plan = data.draw(plans(st.just(problem)))
@@ -118,7 +119,7 @@ def test_plans_come_back(shared: Wisdom, data: st.DataObject, environment: str, 
     profiles=st.dictionaries(NAMES, st.dictionaries(NAMES, NUMBERS), max_size=2),
     data=st.data(),
 )
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=12)
 def test_a_document_holds_everything(
     shared: Wisdom,
     tmp_path_factory: pytest.TempPathFactory,
@@ -333,6 +334,15 @@ def test_the_document_is_as_the_manual_says(wisdom: Wisdom, tmp_path: Path) -> N
     assert (plan["constraints"], plan["plan"]) == (CONSTRAINTS, some_plan("p").to_json())
 
 
+def test_the_manuals_document_is_read_whole() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "wisdom.md").read_text("utf-8")
+    (block,) = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    tables, faults = document.parse(json.loads(block))
+    assert faults == []
+    assert {name: len(found) for name, found in tables.items()} == {"measurement": 2, "plan": 1, "profile": 1}
+    assert document.compose(tables, json.loads(block)["written_by"]) == json.loads(block)
+
+
 def test_a_failed_export_leaves_nothing_behind(wisdom: Wisdom, tmp_path: Path) -> None:
     wisdom.record(ENVIRONMENT, "p", some_measurements())
     (tmp_path / "x.json").mkdir()
@@ -399,7 +409,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 @hypothesis.given(data=st.data(), replacement=JSON)
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=100)
 def test_a_document_changed_anywhere_is_read_or_refused(data: st.DataObject, replacement: Any) -> None:
     """Whatever stands at any place: one clear error, or faults noted and the other rows kept."""
     plan = rows.pack_plan("p", "c", some_plan("p"), 1.0)

@@ -205,7 +205,7 @@ def test_a_header_that_forbids_writing_or_reading(path: Path, place: int) -> Non
 
 
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=12)
 def test_flipped_bytes_never_give_another_value(
     data: st.DataObject, image: Image, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -232,7 +232,7 @@ def test_flipped_bytes_never_give_another_value(
 
 
 @hypothesis.given(length=st.integers(1, 10**6))
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=8)
 def test_a_store_cut_anywhere_gives_no_other_value(
     length: int, image: Image, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

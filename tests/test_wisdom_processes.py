@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
 import warnings
@@ -19,6 +20,8 @@ from tests import wisdom_workers as workers
 from tests.wisdom_workers import BATCH, CONSTRAINTS, ENVIRONMENT
 
 from tilewise.wisdom import Wisdom, WisdomWarning
+from tilewise.wisdom.database import Database
+from tilewise.wisdom.schema import Damaged
 
 WRITERS = 8
 
@@ -85,6 +88,38 @@ def test_eight_processes_meet_a_damaged_file(processes: ForkServerContext, tmp_p
     check_writers(path, rounds=2)
     assert len(messages) == len(workers.aside(path)) == 1
     assert workers.aside(path)[0] in messages[0]
+
+
+@pytest.mark.filterwarnings("ignore::tilewise.wisdom.WisdomWarning")
+def test_a_file_is_not_moved_while_others_use_it(processes: ForkServerContext, tmp_path: Path) -> None:
+    path = tmp_path / "wisdom.sqlite3"
+    Wisdom(path).record(ENVIRONMENT, "old", workers.some_measurements())
+    old = Damaged("damaged", "damaged", (path.stat().st_dev, path.stat().st_ino))
+    mover = threading.Thread(target=Database(path)._set_aside, args=(old,))
+    held, go_on = processes.Event(), processes.Event()
+    with running(processes, workers.read_slowly, path, held, go_on) as reader:
+        assert held.wait(30)
+        mover.start()
+        mover.join(0.2)
+        assert mover.is_alive()
+        assert path.exists()
+        go_on.set()
+        reader.join(30)
+        mover.join(30)
+        assert reader.exitcode == 0
+    assert not path.exists()
+    assert len(workers.aside(path)) == 1
+
+
+def test_only_the_file_that_was_damaged_is_moved(tmp_path: Path) -> None:
+    path = tmp_path / "wisdom.sqlite3"
+    path.write_bytes(b"no database")
+    late = Damaged("damaged", "damaged", (path.stat().st_dev, path.stat().st_ino))
+    with pytest.warns(WisdomWarning, match="renamed"):
+        Wisdom(path).record(ENVIRONMENT, "new", workers.some_measurements())
+    Database(path)._set_aside(late)
+    assert len(Wisdom(path).measurements(ENVIRONMENT, "new")) == BATCH
+    assert len(workers.aside(path)) == 1
 
 
 def test_a_store_survives_kills_while_written(processes: ForkServerContext, tmp_path: Path) -> None:
@@ -181,7 +216,8 @@ def test_an_object_is_used_on_both_sides_of_forks_amid_threads(tmp_path: Path) -
     try:
         children = [fork_and_record(wisdom, f"child {i}") for i in range(10)]
         wisdom.record(ENVIRONMENT, "parent", workers.some_measurements())
-        assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
+        deadline = time.monotonic() + 30
+        assert [status_of(child, deadline) for child in children] == [0] * len(children)
     finally:
         stop.set()
         thread.join()
@@ -202,6 +238,17 @@ def fork_and_record(wisdom: Wisdom, problem: str) -> int:
         wisdom.record(ENVIRONMENT, problem, workers.some_measurements())
         status = 0 if len(wisdom.measurements(ENVIRONMENT, problem)) == BATCH else 2
     os._exit(status)
+
+
+def status_of(child: int, deadline: float) -> int:
+    """Exit status of a child; one that hangs is killed."""
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
 
 
 def test_threads_share_an_object(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.wisdom import Wisdom, WisdomWarning
+from tilewise.wisdom.database import Database
 
 ENVIRONMENT = "cpu: 2 threads, torch 2.13.0"
 CONSTRAINTS = "workspace=67108864"
@@ -112,6 +113,17 @@ def use_full_disk(path: Path, results: Connection) -> None:
             wisdom.record(ENVIRONMENT, f"new {i}", some_measurements())
         found = [len(wisdom.measurements(ENVIRONMENT, problem)) for problem in ("old", "new 0", "new 99")]
     results.send(([str(warning.message) for warning in caught if warning.category is WisdomWarning], found))
+
+
+def read_slowly(path: Path, held: Event, go_on: Event) -> None:
+    """Be in the middle of a transaction until told to go on."""
+
+    def work(db: sqlite3.Connection) -> None:
+        db.execute("SELECT count(*) FROM plan")
+        held.set()
+        go_on.wait(30)
+
+    Database(path).read(work)
 
 
 def hold_lock(path: Path, held: Event, seconds: float) -> None:
