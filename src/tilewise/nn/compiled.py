@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["Known", "publish", "trace"]
 
 _library = torch.library.Library("tilewise", "DEF")  # type: ignore[no-untyped-call]
-_library.define("conv(Tensor x, Tensor w, Tensor? b, str plans) -> Tensor")  # type: ignore[no-untyped-call]
-_library.define("conv_backward(Tensor dy, Tensor x, Tensor w, str plans, bool[] mask) -> Tensor[]")  # type: ignore[no-untyped-call]
+for _schema in (
+    "conv(Tensor x, Tensor w, Tensor? b, str plans) -> Tensor",
+    "conv_backward(Tensor dy, Tensor x, Tensor w, str plans, bool[] mask) -> Tensor[]",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,9 @@ def trace(layer: Layer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
 
     Nothing is planned here.
     """
-    if torch.compiler.is_exporting() or not layer.geometry.symmetric:
-        return None  # an exported program runs without tilewise
+    # An exported program runs without tilewise. (Dynamo of torch 2.11 takes is_exporting() itself to be always true.)
+    if torch.compiler._is_exporting_flag or not layer.geometry.symmetric:
+        return None
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)

@@ -86,14 +86,14 @@ class Divisions:
         policy = self.options.batch_sizes
         rate = self.best_ms / self._whole
         prior, prior_size, blocked, worse = self.whole_known, self._whole, self.blocked, 0
+        found = 0.0
         for size in self.solver.sizes(self.problem, policy):
-            if not patient and worse and not any(e < rate * prior_size for e in blocked.values()):
+            promising = any(estimate < rate * prior_size for estimate in blocked.values())
+            if not patient and not promising and (worse or found > HOPELESS * rate):
                 break  # smaller parts are no faster, and what the limit keeps out would not be either
             trial = self._tried(size, rate, None if patient else (prior, prior_size), self._only())
             found = min((p.time_ms for p in self.fronts[size]), default=math.inf) / size
             worse = 0 if found < GAIN * rate else worse + 1
-            if not patient and math.isfinite(found) and found > HOPELESS * rate:
-                break
             rate = min(rate, found)
             prior, prior_size, blocked = trial.known, size, trial.blocked
         for size in self.solver.between(self.problem, policy):

@@ -21,7 +21,7 @@ from tilewise.solvers import Solver, Split
 
 __all__ = ["UNKNOWN", "Known", "Trial", "first_line", "leaf_plan"]
 
-PRUNE = 3.0
+PRUNE = 2.0
 """A candidate whose estimate is this many times the best measured time is not measured, save by ``patient``."""
 REPEATS = 3
 LONG_MS = 1.0
