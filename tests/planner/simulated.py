@@ -98,7 +98,8 @@ def world(clock: Clock, *extra: Solver) -> Iterator[None]:
         patch.setattr(measure.Timer, "time_ms", lambda self, call: _elapsed(clock, call))
         patch.setattr(search_module, "interleaved", lambda calls, *_, **__: [_elapsed(clock, call) for call in calls])
         patch.setattr(trial, "peak_bytes", _nothing)  # what the reference allocates is not the solver's
-        yield
+        with toys.one_thread():
+            yield
 
 
 def _nothing(call: Callable[[], object], *_: object) -> int:
