@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
 from tilewise import nn as planned
+from tilewise.nn import report
 
 
 @pytest.fixture
@@ -307,5 +308,5 @@ def test_not_a_number_in_weights_does_not_disturb_planning() -> None:
     with torch.no_grad():
         conv.weight.fill_(float("nan"))
     tilewise.optimize(conv, torch.randn(3, 4, 7, 7), planner=Dividing())
-    assert tilewise.report(conv).layers[0].replaced
+    assert report(conv).layers[0].replaced
     assert conv(torch.randn(3, 4, 7, 7)).isnan().all()

@@ -1,8 +1,8 @@
 """What cuDNN offers for problems, asked once: listings, notes, workspaces and built plans, each cache bounded.
 
-Heuristics leave engines out, the fastest at times, so that every engine number is tried besides, at default knobs. Of
-the heuristics B takes 8 ms, more than all the rest, and planning micro-batches asks often: so it is asked once for the
-problems that differ in their batch size alone, and the others try the configs that it gave.
+Heuristics leave engines out, the fastest at times, so that every engine number is tried besides, at default knobs.
+Planning micro-batches asks often: of problems that differ in their batch size alone the first is asked in full, and the
+others ask the heuristic that knows sizes and try what the first was given.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Catalogue:
         known = self._families.get(family)
         reason = ""
         try:
-            entries = graphs.listed(p, device, graphs.MODES if known is None else ["A"])
+            entries = graphs.listed(p, device, graphs.modes(p) if known is None else ["A"])
         except api.errors() as error:
             entries, reason = [], f"cuDNN offers no engine: {api.first_line(error)}"
         try:
@@ -103,9 +103,9 @@ class Catalogue:
         except api.errors() as error:
             return Listing(reason=f"cuDNN refuses the problem: {api.first_line(error)}")
         entries += (entry for entry in others if not self.traits(p, entry.engine, device).compiles)
-        kept = tuple(entry for entry in entries if keeps_precision(p, self.traits(p, entry.engine, device)))
+        kept = tuple(entry for entry in entries if serves(p, self.traits(p, entry.engine, device)))
         if not kept:
-            return Listing(reason=reason or f"cuDNN has engines for it, but none that keeps precision={p.precision}")
+            return Listing(reason=reason or f"cuDNN has engines for it, but none that serves precision={p.precision}")
         if known is None:
             self._families.put(family, tuple(entry.engine for entry in kept if entry.engine.settable))
         return Listing(kept)
@@ -123,7 +123,7 @@ class Catalogue:
         count = self._counts.find(_kind(p, device), lambda: graphs.engine_count(p, device))
         for number in range(count):
             traits = self._traits.get((*_kind(p, device), number))
-            useless = traits is not None and (traits.compiles or not keeps_precision(p, traits))
+            useless = traits is not None and (traits.compiles or not serves(p, traits))
             if number not in numbers and not useless:
                 yield Engine(number)
 
@@ -145,7 +145,7 @@ class Catalogue:
         """Those of ``engines`` that take ``p``, with their workspaces."""
         found = []
         for entry in graphs.supported(p, device, engines):
-            if not keeps_precision(p, self.traits(p, entry.engine, device)):
+            if not serves(p, self.traits(p, entry.engine, device)):
                 continue
             known = self._workspaces.get((device, p, entry.engine))
             needs = entry.workspace if known is None else known
@@ -188,12 +188,14 @@ def _kind(p: ConvProblem, device: int) -> tuple[Hashable, ...]:
     return device, p.pass_, p.dims, p.dtype, p.out_dtype, p.groups > 1
 
 
-def keeps_precision(p: ConvProblem, traits: Traits) -> bool:
+def serves(p: ConvProblem, traits: Traits) -> bool:
     """Whether an engine may serve ``p`` as far as its notes tell; the planner measures its error all the same.
 
     In fp32 tensor cores mean TF32. An engine that converts its inputs to 16 bits loses range too, so that it keeps
-    neither precision.
+    neither precision. cuDNN's FFT engines take uneven padding but leave its trailing side out (seen with cuDNN 9.19).
     """
+    if "FFT" in traits.notes and any(axis.before != axis.after for axis in p.axes):
+        return False
     if p.dtype != "fp32":
         return True
     if "DOWN_CONVERT_INPUTS" in traits.notes:
