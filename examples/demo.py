@@ -156,7 +156,7 @@ def train(network: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) 
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(network(images), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         steps.append(Step(loss.item(), (time.perf_counter() - start) * 1e3))
     return steps
