@@ -36,15 +36,15 @@ class Workspaces(threading.local):
     """
 
     def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, size: int, device: torch.device) -> torch.Tensor:
         """A uint8 tensor of at least ``size`` bytes, for the current thread and stream."""
         if device.type != "cpu":
             return torch.empty(size, dtype=torch.uint8, device=device)
         if self.buffer.numel() < size:
-            self.buffer = torch.empty(0, dtype=torch.uint8)  # let go first: never both at once
-            pages = torch.empty(size + GRAIN, dtype=torch.uint8)  # torch aligns to 64 bytes only
+            self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # let go first: never both at once
+            pages = torch.empty(size + GRAIN, dtype=torch.uint8, device="cpu")  # torch aligns to 64 bytes only
             self.buffer = pages.narrow(0, -pages.data_ptr() % GRAIN, size)
         return self.buffer
 
@@ -59,7 +59,7 @@ def touch_workspace(size: int, device: torch.device) -> None:
 
 def release_workspaces() -> None:
     """Give this thread's CPU workspace back."""
-    _workspaces.buffer = torch.empty(0, dtype=torch.uint8)
+    _workspaces.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Bound:

@@ -13,6 +13,7 @@ from torch import nn
 
 import tilewise
 from tilewise import nn as planned
+from tilewise.nn import report
 from tilewise.problem import Pass
 
 KINDS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
@@ -125,7 +126,7 @@ def test_a_reentrant_checkpoint_is_planned_with_its_gradients() -> None:
             return torch.utils.checkpoint.checkpoint(self.second, self.first(x), use_reentrant=True)
 
     model = tilewise.optimize(Checkpointed(), torch.randn(3, 3, 9, 9), planner=Dividing())
-    second = tilewise.report(model).layers[1]
+    second = report(model).layers[1]
     assert [p.role for p in second.passes()] == ["forward", "grad_input", "grad_weight"]
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import tilewise
 from tilewise import nn as planned
+from tilewise.nn import report
 from tilewise.problem import Pass
 
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -220,5 +221,5 @@ def test_optimizing_a_compiled_model() -> None:
     x = torch.randn(3, 3, 7, 7)
     compiled = torch.compile(copy.deepcopy(want), fullgraph=True, backend="eager")
     assert tilewise.optimize(compiled, x, planner=Dividing()) is compiled
-    assert all(layer.replaced for layer in tilewise.report(compiled).layers)
+    assert all(layer.replaced for layer in report(compiled).layers)
     assert_same(compiled(x), want(x))

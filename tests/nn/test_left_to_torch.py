@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
 from tilewise import nn as planned
+from tilewise.nn import report
 
 
 @pytest.fixture
@@ -94,11 +95,12 @@ def test_wrong_tensors_for_modules(name: str, pair: Any, planner: Dividing) -> N
     "options",
     [
         {"stride": 0}, {"stride": -1}, {"padding": -1}, {"dilation": 0}, {"groups": 0}, {"groups": 3},
-        {"padding": "some"}, {"padding": "same", "stride": 2}, {"stride": (1, 2, 3)}, {"stride": 1.5}, {"padding": None},
+        {"padding": "some"}, {"padding": "same", "stride": 2}, {"stride": (1, 2, 3)}, {"stride": 1.5},
+        {"padding": None},
         {"stride": "2"}, {"stride": object()}, {"bias": torch.zeros(5)}, {"bias": torch.zeros(6, 1)},
         {"bias": torch.zeros(6).double()}, {"bias": 3},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )  # fmt: skip
 def test_wrong_arguments(options: dict[str, Any], planner: Dividing) -> None:
     x, w = torch.randn(3, 4, 7, 7), torch.randn(6, 4, 3, 3)
@@ -306,5 +308,5 @@ def test_not_a_number_in_weights_does_not_disturb_planning() -> None:
     with torch.no_grad():
         conv.weight.fill_(float("nan"))
     tilewise.optimize(conv, torch.randn(3, 4, 7, 7), planner=Dividing())
-    assert tilewise.report(conv).layers[0].replaced
+    assert report(conv).layers[0].replaced
     assert conv(torch.randn(3, 4, 7, 7)).isnan().all()

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import tilewise
+from tilewise.nn import report
 
 
 def network() -> nn.Module:
@@ -57,7 +58,7 @@ def assert_equal_models(got: nn.Module, want: nn.Module, x: torch.Tensor) -> Non
 def test_results_and_gradients_are_torchs() -> None:
     want = network()
     got = optimized(copy.deepcopy(want), example())
-    assert all(layer.replaced for layer in tilewise.report(got).layers)
+    assert all(layer.replaced for layer in report(got).layers)
     assert_equal_models(got, want, example())
     assert_equal_models(got, want, example(2))
 
@@ -94,7 +95,7 @@ def test_deepcopy_is_planned_and_its_own() -> None:
     assert_equal_models(twin, plain, example())
     assert torch.equal(model(example()), planned_before)
     with pytest.raises(ValueError, match="model=Sequential"):
-        tilewise.report(twin)
+        report(twin)
 
 
 @pytest.mark.parametrize("way", ["pickle", "torch.save"])
@@ -112,7 +113,7 @@ def test_pickles_are_plain_torch(way: str, tmp_path: Path) -> None:
     assert_equal_models(loaded, network(), example())
     assert loaded[0].forward.__func__ is nn.Conv2d.forward
     again = optimized(loaded, example())  # the loaded bound method does not stand in the way
-    assert all(layer.replaced for layer in tilewise.report(again).layers)
+    assert all(layer.replaced for layer in report(again).layers)
     (tmp_path / "model").write_bytes(data)
     script = (
         "import sys, torch\nsys.modules['tilewise'] = None\n"
@@ -131,14 +132,14 @@ def test_restore() -> None:
     assert tilewise.restore(model) is model
     assert {name: set(m.__dict__) for name, m in model.named_modules()} == before
     with pytest.raises(ValueError, match="undone"):
-        tilewise.report(model)
+        report(model)
 
 
 def test_modules_where_torch_wins_are_untouched() -> None:
     model = network()
     tilewise.optimize(model, example(), planner=Dividing(passes=()))
     assert all("forward" not in m.__dict__ for m in model)
-    rows = list(tilewise.report(model).passes())
+    rows = list(report(model).passes())
     assert rows
     assert not any(one.replaced for _, _, one in rows)
 
@@ -155,7 +156,7 @@ def test_padding_modes(mode: str, kind: Any) -> None:
     want = kind(3, 5, 3, padding=2, padding_mode=mode)
     x = torch.randn(3, 3, *([6] * len(want.kernel_size)))
     got = optimized(copy.deepcopy(want), x)
-    assert tilewise.report(got).layers[0].replaced
+    assert report(got).layers[0].replaced
     assert_equal_models(got, want, x)
     assert_equal_models(got, want, x[0])
 
@@ -165,7 +166,7 @@ def test_padding_same(kernel: int) -> None:
     want = nn.Conv2d(3, 5, kernel, padding="same", dilation=2)
     x = torch.randn(3, 3, 9, 9)
     got = optimized(copy.deepcopy(want), x)
-    assert tilewise.report(got).layers[0].replaced
+    assert report(got).layers[0].replaced
     assert_equal_models(got, want, x)
 
 
@@ -175,7 +176,7 @@ def test_output_size(kind: Any) -> None:
     dims = len(want.kernel_size)
     x = torch.randn(3, 4, *([5] * dims))
     got = optimized(copy.deepcopy(want), {"input": x, "output_size": [14] * dims})
-    assert tilewise.report(got).layers[0].replaced
+    assert report(got).layers[0].replaced
     for size in (None, [14] * dims, [15] * dims, [3, 6] + [13] * dims):
         assert_same(got(x, size), want(x, size))
         assert_same(got(x, output_size=size), want(x, output_size=size))
@@ -188,7 +189,7 @@ def test_every_kind_of_module() -> None:
         want = kind(4, 6, 3, stride=2, padding=1, dilation=2, groups=2)
         x = torch.randn(3, 4, *([7] * len(want.kernel_size)))
         got = optimized(copy.deepcopy(want), x)
-        assert tilewise.report(got).layers[0].replaced
+        assert report(got).layers[0].replaced
         assert_equal_models(got, want, x)
         assert_equal_models(got, want, x[0])
 
@@ -213,13 +214,13 @@ def test_what_cannot_be_swapped_says_why() -> None:
     model[3].forward = lambda input: own(input)
     want = [type(m).forward for m in model]
     optimized(model, torch.randn(2, 3, 9, 9), filter_fn=lambda name, module: name != "4")
-    reasons = [layer.reason for layer in tilewise.report(model).layers]
+    reasons = [layer.reason for layer in report(model).layers]
     assert reasons[0] == "Louder has a forward of its own"
     assert reasons[1] == "Rounded has a _conv_forward of its own"
     assert reasons[2] == ""
     assert reasons[3] == "has a forward set on the instance"
     assert reasons[4] == "left out by filter_fn"
-    assert [tilewise.report(model).layers[i].replaced for i in range(5)] == [False, False, True, False, False]
+    assert [report(model).layers[i].replaced for i in range(5)] == [False, False, True, False, False]
     assert [type(m).forward for m in model] == want
     assert model(torch.randn(2, 3, 9, 9)).shape == (2, 3, 1, 1)
 
@@ -239,7 +240,7 @@ def test_parametrized_and_pruned_weights_are_read_every_time() -> None:
     got.load_state_dict(want.state_dict())
     x = torch.randn(3, 3, 9, 9)
     optimized(got, x)
-    assert all(layer.replaced for layer in tilewise.report(got).layers)
+    assert all(layer.replaced for layer in report(got).layers)
     assert_equal_models(got, want, x)
     with torch.no_grad():
         for model in (got, want):
@@ -291,7 +292,7 @@ def test_lazy_modules_are_planned_once_they_have_sizes() -> None:
     x = torch.randn(3, 2, 9, 9)
     optimized(model, x)
     assert [type(m) for m in model] == [nn.Conv2d, nn.ConvTranspose2d]
-    assert all(layer.replaced for layer in tilewise.report(model).layers)
+    assert all(layer.replaced for layer in report(model).layers)
     plain = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(4, 5, 3))
     plain.load_state_dict(model.state_dict())
     assert_equal_models(model, plain, x)
@@ -302,7 +303,7 @@ def test_channels_last_in_is_channels_last_out() -> None:
         want = network().to(memory_format=layout)
         x = example().contiguous(memory_format=layout).requires_grad_()
         got = optimized(copy.deepcopy(want), x)
-        assert all(layer.replaced for layer in tilewise.report(got).layers)
+        assert all(layer.replaced for layer in report(got).layers)
         mine, its = got(x), want(x)
         assert mine.stride() == its.stride()
         mine.sum().backward()

@@ -17,7 +17,7 @@ from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass, layout_of
 from tilewise.solvers import SolverUnavailable
 from tilewise.solvers._cudnn_api import missing
-from tilewise.solvers._cudnn_catalogue import Bounded, keeps_precision, plain
+from tilewise.solvers._cudnn_catalogue import Bounded, plain, serves
 from tilewise.solvers._cudnn_graph import KNOBS, Engine, Traits, canonical_strides, exact_strides
 from tilewise.solvers.cudnn import Cudnn
 
@@ -130,7 +130,7 @@ def test_what_the_graph_knows_nothing_of_makes_no_other_question() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "precision", "notes", "keeps"),
+    ("dtype", "precision", "notes", "may"),
     [
         ("fp32", "ieee", {"FFT"}, True),
         ("fp32", "ieee", {"TENSOR_CORE"}, False),
@@ -139,9 +139,15 @@ def test_what_the_graph_knows_nothing_of_makes_no_other_question() -> None:
         ("bf16", "ieee", {"TENSOR_CORE"}, True),
     ],
 )
-def test_notes_rule_engines_out(dtype: str, precision: str, notes: set[str], keeps: bool) -> None:
+def test_notes_rule_engines_out(dtype: str, precision: str, notes: set[str], may: bool) -> None:
     problem = ConvProblem(Pass.FPROP, 1, 1, 1, (Axis(3, 3),), dtype=dtype, precision=precision)
-    assert keeps_precision(problem, Traits(frozenset(notes))) is keeps
+    assert serves(problem, Traits(frozenset(notes))) is may
+
+
+def test_ffts_do_not_serve_uneven_padding() -> None:
+    problem = ConvProblem(Pass.DGRAD, 1, 1, 1, (Axis(5, 3, 1, 1, 1, 1), Axis(5, 3, 1, 1, 1, 0)))
+    assert not serves(problem, Traits(frozenset({"FFT"})))
+    assert serves(problem, Traits(frozenset()))
 
 
 def test_a_bounded_cache_forgets_what_was_not_used_for_longest() -> None:

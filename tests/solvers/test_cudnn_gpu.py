@@ -86,16 +86,15 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_fp32_is_right(solver: Cudnn, name: str, pass_: Pass) -> None:
     p = layer(pass_, **PROBLEMS[name])  # type: ignore[arg-type]
+    if p.pass_ is Pass.WGRAD and any(axis.before != axis.after for axis in p.axes):
+        assert "trailing padding" in solver.why_not(p)[0]
+        return
     assert solver.why_not(p) == []
     configs = cheap(solver, p, 16)
     errors = {config: computed(solver, p, config)[0] for config in configs}
     assert sum(error < (5e-3 if p.precision == "tf32" else 1e-5) for error in errors.values()) >= 2
-    wrong = {config: error for config, error in errors.items() if not error < 5e-3}
-    if wrong:
-        print(f"WRONG {name} {pass_.value}: {', '.join(f'{c} {e:.1e}' for c, e in wrong.items())}")
-    # An engine may be wrong: the planner's check then loses it, since none is wrong by a little.
-    assert all(not error < 0.05 for error in wrong.values()), wrong
-    assert len(wrong) <= len(errors) // 2
+    wrong = {str(config): error for config, error in errors.items() if not error < 5e-3}
+    assert not wrong
 
 
 @pytest.mark.parametrize("pass_", PASSES)

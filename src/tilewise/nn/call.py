@@ -12,10 +12,8 @@ from torch.autograd import forward_ad
 from tilewise.device import conv_precision
 from tilewise.problem import ALIGNMENT, DTYPE_NAMES, dense_strides, layout_of
 
-__all__ = ["Call", "Operand", "autocast_dtype", "describe", "disturbed", "suggested_layout"]
+__all__ = ["Call", "Operand", "autocast_dtype", "describe", "disturbed", "is_plain", "suggested_layout"]
 
-BATCHES = "VmapMode"
-"""On while gradients are computed in batches (``is_grads_batched``), which does not go through ``torch.func``."""
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -78,12 +76,21 @@ def suggested_layout(shape: Sequence[int], strides: Sequence[int]) -> str:
     return "channels_last"
 
 
+def is_plain(t: object) -> bool:
+    """Whether ``t`` is a dense tensor and no more: no subclass, no view that negates, no batch of gradients."""
+    return (
+        type(t) in PLAIN_TYPES
+        and t.layout is torch.strided  # type: ignore[attr-defined]
+        and not t.is_neg()  # type: ignore[attr-defined]
+        and not torch._C._functorch.is_legacy_batchedtensor(t)  # type: ignore[arg-type]
+    )
+
+
 def disturbed() -> bool:
     """Whether something above torch's operators wants to see them: a transform, a mode, a trace or forward AD."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._dispatch_tls_is_dispatch_key_included(BATCHES)
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch.compiler.is_compiling()
@@ -109,7 +116,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def describe(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, dims: int) -> Call | None:
     """The call, or ``None`` where it is torch's own affair: other types, devices, layouts and wrong shapes."""
     tensors = (x, w) if b is None else (x, w, b)
-    if any(type(t) not in PLAIN_TYPES or t.layout is not torch.strided or t.is_neg() for t in tensors):
+    if not all(is_plain(t) for t in tensors):
         return None
     device = x.device
     if device.type not in ("cpu", "cuda") or any(t.device != device for t in tensors):

@@ -82,8 +82,9 @@ def trace(layer: Layer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
 
     Nothing is planned here.
     """
-    if torch.compiler.is_exporting() or not layer.geometry.symmetric:
-        return None  # an exported program runs without tilewise
+    # An exported program runs without tilewise. (Dynamo of torch 2.11 takes is_exporting() itself to be always true.)
+    if torch.compiler._is_exporting_flag or not layer.geometry.symmetric:
+        return None
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)

@@ -17,13 +17,12 @@ from tilewise.nn.book import Book
 from tilewise.nn.call import Call, describe, disturbed, function_mode_watches
 from tilewise.nn.compiled import Known, publish
 from tilewise.nn.geometry import Geometry, Role
-from tilewise.nn.runner import Runner
+from tilewise.nn.runner import Run, Runner
 from tilewise.problem import ALIGNMENT, DTYPE_NAMES, ConvProblem, layout_of
 
 __all__ = ["Layer", "wanted"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Guard = Callable[..., bool]
 
 _grad_enabled = torch.is_grad_enabled
@@ -133,7 +132,7 @@ class Layer:
             runner = self.resolve(call)
             if runner is None:
                 return None
-            run = runner if runner.planned else None
+            run = runner.run if runner.planned else None
         entry = self._entries[call] = Entry(
             run=run,
             guard=guard_of(*tensors),

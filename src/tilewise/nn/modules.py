@@ -130,15 +130,21 @@ def _arguments(d: dict[str, Any]) -> tuple[Any, ...]:
     return d["stride"], d["padding"], d["dilation"], d["groups"], d["padding_mode"], d["output_padding"]
 
 
-def _plain(module: nn.Module, layer: Layer) -> Callable[..., torch.Tensor]:
-    arguments = _arguments(module.__dict__)
+def _plain(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:
+    stride, padding, dilation, groups = module.stride, module.padding, module.dilation, module.groups
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
             traced = trace(layer, input, self.weight, self.bias)
             return type(self).forward(self, input) if traced is None else traced
         d = self.__dict__
-        if _arguments(d) == arguments:
+        if (
+            d["stride"] == stride
+            and d["padding"] == padding
+            and d["dilation"] == dilation
+            and d["groups"] == groups
+            and d["padding_mode"] == "zeros"
+        ):
             parameters = d["_parameters"]
             weight = parameters.get("weight")
             if weight is None:  # parametrized, pruned or sharded

@@ -82,7 +82,7 @@ def optimize(
 
     def recorded() -> list[Recorded]:
         found = [record(inner, candidates, example, layers, training=training) for example in examples]
-        return [one for calls in found for one in calls]
+        return list(dict.fromkeys(one for calls in found for one in calls))
 
     def problems_of(calls: list[Recorded]) -> list[ConvProblem]:
         return [problem for one in calls for problem in _problems(one, training).values()]

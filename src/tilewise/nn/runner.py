@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tilewise import execute
-from tilewise.nn.call import disturbed
+from tilewise.nn.call import disturbed, is_plain
 from tilewise.nn.geometry import Geometry
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, dense_strides
 
-__all__ = ["BoundPass", "Runner", "settle"]
+__all__ = ["BoundPass", "Run", "Runner", "settle"]
 
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -65,10 +68,21 @@ class Runner:
     """What one kind of call resolved to: a plan for each pass, or ``None`` where torch does that pass.
 
     ``forward``, ``grad_input`` and ``grad_weight`` are the layer's three computations. ``direct`` says that operands of
-    this call come in the plans' own layouts. Called with input, weight and bias under autograd as they are.
+    this call come in the plans' own layouts. ``run`` takes input, weight and bias, with autograd where they need it,
+    and ``result`` the same without; both are as short a way as there is.
     """
 
-    __slots__ = ("_index", "_sum_dims", "direct", "forward", "geometry", "grad_input", "grad_weight", "needs_grad")
+    __slots__ = (
+        "_index",
+        "_sum_dims",
+        "direct",
+        "forward",
+        "geometry",
+        "grad_input",
+        "grad_weight",
+        "result",
+        "run",
+    )
 
     def __init__(
         self,
@@ -83,19 +97,19 @@ class Runner:
     ) -> None:
         self.geometry = geometry
         self.forward, self.grad_input, self.grad_weight = forward, grad_input, grad_weight
-        self.needs_grad, self.direct = needs_grad, direct
-        self._index = device.index if device.type == "cuda" else None
+        self.direct = direct
+        # With one GPU there is no other to switch to.
+        self._index = device.index if device.type == "cuda" and torch.cuda.device_count() > 1 else None
         self._sum_dims = (0, *range(2, geometry.dims + 2))
+        self.result: Run = self.compute
+        if forward is not None and direct and self._index is None:
+            self.result = forward.bound
+        self.run: Run = functools.partial(_apply, self) if needs_grad else self.result
 
     @property
     def planned(self) -> bool:
         """Whether any pass is not torch's."""
         return not (self.forward is None and self.grad_input is None and self.grad_weight is None)
-
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-        if self.needs_grad:
-            return _apply(x, w, b, self)  # type: ignore[no-any-return]
-        return self.compute(x, w, b)
 
     def compute(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         """The layer's result, without autograd."""
@@ -140,22 +154,22 @@ class PlannedConv(torch.autograd.Function):
     """A convolution whose passes run by plans. Backward under grad mode, and when disturbed, is torch's own."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, runner: Runner) -> torch.Tensor:
+    def forward(ctx: Any, runner: Runner, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, w)
         ctx.runner = runner
-        return runner.compute(x, w, b)
+        return runner.result(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
-        mask = ctx.needs_input_grad[:3]
+        mask = ctx.needs_input_grad[1:]
         runner: Runner = ctx.runner
-        if torch.is_grad_enabled() or type(dy) is not torch.Tensor or disturbed():
-            return *runner.geometry.torch_backward(dy, x, w, mask), None
+        if torch.is_grad_enabled() or not is_plain(dy) or disturbed():
+            return None, *runner.geometry.torch_backward(dy, x, w, mask)
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
-                return *runner.gradients(dy, x, w, mask), None
-        return *runner.gradients(dy, x, w, mask), None
+                return None, *runner.gradients(dy, x, w, mask)
+        return None, *runner.gradients(dy, x, w, mask)
 
 
 _apply: Any = super(torch.autograd.Function, PlannedConv).apply

@@ -68,14 +68,14 @@ class Divisions:
         policy = self.options.batch_sizes
         rate = self.best_ms / self._whole
         prior, prior_size, blocked, worse = self.whole_known, self._whole, self.blocked, 0
+        found = 0.0
         for size in self.solver.sizes(self.problem, policy):
-            if not patient and worse and not any(e < rate * prior_size for e in blocked.values()):
+            promising = any(estimate < rate * prior_size for estimate in blocked.values())
+            if not patient and not promising and (worse or found > HOPELESS * rate):
                 break  # smaller parts are no faster, and what the limit keeps out would not be either
             trial = self._tried(size, rate, None if patient else (prior, prior_size), self._only())
             found = min((p.time_ms for p in self.fronts[size]), default=math.inf) / size
             worse = 0 if found < GAIN * rate else worse + 1
-            if not patient and math.isfinite(found) and found > HOPELESS * rate:
-                break
             rate = min(rate, found)
             prior, prior_size, blocked = trial.known, size, trial.blocked
         for size in self.solver.between(self.problem, policy):
@@ -110,8 +110,10 @@ class Divisions:
         if self.options.rigor != "patient":
             trial.best_ms = rate * size
         if prior is not None:
-            trial.prior_rates = {
-                key: m.time_ms / prior[1] for key, m in prior[0].items() if m.time_ms is not None and not m.reason
+            trial.prior_ms = {
+                key: m.time_ms * size / prior[1]
+                for key, m in prior[0].items()
+                if m.time_ms is not None and not m.reason
             }
         usable = [m for m in trial.run() if not m.reason and m.time_ms is not None]
         plans = [leaf_plan(child, m) for m in usable]
@@ -125,11 +127,13 @@ class Divisions:
         part = self.solver.children(self.problem, Config(sizes=sizes))[0]
         first, second = self.problem.operands
         a, b, out = self.tensors
-        out_ranges = part.ranges(self.problem.result)
+        child = self.solver.child(self.problem, size)
+        # What is summed up in fp32 does not go where a 16-bit result goes.
+        apart = child.out_dtype != self.problem.out_dtype
         return (
             narrow(a, part.ranges(first)),
             narrow(b, part.ranges(second)),
-            narrow(out, out_ranges) if out_ranges else make_result(self.solver.child(self.problem, size)),
+            make_result(child) if apart else narrow(out, part.ranges(self.problem.result)),
         )
 
     def sum_bytes(self, size: int) -> int:

@@ -5,6 +5,7 @@ Nothing here is called while a CUDA graph is being captured; :func:`check_can_me
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import statistics
@@ -16,11 +17,22 @@ import torch
 
 from tilewise.device import is_capturing
 
-__all__ = ["Timer", "framework_flags", "interleaved", "peak_bytes", "without_benchmark"]
+__all__ = [
+    "Timer",
+    "check_peak_is_known",
+    "framework_flags",
+    "interleaved",
+    "peak_bytes",
+    "peak_is_known",
+    "without_benchmark",
+]
 
 get_fp32_precision = torch._C._get_fp32_precision_getter
 set_fp32_precision = torch._C._set_fp32_precision_setter
 Call = Callable[[], object]
+NOISE = 128 << 10
+"""Bytes by which a resident set is known: Linux counts pages in batches, one for each core."""
+UNKNOWN = "a workspace limit cannot be checked here, workspace=None would do"
 
 
 class Timer:
@@ -93,25 +105,46 @@ def interleaved(
     return [statistics.median(values) for values in times]
 
 
-def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0) -> int:
+def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0, scratch: bool = True) -> int:
     """Bytes that one run of ``call`` takes at its peak beyond what was allocated before.
 
     ``result_bytes`` are taken off for a call that allocates its own result. On a GPU the peak of the caching allocator,
-    cuBLAS's workspace included as if it were fresh; on a CPU the growth of the resident set at its peak, which Linux
-    keeps. Raises ``RuntimeError`` where the system cannot tell.
+    with ``scratch`` cuBLAS's workspace as if it were fresh. On a CPU the growth of the resident set at its peak, which
+    Linux keeps, less the pages of files (a library's code) that were read for the first time; growth below
+    :data:`NOISE` is none. Raises ``RuntimeError`` where the system cannot tell, as :func:`check_peak_is_known` says
+    beforehand.
     """
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
+        if scratch:
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.reset_peak_memory_stats(device)
         before = _requested(device)["current"]
         call()
         return max(0, _requested(device)["peak"] - before - result_bytes)
     trim()
-    before = _reset_peak_resident()
+    _reset_peak_resident()
+    start = _resident()
     kept = call()
-    grown = _resident("VmHWM") - before
+    end = _resident()
     del kept
-    return max(0, grown - result_bytes)
+    grown = end["VmHWM"] - start["VmRSS"] - max(0, end["RssFile"] - start["RssFile"]) - result_bytes
+    return grown if grown > NOISE else 0
+
+
+def check_peak_is_known(device: torch.device) -> None:
+    """Raise ``RuntimeError`` with the reason where :func:`peak_bytes` cannot tell."""
+    if device.type != "cuda":
+        _reset_peak_resident()
+        _resident()
+
+
+def peak_is_known(device: torch.device) -> bool:
+    """Whether :func:`peak_bytes` can tell."""
+    try:
+        check_peak_is_known(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _requested(device: torch.device) -> dict[str, int]:
@@ -137,26 +170,25 @@ def trim() -> None:
         libc.malloc_trim(0)
 
 
-def _resident(field: str) -> int:
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            for line in file:
-                if line.startswith(field + ":"):
-                    return int(line.split()[1]) * 1024
-    except OSError as error:
-        raise RuntimeError("a CPU workspace limit needs Linux's /proc to be checked; leave workspace=None") from error
-    raise RuntimeError(f"/proc/self/status has no {field}: a CPU workspace limit cannot be checked here")
+def _resident() -> dict[str, int]:
+    """Bytes of this process in memory now, of files among them, and at the peak."""
+    found = {}
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name in ("VmHWM", "VmRSS", "RssFile"):
+                found[name] = int(value.split()[0]) * 1024
+    if len(found) < 3:
+        raise RuntimeError(f"/proc/self/status does not tell a CPU's memory: {UNKNOWN}")
+    return found
 
 
-def _reset_peak_resident() -> int:
+def _reset_peak_resident() -> None:
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")
     except OSError as error:
-        raise RuntimeError(
-            "/proc/self/clear_refs cannot be written: a CPU workspace limit cannot be checked"
-        ) from error
-    return _resident("VmRSS")
+        raise RuntimeError(f"/proc/self/clear_refs cannot be written: {UNKNOWN}") from error
 
 
 @contextmanager
@@ -166,22 +198,28 @@ def framework_flags(precision: str, deterministic: bool) -> Iterator[None]:
     They are the process's own, so plan from one thread at a time.
     """
     cudnn = torch.backends.cudnn
-    saved = cudnn.benchmark, cudnn.deterministic
-    precisions = {op: get_fp32_precision("cuda", op) for op in ("conv", "rnn")}
-    try:
-        legacy = torch._C._get_cudnn_allow_tf32()
-    except RuntimeError:  # the user has mixed torch's old and new flags; only the new ones are then restored
-        legacy = None
+    saved = cudnn.benchmark, cudnn.deterministic, _own_conv_precision()
     cudnn.benchmark, cudnn.deterministic = True, deterministic
-    torch._C._set_cudnn_allow_tf32(precision == "tf32")
+    # Convolutions look at this flag alone. Setting it by the older allow_tf32 could set it to "as the others".
+    set_fp32_precision("cuda", "conv", precision)
     try:
         yield
     finally:
-        cudnn.benchmark, cudnn.deterministic = saved
-        if legacy is not None:
-            torch._C._set_cudnn_allow_tf32(legacy)
-        for op, value in precisions.items():
-            set_fp32_precision("cuda", op, value)
+        cudnn.benchmark, cudnn.deterministic = saved[:2]
+        set_fp32_precision("cuda", "conv", saved[2])
+
+
+def _own_conv_precision() -> str:
+    """The convolution flag itself, ``"none"`` where it inherits: torch tells only what it comes to."""
+    parents = ("generic", "cuda")
+    inherited = []
+    for parent in parents:
+        inherited.append(get_fp32_precision(parent, "all"))
+        set_fp32_precision(parent, "all", "none")
+    own: str = get_fp32_precision("cuda", "conv")
+    for parent, value in zip(parents, inherited, strict=True):
+        set_fp32_precision(parent, "all", value)
+    return own
 
 
 @contextmanager

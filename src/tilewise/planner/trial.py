@@ -7,21 +7,21 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tilewise import execute, solvers
-from tilewise.plan import Config, Measurement, Plan, format_bytes
+from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.estimate import Profile, estimate_ms
-from tilewise.planner.measure import Timer, peak_bytes
+from tilewise.planner.measure import Timer, peak_bytes, peak_is_known
 from tilewise.planner.options import Options
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver, Split
 
-__all__ = ["Known", "Trial", "leaf_plan"]
+__all__ = ["Known", "Trial", "first_line", "leaf_plan"]
 
-PRUNE = 3.0
+PRUNE = 2.0
 """A candidate whose estimate is this many times the best measured time is not measured, save by ``patient``."""
 REPEATS = 3
 LONG_MS = 1.0
@@ -42,8 +42,12 @@ def leaf_plan(problem: ConvProblem, m: Measurement) -> Plan:
     return Plan(problem.key, m.solver, m.version, m.config, time_ms=time_ms, workspace=m.workspace or 0, error=m.error)
 
 
-class _TooSlow(RuntimeError):
+class _TooSlow(Exception):
     """A candidate that lost on its first run."""
+
+    def __init__(self, took_ms: float, best_ms: float, workspace: int) -> None:
+        super().__init__(f"took {took_ms:.0f} ms when first run, the best so far takes {best_ms:.3f}")
+        self.workspace = workspace
 
 
 class _OverLimit(Exception):
@@ -69,13 +73,17 @@ class Trial:
     timer: Timer
     known: Known
     wrong: Mapping[tuple[str, Config], str] = field(default_factory=dict)
+    judge: Callable[[Error], str] = lambda error: ""
+    """Why an error that is known of a candidate is too large; empty when it is not."""
     is_root: bool = True
+    for_front: bool = False
+    """Whether slower candidates count that take less workspace."""
     best_ms: float = float("inf")
     found: list[Measurement] = field(default_factory=list)
     only: frozenset[tuple[str, Config]] | None = None
     """The solvers and configs to try; ``None``: all."""
-    prior_rates: dict[tuple[str, int, Config], float] = field(default_factory=dict)
-    """Milliseconds an image of candidates at a larger batch: one that lost there by far is not run again."""
+    prior_ms: dict[tuple[str, int, Config], float] = field(default_factory=dict)
+    """What candidates would take at their rate at a larger size: one that lost there by far is not run again."""
     blocked: dict[tuple[str, Config], float] = field(default_factory=dict)
     """Candidates lost to the workspace limit alone, with their estimates."""
 
@@ -87,23 +95,25 @@ class Trial:
                 continue  # the root's baseline is measured by the search, outside the limit
             if self.only is not None and all(name != solver.name for name, _ in self.only):
                 continue
-            reasons = solver.why_not(self.problem) or self._policy(solver)
+            try:
+                reasons = solver.why_not(self.problem) or self._policy(solver)
+                if not reasons:
+                    waiting += self._offers(solver)
+            except Exception as error:  # as in measure
+                reasons = [f"raised {type(error).__name__} when asked for configs: {first_line(error)}"]
             if reasons:
                 self._lose(solver, Config(), "; ".join(reasons))
-                continue
-            try:
-                waiting += self._offers(solver)
-            except (RuntimeError, ValueError) as error:
-                self._lose(solver, Config(), f"raised when asked for configs: {_first_line(error)}")
         waiting.sort(key=lambda entry: entry[:2])
         tried: dict[str, int] = {}
-        for estimate, _, solver, config, workspace in waiting:
-            if not self._pruned(solver, config, estimate, tried):
-                self._try(solver, config, workspace)
+        for estimate, _, solver, config, needed in waiting:
+            if not self._pruned(solver, config, estimate, needed, tried):
+                self._try(solver, config, estimate, needed)
         return self.found
 
     def _policy(self, solver: Solver) -> list[str]:
         on_gpu = self.problem.device_type == "cuda"
+        if solver.blocks_itself and not self.is_root and self.options.rigor != "patient":
+            return ["takes the batch in blocks by itself"]
         if solver.baseline and on_gpu and self.options.workspace is not None:
             return ["torch's benchmark mode tries workspaces of any size, so as a part it cannot be held to a limit"]
         return []
@@ -126,26 +136,26 @@ class Trial:
                 self.blocked[solver.name, config] = self._estimate(solver, config)
                 continue
             estimate = self._estimate(solver, config)
-            listed.append((estimate, rank, solver, config, workspace))
+            listed.append((estimate, rank, solver, config, needed))
         return listed
 
     def _estimate(self, solver: Solver, config: Config) -> float:
         return estimate_ms(self.problem, solver.cost(self.problem, config), self.profile)
 
-    def _pruned(self, solver: Solver, config: Config, estimate: float, tried: dict[str, int]) -> bool:
+    def _pruned(self, solver: Solver, config: Config, estimate: float, needed: int, tried: dict[str, int]) -> bool:
         if self.options.rigor == "patient":
             return False
         if (solver.name, solver.version, config) in self.known:
+            tried[solver.name] = tried.get(solver.name, 0) + 1  # else each search would measure as many again
             return False
-        if estimate > PRUNE * self.best_ms:
-            text = f"not measured: estimated {estimate:.3f} ms, the best so far takes {self.best_ms:.3f}"
-            self._lose(solver, config, text)
-            return True
-        prior = self.prior_rates.get((solver.name, solver.version, config), 0.0) * self.problem.batch
-        if prior > LOST * self.best_ms:
-            text = (
-                f"not measured: {prior:.3f} ms by its rate at a larger size, the best so far takes {self.best_ms:.3f}"
-            )
+        best_ms = self._bound_ms(needed)
+        prior = self.prior_ms.get((solver.name, solver.version, config), 0.0)
+        text = ""
+        if estimate > PRUNE * best_ms:
+            text = f"not measured: estimated {estimate:.3f} ms, the best so far takes {best_ms:.3f}"
+        elif prior > LOST * best_ms:
+            text = f"not measured: {prior:.3f} ms by its rate at a larger size, the best so far takes {best_ms:.3f}"
+        if text:
             self._lose(solver, config, text)
             return True
         tried[solver.name] = tried.get(solver.name, 0) + 1
@@ -154,16 +164,27 @@ class Trial:
             return True
         return False
 
-    def _try(self, solver: Solver, config: Config, workspace: int) -> None:
+    def _try(self, solver: Solver, config: Config, estimate: float, needed: int) -> None:
         key = solver.name, solver.version, config
         limit = self.options.workspace
         m = self.known.get(key)
+        if self.options.rigor == "estimate" and (m is None or not m.reason):
+            # By estimate alone, so that all compare alike.
+            self.found.append(Measurement(solver.name, solver.version, config, estimate, needed))
+            self.best_ms = min(self.best_ms, estimate)
+            return
+        if m is None and self.options.rigor == "wisdom_only":
+            self._lose(solver, config, "not measured: no wisdom of it")
+            return
         if m is None:
             try:
-                m = self.measure(solver, config)
+                m = self.measure(solver, config, self._bound_ms(needed))
             except _OverLimit as over:
                 self.blocked[solver.name, config] = self._estimate(solver, config)
                 self._lose(solver, config, str(over), over.workspace)
+                return
+            except _TooSlow as slow:  # beside the best of this search: another limit may leave nothing faster
+                self._lose(solver, config, str(slow), slow.workspace)
                 return
             self.known[key] = m
         if not m.reason and limit is not None and m.workspace is not None and m.workspace > limit:
@@ -171,67 +192,100 @@ class Trial:
             text = f"took {format_bytes(m.workspace)} of workspace when run, the limit is {format_bytes(limit)}"
             self._lose(solver, config, text, m.workspace)
             return
+        if not m.reason and m.error is not None:
+            m = replace(m, reason=self.judge(m.error))
         self.found.append(m)
         if not m.reason and m.time_ms is not None:
             self.best_ms = min(self.best_ms, m.time_ms)
 
-    def measure(self, solver: Solver, config: Config) -> Measurement:
-        """Bind, run once to see its memory, then time. A candidate that raises is lost, with its reason."""
+    def _bound_ms(self, workspace: int) -> float:
+        """The time to beat: for a front, that of what is found in no more workspace."""
+        if not self.for_front:
+            return self.best_ms
+        found = (m for m in self.found if not m.reason and (m.workspace or 0) <= workspace)
+        return min((m.time_ms for m in found if m.time_ms is not None), default=float("inf"))
+
+    def measure(self, solver: Solver, config: Config, best_ms: float = float("inf")) -> Measurement:
+        """Bind, run once to see its memory, then time. A candidate that raises is lost, with its reason.
+
+        One that takes much more than ``best_ms`` is not repeated.
+        """
         a, b, out = self.tensors
         try:
             plan = Plan(self.problem.key, solver.name, solver.version, config)
             bound = execute.bind(plan, self.problem, a, b, out)
             if self.options.workspace is not None and bound.workspace > self.options.workspace:
                 raise _OverLimit(bound.workspace, self.options.workspace)
-            call = functools.partial(bound, a, b, None, out)
+            new = solver.own_output and self.is_root and not self.problem.accumulate
+            call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
             times: list[float] = []
             timed = functools.partial(self._time_into, times, call)
-            workspace = self.peak(timed, bound.workspace, solver.own_output)
-            if times[-1] <= GIVE_UP * self.best_ms:
+            scratch = solver.baseline or solver.hidden_workspace(self.problem, config) > 0
+            workspace = self.peak(timed, bound.workspace, new, best_ms, scratch=scratch)
+            if times[-1] <= GIVE_UP * best_ms:
+                if workspace > bound.workspace and self.timer.device.type == "cpu":
+                    # A library's first run also makes what it keeps for good.
+                    workspace = min(workspace, self.peak(timed, bound.workspace, new))
                 for _ in range(REPEATS if times[-1] < LONG_MS else 1):
                     timed()
             time_ms = statistics.median(times[1:] or times)
             return Measurement(solver.name, solver.version, config, time_ms, workspace)
-        except _TooSlow as slow:
-            return Measurement(solver.name, solver.version, config, workspace=bound.workspace, reason=str(slow))
-        except torch.OutOfMemoryError as error:
-            reason = f"out of memory: {_first_line(error)}"
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            reason = f"raised {type(error).__name__}: {_first_line(error)}"
-        gc.collect()
-        if self.timer.device.type == "cuda":
-            torch.cuda.empty_cache()
+        except (_OverLimit, _TooSlow):
+            raise
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            reason = f"out of memory: {first_line(error)}"
+        except Exception as error:  # whatever a solver or its library does: the candidate is lost, planning goes on
+            reason = f"raised {type(error).__name__}: {first_line(error)}"
+        if reason.startswith("out of memory"):
+            gc.collect()
+            if self.timer.device.type == "cuda":
+                torch.cuda.empty_cache()
         return Measurement(solver.name, solver.version, config, reason=reason)
 
     def _time_into(self, times: list[float], call: Callable[[], object]) -> None:
         times.append(self.timer.time_ms(call))
 
-    def peak(self, call: Callable[[], object], declared: int, own_output: bool) -> int:
-        """Bytes one run takes at its peak beyond operands and result, what is declared included."""
+    def peak(
+        self,
+        call: Callable[[], object],
+        declared: int,
+        new_result: bool,
+        best_ms: float = float("inf"),
+        *,
+        scratch: bool = True,
+    ) -> int:
+        """Bytes one run takes at its peak beyond operands and result, what is declared included.
+
+        ``new_result``: the call allocates the result; ``scratch``: it uses libraries' own workspaces. Where nothing can
+        tell and no limit asks: what is declared.
+        """
         device = self.timer.device
         result = self.tensors[2]
-        # As a part, an output of the solver's own is one more temporary.
-        own = result.numel() * result.element_size() if own_output and self.is_root else 0
+        size = result.numel() * result.element_size() if new_result else 0
         if device.type == "cuda":
-            self._warm_up(call)
-            return peak_bytes(call, device, own)
+            self._warm_up(call, declared, best_ms)
+            return peak_bytes(call, device, size, scratch)
         if declared:
             execute.touch_workspace(declared, device)
-        return declared + peak_bytes(call, device, own)
+        if self.options.workspace is None and not peak_is_known(device):
+            call()
+            return declared
+        return declared + peak_bytes(call, device, size)
 
-    def _warm_up(self, call: Callable[[], object]) -> None:
+    def _warm_up(self, call: Callable[[], object], declared: int, best_ms: float) -> None:
         """Load modules and make handles, which are no workspace; a candidate that is far too slow ends here."""
         start = time.perf_counter()
         call()
         self.timer.synchronize()
         took = (time.perf_counter() - start) * 1e3
-        if self.options.rigor != "patient" and took > FAR * self.best_ms + LOADING_MS:
-            raise _TooSlow(f"took {took:.0f} ms when first run, the best so far takes {self.best_ms:.3f}")
+        if self.options.rigor != "patient" and took > FAR * best_ms + LOADING_MS:
+            raise _TooSlow(took, best_ms, declared)
 
     def _lose(self, solver: Solver, config: Config, reason: str, workspace: int | None = None) -> None:
         self.found.append(Measurement(solver.name, solver.version, config, workspace=workspace, reason=reason))
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, its type where it has none."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]

@@ -96,7 +96,7 @@ class Handle:
         cudnn.set_stream(self.value, self.stream)
 
     def __del__(self) -> None:
-        if hasattr(self, "stream"):
+        if hasattr(self, "stream") and _spare is not None:  # module globals go first when Python exits
             _spare[self.device].append(self.value)
 
     def follow(self, stream: int) -> None:

@@ -1,8 +1,8 @@
 """What cuDNN offers for problems, asked once: listings, notes, workspaces and built plans, each cache bounded.
 
-Heuristics leave engines out, the fastest at times, so that every engine number is tried besides, at default knobs. Of
-the heuristics B takes 8 ms, more than all the rest, and planning micro-batches asks often: so it is asked once for the
-problems that differ in their batch size alone, and the others try the configs that it gave.
+Heuristics leave engines out, the fastest at times, so that every engine number is tried besides, at default knobs.
+Planning micro-batches asks often: of problems that differ in their batch size alone the first is asked in full, and the
+others ask the heuristic that knows sizes and try what the first was given.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Catalogue:
     def __init__(self) -> None:
         self._listings: Bounded[Listing] = Bounded(1024)
         self._families: Bounded[tuple[Engine, ...]] = Bounded(256)
+        self._served: Bounded[bool] = Bounded(1024)
         self._counts: Bounded[int] = Bounded(256)
         self._traits: Bounded[Traits] = Bounded(4096)
         self._workspaces: Bounded[int] = Bounded(4096)
@@ -102,9 +103,9 @@ class Catalogue:
         except api.errors() as error:
             return Listing(reason=f"cuDNN refuses the problem: {api.first_line(error)}")
         entries += (entry for entry in others if not self.traits(p, entry.engine, device).compiles)
-        kept = tuple(entry for entry in entries if keeps_precision(p, self.traits(p, entry.engine, device)))
+        kept = tuple(entry for entry in entries if serves(p, self.traits(p, entry.engine, device)))
         if not kept:
-            return Listing(reason=reason or f"cuDNN has engines for it, but none that keeps precision={p.precision}")
+            return Listing(reason=reason or f"cuDNN has engines for it, but none that serves precision={p.precision}")
         if known is None:
             self._families.put(family, tuple(entry.engine for entry in kept if entry.engine.settable))
         return Listing(kept)
@@ -122,21 +123,29 @@ class Catalogue:
         count = self._counts.find(_kind(p, device), lambda: graphs.engine_count(p, device))
         for number in range(count):
             traits = self._traits.get((*_kind(p, device), number))
-            useless = traits is not None and (traits.compiles or not keeps_precision(p, traits))
+            useless = traits is not None and (traits.compiles or not serves(p, traits))
             if number not in numbers and not useless:
                 yield Engine(number)
 
     def refusal(self, p: ConvProblem, device: int) -> str:
-        """Why cuDNN has nothing for ``p``, empty when it has. Heuristics are asked only where nothing is known."""
-        if self._families.get((device, replace(p, batch=1))) is not None:
+        """Why cuDNN has nothing for ``p``, empty when it has.
+
+        Heuristics are asked only where nothing is known of problems that differ in batch and channels alone; where
+        cuDNN takes those but not ``p``, building says so.
+        """
+        kin = (device, replace(p, batch=1, in_channels=p.groups, out_channels=p.groups))
+        if self._served.get(kin):
             return ""
-        return self.listing(p, device).reason
+        reason = self.listing(p, device).reason
+        if not reason:
+            self._served.put(kin, True)
+        return reason
 
     def taken(self, p: ConvProblem, engines: list[Engine], device: int) -> list[tuple[Engine, int]]:
         """Those of ``engines`` that take ``p``, with their workspaces."""
         found = []
         for entry in graphs.supported(p, device, engines):
-            if not keeps_precision(p, self.traits(p, entry.engine, device)):
+            if not serves(p, self.traits(p, entry.engine, device)):
                 continue
             known = self._workspaces.get((device, p, entry.engine))
             needs = entry.workspace if known is None else known
@@ -179,12 +188,14 @@ def _kind(p: ConvProblem, device: int) -> tuple[Hashable, ...]:
     return device, p.pass_, p.dims, p.dtype, p.out_dtype, p.groups > 1
 
 
-def keeps_precision(p: ConvProblem, traits: Traits) -> bool:
+def serves(p: ConvProblem, traits: Traits) -> bool:
     """Whether an engine may serve ``p`` as far as its notes tell; the planner measures its error all the same.
 
     In fp32 tensor cores mean TF32. An engine that converts its inputs to 16 bits loses range too, so that it keeps
-    neither precision.
+    neither precision. cuDNN's FFT engines take uneven padding but leave its trailing side out (seen with cuDNN 9.19).
     """
+    if "FFT" in traits.notes and any(axis.before != axis.after for axis in p.axes):
+        return False
     if p.dtype != "fp32":
         return True
     if "DOWN_CONVERT_INPUTS" in traits.notes:

@@ -39,8 +39,8 @@ KNOBS = {
     39: "SPLIT_P_SLC", 40: "TILE_M", 41: "TILE_N", 42: "WARP_SPEC_CFG",
 }  # fmt: skip
 """Names of cuDNN's knob numbers (``cudnnBackendKnobType_t``) that the frontend sets; the rest are deprecated."""
-MODES = ("A", "B", "FALLBACK")
-"""cuDNN's heuristics. B asks a model, takes 8 ms and lists engines that A leaves out, the fastest at times."""
+MODES = ("A", "FALLBACK")
+"""cuDNN's heuristics that are asked. B is not: it ends the process for some WGRAD problems (seen with cuDNN 9.19)."""
 NOTES = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "NONDETERMINISTIC", "FFT", "WINOGRAD", "STRICT_NAN_PROP")
 """Numerical notes that matter here."""
 ENGINE_NAME = re.compile(r"eng(\d{1,6})((?:_k\d{1,6}=-?\d{1,9})*)")

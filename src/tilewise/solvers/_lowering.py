@@ -133,7 +133,8 @@ class Lowering(Solver):
     """What the types share: blocks, orders of the matrices, costs."""
 
     accumulates = True
-    error_bound = {"ieee": 2e-6, "tf32": 2e-3}  # noqa: RUF012
+    blocks_itself = True
+    most_configs = 3
 
     @abc.abstractmethod
     def lowered(self, p: ConvProblem) -> tuple[bool, ...]:
@@ -192,8 +193,8 @@ class Lowering(Solver):
 
     def _largest(self, p: ConvProblem, order: Order, ceiling: int) -> Iterable[Config]:
         least = 0 if order is Order.MERGED else -1
-        for exponent in range((p.batch - 1).bit_length() - 1, least, -1):
-            c = Config(order=order.value, block=2**exponent)
+        for exponent in range((p.batch - 1).bit_length(), least, -1):
+            c = Config(order=order.value, block=2**exponent) if 2**exponent < p.batch else Config(order=order.value)
             if self.workspace(p, c) + self.hidden_workspace(p, c) <= ceiling:
                 return (c,)
         return ()

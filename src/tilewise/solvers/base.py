@@ -60,6 +60,8 @@ class Solver(abc.ABC):
     """Can write an ``out`` of any strides; otherwise the executor gives it a dense one and copies."""
     baseline: ClassVar[bool] = False
     """The framework's own choice, against which every plan is measured."""
+    blocks_itself: ClassVar[bool] = False
+    """Has configs that take the batch in blocks, so that as a micro-batch it has nothing to add."""
     most_configs: ClassVar[int] = 6
     """Configs measured when planning is not ``patient``: those with the best estimates."""
     error_bound: ClassVar[dict[str, float]] = {"ieee": 1e-5, "tf32": 5e-3}

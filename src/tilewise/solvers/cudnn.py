@@ -11,7 +11,7 @@ import torch
 
 from tilewise.device import torch_device
 from tilewise.plan import Config
-from tilewise.problem import ConvProblem
+from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import _cudnn_api as api
 from tilewise.solvers import _cudnn_graph as graphs
 from tilewise.solvers._cudnn_api import handles
@@ -64,6 +64,8 @@ class Cudnn(Solver):
             return [reason]
         if any(axis.before < 0 or axis.after < 0 for axis in p.axes):
             return ["cuDNN takes no negative padding"]
+        if p.pass_ is Pass.WGRAD and any(axis.before != axis.after for axis in p.axes):
+            return ["most of cuDNN's engines leave out the trailing padding of WGRAD where it is not the leading one"]
         if p.layout("w") == "view":
             return ["cuDNN takes no filter with gaps between its elements"]
         try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tilewise.wisdom.paths import VARIABLE, on_network
-from tilewise.wisdom.schema import Damaged, create, identify, roll_back
+from tilewise.wisdom.schema import Damaged, create, identify, require_sound, roll_back
 
 if TYPE_CHECKING:
     import sqlite3
@@ -71,6 +71,10 @@ class Database:
         """``work`` in one transaction: all of it is kept or none, even when the process is
         killed."""
         return self._run(work, write=True)
+
+    def check(self) -> None:
+        """Read the whole file, and move it aside when SQLite finds its structure damaged."""
+        self.read(require_sound)
 
     def close(self) -> None:
         """Forget what was kept in memory for want of a file; the next use tries the file again."""
@@ -132,6 +136,7 @@ class Database:
             # WAL for want of it.
             with contextlib.closing(_connect(self.path, "rwc", exclusive=True)) as db:
                 identify(db)
+                _require_writable(db, self.path)
             if on_network(self.path.parent) or not _enable_wal(self.path):
                 with contextlib.closing(_connect(self.path, "rw", exclusive=True)) as db:
                     db.execute("PRAGMA journal_mode = DELETE")
@@ -228,13 +233,34 @@ def _enable_wal(path: Path) -> bool:
     try:
         with contextlib.closing(_connect(path, "rw")) as db:
             mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-            db.execute("BEGIN IMMEDIATE")
-            db.execute("ROLLBACK")
+            _try_writing(db)
     except sqlite3.OperationalError:
         # Why does not matter: the file goes back to a rollback journal, and its use says whether
         # that works.
         return False
     return bool(mode == "wal")
+
+
+def _try_writing(db: sqlite3.Connection) -> None:
+    """Write the value there is, then do not. ``BEGIN IMMEDIATE`` alone does not fail on a read-only file."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        db.execute(f"PRAGMA user_version = {version}")
+    finally:
+        roll_back(db)
+
+
+def _require_writable(db: sqlite3.Connection, path: Path) -> None:
+    """Raise :class:`Damaged` when the file itself says that it is read-only and the system does not."""
+    import sqlite3
+
+    try:
+        _try_writing(db)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK):
+            raise Damaged("damaged", "damaged (its header forbids writing)") from error
+        raise
 
 
 def _set_synchronous(db: sqlite3.Connection, *, network: bool) -> None:
@@ -265,6 +291,9 @@ def _judged(path: Path) -> Iterator[None]:
         yield
     except Damaged as damage:
         raise Damaged(damage.kind, str(damage), _identity(path)) from damage
+    except UnicodeDecodeError as error:
+        # SQLite quotes the damaged schema in its message, and Python reads that as UTF-8.
+        raise Damaged("damaged", "damaged (its tables have no names)", _identity(path)) from error
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         damaged = code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -356,9 +385,11 @@ def _memory_copy(path: Path) -> sqlite3.Connection | None:
             with contextlib.closing(_connect(path, mode)) as source:
                 source.execute("PRAGMA busy_timeout = 1000")
                 source.backup(copy)
-            if copy.execute("PRAGMA quick_check").fetchall() == [("ok",)] and identify(copy):
+            if identify(copy):
+                require_sound(copy)
+                _try_writing(copy)
                 return copy
-        except (sqlite3.Error, Damaged):
+        except (sqlite3.Error, UnicodeDecodeError, Damaged):
             # Already on the way out of an unusable file, with a warning: this only salvages.
             pass
         copy.close()

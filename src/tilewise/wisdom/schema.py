@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import sqlite3
 
-__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "TABLES", "Damaged", "create", "identify"]
+__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "TABLES", "Damaged", "create", "identify", "require_sound", "roll_back"]
 
 APPLICATION_ID = 0x74776973
 """``twis``: says in the file's header whose it is."""
@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 
 NAME = """CREATE TABLE name (
     id INTEGER PRIMARY KEY,
-    text TEXT NOT NULL UNIQUE
+    text TEXT NOT NULL
 )"""
 MEASUREMENT = """CREATE TABLE measurement (
     environment INTEGER NOT NULL,
@@ -49,8 +49,9 @@ PROFILE = """CREATE TABLE profile (
     crc INTEGER NOT NULL
 )"""
 TABLES = (NAME, MEASUREMENT, PLAN, PROFILE)
-"""Environment and problem keys are long and repeat, so rows hold their ids in ``name``. Changing
-any of this text makes another schema: raise the version and upgrade files of the old one."""
+"""Environment and problem keys are long and repeat, so rows hold their ids in ``name``. An id is a
+hash of the text (``tables.key_id``): there is no index that damage could set against its table.
+Changing any of this text makes another schema: raise the version and upgrade files of the old."""
 
 
 class Damaged(Exception):
@@ -91,6 +92,13 @@ def identify(db: sqlite3.Connection) -> bool:
     if version != SCHEMA_VERSION or {sql for (sql,) in found} != set(TABLES):
         raise Damaged("damaged", "damaged (its tables are not the ones tilewise makes)")
     return True
+
+
+def require_sound(db: sqlite3.Connection) -> None:
+    """Raise :class:`Damaged` when pages, order of rows or types of columns are not as they must be."""
+    ((verdict, *_), *_) = db.execute("PRAGMA integrity_check(1)").fetchall()
+    if verdict != "ok":
+        raise Damaged("damaged", f"damaged ({verdict})")
 
 
 def create(db: sqlite3.Connection) -> None:

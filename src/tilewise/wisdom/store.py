@@ -226,7 +226,7 @@ class Wisdom:
             self._database.write(lambda db: tables.insert(db, table, new))
 
     def _everything(self) -> dict[str, list[Row]]:
-        found = self._database.read(lambda db: {table: list(tables.select(db, table)) for table in tables.COLUMNS})
+        found = self._database.read(lambda db: {table: list(tables.select_all(db, table)) for table in tables.COLUMNS})
         unpack: dict[str, Callable[[Found], object]] = {
             "measurement": lambda row: rows.unpack_measurement(row.values),
             "plan": _unpack_plan,
@@ -254,6 +254,9 @@ class Wisdom:
                     faults.append(f"{row.table}: {error}")
             else:
                 valid.append((row, value))
+        if faults:
+            # One bad row may be the visible part of a damaged file, in which others are lost.
+            self._database.check()
         _warn(self.path, faults)
         return valid
 
@@ -275,8 +278,12 @@ def _forget_plans(
 ) -> int:
     doomed = [
         row
-        for row in tables.select(db, "plan", environment)
-        if (problem_contains or "") in str(row.problem) and _concerns(row, solver, stale)
+        for row in tables.select_all(db, "plan")
+        if (environment is None or row.environment == environment)
+        and isinstance(row.environment, str)
+        and isinstance(row.problem, str)
+        and (problem_contains or "") in row.problem
+        and _concerns(row, solver, stale)
     ]
     return tables.delete_plans(db, doomed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,7 @@ from tilewise.wisdom import rows
 if TYPE_CHECKING:
     import sqlite3
 
-__all__ = ["Found", "Row", "counts", "delete", "delete_plans", "insert", "select", "sweep"]
+__all__ = ["Found", "Row", "counts", "delete", "delete_plans", "insert", "key_id", "select", "select_all", "sweep"]
 
 COLUMNS = {"measurement": rows.MEASUREMENT, "plan": rows.PLAN, "profile": rows.PROFILE}
 KEYS = {
@@ -40,44 +41,47 @@ class Found(NamedTuple):
     crc: Any
 
 
-def select(
-    db: sqlite3.Connection,
-    table: str,
-    environment: str | None = None,
-    problems: Iterable[str] | None = None,
-) -> Iterator[Found]:
-    """Rows of one environment and of some problems, or all; one query for every 500 problems."""
-    if problems is None:
-        yield from _select(db, table, environment, ())
+def key_id(text: str) -> int:
+    """The id of a key text: 63 bits of its hash. Should two texts share one, checksums tell."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def select(db: sqlite3.Connection, table: str, environment: str, problems: Iterable[str] = ()) -> Iterator[Found]:
+    """Rows of one environment and of these problems; one query for every 500 problems."""
+    columns = ", ".join(COLUMNS[table])
+    query = f"FROM {table} WHERE environment = {key_id(environment)}"
+    if table == "profile":
+        for crc, *values in db.execute(f"SELECT crc, {columns} {query}"):
+            yield Found(table, environment, "", tuple(values), crc)
         return
-    wanted = list(dict.fromkeys(problems))
-    for start in range(0, len(wanted), BATCH):
-        yield from _select(db, table, environment, wanted[start : start + BATCH])
+    texts = {key_id(problem): problem for problem in problems}
+    ids, order = list(texts), ", ".join(KEYS[table][1:])
+    for start in range(0, len(ids), BATCH):
+        batch = ids[start : start + BATCH]
+        found = f"SELECT problem, crc, {columns} {query} AND problem IN ({', '.join('?' * len(batch))})"
+        found += f" ORDER BY {order}"
+        for problem, crc, *values in db.execute(found, batch):
+            yield Found(table, environment, texts.get(problem), tuple(values), crc)
 
 
-def _select(db: sqlite3.Connection, table: str, environment: str | None, problems: Sequence[str]) -> Iterator[Found]:
+def select_all(db: sqlite3.Connection, table: str) -> Iterator[Found]:
+    """Every row; a key whose text is lost, which only damage does, is ``None``."""
     keyed = table != "profile"
     columns = ", ".join(f"t.{column}" for column in COLUMNS[table])
-    problem = "p.text" if keyed else "''"
-    query = f"SELECT e.text, {problem}, t.crc, {columns} FROM {table} t"
-    query += " JOIN name e ON e.id = t.environment"
+    query = f"SELECT e.text, {'p.text' if keyed else repr('')}, t.crc, {columns} FROM {table} t"
+    query += " LEFT JOIN name e ON e.id = t.environment"
     if keyed:
-        query += " JOIN name p ON p.id = t.problem"
-    conditions = ["e.text = ?"] if environment is not None else []
-    if problems:
-        conditions.append(f"p.text IN ({', '.join('?' * len(problems))})")
-    if conditions:
-        query += f" WHERE {' AND '.join(conditions)}"
-    order = "".join(f", t.{key}" for key in KEYS[table][2:])
-    query += f" ORDER BY e.text, {problem}{order}"
-    for e, p, crc, *values in db.execute(query, [*([] if environment is None else [environment]), *problems]):
-        yield Found(table, e, p, tuple(values), crc)
+        query += " LEFT JOIN name p ON p.id = t.problem"
+    for environment, problem, crc, *values in db.execute(query):
+        yield Found(table, environment, problem, tuple(values), crc)
 
 
 def insert(db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only: bool = False) -> int:
     """Keep rows in place of those with equal keys, or only of older ones; returns how many."""
     keyed = table != "profile"
-    ids = _ids(db, {name for row in new for name in (row.environment, row.problem)[: 1 + keyed]})
+    names = dict.fromkeys(name for row in new for name in (row.environment, row.problem)[: 1 + keyed])
+    ids = {name: key_id(name) for name in names}
     keys, values = KEYS[table], COLUMNS[table]
     columns = (*keys[: 1 + keyed], *values, "crc")
     changed = ", ".join(f"{column} = excluded.{column}" for column in columns if column not in keys)
@@ -95,16 +99,10 @@ def insert(db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only
         )
         for row in new
     ]
-    return db.executemany(query, parameters).rowcount if parameters else 0
-
-
-def _ids(db: sqlite3.Connection, names: Iterable[str]) -> dict[str, int]:
-    """Ids of key texts, new ones given to those not seen before."""
-    ids = {}
-    for name in names:
-        db.execute("INSERT OR IGNORE INTO name (text) VALUES (?)", (name,))
-        ids[name] = db.execute("SELECT id FROM name WHERE text = ?", (name,)).fetchone()[0]
-    return ids
+    if not parameters:
+        return 0
+    db.executemany("REPLACE INTO name (text, id) VALUES (?, ?)", ids.items())
+    return db.executemany(query, parameters).rowcount
 
 
 def delete(
@@ -120,8 +118,8 @@ def delete(
     conditions: list[str] = []
     parameters: list[object] = []
     if environment is not None:
-        conditions.append("environment IN (SELECT id FROM name WHERE text = ?)")
-        parameters.append(environment)
+        conditions.append("environment = ?")
+        parameters.append(key_id(environment))
     if problem_contains is not None:
         conditions.append("problem IN (SELECT id FROM name WHERE instr(text, ?) > 0)")
         parameters.append(problem_contains)
@@ -137,11 +135,8 @@ def delete(
 
 def delete_plans(db: sqlite3.Connection, plans: Iterable[Found]) -> int:
     """Delete these plans."""
-    query = (
-        "DELETE FROM plan WHERE environment = (SELECT id FROM name WHERE text = ?) "
-        "AND problem = (SELECT id FROM name WHERE text = ?) AND constraints = ?"
-    )
-    keys = [(plan.environment, plan.problem, plan.values[0]) for plan in plans]
+    query = "DELETE FROM plan WHERE environment = ? AND problem = ? AND constraints = ?"
+    keys = [(key_id(plan.environment), key_id(plan.problem), plan.values[0]) for plan in plans]
     return db.executemany(query, keys).rowcount if keys else 0
 
 

@@ -1,0 +1,118 @@
+"""Fourier basis sizes: the least that keeps a circular convolution exact, and the smooth ones above it (fbfft 3.4)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewise.axis import Axis
+from tilewise.problem import ConvProblem, Pass
+
+__all__ = ["Placement", "bases", "least", "meets", "placement", "result_placement", "smooth_sizes"]
+
+RADIX_COST = {2: 1.0, 3: 1.05, 5: 1.15, 7: 1.25}
+"""A transform's time per element beside a power of two's, by its largest radix: what libraries usually reach."""
+ODD_COST = 1.15
+"""The same for an odd last size, which real transforms cannot fold in half."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Along one axis ``count`` elements from ``start`` on lie ``step`` apart in the basis, the first at ``lead``."""
+
+    start: int
+    count: int
+    step: int
+    lead: int
+
+
+def placement(axis: Axis, role: str) -> Placement:
+    """Where an operand lies in the basis: the image behind its padding, the gradient ``stride`` and taps ``dilation``
+    apart.
+
+    Inputs that are cropped, or that no output reads, are left out.
+    """
+    if role == "w":
+        return Placement(0, axis.kernel, axis.dilation, 0)
+    if role == "y":
+        return Placement(0, axis.out, axis.stride, 0)
+    start, stop = max(0, -axis.before), min(axis.size, _span(axis) - axis.before)
+    return Placement(start, stop - start, 1, start + axis.before) if stop > start else Placement(0, 0, 1, 0)
+
+
+def result_placement(axis: Axis, pass_: Pass) -> Placement:
+    """Where the result lies in the inverse transform; inputs that no output reads have no place (they are zero)."""
+    if pass_ is Pass.FPROP:
+        return Placement(0, axis.out, axis.stride, 0)
+    if pass_ is Pass.WGRAD:
+        return Placement(0, axis.kernel, axis.dilation, 0)
+    first, last = max(axis.before, 0), min(axis.before + axis.size, _span(axis))
+    return Placement(first - axis.before, last - first, 1, first) if last > first else Placement(0, 0, 1, 0)
+
+
+def least(axis: Axis, pass_: Pass) -> int:
+    """The smallest size in which nothing that is read wraps onto something else.
+
+    Zero padding is shared by both ends of the circle, so an image of ``size`` with padding ``b`` on both sides needs
+    ``size + b``, not ``size + 2 * b``; and of a full convolution only what is kept must not be wrapped onto.
+    """
+    span = _span(axis)
+    reach = max((axis.out - 1) * axis.stride + 1, axis.reach)
+    if pass_ is Pass.DGRAD:
+        first, last = max(axis.before, 0), min(axis.before + axis.size, span)
+        return max(reach, last, span - first)
+    image = placement(axis, "x")
+    return max(reach, image.lead + image.count, span - image.lead)
+
+
+def meets(axis: Axis) -> bool:
+    """Whether any tap of any output reads an input: a dilated kernel can step over all of them."""
+    for r in range(axis.kernel):
+        shift = r * axis.dilation - axis.before
+        first = max(0, -(shift // axis.stride))
+        if first < axis.out and first * axis.stride + shift < axis.size:
+            return True
+    return False
+
+
+def _span(axis: Axis) -> int:
+    """Places from the first input that an output reads to the last, padding included."""
+    return (axis.out - 1) * axis.stride + axis.reach
+
+
+@functools.lru_cache(maxsize=4096)
+def smooth_sizes(size: int) -> tuple[int, ...]:
+    """Sizes ``2^a 3^b 5^c 7^d`` from ``size`` to the next power of two, ascending."""
+    top = 1 << max(size - 1, 0).bit_length()
+    found = {1}
+    for radix in RADIX_COST:
+        for value in sorted(found):
+            while (value := value * radix) <= top:
+                found.add(value)
+    return tuple(sorted(n for n in found if n >= size))
+
+
+@functools.lru_cache(maxsize=4096)
+def _radix_cost(size: int) -> float:
+    return max((cost for radix, cost in RADIX_COST.items() if size % radix == 0), default=1.0)
+
+
+def _weight(basis: Sequence[int]) -> float:
+    """Elements of the basis, weighted by what transforms of its sizes take per element."""
+    cost = math.prod(n * _radix_cost(n) for n in basis)
+    return cost * (ODD_COST if basis[-1] % 2 else 1.0)
+
+
+@functools.lru_cache(maxsize=4096)
+def bases(p: ConvProblem, most: int) -> tuple[tuple[int, ...], ...]:
+    """At most ``most`` bases for ``p``, the most promising first; the powers of two are always among them."""
+    axes = [smooth_sizes(least(axis, p.pass_)) for axis in p.axes]
+    few = [sorted(sizes, key=lambda n: n * _radix_cost(n))[:most] for sizes in axes]
+    ranked = sorted(itertools.product(*few), key=_weight)[:most]
+    powers = tuple(sizes[-1] for sizes in axes)
+    if powers not in ranked:
+        ranked[most - 1 :] = [powers]
+    return tuple(ranked)

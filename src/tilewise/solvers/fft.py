@@ -1,0 +1,144 @@
+"""Convolution by the library's Fourier transforms (Vasilache et al. 2014, section 3)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Iterable
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._costs import efficiency
+from tilewise.solvers._fft_plan import FourierPlan
+from tilewise.solvers._fft_products import STREAMS
+from tilewise.solvers._fft_sizes import bases
+from tilewise.solvers._matmul import at_precision, library_scratch
+from tilewise.solvers.base import Cost, Run, Solver
+
+MOST_BASES = 4
+MOST_BYTES = 2**32
+"""Blocks whose spectra are larger are not offered: a smaller block is as fast."""
+LARGE_PRODUCT = {"cpu": 1e6, "cuda": 1e8}
+"""From so many operations per frequency on, a call for each is worth trying."""
+TRANSFORM_EFFICIENCY = {"cpu": 0.08, "cuda": 0.1}
+"""Share of the matrix product's rate that a transform's arithmetic reaches."""
+WIDENED = {"cpu": 1.0, "cuda": 0.07}
+"""fp32 arithmetic beside that of 16-bit operands."""
+TF32_COMPLEX = 0.4
+
+
+class FFT(Solver):
+    """Transforms of whole planes, one complex product per frequency, and back.
+
+    ``basis`` is the transform's size along each axis (3.4), ``product`` the form of the products (3.3): ``batched``,
+    ``looped``, ``streams``, or ``pointwise`` for depthwise layers, and ``block`` how many images are transformed at a
+    time (absent: all). The filter is transformed once. Strides are computed in full: FPROP drops outputs, the other
+    passes spread the gradient. 16-bit operands are widened to fp32.
+    """
+
+    name, version = "fft", 1
+    accumulates = True
+    blocks_itself = True
+    most_configs = 4
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """Sums are kept in fp32, so it adds into fp32 results only."""
+        if p.accumulate and p.out_dtype != "fp32":
+            return [f"adds into fp32 results, not {p.out_dtype}"]
+        return []
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """Every promising basis and product form with the whole batch, then smaller blocks in the best two bases.
+
+        The same blocks for every batch, so that a part of a batch can be asked about what gained on the whole.
+        """
+        found = bases(p, MOST_BASES)
+        whole = [Config(basis=basis, product=product) for basis in found for product in self._products(p)]
+        sizes = [*(2**e for e in range(29, 0, -2)), 1]
+        form = whole[0]["product"]
+        blocks = [Config(basis=basis, block=n, product=form) for n in sizes if n < p.batch for basis in found[:2]]
+        last = len(whole) + len(blocks) - 1
+        for number, c in enumerate((*whole, *blocks)):
+            if number == last or self.workspace(p, c) <= MOST_BYTES:
+                yield c
+
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """Under a limit also the largest power of two that keeps it, in the best basis."""
+        configs = list(self.configs(p))
+        if only is not None:
+            configs = [c for c in configs if c in only]
+        elif ceiling is not None:
+            configs += [c for c in self._largest(p, configs[0], ceiling) if c not in configs]
+        return [(c, self.workspace(p, c)) for c in configs]
+
+    def _largest(self, p: ConvProblem, whole: Config, ceiling: int) -> Iterable[Config]:
+        for exponent in range((p.batch - 1).bit_length(), -1, -1):
+            c = Config(**{**whole, "block": 2**exponent}) if 2**exponent < p.batch else whole
+            if self.workspace(p, c) + self.hidden_workspace(p, c) <= ceiling:
+                return (c,)
+        return ()
+
+    @staticmethod
+    def _products(p: ConvProblem) -> list[str]:
+        if p.depthwise:
+            return ["pointwise"]
+        found = ["batched"]
+        if 8 * p.batch * (p.in_channels // p.groups) * (p.out_channels // p.groups) >= LARGE_PRODUCT[p.device_type]:
+            found += ["looped"] if p.device_type == "cpu" else ["looped", "streams"]
+        return found
+
+    @staticmethod
+    def _plan(p: ConvProblem, c: Config) -> FourierPlan:
+        basis, product, images = c["basis"], c["product"], c.get("block", p.batch)
+        assert isinstance(basis, tuple)
+        assert isinstance(product, str)
+        assert isinstance(images, int)
+        return _planned(p, basis, product, images)
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """Padded planes and spectra of one block, and the filter's spectrum."""
+        return self._plan(p, c).arena.size
+
+    def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
+        """Transforms allocate their results; the inverse also copies its input."""
+        if c["product"] == "pointwise":
+            return self._plan(p, c).hidden()
+        return self._plan(p, c).hidden() + library_scratch(p, STREAMS + 1 if c["product"] == "streams" else 1)
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """Transforms of all planes, products of all frequencies, and the passes over memory between them."""
+        plan = self._plan(p, c)
+        planes = {role: math.prod(p.shape(role)[:2]) for role in "xwy"}
+        blocks = -(-p.batch // plan.images)
+        total = sum(planes.values())
+        transforms = int(2.5 * plan.size * math.log2(max(plan.size, 2)) * total)
+        i, o = p.in_channels // p.groups, p.out_channels // p.groups
+        products = 8 * plan.frequencies * p.batch * p.groups * i * o
+        shape = (plan.images, o, i) if p.pass_ is not Pass.WGRAD else (o, i, plan.images)
+        share = 0.3 if plan.pointwise else efficiency(p.device_type, *shape, batch=plan.frequencies * p.groups)
+        if c["product"] == "looped":
+            share = efficiency(p.device_type, *shape)
+        share *= WIDENED[p.device_type] if p.dtype != "fp32" else TF32_COMPLEX if p.precision == "tf32" else 1.0
+        work = products / share + transforms / TRANSFORM_EFFICIENCY[p.device_type]
+        real, spectrum = 4 * plan.size, 8 * plan.frequencies
+        passes = 4 if plan.pointwise else 6
+        moved = p.bytes + total * (3 * real + passes * spectrum)
+        filters = len(range(0, p.out_channels, plan.filter_rows))
+        calls = plan.frequencies * p.groups if c["product"] in ("looped", "streams") else 1
+        kernels = 5 * (filters + blocks * len(p.operands)) + blocks * calls
+        flops = products + transforms
+        return Cost(flops, int(moved), kernels, min(1.0, max(flops / work, 1e-4)))
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        if out is None:
+            raise ValueError(f"out=None: {self.name} writes into a tensor of shape {p.shape(p.result)}")
+        return at_precision(p, self._plan(p, c).bind(a, b, out))
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(p: ConvProblem, basis: tuple[int, ...], product: str, images: int) -> FourierPlan:
+    return FourierPlan(p, basis, product, images)

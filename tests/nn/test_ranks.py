@@ -1,0 +1,119 @@
+"""Several ranks run the same plans, found by one of them; what differs is an error on every rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PRELUDE = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+import tilewise
+from tilewise.nn import report
+from tests.nn.dividing import Dividing
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+x = torch.randn(4, 3, 9, 9)
+planner = Dividing()
+"""
+
+
+def run(script: str, tmp_path: Path) -> list[str]:
+    """Both ranks' outputs; a hang is a failure."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
+    whole = PRELUDE + script + "\ndist.destroy_process_group()\n"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", whole, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**environment, "TILEWISE_CACHE_DIR": str(tmp_path / f"cache{rank}")},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        results = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, err) in zip(processes, results, strict=True):
+        assert process.returncode == 0, err
+    return [out for out, _ in results]
+
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+
+def test_one_plans_and_all_run_the_same(tmp_path: Path) -> None:
+    outputs = run(
+        """
+ddp = nn.parallel.DistributedDataParallel(model)
+tilewise.optimize(ddp, x, planner=planner)
+for _, _, one in report(ddp).passes():
+    print(one.role, one.replaced, one.plan.to_json())
+assert len(planner.planned) == (5 if rank == 0 else 0)
+plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+plain.load_state_dict(model.state_dict())
+ddp(x + rank).square().sum().backward()
+halves = [plain(x + r).square().sum() / 2 for r in range(2)]
+sum(halves).backward()
+for p, q in zip(model.parameters(), plain.parameters()):
+    torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-3)
+assert type(model(x).grad_fn).__name__.startswith("PlannedConv")
+other = model(torch.randn(2, 3, 9, 9))  # never planned by one rank alone
+assert not type(other.grad_fn).__name__.startswith("PlannedConv")
+assert len(planner.planned) == (5 if rank == 0 else 0)
+""",
+        tmp_path,
+    )
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count("'solver': 'micro_batch'") >= 5
+
+
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    outputs = run(
+        """
+for example, options in ((x[: 4 - rank], {}), (x, {"workspace": 100 + rank}), (x[:, : 3 - rank], {})):
+    try:
+        tilewise.optimize(model, example, planner=planner, **options)
+    except (tilewise.nn.RankMismatch, RuntimeError) as error:
+        print(type(error).__name__, error)
+assert not planner.planned
+""",
+        tmp_path,
+    )
+    for rank in range(2):
+        first, second, *third = outputs[rank].splitlines()
+        assert first.startswith("RankMismatch ranks differ in what tilewise.optimize is to plan: rank 0 has")
+        assert "mb4" in first
+        assert "mb3" in first
+        assert "workspace=100" in second
+        assert "workspace=101" in second
+        assert "expected input" in " ".join(third)
+    assert outputs[0].splitlines()[2].startswith("RankMismatch")
+    assert outputs[1].splitlines()[2].startswith("RuntimeError")
+
+
+def test_a_rank_that_cannot_plan_tells_the_others(tmp_path: Path) -> None:
+    outputs = run(
+        """
+from tilewise.planner import NoPlanError
+class Refusing(Dividing):
+    def plan(self, problem, options=None):
+        raise NoPlanError("nothing fits")
+try:
+    tilewise.optimize(model, x, planner=Refusing(), workspace=0)
+except NoPlanError as error:
+    print(error)
+""",
+        tmp_path,
+    )
+    assert outputs == ["nothing fits\n", "rank 0 could not plan: nothing fits\n"]

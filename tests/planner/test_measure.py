@@ -1,0 +1,153 @@
+"""Times in turns, memory at its peak, and torch's flags as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tilewise.planner import measure
+from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, interleaved, peak_bytes
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def test_calls_are_timed_in_turns() -> None:
+    order: list[str] = []
+    calls = [lambda name=name: order.append(name) for name in "abc"]
+    times = interleaved(calls, CPU, repeats=4)
+    assert len(times) == 3
+    assert all(time >= 0 for time in times)
+    assert "".join(order) == "abc" + "abccba" * 2
+
+
+@pytest.mark.parametrize(("budget_ms", "rounds"), [(0.0, 5), (1e9, 9)])
+def test_rounds_keep_to_their_bounds(budget_ms: float, rounds: int) -> None:
+    count = [0]
+
+    def call() -> None:
+        count[0] += 1
+
+    interleaved([call], CPU, budget_ms=budget_ms, least=5, most=9)
+    assert count[0] == 2 + rounds
+
+
+def test_a_median_is_of_as_many_runs() -> None:
+    count = [0]
+
+    def call() -> None:
+        count[0] += 1
+
+    assert Timer(CPU).median_ms(call, 5) >= 0
+    assert count[0] == 5
+
+
+def hold(size: int) -> Callable[[], torch.Tensor]:
+    return lambda: torch.zeros(size, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("size", [MIB, 5 * MIB, 50 * MIB])
+def test_memory_is_seen_at_its_peak(size: int) -> None:
+    for call in (hold(size), lambda: hold(size)().max()):
+        assert abs(peak_bytes(call, CPU) - size) < MIB // 2
+    assert peak_bytes(hold(size), CPU, result_bytes=size) < MIB // 2
+
+
+def test_nothing_taken_is_nothing() -> None:
+    out = torch.zeros(1000)
+    out.zero_()
+    assert peak_bytes(out.zero_, CPU) == 0
+    assert peak_bytes(hold(100), CPU) == 0
+
+
+def test_code_that_is_loaded_is_no_workspace(tmp_path: pytest.TempPathFactory) -> None:
+    """The first call into a library reads its pages; they are the library's, whoever calls first."""
+    path = tmp_path / "library"  # type: ignore[operator]
+    path.write_bytes(bytes(8 * MIB))
+    mapped = torch.from_file(str(path), size=8 * MIB, dtype=torch.uint8)
+    assert peak_bytes(mapped.max, CPU) < MIB
+
+
+def test_unknown_memory_is_an_error_that_says_what_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_peak_is_known(CPU)
+
+    def no_file(*args: object, **kwargs: object) -> None:
+        raise FileNotFoundError("no /proc here")
+
+    monkeypatch.setattr(measure, "open", no_file, raising=False)
+    with pytest.raises(RuntimeError, match="workspace=None would do"):
+        check_peak_is_known(CPU)
+    with pytest.raises(RuntimeError, match="workspace=None would do"):
+        measure._resident()
+
+
+FLAGS = [("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "rnn"), ("cuda", "conv")]
+
+
+def flags() -> tuple[object, ...]:
+    """What torch tells of its flags, as they are and as they would be if the general ones were different."""
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    seen = [torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, *(get(*where) for where in FLAGS)]
+    general = get("generic", "all")
+    for value in ("ieee", "tf32"):
+        put("generic", "all", value)
+        seen += [get(*where) for where in FLAGS]
+    put("generic", "all", general)
+    return tuple(seen)
+
+
+@pytest.fixture
+def _flags() -> Iterator[None]:
+    cudnn, saved = torch.backends.cudnn, []
+    benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
+    for where in FLAGS:
+        saved.append(torch._C._get_fp32_precision_getter(*where))
+        torch._C._set_fp32_precision_setter(*where, "none")
+    yield
+    cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
+    for where, value in zip(FLAGS, saved, strict=True):
+        torch._C._set_fp32_precision_setter(*where, value)
+
+
+@pytest.mark.usefixtures("_flags")
+@pytest.mark.parametrize("conv", ["none", "ieee", "tf32"])
+@pytest.mark.parametrize("everything", ["none", "ieee", "tf32"])
+@pytest.mark.parametrize("user", [(True, False), (False, True)])
+def test_flags_are_as_they_were(user: tuple[bool, bool], everything: str, conv: str) -> None:
+    """Also where the user's old and new flags disagree, and after an exception."""
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = user
+    torch._C._set_fp32_precision_setter("generic", "all", everything)
+    torch._C._set_fp32_precision_setter("cuda", "conv", conv)
+    before = flags()
+    for precision, deterministic in itertools.product(("ieee", "tf32"), (False, True)):
+        with contextlib.suppress(KeyError), framework_flags(precision, deterministic):
+            during = flags()
+            raise KeyError
+        assert during[:2] == (True, deterministic)
+        assert set(during[6::5]) == {precision}
+        assert flags() == before
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_counts_what_is_asked_for() -> None:
+    cuda = torch.device("cuda")
+    for size in (1, 1000, 5 * MIB + 3):
+        assert peak_bytes(lambda size=size: torch.empty(size, dtype=torch.uint8, device=cuda), cuda) == size  # type: ignore[misc]
+    a = torch.randn(512, 512, device=cuda)
+    out = torch.empty_like(a)
+    torch.mm(a, a, out=out)
+    first = peak_bytes(lambda: torch.mm(a, a, out=out), cuda)
+    assert first > 0, "cuBLAS's own workspace counts"
+    assert first == peak_bytes(lambda: torch.mm(a, a, out=out), cuda), "each time"
+
+
+@pytest.mark.gpu
+def test_no_timer_while_a_graph_is_captured() -> None:
+    torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="captured"):
+        Timer(torch.device("cuda"))
