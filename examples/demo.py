@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
     parser.add_argument("--batch", type=int, default=32, help="images a step (default 32)")
     parser.add_argument("--steps", type=int, default=8, help="training steps (default 8)")
-    parser.add_argument("--workspace", default="16MiB", help="memory limit of each kernel (default 16MiB)")
+    parser.add_argument("--workspace", default="8MiB", help="memory limit of each kernel (default 8MiB, as Caffe's)")
     return parser.parse_args()
 
 

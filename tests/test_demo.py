@@ -22,7 +22,7 @@ def demo(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_demo_replaces_divides_and_trains_alike(tmp_path: Path) -> None:
-    done = demo("--batch", "8", "--steps", "2", "--workspace", "4MiB", cache=tmp_path)
+    done = demo("--batch", "16", "--steps", "2", "--workspace", "4MiB", cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "wide" in done.stdout
     assert "micro_batch" in done.stdout
