@@ -1,7 +1,8 @@
 """Plan, time and train a small network within a memory limit, on this machine: ``make demo``.
 
-1. ``tilewise time photonet`` plans every convolution of the built-in network within 8 MiB of workspace a kernel (what
-   Caffe allowed) and times torch and the plans side by side.
+1. ``tilewise time photonet`` plans every convolution of the built-in network within a limit of workspace a kernel and
+   times torch and the plans side by side. Torch keeps no limit: where its own algorithm needs more, the plan is torch's
+   algorithm in micro-batches, or another one.
 2. The same network is trained for a few steps on crops of two photographs that scikit-learn ships (which one is it?),
    from the same seed once as torch runs it and once with its layers planned, and the losses are compared.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -35,9 +37,14 @@ from tilewise.wisdom import Wisdom
 NETWORK = "photonet"
 CROP = build_photonet().input_shape[1]
 TOLERANCE = 1e-3
-"""Relative difference of the losses at every step. A pass differs from torch's by about 1e-6, which training grows."""
+"""Greatest difference of the losses, which start near 0.7. One pass differs from torch's by about 1e-6 of its result,
+which training grows: in eight steps to about 1e-4."""
 SEED = 7
-KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 34), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+KEEP = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 34),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
 """glibc's settings under which freed memory stays with the process: without them page faults would be timed too."""
 
 
@@ -53,11 +60,12 @@ def main() -> int:
     """Run the demonstration; 0 when everything it promises came out."""
     given = arguments()
     keep_memory()
-    console = Console()
+    # A file or pipe has no width of its own: rows then stay on one line.
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(f"Plans are kept in {Wisdom().path}, so that a second run need not search.\n", highlight=False)
     document = timed(given)
     console.print(layer_table(document))
-    console.print()
+    print(f"Torch keeps no limit; every plan keeps {given.workspace}.\n")
     batches = list(crops(given.batch, given.steps))
     print(f"training {NETWORK} for {given.steps} steps, twice", file=sys.stderr, flush=True)
     unplanned = train(fresh_network(), batches)
@@ -70,7 +78,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
     parser.add_argument("--batch", type=int, default=32, help="images a step (default 32)")
     parser.add_argument("--steps", type=int, default=8, help="training steps (default 8)")
-    parser.add_argument("--workspace", default="8MiB", help="memory limit of each kernel (default 8MiB)")
+    parser.add_argument("--workspace", default="8MiB", help="memory limit of each kernel (default 8MiB, as Caffe's)")
     return parser.parse_args()
 
 
@@ -83,6 +91,7 @@ def keep_memory() -> None:
 def timed(given: argparse.Namespace) -> dict[str, Any]:
     """What ``tilewise time`` measured, as its JSON document; its progress goes to stderr."""
     words = ["time", NETWORK, "--batch", str(given.batch), "--workspace", given.workspace, "--device", "cpu"]
+    words += ["--iterations", "3"]
     print(f"$ tilewise {' '.join(words)}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "tilewise", *words, "--json"]
     document: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
@@ -110,7 +119,8 @@ def cells(found: dict[str, Any], plan: Plan) -> tuple[str, ...]:
     if not found["replaced"]:
         return torch_ms, "same", "", "", "left to torch"
     parts = ", ".join(dict.fromkeys(leaf.solver for leaf in plan.leaves()))
-    what = f"{plan.solver} {plan.label}: {parts}" if plan.children else f"{plan.solver} {plan.config}"
+    own = f"{plan.solver} {plan.label or plan.config}"
+    what = f"{own}: {parts}" if plan.children else own
     return torch_ms, f"{found['planned_ms']:.2f}", f"{found['ratio']:.1f}x", format_bytes(plan.workspace), what
 
 
@@ -146,7 +156,7 @@ def train(network: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) 
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(network(images), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         steps.append(Step(loss.item(), (time.perf_counter() - start) * 1e3))
     return steps
@@ -162,19 +172,24 @@ def loss_table(unplanned: list[Step], planned: list[Step]) -> Table:
     return table
 
 
+def micro_batched(document: dict[str, Any]) -> int:
+    """Layer-passes whose plan cuts the batch."""
+    plans = [found["plan"] for layer in document["layers"] for found in layer["passes"]]
+    return sum(plan["solver"] == "micro_batch" for plan in plans)
+
+
 def verdict(document: dict[str, Any], unplanned: list[Step], planned: list[Step]) -> int:
     """Say what came out; 0 when all of it is as promised."""
     summary = document["summary"]
-    apart = max(abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(unplanned, planned, strict=True))
-    replaced, divided = summary["replaced"], summary["divided"]
-    print(f"\n{replaced} of {summary['passes']} layer-passes replaced, {divided} of them divided into micro-batches.")
+    apart = max(abs(a.loss - b.loss) for a, b in zip(unplanned, planned, strict=True))
+    replaced, divided = summary["replaced"], micro_batched(document)
+    print(f"\n{replaced} of {summary['passes']} layer-passes replaced, {divided} of them in micro-batches.")
     print(f"Losses agree within {apart:.1e} (allowed: {TOLERANCE:g}).")
-    # The first step warms up.
-    before, after = (sum(step.ms for step in steps[1:]) for steps in (unplanned, planned))
-    print(f"A training step takes {before / after:.1f} times less than torch's.")
+    before, after = (statistics.median(step.ms for step in steps) for steps in (unplanned, planned))
+    print(f"A training step takes {before:.0f} ms with torch, {after:.0f} ms planned: {before / after:.1f}x.")
     failures = {
         "no layer was replaced": replaced == 0,
-        "no layer was divided": divided == 0,
+        "no layer was divided into micro-batches": divided == 0,
         "the losses do not agree": not apart <= TOLERANCE,
     }
     for text in (text for text, failed in failures.items() if failed):

@@ -27,7 +27,7 @@ def test_demo_replaces_divides_and_trains_alike(tmp_path: Path) -> None:
     assert "wide" in done.stdout
     assert "micro_batch" in done.stdout
     assert "Losses agree" in done.stdout
-    assert str(tmp_path) in done.stdout.replace("\n", "")
+    assert str(tmp_path) in done.stdout
 
 
 def test_demo_fails_when_nothing_was_divided(tmp_path: Path) -> None:
