@@ -1,0 +1,264 @@
+"""Convolution as one matrix product that gathers its operand, in fp32 accuracy on fp16 matrix units."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problem import ROLES, ConvProblem, Pass
+from tilewise.solvers._implicit_gemm import LONGEST, PRODUCTS, Layout, Tile, View, launches, sum_length
+from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
+
+__all__ = ["ImplicitGemm"]
+
+MOST_GROUPS = 8
+MOST_SUMS = 64
+"""Sums that each thread keeps, of 255 registers, where it keeps another beside each."""
+MOST_ELEMENTS = 2**31 - 2**20
+"""Elements of a packed tensor: kernels count them in 32 bits."""
+PROCESSORS = 132
+"""Multiprocessors that tiles are shared out to, for estimates and for the number of partial sums."""
+
+FAST = {"fp16x3": 3.0, "tf32x3": 1.4, "fp16": 1.2, "native": 0.65}
+"""Rate of full tiles beside the product rate of the problem's precision, cuBLAS's on the same device."""
+
+# channels x columns x depth, warps, stages, and their rate beside the best.
+TILES = {
+    "fp16x3": (
+        (Tile(128, 256, 64, 8, 2), 1.0), (Tile(128, 256, 32, 8, 4), 0.95), (Tile(192, 128, 32, 8, 4), 0.95),
+        (Tile(192, 128, 64, 8, 2), 0.95), (Tile(128, 128, 64, 8, 3), 0.9), (Tile(128, 128, 32, 4, 3), 0.85),
+        (Tile(128, 128, 32, 8, 4), 0.85), (Tile(64, 256, 64, 8, 2), 0.8), (Tile(64, 256, 32, 4, 4), 0.8),
+        (Tile(64, 128, 64, 4, 2), 0.7), (Tile(64, 128, 32, 4, 3), 0.7), (Tile(64, 64, 32, 4, 4), 0.5),
+    ),
+    "tf32x3": ((Tile(128, 128, 32, 8, 3), 1.0), (Tile(64, 128, 32, 4, 3), 0.85)),
+    "fp16": (
+        (Tile(128, 256, 64, 8, 3), 1.0), (Tile(192, 128, 64, 8, 3), 0.95), (Tile(128, 128, 64, 8, 4), 0.9),
+        (Tile(128, 128, 32, 4, 4), 0.8), (Tile(64, 256, 64, 8, 4), 0.8), (Tile(64, 128, 64, 4, 4), 0.7),
+        (Tile(64, 128, 32, 4, 4), 0.65), (Tile(64, 64, 32, 4, 5), 0.45),
+    ),
+}  # fmt: skip
+TILES["native"] = TILES["fp16"]
+
+
+class ImplicitGemm(Solver):
+    """Implicit matrix product over packed operands (Chetlur et al. 2014, section 3, without the padding branches).
+
+    Operands are copied once with channels innermost and zeros around the images, so that a tap is a constant offset.
+    ``product`` says how numbers are multiplied: ``fp16x3`` splits scaled fp32 values into two fp16 planes and sums
+    three products in fp32 (error as of fp32 arithmetic; values below 2^-17 of their image's largest keep an absolute
+    error of 2^-39 of it), ``tf32x3`` does the same in TF32 as it multiplies, ``fp16`` is one product of scaled values,
+    as accurate as TF32, and ``native`` multiplies 16-bit operands as they are. Where an operand holds infinities,
+    results that meet them may be NaN. ``images`` are packed at a time, all of them where it is absent.
+    """
+
+    name, version = "implicit_gemm", 1
+    devices = frozenset({"cuda"})
+    accumulates = True
+    error_bound = {"ieee": 5e-6, "tf32": 1e-3}  # noqa: RUF012
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """The absent Triton, many groups, and images too large to count in 32 bits."""
+        reasons = []
+        if not _has_triton():
+            reasons.append("needs the package triton")
+        if p.groups > MOST_GROUPS:
+            reasons.append(f"launches each group by itself: at most {MOST_GROUPS} groups, not {p.groups}")
+        if not reasons and self._smallest(p).largest > MOST_ELEMENTS:
+            reasons.append(f"one image or the filter packs to more than {MOST_ELEMENTS} elements")
+        if any(math.prod(p.shape(role)[1:]) > MOST_ELEMENTS for role in ROLES):
+            reasons.append(f"one image has more than {MOST_ELEMENTS} elements")
+        return reasons
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """Every tile that is not mostly empty, on as many images as can be counted."""
+        return [c for c, _ in self._listed(p, None)]
+
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """As :meth:`configs`, on as many images at a time as fit ``ceiling``; without one also on fewer."""
+        if only is not None:
+            taken = [(c, _layout(p, c)) for c in only if self._fits(p, c)]
+            return [(c, layout.workspace) for c, layout in taken]
+        return list(self._listed(p, ceiling, fewer=ceiling is None))
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """Packed operands, their exponents and partial sums."""
+        return _layout(p, c).workspace
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """The direct method's arithmetic at the rate of the matrix units, unfilled tiles and waves counted."""
+        layout = _layout(p, c)
+        rate = FAST[str(c["product"])] * _tile_rate(c) * _filled(layout)
+        packed = layout.workspace * len(layout.blocks) if p.pass_ is not Pass.WGRAD else layout.workspace
+        reads = 2 if layout.product.scaled else 1
+        sweeps = math.prod(len(each) for each in layout.sweeps)
+        kernels = p.groups * (4 + len(layout.blocks) * (1 + sweeps))
+        return Cost(p.flops, reads * p.bytes + 2 * packed, kernels, efficiency=rate)
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
+        assert out is not None
+        if not self._fits(p, c):
+            raise SolverUnavailable(f"{c} is no config of {p.key}")
+        from tilewise.kernels.triton.launch import Program
+
+        alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
+        steps = launches(_layout(p, c), *map(View.of, (a, b, out)))
+        try:
+            program = Program(steps, [*alignment, 256], a.device)
+        except Exception as error:  # Triton raises errors of many kinds when a kernel does not compile or fit
+            text = str(error).strip().splitlines()
+            raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
+        return ProgramRun(program)
+
+    def _fits(self, p: ConvProblem, c: Config) -> bool:
+        try:
+            layout = _layout(p, c)
+        except (KeyError, TypeError, ValueError):
+            return False
+        native = p.dtype != "fp32"
+        product = native == (c["product"] == "native") and (p.precision == "tf32" or c["product"] != "fp16")
+        return product and layout.images <= p.batch and layout.largest <= MOST_ELEMENTS
+
+    def _smallest(self, p: ConvProblem) -> Layout:
+        product = "native" if p.dtype != "fp32" else "fp16x3"
+        return Layout(p, PRODUCTS[product], Tile(64, 64, 32, 4, 2), 1)
+
+    def _listed(self, p: ConvProblem, ceiling: int | None, *, fewer: bool = False) -> Iterator[tuple[Config, int]]:
+        products = ["native"] if p.dtype != "fp32" else ["fp16"] if p.precision == "tf32" else ["fp16x3", "tf32x3"]
+        for product in products:
+            if product == "tf32x3" and p.pass_ is Pass.WGRAD:
+                continue  # Triton's TF32 products want operands with the summed index innermost
+            for tile in _tiles(p, product):
+                c = Config(product=product, tile=(tile.channels, tile.columns, tile.depth), warps=tile.warps,
+                           stages=tile.stages)  # fmt: skip
+                for blocks in _blocks(p, c, ceiling, fewer=fewer):
+                    yield blocks, _layout(p, blocks).workspace
+
+
+class ProgramRun:
+    """A compiled program as a :data:`Run`; :meth:`run_pointers` takes addresses in place of tensors."""
+
+    __slots__ = ("_program",)
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+
+    def __call__(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert out is not None
+        self._program((a, b, out, workspace))
+        return out
+
+    def run_pointers(self, a: int, b: int, out: int, workspace: int) -> None:
+        """Queue the kernels on the current stream of the device that they were compiled for."""
+        self._program.at((a, b, out, workspace))
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _integer(c: Config, name: str, default: int | None = None) -> int:
+    value = c.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: a positive integer would do")
+    return value
+
+
+def _tile(c: Config) -> Tile:
+    sizes = c["tile"]
+    if not isinstance(sizes, tuple) or len(sizes) != 3 or any(n < 16 or n > 256 or n % 16 for n in sizes):
+        raise ValueError(f"tile={sizes!r}: channels, columns and depth would do")
+    return Tile(*sizes, warps=_integer(c, "warps"), stages=_integer(c, "stages"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(p: ConvProblem, c: Config) -> Layout:
+    return Layout(p, PRODUCTS[str(c["product"])], _tile(c), _integer(c, "images", p.batch), _integer(c, "splits", 1))
+
+
+def _tiles(p: ConvProblem, product: str) -> list[Tile]:
+    """The tiles that fill best, by the rate that they usually reach."""
+    channels = p.shape(p.result)[1 if p.pass_ is not Pass.WGRAD else 0] // p.groups
+    read = (p.out_channels if p.pass_ is Pass.DGRAD else p.in_channels) // p.groups
+    rated = []
+    promotes = PRODUCTS[product].planes == 2 and sum_length(p) > LONGEST * 3 // 2
+    for tile, rate in TILES[product]:
+        if promotes and (tile.halves[1] or tile.channels * tile.columns > MOST_SUMS * 32 * tile.warps):
+            continue  # two sums of each element must fit the registers
+        if p.pass_ is Pass.WGRAD:
+            if tile.halves[1]:
+                continue
+            columns = math.prod(axis.kernel for axis in p.axes) * -(-read // 16) * 16
+            useful = columns / (-(-columns // tile.columns) * tile.columns)
+        else:
+            useful = read / (-(-read // tile.depth) * tile.depth)
+        useful *= channels / (-(-channels // tile.channels) * tile.channels)
+        rated.append((rate * useful, tile))
+    rated.sort(key=lambda entry: -entry[0])
+    return [tile for score, tile in rated if score >= 0.4 * rated[0][0]]
+
+
+def _tile_rate(c: Config) -> float:
+    tile = _tile(c)
+    return next((rate for each, rate in TILES[str(c["product"])] if each == tile), 0.5)
+
+
+def _blocks(p: ConvProblem, c: Config, ceiling: int | None, *, fewer: bool) -> Iterator[Config]:
+    """``c`` on all images, or where those are too many on the most that fit in equal blocks; perhaps on fewer."""
+    parts = 1
+    while True:
+        images = -(-p.batch // parts)
+        sized = Config(**{**c, **({"images": images} if images < p.batch else {})})
+        if p.pass_ is Pass.WGRAD:
+            sized = Config(**{**sized, "splits": _splits(p, _tile(c), images)})
+        layout = _layout(p, sized)
+        countable = layout.largest <= MOST_ELEMENTS
+        if images == 1 or (countable and (ceiling is None or layout.workspace <= ceiling)):
+            break
+        # The next block count that makes blocks smaller.
+        parts = -(-p.batch // (images - 1))
+    yield sized
+    if fewer and images > 1:
+        yield from _blocks(p, c, layout.workspace // 4, fewer=False)
+
+
+def _splits(p: ConvProblem, tile: Tile, images: int) -> int:
+    """Shares of a filter gradient's sum that fill the multiprocessors in whole waves."""
+    columns = math.prod(axis.kernel for axis in p.axes) * -(-p.in_channels // p.groups // 16) * 16
+    tiles = -(-p.out_channels // p.groups // tile.channels) * -(-columns // tile.columns)
+    pixels = images * math.prod(axis.out for axis in p.axes)
+    most = max(1, min(64, pixels // (8 * tile.depth), 4 * PROCESSORS // tiles))
+    # Partial sums go through memory: at usual rates that takes some 200 / pixels of the time of a share's products.
+    return max(range(1, most + 1), key=lambda n: (_wave(n * tiles) / (1 + 200 * n / pixels), -n))
+
+
+def _wave(programs: int) -> float:
+    """Share of the multiprocessors that are busy when ``programs`` equal ones run."""
+    return programs / (-(-programs // PROCESSORS) * PROCESSORS)
+
+
+def _filled(layout: Layout) -> float:
+    """Share of the arithmetic done that is asked for, times the share of multiprocessors that are busy."""
+    p, tile = layout.p, layout.tile
+    channels = layout.into if p.pass_ is Pass.DGRAD else layout.outof
+    tiles = -(-channels // tile.channels)
+    share = channels / (tiles * tile.channels)
+    if p.pass_ is Pass.WGRAD:
+        across = -(-layout.columns // tile.columns)
+        share *= layout.into / layout.source.channels * layout.columns / (across * tile.columns)
+        return share * _wave(tiles * across * layout.splits)
+    read = layout.outof if p.pass_ is Pass.DGRAD else layout.into
+    pixels = layout.images * math.prod(axis.size if p.pass_ is Pass.DGRAD else axis.out for axis in p.axes)
+    share *= read / layout.source.channels
+    return share * _wave(tiles * max(1, pixels // tile.columns)) * pixels / (-(-pixels // tile.columns) * tile.columns)
