@@ -189,6 +189,18 @@ def test_an_interrupt_keeps_what_was_measured(path: Path, measured: list[int]) -
     assert measured[0] < 4
 
 
+def test_long_planning_records_as_it_goes(clock: Clock, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever kills a process loses seconds, not minutes."""
+    from tilewise.planner import planner as module
+
+    monkeypatch.setattr(module, "SAVE_EVERY_S", 0.0)
+    one, batches = planner(path), []
+    monkeypatch.setattr(one.wisdom, "record_many", lambda key, new: batches.append(set(new)))
+    one.plan(SMALL, Options(rigor="patient"))
+    assert len(batches) >= 5
+    assert set.union(*batches) == set(one._stores[environment("cpu").key].known)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, MemoryError])
 def test_torchs_flags_are_restored(clock: Clock, path: Path, error: type[BaseException]) -> None:
     def fail(self: Search, ranked: list[Plan]) -> Plan:

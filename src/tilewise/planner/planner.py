@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -28,6 +29,8 @@ T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 """``progress(done, total, text)`` as problems are planned."""
 
+SAVE_EVERY_S = 2.0
+
 EFFORT = {"estimate": 0, "wisdom_only": 0, "measure": 1, "patient": 2}
 
 
@@ -47,6 +50,7 @@ class Planner:
         self._saved: dict[tuple[str, str], Known] = {}
         self._plans: dict[tuple[str, str, str], Plan] = {}
         self._profiles: dict[str, Profile] = {}
+        self._saved_at = time.monotonic()
 
     def plan(self, problem: ConvProblem, options: Options | None = None) -> Plan:
         """The fastest plan for ``problem`` within ``options``; its solver is ``aten`` where torch's own choice won.
@@ -137,7 +141,12 @@ class Planner:
             return self._profiles[key]
 
     def _load(self, environment_key: str, problem: ConvProblem) -> Known:
-        """What wisdom knows of ``problem``; measurements of other versions of a solver are left out."""
+        """What wisdom knows of ``problem``; measurements of other versions of a solver are left out.
+
+        What was measured of others is recorded first, now and then: a process may be killed.
+        """
+        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+            self._save(environment_key, self._stores[environment_key])
         versions = {solver.name: solver.version for solver in solvers.all_solvers()}
         found = {
             (m.solver, m.version, m.config): m
@@ -160,6 +169,7 @@ class Planner:
             for problem in new:
                 self._saved[environment_key, problem] = dict(store.known[problem])
         store.asked.clear()
+        self._saved_at = time.monotonic()
 
     def _plan_key(self, problem: ConvProblem, options: Options) -> tuple[str, str, str]:
         return environment(problem.device).key, problem.key, f"{options.rigor} {_constraints(options)}"

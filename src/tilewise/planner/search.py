@@ -57,9 +57,9 @@ class Store:
     def of(self, problem: ConvProblem) -> Known:
         """Measurements of ``problem`` by solver, version and config; grows as candidates are tried."""
         key = problem.key
-        self.asked.add(key)
         if key not in self.known:
             self.known[key] = self._load(problem)
+        self.asked.add(key)  # after loading, which may record and forget what was asked for
         return self.known[key]
 
 
