@@ -21,6 +21,7 @@ from tilewise.problem import ConvProblem, Pass, dense_strides
 
 LEAVES = (
     toys.toy(name="writer"),
+    toys.Addressed(),
     toys.toy(name="adder", accumulates=True, scratch=100),
     toys.toy(name="dense", writes_views=False),
     toys.toy(name="dense_adder", writes_views=False, accumulates=True, scratch=513),
@@ -32,7 +33,7 @@ some = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, He
 
 @pytest.fixture(autouse=True, scope="module")
 def _toys() -> Iterator[None]:
-    with toys.installed(toys.Cut(), *LEAVES):
+    with toys.installed(toys.Cut(), *LEAVES), toys.one_thread():
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import math
@@ -62,9 +63,9 @@ def problems(
     )
 
 
-def small(pass_: Pass = Pass.FPROP, batch: int = 8, channels: int = 4, **changes: Any) -> ConvProblem:
-    """A 3x3 layer on 8x8 images, which ATen can do."""
-    axis = Axis(8, 3, before=1, after=1)
+def small(pass_: Pass = Pass.FPROP, batch: int = 8, channels: int = 4, size: int = 8, **changes: Any) -> ConvProblem:
+    """A 3x3 layer on small square images, which ATen can do."""
+    axis = Axis(size, 3, before=1, after=1)
     return ConvProblem(pass_, batch, channels, channels, (axis, axis), **changes)
 
 
@@ -147,6 +148,40 @@ class Plain(Solver):
         return run
 
 
+class Addressed(Plain):
+    """Runs over addresses too, as a library does that was bound to shapes and strides."""
+
+    name, version = "addressed", 1
+    accumulates = True
+    scratch = 300
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        assert out is not None
+        return _AddressedRun(super().bind(p, c, a, b, out), a, b, out, self.scratch)
+
+
+class _AddressedRun:
+    def __init__(self, run: Run, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scratch: int) -> None:
+        self._run, self._scratch = run, scratch
+        self._like = [(t.shape, t.stride(), t.dtype) for t in (a, b, out)]
+
+    def __call__(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self._run(a, b, out, workspace)
+
+    def run_pointers(self, a: int, b: int, out: int, workspace: int) -> None:
+        tensors = [_at(address, *like) for address, like in zip((a, b, out), self._like, strict=True)]
+        self._run(*tensors, _at(workspace, (self._scratch,), (1,), torch.uint8))
+
+
+def _at(address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor that lies at ``address``."""
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (reach * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(tuple(shape), tuple(strides))
+
+
 def toy(**traits: Any) -> Solver:
     """A :class:`Plain` solver with other class attributes or methods."""
     made: type[Solver] = type("Toy", (Plain,), traits)
@@ -190,6 +225,17 @@ def installed(*extra: Solver, without: Sequence[str] = ()) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solvers, "all_solvers", functools.cache(lambda: ordered))
         yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For a few numbers two threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def counting(call: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:

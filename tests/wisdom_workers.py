@@ -20,6 +20,7 @@ from tilewise.wisdom.database import Database
 
 ENVIRONMENT = "cpu: 2 threads, torch 2.13.0"
 CONSTRAINTS = "workspace=67108864"
+PROBLEMS = [f"problem {i}" for i in range(10)]
 BATCH = 20
 """Measurements recorded in one transaction."""
 
@@ -33,6 +34,13 @@ def some_plan(problem: str) -> Plan:
     """A plan with parts."""
     leaf = Plan(f"{problem} part", "fft", 1, Config(basis=(32, 32)), time_ms=1.5, workspace=4096)
     return Plan(problem, "micro_batch", 1, Config(sizes=(64, 64)), (leaf,), (2,), 3.25, 4096)
+
+
+def fill(wisdom: Wisdom) -> None:
+    """Keep measurements and a plan for each of ``PROBLEMS``, and a profile."""
+    wisdom.record_many(ENVIRONMENT, {problem: some_measurements() for problem in PROBLEMS})
+    wisdom.remember_many(ENVIRONMENT, CONSTRAINTS, {problem: some_plan(problem) for problem in PROBLEMS})
+    wisdom.remember_profile(ENVIRONMENT, {"bandwidth": 3e12})
 
 
 def integrity(path: Path) -> str:

@@ -180,7 +180,7 @@ class Leaf(Node):
         apart = self._own or (is_view and not solver.writes_views)
         self._accumulate = problem.accumulate and (apart or not solver.accumulates)
         self._temporary = not self._own and (apart or self._accumulate)
-        self._size = _round_up(problem.nbytes(role)) if self._temporary else 0
+        self._size = carved(problem.nbytes(role)) if self._temporary else 0
         target = out
         if self._temporary or self._own:
             target = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="meta")
@@ -229,7 +229,7 @@ class Parts(Node):
         self._strides = dense_strides(self._shape, "contiguous" if layout == "view" else layout)
         sums = any(part.write is not Write.SET for part in parts)
         apart = sums and problem.torch_dtype(role) is not torch.float32
-        self._size = _round_up(math.prod(self._shape) * 4) if apart else 0
+        self._size = carved(math.prod(self._shape) * 4) if apart else 0
         self._add_back = apart and problem.accumulate
         if apart:
             out = torch.empty_strided(self._shape, self._strides, dtype=torch.float32, device="meta")
@@ -342,5 +342,6 @@ def _carve(
     return workspace[:size].view(dtype).as_strided(shape, strides)
 
 
-def _round_up(size: int) -> int:
+def carved(size: int) -> int:
+    """Bytes of a workspace that a temporary of ``size`` bytes takes."""
     return -(-size // GRAIN) * GRAIN

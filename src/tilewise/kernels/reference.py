@@ -14,7 +14,7 @@ import torch
 from tilewise.axis import Axis
 from tilewise.problem import ConvProblem, Pass
 
-__all__ = ["convolve", "spread"]
+__all__ = ["convolve"]
 
 
 def convolve(p: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -43,19 +43,6 @@ def convolve(p: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         else:
             w_tap += torch.einsum("ngc...,ngo...->goc", x_tap, y_tap)
     return tensors[p.result]
-
-
-def spread(p: ConvProblem, a: torch.Tensor, b: torch.Tensor, got: torch.Tensor) -> float:
-    """max |got - want| / (|a| conv |b|): an error's share of what its own sum could hold.
-
-    FFTs carry an outlier's rounding to its neighbours, which the L2 norm hides and this shows. Places that read no
-    data are left out unless ``got`` differs there, which gives infinity.
-    """
-    error = (got.double() - convolve(p, a, b)).abs()
-    scale = convolve(p, a.abs(), b.abs())
-    if bool((error[scale == 0] > 0).any()) or not bool(error.isfinite().all()):
-        return float("inf")
-    return float((error / scale.clamp_min(torch.finfo(torch.float64).tiny)).max())
 
 
 def _sliced(tensor: torch.Tensor, slices: list[slice]) -> torch.Tensor:

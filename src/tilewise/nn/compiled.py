@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["Known", "publish", "trace"]
 
 _library = torch.library.Library("tilewise", "DEF")  # type: ignore[no-untyped-call]
-_library.define("conv(Tensor x, Tensor w, Tensor? b, str plans) -> Tensor")  # type: ignore[no-untyped-call]
-_library.define("conv_backward(Tensor dy, Tensor x, Tensor w, str plans, bool[] mask) -> Tensor[]")  # type: ignore[no-untyped-call]
+for _schema in (
+    "conv(Tensor x, Tensor w, Tensor? b, str plans) -> Tensor",
+    "conv_backward(Tensor dy, Tensor x, Tensor w, str plans, bool[] mask) -> Tensor[]",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

@@ -154,14 +154,13 @@ def _problems(one: Recorded, training: bool) -> dict[Role, ConvProblem]:
 
 def _gains(calls: list[Recorded], book: Book, training: bool) -> bool:
     """Whether a plan beats torch on any pass of these calls; everything is then bound, ready for its first use."""
-    gains = False
+    runners = []
     for one in calls:
         problems = _problems(one, training).values()
         if any(book.replacement(problem, one.call.deterministic) for problem in problems):
-            gains = True
-            for needs in {one.call.needs if training else NO_GRADIENTS, NO_GRADIENTS}:
-                one.layer.resolve(replace(one.call, needs=needs))
-    return gains
+            kinds = {one.call.needs if training else NO_GRADIENTS, NO_GRADIENTS}
+            runners += [one.layer.resolve(replace(one.call, needs=needs)) for needs in kinds]
+    return any(runner is not None and runner.planned for runner in runners)
 
 
 def _layer_report(

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from tilewise.plan import Config, Measurement, Plan
+from tilewise.execute import carved
+from tilewise.plan import Config, Measurement, Plan, format_bytes
 from tilewise.planner.operands import Tensors, make_result, narrow
 from tilewise.planner.options import Options
 from tilewise.planner.pareto import divide, front, thin
@@ -18,7 +19,7 @@ from tilewise.planner.trial import Known, Trial, leaf_plan
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Split
 
-__all__ = ["BATCH_LEVEL", "Divisions", "part_plans", "wrong_part"]
+__all__ = ["BATCH_LEVEL", "Divisions", "part_plans"]
 
 GAIN = 0.97
 """Smaller parts are looked at further when their time an image falls below this share of the best."""
@@ -26,7 +27,7 @@ BATCH_LEVEL = 2
 HOPELESS = 2.0
 """Sizes stop falling when their time an image is this many times the best."""
 
-TrialOf = Callable[[ConvProblem, Tensors], Trial]
+TrialOf = Callable[[ConvProblem, Tensors, Options], Trial]
 Deeper = Callable[[ConvProblem, Tensors, Trial], list[Plan]]
 
 
@@ -34,9 +35,10 @@ Deeper = Callable[[ConvProblem, Tensors, Trial], list[Plan]]
 class Divisions:
     """The divisions of ``problem`` by ``solver`` into parts that each keep the limit.
 
-    ``trial_of`` makes the trial of a part's leaves on given tensors. ``whole_known`` is what is known of the undivided
-    problem, ``best_ms`` its fastest time within the constraints (infinite where there is none) and ``blocked`` what
-    the limit kept out there. ``deeper`` gives the plans that cut a part again, after its leaves were tried.
+    ``trial_of`` makes the trial of a part's leaves on given tensors under given options. ``whole_known`` is what is
+    known of the undivided problem, ``best_ms`` its fastest time within the constraints (infinite where there is none)
+    and ``blocked`` what the limit kept out there. ``deeper`` gives the plans that cut a part again, after its leaves
+    were tried. ``exhaustive``: every size is tried with every candidate.
     """
 
     solver: Split
@@ -48,10 +50,17 @@ class Divisions:
     best_ms: float
     blocked: dict[tuple[str, Config], float]
     deeper: Deeper
+    exhaustive: bool = False
     fronts: dict[int, list[Plan]] = field(default_factory=dict)
+    lost: dict[int, list[Measurement]] = field(default_factory=dict)
 
     def plans(self) -> list[Plan]:
         """The front of divisions, fastest first; times are sums of their parts'."""
+        sums, limit = self.sum_bytes(), self.options.workspace
+        if limit is not None and limit < sums:
+            return []
+        if limit is not None:
+            self.options = replace(self.options, workspace=limit - sums)
         self._try_sizes()
         points = {size: [(p.time_ms, p.workspace) for p in plans] for size, plans in self.fronts.items() if plans}
         found = divide(self._whole, points, self.options.workspace)
@@ -59,12 +68,21 @@ class Divisions:
             _division(self, d.sizes, [self.fronts[s][i] for s, i in zip(d.sizes, d.points, strict=True)]) for d in found
         ]
 
+    def why_none(self) -> str:
+        """Why :meth:`plans` is empty."""
+        if not self.fronts:
+            sums = self.sum_bytes()
+            return f"sums of parts in fp32 take {format_bytes(sums)}" if sums else "no size of parts to try"
+        size = min(self.lost, key=lambda size: (bool(self.fronts[size]), size))
+        reasons = (f"{m.solver} {m.config}".strip() + f": {m.reason}" for m in self.lost[size])
+        return f"no division could be computed; parts of {size}: {'; '.join(reasons)}"
+
     @property
     def _whole(self) -> int:
         return self.problem.extent(self.solver.axis)
 
     def _try_sizes(self) -> None:
-        patient = self.options.rigor == "patient"
+        patient = self.exhaustive
         policy = self.options.batch_sizes
         rate = self.best_ms / self._whole
         prior, prior_size, blocked, worse = self.whole_known, self._whole, self.blocked, 0
@@ -86,7 +104,7 @@ class Divisions:
 
     def _only(self) -> frozenset[tuple[str, Config]] | None:
         """Below the batch a cut costs more than it saves, save for what the limit kept out and might gain."""
-        if self.solver.level <= BATCH_LEVEL or self.options.rigor == "patient":
+        if self.solver.level <= BATCH_LEVEL or self.exhaustive:
             return None
         return frozenset(key for key, estimate in self.blocked.items() if estimate < self.best_ms)
 
@@ -105,9 +123,9 @@ class Divisions:
         only: frozenset[tuple[str, Config]] | None,
     ) -> Trial:
         child = self.solver.child(self.problem, size)
-        trial = self.trial_of(child, self._part_tensors(size))
+        trial = self.trial_of(child, self._part_tensors(size), self.options)
         trial.only = only
-        if self.options.rigor != "patient":
+        if not self.exhaustive:
             trial.best_ms = rate * size
         if prior is not None:
             trial.prior_ms = {
@@ -115,7 +133,9 @@ class Divisions:
                 for key, m in prior[0].items()
                 if m.time_ms is not None and not m.reason
             }
-        usable = [m for m in trial.run() if not m.reason and m.time_ms is not None]
+        found = trial.run()
+        self.lost[size] = [m for m in found if m.reason]
+        usable = [m for m in found if not m.reason and m.time_ms is not None]
         plans = [leaf_plan(child, m) for m in usable]
         plans += self.deeper(child, trial.tensors, trial)
         kept = front((plan.time_ms, plan.workspace) for plan in plans)
@@ -136,10 +156,11 @@ class Divisions:
             make_result(child) if apart else narrow(out, part.ranges(self.problem.result)),
         )
 
-    def sum_bytes(self, size: int) -> int:
+    def sum_bytes(self) -> int:
         """Bytes of the fp32 sum that stands beside a 16-bit result."""
-        child = self.solver.child(self.problem, size)
-        return 0 if child.out_dtype == self.problem.out_dtype else child.nbytes(self.problem.result)
+        sizes = self.solver.sizes(self.problem, self.options.batch_sizes)
+        child = self.solver.child(self.problem, sizes[0]) if sizes else self.problem
+        return 0 if child.out_dtype == self.problem.out_dtype else carved(child.nbytes(self.problem.result))
 
 
 def _grouped(sizes: tuple[int, ...], parts: list[Plan]) -> Iterator[tuple[int, Plan, int]]:
@@ -162,7 +183,7 @@ def _division(d: Divisions, sizes: tuple[int, ...], parts: list[Plan]) -> Plan:
         tuple(replace(plan, label=f"{plan.config} @{size}".strip()) for size, plan, _ in grouped),
         tuple(count for _, _, count in grouped),
         time_ms=sum(plan.time_ms for plan in parts),
-        workspace=d.sum_bytes(sizes[0]) + max(plan.workspace for plan in parts),
+        workspace=d.sum_bytes() + max(plan.workspace for plan in parts),
         label=f"{sum(sizes)} = {label}",
     )
 
@@ -176,8 +197,3 @@ def part_plans(plan: Plan, problem: ConvProblem, solver: Split) -> list[tuple[Co
         found.append((solver.child(problem, sizes[start]), child))
         start += count
     return found
-
-
-def wrong_part(reason: str, plan: Plan) -> Measurement:
-    """What is remembered of a part that computes something else."""
-    return Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, plan.error, reason)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from tilewise.device import torch_device
-from tilewise.planner.measure import Timer, framework_flags
+from tilewise.planner.measure import Timer, fp32_precision
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Cost
 
-__all__ = ["Profile", "estimate_ms", "measure_profile", "rate_name"]
+__all__ = ["Profile", "estimate_ms", "is_profile", "measure_profile", "rate_name"]
 
 Profile = dict[str, float]
 """``copy`` in bytes/ms (read and written), ``fp32``, ``tf32``, ``bf16``, ``fp16`` in flop/ms, ``launch`` in ms."""
@@ -29,6 +29,11 @@ def estimate_ms(problem: ConvProblem, cost: Cost, profile: Profile) -> float:
     """Milliseconds for ``cost``: the larger of arithmetic and traffic, and a launch for each kernel."""
     arithmetic = cost.flops / (profile[rate_name(problem)] * cost.efficiency)
     return max(arithmetic, cost.bytes / profile["copy"]) + cost.kernels * profile["launch"]
+
+
+def is_profile(rates: Mapping[str, float]) -> bool:
+    """Whether ``rates``, from a file perhaps, has all that an estimate asks for."""
+    return all(rates.get(name, 0.0) > 0.0 for name in ("copy", *RATES)) and "launch" in rates
 
 
 def measure_profile(device_name: str) -> Profile:
@@ -60,11 +65,6 @@ def _product_rate(timer: Timer, name: str, n: int) -> float:
     def product() -> None:
         torch.mm(a, b, out=out)
 
-    with framework_flags("tf32" if name == "tf32" else "ieee", False):
-        allowed = torch._C._get_cublas_allow_tf32()
-        torch._C._set_cublas_allow_tf32(name == "tf32")
-        try:
-            product()
-            return 2 * n**3 / timer.median_ms(product)
-        finally:
-            torch._C._set_cublas_allow_tf32(allowed)
+    with fp32_precision("matmul", "tf32" if name == "tf32" else "ieee"):
+        product()
+        return 2 * n**3 / timer.median_ms(product)

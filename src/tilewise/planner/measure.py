@@ -20,6 +20,7 @@ from tilewise.device import is_capturing
 __all__ = [
     "Timer",
     "check_peak_is_known",
+    "fp32_precision",
     "framework_flags",
     "interleaved",
     "peak_bytes",
@@ -198,25 +199,37 @@ def framework_flags(precision: str, deterministic: bool) -> Iterator[None]:
     They are the process's own, so plan from one thread at a time.
     """
     cudnn = torch.backends.cudnn
-    saved = cudnn.benchmark, cudnn.deterministic, _own_conv_precision()
+    saved = cudnn.benchmark, cudnn.deterministic
     cudnn.benchmark, cudnn.deterministic = True, deterministic
-    # Convolutions look at this flag alone. Setting it by the older allow_tf32 could set it to "as the others".
-    set_fp32_precision("cuda", "conv", precision)
+    try:
+        with fp32_precision("conv", precision):
+            yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = saved
+
+
+@contextmanager
+def fp32_precision(operation: str, precision: str) -> Iterator[None]:
+    """torch's flag for fp32 operands of ``operation`` on a GPU: ``conv`` or ``matmul``.
+
+    Not by the older ``allow_tf32``, which may set it to "as the general flag".
+    """
+    saved = _own_precision(operation)
+    set_fp32_precision("cuda", operation, precision)
     try:
         yield
     finally:
-        cudnn.benchmark, cudnn.deterministic = saved[:2]
-        set_fp32_precision("cuda", "conv", saved[2])
+        set_fp32_precision("cuda", operation, saved)
 
 
-def _own_conv_precision() -> str:
-    """The convolution flag itself, ``"none"`` where it inherits: torch tells only what it comes to."""
+def _own_precision(operation: str) -> str:
+    """The flag itself, ``"none"`` where it inherits: torch tells only what it comes to."""
     parents = ("generic", "cuda")
     inherited = []
     for parent in parents:
         inherited.append(get_fp32_precision(parent, "all"))
         set_fp32_precision(parent, "all", "none")
-    own: str = get_fp32_precision("cuda", "conv")
+    own: str = get_fp32_precision("cuda", operation)
     for parent, value in zip(parents, inherited, strict=True):
         set_fp32_precision(parent, "all", value)
     return own

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch
+
+from tilewise import solvers
 from tilewise.device import environment, is_capturing, torch_device
+from tilewise.execute import parts_of
 from tilewise.plan import Measurement, Plan
-from tilewise.planner.estimate import Profile, measure_profile
+from tilewise.planner.estimate import Profile, is_profile, measure_profile
 from tilewise.planner.options import RIGORS, NoPlanError, Options
 from tilewise.planner.search import Search, Store
 from tilewise.planner.trial import Known
 from tilewise.problem import ConvProblem
-from tilewise.solvers import Split, all_solvers, get
+from tilewise.solvers import Split
 from tilewise.wisdom import Wisdom
 
 __all__ = ["Planner", "Progress"]
@@ -29,14 +35,16 @@ class Planner:
     """Finds plans and remembers them.
 
     ``wisdom`` is where measurements and plans are kept (``None``: the user's cache directory); ``progress`` is called
-    by :meth:`plan_many`. Measuring sets torch's convolution flags for its length, so plan from one thread at a time.
+    by :meth:`plan_many`. Threads may share a planner, which then plans for one after the other: measuring sets torch's
+    convolution flags for its length, so no other thread should use them meanwhile.
     """
 
     def __init__(self, wisdom: Wisdom | None = None, progress: Progress | None = None) -> None:
         self.wisdom = Wisdom() if wisdom is None else wisdom
         self.progress = progress
-        self._store = Store(self._load)
-        self._saved: dict[str, Known] = {}
+        self._lock = threading.RLock()
+        self._stores: dict[str, Store] = {}
+        self._saved: dict[tuple[str, str], Known] = {}
         self._plans: dict[tuple[str, str, str], Plan] = {}
         self._profiles: dict[str, Profile] = {}
 
@@ -91,8 +99,11 @@ class Planner:
         options = options or Options()
 
         def explained(search: Search) -> list[Measurement]:
-            with contextlib.suppress(NoPlanError):  # the log holds the reasons, which is all that is asked here
-                search.best()
+            if options.rigor == "wisdom_only":
+                search.survey()
+            else:
+                with contextlib.suppress(NoPlanError):  # the log holds the reasons, which is all that is asked here
+                    search.best()
             latest = {(m.solver, m.version, m.config): m for m in search.log}
             return sorted(latest.values(), key=lambda m: (bool(m.reason), m.time_ms or 0.0, m.solver))
 
@@ -101,42 +112,53 @@ class Planner:
     def _searched(self, problem: ConvProblem, options: Options, work: Callable[[Search], T]) -> T:
         if is_capturing(torch_device(problem.device)):
             raise RuntimeError("nothing can be planned while a CUDA graph is being captured: plan before the capture")
-        search = Search(problem, options, self.profile(problem.device), self._store)
-        try:
-            return work(search)
-        finally:
-            self._save(problem.device)
+        with self._lock:
+            key = environment(problem.device).key
+            store = self._stores.setdefault(key, Store(functools.partial(self._load, key)))
+            try:
+                return work(Search(problem, options, self.profile(problem.device), store))
+            except torch.OutOfMemoryError as error:
+                text = str(error).splitlines()[0]
+                raise NoPlanError(f"no plan for {problem.key}: no memory to measure with: {text}") from error
+            finally:
+                self._save(key, store)
 
     def profile(self, device: str) -> Profile:
         """The measured rates of ``device``, from wisdom where they are known."""
-        if device not in self._profiles:
-            key = environment(device).key
-            found = self.wisdom.profile(key)
-            if found is None:
-                found = measure_profile(device)
-                self.wisdom.remember_profile(key, found)
-            self._profiles[device] = found
-        return self._profiles[device]
+        key = environment(device).key
+        with self._lock:
+            if key not in self._profiles:
+                found = self.wisdom.profile(key)
+                if found is None or not is_profile(found):
+                    found = measure_profile(device)
+                    self.wisdom.remember_profile(key, found)
+                self._profiles[key] = found
+            return self._profiles[key]
 
-    def _load(self, problem: ConvProblem) -> Known:
+    def _load(self, environment_key: str, problem: ConvProblem) -> Known:
         """What wisdom knows of ``problem``; measurements of other versions of a solver are left out."""
-        versions = {solver.name: solver.version for solver in all_solvers()}
+        versions = {solver.name: solver.version for solver in solvers.all_solvers()}
         found = {
             (m.solver, m.version, m.config): m
-            for m in self.wisdom.measurements(environment(problem.device).key, problem.key)
+            for m in self.wisdom.measurements(environment_key, problem.key)
             if versions.get(m.solver) == m.version
         }
-        self._saved[problem.key] = found
+        self._saved[environment_key, problem.key] = found
         return dict(found)
 
-    def _save(self, device: str) -> None:
-        key = environment(device).key
-        for problem, known in self._store.known.items():
-            saved = self._saved.setdefault(problem, {})
-            new = [m for entry, m in known.items() if saved.get(entry) != m]
-            if new:
-                self.wisdom.record(key, problem, new)
-                saved.update({(m.solver, m.version, m.config): m for m in new})
+    def _save(self, environment_key: str, store: Store) -> None:
+        """Record what was measured of the problems asked for since the last time, in one transaction."""
+        new: dict[str, list[Measurement]] = {}
+        for problem in store.asked:
+            saved = self._saved.get((environment_key, problem), {})
+            found = [m for entry, m in store.known.get(problem, {}).items() if saved.get(entry) != m]
+            if found:
+                new[problem] = found
+        if new:
+            self.wisdom.record_many(environment_key, new)
+            for problem in new:
+                self._saved[environment_key, problem] = dict(store.known[problem])
+        store.asked.clear()
 
     def _plan_key(self, problem: ConvProblem, options: Options) -> tuple[str, str, str]:
         return environment(problem.device).key, problem.key, f"{options.rigor} {_constraints(options)}"
@@ -183,14 +205,13 @@ def _fits(plan: Plan, problem: ConvProblem, options: Options) -> bool:
     if options.workspace is not None and plan.workspace > options.workspace:
         return False
     try:
-        solver = get(plan.solver)
+        solver = solvers.get(plan.solver)
         if solver.version != plan.version or solver.why_not(problem):
             return False
         if not isinstance(solver, Split):
             return plan.leaf
-        parts = solver.children(problem, plan.config)
-        plans = [child for child, count in zip(plan.children, plan.counts, strict=True) for _ in range(count)]
-        return len(parts) == len(plans) and all(
+        parts, plans = parts_of(plan, problem, solver)
+        return all(
             part.problem is None or _fits(child, part.problem, options)
             for part, child in zip(parts, plans, strict=True)
         )

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from tilewise import execute, solvers
+from tilewise.device import torch_device
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
-from tilewise.planner.divisions import BATCH_LEVEL, Divisions, part_plans, wrong_part
-from tilewise.planner.estimate import Profile, estimate_ms
-from tilewise.planner.measure import Timer, framework_flags, interleaved
+from tilewise.planner.divisions import BATCH_LEVEL, Divisions, part_plans
+from tilewise.planner.estimate import Profile
+from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, interleaved
 from tilewise.planner.operands import Tensors, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.pareto import front, thin
-from tilewise.planner.trial import Known, Trial, leaf_plan
+from tilewise.planner.trial import UNKNOWN, Known, Trial, first_line, leaf_plan
 from tilewise.planner.verify import error_limit, errors_of
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import Split
@@ -35,8 +37,12 @@ NEAR = 1.15
 MOST_NESTED = 2
 MARGIN = {"cuda": 0.98, "cpu": 0.95}
 """A plan replaces torch's choice below this share of its time: less is within the noise of a median."""
-RETRIES = 8
-"""Times a search starts again without a part that turned out to be wrong, at any size."""
+BEHIND = {"cuda": 2.0, "cpu": 1.3}
+"""Plans whose estimate is this many times torch's time are not run whole. A GPU's small parts are overestimated."""
+
+
+Choice = tuple[str, Config, tuple["Choice", ...]]
+"""What a plan does: solver, config and the same of its parts."""
 
 
 class Store:
@@ -44,13 +50,17 @@ class Store:
 
     def __init__(self, load: Callable[[ConvProblem], Known]) -> None:
         self.known: dict[str, Known] = {}
+        self.asked: set[str] = set()
+        """Keys of the problems that were asked for, which a caller may clear."""
         self._load = load
 
     def of(self, problem: ConvProblem) -> Known:
         """Measurements of ``problem`` by solver, version and config; grows as candidates are tried."""
-        if problem.key not in self.known:
-            self.known[problem.key] = self._load(problem)
-        return self.known[problem.key]
+        key = problem.key
+        self.asked.add(key)
+        if key not in self.known:
+            self.known[key] = self._load(problem)
+        return self.known[key]
 
 
 @dataclass
@@ -66,70 +76,115 @@ class Search:
         self.log: list[Measurement] = []
         self.baseline: Measurement | None = None
         self.wrong: dict[tuple[str, Config], str] = {}
+        """Leaves that compute something else: out of this search at every size."""
+        self.dropped: dict[Choice, str] = {}
+        """Plans that failed when run whole."""
+        self.timer = Timer(torch_device(self.problem.device))  # before anything is allocated: refuses in a capture
+        if self.options.workspace is not None:
+            check_peak_is_known(self.timer.device)
         a, b = make_operands(self.problem)
         self.tensors: Tensors = (a, b, make_result(self.problem))
-        self.timer = Timer(a.device)
+        self._for_front = False
 
     def best(self) -> Plan:
         """The fastest plan that keeps every constraint, checked against float64 and timed whole against torch.
 
         Its solver is torch's own where that wins. Raises :class:`NoPlanError` with every candidate's reason.
         """
-        with framework_flags(self.problem.precision, self.options.deterministic):
+        with self._undisturbed():
             self._measure_baseline()
-            for _ in range(RETRIES):
-                ranked = self._estimated() if self.options.rigor == "estimate" else self._measured()
-                with contextlib.suppress(_WrongPart):
-                    return self._choose(ranked)
-            raise NoPlanError(_no_plan_text(self.problem, self.options, self.log))
+            while True:  # ends: each turn but the last adds to what is wrong or dropped
+                with contextlib.suppress(_Dropped):
+                    return self._choose(self._ranked())
 
     def front(self) -> tuple[Plan, ...]:
-        """Plans of the time/workspace front, fastest first; times of divisions are their parts' sums."""
-        with framework_flags(self.problem.precision, self.options.deterministic):
+        """Checked plans of the time/workspace front, fastest first; times of divisions are their parts' sums."""
+        self._for_front = True
+        with self._undisturbed():
             self._measure_baseline()
-            plans = self._measured()
-        if self.baseline_allowed and self.baseline is not None:
-            plans.append(leaf_plan(self.problem, self.baseline))
-        kept = front((plan.time_ms, plan.workspace) for plan in plans)
-        return tuple(plans[i] for i in thin(kept))
+            while True:  # ends: as above
+                ranked = self._ranked()
+                if self.baseline_allowed:
+                    ranked.append(self._baseline_plan())
+                kept = [ranked[i] for i in thin(front((plan.time_ms, plan.workspace) for plan in ranked))]
+                checked = [plan if self._is_baseline(plan) else self._verified(plan) for plan in kept]
+                right = tuple(plan for plan in checked if plan is not None)
+                if len(right) == len(kept):
+                    return right
+
+    def survey(self) -> None:
+        """Fill :attr:`log` with what every solver could do, without choosing."""
+        with self._undisturbed():
+            self._measure_baseline()
+            self._ranked()
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """torch's flags as the problem wants them, and none of the caller's autograd or autocast."""
+        flags = framework_flags(self.problem.precision, self.options.deterministic)
+        with flags, torch.no_grad(), torch._C._DisableAutocast():
+            yield
 
     def _measure_baseline(self) -> None:
         """Time torch's choice in its steady state; its benchmark mode has run by then."""
         solver = solvers.baseline()
         reasons = solver.why_not(self.problem)
-        if reasons:
-            self.log.append(Measurement(solver.name, solver.version, Config(), reason="; ".join(reasons)))
-            return
         known = self.store.of(self.problem)
         key = (solver.name, solver.version, Config())
+        if not reasons and self.options.rigor == "wisdom_only" and key not in known:
+            reasons = [UNKNOWN]
+        if reasons:
+            self.log.append(Measurement(*key, reason="; ".join(reasons)))
+            return
         found = known.get(key)
         if found is None:
-            trial = self._trial(self.problem, self.tensors)
-            found = trial.measure(solver, Config())
+            outside = replace(self.options, workspace=None)
+            found = self._trial(self.problem, self.tensors, outside).measure(solver, Config())
             known[key] = found
-        self.log.append(found)
         self.baseline = None if found.reason else found
+        self.log.append(replace(found, reason=found.reason or self._against_baseline()))
 
     @property
     def baseline_allowed(self) -> bool:
-        """Whether torch's choice keeps the limit and the determinism asked for."""
-        if self.baseline is None:
-            return False
-        limit = self.options.workspace
-        return limit is None or (self.baseline.workspace or 0) <= limit
+        """Whether torch's choice keeps the limit, the determinism and the error asked for."""
+        return self.baseline is not None and not self._against_baseline()
 
-    def _trial(self, problem: ConvProblem, tensors: Tensors, *, root: bool = True) -> Trial:
-        known = self.store.of(problem)
-        return Trial(problem, tensors, self.options, self.profile, self.timer, known, self.wrong, is_root=root)
+    def _against_baseline(self) -> str:
+        """The constraint that torch's choice breaks; empty when it keeps all."""
+        assert self.baseline is not None
+        limit, workspace = self.options.workspace, self.baseline.workspace or 0
+        if limit is not None and workspace > limit:
+            return f"took {format_bytes(workspace)} of workspace when run, the limit is {format_bytes(limit)}"
+        if self.options.deterministic and not solvers.baseline().is_deterministic(self.problem, Config()):
+            return "is not deterministic"
+        if self.options.error_limit is not None:  # only one asked for: else torch's own error is what is wanted
+            return self._judge(self.problem, self._own_errors)
+        return ""
 
-    def _measured(self) -> list[Plan]:
-        """Leaves and divisions, best first by measured or summed time."""
-        trial = self._trial(self.problem, self.tensors)
-        if self.baseline_allowed and self.baseline is not None and self.baseline.time_ms is not None:
+    def _trial(self, problem: ConvProblem, tensors: Tensors, options: Options, *, root: bool = True) -> Trial:
+        return Trial(
+            problem,
+            tensors,
+            options,
+            self.profile,
+            self.timer,
+            self.store.of(problem),
+            {**self.wrong, **{key[:2]: reason for key, reason in self.dropped.items()}} if root else self.wrong,
+            functools.partial(self._judge, problem),
+            is_root=root,
+            for_front=self._for_front,
+        )
+
+    def _ranked(self) -> list[Plan]:
+        """Leaves and divisions, best first by measured, summed or (rigor ``estimate``) estimated time."""
+        trial = self._trial(self.problem, self.tensors, self.options)
+        allowed = self.baseline_allowed and self.options.rigor != "estimate"
+        if allowed and self.baseline is not None and self.baseline.time_ms is not None:
             trial.best_ms = self.baseline.time_ms
         plans = [leaf_plan(self.problem, m) for m in self._usable(trial)]
         plans += self._cut(self.problem, self.tensors, trial, -1)
-        return sorted(plans, key=lambda plan: plan.time_ms)
+        kept = (plan for plan in plans if _choice(plan) not in self.dropped)
+        return sorted(kept, key=lambda plan: plan.time_ms)
 
     def _cut(self, problem: ConvProblem, tensors: Tensors, trial: Trial, level: int, depth: int = 0) -> list[Plan]:
         """Plans that cut ``problem`` by splits of a higher level, each axis once and at most two nested."""
@@ -140,7 +195,8 @@ class Search:
             reasons = solver.why_not(problem)
             if self.options.batch_sizes == "undivided":
                 reasons = reasons or ["batch_sizes=undivided"]
-            if solver.level > BATCH_LEVEL and self.options.rigor != "patient" and not trial.blocked:
+            patient, batch = self.options.rigor == "patient", solver.level <= BATCH_LEVEL
+            if not batch and not patient and not trial.blocked:
                 reasons = reasons or ["not tried: the workspace limit kept nothing out"]
             if reasons:
                 if depth == 0:
@@ -150,60 +206,55 @@ class Search:
                 solver,
                 problem,
                 tensors,
-                self.options,
+                trial.options,
                 functools.partial(self._trial, root=False),
                 trial.known,
                 trial.best_ms,
                 trial.blocked,
                 functools.partial(self._cut, level=solver.level, depth=depth + 1),
+                exhaustive=patient or (batch and self._for_front),
             )
-            plans += divisions.plans()
+            found = divisions.plans()
+            plans += found
+            if depth == 0:
+                self.log += [Measurement(p.solver, p.version, p.config, p.time_ms, p.workspace) for p in found]
+                if not found:
+                    reason = divisions.why_none()
+                    self.log.append(Measurement(solver.name, solver.version, Config(), reason=reason))
         return plans
 
     def _usable(self, trial: Trial) -> list[Measurement]:
         found = trial.run()
-        self.log += found if trial.is_root else []
+        if trial.is_root and self.options.rigor == "estimate":
+            self.log += [m if m.reason else replace(m, reason=f"not run: estimated {m.time_ms:.3f} ms") for m in found]
+        elif trial.is_root:
+            self.log += found
         return [m for m in found if not m.reason and m.time_ms is not None]
-
-    def _estimated(self) -> list[Plan]:
-        """Leaves by roofline alone; only the winner is run."""
-        plans = []
-        limit = self.options.workspace
-        for solver in solvers.all_solvers():
-            reasons = solver.why_not(self.problem)
-            if isinstance(solver, Split) or solver.baseline or reasons:
-                if reasons:
-                    self.log.append(Measurement(solver.name, solver.version, Config(), reason="; ".join(reasons)))
-                continue
-            for config, workspace in solver.offers(self.problem, limit):
-                needed = workspace + solver.hidden_workspace(self.problem, config)
-                if limit is not None and needed > limit:
-                    text = f"needs {format_bytes(needed)} of workspace, the limit is {format_bytes(limit)}"
-                    self.log.append(Measurement(solver.name, solver.version, config, workspace=needed, reason=text))
-                    continue
-                time_ms = estimate_ms(self.problem, solver.cost(self.problem, config), self.profile)
-                plan = Plan(self.problem.key, solver.name, solver.version, config, time_ms=time_ms, workspace=needed)
-                plans.append(plan)
-        return sorted(plans, key=lambda plan: plan.time_ms)
 
     def _choose(self, ranked: list[Plan]) -> Plan:
         """Time the finalists whole beside torch and take the fastest that is right."""
         limit = self.options.workspace
         ranked = [p for p in ranked if limit is None or p.workspace <= limit]
-        while ranked:
-            finalists = self._finalists(ranked)
-            timed = self._time_whole(finalists)
-            for plan in sorted(timed, key=lambda p: p.time_ms):
+        if ranked and not self._is_behind(ranked[0]):
+            for plan in sorted(self._time_whole(self._finalists(ranked)), key=lambda p: p.time_ms):
                 if self._keeps_baseline(plan):
                     return self._baseline_plan()
                 checked = self._verified(plan)
-                if checked is not None:
-                    self._note(checked)
-                    return checked
-            ranked = ranked[len(finalists) :]
+                if checked is None:
+                    break
+                self._note(checked)
+                return checked
+            raise _Dropped  # others were given up because of what now turned out to be none
         if self.baseline_allowed:
             return self._baseline_plan()
         raise NoPlanError(_no_plan_text(self.problem, self.options, self.log))
+
+    def _is_behind(self, plan: Plan) -> bool:
+        """Whether torch's choice is so much faster that running ``plan`` whole would be a waste."""
+        if self.options.rigor in ("estimate", "patient") or not self.baseline_allowed:
+            return False
+        assert self.baseline is not None
+        return plan.time_ms > BEHIND[self.problem.device_type] * (self.baseline.time_ms or math.inf)
 
     def _finalists(self, ranked: list[Plan]) -> list[Plan]:
         if self.options.rigor == "estimate":
@@ -212,22 +263,21 @@ class Search:
         return [p for p in ranked[:FINALISTS] if p.time_ms <= NEAR * best]
 
     def _time_whole(self, plans: list[Plan]) -> list[Plan]:
-        """The plans with their own measured times; a plan that turns out to take too much memory is dropped."""
-        a, b, out = self.tensors
-        calls: list[Callable[[], object]] = []
+        """The plans with their own measured times; one that takes too much memory or raises is dropped."""
+        a, b, _ = self.tensors
         kept: list[Plan] = []
+        calls: list[Callable[[], object]] = []
         for plan in plans:
             try:
-                bound = execute.bind(plan, self.problem, a, b, out)
-                call = functools.partial(bound, a, b, None, out)
-                workspace = self._trial(self.problem, self.tensors).peak(call, bound.workspace, False)
-            except RuntimeError as error:
-                self.log.append(Measurement(plan.solver, plan.version, plan.config, reason=str(error)[:300]))
+                bound, workspace = self._run_whole(plan)
+            except Exception as error:  # as in a trial: the candidate is lost, planning goes on
+                self._drop(plan, f"raised {type(error).__name__} when run whole: {first_line(error)}")
+                self._look_for_wrong_parts(plan)
                 continue
             limit = self.options.workspace
             if limit is not None and workspace > limit:
                 text = f"took {format_bytes(workspace)} of workspace when run whole, the limit is {format_bytes(limit)}"
-                self.log.append(Measurement(plan.solver, plan.version, plan.config, workspace=workspace, reason=text))
+                self._drop(replace(plan, workspace=workspace), text)
                 continue
             # Timed as a layer runs it: like torch, each call allocates its result.
             calls.append(functools.partial(bound, a, b, self._bias()))
@@ -236,11 +286,36 @@ class Search:
             return []
         if self.baseline is not None:
             calls.append(self._framework_call())
-        times = interleaved(calls, a.device, budget_ms=40.0 if a.is_cuda else 1500.0, least=5, most=31)
+        try:
+            times = interleaved(calls, a.device, budget_ms=40.0 if a.is_cuda else 1500.0, least=5, most=31)
+        except Exception as error:
+            if len(kept) > 1:
+                return [timed for plan in kept for timed in self._time_whole([plan])]
+            self._drop(kept[0], f"raised {type(error).__name__} when timed whole: {first_line(error)}")
+            return []
         if self.baseline is not None:
             self.baseline = replace(self.baseline, time_ms=times[-1])
             self.store.of(self.problem)[(self.baseline.solver, self.baseline.version, Config())] = self.baseline
         return [replace(plan, time_ms=time_ms) for plan, time_ms in zip(kept, times, strict=False)]
+
+    def _run_whole(self, plan: Plan) -> tuple[execute.Bound, int]:
+        """The bound plan and the bytes it takes beyond operands and result."""
+        a, b, out = self.tensors
+        bound = execute.bind(plan, self.problem, a, b, out)
+        new = plan.leaf and solvers.get(plan.solver).own_output and not self.problem.accumulate
+        call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
+        trial = self._trial(self.problem, self.tensors, self.options)
+        workspace = trial.peak(call, bound.workspace, new)
+        limit = self.options.workspace
+        if a.device.type == "cpu" and limit is not None and workspace > limit:
+            workspace = trial.peak(call, bound.workspace, new)  # a first run also makes what a library keeps for good
+        return bound, workspace
+
+    def _drop(self, plan: Plan, reason: str) -> None:
+        self.dropped[_choice(plan)] = reason
+        self.log.append(
+            Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, plan.error, reason)
+        )
 
     def _bias(self) -> torch.Tensor | None:
         if not self.problem.bias:
@@ -266,50 +341,74 @@ class Search:
     def _keeps_baseline(self, plan: Plan) -> bool:
         if not self.baseline_allowed or self.baseline is None or self.baseline.time_ms is None:
             return False
-        if self.options.deterministic and not solvers.baseline().is_deterministic(self.problem, Config()):
-            return False
         return plan.time_ms > MARGIN[self.problem.device_type] * self.baseline.time_ms
 
     def _baseline_plan(self) -> Plan:
         assert self.baseline is not None
         return leaf_plan(self.problem, self.baseline)
 
+    def _is_baseline(self, plan: Plan) -> bool:
+        return plan.solver == solvers.baseline().name
+
     def _verified(self, plan: Plan) -> Plan | None:
         """The plan with its error, or ``None`` when it is too far from float64: then its leaves are looked at."""
-        error = self._errors(plan, self.problem)
-        limit_l2, limit_spread = error_limit(self.problem, self.options.error_limit, self._own_errors)
-        if error.l2 <= limit_l2 and (not self.options.strict or error.spread <= limit_spread):
-            return replace(plan, error=error)
-        text = f"error {error.l2:.1e} (spread {error.spread:.1e}) over the limit {limit_l2:.1e}"
-        self.log.append(Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, error, text))
+        error, reason = self._checked(plan, self.problem)
+        plan = replace(plan, error=error)
+        if not reason:
+            return plan
+        self._drop(plan, reason)
         if plan.leaf:
-            self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = self.log[-1]
-            self.wrong[plan.solver, plan.config] = text
-        else:
-            self._look_for_wrong_parts(plan)
+            self._remember_wrong(plan, self.problem, reason)
+        self._look_for_wrong_parts(plan)
         return None
 
-    def _look_for_wrong_parts(self, plan: Plan) -> None:
-        """Remember parts that are wrong by themselves; then the division must be found anew without them."""
-        solver = solvers.get(plan.solver)
-        assert isinstance(solver, Split)
-        found = False
-        for problem, child in _leaf_parts(plan, self.problem, solver):
-            error = self._errors(child, problem)
-            limit_l2, _ = error_limit(problem, self.options.error_limit, self._own_errors)
-            if not error.l2 <= limit_l2:
-                text = f"error {error.l2:.1e} (spread {error.spread:.1e}) over the limit {limit_l2:.1e}"
-                key = (child.solver, child.version, child.config)
-                self.store.of(problem)[key] = wrong_part(text, replace(child, error=error))
-                self.wrong[child.solver, child.config] = f"{text}, as a part"
-                found = True
-        if found:
-            raise _WrongPart
+    def _checked(self, plan: Plan, problem: ConvProblem) -> tuple[Error | None, str]:
+        """A plan's error and why it may not be used, empty when it may."""
+        try:
+            error = self._errors(plan, problem)
+        except Exception as raised:  # as in a trial
+            return None, f"raised {type(raised).__name__} when checked: {first_line(raised)}"
+        return error, self._judge(problem, error)
 
+    def _judge(self, problem: ConvProblem, error: Error) -> str:
+        """Why ``error`` is too large under these options; empty when it is not."""
+        most = error_limit(problem, self.options.error_limit, lambda: self._own_errors)
+        if not error.l2 <= most[0]:
+            return f"error {error.l2:.1e} over the limit {most[0]:.1e}"
+        if self.options.strict and not error.spread <= most[1]:
+            return f"error {error.spread:.1e} beside an outlier over the limit {most[1]:.1e}"
+        return ""
+
+    def _remember_wrong(self, leaf: Plan, problem: ConvProblem, reason: str) -> None:
+        """Keep a leaf out of this search, and its error for others, whose limits may be wider."""
+        self.wrong[leaf.solver, leaf.config] = reason
+        error = leaf.error
+        finite = error is not None and math.isfinite(error.l2) and math.isfinite(error.spread)
+        self.store.of(problem)[(leaf.solver, leaf.version, leaf.config)] = Measurement(
+            leaf.solver,
+            leaf.version,
+            leaf.config,
+            leaf.time_ms,
+            leaf.workspace,
+            error if finite else None,
+            "" if finite else reason,
+        )
+
+    def _look_for_wrong_parts(self, plan: Plan) -> None:
+        """Remember the parts of a division that are wrong by themselves."""
+        solver = solvers.get(plan.solver)
+        if isinstance(solver, Split):
+            for problem, child in _leaf_parts(plan, self.problem, solver):
+                error, reason = self._checked(child, problem)
+                if reason:
+                    self._remember_wrong(replace(child, error=error), problem, f"{reason}, as a part")
+
+    @functools.cached_property
     def _own_errors(self) -> Error:
+        """torch's own errors; none where it cannot solve the problem."""
         if self.baseline is None:
             return Error(0.0, 0.0)
-        return self._errors(leaf_plan(self.problem, self.baseline), self.problem)
+        return self._errors(self._baseline_plan(), self.problem)
 
     def _errors(self, plan: Plan, problem: ConvProblem) -> Error:
         def compute(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -325,6 +424,10 @@ class Search:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m
 
 
+def _choice(plan: Plan) -> Choice:
+    return plan.solver, plan.config, tuple(_choice(child) for child in plan.children)
+
+
 def _leaf_parts(plan: Plan, problem: ConvProblem, solver: Split) -> Iterator[tuple[ConvProblem, Plan]]:
     for part, child in part_plans(plan, problem, solver):
         if child.leaf:
@@ -335,12 +438,12 @@ def _leaf_parts(plan: Plan, problem: ConvProblem, solver: Split) -> Iterator[tup
             yield from _leaf_parts(child, part, inner)
 
 
-class _WrongPart(Exception):
-    """A part of a division was wrong: the search starts again without it."""
+class _Dropped(Exception):
+    """The best plan was none: the search starts again without it."""
 
 
 def _no_plan_text(problem: ConvProblem, options: Options, log: list[Measurement]) -> str:
     limit = "no workspace limit" if options.workspace is None else f"{format_bytes(options.workspace)} of workspace"
     lines = [f"no plan for {problem.key} under {limit}:"]
-    lines += [f"  {m.solver} {m.config}: {m.reason}" for m in log if m.reason]
+    lines += dict.fromkeys(f"  {m.solver} {m.config}: {m.reason}" for m in log if m.reason)
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from tilewise.planner.options import Options
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver, Split
 
-__all__ = ["Known", "Trial", "first_line", "leaf_plan"]
+__all__ = ["UNKNOWN", "Known", "Trial", "first_line", "leaf_plan"]
 
 PRUNE = 2.0
 """A candidate whose estimate is this many times the best measured time is not measured, save by ``patient``."""
@@ -32,6 +32,8 @@ FAR, LOADING_MS = 4.0, 50.0
 """A first run this many times slower than the best, and by more than loading a module takes, ends a candidate."""
 GIVE_UP = 1.5
 """After one run this many times slower than the best a candidate is not repeated."""
+
+UNKNOWN = "not measured, and wisdom knows nothing of it"
 
 Known = dict[tuple[str, int, Config], Measurement]
 
@@ -174,7 +176,7 @@ class Trial:
             self.best_ms = min(self.best_ms, estimate)
             return
         if m is None and self.options.rigor == "wisdom_only":
-            self._lose(solver, config, "not measured: no wisdom of it")
+            self._lose(solver, config, UNKNOWN)
             return
         if m is None:
             try:

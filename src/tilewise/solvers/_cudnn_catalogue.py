@@ -95,7 +95,7 @@ class Catalogue:
         known = self._families.get(family)
         reason = ""
         try:
-            entries = graphs.listed(p, device, graphs.MODES if known is None else ["A"])
+            entries = graphs.listed(p, device, graphs.modes(p) if known is None else ["A"])
         except api.errors() as error:
             entries, reason = [], f"cuDNN offers no engine: {api.first_line(error)}"
         try:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.axis import Axis
-from tilewise.problem import ConvProblem, dense_strides
+from tilewise.problem import ALIGNMENT, ROLES, ConvProblem, dense_strides
 from tilewise.solvers._buffers import Arena, Strided, dense, fuse, fused
+from tilewise.solvers._copies import Copy
 from tilewise.solvers._matmul import as_matrix
 
 __all__ = ["Block", "Blocking", "Gather", "Order", "Reading", "kept", "readings"]
@@ -186,6 +187,8 @@ class Gather:
     ) -> None:
         """``block`` is the largest one; its buffers come from ``arena``."""
         self.readings, self.order, self.flat, self.dtype = tuple(readings), order, flat, dtype
+        self.dtypes = p.torch_dtype(role), dtype
+        self.alignment = p.alignment[ROLES.index(role)]
         self.groups, self.channels = p.groups, p.shape(role)[1] // p.groups
         self.padded = any(reading.padded for reading in readings)
         self.direct = False
@@ -249,7 +252,7 @@ class Gather:
         groups = self.order.matrix(dims, self.flat)
         if self.direct:
             matrix = fused(sizes, window, groups)
-            return Filling(self, pad, None, None, Strided(matrix[0], as_matrix(*matrix), offset))
+            return Filling(self, pad, None, Strided(matrix[0], as_matrix(*matrix), offset))
         permutation = self.order.permute(dims)
         in_order = tuple(sizes[i] for i in permutation)
         target = [0] * len(sizes)
@@ -259,24 +262,37 @@ class Gather:
         return Filling(
             self,
             pad,
-            Strided(in_order, tuple(window[i] for i in permutation), offset),
-            Strided(in_order, dense(in_order)),
+            self._copy(
+                Strided(in_order, tuple(window[i] for i in permutation), offset), Strided(in_order, dense(in_order))
+            ),
             Strided(matrix[0], as_matrix(*matrix)),
         )
+
+    def _copy(self, source: Strided, target: Strided) -> Copy:
+        """From the operand, or from the padded lines, which have the matrix's type and start as aligned as can be."""
+        if self._lines is None:
+            return Copy.of(source, target, self.dtypes, self.alignment)
+        return Copy.of(source, target, (self.dtype, self.dtype), ALIGNMENT)
 
     def _line_strides(self) -> tuple[int, ...]:
         assert self._lines is not None
         strides = dense(self._lines.sizes)
         return (strides[0], strides[-1], *strides[1:-1]) if self.order.channel_last else strides
 
-    def _padding(self, block: Block, strides: Sequence[int], lines: Sequence[int]) -> tuple[Strided, Strided]:
+    def _padding(self, block: Block, strides: Sequence[int], lines: Sequence[int]) -> Copy:
         """The elements that are kept, in the operand and in the padded lines."""
-        sizes = (block.images, self.groups * self.channels, *(r.count for r in self.readings))
+        all_channels = self.groups * self.channels
+        sizes = [block.images, all_channels, *(r.count for r in self.readings)]
         start = sum(r.start * s for r, s in zip(self.readings, strides[2:], strict=True))
         lead = sum(r.lead * s for r, s in zip(self.readings, lines[2:], strict=True))
-        steps = (r.step * s for r, s in zip(self.readings, lines[2:], strict=True))
-        source = Strided(sizes, tuple(strides), block.image * strides[0] + start)
-        return source, Strided(sizes, (*lines[:2], *steps), lead)
+        steps = [*lines[:2], *(r.step * s for r, s in zip(self.readings, lines[2:], strict=True))]
+        order = list(range(len(sizes)))
+        if self.order.channel_last:
+            order = [0, *order[2:], 1]
+        in_order = tuple(sizes[i] for i in order)
+        source = Strided(in_order, tuple(strides[i] for i in order), block.image * strides[0] + start)
+        target = Strided(in_order, tuple(steps[i] for i in order), lead)
+        return Copy.of(source, target, self.dtypes, self.alignment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,18 +300,18 @@ class Filling:
     """One block of a :class:`Gather`, for fixed strides."""
 
     gather: Gather
-    pad: tuple[Strided, Strided] | None
-    source: Strided | None
-    target: Strided | None
+    pad: Copy | None
+    copy: Copy | None
     matrix: Strided
 
     def fill(self, tensor: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
         """The block's matrix (images, groups, rows, columns)."""
         lines, matrix = self.gather._lines, self.gather._matrix
-        if self.pad is not None and lines is not None:
-            self.pad[1].of(lines.of(workspace)).copy_(self.pad[0].of(tensor))
-        if self.source is None or self.target is None or matrix is None:
+        if self.copy is None or matrix is None:
             return self.matrix.of(tensor)
+        source = tensor if lines is None else lines.of(workspace).view(-1)
+        if self.pad is not None:
+            self.pad.run(tensor, source)
         buffer = matrix.of(workspace)
-        self.target.of(buffer).copy_(self.source.of(tensor if lines is None else lines.of(workspace)))
+        self.copy.run(source, buffer)
         return self.matrix.of(buffer)

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from tilewise.problem import ConvProblem, Pass, dense_strides
+from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
 from tilewise.solvers._buffers import Arena, Slot, Strided, dense, fuse, fused
+from tilewise.solvers._copies import Copy
 from tilewise.solvers._costs import cached, efficiency
 from tilewise.solvers._filter import FilterMatrix
 from tilewise.solvers._gather import Block, Blocking, Gather, Order, kept, readings
@@ -105,19 +106,18 @@ class PatchGradient:
                 out.zero_()
             matrix = weight.of(b, workspace).transpose(2, 3)
             gradient.clear(workspace)
-            for filling, (view, source, target) in parts:
+            for filling, (view, copy) in parts:
                 columns = filling.fill(a, workspace)
                 products = out if self._patches is None else self._patches.of(workspace)
                 multiply(matrix.expand(columns.shape[0], -1, -1, -1), columns, view.of(products), add and self.direct)
                 if self._patches is not None:
-                    windows = target.of(out)
-                    (windows.add_ if add else windows.copy_)(source.of(products))
+                    (copy.add if add else copy.run)(products, out)
             return out
 
         return run
 
-    def _result(self, strides: Sequence[int], block: Block) -> tuple[Strided, Strided, Strided]:
-        """The block's product as a matrix; and its windows in the buffer and in the result, dimension by dimension."""
+    def _result(self, strides: Sequence[int], block: Block) -> tuple[Strided, Copy]:
+        """The block's product as a matrix, and how its windows go from the buffer to the result."""
         p = self.p
         sizes, windows = self._window(block, strides)
         offset = block.image * strides[0] + block.place * p.axes[0].stride * strides[2]
@@ -127,14 +127,16 @@ class PatchGradient:
         in_order = tuple(sizes[i] for i in permutation)
         source = Strided(in_order, dense(in_order))
         target = Strided(in_order, tuple(windows[i] for i in permutation), offset)
+        types = (self.result_dtype if self._patches is None else self._patches.dtype, self.result_dtype)
+        copy = Copy.of(source, target, types, p.alignment[ROLES.index("x")])
         if self.direct:
             matrix = fused(sizes, windows, groups)
-            return Strided(matrix[0], as_matrix(*matrix), offset), source, target
+            return Strided(matrix[0], as_matrix(*matrix), offset), copy
         buffer = [0] * len(sizes)
         for position, stride in zip(permutation, dense(in_order), strict=True):
             buffer[position] = stride
         matrix = fused(sizes, buffer, groups)
-        return Strided(matrix[0], as_matrix(*matrix)), source, target
+        return Strided(matrix[0], as_matrix(*matrix)), copy
 
     @staticmethod
     def _straight(weight: Strided, gradient: Strided, result: Strided, add: bool) -> Run:

@@ -55,8 +55,6 @@ LAST_SECOND = 253402300799
 """End of the year 9999: later times have no date."""
 LARGEST = 2**63 - 1
 """SQLite's largest integer."""
-DEEPEST = 32
-"""Levels of a plan: far more than nesting allows, far fewer than would exhaust the stack."""
 
 Values = tuple[Any, ...]
 
@@ -219,10 +217,7 @@ def unpack_plan(problem: str, values: Sequence[object]) -> Plan:
 def read_plan(problem: str, data: object) -> Plan:
     """The plan for ``problem`` in a JSON document. Raises :class:`RowError` saying why not."""
     try:
-        _check_depth(data, DEEPEST)
         plan = Plan.from_json(data)
-    except RowError:
-        raise
     except (ValueError, TypeError, OverflowError) as error:
         raise RowError(f"plan: {error}") from error
     if plan.problem != problem:
@@ -238,14 +233,6 @@ def read_plan(problem: str, data: object) -> Plan:
         if not _finite(node.config):
             raise RowError("plan.config: expected finite numbers")
     return plan
-
-
-def _check_depth(data: object, left: int) -> None:
-    if not left:
-        raise RowError(f"plan: more than {DEEPEST} levels")
-    children = data.get("children") if isinstance(data, dict) else None
-    for child in children if isinstance(children, list) else ():
-        _check_depth(child, left - 1)
 
 
 def pack_plan(problem: str, constraints: str, plan: Plan, recorded: float) -> Values:
