@@ -15,6 +15,9 @@ __all__ = ["Tensors", "make_operand", "make_operands", "make_result", "narrow"]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Both operands, in the order of ``problem.operands``, and the result."""
 
+OCTAVES, RARE, OUTLIER = 4.0, 1e-3, 10.0
+"""Wide-range data: magnitudes over 2^-4 to 2^4, one in a thousand 2^10."""
+
 
 def make_operands(problem: ConvProblem, seed: int = 0, *, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Operands in the order of ``problem.operands``: standard normal, or with ``wide`` of magnitudes over many octaves.
@@ -32,10 +35,10 @@ def make_operand(problem: ConvProblem, role: str, generator: torch.Generator, wi
     tensor = _allocate(problem, role, generator.device)
     tensor.normal_(generator=generator)
     if wide:
-        octaves = torch.empty(tensor.shape, device=tensor.device).uniform_(-4, 4, generator=generator)
-        tensor.mul_(octaves.exp2_().to(tensor.dtype))
-        rare = torch.empty(tensor.shape, device=tensor.device).uniform_(generator=generator) < 1e-3
-        tensor.mul_(torch.where(rare, 64.0, 1.0).to(tensor.dtype))
+        octaves = torch.empty(tensor.shape, device=tensor.device).uniform_(-OCTAVES, OCTAVES, generator=generator)
+        octaves = torch.where(octaves > OCTAVES * (1 - 2 * RARE), OUTLIER, octaves)
+        # fp16 ends at 2^16: scaled down, sums of products of outliers stay within it.
+        tensor.mul_(octaves.sub_(6.0 if problem.dtype == "fp16" else 0.0).exp2_().to(tensor.dtype))
     return tensor
 
 

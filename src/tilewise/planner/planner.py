@@ -55,17 +55,18 @@ class Planner:
         ``wisdom_only`` finds none, ``RuntimeError`` while a CUDA graph is being captured.
         """
         options = options or Options()
-        known = self._remembered(problem, options)
-        if known is not None:
-            return known
-        if options.rigor == "wisdom_only":
-            raise NoPlanError(f"no wisdom for {problem.key} with {_constraints(options)}")
-        plan = self._searched(problem, options, Search.best)
-        self._plans[self._plan_key(problem, options)] = plan
-        self.wisdom.remember(
-            environment(problem.device).key, problem.key, f"rigor={options.rigor} {_constraints(options)}", plan
-        )
-        return plan
+        with self._lock:
+            known = self._remembered(problem, options)
+            if known is not None:
+                return known
+            if options.rigor == "wisdom_only":
+                raise NoPlanError(f"no wisdom for {problem.key} with {_constraints(options)}")
+            plan = self._searched(problem, options, Search.best)
+            self._plans[self._plan_key(problem, options)] = plan
+            self.wisdom.remember(
+                environment(problem.device).key, problem.key, f"rigor={options.rigor} {_constraints(options)}", plan
+            )
+            return plan
 
     def plan_many(self, problems: Iterable[ConvProblem], options: Options | None = None) -> dict[ConvProblem, Plan]:
         """A plan for each distinct problem; progress is reported. Raises as :meth:`plan`.

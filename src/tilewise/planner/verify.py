@@ -1,14 +1,16 @@
 """The proof that a plan computes its problem: distance from float64 on normal and on wide-range data.
 
-A whole reference would cost more than the plan: FPROP and DGRAD are compared on whole images, the first and last of the
-batch and both sides of a division; WGRAD on some output channels summed over the whole batch. Outputs start as NaN, so
-an element that nobody wrote anywhere shows.
+A whole reference would cost more than the plan: FPROP and DGRAD are compared on whole images, the last of the batch and
+the first of each plan in a division; WGRAD on the first and last output channels, summed over the whole batch. Outputs
+start as NaN, so an element that nobody wrote anywhere shows.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +18,7 @@ from tilewise import solvers
 from tilewise.plan import Error, Plan
 from tilewise.planner.measure import without_benchmark
 from tilewise.planner.operands import make_operands, make_result, narrow
-from tilewise.problem import ConvProblem, Pass, Range
+from tilewise.problem import ROLES, ConvProblem, Pass, Range
 from tilewise.solvers import Split
 
 __all__ = ["Compute", "error_limit", "errors_of"]
@@ -27,28 +29,36 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 FLOPS = {"cpu": 3e8, "cuda": 2e10}
 """Most float64 operations a check spends on its reference."""
 IMAGES = 4
-REFERENCE_BYTES = 1 << 30
+REFERENCE_BYTES = 1 << 28
+FLOOR = {"fp32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}
+"""Least error limits where operands or result are rounded; for fp32 operands to TF32."""
 
 
 def errors_of(problem: ConvProblem, compute: Compute, plan: Plan | None = None) -> Error:
     """Worst errors of ``compute`` on normal and on wide-range data; infinite where it leaves or makes NaN."""
     worst_l2 = worst_spread = 0.0
+    start = 1.0 if problem.accumulate else 0.0  # a solver that sets where it should add is seen
     for seed, wide in ((1, False), (2, True)):
         a, b = make_operands(problem, seed, wide=wide)
-        result = compute(a, b, make_result(problem))
+        result = make_result(problem)
+        if problem.accumulate:
+            result.fill_(start)
+        result = compute(a, b, result)
         if not torch.isfinite(result).all():
             return Error(math.inf, math.inf)
         square = norm = spread = 0.0
-        for part in _samples(problem, plan):
-            child = part[0]
-            ranges_a, ranges_b, ranges_out = part[1:]
-            got = narrow(result, ranges_out).double()
-            want, scale = _reference(child, narrow(a, ranges_a), narrow(b, ranges_b))
+        tiny = torch.finfo(result.dtype).tiny  # results below it are rounded to multiples, in fp16 often
+        for sample in _samples(problem, plan):
+            first, second = problem.operands
+            got = narrow(result, sample.ranges[problem.result]).double()
+            operands = narrow(a, sample.ranges[first]), narrow(b, sample.ranges[second])
+            want, scale = _reference(sample.problem, *operands)
+            want, scale = want.add_(start), scale.add_(start)
             gap = got - want
             square += float(gap.square().sum())
-            norm += float(want.square().sum())
-            spread = max(spread, float((gap.abs() / scale.clamp_min(1e-300)).max()))
-        worst_l2 = max(worst_l2, math.sqrt(square / norm) if norm else math.sqrt(square))
+            norm += float(want.square().clamp_min_(tiny**2).sum())
+            spread = max(spread, float((gap.abs() / scale.clamp_min_(tiny)).max()))
+        worst_l2 = max(worst_l2, math.sqrt(square / norm))
         worst_spread = max(worst_spread, spread)
     return Error(worst_l2, worst_spread)
 
@@ -62,44 +72,52 @@ def error_limit(problem: ConvProblem, asked: float | None, own: Callable[[], Err
     """
     if asked is not None:
         return asked, asked
-    if problem.dtype == "fp32" and problem.precision == "ieee":
+    if problem.dtype == problem.out_dtype == "fp32" and problem.precision == "ieee":
         return 1e-5, 1e-5
-    floor = {"fp32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}[problem.dtype]
+    floor = max(FLOOR[problem.dtype], FLOOR[problem.out_dtype])
     error = own()
-    return max(2 * error.l2, floor), max(2 * error.spread, floor)
+    l2, spread = (2 * e if math.isfinite(e) else 0.0 for e in (error.l2, error.spread))
+    return max(l2, floor), max(spread, floor)
 
 
-def _samples(
-    problem: ConvProblem, plan: Plan | None
-) -> Iterator[tuple[ConvProblem, tuple[Range, ...], tuple[Range, ...], tuple[Range, ...]]]:
-    budget = FLOPS[problem.device_type]
-    if problem.pass_ is Pass.WGRAD:
-        per = problem.flops / problem.out_channels
-        channels = max(1, min(problem.out_channels // problem.groups, int(budget / per)))
-        rest = problem.out_channels - channels
-        axis, starts = "out_channels", [(0, channels)]
-        if problem.groups == 1 and rest and channels > 1:
-            half = channels // 2
-            starts = [(0, half), (problem.out_channels - half, half)]
-    else:
-        images = max(2, min(IMAGES, int(budget * problem.batch / problem.flops)))
-        axis, starts = "batch", [(i, 1) for i in _telling_images(problem, plan, images)]
-    whole = problem.extent(axis)
-    for start, length in starts:
-        sizes = [n for n in (start, length, whole - start - length) if n]
-        part = _cut(problem, axis, sizes)[1 if start else 0]
-        assert part.problem is not None
-        first, second = problem.operands
-        yield part.problem, part.ranges(first), part.ranges(second), part.ranges(problem.result)
+@dataclass(frozen=True)
+class _Sample:
+    """A part of the problem that is compared, and the ranges of each tensor that it uses."""
+
+    problem: ConvProblem
+    ranges: dict[str, tuple[Range, ...]]
 
 
-def _cut(problem: ConvProblem, axis: str, sizes: list[int]) -> tuple:  # type: ignore[type-arg]
-    if axis == "out_channels" and problem.groups > 1:
-        # The rest may cross groups, which no convolution does: only the first group's part is wanted.
-        per_group = problem.out_channels // problem.groups
-        sizes = [*([sizes[0], per_group - sizes[0]] if sizes[0] < per_group else [sizes[0]])]
-        sizes += [per_group] * (problem.groups - 1)
-    return problem.split(axis, sizes)
+def _samples(problem: ConvProblem, plan: Plan | None) -> Iterator[_Sample]:
+    whole = _Sample(problem, dict.fromkeys(ROLES, ()))
+    budget = FLOPS[problem.device_type] / problem.flops
+    if problem.pass_ is not Pass.WGRAD:
+        for image in _telling_images(problem, plan, int(budget * problem.batch)):
+            yield _cut(whole, "batch", image, 1)
+        return
+    groups, channels = problem.groups, problem.out_channels // problem.groups
+    if groups == 1 or budget * groups >= 2:
+        axis, extent = ("groups", groups) if groups > 1 else ("out_channels", channels)
+        for start, length in _ends(extent, int(budget * extent)):
+            yield _cut(whole, axis, start, length)
+        return
+    some = max(1, int(budget * problem.out_channels / 2))  # a part of one group at either end
+    yield _cut(_cut(whole, "groups", 0, 1), "out_channels", 0, some)
+    yield _cut(_cut(whole, "groups", groups - 1, 1), "out_channels", channels - some, some)
+
+
+def _ends(extent: int, most: int) -> list[tuple[int, int]]:
+    """Starts and lengths of about ``most`` of ``extent`` things, half at either end."""
+    half = max(1, most // 2)
+    return [(0, extent)] if 2 * half >= extent else [(0, half), (extent - half, half)]
+
+
+def _cut(sample: _Sample, axis: str, start: int, length: int) -> _Sample:
+    """``length`` of ``sample`` along ``axis`` from ``start``."""
+    sizes = [n for n in (start, length, sample.problem.extent(axis) - start - length) if n]
+    part = sample.problem.split(axis, sizes)[1 if start else 0]
+    assert part.problem is not None
+    return _Sample(part.problem, {role: (*sample.ranges[role], *part.ranges(role)) for role in ROLES})
 
 
 def _cuts_batch(plan: Plan) -> bool:
@@ -108,14 +126,16 @@ def _cuts_batch(plan: Plan) -> bool:
 
 
 def _telling_images(problem: ConvProblem, plan: Plan | None, most: int) -> list[int]:
-    telling = [0, problem.batch - 1]
+    """The last image and the first of each plan that has a part of the batch, then images before them."""
     sizes = plan.config.get("sizes", ()) if plan is not None and _cuts_batch(plan) else ()
-    if isinstance(sizes, tuple):
-        start = 0
-        for size in sizes[:-1]:
-            start += size
-            telling += [start, start - 1]
-    return sorted(set(dict.fromkeys(telling[: max(2, most)])))
+    firsts = [0]
+    if plan is not None and isinstance(sizes, tuple):
+        parts = itertools.accumulate(plan.counts, initial=0)
+        firsts += [sum(sizes[:index]) for index in parts if 0 < index < len(sizes)]
+    telling = dict.fromkeys((problem.batch - 1, *firsts))
+    others = dict.fromkeys(start - 1 for start in firsts[1:])
+    room = min(IMAGES, most) - len(telling)
+    return sorted({*telling, *list(others)[: max(0, room)]})
 
 
 def _reference(problem: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from tilewise.plan import Config
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problem import ConvProblem, Pass, dense_strides
 from tilewise.solvers.base import Cost, Run, Solver
 
 
@@ -52,8 +52,7 @@ class Aten(Solver):
             return forward
         backward_of = torch.ops.aten.convolution_backward.default
         if p.pass_ is Pass.DGRAD:
-            shape = p.shape("x")
-            stand_in = a.new_empty(()).expand(shape)
+            stand_in = _stand_in(p, "x", a)
 
             def backward(
                 dy: torch.Tensor, w: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
@@ -63,7 +62,7 @@ class Aten(Solver):
                 return dx
 
             return backward
-        weight = a.new_empty(()).expand(p.shape("w"))
+        weight = _stand_in(p, "w", a)
 
         def gradient(
             x: torch.Tensor, dy: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
@@ -73,3 +72,16 @@ class Aten(Solver):
             return dw
 
         return gradient
+
+
+def _stand_in(p: ConvProblem, role: str, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that the operator asks for and does not read, of the shape and layout from which it goes by.
+
+    On a CPU pages that nobody touches take no memory, and one of other strides would be copied. On a GPU only a layout
+    that the other operand does not have must be there.
+    """
+    shape, layout = p.shape(role), p.layout(role)
+    other = p.layout("w" if role == "x" else "x")
+    if p.device_type == "cuda" and not (layout == "channels_last" != other):
+        return like.new_empty(()).expand(shape)
+    return like.new_empty_strided(shape, dense_strides(shape, layout))
