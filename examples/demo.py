@@ -79,6 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="images a step (default 32)")
     parser.add_argument("--steps", type=int, default=8, help="training steps (default 8)")
     parser.add_argument("--workspace", default="8MiB", help="memory limit of each kernel (default 8MiB, as Caffe's)")
+    parser.add_argument("--iterations", type=int, default=3, help="timed runs of each layer-pass (default 3)")
     return parser.parse_args()
 
 
@@ -91,7 +92,7 @@ def keep_memory() -> None:
 def timed(given: argparse.Namespace) -> dict[str, Any]:
     """What ``tilewise time`` measured, as its JSON document; its progress goes to stderr."""
     words = ["time", NETWORK, "--batch", str(given.batch), "--workspace", given.workspace, "--device", "cpu"]
-    words += ["--iterations", "3"]
+    words += ["--iterations", str(given.iterations)]
     print(f"$ tilewise {' '.join(words)}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "tilewise", *words, "--json"]
     document: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
