@@ -232,6 +232,20 @@ def test_workspaces_are_aligned_kept_and_given_back() -> None:
     assert execute._workspaces.buffer.numel() == 0
 
 
+@pytest.mark.parametrize("name", ["adder", "dense_adder", "giver"])
+def test_a_plan_runs_in_and_out_of_inference_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute, "_workspaces", execute.Workspaces())
+    problem = toys.small(Pass.WGRAD, dtype="bf16")
+    a, b = toys.operands(problem)
+    part = problem.split("batch", (4, 4))[0].problem
+    assert part is not None
+    plan = Plan(problem.key, "micro_batch", 1, Config(sizes=(4, 4)), (toys.leaf(name, part),), (2,))
+    bound = bind(plan, problem, a, b)
+    with torch.inference_mode():
+        first = bound(a, b)
+    assert torch.equal(bound(a, b), first)
+
+
 def test_workspace_is_the_largest_part_and_the_sums() -> None:
     problem = toys.small(Pass.WGRAD, batch=8, dtype="bf16")
     a, b = toys.operands(problem)

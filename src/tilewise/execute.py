@@ -44,8 +44,9 @@ class Workspaces(threading.local):
             return torch.empty(size, dtype=torch.uint8, device=device)
         if self.buffer.numel() < size:
             self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # let go first: never both at once
-            pages = torch.empty(size + GRAIN, dtype=torch.uint8, device="cpu")  # torch aligns to 64 bytes only
-            self.buffer = pages.narrow(0, -pages.data_ptr() % GRAIN, size)
+            with torch.inference_mode(False):  # else no later call outside that mode could write it
+                pages = torch.empty(size + GRAIN, dtype=torch.uint8, device="cpu")  # torch aligns to 64 bytes only
+                self.buffer = pages.narrow(0, -pages.data_ptr() % GRAIN, size)
         return self.buffer
 
 

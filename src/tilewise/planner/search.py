@@ -120,7 +120,7 @@ class Search:
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """torch's flags as the problem wants them, and none of the caller's autograd or autocast."""
+        """torch's flags as the problem wants them, and no autograd or autocast of the caller's."""
         flags = framework_flags(self.problem.precision, self.options.deterministic)
         with flags, torch.no_grad(), torch._C._DisableAutocast():
             yield
