@@ -17,6 +17,7 @@ from tilewise import execute
 from tilewise.axis import Axis
 from tilewise.execute import PlanMismatch, bind
 from tilewise.plan import Config, Plan
+from tilewise.planner.measure import peak_bytes
 from tilewise.problem import ConvProblem, Pass, dense_strides
 
 LEAVES = (
@@ -228,8 +229,21 @@ def test_workspaces_are_aligned_kept_and_given_back() -> None:
         assert taken.numel() >= size
         assert taken.data_ptr() % 256 == 0
     assert workspaces.take(12345, cpu) is workspaces.take(5, cpu)
-    execute.release_workspaces()
-    assert execute._workspaces.buffer.numel() == 0
+    workspaces.release()
+    assert workspaces.buffer.numel() == 0
+
+
+def test_touched_workspaces_are_resident() -> None:
+    workspaces, cpu, mib = execute.Workspaces(), torch.device("cpu"), 2**20
+
+    def use() -> None:
+        workspaces.take(40 * mib, cpu)[: 40 * mib].fill_(1)
+
+    workspaces.touch(10 * mib)
+    assert peak_bytes(lambda: workspaces.touch(40 * mib), cpu) > 29 * mib
+    assert peak_bytes(use, cpu) < mib
+    workspaces.release()
+    assert peak_bytes(use, cpu) > 39 * mib
 
 
 @pytest.mark.parametrize("name", ["adder", "dense_adder", "giver"])

@@ -36,14 +36,26 @@ class Workspaces(threading.local):
     """
 
     def __init__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give the buffer back."""
         self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._resident = 0
+
+    def touch(self, size: int) -> None:
+        """Write the first ``size`` bytes of the CPU's where no call of this has, so that their pages are resident."""
+        buffer = self.take(size, self.buffer.device)
+        if size > self._resident:
+            buffer[self._resident : size].fill_(0xFF)
+            self._resident = size
 
     def take(self, size: int, device: torch.device) -> torch.Tensor:
         """A uint8 tensor of at least ``size`` bytes, for the current thread and stream."""
         if device.type != "cpu":
             return torch.empty(size, dtype=torch.uint8, device=device)
         if self.buffer.numel() < size:
-            self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # let go first: never both at once
+            self.release()  # first: never both at once
             with torch.inference_mode(False):  # else no later call outside that mode could write it
                 pages = torch.empty(size + GRAIN, dtype=torch.uint8, device="cpu")  # torch aligns to 64 bytes only
                 self.buffer = pages.narrow(0, -pages.data_ptr() % GRAIN, size)
@@ -54,13 +66,14 @@ _workspaces = Workspaces()
 
 
 def touch_workspace(size: int, device: torch.device) -> None:
-    """Take a workspace and write it, so that its pages are resident before memory is measured."""
-    _workspaces.take(size, device)[:size].fill_(0xFF)
+    """Have a workspace's pages resident before the memory of a CPU is measured."""
+    if device.type == "cpu":
+        _workspaces.touch(size)
 
 
 def release_workspaces() -> None:
     """Give this thread's CPU workspace back."""
-    _workspaces.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+    _workspaces.release()
 
 
 class Bound:

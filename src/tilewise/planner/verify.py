@@ -26,7 +26,7 @@ __all__ = ["Compute", "error_limit", "errors_of"]
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``compute(a, b, out) -> result`` of the problem without bias."""
 
-FLOPS = {"cpu": 3e8, "cuda": 2e10}
+FLOPS = {"cpu": 1e8, "cuda": 2e10}
 """Most float64 operations a check spends on its reference."""
 IMAGES = 4
 REFERENCE_BYTES = 1 << 28
