@@ -18,10 +18,17 @@ from tilewise.plan import Plan, format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.measure import NOISE, peak_bytes
 from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.wisdom import Wisdom
 
 KIB, MIB = 2**10, 2**20
+
+
+def slack(problem: ConvProblem) -> int:
+    """Bytes by which calls differ: a freed block that leaves no room for the next stays resident beside it, or not."""
+    return 2 * NOISE + max(problem.nbytes(role) for role in ROLES)
+
+
 AXIS = Axis(20, 3, before=1, after=1)
 LAYER = ConvProblem(Pass.FPROP, 12, 16, 24, (AXIS, AXIS))
 
@@ -57,7 +64,7 @@ def taken(plan: Plan, problem: ConvProblem) -> int:
         return bound(a, b, None, out)
 
     call()
-    return min(peak_bytes(call, a.device) for _ in range(5))  # freed blocks may stay between others for a while
+    return min(peak_bytes(call, a.device) for _ in range(2))
 
 
 def planned(planner: Planner, problem: ConvProblem, options: Options) -> Plan | None:
@@ -78,9 +85,18 @@ def right(plan: Plan, problem: ConvProblem) -> float:
 
 
 @pytest.mark.parametrize("pass_", Pass)
-@pytest.mark.parametrize("policy", ["undivided", "powers_of_two", "all"])
-@pytest.mark.parametrize("limit", [None, 2 * MIB, 600 * KIB, 0])
-def test_a_limit_is_a_limit(wisdom: Path, pass_: Pass, policy: str, limit: int | None) -> None:
+@pytest.mark.parametrize(
+    ("limit", "policy"),
+    [
+        (None, "undivided"),
+        (2 * MIB, "powers_of_two"),
+        (700 * KIB, "undivided"),
+        (700 * KIB, "all"),
+        (300 * KIB, "powers_of_two"),
+        (0, "powers_of_two"),
+    ],
+)
+def test_a_limit_is_a_limit(wisdom: Path, pass_: Pass, limit: int | None, policy: str) -> None:
     problem = replace(LAYER, pass_=pass_)
     plan = planned(Planner(Wisdom(wisdom)), problem, Options(workspace=limit, batch_sizes=policy))
     if plan is None:
@@ -90,7 +106,7 @@ def test_a_limit_is_a_limit(wisdom: Path, pass_: Pass, policy: str, limit: int |
     if limit is not None:
         assert plan.workspace <= limit
         allowed = limit + problem.nbytes(problem.result) * (plan.solver == "aten")  # its result is a new tensor
-        assert taken(plan, problem) <= allowed + 2 * NOISE, format_bytes(limit)
+        assert taken(plan, problem) <= allowed + slack(problem), format_bytes(limit)
     if policy == "undivided":
         assert "sizes" not in plan.config
 
@@ -102,7 +118,7 @@ def test_every_point_of_a_front_takes_no_more_than_it_says(wisdom: Path, pass_: 
     assert points
     for plan in points:
         assert right(plan, problem) < 1e-5
-        assert taken(plan, problem) <= plan.workspace + problem.nbytes(problem.result) + 2 * NOISE
+        assert taken(plan, problem) <= plan.workspace + problem.nbytes(problem.result) + slack(problem)
 
 
 @pytest.mark.parametrize("pass_", Pass)

@@ -306,9 +306,8 @@ class Search:
         call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
         trial = self._trial(self.problem, self.tensors, self.options)
         workspace = trial.peak(call, bound.workspace, new)
-        limit = self.options.workspace
-        if a.device.type == "cpu" and limit is not None and workspace > limit:
-            workspace = trial.peak(call, bound.workspace, new)  # a first run also makes what a library keeps for good
+        if a.device.type == "cpu" and workspace > bound.workspace:
+            workspace = trial.peak(call, bound.workspace, new)  # as in a trial
         return bound, workspace
 
     def _drop(self, plan: Plan, reason: str) -> None:

@@ -226,8 +226,8 @@ class Trial:
             workspace = self.peak(timed, bound.workspace, new, best_ms, scratch=scratch)
             if times[-1] <= GIVE_UP * best_ms:
                 if workspace > bound.workspace and self.timer.device.type == "cpu":
-                    # A library's first run also makes what it keeps for good.
-                    workspace = min(workspace, self.peak(timed, bound.workspace, new))
+                    # A first run also makes what a library keeps for good.
+                    workspace = self.peak(call, bound.workspace, new)
                 for _ in range(REPEATS if times[-1] < LONG_MS else 1):
                     timed()
             time_ms = statistics.median(times[1:] or times)
