@@ -35,7 +35,7 @@ def run() -> Callable[..., Result]:
     """``run("plan", LAYER)`` through click's runner; exceptions that a user would see as a traceback are raised."""
 
     def invoke(*arguments: str) -> Result:
-        result = CliRunner().invoke(cli, list(arguments), prog_name="tilewise")
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(cli, list(arguments), prog_name="tilewise")
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result

@@ -28,7 +28,7 @@ def test_wisdom_goes_round(run, check_document, tmp_path):
     assert kept["environment"] in run("wisdom", "show").stdout
     exported = run("wisdom", "export", str(file)).stdout
     assert f"rows written to {file}" in exported
-    assert "0 rows" not in run("wisdom", "forget", "--all").stdout
+    assert not run("wisdom", "forget", "--all").stdout.startswith("0 rows")
     assert check_document(run("wisdom", "show", "--json").stdout)["environments"] == []
     imported = run("wisdom", "import", str(file)).stdout
     assert re.findall(r"\d+", imported)[0] == re.findall(r"\d+", exported)[0]

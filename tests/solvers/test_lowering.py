@@ -11,6 +11,7 @@ from tests.strategies import problems, with_memory
 from tilewise import solvers
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem
+from tilewise.solvers._gather import Order
 
 TYPES = ("lowering_type1", "lowering_type2", "lowering_type3")
 
@@ -25,8 +26,8 @@ def test_any_block_of_images_and_rows(name: str, dtype: str, data: st.DataObject
         with_memory(problems(dtype=dtype), lambda p: not solver.why_not(p)), "problem"
     )
     p, forms = found
-    order = data.draw(st.sampled_from(("images", "pixels", "merged")), "order")
+    order = data.draw(st.sampled_from([each.value for each in Order]), "order")
     images = data.draw(st.integers(1, p.batch), "images")
-    rows = data.draw(st.integers(0, 6), "rows") if images == 1 and order != "merged" else 0
+    rows = data.draw(st.integers(0, 6), "rows") if images == 1 and not Order(order).merges else 0
     c = Config(block=images, order=order, rows=rows) if rows else Config(block=images, order=order)
     check(solver, p, c, forms, accumulate=False)

@@ -35,7 +35,9 @@ class Strided(NamedTuple):
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of ``tensor``, whose own sizes and strides do not matter."""
-        return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
+        if self.offset:
+            return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
+        return tensor.as_strided(self.sizes, self.strides)
 
 
 class Slot(NamedTuple):

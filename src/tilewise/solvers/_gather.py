@@ -80,6 +80,8 @@ class Order(enum.Enum):
     """image, place, group, tap, channel: one matrix of all pixels, as channels_last tensors have it."""
     PATCHES = "patches"
     """image, place, group, channel, tap: the same with a contiguous tensor's order inside a window."""
+    TOKENS = "tokens"
+    """The same for what has windows, and merged for what has none, where all images must be one product."""
     MERGED = "merged"
     """group, channel, tap, image, place: one matrix per group of all images' places."""
 
@@ -91,7 +93,17 @@ class Order(enum.Enum):
     @property
     def flats(self) -> tuple[bool, ...]:
         """Whether images and places may be one dimension of the matrix, what is better first."""
-        return {Order.IMAGES: (False,), Order.MERGED: (True,)}.get(self, (True, False))
+        return {Order.IMAGES: (False,), Order.TOKENS: (True,), Order.MERGED: (True,)}.get(self, (True, False))
+
+    @property
+    def merges(self) -> bool:
+        """Whether all this is for is to make one product of several images."""
+        return self in (Order.MERGED, Order.TOKENS)
+
+    @property
+    def plain(self) -> Order:
+        """The order of a matrix without windows beside one in this order: its copies move whole rows of places."""
+        return Order.MERGED if self is Order.TOKENS else self
 
     def permute(self, dims: int) -> tuple[int, ...]:
         """Positions in (image, group, channel, taps, places) of the dimensions, outermost first."""
@@ -100,7 +112,7 @@ class Order(enum.Enum):
             return (0, 1, 2, *taps, *places)
         if self is Order.PIXELS:
             return (0, *places, 1, *taps, 2)
-        if self is Order.PATCHES:
+        if self in (Order.PATCHES, Order.TOKENS):
             return (0, *places, 1, 2, *taps)
         return (1, 2, *taps, 0, *places)
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.axis import Axis
-from tilewise.problem import ConvProblem, Pass, dense_strides
+from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
 from tilewise.solvers._buffers import Arena, Strided, dense, fuse, fused
+from tilewise.solvers._copies import Copy
 from tilewise.solvers._gather import Block, Order
 from tilewise.solvers._matmul import as_matrix
 from tilewise.solvers.base import SolverUnavailable
@@ -69,6 +70,7 @@ class Lift:
         arena: Arena,
     ) -> None:
         """``grid``: places along each axis of the whole product."""
+        order = order.plain
         self.p, self.lowered, self.order = p, tuple(lowered), order
         self.grid, self.largest = tuple(grid), block
         self.channels = p.shape(p.result)[1] // p.groups
@@ -161,6 +163,12 @@ class BoundLift:
             target = Strided(self.whole.sizes, (s[0], lift.channels * s[1], *s[1:]))
         self.target = target
         self.steps = self._steps(product, target)
+        assert lift._products is not None
+        self.copy: Copy | None = None
+        if all(lift.lowered):
+            to, source = self.steps[0]
+            types = lift._products.dtype, lift.result_dtype
+            self.copy = Copy.of(source, to, types, p.alignment[ROLES.index(p.result)])
 
     def _steps(self, product: Sequence[int], target: Strided) -> list[tuple[Strided, Strided]]:
         """(slice of the target, slice of the products) for every lifted tap, one that fills the target first."""
@@ -214,10 +222,8 @@ class BoundLift:
             return
         products = lift._products.of(workspace)
         add = lift.p.accumulate
-        if all(lift.lowered):
-            for to, source in self.steps:
-                target = to.of(out)
-                (target.add_ if add else target.copy_)(source.of(products))
+        if self.copy is not None:
+            (self.copy.add if add else self.copy.run)(products, out)
             return
         sums = out if lift._sums is None else lift._sums.of(workspace)
         steps = self.steps

@@ -18,7 +18,7 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._buffers import Arena, Strided
+from tilewise.solvers._buffers import Arena
 from tilewise.solvers._costs import cached, efficiency
 from tilewise.solvers._filter import FilterMatrix
 from tilewise.solvers._gather import Blocking, Gather, Order, readings
@@ -94,7 +94,8 @@ class Correlation:
         blocks = self.blocking.blocks()
         parts = list(zip(gather.bind(a, blocks), lift.bind(out, blocks), strict=True))
         if len(parts) == 1 and gather.direct and lift.direct and self.filter.view is not None:
-            return self._straight(self.filter.view, parts[0][0].matrix, parts[0][1].matrix, add)
+            matrix = parts[0][0].matrix
+            return straight(self.filter.view.expanded(matrix.sizes[0]), matrix, parts[0][1].matrix, add)
         weight = self.filter.bind(b)
 
         def run(
@@ -107,17 +108,6 @@ class Correlation:
                 lowered, product = filling.fill(a, workspace), part.product(out, workspace)
                 multiply(matrix.expand(lowered.shape[0], -1, -1, -1), lowered, product, add)
                 part.lift_(out, workspace)
-            return out
-
-        return run
-
-    @staticmethod
-    def _straight(weight: Strided, matrix: Strided, result: Strided, add: bool) -> Run:
-        product = straight(weight.expanded(matrix.sizes[0]), matrix, result, add)
-
-        def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, _: torch.Tensor | None) -> torch.Tensor:
-            assert out is not None
-            product(b, a, out)
             return out
 
         return run
@@ -159,12 +149,12 @@ class Lowering(Solver):
 
     def blocks(self, p: ConvProblem, order: Order) -> Iterable[Config]:
         """The configs of one order of the matrix."""
-        least = 2 if order is Order.MERGED else 1
+        least = 2 if order.merges else 1
         sizes = [*(2**e for e in range(29, 0, -2)), 1]
         found = [Config(order=order.value)]
         found += [Config(order=order.value, block=n) for n in sizes if least <= n < p.batch]
         yield from (c for c in found if c == found[-1] or self.workspace(p, c) <= MOST_BYTES)
-        if order is not Order.MERGED:
+        if not order.merges:
             yield from self._rows(p, order)
 
     def _rows(self, p: ConvProblem, order: Order) -> Iterable[Config]:
@@ -192,7 +182,7 @@ class Lowering(Solver):
         return isinstance(images, int) and 0 < images < p.batch and Order(c["order"]) in self.orders(p)
 
     def _largest(self, p: ConvProblem, order: Order, ceiling: int) -> Iterable[Config]:
-        least = 0 if order is Order.MERGED else -1
+        least = 0 if order.merges else -1
         for exponent in range((p.batch - 1).bit_length(), least, -1):
             c = Config(order=order.value, block=2**exponent) if 2**exponent < p.batch else Config(order=order.value)
             if self.workspace(p, c) + self.hidden_workspace(p, c) <= ceiling:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 
@@ -64,42 +63,47 @@ def add_over_images(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bo
         multiply(a[n : n + 1], b[n : n + 1], out, add or n > 0)
 
 
-def straight(
-    a: Strided, b: Strided, out: Strided, add: bool
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """:func:`multiply` of fixed views of three tensors, with as little between call and library as can be."""
-    if out.sizes[0] == 1 or out.sizes[1] == 1:
+def straight(b: Strided, a: Strided, out: Strided, add: bool) -> Run:
+    """A ``run`` that is one :func:`multiply` of views of its operands, ``b`` before ``a``.
+
+    Three views and the library's call, with as little between as can be: small layers feel every microsecond.
+    """
+    views = [b, a, out]
+    if 1 in out.sizes[:2]:
         kept = 1 if out.sizes[0] == 1 else 0
-        a, b, out = (Strided((v.sizes[kept], *v.sizes[2:]), (v.strides[kept], *v.strides[2:]), v.offset)
-                     for v in (a, b, out))  # fmt: skip
-    call = multiply
-    if len(out.sizes) == 3:
-        call = _bmm
-        if out.sizes[0] == 1:
-            a, b, out = (Strided(v.sizes[1:], v.strides[1:], v.offset) for v in (a, b, out))
-            call = _mm
-    if call is _mm and not add and a.offset == b.offset == out.offset == 0:
-        return _plain_mm(a, b, out)
+        views = [Strided((v.sizes[kept], *v.sizes[2:]), (v.strides[kept], *v.strides[2:]), v.offset) for v in views]
+        if views[2].sizes[0] == 1:
+            views = [Strided(v.sizes[1:], v.strides[1:], v.offset) for v in views]
+    left, right, result = views
+    if len(result.sizes) == 2 and not add and not any(v.offset for v in views):
+        return _one_product(left, right, result)
+    multiply_views = {2: _mm, 3: _bmm, 4: multiply}[len(result.sizes)]
 
-    def product(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> None:
-        call(a.of(first), b.of(second), out.of(result), add)
+    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None) -> torch.Tensor:
+        assert out is not None
+        multiply_views(left.of(b), right.of(a), result.of(out), add)
+        return out
 
-    return product
+    return run
 
 
-def _plain_mm(a: Strided, b: Strided, out: Strided) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+def _one_product(left: Strided, right: Strided, result: Strided) -> Run:
     """One product of whole tensors: a layer of some 20 us feels every call between."""
-    (am, an), (bm, bn), (om, on) = (((v.sizes, v.strides)) for v in (a, b, out))
+    (left_sizes, left_strides), (right_sizes, right_strides) = left[:2], right[:2]
+    sizes, strides = result[:2]
     mm, view = torch.mm, torch.as_strided
 
-    def product(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> None:
-        x, y, z = view(first, am, an), view(second, bm, bn), view(result, om, on)
-        if z.dtype is x.dtype:
-            mm(x, y, out=z)
+    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None) -> torch.Tensor:
+        assert out is not None
+        target = view(out, sizes, strides)
+        if out.dtype is a.dtype:
+            mm(view(b, left_sizes, left_strides), view(a, right_sizes, right_strides), out=target)
         else:
-            mm(x, y, out_dtype=z.dtype, out=z)
+            first, second = view(b, left_sizes, left_strides), view(a, right_sizes, right_strides)
+            mm(first, second, out_dtype=out.dtype, out=target)
+        return out
 
-    return product
+    return run
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:

@@ -37,7 +37,7 @@ class PatchGradient:
         reading = [kept(axis.out) for axis in p.axes]
         largest = self.blocking.largest
         self.flat, self.direct = self._form(largest, dtype)
-        self.gradient = Gather(p, "y", reading, order, self.flat, largest, dtype, self.arena)
+        self.gradient = Gather(p, "y", reading, order.plain, self.flat, largest, dtype, self.arena)
         self.filter = FilterMatrix(replace(p, pass_=Pass.FPROP), (True,) * p.dims, order, dtype, self.arena)
         self._patches: Slot | None = None
         if not self.direct:
@@ -94,7 +94,9 @@ class PatchGradient:
         results = [self._result(out.stride(), block) for block in blocks]
         add = self.p.accumulate
         if len(blocks) == 1 and self.direct and self.gradient.direct and self.filter.view and not self.clears:
-            return self._straight(self.filter.view, fillings[0].matrix, results[0][0], add)
+            gradient_view = fillings[0].matrix
+            weight_view = self.filter.view.transposed.expanded(gradient_view.sizes[0])
+            return straight(weight_view, gradient_view, results[0][0], add)
         weight, gradient = self.filter.bind(b), self.gradient
         parts = list(zip(fillings, results, strict=True))
 
@@ -137,14 +139,3 @@ class PatchGradient:
             buffer[position] = stride
         matrix = fused(sizes, buffer, groups)
         return Strided(matrix[0], as_matrix(*matrix)), copy
-
-    @staticmethod
-    def _straight(weight: Strided, gradient: Strided, result: Strided, add: bool) -> Run:
-        product = straight(weight.transposed.expanded(gradient.sizes[0]), gradient, result, add)
-
-        def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, _: torch.Tensor | None) -> torch.Tensor:
-            assert out is not None
-            product(b, a, out)
-            return out
-
-        return run

@@ -30,7 +30,7 @@ class WeightGradient:
         self.blocking = Blocking.of(p.batch, self.grid[0], images, rows)
         largest, flat = self.blocking.largest, order is not Order.IMAGES
         self.image = Gather(p, "x", image, order, flat, largest, dtype, self.arena)
-        self.gradient = Gather(p, "y", gradient, order, flat, largest, dtype, self.arena)
+        self.gradient = Gather(p, "y", gradient, order.plain, flat, largest, dtype, self.arena)
         self.products = self.blocking.count if flat else self.blocking.count // -(-p.batch // images) * p.batch
 
         out_rows, out_columns, _ = filter_dims(p, lowered, order)
@@ -86,7 +86,7 @@ class WeightGradient:
             inner[position] = stride
         matrix = self._matrix(strides if self.direct else inner, sizes)
         if len(parts) == 1 and image.direct and gradient.direct and self.direct and parts[0][0].matrix.sizes[0] == 1:
-            return _straight(parts[0][0].matrix, parts[0][1].matrix.transposed, matrix, add)
+            return straight(parts[0][0].matrix, parts[0][1].matrix.transposed, matrix, add)
         result = Strided(self.sizes, tuple(strides[i] for i in self.permutation))
         index = None
         if self._reversed is not None:
@@ -119,14 +119,3 @@ class WeightGradient:
             return out
 
         return run
-
-
-def _straight(gradient: Strided, image: Strided, result: Strided, add: bool) -> Run:
-    product = straight(gradient, image, result, add)
-
-    def run(x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor | None, _: torch.Tensor | None) -> torch.Tensor:
-        assert out is not None
-        product(dy, x, out)
-        return out
-
-    return run

@@ -42,7 +42,7 @@ class Gemm(Lowering):
         """Without a copy there is nothing to cut into blocks."""
         for order in self.orders(p):
             whole = Config(order=order.value)
-            if order is not Order.MERGED and self.workspace(p, whole) == 0:
+            if not order.merges and self.workspace(p, whole) == 0:
                 yield whole
             else:
                 yield from self.blocks(p, order)
@@ -53,8 +53,9 @@ class Gemm(Lowering):
         if p.layout(image) == "channels_last":
             return [Order.PIXELS]
         pointwise = all(axis.kernel == 1 for axis in p.axes)
-        if not pointwise or all(axis.out == 1 for axis in p.axes):
-            return [Order.PATCHES]
+        single = all(axis.out == 1 for axis in p.axes)
+        if not pointwise or single:
+            return [Order.PATCHES] if single or p.batch == 1 else [Order.PATCHES, Order.TOKENS]
         if p.pass_ is Pass.DGRAD:
             return [Order.IMAGES]
         return super().orders(p)
