@@ -132,6 +132,16 @@ def test_micro_batches_bring_a_fast_algorithm_under_the_limit(
     assert limit is None or plan.workspace <= limit
 
 
+@pytest.mark.parametrize(("batch", "sizes"), [(100, (64, 32, 4)), (37, (32, 4, 1)), (63, (32, 16, 8, 4, 2, 1))])
+def test_what_large_parts_leave_is_planned_too(clock: Clock, batch: int, sizes: tuple[int, ...]) -> None:
+    """Small parts are slow, and without them none of the large ones would do."""
+    fast = simulated(clock, "fast", lambda p, c: 20.0 + p.batch, bytes=lambda p, c: 1024 * p.batch)
+    slow = simulated(clock, "slow", lambda p, c: 40.0 * p.batch)
+    with world(clock, fast, slow):
+        plan = search(toys.small(batch=batch, channels=1, size=3), workspace=(batch - 1) * 1024).best()
+        assert plan.config["sizes"] == sizes
+
+
 def test_a_front_without_a_limit_goes_down_to_no_workspace(clock: Clock) -> None:
     """mu-cuDNN III-C1: the desirable set is what a network's budget is divided by, so all of it is looked for."""
     with world(clock, *mu_cudnn(clock)):
@@ -432,14 +442,12 @@ def test_the_reasons_of_all_are_told_when_none_is_left(clock: Clock) -> None:
     assert len(lines) == len(set(lines))
 
 
-def test_a_solver_that_takes_more_than_it_declares_is_held_to_the_limit(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_solver_that_takes_more_than_it_declares_is_held_to_the_limit(clock: Clock) -> None:
     greedy = simulated(clock, "greedy", lambda p, c: 0.1, bytes=lambda p, c: 16)
     fine = simulated(clock, "fine", lambda p, c: 5.0)
     from tilewise.planner import trial
 
-    with world(clock, greedy, fine):
+    with world(clock, greedy, fine), pytest.MonkeyPatch.context() as patch:
         taken = {0.1: 5000}
 
         def peak(call: object, *_: object) -> int:
@@ -447,7 +455,7 @@ def test_a_solver_that_takes_more_than_it_declares_is_held_to_the_limit(
             call()  # type: ignore[operator]
             return taken.get(round(clock.now_ms - start, 3), 0)
 
-        monkeypatch.setattr(trial, "peak_bytes", peak)
+        patch.setattr(trial, "peak_bytes", peak)
         found = search(toys.small(batch=1), workspace=4096)
         assert found.best().solver == "fine"
         assert reasons(found.log)["greedy"] == "took 4.9 KiB of workspace when run, the limit is 4.0 KiB"

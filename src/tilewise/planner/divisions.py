@@ -96,11 +96,22 @@ class Divisions:
             worse = 0 if found < GAIN * rate else worse + 1
             rate = min(rate, found)
             prior, prior_size, blocked = trial.known, size, trial.blocked
+        self._try_rests()
         for size in self.solver.between(self.problem, policy):
             if patient:
                 self._tried(size, rate, None, None)
             else:
                 self._try_between(size, rate)
+
+    def _try_rests(self) -> None:
+        """What the smallest size so far leaves of the whole is made up of smaller ones, fast or not."""
+        last = min((size for size, plans in self.fronts.items() if plans), default=self._whole)
+        rest = self._whole % last
+        only = frozenset((p.solver, p.config) for p in self.fronts.get(last, ()) if p.leaf) or None
+        for size in self.solver.sizes(self.problem, self.options.batch_sizes):
+            if size <= rest and size not in self.fronts:
+                self._tried(size, math.inf, None, only)
+                rest %= size if self.fronts[size] else self._whole
 
     def _only(self) -> frozenset[tuple[str, Config]] | None:
         """Below the batch a cut costs more than it saves, save for what the limit kept out and might gain."""
