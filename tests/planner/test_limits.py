@@ -186,7 +186,7 @@ def test_a_limit_is_a_limit_on_a_gpu(
     cuda: Callable[..., tuple[ConvProblem, Planner]], pass_: Pass, limit: int | None
 ) -> None:
     problem, planner = cuda(pass_=pass_)
-    plan = planned(planner, problem, Options(workspace=limit))
+    plan = planned(planner, problem, Options(workspace=limit, error_limit=1e-5))  # torch's own choice may err by more
     if plan is None:
         assert limit == 0
         return
