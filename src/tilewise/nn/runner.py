@@ -73,6 +73,7 @@ class Runner:
     """
 
     __slots__ = (
+        "_gradient_slot",
         "_index",
         "_sum_dims",
         "direct",
@@ -101,6 +102,7 @@ class Runner:
         # With one GPU there is no other to switch to.
         self._index = device.index if device.type == "cuda" and torch.cuda.device_count() > 1 else None
         self._sum_dims = (0, *range(2, geometry.dims + 2))
+        self._gradient_slot = _gradient_slot(geometry, grad_input, grad_weight)
         self.result: Run = self.compute
         if forward is not None and direct and self._index is None:
             self.result = forward.bound
@@ -137,6 +139,8 @@ class Runner:
         by_plan = (mask[0] and self.grad_input is not None, mask[1] and self.grad_weight is not None)
         weight_by_torch = mask[1] and not by_plan[1]
         rest = (mask[0] and not by_plan[0], weight_by_torch, mask[2] and weight_by_torch)
+        if self._gradient_slot is not None:
+            dy = self._gradient_slot.take(dy)  # once for all: a slice, as torch.cat's backward gives, is copied
         if rest[0] or rest[1]:
             dx, dw, db = self.geometry.torch_backward(dy, x, w, rest)
         if mask[2] and not weight_by_torch:
@@ -148,6 +152,15 @@ class Runner:
             assert self.grad_weight is not None
             dw = self.grad_weight(dy, x) if self.geometry.transposed else self.grad_weight(x, dy)
         return dx, dw, db
+
+
+def _gradient_slot(geometry: Geometry, grad_input: BoundPass | None, grad_weight: BoundPass | None) -> Slot | None:
+    """Where the result's gradient goes in the plans; ``None`` where none takes it."""
+    if grad_input is not None:
+        return grad_input.first
+    if grad_weight is not None:
+        return grad_weight.first if geometry.transposed else grad_weight.second
+    return None
 
 
 class PlannedConv(torch.autograd.Function):
