@@ -96,7 +96,7 @@ def world(clock: Clock, *extra: Solver) -> Iterator[None]:
         patch.setattr(solvers, "all_solvers", lambda: ordered)
         patch.setattr(solvers, "baseline", lambda: own)
         patch.setattr(measure.Timer, "time_ms", lambda self, call: _elapsed(clock, call))
-        patch.setattr(search_module, "interleaved", lambda calls, *_, **__: [_elapsed(clock, call) for call in calls])
+        patch.setattr(search_module, "rounds", lambda calls, *_, **__: [[_elapsed(clock, call)] for call in calls])
         patch.setattr(trial, "peak_bytes", _nothing)  # what the reference allocates is not the solver's
         with toys.one_thread():
             yield

@@ -15,6 +15,7 @@ from tests import toys
 from tests.planner.simulated import Clock, Simulated, search, simulated, torchs_own, world
 
 from tilewise.plan import Config, Measurement, Plan
+from tilewise.planner import search as search_module
 from tilewise.planner.options import NoPlanError
 from tilewise.planner.pareto import front
 from tilewise.planner.search import Store
@@ -214,13 +215,21 @@ def test_estimates_choose_without_measuring_what_loses(clock: Clock) -> None:
 
 def test_torchs_choice_stays_where_it_wins(clock: Clock) -> None:
     own = torchs_own(clock, lambda p, c: 10.0)
-    for ms, winner in ((9.4, "other"), (9.6, "aten"), (20.0, "aten")):
+    for ms, winner in ((9.1, "other"), (9.3, "aten"), (20.0, "aten")):
         with world(clock, own, simulated(clock, "other", lambda p, c, ms=ms: ms)):  # type: ignore[misc]
             found = search(toys.small(), batch_sizes="undivided")
             plan = found.best()
             assert plan.solver == winner
             other = [m for m in found.log if m.solver == "other"][-1]
             assert (other.reason, other.time_ms) == ("", pytest.approx(ms))
+
+
+@pytest.mark.parametrize(("rounds", "winner"), [([8.0] * 6 + [12.0], "other"), ([8.0] * 5 + [12.0] * 2, "aten")])
+def test_a_plan_must_win_most_rounds(clock: Clock, rounds: list[float], winner: str) -> None:
+    own = torchs_own(clock, lambda p, c: 10.0)
+    with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_module, "rounds", lambda *_, **__: [rounds, [10.0] * 7])
+        assert search(toys.small(), batch_sizes="undivided").best().solver == winner
 
 
 def test_torchs_choice_must_keep_the_limit(clock: Clock) -> None:

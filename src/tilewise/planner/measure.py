@@ -25,6 +25,7 @@ __all__ = [
     "interleaved",
     "peak_bytes",
     "peak_is_known",
+    "rounds",
     "without_benchmark",
 ]
 
@@ -89,7 +90,21 @@ def interleaved(
     least: int = 5,
     most: int = 51,
 ) -> list[float]:
-    """Median milliseconds of each call, run in turns so that a drift of clocks or load meets all alike.
+    """Median milliseconds of each call over :func:`rounds`."""
+    times = rounds(calls, device, repeats=repeats, budget_ms=budget_ms, least=least, most=most)
+    return [statistics.median(values) for values in times]
+
+
+def rounds(
+    calls: Sequence[Call],
+    device: torch.device,
+    *,
+    repeats: int = 0,
+    budget_ms: float = 200.0,
+    least: int = 5,
+    most: int = 51,
+) -> list[list[float]]:
+    """Milliseconds of each call in each round, run in turns so that a drift of clocks or load meets all alike.
 
     One round warms up. ``repeats`` rounds follow, or as many as ``budget_ms`` holds within ``least`` and ``most``.
     """
@@ -103,7 +118,7 @@ def interleaved(
         order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
         for index in order:
             times[index].append(timer.time_ms(calls[index]))
-    return [statistics.median(values) for values in times]
+    return times
 
 
 def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0, scratch: bool = True) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from tilewise.device import torch_device
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.divisions import BATCH_LEVEL, Divisions, part_plans
 from tilewise.planner.estimate import Profile
-from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, interleaved
+from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, rounds
 from tilewise.planner.operands import Tensors, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.pareto import front, thin
@@ -35,8 +36,8 @@ FINALISTS = 3
 NEAR = 1.15
 """Plans whose estimate is within this of the best are finalists."""
 MOST_NESTED = 2
-MARGIN = {"cuda": 0.95, "cpu": 0.95}
-"""A plan replaces torch's choice below this share of its time: less is within the noise of a median."""
+MARGIN = {"cuda": 0.95, "cpu": 0.92}
+"""A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
 BEHIND = {"cuda": 2.0, "cpu": 1.3}
 """Plans whose estimate is this many times torch's time are not run whole. A GPU's small parts are overestimated."""
 
@@ -79,6 +80,8 @@ class Search:
         """Leaves that compute something else: out of this search at every size."""
         self.dropped: dict[Choice, str] = {}
         """Plans that failed when run whole."""
+        self.shares: dict[Choice, list[float]] = {}
+        """Plans' times in torch's of the same round, the least first."""
         self.timer = Timer(torch_device(self.problem.device))  # before anything is allocated: refuses in a capture
         if self.options.workspace is not None:
             check_peak_is_known(self.timer.device)
@@ -287,16 +290,18 @@ class Search:
         if self.baseline is not None:
             calls.append(self._framework_call())
         try:
-            times = interleaved(calls, a.device, budget_ms=40.0 if a.is_cuda else 1500.0, least=5, most=31)
+            times = rounds(calls, a.device, budget_ms=40.0 if a.is_cuda else 1500.0, least=7, most=31)
         except Exception as error:
             if len(kept) > 1:
                 return [timed for plan in kept for timed in self._time_whole([plan])]
             self._drop(kept[0], f"raised {type(error).__name__} when timed whole: {first_line(error)}")
             return []
         if self.baseline is not None:
-            self.baseline = replace(self.baseline, time_ms=times[-1])
+            for plan, values in zip(kept, times, strict=False):
+                self.shares[_choice(plan)] = sorted(own / its for own, its in zip(values, times[-1], strict=True))
+            self.baseline = replace(self.baseline, time_ms=statistics.median(times[-1]))
             self.store.of(self.problem)[(self.baseline.solver, self.baseline.version, Config())] = self.baseline
-        return [replace(plan, time_ms=time_ms) for plan, time_ms in zip(kept, times, strict=False)]
+        return [replace(plan, time_ms=statistics.median(values)) for plan, values in zip(kept, times, strict=False)]
 
     def _run_whole(self, plan: Plan) -> tuple[execute.Bound, int]:
         """The bound plan and the bytes it takes beyond operands and result."""
@@ -340,7 +345,8 @@ class Search:
     def _keeps_baseline(self, plan: Plan) -> bool:
         if not self.baseline_allowed or self.baseline is None or self.baseline.time_ms is None:
             return False
-        return plan.time_ms > MARGIN[self.problem.device_type] * self.baseline.time_ms
+        shares = self.shares[_choice(plan)]
+        return statistics.median(shares) > MARGIN[self.problem.device_type] or shares[len(shares) * 3 // 4] >= 1.0
 
     def _baseline_plan(self) -> Plan:
         assert self.baseline is not None
