@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
 
 import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._implicit_gemm import LONGEST, PRODUCTS, Layout, Tile, View, launches, sum_length
+from tilewise.solvers._program_run import compiled, has_triton
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
 __all__ = ["ImplicitGemm"]
@@ -65,7 +64,7 @@ class ImplicitGemm(Solver):
     def unsupported(self, p: ConvProblem) -> list[str]:
         """The absent Triton, many groups, and images too large to count in 32 bits."""
         reasons = []
-        if not _has_triton():
+        if not has_triton():
             reasons.append("needs the package triton")
         if p.groups > MOST_GROUPS:
             reasons.append(f"launches each group by itself: at most {MOST_GROUPS} groups, not {p.groups}")
@@ -107,16 +106,8 @@ class ImplicitGemm(Solver):
         assert out is not None
         if not self._fits(p, c):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
-        from tilewise.kernels.triton.launch import Program
-
         alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
-        steps = launches(_layout(p, c), *map(View.of, (a, b, out)))
-        try:
-            program = Program(steps, [*alignment, 256], a.device)
-        except Exception as error:  # Triton raises errors of many kinds when a kernel does not compile or fit
-            text = str(error).strip().splitlines()
-            raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
-        return ProgramRun(program)
+        return compiled(launches(_layout(p, c), *map(View.of, (a, b, out))), [*alignment, 256], a.device)
 
     def _fits(self, p: ConvProblem, c: Config) -> bool:
         try:
@@ -141,31 +132,6 @@ class ImplicitGemm(Solver):
                            stages=tile.stages)  # fmt: skip
                 for blocks in _blocks(p, c, ceiling, fewer=fewer):
                     yield blocks, _layout(p, blocks).workspace
-
-
-class ProgramRun:
-    """A compiled program as a :data:`Run`; :meth:`run_pointers` takes addresses in place of tensors."""
-
-    __slots__ = ("_program",)
-
-    def __init__(self, program: Any) -> None:
-        self._program = program
-
-    def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
-    ) -> torch.Tensor:
-        assert out is not None
-        self._program((a, b, out, workspace))
-        return out
-
-    def run_pointers(self, a: int, b: int, out: int, workspace: int) -> None:
-        """Queue the kernels on the current stream of the device that they were compiled for."""
-        self._program.at((a, b, out, workspace))
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _integer(c: Config, name: str, default: int | None = None) -> int:
