@@ -1,0 +1,165 @@
+"""Patch embeddings and pointwise convolutions as one matrix product over the tensors as they lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problem import ROLES, ConvProblem, Pass
+from tilewise.solvers._patch_gemm import Tile, counts, launches, sizes
+from tilewise.solvers._program_run import compiled, has_triton
+from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
+
+__all__ = ["PatchGemm"]
+
+MOST = 2**31 - 2**20
+"""Tokens, and elements of the filter: kernels count them in 32 bits."""
+MOST_CONFIGS = 8
+PROCESSORS = 132
+"""Multiprocessors that tiles are shared out to, for estimates and for the number of partial sums."""
+FULL = 0.6
+"""Rate of full tiles beside the product rate of the problem's precision, cuBLAS's on the same device."""
+
+# rows x columns x depth, warps, stages, and their rate beside the best.
+TILES = {
+    2: (
+        (Tile(128, 256, 64, 8, 3), 1.0), (Tile(128, 256, 64, 8, 4), 0.99), (Tile(256, 128, 64, 8, 3), 0.97),
+        (Tile(128, 128, 64, 4, 3), 0.92), (Tile(128, 128, 64, 8, 4), 0.9), (Tile(128, 128, 64, 4, 4), 0.88),
+        (Tile(64, 256, 64, 4, 3), 0.85), (Tile(128, 128, 32, 4, 4), 0.8), (Tile(64, 128, 64, 4, 4), 0.75),
+        (Tile(128, 64, 64, 4, 4), 0.75), (Tile(64, 128, 32, 4, 4), 0.65), (Tile(64, 64, 64, 4, 4), 0.55),
+        (Tile(64, 64, 32, 4, 4), 0.5),
+    ),
+    4: (
+        (Tile(128, 256, 32, 8, 3), 1.0), (Tile(128, 128, 32, 8, 4), 0.95), (Tile(128, 128, 32, 4, 3), 0.9),
+        (Tile(256, 128, 32, 8, 3), 0.9), (Tile(64, 128, 32, 4, 4), 0.75), (Tile(128, 64, 32, 4, 4), 0.75),
+        (Tile(64, 64, 32, 4, 4), 0.55),
+    ),
+}  # fmt: skip
+"""By the operands' bytes an element."""
+
+
+class PatchGemm(Solver):
+    """One product that gathers its operands from the tensors and scatters its result, for kernels as large as strides.
+
+    Patch embeddings (Dosovitskiy et al. 2021, equation 1) and pointwise kernels of stride 1: no input is read twice, so
+    an element's address is the sum of one number for its row and one for its column, and the product reads images and
+    writes them with no copy in between. Memory goes to the partial sums of filter gradients alone: ``splits`` shares of
+    the tokens, summed in order. Sums are in fp32; fp32 operands are rounded to TF32.
+    """
+
+    name, version = "patch_gemm", 1
+    devices = frozenset({"cuda"})
+    accumulates = True
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """The absent Triton, groups, fp32 products, windows that overlap or leave gaps."""
+        reasons = []
+        if not has_triton():
+            reasons.append("needs the package triton")
+        if p.groups > 1:
+            reasons.append(f"takes one group, not {p.groups}")
+        if p.dtype == "fp32" and p.precision != "tf32":
+            reasons.append(f"multiplies fp32 values as TF32 alone, not with precision {p.precision}")
+        for name, axis in zip(p.space, p.axes, strict=True):
+            if axis.kernel != axis.stride or (axis.kernel > 1 and axis.dilation != 1):
+                reasons.append(
+                    f"along {name} needs a stride equal to the kernel without dilation; this is kernel {axis.kernel}, "
+                    f"stride {axis.stride}, dilation {axis.dilation}"
+                )
+            if axis.before or axis.after:
+                reasons.append(f"along {name} takes no padding, not ({axis.before}, {axis.after})")
+            if axis.size % axis.stride:
+                reasons.append(f"along {name} needs whole windows; {axis.stride} does not divide {axis.size}")
+        count = counts(p)
+        for what, number in (("tokens", count["t"]), ("filter elements", count["m"] * count["k"])):
+            if number > MOST:
+                reasons.append(f"counts to {MOST}; there are {number} {what}")
+        return reasons
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """The tiles that fill best, by the rate that they usually reach."""
+        rated = []
+        for tile, rate in TILES[p.torch_dtype(p.operands[0]).itemsize]:
+            splits = _splits(p, tile)
+            rated.append((rate * _filled(p, tile, splits), tile, splits))
+        rated.sort(key=lambda entry: -entry[0])
+        return [_config(p, tile, splits) for _, tile, splits in rated[:MOST_CONFIGS]]
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """Partial sums of a filter gradient in more than one share."""
+        splits = _integer(c, "splits", 1)
+        return splits * 4 * math.prod(p.shape("w")) if splits > 1 else 0
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """The direct method's arithmetic at the rate of the matrix units, unfilled tiles and waves counted."""
+        tile, splits = _tile(c), _integer(c, "splits", 1)
+        rate = next((rate for each, rate in TILES[p.torch_dtype(p.operands[0]).itemsize] if each == tile), 0.5)
+        moved = p.bytes + 2 * self.workspace(p, c)
+        return Cost(p.flops, moved, 1 + (splits > 1), efficiency=FULL * rate * _filled(p, tile, splits))
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
+        assert out is not None
+        if not _fits(p, c):
+            raise SolverUnavailable(f"{c} is no config of {p.key}")
+        alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
+        steps = launches(p, _tile(c), _integer(c, "splits", 1), a, b, out)
+        return compiled(steps, [*alignment, 256], a.device)
+
+
+def _config(p: ConvProblem, tile: Tile, splits: int) -> Config:
+    found = Config(tile=(tile.rows, tile.columns, tile.depth), warps=tile.warps, stages=tile.stages)
+    return Config(**found, splits=splits) if p.pass_ is Pass.WGRAD else found
+
+
+def _fits(p: ConvProblem, c: Config) -> bool:
+    names = {"tile", "warps", "stages", *(["splits"] if p.pass_ is Pass.WGRAD else [])}
+    try:
+        return set(c) == names and _integer(c, "splits", 1) <= sizes(p)[2] and _tile(c).warps in (1, 2, 4, 8, 16)
+    except (KeyError, ValueError):
+        return False
+
+
+def _integer(c: Config, name: str, default: int | None = None) -> int:
+    value = c.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: a positive integer would do")
+    return value
+
+
+def _tile(c: Config) -> Tile:
+    edges = c["tile"]
+    if not isinstance(edges, tuple) or len(edges) != 3 or any(n not in (16, 32, 64, 128, 256) for n in edges):
+        raise ValueError(f"tile={edges!r}: powers of two from 16 to 256 for rows, columns and depth would do")
+    return Tile(*edges, warps=_integer(c, "warps"), stages=_integer(c, "stages"))
+
+
+def _filled(p: ConvProblem, tile: Tile, splits: int) -> float:
+    """Share of the arithmetic done that is asked for, times the share of multiprocessors that are busy."""
+    share, tiles = 1.0, splits
+    rows, columns, depth = sizes(p)
+    for size, edge in ((rows, tile.rows), (columns, tile.columns)):
+        tiles *= -(-size // edge)
+        share *= size / (-(-size // edge) * edge)
+    steps = -(-depth // tile.depth)
+    share *= depth / (-(-steps // splits) * splits * tile.depth)
+    return share * _wave(tiles)
+
+
+def _splits(p: ConvProblem, tile: Tile) -> int:
+    """Shares of a filter gradient's sum that fill the multiprocessors in whole waves."""
+    if p.pass_ is not Pass.WGRAD:
+        return 1
+    rows, columns, tokens = sizes(p)
+    tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
+    most = max(1, min(64, tokens // (8 * tile.depth), 4 * PROCESSORS // tiles))
+    # Partial sums go through memory: at usual rates that takes some 200 / tokens of the time of a share's products.
+    return max(range(1, most + 1), key=lambda n: (_filled(p, tile, n) / (1 + 200 * n / tokens), -n))
+
+
+def _wave(programs: int) -> float:
+    """Share of the multiprocessors that are busy when ``programs`` equal ones run."""
+    return programs / (-(-programs // PROCESSORS) * PROCESSORS)
