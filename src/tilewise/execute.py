@@ -13,6 +13,7 @@ from tilewise import solvers
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, Part, Range, Write, dense_strides
 from tilewise.solvers import Solver, Split
+from tilewise.solvers.base import Run
 
 __all__ = ["Bound", "PlanMismatch", "bind", "release_workspaces"]
 
@@ -89,7 +90,7 @@ class Bound:
         "_dtype",
         "_fresh",
         "_like_a",
-        "_node",
+        "_run",
         "_shape",
         "_strides",
         "plan",
@@ -98,13 +99,14 @@ class Bound:
     )
 
     def __init__(self, plan: Plan, problem: ConvProblem, node: Node, strides: tuple[int, ...]) -> None:
-        self.plan, self.problem, self._node = plan, problem, node
+        self.plan, self.problem = plan, problem
         self.workspace = node.workspace
         self._shape = problem.shape(problem.result)
         self._strides = strides  # the solvers have been bound to these
         self._dtype = problem.torch_dtype(problem.result)
         self._bias_shape = (1, -1, *([1] * problem.dims))
         self._fresh = isinstance(node, Leaf) and node.returns_new
+        self._run = node.run if not isinstance(node, Leaf) else node.shortest()
         self._addressed = node.addressed()
         self._like_a = self._dtype is problem.torch_dtype(problem.operands[0])
 
@@ -126,7 +128,7 @@ class Bound:
             address = 0 if workspace is None else workspace.data_ptr()
             self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address)
             return out if bias is None else out.add_(bias.view(self._bias_shape))
-        computed = self._node.run(a, b, out, workspace)
+        computed = self._run(a, b, out, workspace)
         result = computed if out is None else out
         return result if bias is None else result.add_(bias.view(self._bias_shape))
 
@@ -217,6 +219,10 @@ class Leaf(Node):
             self._call(a, b, result, workspace[self._size :])
         assert out is not None
         return out.add_(result) if self._accumulate else out.copy_(result)
+
+    def shortest(self) -> Run:
+        """The solver's own callable where nothing is to be done around it."""
+        return self.run if self._own or self._temporary else self._call
 
     def addressed(self) -> Addressed | None:
         """The solver's own, when no temporary stands between."""
