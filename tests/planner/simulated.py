@@ -95,8 +95,8 @@ def world(clock: Clock, *extra: Solver) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solvers, "all_solvers", lambda: ordered)
         patch.setattr(solvers, "baseline", lambda: own)
-        patch.setattr(measure.Timer, "time_ms", lambda self, call: _elapsed(clock, call))
-        patch.setattr(search_module, "rounds", lambda calls, *_, **__: [[_elapsed(clock, call)] for call in calls])
+        patch.setattr(measure.Timer, "time_ms", lambda self, call: _took(clock, call).ms)
+        patch.setattr(search_module, "rounds", lambda calls, *_, **__: [[_took(clock, call)] for call in calls])
         patch.setattr(trial, "peak_bytes", _nothing)  # what the reference allocates is not the solver's
         with toys.one_thread():
             yield
@@ -107,10 +107,10 @@ def _nothing(call: Callable[[], object], *_: object) -> int:
     return 0
 
 
-def _elapsed(clock: Clock, call: Callable[[], object]) -> float:
+def _took(clock: Clock, call: Callable[[], object]) -> measure.Took:
     start = clock.now_ms
     call()
-    return clock.now_ms - start
+    return measure.Took(clock.now_ms - start, 0.0)
 
 
 def search(problem: ConvProblem, store: Store | None = None, **options: Any) -> Search:

@@ -16,6 +16,7 @@ from tests.planner.simulated import Clock, Simulated, search, simulated, torchs_
 
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner import search as search_module
+from tilewise.planner.measure import Took
 from tilewise.planner.options import NoPlanError
 from tilewise.planner.pareto import front
 from tilewise.planner.search import Store
@@ -228,8 +229,21 @@ def test_torchs_choice_stays_where_it_wins(clock: Clock) -> None:
 def test_a_plan_must_win_most_rounds(clock: Clock, rounds: list[float], winner: str) -> None:
     own = torchs_own(clock, lambda p, c: 10.0)
     with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search_module, "rounds", lambda *_, **__: [rounds, [10.0] * 7])
+        patch.setattr(
+            search_module, "rounds", lambda *_, **__: [[Took(ms, 0.0) for ms in rounds], [Took(10.0, 0.0)] * 7]
+        )
         assert search(toys.small(), batch_sizes="undivided").best().solver == winner
+
+
+@pytest.mark.parametrize(("host_ms", "winner"), [(3.0, "other"), (4.4, "other"), (4.8, "aten"), (7.9, "aten")])
+def test_a_plan_must_win_on_a_busy_host_too(clock: Clock, host_ms: float, winner: str) -> None:
+    """Torch launches one kernel; eight small ones are lost where the host has other work."""
+    own = torchs_own(clock, lambda p, c: 10.0)
+    with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_module, "rounds", lambda *_, **__: [[Took(8.0, host_ms)] * 7, [Took(10.0, 1.0)] * 7])
+        plan = search(toys.small(), batch_sizes="undivided").best()
+        assert plan.solver == winner
+        assert plan.time_ms == (8.0 if winner == "other" else 10.0)
 
 
 def test_torchs_choice_must_keep_the_limit(clock: Clock) -> None:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from tilewise.device import is_capturing
 
 __all__ = [
     "Timer",
+    "Took",
     "check_peak_is_known",
     "fp32_precision",
     "framework_flags",
@@ -35,6 +37,22 @@ Call = Callable[[], object]
 NOISE = 128 << 10
 """Bytes by which a resident set is known: Linux counts pages in batches, one for each core."""
 UNKNOWN = "a workspace limit cannot be checked here, workspace=None would do"
+
+
+class Took(NamedTuple):
+    """Milliseconds of one run: on the device that computes, and apart from it on the host to launch it."""
+
+    device_ms: float
+    host_ms: float
+
+    @property
+    def ms(self) -> float:
+        """The longer: a layer that takes longer to launch than to run costs the host's time in a network."""
+        return max(self)
+
+    def with_host(self, factor: float) -> float:
+        """The same were the host so many times slower, as a busy one may be."""
+        return max(self.device_ms, factor * self.host_ms)
 
 
 class Timer:
@@ -54,14 +72,15 @@ class Timer:
             )
 
     def time_ms(self, call: Call) -> float:
-        """One run: on a GPU the longer of its time there, over a cold L2, and the host's time to launch it.
+        """One run, as :attr:`Took.ms` has it."""
+        return self.time(call).ms
 
-        A layer that the host takes longer to launch than the GPU to run costs the host's time in a network.
-        """
+    def time(self, call: Call) -> Took:
+        """One run, on a GPU over a cold L2."""
         if not self._cuda:
             start = time.perf_counter()
             call()
-            return (time.perf_counter() - start) * 1e3
+            return Took((time.perf_counter() - start) * 1e3, 0.0)
         self._flush.zero_()
         self._start.record()
         begin = time.perf_counter()
@@ -69,7 +88,7 @@ class Timer:
         host = (time.perf_counter() - begin) * 1e3
         self._stop.record()
         self._stop.synchronize()
-        return max(float(self._start.elapsed_time(self._stop)), host)
+        return Took(float(self._start.elapsed_time(self._stop)), host)
 
     def median_ms(self, call: Call, repeats: int = 3) -> float:
         """Median of ``repeats`` runs, for a caller who has warmed up."""
@@ -92,7 +111,7 @@ def interleaved(
 ) -> list[float]:
     """Median milliseconds of each call over :func:`rounds`."""
     times = rounds(calls, device, repeats=repeats, budget_ms=budget_ms, least=least, most=most)
-    return [statistics.median(values) for values in times]
+    return [statistics.median(took.ms for took in values) for values in times]
 
 
 def rounds(
@@ -103,8 +122,8 @@ def rounds(
     budget_ms: float = 200.0,
     least: int = 5,
     most: int = 51,
-) -> list[list[float]]:
-    """Milliseconds of each call in each round, run in turns so that a drift of clocks or load meets all alike.
+) -> list[list[Took]]:
+    """What each call took in each round, run in turns so that a drift of clocks or load meets all alike.
 
     One round warms up. ``repeats`` rounds follow, or as many as ``budget_ms`` holds within ``least`` and ``most``.
     """
@@ -113,11 +132,11 @@ def rounds(
     if not repeats:
         warm = [min(first, timer.time_ms(call)) for first, call in zip(warm, calls, strict=True)]
         repeats = max(least, min(most, int(budget_ms / max(sum(warm), 1e-3))))
-    times: list[list[float]] = [[] for _ in calls]
+    times: list[list[Took]] = [[] for _ in calls]
     for turn in range(repeats):
         order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
         for index in order:
-            times[index].append(timer.time_ms(calls[index]))
+            times[index].append(timer.time(calls[index]))
     return times
 
 

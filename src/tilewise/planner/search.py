@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from tilewise.device import torch_device
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.divisions import BATCH_LEVEL, Divisions, part_plans
 from tilewise.planner.estimate import Profile
-from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, rounds
+from tilewise.planner.measure import Timer, Took, check_peak_is_known, framework_flags, rounds
 from tilewise.planner.operands import Tensors, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.pareto import front, thin
@@ -38,6 +38,8 @@ NEAR = 1.15
 MOST_NESTED = 2
 MARGIN = {"cuda": 0.95, "cpu": 0.92}
 """A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
+BUSY = 2.0
+"""A plan must gain with a host this many times slower too: many launches lose their gain first."""
 BEHIND = {"cuda": 2.0, "cpu": 1.3}
 """Plans whose estimate is this many times torch's time are not run whole. A GPU's small parts are overestimated."""
 
@@ -298,10 +300,13 @@ class Search:
             return []
         if self.baseline is not None:
             for plan, values in zip(kept, times, strict=False):
-                self.shares[_choice(plan)] = sorted(own / its for own, its in zip(values, times[-1], strict=True))
-            self.baseline = replace(self.baseline, time_ms=statistics.median(times[-1]))
+                pairs = list(zip(values, times[-1], strict=True))
+                self.shares[_choice(plan)] = sorted(
+                    max(own.ms / its.ms, own.with_host(BUSY) / its.with_host(BUSY)) for own, its in pairs
+                )
+            self.baseline = replace(self.baseline, time_ms=_median_ms(times[-1]))
             self.store.of(self.problem)[(self.baseline.solver, self.baseline.version, Config())] = self.baseline
-        return [replace(plan, time_ms=statistics.median(values)) for plan, values in zip(kept, times, strict=False)]
+        return [replace(plan, time_ms=_median_ms(values)) for plan, values in zip(kept, times, strict=False)]
 
     def _run_whole(self, plan: Plan) -> tuple[execute.Bound, int]:
         """The bound plan and the bytes it takes beyond operands and result."""
@@ -427,6 +432,10 @@ class Search:
         self.log.append(m)
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m
+
+
+def _median_ms(times: Sequence[Took]) -> float:
+    return statistics.median(took.ms for took in times)
 
 
 def _choice(plan: Plan) -> Choice:
