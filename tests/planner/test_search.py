@@ -235,6 +235,24 @@ def test_a_plan_must_win_most_rounds(clock: Clock, rounds: list[float], winner: 
         assert search(toys.small(), batch_sizes="undivided").best().solver == winner
 
 
+@pytest.mark.parametrize(
+    ("plan_ms", "clear"),
+    [
+        ([20.0], True),
+        ([30.0], False),
+        ([20.0] * 2, False),
+        ([60.0] * 3, True),
+        ([70.0] * 3, False),
+        ([160.0] * 3, True),
+    ],
+)
+def test_rounds_are_few_where_one_side_is_far_ahead(plan_ms: list[float], clear: bool) -> None:
+    torchs = [Took(100.0, 0.0)] * len(plan_ms)
+    times = [[Took(ms, 0.0) for ms in plan_ms], torchs]
+    assert search_module._clear(times) is clear
+    assert not search_module._clear([*times[:1], torchs, torchs])
+
+
 @pytest.mark.parametrize(("host_ms", "winner"), [(3.0, "other"), (4.4, "other"), (4.8, "aten"), (7.9, "aten")])
 def test_a_plan_must_win_on_a_busy_host_too(clock: Clock, host_ms: float, winner: str) -> None:
     """Torch launches one kernel; eight small ones are lost where the host has other work."""

@@ -38,6 +38,8 @@ NEAR = 1.15
 MOST_NESTED = 2
 MARGIN = {"cuda": 0.95, "cpu": 0.92}
 """A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
+CLEAR, CLEAR_AT_ONCE = 1.5, 4.0
+"""On a CPU, no more rounds where all plans are so far from torch's choice: after three, and after one."""
 BUSY = 2.0
 """A plan must gain with a host this many times slower too: many launches lose their gain first."""
 BEHIND = {"cuda": 2.0, "cpu": 1.3}
@@ -292,7 +294,9 @@ class Search:
         if self.baseline is not None:
             calls.append(self._framework_call())
         try:
-            times = rounds(calls, a.device, budget_ms=40.0 if a.is_cuda else 1500.0, least=7, most=31)
+            budget_ms = 40.0 if a.is_cuda else 1500.0
+            clear = _clear if self.baseline is not None and not a.is_cuda else _never
+            times = rounds(calls, a.device, budget_ms=budget_ms, least=7, most=31, decided=clear)
         except Exception as error:
             if len(kept) > 1:
                 return [timed for plan in kept for timed in self._time_whole([plan])]
@@ -432,6 +436,17 @@ class Search:
         self.log.append(m)
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m
+
+
+def _clear(times: list[list[Took]]) -> bool:
+    """Whether every plan has been far ahead of torch's choice or far behind it in all rounds, torch's being last."""
+    shares = [own.ms / its.ms for plan in times[:-1] for own, its in zip(plan, times[-1], strict=True)]
+    far = CLEAR_AT_ONCE if len(times[-1]) == 1 else CLEAR
+    return len(times[-1]) != 2 and all(share < 1 / far or share > far for share in shares)
+
+
+def _never(times: list[list[Took]]) -> bool:
+    return False
 
 
 def _median_ms(times: Sequence[Took]) -> float:
