@@ -234,10 +234,10 @@ def _snap(factor: float) -> float:
 def root(k: int, n: int, sign: int = 1) -> tuple[float, float]:
     """Cosine and sine of ``sign 2 pi k / n``, from an angle in the first octant: exact symmetry, exact zeros."""
     eighths, rest = divmod(8 * (k % n), n)
-    angle = math.pi * rest / (4 * n)
     if eighths % 2:  # the octant counted back from its end
-        angle = math.pi * (n - rest) / (4 * n)
-    c, s = math.cos(angle), math.sin(angle)
+        rest = n - rest
+    angle = math.pi * rest / (4 * n)
+    c, s = (math.cos(angle), math.sin(angle)) if rest < n else (math.sqrt(0.5), math.sqrt(0.5))
     if eighths % 4 in (1, 2):
         c, s = s, c
     if eighths in (2, 3, 4, 5):

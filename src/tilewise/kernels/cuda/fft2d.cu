@@ -14,10 +14,10 @@
 //
 // Forward. (1) A thread loads two real columns a and b as one complex column a + ib, transforms it in registers and
 // separates: A[k] = (Z[k] + Z*[N1-k]) / 2, B[k] = (Z[k] - Z*[N1-k]) / 2i. Half of the frequencies say everything, so
-// there are N1/2 rows: row 0 is real for real data and takes the equally real row N1/2 as its imaginary part. The factor
-// 1/2 waits for (3). (2) Through shared memory a thread gets one row and transforms that. (3) Row k gives Y[k, :], and by
-// Hermitian symmetry Y[N1-k, :]; row 0 separates as in (1). A plain spectrum passes through shared memory once more, so
-// that it is stored in one piece. Inverse: the same backwards.
+// there are N1/2 rows: row 0 is real for real data and takes the equally real row N1/2 as its imaginary part. The
+// factor 1/2 waits for (3). (2) Through shared memory a thread gets one row and transforms that. (3) Row k gives
+// Y[k, :], and by Hermitian symmetry Y[N1-k, :]; row 0 separates as in (1). A plain spectrum passes through shared
+// memory once more, so that it is stored in one piece. Inverse: the same backwards.
 //
 // Both real columns belong to one plane, so planes stay independent: any number of them, and what is not finite in one
 // does not reach another (two planes as one complex plane, as in Vasilache et al. 2014, share both).
@@ -77,8 +77,9 @@ struct Window {
   int height, width, top, left;
   __device__ __forceinline__ bool has_row(int h) const { return !PADDED || (unsigned)(h - top) < (unsigned)height; }
   __device__ __forceinline__ bool has_column(int w) const { return !PADDED || (unsigned)(w - left) < (unsigned)width; }
-  __device__ __forceinline__ i64 at(int h, int w) const {
-    return PADDED ? (h - top) * row + (w - left) * column : h * row + w * column;
+  // Of column w, as if the window went on beyond the image.
+  __device__ __forceinline__ i64 above(int w) const {
+    return PADDED ? column * (w - left) - row * top : column * w;
   }
 };
 
@@ -90,18 +91,16 @@ template <class T> struct Rows {
   // ``y``: the plane's spectrum; ``step``: from one frequency to the next.
   __device__ __forceinline__ Rows(T* y, int k, i64 step) : step(step), second_step(step) {
     if constexpr (LAYOUT == PACKED) {
-      first = y + k * (N2 * step);
-      second = k == 0 ? y + COLUMNS * step : first + N2 * step;
+      first = y + step * (k * N2);
+      second = k == 0 ? y + step * COLUMNS : first + step * N2;
       if (k) second_step = -step;
     } else {
-      first = y + k * (HALF * step);
-      second = y + (k == 0 ? ROWS : N1 - k) * (HALF * step);
+      first = y + step * (k * HALF);
+      second = y + step * ((k == 0 ? ROWS : N1 - k) * HALF);
     }
   }
-  template <class Store> __device__ __forceinline__ void put(int w, float2 a, float2 b, Store store) const {
-    store(first + w * step, a);
-    store(second + w * second_step, b);
-  }
+  __device__ __forceinline__ T* own(int w) const { return first + step * w; }
+  __device__ __forceinline__ T* mirrored(int w) const { return second + second_step * w; }
 };
 
 // A plain spectrum as it is copied between memories, PIECES by the EACH threads of a plane.

@@ -23,7 +23,7 @@ import torch
 
 from tilewise.kernels.cuda.codelets import fft, rotation
 from tilewise.kernels.cuda.launch import Launch, kernel, read_source
-from tilewise.kernels.cuda.memory import REALS, Leading, Memory, constants, leading
+from tilewise.kernels.cuda.memory import MOST_STRIDE, REALS, Leading, Memory, constants, leading
 
 __all__ = ["LAYOUTS", "SIZES", "Config", "bind", "default_config", "irfft2", "rfft2", "source", "spectrum_shape"]
 
@@ -210,6 +210,11 @@ def bind(
         raise ValueError("; ".join(problems))
     row, column = (n if size > 1 else 0 for n, size in zip(image.strides[-2:], (h, w), strict=True))
     (x_outer, y_outer), (x_inner, y_inner) = planes.outer, planes.inner
+    for stride in (row, column, *spectrum.strides):
+        if abs(stride) > MOST_STRIDE:
+            raise ValueError(
+                f"a stride of {stride} elements inside a plane or between frequencies: at most {MOST_STRIDE}"
+            )
     lines = (x_outer, x_inner, row, column, h, w, *offset)
     spectra = (y_outer, y_inner, 1 if layout == "plain" else spectrum.strides[0])
     sides = (*spectra, *lines, float(scale)) if inverse else (*lines, *spectra)

@@ -39,19 +39,19 @@ template <class Load> struct SpectrumRow {
   bool edge;
   Load get;
   __device__ __forceinline__ void pair(int w, float2& low, float2& high) const {
-    const float2 u = get(at.first + w * at.step), v = get(at.second + w * at.second_step);
+    const float2 u = get(at.own(w)), v = get(at.mirrored(w));
     join(u, v, low, high);
     if (!edge) low = u, high = LAYOUT == PACKED ? v : conjugate(v);
   }
   // The imaginary parts of what is real for real data do not count: the mean of what symmetry says twice is taken.
   __device__ __forceinline__ void ends(float2& low, float2& high) const {
     if constexpr (LAYOUT == PACKED) {
-      const float2 u = get(at.first), v = get(edge ? at.second : at.first + COLUMNS * at.step);
+      const float2 u = get(at.first), v = get(edge ? at.second : at.own(COLUMNS));
       low = edge ? make_float2(u.x, v.x) : u;
       high = edge ? make_float2(u.y, v.y) : v;
     } else {
       low = mean(get(at.first), get(at.second));
-      high = mean(get(at.first + COLUMNS * at.step), get(at.second + COLUMNS * at.second_step));
+      high = mean(get(at.own(COLUMNS)), get(at.mirrored(COLUMNS)));
     }
   }
   __device__ __forceinline__ float2 mean(float2 u, float2 v) const {
@@ -136,18 +136,19 @@ extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __r
   const Window window = {x_row, x_column, (int)height, (int)width, (int)top, (int)left};
   const int w0 = column0(c.lane), w1 = column1(c.lane);
   const bool has0 = window.has_column(w0), has1 = window.has_column(w1);
-  Real *first = x + to.offset + window.at(0, w0), *second = x + to.offset + window.at(0, w1);
+  Real *first = x + to.offset + window.above(w0), *second = x + to.offset + window.above(w1);
   const float factor = (float)scale;
 #pragma unroll
   for (int i = 0; i < M1; ++i) {
     const int h = SPLIT1 * i + c.part;
-    if (!window.has_row(h)) continue;
-    const i64 offset = h * x_row;
+    const bool row = window.has_row(h);
+    const i64 offset = window.row * h;
+    const float2 value = make_float2(factor * z[i].x, factor * z[i].y);
     if constexpr (VECTOR) {
-      if (has0) store_reals(first + offset, factor * z[i].x, factor * z[i].y);
+      store_reals<PADDED>(has0 && row, first + offset, value);
     } else {
-      if (has0) store_real(first + offset, factor * z[i].x);
-      if (has1) store_real(second + offset, factor * z[i].y);
+      store_real<PADDED>(has0 && row, first + offset, value.x);
+      store_real<PADDED>(has1 && row, second + offset, value.y);
     }
   }
 }

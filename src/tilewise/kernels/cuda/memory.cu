@@ -17,31 +17,39 @@ __device__ __forceinline__ unsigned short narrow(float value) {
   return REAL == 2 ? bfloat16_of_float(value) : half_of_float(value);
 }
 
-// STREAM: read once, so the cache need not keep it.
-template <bool STREAM, class T> __device__ __forceinline__ T load(const T* p) {
-  if constexpr (STREAM) return __ldcs(p);
+// Reals, 0 unless ``wanted``. MASKED: whether that has to be looked at; STREAM: they are read once.
+template <bool STREAM, bool MASKED, class T> __device__ __forceinline__ T load(bool wanted, const T* p) {
+  if constexpr (MASKED) return load_if<STREAM>(wanted, p);
+  else if constexpr (STREAM) return __ldcs(p);
   else return *p;
 }
 
-template <bool STREAM> __device__ __forceinline__ float load_real(const Real* p) { return widen(load<STREAM>(p)); }
+template <bool STREAM, bool MASKED> __device__ __forceinline__ float load_real(bool wanted, const Real* p) {
+  return widen(load<STREAM, MASKED>(wanted, p));
+}
 
 // Two neighbours, the first at a multiple of their size.
-template <bool STREAM> __device__ __forceinline__ float2 load_reals(const Real* p) {
-  if constexpr (REAL == 0) return load<STREAM>((const float2*)p);
+template <bool STREAM, bool MASKED> __device__ __forceinline__ float2 load_reals(bool wanted, const Real* p) {
+  if constexpr (REAL == 0) return load<STREAM, MASKED>(wanted, (const float2*)p);
   else {
-    const unsigned both = load<STREAM>((const unsigned*)p);
+    const unsigned both = load<STREAM, MASKED>(wanted, (const unsigned*)p);
     return make_float2(widen((unsigned short)both), widen((unsigned short)(both >> 16)));
   }
 }
 
-__device__ __forceinline__ void store_real(Real* p, float value) {
-  if constexpr (REAL == 0) __stcs((float*)p, value);
-  else __stcs((unsigned short*)p, narrow(value));
+template <bool MASKED, class T> __device__ __forceinline__ void store(bool wanted, T* p, T value) {
+  if constexpr (MASKED) store_if(wanted, p, value);
+  else __stcs(p, value);
 }
 
-__device__ __forceinline__ void store_reals(Real* p, float first, float second) {
-  if constexpr (REAL == 0) __stcs((float2*)p, make_float2(first, second));
-  else __stcs((unsigned*)p, (unsigned)narrow(first) | (unsigned)narrow(second) << 16);
+template <bool MASKED> __device__ __forceinline__ void store_real(bool wanted, Real* p, float value) {
+  if constexpr (REAL == 0) store<MASKED>(wanted, (float*)p, value);
+  else store<MASKED>(wanted, (unsigned short*)p, narrow(value));
+}
+
+template <bool MASKED> __device__ __forceinline__ void store_reals(bool wanted, Real* p, float2 value) {
+  if constexpr (REAL == 0) store<MASKED>(wanted, (float2*)p, value);
+  else store<MASKED>(wanted, (unsigned*)p, (unsigned)narrow(value.x) | (unsigned)narrow(value.y) << 16);
 }
 
 // Spectra are complex64. Half-precision spectra would be two more versions of these.

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["REALS", "Leading", "Memory", "constants", "leading"]
+__all__ = ["MOST_STRIDE", "REALS", "Leading", "Memory", "constants", "leading"]
 
 REALS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Numbers by which ``memory.cu`` knows the types of real data."""
 ALIGNMENT = 16
 """Bytes; more than the widest access is not asked about."""
 MOST_PLANES = 2**31 - 1
-MOST_STRIDE = 2**62
+MOST_STRIDE = 2**31 - 1
+"""Elements between neighbours inside a plane or a signal; between planes there is no bound."""
 
 
 @dataclass(frozen=True, slots=True)

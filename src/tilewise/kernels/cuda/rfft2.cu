@@ -7,11 +7,11 @@ struct Columns {
   bool has0, has1;
   __device__ __forceinline__ float2 operator[](int h) const {
     constexpr bool stream = SPLIT1 == 1;  // with two threads a column, the second finds it in the cache
-    if (!window.has_row(h)) return make_float2(0.f, 0.f);
-    const i64 offset = h * window.row;
-    if constexpr (VECTOR) return has0 ? load_reals<stream>(first + offset) : make_float2(0.f, 0.f);
-    const float a = has0 ? load_real<stream>(first + offset) : 0.f, b = has1 ? load_real<stream>(second + offset) : 0.f;
-    return make_float2(a, b);
+    const bool row = window.has_row(h);
+    const i64 offset = window.row * h;
+    if constexpr (VECTOR) return load_reals<stream, PADDED>(has0 && row, first + offset);
+    const float a = load_real<stream, PADDED>(has0 && row, first + offset);
+    return make_float2(a, load_real<stream, PADDED>(has1 && row, second + offset));
   }
 };
 
@@ -35,13 +35,15 @@ __device__ __forceinline__ void emit(const float2 (&r)[M2], bool edge, const Row
     const float2 p = make_float2(0.5f * r[i].x, 0.5f * r[i].y), m = make_float2(0.5f * q.x, -0.5f * q.y);
     const float2 sum = make_float2(p.x + m.x, p.y + m.y), rest = make_float2(p.y - m.y, m.x - p.x);
     if (LAYOUT != PACKED) {
-      target.put(w, edge ? sum : p, edge ? rest : m, store);
+      store(target.own(w), edge ? sum : p);
+      store(target.mirrored(w), edge ? rest : m);
     } else if (w == 0) {  // the four frequencies that are real for real data make two complex numbers
       const float2 h = r[M2 / 2], half = make_float2(0.5f * h.x, 0.5f * h.y);
       store(target.first, edge ? make_float2(r[0].x, h.x) : p);
-      store(edge ? target.second : target.first + COLUMNS * target.step, edge ? make_float2(r[0].y, h.y) : half);
+      store(edge ? target.second : target.own(COLUMNS), edge ? make_float2(r[0].y, h.y) : half);
     } else if (w < COLUMNS) {
-      target.put(w, edge ? sum : p, edge ? rest : conjugate(m), store);
+      store(target.own(w), edge ? sum : p);
+      store(target.mirrored(w), edge ? rest : conjugate(m));
     }
   }
 }
@@ -63,7 +65,7 @@ extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __re
     const Real* image = x + start(c.slot, planes, inner, x_outer, x_inner).offset;
     const int w0 = column0(c.lane), w1 = column1(c.lane);
     const bool has0 = window.has_column(w0), has1 = window.has_column(w1);
-    const Columns z = {image + window.at(0, w0), image + window.at(0, w1), window, has0, has1};
+    const Columns z = {image + window.above(w0), image + window.above(w1), window, has0, has1};
     float2 r[M1];
     float4* s = shared + c.slot * PLANE + c.lane;
     if constexpr (SPLIT1 == 1) {
