@@ -40,8 +40,13 @@ class Guarded:
         return bool(torch.isnan(real).any(-1).all() if buffer.is_complex() else torch.isnan(real).all())
 
 
-def packed(y: torch.Tensor, n1: int, n2: int) -> torch.Tensor:
-    """``(..., n1, n2/2+1)`` as ``(..., n1 * n2 / 2)``, by the definition in ``fft2d``'s docstring."""
+def packed(y: torch.Tensor, s: Sequence[int]) -> torch.Tensor:
+    """``(..., n/2+1)`` as ``(..., n/2)``, ``(..., n1, n2/2+1)`` as ``(..., n1 * n2 / 2)``: see ``fft1d``, ``fft2d``."""
+    if len(s) == 1:
+        short = y[..., :-1].clone()
+        short[..., 0] = torch.complex(y[..., 0].real, y[..., -1].real)
+        return short
+    n1, n2 = s
     r, c = n1 // 2, n2 // 2
     k1, k2 = torch.arange(n1, device=y.device)[:, None], torch.arange(n2, device=y.device)[None]
     whole = torch.where(k2 <= c, y[..., k1, k2.clamp(max=c)], y[..., (-k1) % n1, ((-k2) % n2).clamp(max=c)].conj())
@@ -60,7 +65,7 @@ def spectrum(x: torch.Tensor, s: Sequence[int], offset: Sequence[int], layout: s
     y = torch.fft.rfftn(wide, dim=tuple(range(-dims, 0)))
     if layout == "plain":
         return y
-    flat = packed(y, *s) if layout == "packed" else y.flatten(-dims)
+    flat = packed(y, s) if layout == "packed" else y.flatten(-dims)
     return flat.movedim(-1, 0)
 
 

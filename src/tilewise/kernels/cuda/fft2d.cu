@@ -50,26 +50,11 @@ template <int LANES, bool PLANES_FIRST> __device__ __forceinline__ Place place()
   else return {rest / LANES, rest % LANES, part};
 }
 
-// Where plane number ``slot`` of this block starts, and whether there is such a plane. Beyond the last it is the last.
-struct Start {
-  i64 offset;
-  bool exists;
-};
-
-__device__ __forceinline__ Start start(int slot, i64 planes, i64 inner, i64 outer_stride, i64 inner_stride) {
-  const unsigned wanted = blockIdx.x * (unsigned)PLANES + slot, last = (unsigned)(planes - 1);
-  const unsigned plane = wanted < last ? wanted : last, outer = plane / (unsigned)inner;
-  return {outer * outer_stride + (plane - outer * (unsigned)inner) * inner_stride, wanted <= last};
-}
+__device__ __forceinline__ unsigned first_plane() { return blockIdx.x * (unsigned)PLANES; }
 
 // The two columns of pair number ``lane``: neighbours, or half a row apart, so that single accesses stay coalesced.
 __device__ constexpr int column0(int lane) { return VECTOR ? 2 * lane : lane; }
 __device__ constexpr int column1(int lane) { return VECTOR ? 2 * lane + 1 : lane + COLUMNS; }
-
-__device__ __forceinline__ float2 conjugate(float2 a) { return make_float2(a.x, -a.y); }
-__device__ __forceinline__ float2 plus_times(float2 a, float f, float2 b) {
-  return make_float2(fmaf(f, b.x, a.x), fmaf(f, b.y, a.y));
-}
 
 // Where the image lies inside the N1 x N2 plane; strides in elements.
 struct Window {

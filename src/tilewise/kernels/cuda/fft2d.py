@@ -18,17 +18,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tilewise.kernels.cuda.codelets import fft, rotation
-from tilewise.kernels.cuda.launch import Launch, kernel, read_source
-from tilewise.kernels.cuda.memory import MOST_STRIDE, REALS, Leading, Memory, constants, leading
+from tilewise.kernels.cuda.launch import Bound, Launch, read_source
+from tilewise.kernels.cuda.operands import (
+    LAYOUTS,
+    REALS,
+    Leading,
+    Memory,
+    check,
+    constants,
+    known_layout,
+    leading,
+    numbers,
+    on_gpu,
+    spectrum_shape,
+)
 
-__all__ = ["LAYOUTS", "SIZES", "Config", "bind", "default_config", "irfft2", "rfft2", "source", "spectrum_shape"]
+__all__ = ["LAYOUTS", "SIZES", "Config", "bind", "default_config", "irfft2", "rfft2", "spectrum_shape"]
 
 SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
-LAYOUTS = ("plain", "frequency_major", "packed")
 LARGEST_IN_REGISTERS = 64
 """Points of a transform that one thread holds: 128 registers, of 255."""
 SHARED_LIMIT = 227 * 1024
@@ -119,9 +131,13 @@ class Program:
         """The kernel's name."""
         return "irfft2" if self.inverse else "rfft2"
 
+    def source(self) -> str:
+        """The CUDA C++; :func:`compile_cubin` puts ``ptx.cu`` before it."""
+        return _source(self)
 
-def source(p: Program) -> str:
-    """The CUDA C++ of a program; :func:`compile_cubin` puts ``ptx.cu`` before it."""
+
+@functools.lru_cache(maxsize=256)
+def _source(p: Program) -> str:
     sign = 1 if p.inverse else -1
     split1, split2 = p.split(p.n1), p.split(p.n2)
     codelets, macros = {}, []
@@ -132,7 +148,7 @@ def source(p: Program) -> str:
         macros.append(f"#define transform{axis} {used[0].name}")
         macros.append(f"#define rotate{axis} {used[1].name}" if split > 1 else f"#define rotate{axis}(r)")
     bounds = f"{p.threads}, {p.config.resident}" if p.config.resident else f"{p.threads}"
-    numbers = {
+    values = {
         "N1": p.n1, "N2": p.n2, "SPLIT1": split1, "SPLIT2": split2,
         "PLANES": p.config.planes, "THREADS": p.threads, "PLANE_PAD": p.plane_pad,
         "PLAIN": 0, "FREQUENCY_MAJOR": 1, "PACKED": 2, "LAYOUT": LAYOUTS.index(p.layout),
@@ -140,40 +156,17 @@ def source(p: Program) -> str:
         "IMAGE_PLANES_FIRST": p.image_planes_first, "SPECTRUM_PLANES_FIRST": p.spectrum_planes_first,
         "REAL": REALS[p.dtype],
     }  # fmt: skip
-    head = [constants(numbers), f"#define BOUNDS __launch_bounds__({bounds})", *macros]
+    head = [constants(values), f"#define BOUNDS __launch_bounds__({bounds})", *macros]
     texts = (*head, read_source("memory.cu"), *(c.cpp() for c in codelets.values()), read_source("fft2d.cu"))
     return "\n".join((*texts, read_source(f"{p.name}.cu")))
-
-
-def spectrum_shape(lead: Sequence[int], s: Sequence[int], layout: str = "plain") -> tuple[int, ...]:
-    """Shape of the spectrum of planes with leading dimensions ``lead``."""
-    n1, n2 = s
-    if layout == "plain":
-        return (*lead, n1, n2 // 2 + 1)
-    return (n1 * n2 // 2 if layout == "packed" else n1 * (n2 // 2 + 1), *lead)
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A launch for fixed shapes and strides, with what it was compiled for."""
-
-    program: Program
-    planes: int
-    grid: int
-    scalars: tuple[int | float, ...]
-
-    def launch(self, device: int) -> Launch:
-        """Compiled for a device: takes the addresses of the operand and the result."""
-        p = self.program
-        return kernel(source(p), p.name, device).launch(self.grid, p.threads, p.shared, 2, self.scalars)
 
 
 @functools.lru_cache(maxsize=1024)
 def bind(
     image: Memory,
     spectrum: Memory,
-    s: tuple[int, int],
-    offset: tuple[int, int],
+    s: tuple[int, ...],
+    offset: tuple[int, ...],
     layout: str,
     inverse: bool,
     config: Config | None,
@@ -184,50 +177,30 @@ def bind(
     ``ValueError`` naming the values where shapes do not fit each other, sizes have no kernel or offsets run out of the
     basis.
     """
-    n1, n2 = _checked_size(s)
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")
+    _checked_size(s)
+    check(image, spectrum, s, offset, layout)
     h, w = image.shape[-2:]
-    for name, size, place, n in (("height", h, offset[0], n1), ("width", w, offset[1], n2)):
-        if place < 0 or place + size > n:
-            raise ValueError(f"{name} {size} at offset {place} does not fit a basis of {n}")
     lead = image.shape[:-2]
-    wanted = spectrum_shape(lead, s, layout)
-    if spectrum.shape != wanted:
-        raise ValueError(f"the spectrum has shape {spectrum.shape}, {layout} spectra of {image.shape} have {wanted}")
-    if image.dtype not in REALS:
-        raise TypeError(f"planes are {image.dtype}: must be float32, float16 or bfloat16")
-    if spectrum.dtype != torch.complex64:
-        raise TypeError(f"the spectrum is {spectrum.dtype}: must be complex64")
-    inner_strides = spectrum.strides[:-2] if layout == "plain" else spectrum.strides[1:]
-    planes = leading(lead, image.strides[:-2], inner_strides)
-    half = n2 // 2 + 1
-    if layout == "plain" and spectrum.strides[-2:] != (half, 1):
-        raise ValueError(f"a plain spectrum's last strides are {spectrum.strides[-2:]}: must be {(half, 1)}")
+    planes = leading(lead, image.strides[:-2], spectrum.strides[:-2] if layout == "plain" else spectrum.strides[1:])
     program = _program(image, spectrum, planes, s, offset, layout, inverse, config)
     problems = program.problems()
     if problems:
         raise ValueError("; ".join(problems))
     row, column = (n if size > 1 else 0 for n, size in zip(image.strides[-2:], (h, w), strict=True))
     (x_outer, y_outer), (x_inner, y_inner) = planes.outer, planes.inner
-    for stride in (row, column, *spectrum.strides):
-        if abs(stride) > MOST_STRIDE:
-            raise ValueError(
-                f"a stride of {stride} elements inside a plane or between frequencies: at most {MOST_STRIDE}"
-            )
     lines = (x_outer, x_inner, row, column, h, w, *offset)
     spectra = (y_outer, y_inner, 1 if layout == "plain" else spectrum.strides[0])
     sides = (*spectra, *lines, float(scale)) if inverse else (*lines, *spectra)
     count = planes.count
-    return Bound(program, count, -(-count // program.config.planes), (count, planes.inner_count, *sides))
+    return Bound(program, -(-count // program.config.planes), (count, planes.inner_count, *sides))
 
 
 def _program(
     image: Memory,
     spectrum: Memory,
     planes: Leading,
-    s: tuple[int, int],
-    offset: tuple[int, int],
+    s: tuple[int, ...],
+    offset: tuple[int, ...],
     layout: str,
     inverse: bool,
     config: Config | None,
@@ -269,13 +242,14 @@ def rfft2(
     ``torch.fft.rfft2``. Raises ``ValueError`` or ``TypeError`` naming what does not fit, ``RuntimeError`` where
     cuda.core is absent.
     """
-    size = _pair("s", x.shape[-2:] if s is None else s)
-    _check_planes("x", x)
+    if x.dim() < 2:
+        raise ValueError(f"x has {x.dim()} dimensions: planes need two")
+    size = _checked_size(numbers("s", x.shape[-2:] if s is None else s, 2))
     if out is None:
-        out = x.new_empty(spectrum_shape(x.shape[:-2], _checked_size(size), _known(layout)), dtype=torch.complex64)
-    bound = bind(Memory.of(x), Memory.of(out), size, _pair("offset", offset), layout, False, config)
-    if bound.planes:
-        _launch(bound, x.get_device())(x.data_ptr(), out.data_ptr())
+        out = x.new_empty(spectrum_shape(x.shape[:-2], size, layout), dtype=torch.complex64)
+    place = numbers("offset", offset, 2)
+    run = _launch(on_gpu("x", x, "out", out), Memory.of(x), Memory.of(out), size, place, layout, False, config, 1.0)
+    run(x.data_ptr(), out.data_ptr())
     return out
 
 
@@ -297,40 +271,19 @@ def irfft2(
     1 / (n1 n2), like ``torch.fft.irfft2``. A spectrum is taken to be Hermitian, as those of real planes and their
     products are. Raises as :func:`rfft2`.
     """
-    n1, n2 = _checked_size(_pair("s", s))
-    if not y.is_cuda:
-        raise ValueError(f"y is on {y.device}: these kernels run on NVIDIA GPUs")
-    window = (n1, n2) if size is None else _pair("size", size)
-    lead = y.shape[:-2] if _known(layout) == "plain" else y.shape[1:]
+    n1, n2 = _checked_size(numbers("s", s, 2))
+    window = (n1, n2) if size is None else numbers("size", size, 2)
+    lead = y.shape[:-2] if known_layout(layout) == "plain" else y.shape[1:]
     if out is None:
         out = y.new_empty((*lead, *window), dtype=dtype)
-    _check_planes("out", out)
+    place = numbers("offset", offset, 2)
     factor = 1.0 / (n1 * n2) if scale is None else scale
-    bound = bind(Memory.of(out), Memory.of(y), (n1, n2), _pair("offset", offset), layout, True, config, factor)
-    if bound.planes:
-        _launch(bound, y.get_device())(y.data_ptr(), out.data_ptr())
+    device = on_gpu("y", y, "out", out)
+    run = _launch(device, Memory.of(out), Memory.of(y), (n1, n2), place, layout, True, config, factor)
+    run(y.data_ptr(), out.data_ptr())
     return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(bound: Bound, device: int) -> Launch:
-    return bound.launch(device)
-
-
-def _known(layout: str) -> str:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")
-    return layout
-
-
-def _check_planes(name: str, x: torch.Tensor) -> None:
-    if x.dim() < 2:
-        raise ValueError(f"{name} has {x.dim()} dimensions: planes need two")
-    if not x.is_cuda:
-        raise ValueError(f"{name} is on {x.device}: these kernels run on NVIDIA GPUs")
-
-
-def _pair(name: str, value: Sequence[int]) -> tuple[int, int]:
-    if len(value) != 2:
-        raise ValueError(f"{name}={tuple(value)}: must be two numbers")
-    return int(value[0]), int(value[1])
+def _launch(device: int, *arguments: Any) -> Launch:
+    return bind(*arguments).launch(device)

@@ -89,7 +89,7 @@ extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __r
   float2 r[M2];
   if constexpr (LAYOUT == PLAIN) {
     const int slot = threadIdx.x / EACH, lane = threadIdx.x % EACH;
-    const Piece* from = (const Piece*)(y + start(slot, planes, inner, y_outer, y_inner).offset);
+    const Piece* from = (const Piece*)(y + start(first_plane() + slot, planes, inner, y_outer, y_inner).offset);
     Piece* to = (Piece*)(shared + slot * PLANE);
 #pragma unroll 8
     for (int i = lane; i < PIECES; i += EACH) copy_async(to + i, from + i);
@@ -99,7 +99,7 @@ extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __r
     if (works) unite<SPLIT2>(r, SpectrumRow<FromShared>{rows, p.lane == 0, {}}, p.part);
     synchronize();
   } else if (works) {
-    const float2* from = y + start(p.slot, planes, inner, y_outer, y_inner).offset;
+    const float2* from = y + start(first_plane() + p.slot, planes, inner, y_outer, y_inner).offset;
     const Rows<const float2> rows(from, p.lane, y_frequency);
     unite<SPLIT2>(r, SpectrumRow<FromMemory>{rows, p.lane == 0, {}}, p.part);
   }
@@ -127,7 +127,7 @@ extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __r
   synchronize();
 
   const Place c = place<COLUMNS, IMAGE_PLANES_FIRST>();
-  const Start to = start(c.slot, planes, inner, x_outer, x_inner);
+  const Start to = start(first_plane() + c.slot, planes, inner, x_outer, x_inner);
   if (!to.exists || (THREADS != PLANES * COLUMNS * SPLIT1 && c.part >= SPLIT1)) return;
   float2 z[M1];
   unite<SPLIT1>(z, PairColumn{shared + c.slot * PLANE + c.lane}, c.part);

@@ -8,11 +8,12 @@ import importlib
 import importlib.resources
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Kernel", "Launch", "compile_cubin", "kernel", "read_source", "unavailable"]
+__all__ = ["Bound", "Kernel", "Launch", "Program", "compile_cubin", "kernel", "read_source", "unavailable"]
 
 CORE = ("cuda.core", "cuda.core.experimental")
 """Where cuda.core keeps ``Program``: at its top from version 0.5 on, before that in the second."""
@@ -151,6 +152,8 @@ class Launch:
             with torch.cuda.device(device):
                 self(*addresses)
             return
+        if not self._dimensions[0]:
+            return
         stream, values = self._stream(device), self._values
         # The driver copies the arguments before it returns, so they are in use for no longer than the lock is held.
         with self._lock:
@@ -159,6 +162,39 @@ class Launch:
             (error,) = self._run(self._function, *self._dimensions, stream, ctypes.addressof(self._arguments), 0)
         if error:
             _check(self._driver, "cuLaunchKernel", error)
+
+
+class Program(Protocol):
+    """What a kernel is compiled for: made by ``fft1d`` and ``fft2d``."""
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+
+    def source(self) -> str:
+        """The CUDA C++; :func:`compile_cubin` puts ``ptx.cu`` before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A program for fixed shapes and strides; ``grid`` blocks, none where there is nothing to do."""
+
+    program: Program
+    grid: int
+    scalars: tuple[int | float, ...]
+
+    def launch(self, device: int) -> Launch:
+        """Compiled for a device: takes the addresses of the operand and the result."""
+        p = self.program
+        return kernel(p.source(), p.name, device).launch(self.grid, p.threads, p.shared, 2, self.scalars)
 
 
 def _check(driver: Any, call: str, error: Any) -> None:

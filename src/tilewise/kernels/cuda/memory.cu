@@ -58,3 +58,20 @@ using Complex = float2;
 __device__ __forceinline__ float2 load_complex(const Complex* p) { return __ldcs(p); }
 
 __device__ __forceinline__ void store_complex(Complex* p, float2 value) { __stcs(p, value); }
+
+// Where plane or signal number ``wanted`` starts, and whether there is one. Beyond the last it is the last.
+struct Start {
+  i64 offset;
+  bool exists;
+};
+
+__device__ __forceinline__ Start start(unsigned wanted, i64 count, i64 inner, i64 outer_stride, i64 inner_stride) {
+  const unsigned last = (unsigned)(count - 1), number = wanted < last ? wanted : last;
+  const unsigned outer = number / (unsigned)inner;
+  return {outer * outer_stride + (number - outer * (unsigned)inner) * inner_stride, wanted <= last};
+}
+
+__device__ __forceinline__ float2 conjugate(float2 a) { return make_float2(a.x, -a.y); }
+__device__ __forceinline__ float2 plus_times(float2 a, float f, float2 b) {
+  return make_float2(fmaf(f, b.x, a.x), fmaf(f, b.y, a.y));
+}

@@ -62,7 +62,7 @@ extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __re
   const Place c = place<COLUMNS, IMAGE_PLANES_FIRST>();
   if (THREADS == PLANES * COLUMNS * SPLIT1 || c.part < SPLIT1) {
     const Window window = {x_row, x_column, (int)height, (int)width, (int)top, (int)left};
-    const Real* image = x + start(c.slot, planes, inner, x_outer, x_inner).offset;
+    const Real* image = x + start(first_plane() + c.slot, planes, inner, x_outer, x_inner).offset;
     const int w0 = column0(c.lane), w1 = column1(c.lane);
     const bool has0 = window.has_column(w0), has1 = window.has_column(w1);
     const Columns z = {image + window.above(w0), image + window.above(w1), window, has0, has1};
@@ -121,14 +121,14 @@ extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __re
     }
     synchronize();
     const int slot = threadIdx.x / EACH, lane = threadIdx.x % EACH;
-    const Start to = start(slot, planes, inner, y_outer, y_inner);
+    const Start to = start(first_plane() + slot, planes, inner, y_outer, y_inner);
     if (!to.exists) return;
     const Piece* from = (const Piece*)(shared + slot * PLANE);
     Piece* out = (Piece*)(y + to.offset);
 #pragma unroll 8
     for (int i = lane; i < PIECES; i += EACH) __stcs(out + i, from[i]);
   } else if (works) {
-    const Start to = start(p.slot, planes, inner, y_outer, y_inner);
+    const Start to = start(first_plane() + p.slot, planes, inner, y_outer, y_inner);
     if (!to.exists) return;
     const Rows<float2> target(y + to.offset, p.lane, y_frequency);
     if (SPLIT2 == 1 || !p.part) emit<0>(r, p.lane == 0, target, ToMemory());
