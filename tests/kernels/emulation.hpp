@@ -37,7 +37,7 @@ template <class T> void __stcs(T* p, T value) {
 }
 template <class T> T __ldg(const T* p) { return __ldcs(p); }
 template <bool STREAM, class T> T load_if(bool wanted, const T* p) { return wanted ? __ldcs(p) : T{}; }
-template <class T> void store_if(bool wanted, T* p, T value) { if (wanted) __stcs(p, value); }
+template <bool STREAM, class T> void store_if(bool wanted, T* p, T value) { if (wanted) __stcs(p, value); }
 template <class T> void copy_async(T* to, const T* from) { *to = __ldcs(from); }
 inline void wait_copies() {}
 

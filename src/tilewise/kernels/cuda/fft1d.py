@@ -50,13 +50,15 @@ class Config:
 
     ``threads`` that share one signal: a power of two up to 16 that divides n / 2; ``signals`` of a thread block, a
     multiple of 32 / threads; ``resident`` blocks that a multiprocessor is to hold, which bounds registers (0: no
-    bound); ``vector``: access two elements at a time where strides and alignment allow it.
+    bound); ``vector``: access two elements at a time where strides and alignment allow it; ``stream``: tell the cache
+    not to keep results.
     """
 
     threads: int
     signals: int
     resident: int = 0
     vector: bool = True
+    stream: bool = True
 
 
 def default_config(n: int, count: int = 2**31) -> Config:
@@ -135,7 +137,7 @@ def _source(p: Program) -> str:
         "N": p.n, "T": t, "SIGNALS": p.config.signals, "THREADS": p.threads,
         "PLAIN": 0, "FREQUENCY_MAJOR": 1, "PACKED": 2, "LAYOUT": LAYOUTS.index(p.layout),
         "PADDED": p.padded, "VECTOR": p.vector, "FLAT": p.flat, "SIGNALS_FIRST": p.signals_first,
-        "REAL": REALS[p.dtype],
+        "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream,
     }  # fmt: skip
     head = [
         constants(values),

@@ -53,13 +53,14 @@ class Config:
 
     ``planes`` of one thread block; ``split``, threads that share one transform (1 or 2; None: 2 above 64 points);
     ``resident`` blocks that a multiprocessor is to hold, which bounds registers (0: no bound); ``vector``: access two
-    columns at a time where strides and alignment allow it.
+    columns at a time where strides and alignment allow it; ``stream``: tell the cache not to keep results.
     """
 
     planes: int
     split: int | None = None
     resident: int = 0
     vector: bool = True
+    stream: bool = True
 
 
 def default_config(s: Sequence[int], layout: str = "plain", inverse: bool = False) -> Config:
@@ -70,7 +71,8 @@ def default_config(s: Sequence[int], layout: str = "plain", inverse: bool = Fals
     else:
         # Memory is written in pieces of 8 bytes times ``planes``: sectors have 32 bytes, lines 128.
         planes = {8: 32, 16: 16, 24: 16, 32: 16, 48: 8, 64: 4, 96: 2, 128: 1}[n]
-    return Config(planes)
+    # At 128 points three blocks fit shared memory, and registers if a few numbers are spilled.
+    return Config(planes, resident=3 if n == 128 and planes == 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ def _source(p: Program) -> str:
         "PLAIN": 0, "FREQUENCY_MAJOR": 1, "PACKED": 2, "LAYOUT": LAYOUTS.index(p.layout),
         "PADDED": p.padded, "VECTOR": p.vector, "ALIGNED": p.aligned,
         "IMAGE_PLANES_FIRST": p.image_planes_first, "SPECTRUM_PLANES_FIRST": p.spectrum_planes_first,
-        "REAL": REALS[p.dtype],
+        "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream,
     }  # fmt: skip
     head = [constants(values), f"#define BOUNDS __launch_bounds__({bounds})", *macros]
     texts = (*head, read_source("memory.cu"), *(c.cpp() for c in codelets.values()), read_source("fft2d.cu"))

@@ -37,9 +37,15 @@ template <bool STREAM, bool MASKED> __device__ __forceinline__ float2 load_reals
   }
 }
 
+// STREAM_STORES: what is written need not stay in the cache.
+template <class T> __device__ __forceinline__ void write(T* p, T value) {
+  if constexpr (STREAM_STORES) __stcs(p, value);
+  else *p = value;
+}
+
 template <bool MASKED, class T> __device__ __forceinline__ void store(bool wanted, T* p, T value) {
-  if constexpr (MASKED) store_if(wanted, p, value);
-  else __stcs(p, value);
+  if constexpr (MASKED) store_if<STREAM_STORES>(wanted, p, value);
+  else write(p, value);
 }
 
 template <bool MASKED> __device__ __forceinline__ void store_real(bool wanted, Real* p, float value) {
@@ -57,7 +63,7 @@ using Complex = float2;
 
 __device__ __forceinline__ float2 load_complex(const Complex* p) { return __ldcs(p); }
 
-__device__ __forceinline__ void store_complex(Complex* p, float2 value) { __stcs(p, value); }
+__device__ __forceinline__ void store_complex(Complex* p, float2 value) { write(p, value); }
 
 // Where plane or signal number ``wanted`` starts, and whether there is one. Beyond the last it is the last.
 struct Start {

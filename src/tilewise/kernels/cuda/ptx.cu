@@ -33,63 +33,31 @@ template <class T> __device__ __forceinline__ void copy_async(T* to, const T* fr
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Loads (0 where not ``wanted``) and stores under a condition. As predicated instructions, for of as many conditions as
-// there are rows a compiler makes branches. STREAM: read once, so the cache need not keep it.
-template <bool STREAM> __device__ __forceinline__ float load_if(bool wanted, const float* p) {
-  float a;
-  if constexpr (STREAM) {
-    asm("{ .reg .pred q; setp.ne.s32 q, %1, 0; mov.f32 %0, 0f00000000; @q ld.global.cs.f32 %0, [%2]; }"
-        : "=f"(a) : "r"((int)wanted), "l"(p));
-  } else {
-    asm("{ .reg .pred q; setp.ne.s32 q, %1, 0; mov.f32 %0, 0f00000000; @q ld.global.f32 %0, [%2]; }"
-        : "=f"(a) : "r"((int)wanted), "l"(p));
+// there are rows a compiler makes branches. STREAM: accessed once, so the cache need not keep it.
+#define WHEN(CONDITION, INSTRUCTION) "{ .reg .pred q; setp.ne.s32 q, " CONDITION ", 0; @q " INSTRUCTION "; }"
+
+#define LOAD_IF(T, CONDITION, OPERANDS, ...)                                                                        \
+  template <bool STREAM> __device__ __forceinline__ T load_if(bool wanted, const T* p) {                            \
+    T a = {};                                                                                                       \
+    if constexpr (STREAM)                                                                                           \
+      asm(WHEN(CONDITION, "ld.global.cs." OPERANDS) : __VA_ARGS__ : "r"((int)wanted), "l"(p));                      \
+    else                                                                                                            \
+      asm(WHEN(CONDITION, "ld.global." OPERANDS) : __VA_ARGS__ : "r"((int)wanted), "l"(p));                         \
+    return a;                                                                                                       \
   }
-  return a;
-}
+LOAD_IF(float, "%1", "f32 %0, [%2]", "+f"(a))
+LOAD_IF(float2, "%2", "v2.f32 {%0, %1}, [%3]", "+f"(a.x), "+f"(a.y))
+LOAD_IF(unsigned, "%1", "u32 %0, [%2]", "+r"(a))
+LOAD_IF(unsigned short, "%1", "u16 %0, [%2]", "+h"(a))
 
-template <bool STREAM> __device__ __forceinline__ float2 load_if(bool wanted, const float2* p) {
-  float a, b;
-  if constexpr (STREAM) {
-    asm("{ .reg .pred q; setp.ne.s32 q, %2, 0; mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000;"
-        " @q ld.global.cs.v2.f32 {%0, %1}, [%3]; }"
-        : "=f"(a), "=f"(b) : "r"((int)wanted), "l"(p));
-  } else {
-    asm("{ .reg .pred q; setp.ne.s32 q, %2, 0; mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000;"
-        " @q ld.global.v2.f32 {%0, %1}, [%3]; }"
-        : "=f"(a), "=f"(b) : "r"((int)wanted), "l"(p));
+#define STORE_IF(T, OPERANDS, ...)                                                                                  \
+  template <bool STREAM> __device__ __forceinline__ void store_if(bool wanted, T* p, T a) {                         \
+    if constexpr (STREAM)                                                                                           \
+      asm volatile(WHEN("%0", "st.global.cs." OPERANDS)::"r"((int)wanted), "l"(p), __VA_ARGS__ : "memory");         \
+    else                                                                                                            \
+      asm volatile(WHEN("%0", "st.global." OPERANDS)::"r"((int)wanted), "l"(p), __VA_ARGS__ : "memory");            \
   }
-  return make_float2(a, b);
-}
-
-template <bool STREAM> __device__ __forceinline__ unsigned load_if(bool wanted, const unsigned* p) {
-  unsigned a;
-  asm("{ .reg .pred q; setp.ne.s32 q, %1, 0; mov.u32 %0, 0; @q ld.global.u32 %0, [%2]; }"
-      : "=r"(a) : "r"((int)wanted), "l"(p));
-  return a;
-}
-
-template <bool STREAM> __device__ __forceinline__ unsigned short load_if(bool wanted, const unsigned short* p) {
-  unsigned short a;
-  asm("{ .reg .pred q; setp.ne.s32 q, %1, 0; mov.u16 %0, 0; @q ld.global.u16 %0, [%2]; }"
-      : "=h"(a) : "r"((int)wanted), "l"(p));
-  return a;
-}
-
-__device__ __forceinline__ void store_if(bool wanted, float* p, float a) {
-  asm volatile("{ .reg .pred q; setp.ne.s32 q, %0, 0; @q st.global.cs.f32 [%1], %2; }"
-               ::"r"((int)wanted), "l"(p), "f"(a) : "memory");
-}
-
-__device__ __forceinline__ void store_if(bool wanted, float2* p, float2 a) {
-  asm volatile("{ .reg .pred q; setp.ne.s32 q, %0, 0; @q st.global.cs.v2.f32 [%1], {%2, %3}; }"
-               ::"r"((int)wanted), "l"(p), "f"(a.x), "f"(a.y) : "memory");
-}
-
-__device__ __forceinline__ void store_if(bool wanted, unsigned* p, unsigned a) {
-  asm volatile("{ .reg .pred q; setp.ne.s32 q, %0, 0; @q st.global.cs.u32 [%1], %2; }"
-               ::"r"((int)wanted), "l"(p), "r"(a) : "memory");
-}
-
-__device__ __forceinline__ void store_if(bool wanted, unsigned short* p, unsigned short a) {
-  asm volatile("{ .reg .pred q; setp.ne.s32 q, %0, 0; @q st.global.cs.u16 [%1], %2; }"
-               ::"r"((int)wanted), "l"(p), "h"(a) : "memory");
-}
+STORE_IF(float, "f32 [%1], %2", "f"(a))
+STORE_IF(float2, "v2.f32 [%1], {%2, %3}", "f"(a.x), "f"(a.y))
+STORE_IF(unsigned, "u32 [%1], %2", "r"(a))
+STORE_IF(unsigned short, "u16 [%1], %2", "h"(a))

@@ -126,7 +126,7 @@ extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __re
     const Piece* from = (const Piece*)(shared + slot * PLANE);
     Piece* out = (Piece*)(y + to.offset);
 #pragma unroll 8
-    for (int i = lane; i < PIECES; i += EACH) __stcs(out + i, from[i]);
+    for (int i = lane; i < PIECES; i += EACH) write(out + i, from[i]);
   } else if (works) {
     const Start to = start(first_plane() + p.slot, planes, inner, y_outer, y_inner);
     if (!to.exists) return;
