@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -16,10 +17,22 @@ import pytest
 __all__ = ["emulate", "emulated"]
 
 HEADER = Path(__file__).with_name("emulation.hpp")
-FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-ffp-contract=off", "-mfma", "-mf16c")
+FLAGS = ("-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-ffp-contract=off", "-mfma", "-mf16c")
 
-emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile kernels for the CPU with")
-"""Skips a test where kernels cannot be compiled for the CPU."""
+
+def _why_not() -> str:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"kernels are emulated on x86-64, not on {platform.machine()}"
+    if shutil.which("g++") is None:
+        return "no g++ to compile kernels for the CPU with"
+    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, check=False).stdout.strip()
+    if int(version.split(".")[0] or 0) < 12:
+        return f"g++ {version} has no half precision: 12 would do"
+    return ""
+
+
+emulated = pytest.mark.skipif(bool(reason := _why_not()), reason=reason or "runs")
+"""Skips a test, with the reason, where kernels cannot be compiled for the CPU."""
 
 
 @functools.cache

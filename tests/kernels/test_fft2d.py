@@ -173,6 +173,20 @@ def test_imaginary_parts_of_real_frequencies_do_not_count(place: str) -> None:
 
 
 @emulated
+def test_a_missing_barrier_shows() -> None:
+    """Of the emulation: without any one of its barriers a kernel goes wrong."""
+    x, y = torch.randn(3, 24, 24), torch.zeros(3, 24, 13, dtype=torch.complex64)
+    bound = bind(Memory.of(x), Memory.of(y), (24, 24), (0, 0), "plain", False, None)
+    p = bound.program
+    pieces = p.source().split("  synchronize();\n")
+    assert len(pieces) == 4
+    for i in range(1, len(pieces)):
+        text = "  synchronize();\n".join([*pieces[: i - 1], pieces[i - 1] + pieces[i], *pieces[i + 1 :]])
+        emulate(text, p.name, bound.grid, p.threads, [x.data_ptr(), y.data_ptr()], bound.scalars)
+        assert not relative(y, spectrum(x, (24, 24), (0, 0), "plain")) <= LIMIT
+
+
+@emulated
 def test_offsets_beyond_32_bits_on_the_cpu() -> None:
     far = 2**31 + 64
     storage = mmap.mmap(-1, 4 * far + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # NORESERVE
