@@ -216,7 +216,7 @@ def test_estimates_choose_without_measuring_what_loses(clock: Clock) -> None:
 
 def test_torchs_choice_stays_where_it_wins(clock: Clock) -> None:
     own = torchs_own(clock, lambda p, c: 10.0)
-    for ms, winner in ((9.1, "other"), (9.3, "aten"), (20.0, "aten")):
+    for ms, winner in ((8.7, "other"), (8.9, "aten"), (20.0, "aten")):
         with world(clock, own, simulated(clock, "other", lambda p, c, ms=ms: ms)):  # type: ignore[misc]
             found = search(toys.small(), batch_sizes="undivided")
             plan = found.best()
@@ -253,7 +253,7 @@ def test_rounds_are_few_where_one_side_is_far_ahead(plan_ms: list[float], clear:
     assert not search_module._clear([*times[:1], torchs, torchs])
 
 
-@pytest.mark.parametrize(("host_ms", "winner"), [(3.0, "other"), (4.4, "other"), (4.8, "aten"), (7.9, "aten")])
+@pytest.mark.parametrize(("host_ms", "winner"), [(3.0, "other"), (4.3, "other"), (4.8, "aten"), (7.9, "aten")])
 def test_a_plan_must_win_on_a_busy_host_too(clock: Clock, host_ms: float, winner: str) -> None:
     """Torch launches one kernel; eight small ones are lost where the host has other work."""
     own = torchs_own(clock, lambda p, c: 10.0)
