@@ -235,6 +235,18 @@ def test_a_plan_must_win_most_rounds(clock: Clock, rounds: list[float], winner: 
         assert search(toys.small(), batch_sizes="undivided").best().solver == winner
 
 
+@pytest.mark.parametrize(("shares", "winner"), [((8.0, 8.0), "other"), ((8.0, 9.5), "aten"), ((6.0, 9.5), "other")])
+def test_a_small_gain_must_come_out_twice(clock: Clock, shares: tuple[float, float], winner: str) -> None:
+    own = torchs_own(clock, lambda p, c: 10.0)
+    looks = iter(shares)
+    with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            search_module, "rounds", lambda *_, **__: [[Took(next(looks), 0.0)] * 7, [Took(10.0, 0.0)] * 7]
+        )  # what was decided at once leaves the second look untaken
+        assert search(toys.small(), batch_sizes="undivided").best().solver == winner
+    assert next(looks, None) == (9.5 if shares[0] == 6.0 else None)
+
+
 @pytest.mark.parametrize(
     ("plan_ms", "clear"),
     [

@@ -38,6 +38,8 @@ NEAR = 1.15
 MOST_NESTED = 2
 MARGIN = {"cuda": 0.95, "cpu": 0.88}
 """A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
+SURE = 0.7
+"""On a CPU a plan that takes a larger share of torch's time is timed whole a second time."""
 CLEAR, CLEAR_AT_ONCE = 1.5, 4.0
 """On a CPU, no more rounds where all plans are so far from torch's choice: after three, and after one."""
 BUSY = 2.0
@@ -249,6 +251,8 @@ class Search:
                 checked = self._verified(plan)
                 if checked is None:
                     break
+                if not self._gains_again(plan):
+                    return self._baseline_plan()
                 self._note(checked)
                 return checked
             raise _Dropped  # others were given up because of what now turned out to be none
@@ -356,6 +360,14 @@ class Search:
             return False
         shares = self.shares[_choice(plan)]
         return statistics.median(shares) > MARGIN[self.problem.device_type] or shares[len(shares) * 3 // 4] >= 1.0
+
+    def _gains_again(self, plan: Plan) -> bool:
+        """Whether a small gain on a CPU comes out a second time, some seconds later: its load changes."""
+        if self.problem.device_type != "cpu" or not self.baseline_allowed or _choice(plan) not in self.shares:
+            return True
+        if statistics.median(self.shares[_choice(plan)]) < SURE:
+            return True
+        return bool(self._time_whole([plan])) and not self._keeps_baseline(plan)
 
     def _baseline_plan(self) -> Plan:
         assert self.baseline is not None
