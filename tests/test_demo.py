@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,11 +23,14 @@ def demo(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_demo_replaces_divides_and_trains_alike(tmp_path: Path) -> None:
-    # The batch is the demo's own: under a smaller one, and a smaller limit, less needs to be divided.
+    # The batch is the demo's own: under a smaller one, and a smaller limit, less needs to be divided. Whether that is
+    # done by micro-batches or blocks is a matter of speed, so of what else runs on this machine.
     done = demo("--steps", "2", "--iterations", "1", cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "wide" in done.stdout
-    assert "micro_batch" in done.stdout
+    divided = re.search(r"(\d+) take the mini-batch as micro-batches, (\d+) in blocks", done.stdout)
+    assert divided is not None
+    assert int(divided[1]) + int(divided[2]) > 0
     assert "Losses agree" in done.stdout
     assert str(tmp_path) in done.stdout
 
@@ -35,4 +39,4 @@ def test_demo_fails_when_nothing_was_divided(tmp_path: Path) -> None:
     # One image cannot be divided.
     done = demo("--batch", "1", "--steps", "1", "--iterations", "1", cache=tmp_path)
     assert done.returncode == 1
-    assert "no layer was divided" in done.stderr
+    assert "no layer's mini-batch was divided" in done.stderr
