@@ -69,7 +69,7 @@ class Fixed(Planner):
 
     def _leaf(self, problem: ConvProblem) -> Plan:
         """The fastest leaf of the solver asked for. Raises :class:`BadInput` when there is none."""
-        tried = self.planner.explain(problem, Options(batch_sizes="undivided", rigor="patient"))
+        tried = self.planner.explain(problem, Options(batch_sizes="undivided"))
         usable = [m for m in tried if not (m.reason or solvers.get(m.solver).baseline)]
         preferred = [m for m in usable if m.solver == (self.solver or ONE_KERNEL)]
         found = preferred or ([] if self.solver else usable)

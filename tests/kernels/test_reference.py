@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from tests.strategies import allocate, fill, problems, with_memory
 
 from tilewise.axis import Axis
-from tilewise.kernels.reference import convolve
+from tilewise.kernels.reference import convolve, convolve_by_transform
 from tilewise.problem import ROLES, ConvProblem, Pass
 
 Memory = tuple[tuple[str, int], ...]
@@ -34,6 +34,17 @@ def test_it_is_what_torch_computes(found: tuple[ConvProblem, Memory]) -> None:
     got = convolve(p, a, b)
     assert got.shape == p.shape(p.result)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-10)
+
+
+@settings(max_examples=150)
+@given(found=with_memory(problems()))
+def test_transforms_give_the_same(found: tuple[ConvProblem, Memory]) -> None:
+    p, forms = found
+    a, b = operands(p, forms)
+    want = convolve(p, a, b)
+    got = convolve_by_transform(p, a, b)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13 * max(1.0, float(want.abs().max())))
 
 
 @settings(max_examples=30)

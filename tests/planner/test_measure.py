@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewise.planner import measure
-from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, interleaved, peak_bytes
+from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, interleaved, peak_bytes, rounds
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -25,15 +25,31 @@ def test_calls_are_timed_in_turns() -> None:
     assert "".join(order) == "abc" + "abccba" * 2
 
 
-@pytest.mark.parametrize(("budget_ms", "rounds"), [(0.0, 5), (1e9, 9)])
-def test_rounds_keep_to_their_bounds(budget_ms: float, rounds: int) -> None:
+@pytest.mark.parametrize(("budget_ms", "count_of"), [(0.0, 5), (1e9, 9)])
+def test_rounds_keep_to_their_bounds(budget_ms: float, count_of: int) -> None:
     count = [0]
 
     def call() -> None:
         count[0] += 1
 
     interleaved([call], CPU, budget_ms=budget_ms, least=5, most=9)
-    assert count[0] == 2 + rounds
+    assert count[0] == 2 + count_of
+
+
+def test_rounds_stop_where_the_matter_is_decided() -> None:
+    times = rounds([lambda: None, lambda: None], CPU, repeats=9, decided=lambda found: len(found[-1]) == 3)
+    assert [len(values) for values in times] == [3, 3]
+
+
+def test_a_long_run_warms_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = [0]
+
+    def call() -> None:
+        count[0] += 1
+
+    monkeypatch.setattr(measure, "LONG_MS", 0.0)
+    rounds([call], CPU, budget_ms=0.0, least=2)
+    assert count[0] == 1 + 2
 
 
 def test_a_median_is_of_as_many_runs() -> None:

@@ -156,3 +156,16 @@ def test_tensors_are_aligned_as_promised_and_no_better(alignment: int) -> None:
     for tensor in (*make_operands(problem), make_result(problem)):
         assert tensor.data_ptr() % alignment == 0
         assert alignment == 16 or tensor.data_ptr() % (2 * alignment) != 0
+
+
+@pytest.mark.parametrize("pass_", Pass)
+def test_depthwise_kernels_of_many_taps_are_compared_too(pass_: Pass) -> None:
+    axis = Axis(30, 11, before=7, after=8)  # results at the edges meet nothing but padding
+    problem = ConvProblem(pass_, 2, 6, 6, (axis, axis), 6)
+    error = errors_of(problem, right(problem))
+    assert error.l2 < 1e-6
+    assert error.spread < 1e-6
+    where = (slice(None), slice(None), 4) if pass_ is Pass.WGRAD else (-1, slice(None), 15)
+    wrong = errors_of(problem, spoilt(problem, where, 1 + 1e-3))
+    assert wrong.l2 > 1e-5
+    assert wrong.spread > 1e-5

@@ -36,6 +36,8 @@ set_fp32_precision = torch._C._set_fp32_precision_setter
 Call = Callable[[], object]
 NOISE = 128 << 10
 """Bytes by which a resident set is known: Linux counts pages in batches, one for each core."""
+LONG_MS = 250.0
+"""A longer first run tells how many rounds fit: what it loaded is little beside it."""
 UNKNOWN = "a workspace limit cannot be checked here, workspace=None would do"
 
 
@@ -122,21 +124,26 @@ def rounds(
     budget_ms: float = 200.0,
     least: int = 5,
     most: int = 51,
+    decided: Callable[[list[list[Took]]], bool] = lambda _: False,
 ) -> list[list[Took]]:
     """What each call took in each round, run in turns so that a drift of clocks or load meets all alike.
 
-    One round warms up. ``repeats`` rounds follow, or as many as ``budget_ms`` holds within ``least`` and ``most``.
+    One round warms up. ``repeats`` rounds follow, or as many as ``budget_ms`` holds within ``least`` and ``most``, or
+    fewer where after a round what was found so far is ``decided``.
     """
     timer = Timer(device)
     warm = [timer.time_ms(call) for call in calls]
     if not repeats:
-        warm = [min(first, timer.time_ms(call)) for first, call in zip(warm, calls, strict=True)]
+        if max(warm) < LONG_MS:
+            warm = [min(first, timer.time_ms(call)) for first, call in zip(warm, calls, strict=True)]
         repeats = max(least, min(most, int(budget_ms / max(sum(warm), 1e-3))))
     times: list[list[Took]] = [[] for _ in calls]
     for turn in range(repeats):
         order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
         for index in order:
             times[index].append(timer.time(calls[index]))
+        if decided(times):
+            break
     return times
 
 

@@ -36,8 +36,12 @@ FINALISTS = 3
 NEAR = 1.15
 """Plans whose estimate is within this of the best are finalists."""
 MOST_NESTED = 2
-MARGIN = {"cuda": 0.95, "cpu": 0.92}
+MARGIN = {"cuda": 0.95, "cpu": 0.88}
 """A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
+SURE = 0.7
+"""On a CPU a plan that takes a larger share of torch's time is timed whole a second time."""
+CLEAR, CLEAR_AT_ONCE = 1.5, 4.0
+"""On a CPU, no more rounds where all plans are so far from torch's choice: after three, and after one."""
 BUSY = 2.0
 """A plan must gain with a host this many times slower too: many launches lose their gain first."""
 BEHIND = {"cuda": 2.0, "cpu": 1.3}
@@ -247,6 +251,8 @@ class Search:
                 checked = self._verified(plan)
                 if checked is None:
                     break
+                if not self._gains_again(plan):
+                    return self._baseline_plan()
                 self._note(checked)
                 return checked
             raise _Dropped  # others were given up because of what now turned out to be none
@@ -292,7 +298,9 @@ class Search:
         if self.baseline is not None:
             calls.append(self._framework_call())
         try:
-            times = rounds(calls, a.device, budget_ms=40.0 if a.is_cuda else 1500.0, least=7, most=31)
+            budget_ms = 40.0 if a.is_cuda else 1500.0
+            clear = _clear if self.baseline is not None and not a.is_cuda else _never
+            times = rounds(calls, a.device, budget_ms=budget_ms, least=7, most=31, decided=clear)
         except Exception as error:
             if len(kept) > 1:
                 return [timed for plan in kept for timed in self._time_whole([plan])]
@@ -352,6 +360,14 @@ class Search:
             return False
         shares = self.shares[_choice(plan)]
         return statistics.median(shares) > MARGIN[self.problem.device_type] or shares[len(shares) * 3 // 4] >= 1.0
+
+    def _gains_again(self, plan: Plan) -> bool:
+        """Whether a small gain on a CPU comes out a second time, some seconds later: its load changes."""
+        if self.problem.device_type != "cpu" or not self.baseline_allowed or _choice(plan) not in self.shares:
+            return True
+        if statistics.median(self.shares[_choice(plan)]) < SURE:
+            return True
+        return bool(self._time_whole([plan])) and not self._keeps_baseline(plan)
 
     def _baseline_plan(self) -> Plan:
         assert self.baseline is not None
@@ -432,6 +448,17 @@ class Search:
         self.log.append(m)
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m
+
+
+def _clear(times: list[list[Took]]) -> bool:
+    """Whether every plan has been far ahead of torch's choice or far behind it in all rounds, torch's being last."""
+    shares = [own.ms / its.ms for plan in times[:-1] for own, its in zip(plan, times[-1], strict=True)]
+    far = CLEAR_AT_ONCE if len(times[-1]) == 1 else CLEAR
+    return len(times[-1]) != 2 and all(share < 1 / far or share > far for share in shares)
+
+
+def _never(times: list[list[Took]]) -> bool:
+    return False
 
 
 def _median_ms(times: Sequence[Took]) -> float:

@@ -28,6 +28,8 @@ LONG_MS = 1.0
 """Runs longer than this vary little: one more is enough among candidates; finalists are timed again."""
 LOST = 1.4
 """A candidate that was this many times slower than the best at a larger size is not measured, save by ``patient``."""
+SLOW_MS = 400.0
+"""Runs longer than this are not repeated at all."""
 FAR, LOADING_MS = 4.0, 50.0
 """A first run this many times slower than the best, and by more than loading a module takes, ends a candidate."""
 GIVE_UP = 1.5
@@ -228,7 +230,7 @@ class Trial:
                 if workspace > bound.workspace and self.timer.device.type == "cpu":
                     # A first run also makes what a library keeps for good.
                     workspace = self.peak(call, bound.workspace, new)
-                for _ in range(REPEATS if times[-1] < LONG_MS else 1):
+                for _ in range(_repeats(times[-1])):
                     timed()
             time_ms = statistics.median(times[1:] or times)
             return Measurement(solver.name, solver.version, config, time_ms, workspace)
@@ -285,6 +287,10 @@ class Trial:
 
     def _lose(self, solver: Solver, config: Config, reason: str, workspace: int | None = None) -> None:
         self.found.append(Measurement(solver.name, solver.version, config, workspace=workspace, reason=reason))
+
+
+def _repeats(took_ms: float) -> int:
+    return REPEATS if took_ms < LONG_MS else 1 if took_ms < SLOW_MS else 0
 
 
 def first_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from tilewise.wisdom import Wisdom
 
 __all__ = ["info_document", "info_tables"]
 
-LIBRARIES = ("torch", "numpy", "triton", "nvidia-cudnn-frontend", "click", "rich", "torchvision", "timm")
+LIBRARIES = ("torch", "numpy", "triton", "nvidia-cudnn-frontend", "cuda-core", "click", "rich", "torchvision", "timm")
 """Packages whose versions matter or which open up features, the optional ones too."""
 
 

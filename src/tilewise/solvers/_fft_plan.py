@@ -155,6 +155,8 @@ class Steps:
         self.plan, self.p = plan, p
         self.strides = dict(zip((*p.operands, p.result), strides, strict=True))
         self.axes = tuple(range(3, 3 + p.dims))
+        # Libraries do work along an axis of one point too; the last is the one that is halved.
+        self.transformed = [d for d in self.axes if plan.basis[d - 3] > 1 or d == self.axes[-1]]
         self.blocks = [(n, min(plan.images, p.batch - n)) for n in range(0, p.batch, plan.images)]
         rows = plan.filter_rows
         self.filter_blocks = [(n, min(rows, p.out_channels - n)) for n in range(0, p.out_channels, rows)]
@@ -273,7 +275,7 @@ class Steps:
 
         Padded planes are cleared once, for all blocks fill the same places; WGRAD's two operands share the planes.
         """
-        operand, padded, axes = self.plan.operands[role], self.plan.padded, self.axes
+        operand, padded, axes = self.plan.operands[role], self.plan.padded, self.transformed
         strides = self.strides[role]
         if operand.direct:
             whole = torch.unflatten(tensor, 1, (operand.groups, operand.channels))
@@ -297,7 +299,8 @@ class Steps:
 
     def _invert(self, spectrum: torch.Tensor, out: torch.Tensor, index: Index) -> None:
         """The inverse transform of those rows, of which the result's places are kept. It is scaled already."""
-        planes = torch.fft.irfftn(spectrum, s=self.plan.basis, dim=self.axes, norm="forward")
+        sizes = [self.plan.basis[d - 3] for d in self.transformed]
+        planes = torch.fft.irfftn(spectrum, s=sizes, dim=self.transformed, norm="forward")
         source, target = self._result(planes, index)
         target_view = target.of(out)
         if self.p.accumulate:

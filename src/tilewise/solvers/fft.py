@@ -38,7 +38,7 @@ class FFT(Solver):
     passes spread the gradient. 16-bit operands are widened to fp32.
     """
 
-    name, version = "fft", 1
+    name, version = "fft", 2
     accumulates = True
     blocks_itself = True
     most_configs = 4

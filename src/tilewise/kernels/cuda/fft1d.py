@@ -1,0 +1,261 @@
+"""Batched 1-D Fourier transforms of short real signals in one pass over memory (Vasilache et al. 2014, section 5).
+
+Layouts of the spectra of n real elements:
+
+``plain``
+    ``(..., n / 2 + 1)``, as ``torch.fft.rfft`` gives it.
+``frequency_major``
+    ``(n / 2 + 1, ...)``: the frequency first and signals innermost, so that every frequency is a matrix.
+``packed``
+    ``(n / 2, ...)``: the same, but ``Y[n/2]``, real like ``Y[0]``, is that one's imaginary part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.kernels.cuda.codelets import fft, literal, root
+from tilewise.kernels.cuda.launch import Bound, Launch, read_source
+from tilewise.kernels.cuda.operands import (
+    LAYOUTS,
+    REALS,
+    Memory,
+    check,
+    constants,
+    known_layout,
+    leading,
+    on_gpu,
+    spectrum_shape,
+)
+
+__all__ = ["SIZES", "Config", "Program", "bind", "default_config", "irfft", "rfft"]
+
+SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+WARP = 32
+BANKS = 16
+"""Banks of shared memory, counted in complex numbers."""
+LARGEST_IN_REGISTERS = 64
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory that a block may have (compute capability 9.0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How transforms are spread over a GPU.
+
+    ``threads`` that share one signal: a power of two up to 16 that divides n / 2; ``signals`` of a thread block, a
+    multiple of 32 / threads; ``resident`` blocks that a multiprocessor is to hold, which bounds registers (0: no
+    bound); ``vector``: access two elements at a time where strides and alignment allow it; ``stream``: tell the cache
+    not to keep results.
+    """
+
+    threads: int
+    signals: int
+    resident: int = 0
+    vector: bool = True
+    stream: bool = True
+
+
+def default_config(n: int, count: int = 2**31) -> Config:
+    """What is used for ``count`` signals of n elements where no config is given."""
+    threads = {8: 2, 16: 2, 24: 2, 32: 4, 48: 4, 64: 4, 96: 4}.get(n, 8)
+    warps = 4
+    # Few signals are spread over as many multiprocessors as there are warps.
+    while warps > 1 and count * threads < 132 * WARP * warps:
+        warps //= 2
+    return Config(threads, warps * WARP // threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All that a kernel is compiled for."""
+
+    n: int
+    inverse: bool
+    layout: str
+    dtype: torch.dtype
+    config: Config
+    padded: bool
+    vector: bool
+    flat: bool
+    signals_first: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.config.threads * self.config.signals
+
+    @property
+    def pitch(self) -> int:
+        """Complex numbers from one signal to the next in shared memory; see ``fft1d.cu``."""
+        t, m = self.config.threads, self.n // 2
+        least = max(t * (m // t | 1), m + 1)
+        return least + (t - least) % BANKS
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        return 8 * self.config.signals * self.pitch
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return "irfft" if self.inverse else "rfft"
+
+    def problems(self) -> list[str]:
+        """Why the config cannot run; empty when it can."""
+        t, signals, found = self.config.threads, self.config.signals, []
+        if t not in (1, 2, 4, 8, 16) or (self.n // 2) % t or self.n // 2 // t < 2:
+            return [f"{self.config}: threads={t} do not share {self.n // 2} points"]
+        if self.n // 2 // t > LARGEST_IN_REGISTERS:
+            found.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
+        if signals < 1 or signals % (WARP // t):
+            found.append(f"{self.config}: signals={signals} are no multiple of {WARP // t}")
+        if self.threads > 1024:
+            found.append(f"{self.config}: {self.threads} threads in a block are more than 1024")
+        if self.shared > SHARED_LIMIT:
+            found.append(f"{self.config}: {self.shared} bytes of shared memory in a block are more than {SHARED_LIMIT}")
+        return found
+
+    def source(self) -> str:
+        """The CUDA C++; :func:`compile_cubin` puts ``ptx.cu`` before it."""
+        return _source(self)
+
+
+@functools.lru_cache(maxsize=256)
+def _source(p: Program) -> str:
+    sign, m, t = 1 if p.inverse else -1, p.n // 2, p.config.threads
+    r = m // t
+    codelets = {size: fft(size, sign) for size in (r, t) if size > 1}
+    bounds = f"{p.threads}, {p.config.resident}" if p.config.resident else f"{p.threads}"
+    values = {
+        "N": p.n, "T": t, "SIGNALS": p.config.signals, "THREADS": p.threads,
+        "PLAIN": 0, "FREQUENCY_MAJOR": 1, "PACKED": 2, "LAYOUT": LAYOUTS.index(p.layout),
+        "PADDED": p.padded, "VECTOR": p.vector, "FLAT": p.flat, "SIGNALS_FIRST": p.signals_first,
+        "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream,
+    }  # fmt: skip
+    head = [
+        constants(values),
+        f"#define BOUNDS __launch_bounds__({bounds})",
+        f"#define transform_r {codelets[r].name}",
+        f"#define transform_t {codelets[t].name}" if t > 1 else "#define transform_t(r)",
+        read_source("memory.cu"),
+        _table("TURNS", [root(row * k, m, sign) for k in range(r) for row in range(t)]),
+        _table("ROOTS", [root(k, p.n, -1) for k in range(m // 2 + 1)]),
+    ]
+    texts = (*head, *(c.cpp() for c in codelets.values()), read_source("fft1d.cu"))
+    return "\n".join((*texts, read_source(f"{p.name}.cu")))
+
+
+def _table(name: str, values: Sequence[tuple[float, float]]) -> str:
+    numbers = ", ".join(f"{{{literal(c)}, {literal(s)}}}" for c, s in values)
+    return f"__device__ const float2 {name}[{len(values)}] = {{{numbers}}};"
+
+
+@functools.lru_cache(maxsize=1024)
+def bind(
+    signal: Memory,
+    spectrum: Memory,
+    s: tuple[int, ...],
+    offset: tuple[int, ...],
+    layout: str,
+    inverse: bool,
+    config: Config | None,
+    scale: float = 1.0,
+) -> Bound:
+    """A transform between signals ``(..., length)``, which lie at ``offset`` inside n elements, and their spectra.
+
+    ``ValueError`` naming the values where shapes do not fit each other, n has no kernel or the offset runs out of the
+    basis.
+    """
+    n = _checked_size(s[0])
+    check(signal, spectrum, s, offset, layout)
+    lead, length = signal.shape[:-1], signal.shape[-1]
+    batch = leading(lead, signal.strides[:-1], spectrum.strides[:-1] if layout == "plain" else spectrum.strides[1:])
+    config = config or default_config(n, batch.count)
+    step = signal.strides[-1] if length > 1 else 0
+    (x_outer, y_outer), (x_inner, y_inner) = batch.outer, batch.inner
+    padded, side = length != n, n // 2 + 1
+    vector = step == 1 and not any(v % 2 for v in (x_outer, x_inner, length, offset[0]))
+    vector = vector and signal.alignment % (2 * signal.dtype.itemsize) == 0
+    flat = (batch.count == batch.inner_count and y_inner == side) or batch.count == 1
+    program = Program(
+        n, inverse, layout, signal.dtype, config, padded, vector and config.vector, flat and layout == "plain",
+        length > 1 and 0 < x_inner < abs(step),
+    )  # fmt: skip
+    problems = program.problems()
+    if problems:
+        raise ValueError("; ".join(problems))
+    elements = (x_outer, x_inner, step, length, *offset)
+    spectra = (y_outer, y_inner, 1 if layout == "plain" else spectrum.strides[0])
+    sides = (*spectra, *elements, float(scale)) if inverse else (*elements, *spectra)
+    return Bound(program, -(-batch.count // config.signals), (batch.count, batch.inner_count, *sides))
+
+
+def _checked_size(n: int) -> int:
+    if n not in SIZES:
+        raise ValueError(f"n={n}: sizes are {', '.join(map(str, SIZES))}")
+    return n
+
+
+def rfft(
+    x: torch.Tensor,
+    n: int | None = None,
+    *,
+    offset: int = 0,
+    layout: str = "plain",
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Spectra (complex64) of real signals ``x`` (..., length), each with zeros around it among ``n`` elements.
+
+    The first element is put at ``offset``; n defaults to the length. ``x`` is fp32, fp16 or bf16 on a GPU, with any
+    strides; its leading dimensions must be two at most, or join into two. For layouts see the module. Unscaled, like
+    ``torch.fft.rfft``. Raises ``ValueError`` or ``TypeError`` naming what does not fit, ``RuntimeError`` where
+    cuda.core is absent.
+    """
+    if x.dim() < 1:
+        raise ValueError("x has no dimensions: signals need one")
+    size = _checked_size(x.shape[-1] if n is None else n)
+    if out is None:
+        out = x.new_empty(spectrum_shape(x.shape[:-1], (size,), layout), dtype=torch.complex64)
+    device = on_gpu("x", x, "out", out)
+    run = _launch(device, Memory.of(x), Memory.of(out), (size,), (offset,), layout, False, config, 1.0)
+    run(x.data_ptr(), out.data_ptr())
+    return out
+
+
+def irfft(
+    y: torch.Tensor,
+    n: int,
+    *,
+    size: int | None = None,
+    offset: int = 0,
+    layout: str = "plain",
+    dtype: torch.dtype = torch.float32,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Real signals (..., size) of spectra ``y`` (complex64): ``size`` elements from ``offset`` on.
+
+    ``n`` is the size of the transform, ``size`` defaults to it. Scaled by ``scale``, which defaults to 1 / n, like
+    ``torch.fft.irfft``; like there the imaginary parts of ``Y[0]`` and ``Y[n/2]`` do not count. Raises as :func:`rfft`.
+    """
+    lead = y.shape[:-1] if known_layout(layout) == "plain" else y.shape[1:]
+    if out is None:
+        out = y.new_empty((*lead, _checked_size(n) if size is None else size), dtype=dtype)
+    device, factor = on_gpu("y", y, "out", out), 1.0 / n if scale is None else scale
+    run = _launch(device, Memory.of(out), Memory.of(y), (n,), (offset,), layout, True, config, factor)
+    run(y.data_ptr(), out.data_ptr())
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(device: int, *arguments: Any) -> Launch:
+    return bind(*arguments).launch(device)

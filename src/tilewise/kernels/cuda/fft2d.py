@@ -1,0 +1,291 @@
+"""Batched 2-D Fourier transforms of small real planes in one pass over memory (Vasilache et al. 2014, section 5).
+
+Layouts of a spectrum of n1 x n2 planes, with half = n2 / 2 + 1:
+
+``plain``
+    ``(..., n1, half)``, as ``torch.fft.rfft2`` gives it.
+``frequency_major``
+    ``(n1 * half, ...)``: frequency ``k1 * half + k2`` first and planes innermost, so that every frequency is a matrix.
+``packed``
+    ``(n1 * n2 / 2, ...)``: as many numbers as the plane has. Row k1 = 1 .. n1/2 - 1 is kept whole, ``Y[k1, k2]`` at
+    ``k1 * n2 + k2``; the other rows follow by symmetry. ``Y[0, k2]`` is at k2 and ``Y[n1/2, k2]`` at ``n2/2 + k2``, for
+    k2 = 1 .. n2/2 - 1. Four frequencies are real: number 0 holds ``Y[0, 0] + i Y[0, n2/2]``, number n2/2 holds
+    ``Y[n1/2, 0] + i Y[n1/2, n2/2]``. In products of spectra these two are multiplied part by part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.kernels.cuda.codelets import fft, rotation
+from tilewise.kernels.cuda.launch import Bound, Launch, read_source
+from tilewise.kernels.cuda.operands import (
+    LAYOUTS,
+    REALS,
+    Leading,
+    Memory,
+    check,
+    constants,
+    known_layout,
+    leading,
+    numbers,
+    on_gpu,
+    spectrum_shape,
+)
+
+__all__ = ["LAYOUTS", "SIZES", "Config", "bind", "default_config", "irfft2", "rfft2", "spectrum_shape"]
+
+SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
+LARGEST_IN_REGISTERS = 64
+"""Points of a transform that one thread holds: 128 registers, of 255."""
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory that a block may have (compute capability 9.0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a transform is spread over a GPU.
+
+    ``planes`` of one thread block; ``split``, threads that share one transform (1 or 2; None: 2 above 64 points);
+    ``resident`` blocks that a multiprocessor is to hold, which bounds registers (0: no bound); ``vector``: access two
+    columns at a time where strides and alignment allow it; ``stream``: tell the cache not to keep results.
+    """
+
+    planes: int
+    split: int | None = None
+    resident: int = 0
+    vector: bool = True
+    stream: bool = True
+
+
+def default_config(s: Sequence[int], layout: str = "plain", inverse: bool = False) -> Config:
+    """What is used where no config is given."""
+    n = max(s)
+    if layout == "plain":
+        planes = {8: 32, 16: 16, 24: 8, 32: 8, 48: 4, 64: 4, 96: 1, 128: 1}[n]
+    else:
+        # Memory is written in pieces of 8 bytes times ``planes``: sectors have 32 bytes, lines 128.
+        planes = {8: 32, 16: 16, 24: 16, 32: 16, 48: 8, 64: 4, 96: 2, 128: 1}[n]
+    # At 128 points three blocks fit shared memory, and registers if a few numbers are spilled.
+    return Config(planes, resident=3 if n == 128 and planes == 1 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All that a kernel is compiled for."""
+
+    n1: int
+    n2: int
+    inverse: bool
+    layout: str
+    dtype: torch.dtype
+    config: Config
+    padded: bool
+    vector: bool
+    aligned: bool
+    image_planes_first: bool
+
+    def split(self, n: int) -> int:
+        """Threads that share a transform of n points."""
+        return self.config.split or (1 if n <= LARGEST_IN_REGISTERS else 2)
+
+    @property
+    def spectrum_planes_first(self) -> bool:
+        """Whether neighbouring threads take neighbouring planes of the spectrum."""
+        return self.layout != "plain"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.config.planes * max(self.n2 // 2 * self.split(self.n1), self.n1 // 2 * self.split(self.n2))
+
+    @property
+    def plane_pad(self) -> int:
+        """Extra 16 bytes between planes in shared memory, so that neighbouring planes do not meet in one bank."""
+        if not (self.spectrum_planes_first or self.image_planes_first):
+            return 0
+        wanted = {1: 0, 2: 4, 4: 2}.get(self.config.planes, 1)
+        return (wanted - self.n1 // 2 * (self.n2 // 2 + 1)) % 8
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        return 16 * self.config.planes * (self.n1 // 2 * (self.n2 // 2 + 1) + self.plane_pad)
+
+    def problems(self) -> list[str]:
+        """Why the config cannot run; empty when it can."""
+        found = []
+        if self.threads > 1024:
+            found.append(f"{self.config}: {self.threads} threads in a block are more than 1024")
+        if self.shared > SHARED_LIMIT:
+            found.append(f"{self.config}: {self.shared} bytes of shared memory in a block are more than {SHARED_LIMIT}")
+        if any(n // self.split(n) > LARGEST_IN_REGISTERS for n in (self.n1, self.n2)):
+            found.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
+        return found
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return "irfft2" if self.inverse else "rfft2"
+
+    def source(self) -> str:
+        """The CUDA C++; :func:`compile_cubin` puts ``ptx.cu`` before it."""
+        return _source(self)
+
+
+@functools.lru_cache(maxsize=256)
+def _source(p: Program) -> str:
+    sign = 1 if p.inverse else -1
+    split1, split2 = p.split(p.n1), p.split(p.n2)
+    codelets, macros = {}, []
+    for axis, n, split in ((1, p.n1, split1), (2, p.n2, split2)):
+        m = n // split
+        used = [fft(m, sign), *([rotation(m, n, sign)] if split > 1 else [])]
+        codelets.update({c.name: c for c in used})
+        macros.append(f"#define transform{axis} {used[0].name}")
+        macros.append(f"#define rotate{axis} {used[1].name}" if split > 1 else f"#define rotate{axis}(r)")
+    bounds = f"{p.threads}, {p.config.resident}" if p.config.resident else f"{p.threads}"
+    values = {
+        "N1": p.n1, "N2": p.n2, "SPLIT1": split1, "SPLIT2": split2,
+        "PLANES": p.config.planes, "THREADS": p.threads, "PLANE_PAD": p.plane_pad,
+        "PLAIN": 0, "FREQUENCY_MAJOR": 1, "PACKED": 2, "LAYOUT": LAYOUTS.index(p.layout),
+        "PADDED": p.padded, "VECTOR": p.vector, "ALIGNED": p.aligned,
+        "IMAGE_PLANES_FIRST": p.image_planes_first, "SPECTRUM_PLANES_FIRST": p.spectrum_planes_first,
+        "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream,
+    }  # fmt: skip
+    head = [constants(values), f"#define BOUNDS __launch_bounds__({bounds})", *macros]
+    texts = (*head, read_source("memory.cu"), *(c.cpp() for c in codelets.values()), read_source("fft2d.cu"))
+    return "\n".join((*texts, read_source(f"{p.name}.cu")))
+
+
+@functools.lru_cache(maxsize=1024)
+def bind(
+    image: Memory,
+    spectrum: Memory,
+    s: tuple[int, ...],
+    offset: tuple[int, ...],
+    layout: str,
+    inverse: bool,
+    config: Config | None,
+    scale: float = 1.0,
+) -> Bound:
+    """A transform between planes ``(..., h, w)``, which lie at ``offset`` inside n1 x n2, and their spectra.
+
+    ``ValueError`` naming the values where shapes do not fit each other, sizes have no kernel or offsets run out of the
+    basis.
+    """
+    _checked_size(s)
+    check(image, spectrum, s, offset, layout)
+    h, w = image.shape[-2:]
+    lead = image.shape[:-2]
+    planes = leading(lead, image.strides[:-2], spectrum.strides[:-2] if layout == "plain" else spectrum.strides[1:])
+    program = _program(image, spectrum, planes, s, offset, layout, inverse, config)
+    problems = program.problems()
+    if problems:
+        raise ValueError("; ".join(problems))
+    row, column = (n if size > 1 else 0 for n, size in zip(image.strides[-2:], (h, w), strict=True))
+    (x_outer, y_outer), (x_inner, y_inner) = planes.outer, planes.inner
+    lines = (x_outer, x_inner, row, column, h, w, *offset)
+    spectra = (y_outer, y_inner, 1 if layout == "plain" else spectrum.strides[0])
+    sides = (*spectra, *lines, float(scale)) if inverse else (*lines, *spectra)
+    count = planes.count
+    return Bound(program, -(-count // program.config.planes), (count, planes.inner_count, *sides))
+
+
+def _program(
+    image: Memory,
+    spectrum: Memory,
+    planes: Leading,
+    s: tuple[int, ...],
+    offset: tuple[int, ...],
+    layout: str,
+    inverse: bool,
+    config: Config | None,
+) -> Program:
+    n1, n2 = s
+    h, w = image.shape[-2:]
+    config = config or default_config(s, layout, inverse)
+    padded = (h, w) != (n1, n2)
+    column = image.strides[-1]
+    even = [planes.outer[0], planes.inner[0], image.strides[-2] if h > 1 else 0, w, offset[1]]
+    vector = column == 1 and not any(n % 2 for n in even) and image.alignment % (2 * image.dtype.itemsize) == 0
+    aligned = spectrum.alignment % 16 == 0 and planes.outer[1] % 2 == 0 and planes.inner[1] % 2 == 0
+    return Program(
+        n1, n2, inverse, layout, image.dtype, config, padded, vector and config.vector,
+        aligned and layout == "plain", w > 1 and 0 < planes.inner[0] < abs(column),
+    )  # fmt: skip
+
+
+def _checked_size(s: Sequence[int]) -> tuple[int, int]:
+    n1, n2 = s
+    if n1 not in SIZES or n2 not in SIZES:
+        raise ValueError(f"s={tuple(s)}: sizes are {', '.join(map(str, SIZES))}")
+    return n1, n2
+
+
+def rfft2(
+    x: torch.Tensor,
+    s: Sequence[int] | None = None,
+    *,
+    offset: Sequence[int] = (0, 0),
+    layout: str = "plain",
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Spectra (complex64) of real planes ``x`` (..., h, w), each with zeros around it in a plane of ``s`` = (n1, n2).
+
+    The upper left corner is put at ``offset``; s defaults to (h, w). ``x`` is fp32, fp16 or bf16 on a GPU, with any
+    strides; its leading dimensions must be two at most, or join into two. For layouts see the module. Unscaled, like
+    ``torch.fft.rfft2``. Raises ``ValueError`` or ``TypeError`` naming what does not fit, ``RuntimeError`` where
+    cuda.core is absent.
+    """
+    if x.dim() < 2:
+        raise ValueError(f"x has {x.dim()} dimensions: planes need two")
+    size = _checked_size(numbers("s", x.shape[-2:] if s is None else s, 2))
+    if out is None:
+        out = x.new_empty(spectrum_shape(x.shape[:-2], size, layout), dtype=torch.complex64)
+    place = numbers("offset", offset, 2)
+    run = _launch(on_gpu("x", x, "out", out), Memory.of(x), Memory.of(out), size, place, layout, False, config, 1.0)
+    run(x.data_ptr(), out.data_ptr())
+    return out
+
+
+def irfft2(
+    y: torch.Tensor,
+    s: Sequence[int],
+    *,
+    size: Sequence[int] | None = None,
+    offset: Sequence[int] = (0, 0),
+    layout: str = "plain",
+    dtype: torch.dtype = torch.float32,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Real planes (..., h, w) of spectra ``y`` (complex64): the window of ``size`` = (h, w) at ``offset``.
+
+    ``s`` = (n1, n2) is the size of the transform, ``size`` defaults to it. Scaled by ``scale``, which defaults to
+    1 / (n1 n2), like ``torch.fft.irfft2``. A spectrum is taken to be Hermitian, as those of real planes and their
+    products are. Raises as :func:`rfft2`.
+    """
+    n1, n2 = _checked_size(numbers("s", s, 2))
+    window = (n1, n2) if size is None else numbers("size", size, 2)
+    lead = y.shape[:-2] if known_layout(layout) == "plain" else y.shape[1:]
+    if out is None:
+        out = y.new_empty((*lead, *window), dtype=dtype)
+    place = numbers("offset", offset, 2)
+    factor = 1.0 / (n1 * n2) if scale is None else scale
+    device = on_gpu("y", y, "out", out)
+    run = _launch(device, Memory.of(out), Memory.of(y), (n1, n2), place, layout, True, config, factor)
+    run(y.data_ptr(), out.data_ptr())
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(device: int, *arguments: Any) -> Launch:
+    return bind(*arguments).launch(device)

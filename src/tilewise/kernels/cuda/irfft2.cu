@@ -1,0 +1,154 @@
+// From spectra to windows of real planes; fft2d.cu says how.
+
+// One complex row or column out of the half spectra of two real ones. ``z.pair(k, low, high)`` gives its frequencies k
+// and N-k, ``z.ends(low, high)`` 0 and N/2; with two threads, ``part`` is the parity of the places it gets.
+template <int SPLIT, int M, class Source>
+__device__ __forceinline__ void unite(float2 (&r)[M], const Source& z, int part) {
+  float2 a, b;
+  z.ends(a, b);
+  if constexpr (SPLIT == 1) {
+    r[0] = a;
+    r[M / 2] = b;
+#pragma unroll
+    for (int k = 1; k < M / 2; ++k) z.pair(k, r[k], r[M - k]);
+  } else {
+    const float sign = part ? -1.f : 1.f;
+    r[0] = plus_times(a, sign, b);
+#pragma unroll
+    for (int k = 1; k < M / 2; ++k) {
+      float2 c, d;
+      z.pair(k, a, b);
+      z.pair(M - k, c, d);
+      r[k] = plus_times(a, sign, d);
+      r[M - k] = plus_times(c, sign, b);
+    }
+    z.pair(M / 2, a, b);
+    r[M / 2] = plus_times(a, sign, b);
+  }
+}
+
+// a + ib and its mirror image a* + ib*
+__device__ __forceinline__ void join(float2 a, float2 b, float2& low, float2& high) {
+  low = make_float2(a.x - b.y, a.y + b.x);
+  high = make_float2(a.x + b.y, b.x - a.y);
+}
+
+// Row k of a Hermitian spectrum; ``edge``: row 0, with row N1/2 as its imaginary part.
+template <class Load> struct SpectrumRow {
+  Rows<const float2> at;
+  bool edge;
+  Load get;
+  __device__ __forceinline__ void pair(int w, float2& low, float2& high) const {
+    const float2 u = get(at.own(w)), v = get(at.mirrored(w));
+    join(u, v, low, high);
+    if (!edge) low = u, high = LAYOUT == PACKED ? v : conjugate(v);
+  }
+  // The imaginary parts of what is real for real data do not count: the mean of what symmetry says twice is taken.
+  __device__ __forceinline__ void ends(float2& low, float2& high) const {
+    if constexpr (LAYOUT == PACKED) {
+      const float2 u = get(at.first), v = get(edge ? at.second : at.own(COLUMNS));
+      low = edge ? make_float2(u.x, v.x) : u;
+      high = edge ? make_float2(u.y, v.y) : v;
+    } else {
+      low = mean(get(at.first), get(at.second));
+      high = mean(get(at.own(COLUMNS)), get(at.mirrored(COLUMNS)));
+    }
+  }
+  __device__ __forceinline__ float2 mean(float2 u, float2 v) const {
+    return edge ? make_float2(u.x, v.x) : make_float2(0.5f * (u.x + v.x), 0.5f * (u.y - v.y));
+  }
+};
+
+// A column of pairs of half spectra, in shared memory.
+struct PairColumn {
+  const float4* s;
+  __device__ __forceinline__ void pair(int k, float2& low, float2& high) const {
+    const float4 v = s[k * PITCH];
+    join(make_float2(v.x, v.y), make_float2(v.z, v.w), low, high);
+  }
+  __device__ __forceinline__ void ends(float2& low, float2& high) const {
+    const float4 v = s[0];
+    low = make_float2(v.x, v.z);
+    high = make_float2(v.y, v.w);
+  }
+};
+
+struct FromShared {
+  __device__ __forceinline__ float2 operator()(const float2* p) const { return *p; }
+};
+struct FromMemory {
+  __device__ __forceinline__ float2 operator()(const float2* p) const { return load_complex(p); }
+};
+
+extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __restrict__ x, i64 planes, i64 inner,
+                                         i64 y_outer, i64 y_inner, i64 y_frequency, i64 x_outer, i64 x_inner, i64 x_row,
+                                         i64 x_column, i64 height, i64 width, i64 top, i64 left, double scale) {
+  extern __shared__ float4 shared[];
+  const Place p = place<ROWS, SPECTRUM_PLANES_FIRST>();
+  const bool works = THREADS == PLANES * ROWS * SPLIT2 || p.part < SPLIT2;
+  float2 r[M2];
+  if constexpr (LAYOUT == PLAIN) {
+    const int slot = threadIdx.x / EACH, lane = threadIdx.x % EACH;
+    const Piece* from = (const Piece*)(y + start(first_plane() + slot, planes, inner, y_outer, y_inner).offset);
+    Piece* to = (Piece*)(shared + slot * PLANE);
+#pragma unroll 8
+    for (int i = lane; i < PIECES; i += EACH) copy_async(to + i, from + i);
+    wait_copies();
+    synchronize();
+    const Rows<const float2> rows((const float2*)(shared + p.slot * PLANE), p.lane, 1);
+    if (works) unite<SPLIT2>(r, SpectrumRow<FromShared>{rows, p.lane == 0, {}}, p.part);
+    synchronize();
+  } else if (works) {
+    const float2* from = y + start(first_plane() + p.slot, planes, inner, y_outer, y_inner).offset;
+    const Rows<const float2> rows(from, p.lane, y_frequency);
+    unite<SPLIT2>(r, SpectrumRow<FromMemory>{rows, p.lane == 0, {}}, p.part);
+  }
+  if (works) {
+    float4* s = shared + p.slot * PLANE + p.lane * PITCH;
+    if (SPLIT2 == 2 && p.part) rotate2(r);
+    transform2(r);
+    if constexpr (SPLIT2 == 1) {
+#pragma unroll
+      for (int l = 0; l < COLUMNS; ++l) {
+        const float2 a = r[column0(l)], b = r[column1(l)];
+        s[l] = make_float4(a.x, a.y, b.x, b.y);
+      }
+    } else if constexpr (VECTOR) {
+#pragma unroll
+      for (int i = 0; i < M2; ++i) ((float2*)s)[2 * i + p.part] = r[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < M2 / 2; ++i) {
+        const float2 a = r[i], b = r[i + M2 / 2];
+        s[2 * i + p.part] = make_float4(a.x, a.y, b.x, b.y);
+      }
+    }
+  }
+  synchronize();
+
+  const Place c = place<COLUMNS, IMAGE_PLANES_FIRST>();
+  const Start to = start(first_plane() + c.slot, planes, inner, x_outer, x_inner);
+  if (!to.exists || (THREADS != PLANES * COLUMNS * SPLIT1 && c.part >= SPLIT1)) return;
+  float2 z[M1];
+  unite<SPLIT1>(z, PairColumn{shared + c.slot * PLANE + c.lane}, c.part);
+  if (SPLIT1 == 2 && c.part) rotate1(z);
+  transform1(z);
+  const Window window = {x_row, x_column, (int)height, (int)width, (int)top, (int)left};
+  const int w0 = column0(c.lane), w1 = column1(c.lane);
+  const bool has0 = window.has_column(w0), has1 = window.has_column(w1);
+  Real *first = x + to.offset + window.above(w0), *second = x + to.offset + window.above(w1);
+  const float factor = (float)scale;
+#pragma unroll
+  for (int i = 0; i < M1; ++i) {
+    const int h = SPLIT1 * i + c.part;
+    const bool row = window.has_row(h);
+    const i64 offset = window.row * h;
+    const float2 value = make_float2(factor * z[i].x, factor * z[i].y);
+    if constexpr (VECTOR) {
+      store_reals<PADDED>(has0 && row, first + offset, value);
+    } else {
+      store_real<PADDED>(has0 && row, first + offset, value.x);
+      store_real<PADDED>(has1 && row, second + offset, value.y);
+    }
+  }
+}

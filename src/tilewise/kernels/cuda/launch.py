@@ -1,0 +1,209 @@
+"""CUDA C++ compiled once through NVIDIA's cuda.core (NVRTC), and launched by address: no allocation in a call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.resources
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Bound", "Kernel", "Launch", "Program", "compile_cubin", "kernel", "read_source", "unavailable"]
+
+CORE = ("cuda.core", "cuda.core.experimental")
+"""Where cuda.core keeps ``Program``: at its top from version 0.5 on, before that in the second."""
+
+
+@functools.cache
+def _core() -> tuple[Any, Any, str]:
+    """The modules of cuda.core and of the driver, or why there are none."""
+    for name in CORE:
+        try:
+            core = importlib.import_module(name)
+            driver = importlib.import_module("cuda.bindings.driver")
+        except ModuleNotFoundError as error:
+            reason = f"cuda-core is not installed: pip install 'tilewise[gpu]' would do ({error})"
+        except Exception as error:  # a library of another CUDA version, or of none
+            reason = f"importing {name} failed: {type(error).__name__}: {error}"
+        else:
+            if hasattr(core, "Program"):
+                return core, driver, ""
+            reason = f"{name} has no Program: cuda-core 1.2 would do"
+    return None, None, reason
+
+
+def unavailable() -> str:
+    """Why kernels of this package cannot be compiled here; empty when they can. Imports cuda.core."""
+    return _core()[2]
+
+
+@functools.cache
+def read_source(name: str) -> str:
+    """The text of a CUDA C++ file of this package."""
+    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=256)
+def compile_cubin(source: str, architecture: str) -> Any:
+    """``ptx.cu`` and ``source`` compiled for an architecture such as ``sm_90``: cuda.core's ``ObjectCode``.
+
+    ``RuntimeError`` with the reason where cuda.core is absent or the compiler finds errors.
+    """
+    core, _, reason = _core()
+    if reason:
+        raise RuntimeError(reason)
+    options = core.ProgramOptions(std="c++17", arch=architecture, device_as_default_execution_space=True)
+    program = core.Program(read_source("ptx.cu") + source, code_type="c++", options=options)
+    return program.compile("cubin")
+
+
+class Kernel:
+    """One compiled kernel of one device. ``registers`` and ``spilled`` (bytes of local memory) are for one thread."""
+
+    def __init__(self, source: str, name: str, device: int) -> None:
+        core, driver, reason = _core()
+        if reason:
+            raise RuntimeError(reason)
+        self._driver, self.device = driver, device
+        major, minor = torch.cuda.get_device_capability(device)
+        with torch.cuda.device(device):
+            core.Device(device).set_current()
+            self._code = compile_cubin(source, f"sm_{major}{minor}")
+            found = self._code.get_kernel(name)
+            address = int(found.handle if hasattr(found, "handle") else found._handle)
+            self.function = int(self._call("cuKernelGetFunction", driver.CUkernel(address)))
+        self._attributes = driver.CUfunction_attribute
+        self.registers = self._attribute("CU_FUNC_ATTRIBUTE_NUM_REGS")
+        self.spilled = self._attribute("CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES")
+        self._shared = 0
+
+    def reserve(self, shared: int) -> None:
+        """Allow blocks so many bytes of dynamic shared memory, and give a multiprocessor's cache to it."""
+        if shared <= self._shared:
+            return
+        for name, value in (("MAX_DYNAMIC_SHARED_SIZE_BYTES", shared), ("PREFERRED_SHARED_MEMORY_CARVEOUT", 100)):
+            attribute = getattr(self._attributes, f"CU_FUNC_ATTRIBUTE_{name}")
+            self._call("cuFuncSetAttribute", self._driver.CUfunction(self.function), attribute, value)
+        self._shared = shared
+
+    def resident(self, threads: int, shared: int) -> int:
+        """Blocks that one multiprocessor holds at a time."""
+        function = self._driver.CUfunction(self.function)
+        return int(self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared))
+
+    def launch(self, grid: int, threads: int, shared: int, pointers: int, scalars: Sequence[int | float]) -> Launch:
+        """A launch of ``grid`` blocks of ``threads`` threads with ``shared`` bytes each; see :class:`Launch`."""
+        self.reserve(shared)
+        return Launch(self, (grid, threads, shared), pointers, scalars)
+
+    def _attribute(self, name: str) -> int:
+        function = self._driver.CUfunction(self.function)
+        return int(self._call("cuFuncGetAttribute", getattr(self._attributes, name), function))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *results = getattr(self._driver, name)(*arguments)
+        _check(self._driver, name, error)
+        return results[0] if results else None
+
+
+class Launch:
+    """A launch with everything fixed but the first ``pointers`` arguments, which are addresses.
+
+    A kernel's other arguments are all eight bytes wide: ``long long`` for an int of ``scalars``, ``double`` for a
+    float. Calls follow the current stream of the kernel's device. They may come from several threads.
+    """
+
+    __slots__ = (
+        "_arguments", "_current", "_device", "_dimensions", "_driver", "_function", "_lock", "_run", "_stream",
+        "_values",
+    )  # fmt: skip
+
+    def __init__(
+        self, kernel: Kernel, dimensions: tuple[int, int, int], pointers: int, scalars: Sequence[int | float]
+    ) -> None:
+        count = pointers + len(scalars)
+        self._values = (ctypes.c_int64 * count)()
+        for i, value in enumerate(scalars, pointers):
+            if isinstance(value, float):
+                ctypes.c_double.from_buffer(self._values, 8 * i).value = value
+            else:
+                self._values[i] = value
+        first = ctypes.addressof(self._values)
+        self._arguments = (ctypes.c_void_p * count)(*(first + 8 * i for i in range(count)))
+        grid, threads, shared = dimensions
+        self._dimensions = (grid, 1, 1, threads, 1, 1, shared)
+        self._driver = kernel._driver
+        self._function = self._driver.CUfunction(kernel.function)
+        self._run: Callable[..., tuple[Any]] = self._driver.cuLaunchKernel
+        self._device = kernel.device
+        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        several = torch.cuda.device_count() > 1
+        self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
+        self._lock = threading.Lock()
+
+    def __call__(self, *addresses: int) -> None:
+        device = self._device
+        if self._current is not None and self._current() != device:
+            with torch.cuda.device(device):
+                self(*addresses)
+            return
+        if not self._dimensions[0]:
+            return
+        stream, values = self._stream(device), self._values
+        # The driver copies the arguments before it returns, so they are in use for no longer than the lock is held.
+        with self._lock:
+            for i, address in enumerate(addresses):
+                values[i] = address
+            (error,) = self._run(self._function, *self._dimensions, stream, ctypes.addressof(self._arguments), 0)
+        if error:
+            _check(self._driver, "cuLaunchKernel", error)
+
+
+class Program(Protocol):
+    """What a kernel is compiled for: made by ``fft1d`` and ``fft2d``."""
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+
+    def source(self) -> str:
+        """The CUDA C++; :func:`compile_cubin` puts ``ptx.cu`` before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A program for fixed shapes and strides; ``grid`` blocks, none where there is nothing to do."""
+
+    program: Program
+    grid: int
+    scalars: tuple[int | float, ...]
+
+    def launch(self, device: int) -> Launch:
+        """Compiled for a device: takes the addresses of the operand and the result."""
+        p = self.program
+        return kernel(p.source(), p.name, device).launch(self.grid, p.threads, p.shared, 2, self.scalars)
+
+
+def _check(driver: Any, call: str, error: Any) -> None:
+    if int(error) != 0:
+        _, text = driver.cuGetErrorString(error)
+        raise RuntimeError(f"{call} failed: {text.decode() if text else error}")
+
+
+@functools.lru_cache(maxsize=256)
+def kernel(source: str, name: str, device: int) -> Kernel:
+    """The kernel ``name`` of ``source`` for a device, compiled on first use. Raises as :func:`compile_cubin`."""
+    return Kernel(source, name, device)

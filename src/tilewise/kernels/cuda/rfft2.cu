@@ -1,0 +1,137 @@
+// From real planes to their spectra; fft2d.cu says how.
+
+// Elements h of both columns of a pair, as one complex number; zero outside of the image.
+struct Columns {
+  const Real *first, *second;
+  const Window& window;
+  bool has0, has1;
+  __device__ __forceinline__ float2 operator[](int h) const {
+    constexpr bool stream = SPLIT1 == 1;  // with two threads a column, the second finds it in the cache
+    const bool row = window.has_row(h);
+    const i64 offset = window.row * h;
+    if constexpr (VECTOR) return load_reals<stream, PADDED>(has0 && row, first + offset);
+    const float a = load_real<stream, PADDED>(has0 && row, first + offset);
+    return make_float2(a, load_real<stream, PADDED>(has1 && row, second + offset));
+  }
+};
+
+// Frequencies PART, PART + SPLIT1, ... of one complex column into those of two real columns, into shared memory.
+template <int PART> __device__ __forceinline__ void separate(const float2 (&r)[M1], float4* s) {
+#pragma unroll
+  for (int i = 0; i < ROWS / SPLIT1; ++i) {
+    const int k = SPLIT1 * i + PART;
+    const float2 u = r[i], v = r[k == 0 ? M1 / 2 : M1 - i - 2 * PART / SPLIT1];
+    s[k * PITCH] = k == 0 ? make_float4(u.x, v.x, u.y, v.y) : make_float4(u.x + v.x, u.y - v.y, u.y + v.y, v.x - u.x);
+  }
+}
+
+// Frequencies PART, PART + SPLIT2, ... of row k. ``edge``: k = 0, which also holds row N1/2.
+template <int PART, class Store>
+__device__ __forceinline__ void emit(const float2 (&r)[M2], bool edge, const Rows<float2>& target, Store store) {
+#pragma unroll
+  for (int i = 0; SPLIT2 * i + PART <= COLUMNS; ++i) {
+    const int w = SPLIT2 * i + PART;
+    const float2 q = r[w == 0 ? 0 : M2 - i - 2 * PART / SPLIT2];
+    const float2 p = make_float2(0.5f * r[i].x, 0.5f * r[i].y), m = make_float2(0.5f * q.x, -0.5f * q.y);
+    const float2 sum = make_float2(p.x + m.x, p.y + m.y), rest = make_float2(p.y - m.y, m.x - p.x);
+    if (LAYOUT != PACKED) {
+      store(target.own(w), edge ? sum : p);
+      store(target.mirrored(w), edge ? rest : m);
+    } else if (w == 0) {  // the four frequencies that are real for real data make two complex numbers
+      const float2 h = r[M2 / 2], half = make_float2(0.5f * h.x, 0.5f * h.y);
+      store(target.first, edge ? make_float2(r[0].x, h.x) : p);
+      store(edge ? target.second : target.own(COLUMNS), edge ? make_float2(r[0].y, h.y) : half);
+    } else if (w < COLUMNS) {
+      store(target.own(w), edge ? sum : p);
+      store(target.mirrored(w), edge ? rest : conjugate(m));
+    }
+  }
+}
+
+struct ToShared {
+  __device__ __forceinline__ void operator()(float2* p, float2 value) const { *p = value; }
+};
+struct ToMemory {
+  __device__ __forceinline__ void operator()(float2* p, float2 value) const { store_complex(p, value); }
+};
+
+extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __restrict__ y, i64 planes, i64 inner,
+                                        i64 x_outer, i64 x_inner, i64 x_row, i64 x_column, i64 height, i64 width,
+                                        i64 top, i64 left, i64 y_outer, i64 y_inner, i64 y_frequency) {
+  extern __shared__ float4 shared[];
+  const Place c = place<COLUMNS, IMAGE_PLANES_FIRST>();
+  if (THREADS == PLANES * COLUMNS * SPLIT1 || c.part < SPLIT1) {
+    const Window window = {x_row, x_column, (int)height, (int)width, (int)top, (int)left};
+    const Real* image = x + start(first_plane() + c.slot, planes, inner, x_outer, x_inner).offset;
+    const int w0 = column0(c.lane), w1 = column1(c.lane);
+    const bool has0 = window.has_column(w0), has1 = window.has_column(w1);
+    const Columns z = {image + window.above(w0), image + window.above(w1), window, has0, has1};
+    float2 r[M1];
+    float4* s = shared + c.slot * PLANE + c.lane;
+    if constexpr (SPLIT1 == 1) {
+#pragma unroll
+      for (int h = 0; h < N1; ++h) r[h] = z[h];
+      transform1(r);
+      separate<0>(r, s);
+    } else {
+      const float sign = c.part ? -1.f : 1.f;
+#pragma unroll
+      for (int h = 0; h < M1; ++h) r[h] = plus_times(z[h], sign, z[h + M1]);
+      if (c.part) rotate1(r);
+      transform1(r);
+      if (c.part) separate<SPLIT1 - 1>(r, s);
+      else separate<0>(r, s);
+    }
+  }
+  synchronize();
+
+  const Place p = place<ROWS, SPECTRUM_PLANES_FIRST>();
+  const bool works = THREADS == PLANES * ROWS * SPLIT2 || p.part < SPLIT2;
+  float2 r[M2];
+  if (works) {
+    const float4* s = shared + p.slot * PLANE + p.lane * PITCH;
+    if constexpr (SPLIT2 == 1) {
+#pragma unroll
+      for (int l = 0; l < COLUMNS; ++l) {
+        const float4 v = s[l];
+        r[column0(l)] = make_float2(v.x, v.y);
+        r[column1(l)] = make_float2(v.z, v.w);
+      }
+    } else {
+      const float sign = p.part ? -1.f : 1.f;
+#pragma unroll
+      for (int l = 0; l < COLUMNS / 2; ++l) {
+        const float4 v = s[VECTOR ? l : 2 * l], u = s[VECTOR ? l + COLUMNS / 2 : 2 * l + 1];
+        const float2 v0 = make_float2(v.x, v.y), v1 = make_float2(v.z, v.w);
+        const float2 u0 = make_float2(u.x, u.y), u1 = make_float2(u.z, u.w);
+        r[2 * l] = VECTOR ? plus_times(v0, sign, u0) : plus_times(v0, sign, v1);
+        r[2 * l + 1] = VECTOR ? plus_times(v1, sign, u1) : plus_times(u0, sign, u1);
+      }
+      if (p.part) rotate2(r);
+    }
+    transform2(r);
+  }
+
+  if constexpr (LAYOUT == PLAIN) {
+    synchronize();
+    if (works) {
+      const Rows<float2> target((float2*)(shared + p.slot * PLANE), p.lane, 1);
+      if (SPLIT2 == 1 || !p.part) emit<0>(r, p.lane == 0, target, ToShared());
+      else emit<SPLIT2 - 1>(r, p.lane == 0, target, ToShared());
+    }
+    synchronize();
+    const int slot = threadIdx.x / EACH, lane = threadIdx.x % EACH;
+    const Start to = start(first_plane() + slot, planes, inner, y_outer, y_inner);
+    if (!to.exists) return;
+    const Piece* from = (const Piece*)(shared + slot * PLANE);
+    Piece* out = (Piece*)(y + to.offset);
+#pragma unroll 8
+    for (int i = lane; i < PIECES; i += EACH) write(out + i, from[i]);
+  } else if (works) {
+    const Start to = start(first_plane() + p.slot, planes, inner, y_outer, y_inner);
+    if (!to.exists) return;
+    const Rows<float2> target(y + to.offset, p.lane, y_frequency);
+    if (SPLIT2 == 1 || !p.part) emit<0>(r, p.lane == 0, target, ToMemory());
+    else emit<SPLIT2 - 1>(r, p.lane == 0, target, ToMemory());
+  }
+}

@@ -1,0 +1,76 @@
+"""Runs the CUDA C++ of kernels on the CPU, compiled by g++ against ``emulation.hpp``: slow, but every index is real."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+__all__ = ["emulate", "emulated"]
+
+HEADER = Path(__file__).with_name("emulation.hpp")
+FLAGS = ("-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-ffp-contract=off", "-mfma", "-mf16c")
+
+
+def _why_not() -> str:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"kernels are emulated on x86-64, not on {platform.machine()}"
+    if shutil.which("g++") is None:
+        return "no g++ to compile kernels for the CPU with"
+    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, check=False).stdout.strip()
+    if int(version.split(".")[0] or 0) < 12:
+        return f"g++ {version} has no half precision: 12 would do"
+    return ""
+
+
+emulated = pytest.mark.skipif(bool(reason := _why_not()), reason=reason or "runs")
+"""Skips a test, with the reason, where kernels cannot be compiled for the CPU."""
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tilewise-emulator-")
+
+
+@functools.cache
+def _compiled(source: str, name: str, pointers: int, scalars: tuple[type, ...]) -> ctypes.CDLL:
+    arguments = [f"addresses[{i}]" for i in range(pointers)]
+    arguments += [f"{'reals' if kind is float else 'whole'}[{i}]" for i, kind in enumerate(scalars)]
+    driver = f"""
+template <class... T> struct Call;
+static void** addresses; static const long long* whole; static const double* reals;
+struct Any {{ void* p; template <class T> operator T*() const {{ return (T*)p; }} }};
+static void call() {{ {name}({", ".join(f"Any{{{a}}}" if a.startswith("addresses") else a for a in arguments)}); }}
+extern "C" void emulate(void** a, const long long* w, const double* r, unsigned grid, unsigned count, bool backwards) {{
+  addresses = a; whole = w; reals = r;
+  emulation::body = call;
+  for (unsigned b = 0; b < grid; ++b) emulation::block(backwards ? grid - 1 - b : b, count, backwards);
+}}
+"""
+    text = f'#include "{HEADER}"\n{source}\n{driver}'
+    stem = Path(_folder().name) / hashlib.sha256(text.encode()).hexdigest()[:16]
+    stem.with_suffix(".cpp").write_text(text)
+    command = ["g++", *FLAGS, "-o", str(stem.with_suffix(".so")), str(stem.with_suffix(".cpp"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+def emulate(
+    source: str, name: str, grid: int, threads: int, addresses: Sequence[int], scalars: Sequence[int | float],
+    backwards: bool = False,
+) -> None:  # fmt: skip
+    """Run ``grid`` blocks of a kernel on memory of the CPU."""
+    library = _compiled(source, name, len(addresses), tuple(type(s) for s in scalars))
+    count = len(scalars)
+    whole = (ctypes.c_longlong * count)(*(0 if isinstance(s, float) else s for s in scalars))
+    reals = (ctypes.c_double * count)(*(float(s) for s in scalars))
+    library.emulate((ctypes.c_void_p * len(addresses))(*addresses), whole, reals, grid, threads, backwards)
