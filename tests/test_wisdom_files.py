@@ -18,6 +18,7 @@ from tests.wisdom_workers import (
     PROBLEMS,
     aside,
     fill,
+    filled,
     integrity,
     some_measurements,
     some_plan,
@@ -29,9 +30,7 @@ from tilewise.wisdom import Wisdom, WisdomWarning, rows, schema, tables
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A store that holds what ``fill`` keeps."""
-    path = tmp_path / "wisdom.sqlite3"
-    fill(Wisdom(path))
-    return path
+    return filled(tmp_path / "wisdom.sqlite3")
 
 
 class Image(bytes):
@@ -216,10 +215,7 @@ def test_flipped_bytes_never_give_another_value(
         wisdom.forget(solver="fft", stale={"fft": 2})
         check_subset(wisdom)
         # Damage may be met as late as here; then what was just written is moved aside with it.
-        for _ in range(3):
-            fill(wisdom)
-            check_subset(wisdom)
-        check_complete(wisdom)
+        check_refilled(wisdom)
     assert not wisdom.in_memory
 
 
@@ -235,11 +231,16 @@ def test_a_store_cut_anywhere_gives_no_other_value(
         # A cut through free space or into the last page's end changes nothing that is read.
         warnings.simplefilter("ignore", WisdomWarning)
         check_subset(wisdom)
-        for _ in range(3):
-            fill(wisdom)
-            check_subset(wisdom)
-        check_complete(wisdom)
+        check_refilled(wisdom)
     assert not wisdom.in_memory
+
+
+def check_refilled(wisdom: Wisdom) -> None:
+    """Damage may be met as late as the third time; nothing that is read is ever another value."""
+    for _ in range(3):
+        fill(wisdom)
+        check_subset(wisdom)
+    check_complete(wisdom)
 
 
 def check_complete(wisdom: Wisdom) -> None:

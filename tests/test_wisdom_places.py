@@ -11,6 +11,7 @@ from tests.wisdom_workers import (
     ENVIRONMENT,
     PROBLEMS,
     fill,
+    filled,
     integrity,
     journal_of,
     some_measurements,
@@ -23,9 +24,7 @@ from tilewise.wisdom import Wisdom, WisdomWarning, database, paths
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A store that holds what ``fill`` keeps."""
-    path = tmp_path / "wisdom.sqlite3"
-    fill(Wisdom(path))
-    return path
+    return filled(tmp_path / "wisdom.sqlite3")
 
 
 def test_no_directory_can_be_made(tmp_path: Path) -> None:

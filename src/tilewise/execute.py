@@ -106,7 +106,7 @@ class Bound:
         self._dtype = problem.torch_dtype(problem.result)
         self._bias_shape = (1, -1, *([1] * problem.dims))
         self._fresh = isinstance(node, Leaf) and node.returns_new
-        self._run = node.run if not isinstance(node, Leaf) else node.shortest()
+        self._run = node.shortest()
         self._addressed = node.addressed()
         self._like_a = self._dtype is problem.torch_dtype(problem.operands[0])
 
@@ -172,6 +172,10 @@ class Node:
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
     ) -> torch.Tensor:
         raise NotImplementedError
+
+    def shortest(self) -> Run:
+        """:meth:`run` with as few frames around it as there can be."""
+        return self.run
 
     def addressed(self) -> Addressed | None:
         """The same over raw addresses where every leaf takes them: no tensor views are made then."""

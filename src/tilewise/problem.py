@@ -184,6 +184,11 @@ class ConvProblem:
         return self.groups > 1 and self.groups == self.in_channels
 
     @property
+    def taps(self) -> int:
+        """Elements of one plane of the filter."""
+        return math.prod(axis.kernel for axis in self.axes)
+
+    @property
     def operands(self) -> tuple[str, str]:
         """Places of the two operands, in the order every solver takes them."""
         return {Pass.FPROP: ("x", "w"), Pass.DGRAD: ("y", "w"), Pass.WGRAD: ("x", "y")}[self.pass_]

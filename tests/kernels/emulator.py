@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-__all__ = ["emulate", "emulated"]
+from tilewise.kernels.cuda.launch import Bound
+
+__all__ = ["emulate", "emulated", "run_bound"]
 
 HEADER = Path(__file__).with_name("emulation.hpp")
 FLAGS = ("-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-ffp-contract=off", "-mfma", "-mf16c")
@@ -74,3 +77,13 @@ def emulate(
     whole = (ctypes.c_longlong * count)(*(0 if isinstance(s, float) else s for s in scalars))
     reals = (ctypes.c_double * count)(*(float(s) for s in scalars))
     library.emulate((ctypes.c_void_p * len(addresses))(*addresses), whole, reals, grid, threads, backwards)
+
+
+def run_bound(bound: Bound, x: torch.Tensor, y: torch.Tensor, inverse: bool, backwards: bool = False) -> None:
+    """Transform between real data ``x`` and spectra ``y`` where they are: on a GPU, or emulated on the CPU."""
+    addresses = [y.data_ptr(), x.data_ptr()] if inverse else [x.data_ptr(), y.data_ptr()]
+    if x.is_cuda:
+        bound.launch(x.get_device())(*addresses)
+        return
+    p = bound.program
+    emulate(p.source(), p.name, bound.grid, p.threads, addresses, bound.scalars, backwards)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.emulator import emulate, emulated
+from tests.kernels.emulator import emulate, emulated, run_bound
 from tests.kernels.spectra import Guarded, relative, spectrum
 
 from tilewise.kernels.cuda import launch
@@ -43,12 +43,7 @@ def run(
 ) -> None:  # fmt: skip
     """Transform between planes ``x`` and spectra ``y``, wherever they are; scaled like torch's."""
     bound = bind(Memory.of(x), Memory.of(y), s, offset, layout, inverse, config, 1.0 / s[0] / s[1])
-    addresses = [y.data_ptr(), x.data_ptr()] if inverse else [x.data_ptr(), y.data_ptr()]
-    if x.is_cuda:
-        bound.launch(x.get_device())(*addresses)
-        return
-    p = bound.program
-    emulate(p.source(), p.name, bound.grid, p.threads, addresses, bound.scalars, backwards)
+    run_bound(bound, x, y, inverse, backwards)
 
 
 def check(

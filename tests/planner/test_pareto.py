@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from tests.planner.every import Point, every_division
 
 from tilewise.planner.pareto import MOST_POINTS, Division, divide, front, thin
 
-Point = tuple[float, int]
 points = st.tuples(st.integers(1, 30).map(float), st.integers(0, 12))
 
 
@@ -44,25 +44,6 @@ def test_thinning_keeps_order_and_ends(indices: list[int], most: int) -> None:
     if indices:
         assert kept[0] == indices[0]
         assert kept[-1] == indices[-1]
-
-
-def partitions(whole: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to sum up to ``whole``, larger sizes first."""
-    if not whole:
-        yield ()
-    for i, size in enumerate(sizes):
-        if size <= whole:
-            yield from ((size, *rest) for rest in partitions(whole - size, sizes[i:]))
-
-
-def every_division(whole: int, fronts: Mapping[int, Sequence[Point]], limit: int | None) -> list[Point]:
-    found = []
-    for sizes in partitions(whole, sorted(fronts, reverse=True)):
-        for choice in itertools.product(*(fronts[size] for size in sizes)):
-            workspace = max(ws for _, ws in choice)
-            if limit is None or workspace <= limit:
-                found.append((sum(ms for ms, _ in choice), workspace))
-    return found
 
 
 @st.composite

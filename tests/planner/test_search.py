@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -12,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from tests import toys
+from tests.planner.every import every_division
 from tests.planner.simulated import Clock, Simulated, search, simulated, torchs_own, world
 
 from tilewise.plan import Config, Measurement, Plan
-from tilewise.planner import search as search_module
-from tilewise.planner.measure import Took
 from tilewise.planner.options import NoPlanError
 from tilewise.planner.pareto import front
 from tilewise.planner.search import Store
@@ -47,25 +45,6 @@ def tabled(clock: Clock, table: Table) -> Solver:
     )
 
 
-def partitions(whole: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    if not whole:
-        yield ()
-    for i, size in enumerate(sizes):
-        if size <= whole:
-            yield from ((size, *rest) for rest in partitions(whole - size, sizes[i:]))
-
-
-def every_plan(whole: int, table: Table, sizes: Sequence[int], limit: int | None) -> list[tuple[float, int]]:
-    """Time and workspace of each way to compute a batch of ``whole`` in parts of ``sizes``."""
-    found = []
-    for parts in partitions(whole, sorted(sizes, reverse=True)):
-        for points in itertools.product(*(table[size] for size in parts)):
-            workspace = max(ws for _, ws in points)
-            if limit is None or workspace <= limit:
-                found.append((sum(ms for ms, _ in points), workspace))
-    return found
-
-
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[int, Table]:
     batch, configs = draw(st.integers(1, 6)), draw(st.integers(1, 2))
@@ -83,7 +62,7 @@ def test_a_patient_planner_finds_the_best_of_all(
     powers = [n for n in range(1, batch) if n & (n - 1) == 0]
     sizes = {"undivided": [], "powers_of_two": powers, "all": list(range(1, batch))}[policy]
     torchs = {n: [*points, (1000.0 * n, 0)] for n, points in table.items()}
-    plans = every_plan(batch, torchs, [*sizes, batch], limit)
+    plans = every_division(batch, {n: torchs[n] for n in (*sizes, batch)}, limit)
     clock, problem = Clock(), toys.small(pass_, batch, channels=1, size=3)
     with world(clock, tabled(clock, table)):
         best = search(problem, rigor="patient", batch_sizes=policy, workspace=limit).best()
@@ -212,68 +191,6 @@ def test_estimates_choose_without_measuring_what_loses(clock: Clock) -> None:
         assert ("direct", 32) not in clock.runs
         assert reasons(found.log)["direct"] == "not run: estimated 256.000 ms"
         assert plan.time_ms == pytest.approx(36.0)
-
-
-def test_torchs_choice_stays_where_it_wins(clock: Clock) -> None:
-    own = torchs_own(clock, lambda p, c: 10.0)
-    for ms, winner in ((8.7, "other"), (8.9, "aten"), (20.0, "aten")):
-        with world(clock, own, simulated(clock, "other", lambda p, c, ms=ms: ms)):  # type: ignore[misc]
-            found = search(toys.small(), batch_sizes="undivided")
-            plan = found.best()
-            assert plan.solver == winner
-            other = [m for m in found.log if m.solver == "other"][-1]
-            assert (other.reason, other.time_ms) == ("", pytest.approx(ms))
-
-
-@pytest.mark.parametrize(("rounds", "winner"), [([8.0] * 6 + [12.0], "other"), ([8.0] * 5 + [12.0] * 2, "aten")])
-def test_a_plan_must_win_most_rounds(clock: Clock, rounds: list[float], winner: str) -> None:
-    own = torchs_own(clock, lambda p, c: 10.0)
-    with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            search_module, "rounds", lambda *_, **__: [[Took(ms, 0.0) for ms in rounds], [Took(10.0, 0.0)] * 7]
-        )
-        assert search(toys.small(), batch_sizes="undivided").best().solver == winner
-
-
-@pytest.mark.parametrize(("shares", "winner"), [((8.0, 8.0), "other"), ((8.0, 9.5), "aten"), ((6.0, 9.5), "other")])
-def test_a_small_gain_must_come_out_twice(clock: Clock, shares: tuple[float, float], winner: str) -> None:
-    own = torchs_own(clock, lambda p, c: 10.0)
-    looks = iter(shares)
-    with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            search_module, "rounds", lambda *_, **__: [[Took(next(looks), 0.0)] * 7, [Took(10.0, 0.0)] * 7]
-        )  # what was decided at once leaves the second look untaken
-        assert search(toys.small(), batch_sizes="undivided").best().solver == winner
-    assert next(looks, None) == (9.5 if shares[0] == 6.0 else None)
-
-
-@pytest.mark.parametrize(
-    ("plan_ms", "clear"),
-    [
-        ([20.0], True),
-        ([30.0], False),
-        ([20.0] * 2, False),
-        ([60.0] * 3, True),
-        ([70.0] * 3, False),
-        ([160.0] * 3, True),
-    ],
-)
-def test_rounds_are_few_where_one_side_is_far_ahead(plan_ms: list[float], clear: bool) -> None:
-    torchs = [Took(100.0, 0.0)] * len(plan_ms)
-    times = [[Took(ms, 0.0) for ms in plan_ms], torchs]
-    assert search_module._clear(times) is clear
-    assert not search_module._clear([*times[:1], torchs, torchs])
-
-
-@pytest.mark.parametrize(("host_ms", "winner"), [(3.0, "other"), (4.3, "other"), (4.8, "aten"), (7.9, "aten")])
-def test_a_plan_must_win_on_a_busy_host_too(clock: Clock, host_ms: float, winner: str) -> None:
-    """Torch launches one kernel; eight small ones are lost where the host has other work."""
-    own = torchs_own(clock, lambda p, c: 10.0)
-    with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search_module, "rounds", lambda *_, **__: [[Took(8.0, host_ms)] * 7, [Took(10.0, 1.0)] * 7])
-        plan = search(toys.small(), batch_sizes="undivided").best()
-        assert plan.solver == winner
-        assert plan.time_ms == (8.0 if winner == "other" else 10.0)
 
 
 def test_torchs_choice_must_keep_the_limit(clock: Clock) -> None:

@@ -124,7 +124,7 @@ def rounds(
     budget_ms: float = 200.0,
     least: int = 5,
     most: int = 51,
-    decided: Callable[[list[list[Took]]], bool] = lambda _: False,
+    decided: Callable[[list[list[Took]]], bool] | None = None,
 ) -> list[list[Took]]:
     """What each call took in each round, run in turns so that a drift of clocks or load meets all alike.
 
@@ -142,7 +142,7 @@ def rounds(
         order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
         for index in order:
             times[index].append(timer.time(calls[index]))
-        if decided(times):
+        if decided is not None and decided(times):
             break
     return times
 

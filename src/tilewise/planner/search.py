@@ -299,7 +299,7 @@ class Search:
             calls.append(self._framework_call())
         try:
             budget_ms = 40.0 if a.is_cuda else 1500.0
-            clear = _clear if self.baseline is not None and not a.is_cuda else _never
+            clear = _clear if self.baseline is not None and not a.is_cuda else None
             times = rounds(calls, a.device, budget_ms=budget_ms, least=7, most=31, decided=clear)
         except Exception as error:
             if len(kept) > 1:
@@ -455,10 +455,6 @@ def _clear(times: list[list[Took]]) -> bool:
     shares = [own.ms / its.ms for plan in times[:-1] for own, its in zip(plan, times[-1], strict=True)]
     far = CLEAR_AT_ONCE if len(times[-1]) == 1 else CLEAR
     return len(times[-1]) != 2 and all(share < 1 / far or share > far for share in shares)
-
-
-def _never(times: list[list[Took]]) -> bool:
-    return False
 
 
 def _median_ms(times: Sequence[Took]) -> float:

@@ -149,12 +149,8 @@ def _reference(problem: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> tuple[
         return _float64(problem, a, b)
 
 
-def _taps(problem: ConvProblem) -> int:
-    return math.prod(axis.kernel for axis in problem.axes)
-
-
 def _float64(problem: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if problem.device_type == "cpu" and problem.depthwise and _taps(problem) >= MANY_TAPS:
+    if problem.device_type == "cpu" and problem.depthwise and problem.taps >= MANY_TAPS:
         value = convolve_by_transform(problem, a, b)
         scale = convolve_by_transform(problem, a.abs(), b.abs())
         # It errs by a share of the largest, also where nothing meets.

@@ -164,7 +164,7 @@ class Layout:
     @property
     def columns(self) -> int:
         """Columns of a filter gradient: taps by padded input channels."""
-        return math.prod(axis.kernel for axis in self.axes) * self.source.channels
+        return self.p.taps * self.source.channels
 
     @property
     def largest(self) -> int:
@@ -182,7 +182,7 @@ def sum_length(p: ConvProblem) -> int:
     if p.pass_ is Pass.WGRAD:
         return p.batch * math.prod(axis.out for axis in p.axes)
     read = p.out_channels if p.pass_ is Pass.DGRAD else p.in_channels
-    return read // p.groups * math.prod(axis.kernel for axis in p.axes)
+    return read // p.groups * p.taps
 
 
 def _chunks(p: ConvProblem, elements: int) -> int:

@@ -106,7 +106,7 @@ def counts(p: ConvProblem) -> dict[str, int]:
     return {
         "m": p.out_channels,
         "t": p.batch * math.prod(axis.out for axis in p.axes),
-        "k": p.in_channels * math.prod(axis.kernel for axis in p.axes),
+        "k": p.in_channels * p.taps,
     }
 
 

@@ -76,7 +76,7 @@ class PatchGradient:
         """One product, and a copy of the windows where they are no matrix."""
         p, size = self.p, self.result_dtype.itemsize
         near = cached(p.device_type, self.arena.size)
-        rows = self.channels * math.prod(axis.kernel for axis in p.axes)
+        rows = self.channels * p.taps
         lines, matrix = self.gradient.elements
         patches = self._patches.sizes[0] if self._patches else 0
         moved = p.bytes + 2 * self.filter.copies * p.nbytes("w")

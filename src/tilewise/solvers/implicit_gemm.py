@@ -12,6 +12,7 @@ from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._implicit_gemm import LONGEST, PRODUCTS, Layout, Tile, View, launches, sum_length
 from tilewise.solvers._program_run import compiled, has_triton
+from tilewise.solvers._tiles import PROCESSORS, busy, integer
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
 __all__ = ["ImplicitGemm"]
@@ -21,8 +22,6 @@ MOST_SUMS = 64
 """Sums that each thread keeps, of 255 registers, where it keeps another beside each."""
 MOST_ELEMENTS = 2**31 - 2**20
 """Elements of a packed tensor: kernels count them in 32 bits."""
-PROCESSORS = 132
-"""Multiprocessors that tiles are shared out to, for estimates and for the number of partial sums."""
 
 FAST = {"fp16x3": 3.0, "tf32x3": 1.4, "fp16": 1.2, "native": 0.65}
 """Rate of full tiles beside the product rate of the problem's precision, cuBLAS's on the same device."""
@@ -134,23 +133,16 @@ class ImplicitGemm(Solver):
                     yield blocks, _layout(p, blocks).workspace
 
 
-def _integer(c: Config, name: str, default: int | None = None) -> int:
-    value = c.get(name, default)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: a positive integer would do")
-    return value
-
-
 def _tile(c: Config) -> Tile:
     sizes = c["tile"]
     if not isinstance(sizes, tuple) or len(sizes) != 3 or any(n < 16 or n > 256 or n % 16 for n in sizes):
         raise ValueError(f"tile={sizes!r}: channels, columns and depth would do")
-    return Tile(*sizes, warps=_integer(c, "warps"), stages=_integer(c, "stages"))
+    return Tile(*sizes, warps=integer(c, "warps"), stages=integer(c, "stages"))
 
 
 @functools.lru_cache(maxsize=4096)
 def _layout(p: ConvProblem, c: Config) -> Layout:
-    return Layout(p, PRODUCTS[str(c["product"])], _tile(c), _integer(c, "images", p.batch), _integer(c, "splits", 1))
+    return Layout(p, PRODUCTS[str(c["product"])], _tile(c), integer(c, "images", p.batch), integer(c, "splits", 1))
 
 
 def _tiles(p: ConvProblem, product: str) -> list[Tile]:
@@ -165,7 +157,7 @@ def _tiles(p: ConvProblem, product: str) -> list[Tile]:
         if p.pass_ is Pass.WGRAD:
             if tile.halves[1]:
                 continue
-            columns = math.prod(axis.kernel for axis in p.axes) * -(-read // 16) * 16
+            columns = p.taps * -(-read // 16) * 16
             useful = columns / (-(-columns // tile.columns) * tile.columns)
         else:
             useful = read / (-(-read // tile.depth) * tile.depth)
@@ -201,17 +193,12 @@ def _blocks(p: ConvProblem, c: Config, ceiling: int | None, *, fewer: bool) -> I
 
 def _splits(p: ConvProblem, tile: Tile, images: int) -> int:
     """Shares of a filter gradient's sum that fill the multiprocessors in whole waves."""
-    columns = math.prod(axis.kernel for axis in p.axes) * -(-p.in_channels // p.groups // 16) * 16
+    columns = p.taps * -(-p.in_channels // p.groups // 16) * 16
     tiles = -(-p.out_channels // p.groups // tile.channels) * -(-columns // tile.columns)
     pixels = images * math.prod(axis.out for axis in p.axes)
     most = max(1, min(64, pixels // (8 * tile.depth), 4 * PROCESSORS // tiles))
     # Partial sums go through memory: at usual rates that takes some 200 / pixels of the time of a share's products.
-    return max(range(1, most + 1), key=lambda n: (_wave(n * tiles) / (1 + 200 * n / pixels), -n))
-
-
-def _wave(programs: int) -> float:
-    """Share of the multiprocessors that are busy when ``programs`` equal ones run."""
-    return programs / (-(-programs // PROCESSORS) * PROCESSORS)
+    return max(range(1, most + 1), key=lambda n: (busy(n * tiles) / (1 + 200 * n / pixels), -n))
 
 
 def _filled(layout: Layout) -> float:
@@ -223,8 +210,8 @@ def _filled(layout: Layout) -> float:
     if p.pass_ is Pass.WGRAD:
         across = -(-layout.columns // tile.columns)
         share *= layout.into / layout.source.channels * layout.columns / (across * tile.columns)
-        return share * _wave(tiles * across * layout.splits)
+        return share * busy(tiles * across * layout.splits)
     read = layout.outof if p.pass_ is Pass.DGRAD else layout.into
     pixels = layout.images * math.prod(axis.size if p.pass_ is Pass.DGRAD else axis.out for axis in p.axes)
     share *= read / layout.source.channels
-    return share * _wave(tiles * max(1, pixels // tile.columns)) * pixels / (-(-pixels // tile.columns) * tile.columns)
+    return share * busy(tiles * max(1, pixels // tile.columns)) * pixels / (-(-pixels // tile.columns) * tile.columns)

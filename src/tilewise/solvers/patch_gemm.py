@@ -11,6 +11,7 @@ from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._patch_gemm import Tile, counts, launches, sizes
 from tilewise.solvers._program_run import compiled, has_triton
+from tilewise.solvers._tiles import PROCESSORS, busy, integer
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
 __all__ = ["PatchGemm"]
@@ -18,8 +19,6 @@ __all__ = ["PatchGemm"]
 MOST = 2**31 - 2**20
 """Tokens, and elements of the filter: kernels count them in 32 bits."""
 MOST_CONFIGS = 8
-PROCESSORS = 132
-"""Multiprocessors that tiles are shared out to, for estimates and for the number of partial sums."""
 FULL = 0.6
 """Rate of full tiles beside the product rate of the problem's precision, cuBLAS's on the same device."""
 
@@ -90,12 +89,12 @@ class PatchGemm(Solver):
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """Partial sums of a filter gradient in more than one share."""
-        splits = _integer(c, "splits", 1)
+        splits = integer(c, "splits", 1)
         return splits * 4 * math.prod(p.shape("w")) if splits > 1 else 0
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The direct method's arithmetic at the rate of the matrix units, unfilled tiles and waves counted."""
-        tile, splits = _tile(c), _integer(c, "splits", 1)
+        tile, splits = _tile(c), integer(c, "splits", 1)
         rate = next((rate for each, rate in TILES[p.torch_dtype(p.operands[0]).itemsize] if each == tile), 0.5)
         moved = p.bytes + 2 * self.workspace(p, c)
         return Cost(p.flops, moved, 1 + (splits > 1), efficiency=FULL * rate * _filled(p, tile, splits))
@@ -106,7 +105,7 @@ class PatchGemm(Solver):
         if not _fits(p, c):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
         alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
-        steps = launches(p, _tile(c), _integer(c, "splits", 1), a, b, out)
+        steps = launches(p, _tile(c), integer(c, "splits", 1), a, b, out)
         return compiled(steps, [*alignment, 256], a.device)
 
 
@@ -118,23 +117,16 @@ def _config(p: ConvProblem, tile: Tile, splits: int) -> Config:
 def _fits(p: ConvProblem, c: Config) -> bool:
     names = {"tile", "warps", "stages", *(["splits"] if p.pass_ is Pass.WGRAD else [])}
     try:
-        return set(c) == names and _integer(c, "splits", 1) <= sizes(p)[2] and _tile(c).warps in (1, 2, 4, 8, 16)
+        return set(c) == names and integer(c, "splits", 1) <= sizes(p)[2] and _tile(c).warps in (1, 2, 4, 8, 16)
     except (KeyError, ValueError):
         return False
-
-
-def _integer(c: Config, name: str, default: int | None = None) -> int:
-    value = c.get(name, default)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: a positive integer would do")
-    return value
 
 
 def _tile(c: Config) -> Tile:
     edges = c["tile"]
     if not isinstance(edges, tuple) or len(edges) != 3 or any(n not in (16, 32, 64, 128, 256) for n in edges):
         raise ValueError(f"tile={edges!r}: powers of two from 16 to 256 for rows, columns and depth would do")
-    return Tile(*edges, warps=_integer(c, "warps"), stages=_integer(c, "stages"))
+    return Tile(*edges, warps=integer(c, "warps"), stages=integer(c, "stages"))
 
 
 def _filled(p: ConvProblem, tile: Tile, splits: int) -> float:
@@ -146,7 +138,7 @@ def _filled(p: ConvProblem, tile: Tile, splits: int) -> float:
         share *= size / (-(-size // edge) * edge)
     steps = -(-depth // tile.depth)
     share *= depth / (-(-steps // splits) * splits * tile.depth)
-    return share * _wave(tiles)
+    return share * busy(tiles)
 
 
 def _splits(p: ConvProblem, tile: Tile) -> int:
@@ -158,8 +150,3 @@ def _splits(p: ConvProblem, tile: Tile) -> int:
     most = max(1, min(64, tokens // (8 * tile.depth), 4 * PROCESSORS // tiles))
     # Partial sums go through memory: at usual rates that takes some 200 / tokens of the time of a share's products.
     return max(range(1, most + 1), key=lambda n: (_filled(p, tile, n) / (1 + 200 * n / tokens), -n))
-
-
-def _wave(programs: int) -> float:
-    """Share of the multiprocessors that are busy when ``programs`` equal ones run."""
-    return programs / (-(-programs // PROCESSORS) * PROCESSORS)

@@ -1,0 +1,23 @@
+"""What solvers with tiled Triton kernels share: integers of a config, and how tiles fill the multiprocessors."""
+
+from __future__ import annotations
+
+from tilewise.plan import Config
+
+__all__ = ["PROCESSORS", "busy", "integer"]
+
+PROCESSORS = 132
+"""Multiprocessors that tiles are shared out to, for estimates and for the number of partial sums."""
+
+
+def integer(c: Config, name: str, default: int | None = None) -> int:
+    """A positive integer of a config. Raises ``ValueError`` naming the value for anything else."""
+    value = c.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: a positive integer would do")
+    return value
+
+
+def busy(programs: int) -> float:
+    """Share of the multiprocessors that are busy when ``programs`` equal ones run."""
+    return programs / (-(-programs // PROCESSORS) * PROCESSORS)

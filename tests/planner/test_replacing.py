@@ -1,0 +1,77 @@
+"""When a plan replaces torch's choice: what it must gain, how surely, and on which hosts."""
+
+from __future__ import annotations
+
+import pytest
+from tests import toys
+from tests.planner.simulated import Clock, search, simulated, torchs_own, world
+
+from tilewise.planner import search as search_module
+from tilewise.planner.measure import Took
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_torchs_choice_stays_where_it_wins(clock: Clock) -> None:
+    own = torchs_own(clock, lambda p, c: 10.0)
+    for ms, winner in ((8.7, "other"), (8.9, "aten"), (20.0, "aten")):
+        with world(clock, own, simulated(clock, "other", lambda p, c, ms=ms: ms)):  # type: ignore[misc]
+            found = search(toys.small(), batch_sizes="undivided")
+            plan = found.best()
+            assert plan.solver == winner
+            other = [m for m in found.log if m.solver == "other"][-1]
+            assert (other.reason, other.time_ms) == ("", pytest.approx(ms))
+
+
+@pytest.mark.parametrize(("rounds", "winner"), [([8.0] * 6 + [12.0], "other"), ([8.0] * 5 + [12.0] * 2, "aten")])
+def test_a_plan_must_win_most_rounds(clock: Clock, rounds: list[float], winner: str) -> None:
+    own = torchs_own(clock, lambda p, c: 10.0)
+    with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            search_module, "rounds", lambda *_, **__: [[Took(ms, 0.0) for ms in rounds], [Took(10.0, 0.0)] * 7]
+        )
+        assert search(toys.small(), batch_sizes="undivided").best().solver == winner
+
+
+@pytest.mark.parametrize(("shares", "winner"), [((8.0, 8.0), "other"), ((8.0, 9.5), "aten"), ((6.0, 9.5), "other")])
+def test_a_small_gain_must_come_out_twice(clock: Clock, shares: tuple[float, float], winner: str) -> None:
+    own = torchs_own(clock, lambda p, c: 10.0)
+    looks = iter(shares)
+    with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            search_module, "rounds", lambda *_, **__: [[Took(next(looks), 0.0)] * 7, [Took(10.0, 0.0)] * 7]
+        )  # what was decided at once leaves the second look untaken
+        assert search(toys.small(), batch_sizes="undivided").best().solver == winner
+    assert next(looks, None) == (9.5 if shares[0] == 6.0 else None)
+
+
+@pytest.mark.parametrize(
+    ("plan_ms", "clear"),
+    [
+        ([20.0], True),
+        ([30.0], False),
+        ([20.0] * 2, False),
+        ([60.0] * 3, True),
+        ([70.0] * 3, False),
+        ([160.0] * 3, True),
+    ],
+)
+def test_rounds_are_few_where_one_side_is_far_ahead(plan_ms: list[float], clear: bool) -> None:
+    torchs = [Took(100.0, 0.0)] * len(plan_ms)
+    times = [[Took(ms, 0.0) for ms in plan_ms], torchs]
+    assert search_module._clear(times) is clear
+    assert not search_module._clear([*times[:1], torchs, torchs])
+
+
+@pytest.mark.parametrize(("host_ms", "winner"), [(3.0, "other"), (4.3, "other"), (4.8, "aten"), (7.9, "aten")])
+def test_a_plan_must_win_on_a_busy_host_too(clock: Clock, host_ms: float, winner: str) -> None:
+    """Torch launches one kernel; eight small ones are lost where the host has other work."""
+    own = torchs_own(clock, lambda p, c: 10.0)
+    with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_module, "rounds", lambda *_, **__: [[Took(8.0, host_ms)] * 7, [Took(10.0, 1.0)] * 7])
+        plan = search(toys.small(), batch_sizes="undivided").best()
+        assert plan.solver == winner
+        assert plan.time_ms == (8.0 if winner == "other" else 10.0)
