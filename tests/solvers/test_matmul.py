@@ -61,7 +61,8 @@ def test_products_of_any_strides(
     multiply(a, b, out, add)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
     views = [Strided(tuple(t.shape), as_matrix(tuple(t.shape), t.stride())) for t in (a, b, other)]
-    assert straight(*views, add)(b, a, other, None) is other
+    p = replace(PROBLEM, accumulate=add)
+    assert straight(p, *views, a.device)(b, a, other, None) is other
     torch.testing.assert_close(other.double(), want, rtol=1e-5, atol=1e-5)
     total = torch.full((1, g, rows, cols), torch.nan)
     add_over_images(a, b, total, False)

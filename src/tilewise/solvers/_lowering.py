@@ -95,7 +95,8 @@ class Correlation:
         parts = list(zip(gather.bind(a, blocks), lift.bind(out, blocks), strict=True))
         if len(parts) == 1 and gather.direct and lift.direct and self.filter.view is not None:
             matrix = parts[0][0].matrix
-            return straight(self.filter.view.expanded(matrix.sizes[0]), matrix, parts[0][1].matrix, add)
+            weights = self.filter.view.expanded(matrix.sizes[0])
+            return straight(self.p, weights, matrix, parts[0][1].matrix, a.device)
         weight = self.filter.bind(b)
 
         def run(

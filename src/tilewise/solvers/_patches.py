@@ -96,7 +96,7 @@ class PatchGradient:
         if len(blocks) == 1 and self.direct and self.gradient.direct and self.filter.view and not self.clears:
             gradient_view = fillings[0].matrix
             weight_view = self.filter.view.transposed.expanded(gradient_view.sizes[0])
-            return straight(weight_view, gradient_view, results[0][0], add)
+            return straight(self.p, weight_view, gradient_view, results[0][0], a.device)
         weight, gradient = self.filter.bind(b), self.gradient
         parts = list(zip(fillings, results, strict=True))
 

@@ -86,7 +86,7 @@ class WeightGradient:
             inner[position] = stride
         matrix = self._matrix(strides if self.direct else inner, sizes)
         if len(parts) == 1 and image.direct and gradient.direct and self.direct and parts[0][0].matrix.sizes[0] == 1:
-            return straight(parts[0][0].matrix, parts[0][1].matrix.transposed, matrix, add)
+            return straight(self.p, parts[0][0].matrix, parts[0][1].matrix.transposed, matrix, x.device)
         result = Strided(self.sizes, tuple(strides[i] for i in self.permutation))
         index = None
         if self._reversed is not None:
