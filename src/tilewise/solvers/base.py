@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,13 +13,21 @@ import torch
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Part, Pass
 
-__all__ = ["Cost", "Run", "Solver", "SolverUnavailable", "Split"]
+__all__ = ["EXPERIMENTAL", "Cost", "Run", "Solver", "SolverUnavailable", "Split", "experimental"]
+
+EXPERIMENTAL = "TILEWISE_EXPERIMENTAL"
+"""Environment variable; 1 offers what has not yet run on all kinds of devices that it is written for."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 """``run(a, b, out, workspace) -> result`` for fixed shapes and strides, ``a`` and ``b`` in the order of
 ``problem.operands``. Writes ``out`` and returns it, or with ``own_output`` ignores it (it may be ``None``) and returns
 a new tensor. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte aligned, or ``None`` where
 that is 0. It follows the current stream and never synchronises or measures."""
+
+
+def experimental() -> bool:
+    """Whether :data:`EXPERIMENTAL` is set to anything but 0."""
+    return os.environ.get(EXPERIMENTAL, "0") not in ("", "0")
 
 
 class SolverUnavailable(RuntimeError):
@@ -60,6 +69,8 @@ class Solver(abc.ABC):
     """Can write an ``out`` of any strides; otherwise the executor gives it a dense one and copies."""
     baseline: ClassVar[bool] = False
     """The framework's own choice, against which every plan is measured."""
+    experimental: ClassVar[bool] = False
+    """Offered only where :func:`experimental` allows it."""
     blocks_itself: ClassVar[bool] = False
     """Has configs that take the batch in blocks, so that as a micro-batch it has nothing to add."""
     most_configs: ClassVar[int] = 6
@@ -118,6 +129,8 @@ class Solver(abc.ABC):
             reasons.append(f"takes {'/'.join(sorted(self.dtypes))}, not {p.dtype}")
         if p.dims not in self.dims:
             reasons.append(f"does {'/'.join(map(str, sorted(self.dims)))}-D, not {p.dims}-D")
+        if self.experimental and not experimental():
+            reasons.append(f"is experimental: {EXPERIMENTAL}=1 would have it tried")
         return reasons or self.unsupported(p)
 
 
