@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -86,6 +87,21 @@ def test_code_that_is_loaded_is_no_workspace(tmp_path: pytest.TempPathFactory) -
     path.write_bytes(bytes(8 * MIB))
     mapped = torch.from_file(str(path), size=8 * MIB, dtype=torch.uint8)
     assert peak_bytes(mapped.max, CPU) < MIB
+
+
+def test_garbage_freed_meanwhile_hides_nothing() -> None:
+    size = 24 * MIB
+    cycle: list[object] = [torch.ones(2 * size, dtype=torch.uint8)]
+    cycle.append(cycle)
+    del cycle
+
+    def call() -> torch.Tensor:
+        litter = [[] for _ in range(3000)]  # more objects than a collection waits for
+        assert len(litter) == 3000
+        return torch.ones(size, dtype=torch.uint8)
+
+    assert peak_bytes(call, CPU) > size - MIB // 2
+    assert gc.isenabled()
 
 
 def test_unknown_memory_is_an_error_that_says_what_would_do(monkeypatch: pytest.MonkeyPatch) -> None:

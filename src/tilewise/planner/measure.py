@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -163,14 +164,27 @@ def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0, scratch:
         before = _requested(device)["current"]
         call()
         return max(0, _requested(device)["peak"] - before - result_bytes)
-    trim()
-    _reset_peak_resident()
-    start = _resident()
-    kept = call()
-    end = _resident()
+    with _no_collection():
+        trim()
+        _reset_peak_resident()
+        start = _resident()
+        kept = call()
+        end = _resident()
     del kept
     grown = end["VmHWM"] - start["VmRSS"] - max(0, end["RssFile"] - start["RssFile"]) - result_bytes
     return grown if grown > NOISE else 0
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: what it frees meanwhile would hide what a call takes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def check_peak_is_known(device: torch.device) -> None:
