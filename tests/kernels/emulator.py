@@ -79,9 +79,13 @@ def emulate(
     library.emulate((ctypes.c_void_p * len(addresses))(*addresses), whole, reals, grid, threads, backwards)
 
 
-def run_bound(bound: Bound, x: torch.Tensor, y: torch.Tensor, inverse: bool, backwards: bool = False) -> None:
+def run_bound(
+    bound: Bound, x: torch.Tensor, y: torch.Tensor, inverse: bool, backwards: bool = False,
+    peaks: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Transform between real data ``x`` and spectra ``y`` where they are: on a GPU, or emulated on the CPU."""
     addresses = [y.data_ptr(), x.data_ptr()] if inverse else [x.data_ptr(), y.data_ptr()]
+    addresses += [0 if peaks is None else peaks.data_ptr()] * (bound.pointers - 2)
     if x.is_cuda:
         bound.launch(x.get_device())(*addresses)
         return

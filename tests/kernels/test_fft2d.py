@@ -177,7 +177,7 @@ def test_a_missing_barrier_shows() -> None:
     assert len(pieces) == 4
     for i in range(1, len(pieces)):
         text = "  synchronize();\n".join([*pieces[: i - 1], pieces[i - 1] + pieces[i], *pieces[i + 1 :]])
-        emulate(text, p.name, bound.grid, p.threads, [x.data_ptr(), y.data_ptr()], bound.scalars)
+        emulate(text, p.name, bound.grid, p.threads, [x.data_ptr(), y.data_ptr(), 0], bound.scalars)
         assert not relative(y, spectrum(x, (24, 24), (0, 0), "plain")) <= LIMIT
 
 
@@ -296,3 +296,24 @@ def test_wrong_types_and_devices_are_named() -> None:
     b = Memory((2, 2, 2, 8, 5), (160, 80, 40, 5, 1), torch.complex64)
     with pytest.raises(ValueError, match="do not join into two"):
         bind(a, b, (8, 8), (0, 0), "plain", False, None)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("n", "layout"), [(8, "frequency_major"), (32, "packed"), (48, "plain"), (96, "frequency_major")]
+)
+def test_peaks_bound_what_is_finite(place: str, n: int, layout: str) -> None:
+    x = torch.randn(7, n - 1, n - 2, generator=torch.Generator().manual_seed(4)).to(place)
+    x[4] *= 1e4
+    x[6, 0, 0] = float("inf")
+    y = torch.empty(spectrum_shape((7,), (n, n), layout), dtype=torch.complex64, device=place)
+    bound = bind(Memory.of(x), Memory.of(y), (n, n), (0, 1), layout, False, None, 1.0, True)
+    peaks = torch.full((bound.grid + 1,), -1, dtype=torch.int32, device=place)
+    run_bound(bound, x, y, False, peaks=peaks)
+    found = peaks[: bound.grid].view(torch.float32)
+    finite = torch.view_as_real(y).abs()
+    largest = float(finite[finite.isfinite()].max())
+    assert int(peaks[-1]) == -1
+    assert bool((found >= 0).all())
+    assert bool(found.isfinite().all())
+    assert largest <= float(found.max()) <= 4 * largest

@@ -9,6 +9,7 @@
 //   VECTOR            images are accessed two neighbouring columns at a time
 //   IMAGE_PLANES_FIRST, SPECTRUM_PLANES_FIRST    neighbouring threads take neighbouring planes there, not columns, rows
 //   LAYOUT            of the spectrum: PLAIN, FREQUENCY_MAJOR or PACKED
+//   PEAKS             each block also says what the largest magnitude is that it met
 //   ALIGNED           a plain spectrum may be accessed 16 bytes at a time
 //   transform1, transform2, rotate1, rotate2     codelets
 //

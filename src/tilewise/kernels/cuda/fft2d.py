@@ -89,6 +89,7 @@ class Program:
     vector: bool
     aligned: bool
     image_planes_first: bool
+    peaks: bool = False
 
     def split(self, n: int) -> int:
         """Threads that share a transform of n points."""
@@ -156,7 +157,7 @@ def _source(p: Program) -> str:
         "PLAIN": 0, "FREQUENCY_MAJOR": 1, "PACKED": 2, "LAYOUT": LAYOUTS.index(p.layout),
         "PADDED": p.padded, "VECTOR": p.vector, "ALIGNED": p.aligned,
         "IMAGE_PLANES_FIRST": p.image_planes_first, "SPECTRUM_PLANES_FIRST": p.spectrum_planes_first,
-        "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream,
+        "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream, "PEAKS": p.peaks,
     }  # fmt: skip
     head = [constants(values), f"#define BOUNDS __launch_bounds__({bounds})", *macros]
     texts = (*head, read_source("memory.cu"), *(c.cpp() for c in codelets.values()), read_source("fft2d.cu"))
@@ -173,9 +174,12 @@ def bind(
     inverse: bool,
     config: Config | None,
     scale: float = 1.0,
+    peaks: bool = False,
 ) -> Bound:
     """A transform between planes ``(..., h, w)``, which lie at ``offset`` inside n1 x n2, and their spectra.
 
+    With ``peaks`` a forward one takes a third address, of an int32 for each block: there it writes the bits of a finite
+    fp32 number that no finite part of the block's spectra exceeds in magnitude.
     ``ValueError`` naming the values where shapes do not fit each other, sizes have no kernel or offsets run out of the
     basis.
     """
@@ -184,7 +188,7 @@ def bind(
     h, w = image.shape[-2:]
     lead = image.shape[:-2]
     planes = leading(lead, image.strides[:-2], spectrum.strides[:-2] if layout == "plain" else spectrum.strides[1:])
-    program = _program(image, spectrum, planes, s, offset, layout, inverse, config)
+    program = _program(image, spectrum, planes, s, offset, layout, inverse, config, peaks and not inverse)
     problems = program.problems()
     if problems:
         raise ValueError("; ".join(problems))
@@ -194,7 +198,8 @@ def bind(
     spectra = (y_outer, y_inner, 1 if layout == "plain" else spectrum.strides[0])
     sides = (*spectra, *lines, float(scale)) if inverse else (*lines, *spectra)
     count = planes.count
-    return Bound(program, -(-count // program.config.planes), (count, planes.inner_count, *sides))
+    grid = -(-count // program.config.planes)
+    return Bound(program, grid, (count, planes.inner_count, *sides), pointers=2 if inverse else 3)
 
 
 def _program(
@@ -206,6 +211,7 @@ def _program(
     layout: str,
     inverse: bool,
     config: Config | None,
+    peaks: bool,
 ) -> Program:
     n1, n2 = s
     h, w = image.shape[-2:]
@@ -217,7 +223,7 @@ def _program(
     aligned = spectrum.alignment % 16 == 0 and planes.outer[1] % 2 == 0 and planes.inner[1] % 2 == 0
     return Program(
         n1, n2, inverse, layout, image.dtype, config, padded, vector and config.vector,
-        aligned and layout == "plain", w > 1 and 0 < planes.inner[0] < abs(column),
+        aligned and layout == "plain", w > 1 and 0 < planes.inner[0] < abs(column), peaks,
     )  # fmt: skip
 
 

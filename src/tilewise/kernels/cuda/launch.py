@@ -190,11 +190,12 @@ class Bound:
     program: Program
     grid: int
     scalars: tuple[int | float, ...]
+    pointers: int = 2
 
     def launch(self, device: int) -> Launch:
-        """Compiled for a device: takes the addresses of the operand and the result."""
+        """Compiled for a device: takes the addresses of the operand and the result; others are 0 unless given."""
         p = self.program
-        return kernel(p.source(), p.name, device).launch(self.grid, p.threads, p.shared, 2, self.scalars)
+        return kernel(p.source(), p.name, device).launch(self.grid, p.threads, p.shared, self.pointers, self.scalars)
 
 
 def _check(driver: Any, call: str, error: Any) -> None:

@@ -81,3 +81,9 @@ __device__ __forceinline__ float2 conjugate(float2 a) { return make_float2(a.x, 
 __device__ __forceinline__ float2 plus_times(float2 a, float f, float2 b) {
   return make_float2(fmaf(f, b.x, a.x), fmaf(f, b.y, a.y));
 }
+
+// The larger of ``a`` and the magnitude of ``b``, if that is finite.
+__device__ __forceinline__ float larger(float a, float b) {
+  const float c = fabsf(b);
+  return c > a && c <= 3.402823466e38f ? c : a;
+}

@@ -55,9 +55,31 @@ struct ToMemory {
   __device__ __forceinline__ void operator()(float2* p, float2 value) const { store_complex(p, value); }
 };
 
-extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __restrict__ y, i64 planes, i64 inner,
-                                        i64 x_outer, i64 x_inner, i64 x_row, i64 x_column, i64 height, i64 width,
-                                        i64 top, i64 left, i64 y_outer, i64 y_inner, i64 y_frequency) {
+// The largest finite magnitude of the numbers of a block's threads, into ``peaks[block]``, as its bits.
+__device__ __forceinline__ void store_peak(const float2 (&r)[M2], bool counts, float4* shared, int* peaks) {
+  float peak = 0.f;
+  if (counts) {
+#pragma unroll
+    for (int i = 0; i < M2; ++i) peak = larger(larger(peak, r[i].x), r[i].y);
+  }
+  float* all = (float*)shared;
+  __syncthreads();  // what lies there has been read
+  all[threadIdx.x] = peak;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    for (int i = threadIdx.x + 32; i < THREADS; i += 32) peak = larger(peak, all[i]);
+    all[threadIdx.x] = peak;
+  }
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int i = 1; i < 32 && i < THREADS; ++i) peak = larger(peak, all[i]);
+  peaks[blockIdx.x] = (int)bits_of(peak);
+}
+
+// ``peaks``: one number for each block, nothing unless PEAKS.
+extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __restrict__ y, int* __restrict__ peaks,
+                                        i64 planes, i64 inner, i64 x_outer, i64 x_inner, i64 x_row, i64 x_column, i64 height,
+                                        i64 width, i64 top, i64 left, i64 y_outer, i64 y_inner, i64 y_frequency) {
   extern __shared__ float4 shared[];
   const Place c = place<COLUMNS, IMAGE_PLANES_FIRST>();
   if (THREADS == PLANES * COLUMNS * SPLIT1 || c.part < SPLIT1) {
@@ -111,6 +133,7 @@ extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __re
     }
     transform2(r);
   }
+  if constexpr (PEAKS) store_peak(r, works, shared, peaks);
 
   if constexpr (LAYOUT == PLAIN) {
     synchronize();
