@@ -1,0 +1,77 @@
+"""Tiles of a convolution along one axis, each small enough for a Fourier basis (Vasilache et al. 2014, section 6)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from tilewise.axis import Axis
+from tilewise.problem import Pass
+from tilewise.solvers._fft_sizes import least, placement, result_placement
+
+__all__ = ["Window", "covered", "most", "windows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One tile: ``count`` of the image (of the gradient for DGRAD) from ``start`` on, at ``lead`` in the basis.
+
+    Its result is ``result_count`` long, from ``result_start`` on, and lies at ``result_lead`` in the basis. For WGRAD
+    that is the whole filter, and ``other_count`` of the gradient from ``other_start`` on lie at 0.
+    """
+
+    start: int
+    count: int
+    lead: int
+    result_start: int
+    result_count: int
+    result_lead: int
+    other_start: int = 0
+    other_count: int = 0
+
+
+@functools.lru_cache(maxsize=4096)
+def windows(axis: Axis, pass_: Pass, size: int) -> tuple[tuple[Window, ...], int]:
+    """The tiles of ``size`` outputs (inputs for DGRAD), those without any product left out, and the basis they need.
+
+    Stride and dilation must be 1.
+    """
+    extent = axis.size if pass_ is Pass.DGRAD else axis.out
+    found, basis = [], 1
+    for start in range(0, extent, size):
+        stop = min(start + size, extent)
+        near = axis.writing(start, stop) if pass_ is Pass.DGRAD else axis.reading(start, stop)
+        if near is None:
+            continue
+        first, _, part = near
+        place = placement(part, "y" if pass_ is Pass.DGRAD else "x")
+        result = result_placement(part, pass_)
+        if not place.count or not result.count:
+            continue
+        basis = max(basis, least(part, pass_))
+        data = (first + place.start, place.count, place.lead)
+        if pass_ is Pass.WGRAD:
+            found.append(Window(*data, 0, axis.kernel, 0, start, stop - start))
+        else:
+            found.append(Window(*data, start + result.start, result.count, result.lead))
+    return tuple(found), basis
+
+
+@functools.lru_cache(maxsize=4096)
+def most(axis: Axis, pass_: Pass, basis: int) -> int:
+    """The largest tile for which ``basis`` suffices, 0 where none does; the whole axis if that fits."""
+    extent = axis.size if pass_ is Pass.DGRAD else axis.out
+    if axis.kernel > basis:
+        return 0
+    if windows(axis, pass_, extent)[1] <= basis:
+        return extent
+    inside = basis - axis.kernel + 1
+    size = min(inside + axis.kernel, extent - 1)
+    while size and windows(axis, pass_, size)[1] > basis:
+        size -= 1
+    return size
+
+
+def covered(tiles: tuple[Window, ...], extent: int) -> bool:
+    """Whether the tiles' results are all of ``extent``."""
+    return sum(tile.result_count for tile in tiles) == extent

@@ -1,0 +1,270 @@
+"""Convolution over our own transforms: tiles of images straight from and into the tensors, products per frequency.
+
+Each tile is read, padded and transformed in one pass, and each result is clipped and written in one (Vasilache et al.
+2014, section 5); spectra lie frequency first, so that every frequency is a matrix and nothing is transposed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tilewise.kernels.cuda.fft2d import bind as bind_transform
+from tilewise.kernels.cuda.launch import Bound
+from tilewise.kernels.cuda.operands import Memory
+from tilewise.problem import ROLES, ConvProblem, Pass
+from tilewise.solvers._buffers import Arena, Strided
+from tilewise.solvers._fft_windows import Window, covered, windows
+from tilewise.solvers._frequency_products import Block, Matrices, factors, launches, matrices
+from tilewise.solvers._matmul import at_precision
+from tilewise.solvers.base import Run, SolverUnavailable
+
+__all__ = ["OwnPlan", "Transform", "launched"]
+
+Tensors = Sequence[torch.Tensor | None]
+Step = Callable[[Tensors, Sequence[int]], None]
+"""One kernel over (first operand, second, result, workspace) and their addresses."""
+Tile = tuple[Window, Window]
+"""Down and across."""
+Transform = Callable[..., None]
+OUT, WORKSPACE = 2, 3
+ALIGNED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What is in flight at a time: ``images`` from ``first`` on, and tiles of each."""
+
+    first: int
+    images: int
+    tiles: tuple[Tile, ...]
+
+    @property
+    def rows(self) -> int:
+        """Tiles of images, which are the rows of a matrix."""
+        return self.images * len(self.tiles)
+
+
+@dataclass
+class OwnPlan:
+    """Buffers and steps. ``tile`` is the size of tiles down and across, ``basis`` that of their transforms.
+
+    ``images`` and ``tiles`` of each are in flight at a time; fewer tiles than all go with one image.
+    """
+
+    p: ConvProblem
+    basis: tuple[int, int]
+    tile: tuple[int, int]
+    product: str
+    block: Block
+    images: int
+    tiles: int
+    arena: Arena = field(default_factory=Arena)
+
+    def __post_init__(self) -> None:
+        p = self.p
+        down, across = found = [windows(axis, p.pass_, size)[0] for axis, size in zip(p.axes, self.tile, strict=True)]
+        self.every: tuple[Tile, ...] = tuple(itertools.product(down, across))
+        self.frequencies = self.basis[0] * (self.basis[1] // 2 + 1)
+        self.covered = bool(self.every) and (
+            p.pass_ is Pass.WGRAD
+            or all(covered(tiles, n) for tiles, n in zip(found, p.shape(p.result)[2:], strict=True))
+        )
+        self.chunks = list(self._chunks())
+        self.rows = max((chunk.rows for chunk in self.chunks), default=0)
+        channels = {"x": p.in_channels, "y": p.out_channels}
+        counts = {role: self.rows * channels[role] for role in "xy"}
+        counts["w"] = p.out_channels * p.in_channels // p.groups
+        self.spectra = {role: self.arena.add((self.frequencies * n,), torch.complex64) for role, n in counts.items()}
+        # A transform has at most one block for each plane.
+        self.peaks = {role: self.arena.add((counts[role],), torch.int32) for role in p.operands}
+        self.top = self.arena.add((2,), torch.int32)
+
+    def _chunks(self) -> Iterator[Chunk]:
+        if self.tiles >= len(self.every):
+            for first in range(0, self.p.batch if self.every else 0, self.images):
+                yield Chunk(first, min(self.images, self.p.batch - first), self.every)
+            return
+        for first in range(self.p.batch):
+            for start in range(0, len(self.every), self.tiles):
+                yield Chunk(first, 1, self.every[start : start + self.tiles])
+
+    def bind(
+        self,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device,
+        launch: Callable[[Bound], Transform] | None = None,
+    ) -> Run:
+        """``run`` for the strides of these operands and result; ``launch`` compiles a transform.
+
+        Raises ``SolverUnavailable`` with the reason where a kernel does not compile or fit.
+        """
+        try:
+            steps = list(Steps(self, tensors, device, launch or launched(device)).all())
+        except (RuntimeError, ValueError) as error:
+            raise SolverUnavailable(f"{type(error).__name__}: {str(error).splitlines()[0][:300]}") from error
+
+        def run(
+            a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        ) -> torch.Tensor:
+            assert out is not None
+            each = (a, b, out, workspace)
+            addresses = [0 if t is None else t.data_ptr() for t in each]
+            for step in steps:
+                step(each, addresses)
+            return out
+
+        return at_precision(self.p, run) if self.product == "library" else run
+
+
+def launched(device: torch.device) -> Callable[[Bound], Transform]:
+    """Compiles transforms for a GPU."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return lambda bound: bound.launch(index)
+
+
+class Steps:
+    """The kernels of an :class:`OwnPlan` in order, for tensors of fixed strides."""
+
+    def __init__(
+        self,
+        plan: OwnPlan,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device,
+        launch: Callable[[Bound], Transform],
+    ) -> None:
+        self.plan, self.p, self.device, self.launch = plan, plan.p, device, launch
+        roles = (*plan.p.operands, plan.p.result)
+        self.number = {role: number for number, role in enumerate(roles)}
+        self.tensors = dict(zip(roles, tensors, strict=True))
+        self.peaks: dict[str, int] = {}
+        """Blocks of an operand's transforms so far."""
+
+    def all(self) -> Iterator[Step]:
+        """Every kernel."""
+        p, plan = self.p, self.plan
+        if not plan.covered:
+            yield _clear
+        if not plan.every:
+            return
+        if p.pass_ is not Pass.WGRAD:
+            yield from self._filter()
+        for number, chunk in enumerate(plan.chunks):
+            spectra = matrices(p, chunk.rows, plan.spectra)
+            for role in p.operands:
+                if role != "w":
+                    yield from self._images(role, chunk, spectra[role])
+            yield self._products(chunk, spectra, p.pass_ is Pass.WGRAD and number > 0)
+            if p.pass_ is not Pass.WGRAD:
+                yield from self._results(chunk, spectra[p.result])
+        if p.pass_ is Pass.WGRAD:
+            down, across = plan.every[0]
+            place = ((0, down.result_count), (0, across.result_count))
+            yield self._transform("w", (0, self.p.out_channels), place, (0, 0), 0, inverse=True)
+
+    def _filter(self) -> Iterator[Step]:
+        height, width = self.p.shape("w")[2:]
+        self.peaks["w"] = 0
+        yield self._transform("w", (0, self.p.out_channels), ((0, height), (0, width)), (0, 0), 0)
+
+    def _images(self, role: str, chunk: Chunk, spectra: Matrices) -> Iterator[Step]:
+        """Transforms of each tile of an operand; WGRAD's gradient lies at 0."""
+        self.peaks[role] = 0
+        other = self.p.pass_ is Pass.WGRAD and role == "y"
+        for number, tile in enumerate(chunk.tiles):
+            if other:
+                place, lead = [(w.other_start, w.other_count) for w in tile], (0, 0)
+            else:
+                place, lead = [(w.start, w.count) for w in tile], (tile[0].lead, tile[1].lead)
+            at = number * chunk.images * spectra.row
+            yield self._transform(role, (chunk.first, chunk.images), place, lead, at, chunk.rows)
+
+    def _results(self, chunk: Chunk, spectra: Matrices) -> Iterator[Step]:
+        for number, tile in enumerate(chunk.tiles):
+            place = [(w.result_start, w.result_count) for w in tile]
+            lead = (tile[0].result_lead, tile[1].result_lead)
+            at = number * chunk.images * spectra.row
+            images = (chunk.first, chunk.images)
+            yield self._transform(self.p.result, images, place, lead, at, chunk.rows, inverse=True)
+
+    def _transform(
+        self, role: str, rows: tuple[int, int], place: Sequence[tuple[int, int]], lead: tuple[int, int], at: int,
+        all_rows: int = 0, *, inverse: bool = False,
+    ) -> Step:  # fmt: skip
+        """Between ``rows`` (first, count) of a tensor, ``place`` (start, count) in them, and spectra from ``at`` on."""
+        plan, tensor = self.plan, self.tensors[role]
+        first, count = rows
+        channels, strides = tensor.shape[1], tensor.stride()
+        starts = (first, 0, *(start for start, _ in place))
+        offset = tensor.element_size() * sum(n * s for n, s in zip(starts, strides, strict=True))
+        sizes = (count, channels, *(n for _, n in place))
+        image = Memory(sizes, strides, tensor.dtype, math.gcd(self.p.alignment[ROLES.index(role)], offset, 16))
+        step = channels * (all_rows or count)
+        base = plan.spectra[role].offset + 8 * at
+        spectrum = Memory((plan.frequencies, count, channels), (step, channels, 1), torch.complex64, math.gcd(base, 16))
+        scale = 1.0 / math.prod(plan.basis)
+        peaks = not inverse
+        bound = bind_transform(image, spectrum, plan.basis, lead, "frequency_major", inverse, None, scale, peaks)
+        call, source = self.launch(bound), self.number[role]
+        if inverse:
+            return lambda tensors, addresses: call(addresses[WORKSPACE] + base, addresses[source] + offset)
+        top = plan.peaks[role].offset + 4 * self.peaks[role]
+        self.peaks[role] += bound.grid
+        return lambda tensors, addresses: call(
+            addresses[source] + offset, addresses[WORKSPACE] + base, addresses[WORKSPACE] + top
+        )
+
+    def _products(self, chunk: Chunk, spectra: dict[str, Matrices], accumulate: bool) -> Step:
+        p, plan = self.p, self.plan
+        if plan.product == "library":
+            return _library(p, chunk.rows, plan.frequencies, spectra, accumulate)
+        from tilewise.kernels.triton.launch import Program
+
+        left, right, _ = factors(p.pass_)
+        peaks = [(plan.peaks[role], self.peaks[role]) for role in (left, right)]
+        found = launches(
+            p, chunk.rows, plan.frequencies, spectra, plan.product, plan.block, peaks, plan.top, accumulate
+        )
+        program = Program(found, [ALIGNED] * 4, self.device)
+        if self.device.type == "cpu":
+            return lambda tensors, addresses: program(tensors)
+        return lambda tensors, addresses: program.at(addresses)
+
+
+def _clear(tensors: Tensors, addresses: Sequence[int]) -> None:
+    out = tensors[OUT]
+    assert out is not None
+    out.zero_()
+
+
+def _library(p: ConvProblem, rows: int, frequencies: int, spectra: dict[str, Matrices], accumulate: bool) -> Step:
+    """The products by the library, group by group."""
+    left, right, conjugate = factors(p.pass_)
+    into, outof = p.in_channels // p.groups, p.out_channels // p.groups
+    edges = {"x": (rows, into), "w": (outof, into), "y": (rows, outof)}
+
+    def view(role: str, turned: bool) -> Strided:
+        return spectra[role].view(frequencies, p.groups, *edges[role], turned)
+
+    a, b = view(left, p.pass_ is Pass.WGRAD), view(right, p.pass_ is Pass.FPROP)
+    out = view(p.result, False)
+
+    def step(tensors: Tensors, addresses: Sequence[int]) -> None:
+        workspace = tensors[WORKSPACE]
+        assert workspace is not None
+        numbers = workspace[: workspace.numel() // 8 * 8].view(torch.complex64)
+        first, second, target = (each.of(numbers) for each in (a, b, out))
+        if conjugate == "a":
+            first = first.conj()
+        elif conjugate == "b":
+            second = second.conj()
+        for group in range(p.groups):
+            torch.baddbmm(
+                target[:, group], first[:, group], second[:, group], beta=int(accumulate), out=target[:, group]
+            )
+
+    return step

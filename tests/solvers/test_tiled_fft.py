@@ -1,0 +1,173 @@
+"""Tiles of small transforms: the kernels' very C++ emulated, products in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tests.interpreter import interpreted
+from tests.kernels.emulator import emulate, emulated
+from tests.solvers.test_solvers import check
+
+from tilewise.axis import Axis
+from tilewise.kernels.cuda.launch import Bound
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers import _own_fft
+from tilewise.solvers._fft_windows import most, windows
+from tilewise.solvers.tiled_fft import TiledFFT
+
+SOLVER = TiledFFT()
+DENSE = (("contiguous", 0),) * 3
+GPU = "cuda:some GPU"
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transforms go through the emulator where tensors are the CPU's."""
+    real = _own_fft.launched
+
+    def launched(device: torch.device) -> Callable[[Bound], _own_fft.Transform]:
+        return real(device) if device.type == "cuda" else emulation
+
+    monkeypatch.setattr(_own_fft, "launched", launched)
+
+
+def emulation(bound: Bound) -> _own_fft.Transform:
+    def call(*addresses: int) -> None:
+        p = bound.program
+        emulate(p.source(), p.name, bound.grid, p.threads, addresses, bound.scalars)
+
+    return call
+
+
+@st.composite
+def axes(draw: st.DrawFn) -> Axis:
+    """Paddings of either sign, kernels as long as the padded image."""
+    size = draw(st.integers(1, 14))
+    before, after = draw(st.integers(-2, 5)), draw(st.integers(-2, 5))
+    assume(size + min(before, 0) + min(after, 0) >= 1)
+    kernel = draw(st.integers(1, 7))
+    assume(size + before + after >= kernel)
+    return Axis(size, kernel, 1, 1, before, after)
+
+
+@st.composite
+def layers(draw: st.DrawFn, pass_: Pass) -> ConvProblem:
+    groups = draw(st.sampled_from((1, 1, 2)))
+    channels = st.sampled_from((1, 2, 3, 5))
+    dtype = draw(st.sampled_from(("fp32", "fp32", "fp16")))
+    return ConvProblem(
+        pass_, draw(st.integers(1, 4)), groups * draw(channels), groups * draw(channels),
+        (draw(axes()), draw(axes())), groups=groups, dtype=dtype,
+    )  # fmt: skip
+
+
+@st.composite
+def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
+    basis, tile = [], []
+    for axis in p.axes:
+        n = draw(st.sampled_from([n for n in (8,) if most(axis, p.pass_, n)] or [16]))
+        basis.append(n)
+        tile.append(draw(st.integers(max(1, most(axis, p.pass_, n) // 2), most(axis, p.pass_, n))))
+    product = draw(st.sampled_from(("fp16x3", "library")))
+    found: dict[str, object] = {"basis": tuple(basis), "tile": tuple(tile), "product": product}
+    if product != "library":
+        found |= {"block": (16, 16, 16), "warps": 4, "stages": 2}
+    if draw(st.booleans()):
+        found["images"] = draw(st.integers(1, p.batch))
+    if draw(st.booleans()):
+        found["tiles"] = draw(st.integers(1, 3))
+    return Config(**found)  # type: ignore[arg-type]
+
+
+@interpreted
+@emulated
+@pytest.mark.parametrize("pass_", list(Pass))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_tile(pass_: Pass, data: st.DataObject) -> None:
+    p = data.draw(layers(pass_))
+    check(SOLVER, p, data.draw(configs(p)), DENSE, accumulate=False)
+
+
+@interpreted
+@emulated
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize("form", ["channels_last", "view"])
+def test_layouts(pass_: Pass, form: str) -> None:
+    p = ConvProblem(pass_, 3, 4, 6, (Axis(10, 3, 1, 1, 1, 1), Axis(11, 5, 1, 1, 2, 0)), layouts=(form,) * 3)
+    c = Config(basis=(8, 16), tile=(6, 12), product="fp16x3", block=(16, 16, 16), warps=4, stages=2, images=2)
+    check(SOLVER, p, c, ((form, 3 if form == "view" else 0),) * 3, accumulate=False)
+
+
+@given(axis=axes(), pass_=st.sampled_from(list(Pass)), data=st.data())
+def test_tiles_are_the_whole(axis: Axis, pass_: Pass, data: st.DataObject) -> None:
+    """Each tile by its definition, without wrapping, adds up to the axis's own convolution."""
+    extent = axis.size if pass_ is Pass.DGRAD else axis.out
+    size = data.draw(st.integers(1, extent))
+    tiles, basis = windows(axis, pass_, size)
+    a, w = torch.randn(axis.size, dtype=torch.float64), torch.randn(axis.kernel, dtype=torch.float64)
+    dy = torch.randn(axis.out, dtype=torch.float64)
+    got = torch.zeros({Pass.FPROP: axis.out, Pass.DGRAD: axis.size, Pass.WGRAD: axis.kernel}[pass_], dtype=a.dtype)
+    n = max(basis, axis.kernel)
+    for t in tiles:
+        data_in = (dy if pass_ is Pass.DGRAD else a)[t.start : t.start + t.count]
+        plane = torch.zeros(n, dtype=a.dtype)
+        plane[t.lead : t.lead + t.count] = data_in
+        other = torch.zeros(n, dtype=a.dtype)
+        if pass_ is Pass.WGRAD:
+            other[: t.other_count] = dy[t.other_start : t.other_start + t.other_count]
+        else:
+            other[: axis.kernel] = w
+        product = torch.fft.fft(plane) * (torch.fft.fft(other) if pass_ is Pass.DGRAD else torch.fft.fft(other).conj())
+        result = torch.fft.ifft(product).real[t.result_lead : t.result_lead + t.result_count]
+        got[t.result_start : t.result_start + t.result_count] += result
+    want = torch.zeros_like(got)
+    for j in range(axis.out):
+        for r in range(axis.kernel):
+            i = j - axis.before + r
+            if 0 <= i < axis.size:
+                if pass_ is Pass.FPROP:
+                    want[j] += a[i] * w[r]
+                elif pass_ is Pass.DGRAD:
+                    want[i] += dy[j] * w[r]
+                else:
+                    want[r] += a[i] * dy[j]
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@given(axis=axes(), pass_=st.sampled_from(list(Pass)), basis=st.sampled_from((8, 16, 24)))
+def test_the_largest_tile_fits_and_a_larger_one_does_not(axis: Axis, pass_: Pass, basis: int) -> None:
+    size, extent = most(axis, pass_, basis), axis.size if pass_ is Pass.DGRAD else axis.out
+    if size:
+        assert windows(axis, pass_, size)[1] <= basis
+    if 0 < size < extent:
+        assert windows(axis, pass_, extent)[1] > basis
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_a_limit_is_kept_by_fewer_images_and_tiles(pass_: Pass) -> None:
+    p = ConvProblem(pass_, 16, 32, 32, (Axis(56, 5, 1, 1, 2, 2),) * 2, device=GPU)
+    whole = SOLVER.offers(p, None)
+    assert {len(c["basis"]) for c, _ in whole} == {2}  # type: ignore[arg-type]
+    smallest = min(size for _, size in whole)
+    for limit in (smallest // 4, smallest // 16):
+        offered = [(c, size) for c, size in SOLVER.offers(p, limit) if size <= limit]
+        assert offered
+        for c, size in offered:
+            assert SOLVER.workspace(p, c) == size
+
+
+def test_what_it_leaves_to_others() -> None:
+    fits = ConvProblem(Pass.FPROP, 1, 8, 8, (Axis(56, 5, 1, 1, 2, 2),) * 2, device=GPU)
+    assert SOLVER.why_not(fits) == []
+    strided = ConvProblem(Pass.FPROP, 1, 8, 8, (Axis(56, 5, 2), Axis(56, 5, 1, 2)), device=GPU)
+    assert len(SOLVER.why_not(strided)) == 2
+    long = ConvProblem(Pass.FPROP, 1, 8, 8, (Axis(256, 65), Axis(256, 5)), device=GPU)
+    assert len(SOLVER.why_not(long)) == 1
+    depthwise = ConvProblem(Pass.FPROP, 1, 64, 64, (Axis(56, 5), Axis(56, 5)), groups=64, device=GPU)
+    assert len(SOLVER.why_not(depthwise)) == 1
