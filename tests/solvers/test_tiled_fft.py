@@ -76,9 +76,9 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     product = draw(st.sampled_from(("fp16x3", "library")))
     found: dict[str, object] = {"basis": tuple(basis), "tile": tuple(tile), "product": product}
     if product != "library":
-        found |= {"block": (16, 16, 16), "warps": 4, "stages": 2}
+        found |= {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
     if draw(st.booleans()):
-        found["images"] = draw(st.integers(1, p.batch))
+        found["block"] = draw(st.integers(1, p.batch))
     if draw(st.booleans()):
         found["tiles"] = draw(st.integers(1, 3))
     return Config(**found)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_any_tile(pass_: Pass, data: st.DataObject) -> None:
 @pytest.mark.parametrize("form", ["channels_last", "view"])
 def test_layouts(pass_: Pass, form: str) -> None:
     p = ConvProblem(pass_, 3, 4, 6, (Axis(10, 3, 1, 1, 1, 1), Axis(11, 5, 1, 1, 2, 0)), layouts=(form,) * 3)
-    c = Config(basis=(8, 16), tile=(6, 12), product="fp16x3", block=(16, 16, 16), warps=4, stages=2, images=2)
+    c = Config(basis=(8, 16), tile=(6, 12), product="fp16x3", gemm=(16, 16, 16), warps=4, stages=2, block=2)
     check(SOLVER, p, c, ((form, 3 if form == "view" else 0),) * 3, accumulate=False)
 
 

@@ -1,4 +1,4 @@
-"""Convolution by the library's Fourier transforms (Vasilache et al. 2014, section 3)."""
+"""Convolution by Fourier transforms of whole planes (Vasilache et al. 2014, sections 3 and 5)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers import _own_fft_configs as own
 from tilewise.solvers._costs import efficiency
 from tilewise.solvers._fft_plan import FourierPlan
 from tilewise.solvers._fft_products import STREAMS
 from tilewise.solvers._fft_sizes import bases
 from tilewise.solvers._matmul import at_precision, library_scratch
-from tilewise.solvers.base import Cost, Run, Solver
+from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable, experimental
 
 MOST_BASES = 4
+MOST_PLACES = 2
 MOST_BYTES = 2**32
 """Blocks whose spectra are larger are not offered: a smaller block is as fast."""
 LARGE_PRODUCT = {"cpu": 1e6, "cuda": 1e8}
@@ -36,12 +38,15 @@ class FFT(Solver):
     ``looped``, ``streams``, or ``pointwise`` for depthwise layers, and ``block`` how many images are transformed at a
     time (absent: all). The filter is transformed once. Strides are computed in full: FPROP drops outputs, the other
     passes spread the gradient. 16-bit operands are widened to fp32.
+
+    With ``transform="own"`` the small planes of a GPU go through transforms of our own, and ``product`` may be one on
+    the matrix units, in pieces of ``gemm``.
     """
 
     name, version = "fft", 2
     accumulates = True
     blocks_itself = True
-    most_configs = 4
+    most_configs = 8
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Sums are kept in fp32, so it adds into fp32 results only."""
@@ -63,17 +68,30 @@ class FFT(Solver):
         for number, c in enumerate((*whole, *blocks)):
             if number == last or self.workspace(p, c) <= MOST_BYTES:
                 yield c
+        yield from (c for c, _ in self._own(p, None))
 
     def offers(
         self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
     ) -> Iterable[tuple[Config, int]]:
         """Under a limit also the largest power of two that keeps it, in the best basis."""
-        configs = list(self.configs(p))
+        configs = [c for c in self.configs(p) if not _is_own(c)]
         if only is not None:
             configs = [c for c in configs if c in only]
+            configs += [c for c in only if _is_own(c) and self._has_own(p) and own.fits(p, c)]
         elif ceiling is not None:
             configs += [c for c in self._largest(p, configs[0], ceiling) if c not in configs]
-        return [(c, self.workspace(p, c)) for c in configs]
+        found = [(c, self.workspace(p, c)) for c in configs]
+        return found if only is not None else [*found, *self._own(p, ceiling)]
+
+    @staticmethod
+    def _has_own(p: ConvProblem) -> bool:
+        return p.device_type == "cuda" and experimental() and not own.limits(p)
+
+    def _own(self, p: ConvProblem, ceiling: int | None) -> list[tuple[Config, int]]:
+        if not self._has_own(p):
+            return []
+        whole = [place for place in own.places(p) if own.count(p, place[1]) == 1]
+        return list(own.offered(p, whole, ceiling, MOST_PLACES, tiled=False))
 
     def _largest(self, p: ConvProblem, whole: Config, ceiling: int) -> Iterable[Config]:
         for exponent in range((p.batch - 1).bit_length(), -1, -1):
@@ -101,16 +119,20 @@ class FFT(Solver):
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """Padded planes and spectra of one block, and the filter's spectrum."""
-        return self._plan(p, c).arena.size
+        return (own.plan_of(p, c) if _is_own(c) else self._plan(p, c)).arena.size
 
     def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
         """Transforms allocate their results; the inverse also copies its input."""
+        if _is_own(c):
+            return own.hidden(p, c)
         if c["product"] == "pointwise":
             return self._plan(p, c).hidden()
         return self._plan(p, c).hidden() + library_scratch(p, STREAMS + 1 if c["product"] == "streams" else 1)
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Transforms of all planes, products of all frequencies, and the passes over memory between them."""
+        if _is_own(c):
+            return own.cost(p, c)
         plan = self._plan(p, c)
         planes = {role: math.prod(p.shape(role)[:2]) for role in "xwy"}
         blocks = -(-p.batch // plan.images)
@@ -136,7 +158,15 @@ class FFT(Solver):
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         if out is None:
             raise ValueError(f"out=None: {self.name} writes into a tensor of shape {p.shape(p.result)}")
-        return at_precision(p, self._plan(p, c).bind(a, b, out))
+        if not _is_own(c):
+            return at_precision(p, self._plan(p, c).bind(a, b, out))
+        if not own.fits(p, c):
+            raise SolverUnavailable(f"{c} is no config of {p.key}")
+        return own.plan_of(p, c).bind((a, b, out), a.device)
+
+
+def _is_own(c: Config) -> bool:
+    return c.get("transform") == "own"
 
 
 @functools.lru_cache(maxsize=1024)

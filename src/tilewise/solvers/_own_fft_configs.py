@@ -1,0 +1,221 @@
+"""What the solvers over our own transforms share: their configs, what those cost, and where they do not reach."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from tilewise.kernels.cuda.fft2d import SIZES
+from tilewise.kernels.cuda.launch import unavailable
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._fft_windows import most, windows
+from tilewise.solvers._frequency_products import BLOCKS, RATES, Block, arithmetic, filled, products, shape
+from tilewise.solvers._matmul import library_scratch
+from tilewise.solvers._own_fft import OwnPlan
+from tilewise.solvers._program_run import has_triton
+from tilewise.solvers._tiles import integer
+from tilewise.solvers.base import Cost
+
+__all__ = ["Place", "cost", "fits", "hidden", "limits", "offered", "places", "plan_of"]
+
+MOST_BYTES = 2**33
+"""Workspaces beyond this are not offered."""
+MOST_MATRIX = 2**30
+"""Numbers of a frequency's matrix, which a kernel counts in 32 bits."""
+MOST_GROUPS = 32
+LIBRARY_GROUPS = 4
+MOST_PIECES = 2
+LONGEST_KERNEL = SIZES[-1] // 2
+
+Place = tuple[tuple[int, int], tuple[int, int]]
+"""A basis and the size of the tiles in it, both down and across."""
+
+
+def limits(p: ConvProblem) -> list[str]:
+    """Absent packages, strides, dilation, many groups and kernels that no transform holds."""
+    reasons = []
+    if not has_triton():
+        reasons.append("needs the package triton")
+    if p.dims != 2:
+        return [f"has transforms of our own for 2-D, not {p.dims}-D"]
+    for name, axis in zip(p.space, p.axes, strict=True):
+        if axis.stride != 1 or axis.dilation != 1:
+            reasons.append(
+                f"along {name} needs stride 1 and dilation 1, not stride {axis.stride}, dilation {axis.dilation}"
+            )
+        elif axis.kernel > LONGEST_KERNEL:
+            reasons.append(f"along {name} takes kernels to {LONGEST_KERNEL}, not {axis.kernel}")
+    if p.groups > MOST_GROUPS:
+        reasons.append(f"takes at most {MOST_GROUPS} groups, not {p.groups}")
+    if p.accumulate:
+        reasons.append("adds into no result")
+    if not reasons and p.device_type == "cuda" and torch.cuda.is_available() and unavailable():
+        reasons.append(unavailable())
+    return reasons
+
+
+def places(p: ConvProblem) -> list[Place]:
+    """Bases with the largest tiles that they hold, those that move least first."""
+    each = []
+    for axis in p.axes:
+        extent = axis.size if p.pass_ is Pass.DGRAD else axis.out
+        sizes = [(n, most(axis, p.pass_, n)) for n in SIZES]
+        # Tiles of which the kernel's rim takes nearly all are of no use.
+        each.append([(n, size) for n, size in sizes if size >= min(n / 4, extent)])
+    ranked = []
+    for (n1, m1), (n2, m2) in itertools.product(*each):
+        tiles = max(1, count(p, (m1, m2)))
+        numbers = p.batch * tiles * (p.in_channels + p.out_channels) + p.in_channels * p.out_channels // p.groups
+        ranked.append((n1 * (n2 // 2 + 1) * numbers * (1 + 0.02 * tiles), (n1, n2), (m1, m2)))
+    ranked.sort()
+    return [(basis, tile) for _, basis, tile in ranked]
+
+
+@functools.lru_cache(maxsize=4096)
+def count(p: ConvProblem, tile: tuple[int, int]) -> int:
+    """Tiles of an image."""
+    down, across = (windows(axis, p.pass_, n)[0] for axis, n in zip(p.axes, tile, strict=True))
+    return len(down) * len(across)
+
+
+def offered(
+    p: ConvProblem, found: Iterable[Place], ceiling: int | None, most_places: int, *, tiled: bool
+) -> Iterator[tuple[Config, int]]:
+    """Configs with their workspace: for the first ``most_places`` that fit ``ceiling``, as many images as it holds.
+
+    Without one also fewer, of which spectra may stay in the cache.
+    """
+    limit = MOST_BYTES if ceiling is None else min(ceiling, MOST_BYTES)
+    taken = 0
+    for basis, tile in found:
+        choices = _in_flight(p, basis, tile, limit, fewer=ceiling is None, tiled=tiled)
+        taken += bool(choices)
+        if taken > most_places:
+            return
+        for block, tiles in choices:
+            for product, piece in _products(p, basis, tile, block, tiles):
+                values: dict[str, object] = {"basis": basis}
+                values |= {"tile": tile} if tiled else {"transform": "own"}
+                values["product"] = product
+                if piece is not None:
+                    gemm = (piece.rows, piece.columns, piece.depth)
+                    values |= {"gemm": gemm, "warps": piece.warps, "stages": piece.stages}
+                if block < p.batch:
+                    values["block"] = block
+                if tiles < count(p, tile):
+                    values["tiles"] = tiles
+                c = Config(**values)  # type: ignore[arg-type]
+                yield c, plan_of(p, c).arena.size
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(p: ConvProblem, c: Config) -> OwnPlan:
+    """The plan that a config stands for. Raises ``ValueError`` or ``KeyError`` for what is none."""
+    basis, product = _pair(c, "basis"), str(c["product"])
+    extent = [axis.size if p.pass_ is Pass.DGRAD else axis.out for axis in p.axes]
+    tile = _pair(c, "tile") if "tile" in c else (extent[0], extent[1])
+    if product not in RATES:
+        raise ValueError(f"product={product!r}: one of {', '.join(RATES)} would do")
+    piece = BLOCKS[0][0]
+    if product != "library":
+        edges = c["gemm"]
+        if not isinstance(edges, tuple) or len(edges) != 3 or any(n not in (16, 32, 64, 128) for n in edges):
+            raise ValueError(f"gemm={edges!r}: rows, columns and depth, powers of two from 16 to 128, would do")
+        piece = Block(*edges, warps=integer(c, "warps"), stages=integer(c, "stages"))
+    block, tiles = integer(c, "block", p.batch), integer(c, "tiles", max(1, count(p, tile)))
+    return OwnPlan(p, basis, tile, product, piece, block, tiles)
+
+
+def fits(p: ConvProblem, c: Config) -> bool:
+    """Whether ``c`` is a config whose basis holds its tiles."""
+    try:
+        plan = plan_of(p, c)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return all(
+        n in SIZES and axis.kernel <= n and windows(axis, p.pass_, size)[1] <= n
+        for axis, size, n in zip(p.axes, plan.tile, plan.basis, strict=True)
+    )
+
+
+def hidden(p: ConvProblem, c: Config) -> int:
+    """Bytes that the library's products allocate: conjugates that they write out, and scratch."""
+    if c["product"] != "library":
+        return 0
+    conjugate = {Pass.FPROP: "w", Pass.DGRAD: "", Pass.WGRAD: "y"}[p.pass_]
+    return library_scratch(p, 1) + (plan_of(p, c).spectra[conjugate].bytes if conjugate else 0)
+
+
+def cost(p: ConvProblem, c: Config) -> Cost:
+    """The products' arithmetic, and the passes over operands, spectra and result."""
+    plan = plan_of(p, c)
+    flops = sum(arithmetic(p, chunk.rows, plan.frequencies) for chunk in plan.chunks)
+    product = str(c["product"])
+    share = RATES[product] / (1.0 if p.dtype == "fp32" and p.precision == "ieee" else 8.0)
+    share *= filled(p, plan.rows, plan.frequencies, plan.block) if product != "library" else 0.8
+    rows = sum(chunk.rows for chunk in plan.chunks)
+    spectra = 2 * 8 * plan.frequencies * rows * (p.in_channels + p.out_channels)
+    filters = 2 * plan.spectra["w"].bytes
+    kernels = 3 + sum(1 + 2 * len(chunk.tiles) for chunk in plan.chunks)
+    return Cost(flops, p.bytes + spectra + filters, kernels, max(share, 1e-3))
+
+
+def _pair(c: Config, name: str) -> tuple[int, int]:
+    value = c[name]
+    if not isinstance(value, tuple) or len(value) != 2 or any(type(n) is not int or n < 1 for n in value):
+        raise ValueError(f"{name}={value!r}: two positive integers would do")
+    return value
+
+
+def _in_flight(
+    p: ConvProblem, basis: tuple[int, int], tile: tuple[int, int], limit: int, *, fewer: bool, tiled: bool
+) -> list[tuple[int, int]]:
+    """Images and tiles of each at a time: as many as ``limit`` bytes hold, and ``fewer``: also an eighth of that.
+
+    Empty where not even one tile fits.
+    """
+    every = max(1, count(p, tile))
+    choices = [(images, every) for images in _halves(p.batch)]
+    if tiled:
+        choices += [(1, tiles) for tiles in _halves(every)[1:]]
+
+    def needs(images: int, tiles: int) -> int:
+        return OwnPlan(p, basis, tile, "library", BLOCKS[0][0], images, tiles).arena.size
+
+    first = next((i for i, choice in enumerate(choices) if needs(*choice) <= limit), None)
+    if first is None:
+        return []
+    found = [choices[first]]
+    if fewer and first + 3 < len(choices):
+        found.append(choices[first + 3])
+    return found
+
+
+def _halves(number: int) -> list[int]:
+    """``number`` in 1, 2, 4, ... shares, rounded up."""
+    found = [number]
+    while found[-1] > 1:
+        found.append(-(-found[-1] // 2))
+    return found
+
+
+def _products(
+    p: ConvProblem, basis: tuple[int, int], tile: tuple[int, int], block: int, tiles: int
+) -> list[tuple[str, Block | None]]:
+    """Products with the pieces that fill best."""
+    rows, frequencies = block * min(tiles, max(1, count(p, tile))), basis[0] * (basis[1] // 2 + 1)
+    found: list[tuple[str, Block | None]] = []
+    if max(shape(p, rows)) * max(p.in_channels, p.out_channels) > MOST_MATRIX:
+        return []
+    for product in products(p):
+        if product == "library":
+            if p.groups <= LIBRARY_GROUPS:
+                found.append((product, None))
+            continue
+        rated = sorted(BLOCKS, key=lambda entry: -entry[1] * filled(p, rows, frequencies, entry[0]))
+        found += [(product, piece) for piece, _ in rated[:MOST_PIECES]]
+    return found
