@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilewise import solvers
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, Part, Range, Write, dense_strides
-from tilewise.solvers import Solver, Split
+from tilewise.solvers import Prepare, Solver, Split
 from tilewise.solvers.base import Run
 
 __all__ = ["Bound", "PlanMismatch", "bind", "release_workspaces"]
@@ -182,10 +183,53 @@ class Node:
         return None
 
 
+class KeptFilter:
+    """A prepared filter, kept while the weight's memory and version counter stay the same.
+
+    Prepared anew on another stream, and at every call for a weight without a version (``torch.inference_mode``).
+    """
+
+    __slots__ = ("_kept", "_key", "_lock", "_prepare", "_size", "_weak")
+
+    def __init__(self, prepare: Prepare, size: int) -> None:
+        self._prepare, self._size = prepare, size
+        self._key: tuple[object, ...] = ()
+        self._kept: torch.Tensor | None = None
+        self._weak: object = None
+        self._lock = threading.Lock()
+
+    def of(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
+        """What ``weight`` comes to."""
+        with self._lock:
+            storage = weight.untyped_storage()
+            stream = torch._C._cuda_getCurrentRawStream(weight.get_device()) if weight.is_cuda else 0
+            version = -1 if weight.is_inference() else weight._version
+            key = (storage._cdata, weight.storage_offset(), version, stream)
+            if self._kept is None or key != self._key or version < 0:
+                with torch.inference_mode(False), torch.no_grad():
+                    pages = torch.empty(self._size + GRAIN, dtype=torch.uint8, device=weight.device)
+                    kept = pages.narrow(0, -pages.data_ptr() % GRAIN, self._size)
+                    self._prepare(weight, kept, workspace)
+                self._kept, self._key = kept, key
+                self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # its address goes to no other storage while this is held
+            return self._kept
+
+
 class Leaf(Node):
     """A solver's callable, with a temporary where the solver cannot write the result as asked."""
 
-    __slots__ = ("_accumulate", "_call", "_dtype", "_own", "_shape", "_size", "_strides", "_temporary", "returns_new")
+    __slots__ = (
+        "_accumulate",
+        "_call",
+        "_dtype",
+        "_filter",
+        "_own",
+        "_shape",
+        "_size",
+        "_strides",
+        "_temporary",
+        "returns_new",
+    )
 
     def __init__(
         self, solver: Solver, plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
@@ -207,10 +251,14 @@ class Leaf(Node):
         inner = replace(problem, accumulate=False, bias=False) if self._accumulate else replace(problem, bias=False)
         self._call = solver.bind(inner, plan.config, a, b, None if self._own else target)
         self.workspace = self._size + solver.workspace(inner, plan.config)
+        constant = solver.constant(inner, plan.config) if problem.constant_weight else 0
+        self._filter = KeptFilter(solver.prepare(inner, plan.config, b), constant) if constant else None
 
     def run(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
     ) -> torch.Tensor:
+        if self._filter is not None:
+            b = self._filter.of(b, None if workspace is None else workspace[self._size :])
         if not self._own and not self._temporary:
             return self._call(a, b, out, workspace)
         if self._own:
@@ -226,11 +274,13 @@ class Leaf(Node):
 
     def shortest(self) -> Run:
         """The solver's own callable where nothing is to be done around it."""
-        return self.run if self._own or self._temporary else self._call
+        return self.run if self._own or self._temporary or self._filter is not None else self._call
 
     def addressed(self) -> Addressed | None:
         """The solver's own, when no temporary stands between."""
-        return None if self._own or self._temporary else getattr(self._call, "run_pointers", None)
+        if self._own or self._temporary or self._filter is not None:
+            return None
+        return getattr(self._call, "run_pointers", None)
 
 
 class Parts(Node):

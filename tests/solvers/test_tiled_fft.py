@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.solvers.test_solvers import check
 
 from tilewise.axis import Axis
 from tilewise.kernels.cuda.launch import Bound
+from tilewise.kernels.reference import convolve
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import _own_fft
@@ -171,3 +174,25 @@ def test_what_it_leaves_to_others() -> None:
     assert len(SOLVER.why_not(long)) == 1
     depthwise = ConvProblem(Pass.FPROP, 1, 64, 64, (Axis(56, 5), Axis(56, 5)), groups=64, device=GPU)
     assert len(SOLVER.why_not(depthwise)) == 1
+
+
+@interpreted
+@emulated
+@pytest.mark.parametrize("product", ["fp16x3", "library"])
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+def test_a_constant_filter_is_transformed_apart(pass_: Pass, product: str) -> None:
+    axes = (Axis(10, 3, 1, 1, 1, 1), Axis(9, 5, 1, 1, 2, 0))
+    p = ConvProblem(pass_, 3, 4, 6, axes, constant_weight=True)
+    piece = {} if product == "library" else {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
+    c = Config(basis=(8, 16), tile=(6, 9), product=product, block=2, **piece)  # type: ignore[arg-type]
+    a, w = (torch.randn(p.shape(role)) for role in p.operands)
+    out = torch.full(p.shape(p.result), math.nan)
+    kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8)
+    workspace = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
+    SOLVER.prepare(p, c, w)(w, kept, workspace)
+    workspace.fill_(0xFF)
+    run = SOLVER.bind(p, c, a, w, out)
+    for _ in range(2):
+        run(a, kept, out, workspace)
+        torch.testing.assert_close(out.double(), convolve(p, a, w), rtol=1e-4, atol=1e-4)
+    assert SOLVER.workspace(p, c) < SOLVER.workspace(replace(p, constant_weight=False), c)

@@ -114,6 +114,7 @@ class Geometry:
         layouts: tuple[str, str, str],
         alignment: tuple[int, int, int],
         device: str,
+        constant_weight: bool = False,
     ) -> ConvProblem:
         """The problem of computation ``role``; ``layouts`` and ``alignment`` are of input, weight and output.
 
@@ -138,6 +139,7 @@ class Geometry:
             layouts=layouts,
             alignment=alignment,
             device=device,
+            constant_weight=constant_weight,
         )
 
     def torch_forward(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:

@@ -69,14 +69,17 @@ class Adapted:
 class Layer:
     """One convolution layer: ``layer(x, w, b)`` is its result, or ``NotImplemented`` where torch is to do it.
 
-    Shared by the copies of a module; it holds no tensor. ``runners`` are the calls resolved so far, ``known`` those
+    Shared by the copies of a module; it holds no tensor but what a constant weight came to. ``frozen``: the weight
+    seldom changes, so that this is worth keeping. ``runners`` are the calls resolved so far, ``known`` those
     with plans, as ``torch.compile`` finds them.
     """
 
-    __slots__ = ("_entries", "_inner", "_last", "book", "geometry", "known", "runners")
+    __slots__ = ("_entries", "_inner", "_last", "book", "frozen", "geometry", "known", "runners")
 
-    def __init__(self, geometry: Geometry, book: Book, known: list[Known] | None = None) -> None:
-        self.geometry, self.book = geometry, book
+    def __init__(
+        self, geometry: Geometry, book: Book, known: list[Known] | None = None, *, frozen: bool = False
+    ) -> None:
+        self.geometry, self.book, self.frozen = geometry, book, frozen
         self.runners: dict[Call, Runner] = {}
         self.known: list[Known] = [] if known is None else known
         self._entries: dict[Call, Entry] = {}
@@ -154,7 +157,7 @@ class Layer:
         if self.geometry.symmetric or torch_pads_natively(self, call):
             return None
         geometry, pads = self.geometry.without_excess()
-        inner = self._inner.get(pads) or Layer(geometry, self.book)
+        inner = self._inner.get(pads) or Layer(geometry, self.book, frozen=self.frozen)
         return Adapted(self._inner.setdefault(pads, inner), lambda x, w, b: (F.pad(x, pads), w, b))
 
     def resolve(self, call: Call) -> Runner | None:
@@ -205,6 +208,7 @@ class Layer:
                 layouts=(layout_of(x.shape, x.strides), layout_of(w.shape, w.strides), result_layout),
                 alignment=(x.alignment, w.alignment, ALIGNMENT),
                 device=device_name(call.device),
+                constant_weight=self.frozen and role is Role.FORWARD,
             )
             for role in wanted(call.needs)
         }

@@ -55,7 +55,8 @@ def optimize(
       ``None`` for no limit.
     - ``batch_sizes``: the micro-batches to try: ``"undivided"``, ``"powers_of_two"`` or ``"all"``.
     - ``rigor``: ``"estimate"``, ``"measure"``, ``"patient"`` or ``"wisdom_only"``.
-    - ``training``: plan the gradients that the calls need, too.
+    - ``training``: plan the gradients that the calls need, too. If ``False``, what is computed from a weight alone (its
+      spectrum, say) is kept until the weight's version counter moves; writes through ``weight.data`` do not move it.
     - ``filter_fn(name, module)``: which modules may be swapped; all by default.
     - ``deterministic``: only plans that give the same bits every time. torch's own flag, when on, asks for them too.
     - ``error_limit``, ``strict``: the relative L2 error allowed, and whether an outlier's spread is held to it.
@@ -77,7 +78,7 @@ def optimize(
     modules = {name: module for name, module in inner.named_modules() if is_convolution(module)}
     reasons = {name: _reason(name, module, filter_fn) for name, module in modules.items()}
     candidates = {name: module for name, module in modules.items() if not reasons[name]}
-    layers = {name: Layers(book) for name in candidates}
+    layers = {name: Layers(book, frozen=not training) for name in candidates}
     examples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
 
     def recorded() -> list[Recorded]:
@@ -118,15 +119,15 @@ def restore(model: Model) -> Model:
 class Layers:
     """One module's layers by geometry: a transposed one's varies with the output size it is asked for."""
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
+    def __init__(self, book: Book, *, frozen: bool) -> None:
+        self._book, self._frozen = book, frozen
         self._layers: dict[Geometry, Layer] = {}
 
     def __call__(self, geometry: Geometry) -> Layer:
         """The layer of ``geometry``."""
         layer = self._layers.get(geometry)
         if layer is None:
-            layer = self._layers[geometry] = Layer(geometry, self._book)
+            layer = self._layers[geometry] = Layer(geometry, self._book, frozen=self._frozen)
         return layer
 
 

@@ -43,7 +43,11 @@ Known = dict[tuple[str, int, Config], Measurement]
 def leaf_plan(problem: ConvProblem, m: Measurement) -> Plan:
     """The plan that a leaf's measurement stands for."""
     time_ms = float("nan") if m.time_ms is None else m.time_ms
-    return Plan(problem.key, m.solver, m.version, m.config, time_ms=time_ms, workspace=m.workspace or 0, error=m.error)
+    constant = solvers.get(m.solver).constant(problem, m.config) if problem.constant_weight else 0
+    return Plan(
+        problem.key, m.solver, m.version, m.config, time_ms=time_ms, workspace=m.workspace or 0, constant=constant,
+        error=m.error,
+    )  # fmt: skip
 
 
 class _TooSlow(Exception):
@@ -163,8 +167,9 @@ class Trial:
             self._lose(solver, config, text)
             return True
         tried[solver.name] = tried.get(solver.name, 0) + 1
-        if tried[solver.name] > solver.most_configs:
-            self._lose(solver, config, f"not measured: {solver.most_configs} of this solver with better estimates were")
+        most = solver.most(self.problem)
+        if tried[solver.name] > most:
+            self._lose(solver, config, f"not measured: {most} of this solver with better estimates were")
             return True
         return False
 

@@ -7,9 +7,9 @@ import importlib
 import inspect
 import pkgutil
 
-from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable, Split
+from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable, Split
 
-__all__ = ["Cost", "Run", "Solver", "SolverUnavailable", "Split", "all_solvers", "baseline", "get"]
+__all__ = ["Cost", "Prepare", "Run", "Solver", "SolverUnavailable", "Split", "all_solvers", "baseline", "get"]
 
 
 @functools.cache

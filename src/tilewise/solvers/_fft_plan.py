@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._buffers import Arena, Slot, Strided, dense
 from tilewise.solvers._fft_products import PRODUCTS
 from tilewise.solvers._fft_sizes import meets, placement, result_placement
-from tilewise.solvers.base import Run
+from tilewise.solvers.base import Prepare, Run
 
 __all__ = ["FourierPlan"]
 
@@ -70,7 +70,7 @@ class FourierPlan:
         self.frequencies, self.size = math.prod(self.half), math.prod(basis)
         self.pointwise = product == "pointwise"
         self.images = min(images, p.batch)
-        self.arena = Arena()
+        self.arena, self.constants = Arena(), Arena()
         self.operands = {role: Operand(p, role, basis) for role in p.operands}
         planes = self.images * max(p.in_channels, p.out_channels)
         self.filter_rows = max(1, min(p.out_channels, planes * p.groups // p.in_channels))
@@ -101,7 +101,8 @@ class FourierPlan:
         return images * (p.in_channels if role == "x" else p.out_channels)
 
     def _add(self, role: str) -> Slot:
-        return self.arena.add((self.frequencies * self._count(role, self.images),), torch.complex64)
+        arena = self.constants if role == "w" and self.p.constant_weight else self.arena
+        return arena.add((self.frequencies * self._count(role, self.images),), torch.complex64)
 
     def _matrices(self, role: str, images: int) -> tuple[int, int, int]:
         """(frequencies times groups, rows, columns) of a spectrum."""
@@ -144,16 +145,20 @@ class FourierPlan:
 
     def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run:
         """``run`` for the strides of these."""
-        return Steps(self, a.stride(), b.stride(), out.stride()).run
+        strides = dict(zip((*self.p.operands, self.p.result), (t.stride() for t in (a, b, out)), strict=True))
+        return Steps(self, strides).run
+
+    def prepare(self, weight: torch.Tensor) -> Prepare:
+        """What transforms filters with these strides into :attr:`constants`."""
+        return Steps(self, {"w": weight.stride()}).prepare
 
 
 class Steps:
     """A :class:`FourierPlan` for fixed strides."""
 
-    def __init__(self, plan: FourierPlan, *strides: tuple[int, ...]) -> None:
+    def __init__(self, plan: FourierPlan, strides: Mapping[str, tuple[int, ...]]) -> None:
         p = plan.p
-        self.plan, self.p = plan, p
-        self.strides = dict(zip((*p.operands, p.result), strides, strict=True))
+        self.plan, self.p, self.strides = plan, p, strides
         self.axes = tuple(range(3, 3 + p.dims))
         # Libraries do work along an axis of one point too; the last is the one that is halved.
         self.transformed = [d for d in self.axes if plan.basis[d - 3] > 1 or d == self.axes[-1]]
@@ -182,10 +187,13 @@ class Steps:
             self._correlation(a, b, out, workspace)
         return out
 
-    def _correlation(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None) -> None:
+    def prepare(self, w: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        """The filter's spectrum into ``kept``."""
+        if self.meets:
+            self._filter(w, self.plan.spectra["w"].of(kept), workspace)
+
+    def _filter(self, w: torch.Tensor, weights: torch.Tensor, workspace: torch.Tensor | None) -> None:
         p, plan = self.p, self.plan
-        data = p.operands[0]
-        weights = plan.spectra["w"].of(workspace)
         forward = self._transformer("w", w, workspace)
         for index in self.filter_blocks:
             spectrum = forward(index)
@@ -195,6 +203,16 @@ class Steps:
             )
         if plan.pointwise:
             weights.mul_(self.scale)
+
+    def _correlation(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        """``w`` is the filter, or where that is constant what :meth:`prepare` made of it."""
+        p, plan = self.p, self.plan
+        data = p.operands[0]
+        if p.constant_weight:
+            weights = plan.spectra["w"].of(w)
+        else:
+            weights = plan.spectra["w"].of(workspace)
+            self._filter(w, weights, workspace)
         forward = self._transformer(data, a, workspace)
         for index in self.blocks:
             spectrum = forward(index)

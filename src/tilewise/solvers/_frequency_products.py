@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,11 +110,12 @@ def filled(p: ConvProblem, rows: int, frequencies: int, block: Block) -> float:
 
 def launches(
     p: ConvProblem, rows: int, frequencies: int, spectra: dict[str, Matrices], product: str, block: Block,
-    peaks: Sequence[tuple[Slot, int]], top: Slot, accumulate: bool,
+    peaks: Sequence[tuple[Slot, int]], top: Slot, accumulate: bool, sources: Mapping[str, int],
 ) -> list[Launch]:  # fmt: skip
     """The product, and before it, where operands are scaled, the search for their largest magnitudes.
 
-    ``peaks``: of the first and second factor, with how many there are. ``top``: room for two numbers.
+    ``peaks``: of the first and second factor, with how many there are. ``top``: room for two numbers. ``sources``: the
+    tensors that spectra and peaks of each role lie in.
     """
     from tilewise.kernels.triton import complex_gemm as kernels
     from tilewise.kernels.triton.launch import Launch, Pointer
@@ -137,7 +138,7 @@ def launches(
         Launch(
             kernels.complex_gemm,
             (tiles * frequencies * p.groups, 1, 1),
-            (*(Pointer(WORKSPACE, x.slot.offset, torch.float32) for x in (a, b, out)), *tops),
+            (*(Pointer(sources[r], spectra[r].slot.offset, torch.float32) for r in (left, right, p.result)), *tops),
             (m, n, k, tiles_n, tiles, p.groups, *(step for x in (a, b, out) for step in (x.frequency, x.group, x.row))),
             constants,
             block.warps,
@@ -145,7 +146,8 @@ def launches(
         )
     ]
     if scaled:
-        pointers = (*(Pointer(WORKSPACE, slot.offset, torch.int32) for slot, _ in peaks), tops[0])
+        places = zip((left, right), peaks, strict=True)
+        pointers = (*(Pointer(sources[role], slot.offset, torch.int32) for role, (slot, _) in places), tops[0])
         counts = tuple(count for _, count in peaks)
         found.insert(0, Launch(kernels.largest, (2, 1, 1), pointers, counts, {"BLOCK": PEAK_BLOCK}))
     return found

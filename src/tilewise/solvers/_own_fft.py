@@ -6,9 +6,10 @@ Each tile is read, padded and transformed in one pass, and each result is clippe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,7 @@ from tilewise.solvers._buffers import Arena, Strided
 from tilewise.solvers._fft_windows import Window, covered, windows
 from tilewise.solvers._frequency_products import Block, Matrices, factors, launches, matrices
 from tilewise.solvers._matmul import at_precision
-from tilewise.solvers.base import Run, SolverUnavailable
+from tilewise.solvers.base import Prepare, Run, SolverUnavailable
 
 __all__ = ["OwnPlan", "Transform", "launched"]
 
@@ -31,7 +32,7 @@ Step = Callable[[Tensors, Sequence[int]], None]
 Tile = tuple[Window, Window]
 """Down and across."""
 Transform = Callable[..., None]
-OUT, WORKSPACE = 2, 3
+KEPT, OUT, WORKSPACE = 1, 2, 3
 ALIGNED = 256
 
 
@@ -64,6 +65,8 @@ class OwnPlan:
     images: int
     tiles: int
     arena: Arena = field(default_factory=Arena)
+    constants: Arena = field(default_factory=Arena)
+    """What is kept of a constant filter."""
 
     def __post_init__(self) -> None:
         p = self.p
@@ -79,9 +82,10 @@ class OwnPlan:
         channels = {"x": p.in_channels, "y": p.out_channels}
         counts = {role: self.rows * channels[role] for role in "xy"}
         counts["w"] = p.out_channels * p.in_channels // p.groups
-        self.spectra = {role: self.arena.add((self.frequencies * n,), torch.complex64) for role, n in counts.items()}
+        arenas = {role: self.constants if role == "w" and p.constant_weight else self.arena for role in counts}
+        self.spectra = {role: arenas[role].add((self.frequencies * n,), torch.complex64) for role, n in counts.items()}
         # A transform has at most one block for each plane.
-        self.peaks = {role: self.arena.add((counts[role],), torch.int32) for role in p.operands}
+        self.peaks = {role: arenas[role].add((counts[role],), torch.int32) for role in p.operands}
         self.top = self.arena.add((2,), torch.int32)
 
     def _chunks(self) -> Iterator[Chunk]:
@@ -103,10 +107,10 @@ class OwnPlan:
 
         Raises ``SolverUnavailable`` with the reason where a kernel does not compile or fit.
         """
-        try:
-            steps = list(Steps(self, tensors, device, launch or launched(device)).all())
-        except (RuntimeError, ValueError) as error:
-            raise SolverUnavailable(f"{type(error).__name__}: {str(error).splitlines()[0][:300]}") from error
+        roles = (*self.p.operands, self.p.result)
+        with _unavailable():
+            given = dict(zip(roles, tensors, strict=True))
+            steps = list(Steps(self, given, device, launch or launched(device)).all())
 
         def run(
             a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
@@ -119,6 +123,29 @@ class OwnPlan:
             return out
 
         return at_precision(self.p, run) if self.product == "library" else run
+
+    def prepare(
+        self, weight: torch.Tensor, device: torch.device, launch: Callable[[Bound], Transform] | None = None
+    ) -> Prepare:
+        """What transforms filters with the strides of ``weight``. Raises as :meth:`bind`."""
+        with _unavailable():
+            steps = list(Steps(self, {"w": weight}, device, launch or launched(device)).filter())
+
+        def prepare(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+            each = (weight, kept, None, workspace)
+            addresses = [0 if t is None else t.data_ptr() for t in each]
+            for step in steps:
+                step(each, addresses)
+
+        return prepare
+
+
+@contextlib.contextmanager
+def _unavailable() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise SolverUnavailable(f"{type(error).__name__}: {str(error).splitlines()[0][:300]}") from error
 
 
 def launched(device: torch.device) -> Callable[[Bound], Transform]:
@@ -133,14 +160,15 @@ class Steps:
     def __init__(
         self,
         plan: OwnPlan,
-        tensors: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         launch: Callable[[Bound], Transform],
     ) -> None:
-        self.plan, self.p, self.device, self.launch = plan, plan.p, device, launch
+        self.plan, self.p, self.device, self.launch, self.tensors = plan, plan.p, device, launch, tensors
         roles = (*plan.p.operands, plan.p.result)
-        self.number = {role: number for number, role in enumerate(roles)}
-        self.tensors = dict(zip(roles, tensors, strict=True))
+        self.number = {role: number for number, role in enumerate(roles)} if len(tensors) > 1 else {"w": 0}
+        self.spectra = {role: KEPT if role == "w" and plan.p.constant_weight else WORKSPACE for role in "xwy"}
+        """The tensors that spectra lie in."""
         self.peaks: dict[str, int] = {}
         """Blocks of an operand's transforms so far."""
 
@@ -152,7 +180,9 @@ class Steps:
         if not plan.every:
             return
         if p.pass_ is not Pass.WGRAD:
-            yield from self._filter()
+            steps = list(self.filter())
+            if not p.constant_weight:
+                yield from steps
         for number, chunk in enumerate(plan.chunks):
             spectra = matrices(p, chunk.rows, plan.spectra)
             for role in p.operands:
@@ -166,7 +196,8 @@ class Steps:
             place = ((0, down.result_count), (0, across.result_count))
             yield self._transform("w", (0, self.p.out_channels), place, (0, 0), 0, inverse=True)
 
-    def _filter(self) -> Iterator[Step]:
+    def filter(self) -> Iterator[Step]:
+        """The filter's transform."""
         height, width = self.p.shape("w")[2:]
         self.peaks["w"] = 0
         yield self._transform("w", (0, self.p.out_channels), ((0, height), (0, width)), (0, 0), 0)
@@ -209,25 +240,34 @@ class Steps:
         scale = 1.0 / math.prod(plan.basis)
         peaks = not inverse
         bound = bind_transform(image, spectrum, plan.basis, lead, "frequency_major", inverse, None, scale, peaks)
-        call, source = self.launch(bound), self.number[role]
+        call, source, target = self.launch(bound), self.number[role], self.spectra[role]
         if inverse:
-            return lambda tensors, addresses: call(addresses[WORKSPACE] + base, addresses[source] + offset)
+            return lambda tensors, addresses: call(addresses[target] + base, addresses[source] + offset)
         top = plan.peaks[role].offset + 4 * self.peaks[role]
         self.peaks[role] += bound.grid
         return lambda tensors, addresses: call(
-            addresses[source] + offset, addresses[WORKSPACE] + base, addresses[WORKSPACE] + top
+            addresses[source] + offset, addresses[target] + base, addresses[target] + top
         )
 
     def _products(self, chunk: Chunk, spectra: dict[str, Matrices], accumulate: bool) -> Step:
         p, plan = self.p, self.plan
         if plan.product == "library":
-            return _library(p, chunk.rows, plan.frequencies, spectra, accumulate)
+            return _library(p, chunk.rows, plan.frequencies, spectra, accumulate, self.spectra)
         from tilewise.kernels.triton.launch import Program
 
         left, right, _ = factors(p.pass_)
         peaks = [(plan.peaks[role], self.peaks[role]) for role in (left, right)]
         found = launches(
-            p, chunk.rows, plan.frequencies, spectra, plan.product, plan.block, peaks, plan.top, accumulate
+            p,
+            chunk.rows,
+            plan.frequencies,
+            spectra,
+            plan.product,
+            plan.block,
+            peaks,
+            plan.top,
+            accumulate,
+            self.spectra,
         )
         program = Program(found, [ALIGNED] * 4, self.device)
         if self.device.type == "cpu":
@@ -241,7 +281,10 @@ def _clear(tensors: Tensors, addresses: Sequence[int]) -> None:
     out.zero_()
 
 
-def _library(p: ConvProblem, rows: int, frequencies: int, spectra: dict[str, Matrices], accumulate: bool) -> Step:
+def _library(
+    p: ConvProblem, rows: int, frequencies: int, spectra: dict[str, Matrices], accumulate: bool,
+    sources: Mapping[str, int],
+) -> Step:  # fmt: skip
     """The products by the library, group by group."""
     left, right, conjugate = factors(p.pass_)
     into, outof = p.in_channels // p.groups, p.out_channels // p.groups
@@ -250,14 +293,14 @@ def _library(p: ConvProblem, rows: int, frequencies: int, spectra: dict[str, Mat
     def view(role: str, turned: bool) -> Strided:
         return spectra[role].view(frequencies, p.groups, *edges[role], turned)
 
-    a, b = view(left, p.pass_ is Pass.WGRAD), view(right, p.pass_ is Pass.FPROP)
-    out = view(p.result, False)
+    places = [
+        (view(left, p.pass_ is Pass.WGRAD), sources[left]),
+        (view(right, p.pass_ is Pass.FPROP), sources[right]),
+        (view(p.result, False), sources[p.result]),
+    ]
 
     def step(tensors: Tensors, addresses: Sequence[int]) -> None:
-        workspace = tensors[WORKSPACE]
-        assert workspace is not None
-        numbers = workspace[: workspace.numel() // 8 * 8].view(torch.complex64)
-        first, second, target = (each.of(numbers) for each in (a, b, out))
+        first, second, target = (each.of(_numbers(tensors[source])) for each, source in places)
         if conjugate == "a":
             first = first.conj()
         elif conjugate == "b":
@@ -268,3 +311,8 @@ def _library(p: ConvProblem, rows: int, frequencies: int, spectra: dict[str, Mat
             )
 
     return step
+
+
+def _numbers(buffer: torch.Tensor | None) -> torch.Tensor:
+    assert buffer is not None
+    return buffer[: buffer.numel() // 8 * 8].view(torch.complex64)

@@ -13,7 +13,11 @@ import torch
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Part, Pass
 
-__all__ = ["EXPERIMENTAL", "Cost", "Run", "Solver", "SolverUnavailable", "Split", "experimental"]
+__all__ = ["EXPERIMENTAL", "Cost", "Prepare", "Run", "Solver", "SolverUnavailable", "Split", "experimental"]
+
+Prepare = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+"""``prepare(weight, kept, workspace)`` writes what a constant weight comes to into ``kept``, a uint8 tensor of
+``constant(p, c)`` bytes, 256-byte aligned; ``workspace`` is that of ``run``."""
 
 EXPERIMENTAL = "TILEWISE_EXPERIMENTAL"
 """Environment variable; 1 offers what has not yet run on all kinds of devices that it is written for."""
@@ -94,6 +98,17 @@ class Solver(abc.ABC):
         """Bytes it is expected to allocate by itself inside ``run`` (library scratch). Measured too."""
         return 0
 
+    def constant(self, p: ConvProblem, c: Config) -> int:
+        """Bytes of a prepared filter that are kept between calls where ``p.constant_weight``; 0: none is."""
+        return 0
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        """What prepares filters with the strides of this example. Asked for only where :meth:`constant` is not 0.
+
+        ``run`` then takes what was prepared in place of the weight.
+        """
+        raise NotImplementedError(f"{self.name} keeps no filter")
+
     def offers(
         self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
     ) -> Iterable[tuple[Config, int]]:
@@ -102,6 +117,10 @@ class Solver(abc.ABC):
         With ``only``, those of these that can solve ``p``: a part is asked about what gained on the whole.
         """
         return ((c, self.workspace(p, c)) for c in self.configs(p) if only is None or c in only)
+
+    def most(self, p: ConvProblem) -> int:
+        """Configs of ``p`` measured when planning is not ``patient``."""
+        return self.most_configs
 
     @abc.abstractmethod
     def cost(self, p: ConvProblem, c: Config) -> Cost:

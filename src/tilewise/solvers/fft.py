@@ -16,10 +16,12 @@ from tilewise.solvers._fft_plan import FourierPlan
 from tilewise.solvers._fft_products import STREAMS
 from tilewise.solvers._fft_sizes import bases
 from tilewise.solvers._matmul import at_precision, library_scratch
-from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable, experimental
+from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable, experimental
 
 MOST_BASES = 4
 MOST_PLACES = 2
+MOST_OWN = 6
+"""Configs on our own transforms measured beside those on the library's."""
 MOST_BYTES = 2**32
 """Blocks whose spectra are larger are not offered: a smaller block is as fast."""
 LARGE_PRODUCT = {"cpu": 1e6, "cuda": 1e8}
@@ -46,7 +48,7 @@ class FFT(Solver):
     name, version = "fft", 2
     accumulates = True
     blocks_itself = True
-    most_configs = 8
+    most_configs = 4
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Sums are kept in fp32, so it adds into fp32 results only."""
@@ -82,6 +84,10 @@ class FFT(Solver):
             configs += [c for c in self._largest(p, configs[0], ceiling) if c not in configs]
         found = [(c, self.workspace(p, c)) for c in configs]
         return found if only is not None else [*found, *self._own(p, ceiling)]
+
+    def most(self, p: ConvProblem) -> int:
+        """More where there are transforms of our own."""
+        return self.most_configs + (MOST_OWN if self._has_own(p) else 0)
 
     @staticmethod
     def _has_own(p: ConvProblem) -> bool:
@@ -120,6 +126,14 @@ class FFT(Solver):
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """Padded planes and spectra of one block, and the filter's spectrum."""
         return (own.plan_of(p, c) if _is_own(c) else self._plan(p, c)).arena.size
+
+    def constant(self, p: ConvProblem, c: Config) -> int:
+        """The spectrum of a constant filter."""
+        return (own.plan_of(p, c) if _is_own(c) else self._plan(p, c)).constants.size
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        """Transforms of filters."""
+        return own.plan_of(p, c).prepare(weight, weight.device) if _is_own(c) else self._plan(p, c).prepare(weight)
 
     def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
         """Transforms allocate their results; the inverse also copies its input."""

@@ -9,7 +9,7 @@ import torch
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem
 from tilewise.solvers import _own_fft_configs as own
-from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
 
 __all__ = ["TiledFFT"]
 
@@ -59,6 +59,14 @@ class TiledFFT(Solver):
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """The spectra in flight and the filter's."""
         return own.plan_of(p, c).arena.size
+
+    def constant(self, p: ConvProblem, c: Config) -> int:
+        """The spectrum of a constant filter."""
+        return own.plan_of(p, c).constants.size
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        """Transforms of filters."""
+        return own.plan_of(p, c).prepare(weight, weight.device)
 
     def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
         """What the library's products allocate."""
