@@ -70,7 +70,9 @@ class Configuration:
     @property
     def details(self) -> dict[str, Any]:
         """The numbers and the product that the figures have on their axis."""
-        return {**asdict(self), "problem size": self.minibatch * self.inputs * self.outputs}
+        numbers = asdict(self)
+        size = numbers.pop("size")
+        return {**numbers, "output size": size, "problem size": self.minibatch * self.inputs * self.outputs}
 
     @property
     def layer(self) -> Layer:
@@ -143,4 +145,4 @@ def _result(rows: dict[str, Row], failed: dict[str, dict[str, Any]], wanted: lis
 def draw(document: dict[str, Any]) -> Figure:
     """Six panels: speed-up over output size and problem size."""
     failed = list(document["summary"]["facts"]["failed"].values())
-    return heat_maps(document, "kernel", "size", "problem size", failed)
+    return heat_maps(document, "kernel", "output size", "problem size", failed)

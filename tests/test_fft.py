@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from tests.kernels.spectra import Guarded, relative, spectrum
 
 from tilewise import fft
 from tilewise.fft import LAYOUTS, SIZES, irfft, irfft2, next_size, rfft, rfft2, unsupported
-from tilewise.kernels.cuda import fft1d, fft2d
+from tilewise.kernels.cuda import launch
 
 LIMIT = 5e-7
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -28,25 +29,23 @@ ODD = (1, 2, 7, 10, 20)
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The device of one of ``KERNELS``."""
     name: str = request.param
     if name != "emulated":
-        return name
+        yield name
+        return
     monkeypatch.setattr(fft, "_unsupported", lambda device, s: ())
-    for module in (fft1d, fft2d):
-        monkeypatch.setattr(module, "on_gpu", lambda *tensors: 0)
-        monkeypatch.setattr(module, "_launch", emulated_launch(module.bind))
-    return "cpu"
+    monkeypatch.setattr(launch.Bound, "launch", emulated_launch)
+    with monkeypatch.context() as patch:
+        for name in ("_forward_kernel", "_inverse_kernel"):
+            patch.setattr(fft, name, functools.cache(getattr(fft, name).__wrapped__))
+        yield "cpu"
 
 
-def emulated_launch(bind: Callable[..., Any]) -> Callable[..., Callable[[int, int], None]]:
-    def launch(device: int, *arguments: Any) -> Callable[[int, int], None]:
-        bound = bind(*arguments)
-        p = bound.program
-        return lambda a, b: emulate(p.source(), p.name, bound.grid, p.threads, [a, b], bound.scalars)
-
-    return launch
+def emulated_launch(bound: launch.Bound, device: int) -> Callable[[int, int], None]:
+    p = bound.program
+    return lambda a, b: emulate(p.source(), p.name, bound.grid, p.threads, [a, b], bound.scalars)
 
 
 def forward(x: torch.Tensor, s: Sequence[int], offset: Sequence[int], layout: str) -> torch.Tensor:

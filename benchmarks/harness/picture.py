@@ -121,5 +121,6 @@ def _panels(document: dict[str, Any], count: int, columns: int = 2) -> tuple[Fig
     panels = list(figure.subplots(down, across, squeeze=False).flat)
     for spare in panels[count:]:
         spare.set_visible(False)
-    figure.suptitle(f"{document['title']}\n{document['machine']['device']}, {document['date'][:10]}", fontsize="medium")
+    title = document["title"].split(":")[0]
+    figure.suptitle(f"{title}\n{document['machine']['device']}, {document['date'][:10]}", fontsize="medium")
     return figure, panels[:count]

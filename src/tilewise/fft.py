@@ -7,20 +7,31 @@ through ``torch.fft``, with the same results in the same layouts. Arithmetic is 
 
 ``plain`` spectra are those of ``torch.fft``; ``frequency_major`` ones have the frequency first, ``packed`` ones also
 leave out what follows by symmetry. The manual writes all three out. Gradients are supported, also of gradients;
-forward-mode differentiation, ``torch.func`` and ``torch.compile`` without graph breaks are not.
+forward-mode differentiation and ``torch.func`` are not.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.kernels.cuda import fft1d, fft2d, launch
-from tilewise.kernels.cuda.operands import LAYOUTS, MOST_STRIDE, REALS, dense, known_layout, leading, spectrum_shape
+from tilewise.kernels.cuda.operands import (
+    LAYOUTS,
+    MOST_STRIDE,
+    REALS,
+    Memory,
+    dense,
+    known_layout,
+    leading,
+    spectrum_shape,
+)
 from tilewise.kernels.spectra import from_plain, multiplicity, to_plain
 
 __all__ = ["LAYOUTS", "SIZES", "irfft", "irfft2", "next_size", "rfft", "rfft2", "unsupported"]
@@ -145,8 +156,6 @@ def irfft2(
 
 
 def _forward(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layout: str) -> torch.Tensor:
-    _check_basis(s, layout)
-    _check_window("x", x.shape[-len(s) :], offset, s)
     if x.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = _Forward.apply(x, s, offset, layout)  # type: ignore[no-untyped-call]
         return result
@@ -162,20 +171,12 @@ def _inverse(
     dtype: torch.dtype,
     scale: float | None,
 ) -> torch.Tensor:
-    _check_basis(s, layout)
-    _check_window("size", size, offset, s)
-    lead = _lead(y, s, layout)
-    if y.shape != (wanted := spectrum_shape(lead, s, layout)):
-        raise ValueError(f"y has shape {tuple(y.shape)}: {layout} spectra of size {_times(s)} have {wanted}")
-    if dtype not in REALS:
-        raise TypeError(f"dtype={dtype}: float32, float16 or bfloat16 would do")
-    factor = 1.0 / functools.reduce(operator.mul, s) if scale is None else float(scale)
     if y.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = _Inverse.apply(  # type: ignore[no-untyped-call]
-            y, s, size, offset, layout, dtype, factor
+            y, s, size, offset, layout, dtype, scale
         )
         return result
-    return _data(y, s, size, offset, layout, dtype, factor)
+    return _data(y, s, size, offset, layout, dtype, scale)
 
 
 class _Forward(torch.autograd.Function):
@@ -206,10 +207,10 @@ class _Inverse(torch.autograd.Function):
         offset: tuple[int, ...],
         layout: str,
         dtype: torch.dtype,
-        factor: float,
+        scale: float | None,
     ) -> torch.Tensor:
-        ctx.given = s, offset, layout, factor
-        return _data(y, s, size, offset, layout, dtype, factor)
+        ctx.given = s, offset, layout, _factor(s, scale)
+        return _data(y, s, size, offset, layout, dtype, scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -220,17 +221,27 @@ class _Inverse(torch.autograd.Function):
         return spectra * (many * factor), None, None, None, None, None, None
 
 
+class _Kernel(NamedTuple):
+    """What a transform of one shape and strides comes to: a launch by address, and the result's shape.
+
+    Without a launch, operands with these strides are to be copied first.
+    """
+
+    launch: Callable[[int, int], None] | None
+    shape: tuple[int, ...]
+
+
 def _spectra(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layout: str) -> torch.Tensor:
-    """By a kernel or through torch; arguments are checked."""
+    """By a kernel or through torch."""
     x = x.resolve_neg()
-    if _unsupported(x.device, s):
+    found = _forward_kernel(x.device, Memory.of(x), s, offset, layout)
+    if found is None:
         return _spectra_by_torch(x, s, offset, layout)
-    dims = len(s)
-    if not _reachable(tuple(x.shape[:-dims]), x.stride(), dims):
-        x = x.contiguous()
-    if dims == 1:
-        return fft1d.rfft(x, s[0], offset=offset[0], layout=layout)
-    return fft2d.rfft2(x, s, offset=offset, layout=layout)
+    if found.launch is None:
+        return _spectra(x.contiguous(), s, offset, layout)
+    y = x.new_empty(found.shape, dtype=torch.complex64)
+    found.launch(x.data_ptr(), y.data_ptr())
+    return y
 
 
 def _data(
@@ -240,17 +251,96 @@ def _data(
     offset: tuple[int, ...],
     layout: str,
     dtype: torch.dtype,
-    factor: float,
+    scale: float | None,
 ) -> torch.Tensor:
-    """By a kernel or through torch; arguments are checked."""
+    """By a kernel or through torch."""
     y = y.resolve_conj().resolve_neg()
-    if _unsupported(y.device, s):
-        return _data_by_torch(y, s, size, offset, layout, dtype, factor)
-    if not _ready(tuple(y.shape), y.stride(), len(s), layout):
-        y = y.contiguous()
-    if len(s) == 1:
-        return fft1d.irfft(y, s[0], size=size[0], offset=offset[0], layout=layout, dtype=dtype, scale=factor)
-    return fft2d.irfft2(y, s, size=size, offset=offset, layout=layout, dtype=dtype, scale=factor)
+    found = _inverse_kernel(y.device, Memory.of(y), s, size, offset, layout, dtype, scale)
+    if found is None:
+        return _data_by_torch(y, s, size, offset, layout, dtype, _factor(s, scale))
+    if found.launch is None:
+        return _data(y.contiguous(), s, size, offset, layout, dtype, scale)
+    x = y.new_empty(found.shape, dtype=dtype)
+    found.launch(y.data_ptr(), x.data_ptr())
+    return x
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward_kernel(
+    device: torch.device, x: Memory, s: tuple[int, ...], offset: tuple[int, ...], layout: str
+) -> _Kernel | None:
+    """``None`` where the transform goes through torch. Raises for arguments that cannot be."""
+    dims = len(s)
+    _check_basis(s, layout)
+    _check_window("x", x.shape[-dims:], offset, s)
+    if _unsupported(device, s):
+        return None
+    lead = x.shape[:-dims]
+    y = _dense(spectrum_shape(lead, s, layout), torch.complex64)
+    # Along one element no step is taken.
+    x = replace(x, strides=tuple(0 if n == 1 else step for n, step in zip(x.shape, x.strides, strict=True)))
+    near = all(step <= MOST_STRIDE for step in x.strides[-dims:])
+    if not (near and _join(lead, x.strides[:-dims])):
+        return _Kernel(None, y.shape)
+    bound = _bind(x, y, s, offset, layout, inverse=False, factor=1.0)
+    return _Kernel(bound.launch(device.index or 0), y.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _inverse_kernel(
+    device: torch.device,
+    y: Memory,
+    s: tuple[int, ...],
+    size: tuple[int, ...],
+    offset: tuple[int, ...],
+    layout: str,
+    dtype: torch.dtype,
+    scale: float | None,
+) -> _Kernel | None:
+    """``None`` where the transform goes through torch. Raises for arguments that cannot be."""
+    dims, plain = len(s), layout == "plain"
+    _check_basis(s, layout)
+    _check_window("size", size, offset, s)
+    lead, strides = (y.shape[:-dims], y.strides[:-dims]) if plain else (y.shape[1:], y.strides[1:])
+    if y.shape != (wanted := spectrum_shape(lead, s, layout)):
+        raise ValueError(f"y has shape {y.shape}: {layout} spectra of size {_times(s)} have {wanted}")
+    if dtype not in REALS:
+        raise TypeError(f"dtype={dtype}: float32, float16 or bfloat16 would do")
+    if _unsupported(device, s):
+        return None
+    x = _dense((*lead, *size), dtype)
+    near = y.strides[-dims:] == dense(y.shape[-dims:]) if plain else y.strides[0] <= MOST_STRIDE
+    if not (near and _join(lead, strides)):
+        return _Kernel(None, x.shape)
+    bound = _bind(x, y, s, offset, layout, inverse=True, factor=_factor(s, scale))
+    return _Kernel(bound.launch(device.index or 0), x.shape)
+
+
+def _bind(
+    x: Memory, y: Memory, s: tuple[int, ...], offset: tuple[int, ...], layout: str, *, inverse: bool, factor: float
+) -> launch.Bound:
+    bind = fft1d.bind if len(s) == 1 else fft2d.bind
+    return bind(x, y, s, offset, layout, inverse, None, factor)
+
+
+def _dense(shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
+    """A new tensor's memory."""
+    return Memory(shape, dense(shape), dtype)
+
+
+def _factor(s: tuple[int, ...], scale: float | None) -> float:
+    return 1.0 / math.prod(s) if scale is None else float(scale)
+
+
+def _join(lead: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether leading dimensions join into two, in a tensor with these strides and in one without gaps."""
+    if strides == dense(lead):
+        return True  # there may be too many all the same, which binding tells
+    try:
+        leading(lead, strides, dense(lead))
+    except ValueError:
+        return False
+    return True
 
 
 def _spectra_by_torch(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layout: str) -> torch.Tensor:
@@ -285,38 +375,9 @@ def _data_by_torch(
     return (real * factor).to(dtype).contiguous()
 
 
-@functools.lru_cache(maxsize=1024)
-def _reachable(lead: tuple[int, ...], strides: tuple[int, ...], dims: int) -> bool:
-    """Whether kernels can read data with these strides: leading dimensions join into two, inner strides are short."""
-    if any(abs(stride) > MOST_STRIDE for stride in strides[-dims:]):
-        return False
-    return _join(lead, strides[:-dims])
-
-
-@functools.lru_cache(maxsize=1024)
-def _ready(shape: tuple[int, ...], strides: tuple[int, ...], dims: int, layout: str) -> bool:
-    """Whether kernels can read spectra with these strides."""
-    if layout == "plain":
-        return strides[-dims:] == dense(shape[-dims:]) and _join(shape[:-dims], strides[:-dims])
-    return abs(strides[0]) <= MOST_STRIDE and _join(shape[1:], strides[1:])
-
-
-def _join(lead: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether leading dimensions join into two, in a tensor with these strides and in one without gaps."""
-    try:
-        leading(lead, strides, dense(lead))
-    except ValueError:
-        return False
-    return True
-
-
 def _inner(s: tuple[int, ...], layout: str) -> int:
     """Dimensions of a spectrum that count frequencies."""
     return len(s) if layout == "plain" else 1
-
-
-def _lead(y: torch.Tensor, s: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    return tuple(y.shape[: -len(s)] if layout == "plain" else y.shape[1:])
 
 
 def _times(s: Sequence[int]) -> str:
