@@ -356,7 +356,7 @@ def test_gradients_of_gradients(device: str, layout: str, dims: int) -> None:
 def test_a_gpu_gives_what_the_cpu_gives_with_and_without_kernels(dims: int) -> None:
     for n in (16, 20):
         s, size, offset = (n,) * dims, (n - 3,) * dims, (2,) * dims
-        assert bool(unsupported("cuda", *s)) == (n == 20)
+        assert bool(unsupported("cuda", *s)) == (n == 20 or bool(launch.unavailable()))
         x = torch.randn(2, 5, *size)
         for layout in LAYOUTS:
             y = forward(x, s, offset, layout)
