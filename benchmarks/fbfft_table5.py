@@ -43,7 +43,9 @@ def run(settings: Settings) -> Result:
         raise BadInput(f"solver={settings.text('solver')!r}: {error.args[0]}") from error
     if not can_mark(solver):
         raise NothingToMeasure(f"solver {solver.name} does not mark its steps: fft would do")
-    rows, notes, deadline = [], [], settings.deadline()
+    rows: list[Row] = []
+    notes: list[str] = []
+    deadline = settings.deadline()
     for layer in settings.chosen("layers", by_name(FBFFT_TABLE_4)):
         for pass_ in settings.chosen("passes", PASSES):
             name = f"{layer.name} {pass_.value}"
@@ -53,7 +55,7 @@ def run(settings: Settings) -> Result:
             problem = layer.problem(
                 pass_, settings.device, batch=settings.integer("batch"), precision=settings.text("precision")
             )
-            row = _row(settings, name, solver, problem)
+            row = _row(settings, name, solver, problem, notes)
             if row is None:
                 notes.append(f"{name}: no config of {solver.name} runs here")
                 continue
@@ -63,10 +65,10 @@ def run(settings: Settings) -> Result:
     return Result(rows, notes=notes)
 
 
-def _row(settings: Settings, name: str, solver: Solver, problem: ConvProblem) -> Row | None:
+def _row(settings: Settings, name: str, solver: Solver, problem: ConvProblem, notes: list[str]) -> Row | None:
     tensors = {layout: Tensors(problem, layout) for layout in LAYOUTS}
     own, budget = tensors["contiguous"], float(settings.integer("budget_ms"))
-    best = fastest(problem, solver, solver.configs(problem), own, budget)
+    best = fastest(problem, solver, solver.configs(problem), own, budget, notes)
     if best is None:
         return None
     calls = [framework_call(problem, tensors[layout]) for layout in LAYOUTS]

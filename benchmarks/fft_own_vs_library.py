@@ -42,7 +42,9 @@ def run(settings: Settings) -> Result:
         solver = get(settings.text("solver"))
     except KeyError as error:
         raise BadInput(f"solver={settings.text('solver')!r}: {error.args[0]}") from error
-    rows, notes, deadline = [], [], settings.deadline()
+    rows: list[Row] = []
+    notes: list[str] = []
+    deadline = settings.deadline()
     for pass_ in settings.chosen("passes", PASSES):
         for planes in settings.integers("planes"):
             for size in settings.integers("sizes"):
@@ -51,7 +53,7 @@ def run(settings: Settings) -> Result:
                     notes.append(f"out of time before {layer.name} {pass_.value}")
                     return _result(rows, notes)
                 problem = layer.problem(pass_, settings.device, precision=settings.text("precision"))
-                row = _row(settings, layer, solver, problem)
+                row = _row(settings, layer, solver, problem, notes)
                 if row is None:
                     notes.append(f"{layer.name} {pass_.value}: one of the sides has no config that runs here")
                     continue
@@ -60,12 +62,12 @@ def run(settings: Settings) -> Result:
     if not rows:
         raise NothingToMeasure(
             f"no config of solver {solver.name} has transform={OWN} for any of these layers on {settings.device}; "
-            f"on an NVIDIA GPU {EXPERIMENTAL}=1 may offer some"
+            f"on an NVIDIA GPU {EXPERIMENTAL}=1 may offer some{''.join(f'; {note}' for note in notes[:1])}"
         )
     return _result(rows, notes)
 
 
-def _row(settings: Settings, layer: Layer, solver: Solver, problem: ConvProblem) -> Row | None:
+def _row(settings: Settings, layer: Layer, solver: Solver, problem: ConvProblem, notes: list[str]) -> Row | None:
     if solver.why_not(problem):
         return None
     configs = list(solver.configs(problem))
@@ -76,7 +78,7 @@ def _row(settings: Settings, layer: Layer, solver: Solver, problem: ConvProblem)
     tensors, budget = Tensors(problem), float(settings.integer("budget_ms"))
     sides: list[Runnable] = []
     for side in (library, own):
-        found = fastest(problem, solver, side, tensors, budget)
+        found = fastest(problem, solver, side, tensors, budget, notes)
         if found is None:
             return None
         sides.append(found)

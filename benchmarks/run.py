@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.list:
         for entry in registry.entries():
-            print(f"{entry.name:16} {entry.title}")
+            print(f"{entry.name:20} {entry.title}")
         return 0
     if given.draw is not None:
         return _redraw(given.draw)

@@ -12,10 +12,14 @@ from harness.sides import Call, Tensors, framework_call, planned_call, race
 from tilewise.plan import Config, Plan
 from tilewise.planner import measure
 from tilewise.problem import ConvProblem
-from tilewise.solvers import Solver, SolverUnavailable
+from tilewise.solvers import Solver
 
 ERROR_LIMITS = {"ieee": 1e-4, "tf32": 1e-2}
 """Relative L2 distance from torch's result above which a config is wrong."""
+
+
+class LostConfig(Exception):
+    """A config that is out of the race, and why."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +31,20 @@ class Runnable:
     error: float
 
 
-def runnable(problem: ConvProblem, solver: Solver, config: Config, tensors: Tensors) -> Runnable | None:
-    """``None`` where the config does not run here, or in the memory there is. ``RuntimeError`` where it is wrong."""
+def runnable(problem: ConvProblem, solver: Solver, config: Config, tensors: Tensors) -> Runnable:
+    """``LostConfig`` where it does not run here, or in the memory there is, or is wrong."""
     plan = Plan(problem.key, solver.name, solver.version, config)
+    name = f"{solver.name} {config} on {problem.key}"
     try:
         call = planned_call(problem, plan, tensors)
         got = call()
-    except (SolverUnavailable, torch.OutOfMemoryError):
-        return None
+    except RuntimeError as error:  # SolverUnavailable and a lack of memory among them
+        raise LostConfig(f"{name}: {error}") from error
     assert isinstance(got, torch.Tensor)
     want = framework_result(problem, tensors)
     error = float((got - want).norm() / want.norm())
     if not error <= ERROR_LIMITS[problem.precision]:
-        raise RuntimeError(f"{solver.name} {config} on {problem.key}: relative error {error:.1e}")
+        raise LostConfig(f"{name}: relative error {error:.1e}")
     return Runnable(config, call, error)
 
 
@@ -54,11 +59,23 @@ def framework_result(problem: ConvProblem, tensors: Tensors) -> torch.Tensor:
 
 
 def fastest(
-    problem: ConvProblem, solver: Solver, configs: Iterable[Config], tensors: Tensors, budget_ms: float
+    problem: ConvProblem,
+    solver: Solver,
+    configs: Iterable[Config],
+    tensors: Tensors,
+    budget_ms: float,
+    lost: list[str],
 ) -> Runnable | None:
-    """The fastest of the most promising configs, which come first, by a short race; ``None`` when none of them runs."""
-    promising = itertools.islice(configs, solver.most_configs)
-    found = [each for c in promising if (each := runnable(problem, solver, c, tensors)) is not None]
+    """The fastest of the most promising configs, which come first, by a short race; ``None`` when none of them runs.
+
+    Reasons of those that do not are added to ``lost``.
+    """
+    found = []
+    for config in itertools.islice(configs, solver.most_configs):
+        try:
+            found.append(runnable(problem, solver, config, tensors))
+        except LostConfig as error:
+            lost.append(str(error))
     if not found:
         return None
     times = race(problem, [each.call for each in found], budget_ms)

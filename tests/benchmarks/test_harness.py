@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise.plan import Config, Plan
-from tilewise.problem import Pass
+from tilewise.problem import ConvProblem, Pass
 
 CPU = torch.device("cpu")
 
@@ -210,7 +210,7 @@ def test_marked_steps_are_the_whole_call(pass_: Pass) -> None:
         }  # fmt: skip
         want = framework_result(problem, tensors)
         assert (got - want).norm() / want.norm() < 1e-5
-        assert runnable(problem, solver, config, tensors) is not None
+        assert runnable(problem, solver, config, tensors).error < 1e-5
 
 
 def test_speed_ups_and_failures_are_drawn() -> None:
@@ -231,3 +231,37 @@ def test_speed_ups_and_failures_are_drawn() -> None:
     assert cells[0].tolist()[:2] == pytest.approx([2, 8])
     assert bool(cells.mask[0, 2])
     assert panel.collections[0].get_offsets().tolist() == [[2, 0]]
+
+
+def test_own_transforms_are_held_against_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a solver that calls some of its configs own; a side that is wrong is no result."""
+    import fft_own_vs_library
+    from harness.settings import NothingToMeasure, Settings
+
+    from tilewise.solvers.fft import FFT
+
+    real = FFT.configs
+
+    def configs(solver: FFT, problem: ConvProblem) -> list[Config]:
+        found = list(real(solver, problem))
+        return [*found, *(Config(**{**c, "transform": "own"}) for c in found)]
+
+    options = {**fft_own_vs_library.DEFAULTS, **fft_own_vs_library.QUICK, "sizes": "8,10", "planes": "4"}
+    settings = Settings(CPU, True, False, options)
+    with pytest.raises(NothingToMeasure, match="no config of solver fft has transform=own"):
+        fft_own_vs_library.run(settings)
+    monkeypatch.setattr(FFT, "configs", configs)
+    found = fft_own_vs_library.run(settings)
+    assert [row.name for row in found.rows] == ["p=4 x=8", "p=4 x=10"]
+    for each in found.rows:
+        assert "transform=own" in each.ours.what
+        assert "transform=own" not in each.baseline.what
+        assert max(each.details["errors"]) < 1e-5
+    assert found.facts["mean"] == pytest.approx(sum(r.ratio for r in found.rows) / 2)
+
+    def wrong(problem: ConvProblem, tensors: Tensors) -> torch.Tensor:
+        return framework_result(problem, tensors) * 1.001
+
+    monkeypatch.setattr("harness.configs.framework_result", wrong)
+    with pytest.raises(NothingToMeasure, match=r"relative error 1\.0e-03"):
+        fft_own_vs_library.run(settings)
