@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,8 @@ from tilewise.kernels.spectra import from_plain, to_plain
 from tilewise.planner import measure
 
 ERROR_LIMIT = 1e-6
+PADDED = ("plain", "frequency_major")
+"""Layouts that are measured with padding."""
 CHECKED = 32
 """Transforms at either end of a batch whose results are held against float64."""
 
@@ -113,17 +115,19 @@ def batches(settings: Settings, task: Task) -> list[int]:
 
 
 def tasks(settings: Settings, dims: int) -> Iterator[Task]:
-    """Every size, both ways, for every batch; then padded ones of the largest batch, plain and frequency-major."""
+    """What is wanted first comes first: the largest batch of every size, plain, padded and frequency-major.
+
+    Then every size both ways for all smaller batches.
+    """
     sizes = settings.chosen("sizes", {str(n): n for n in fft.SIZES[dims]})
-    for n in sizes:
-        for inverse in (False, True):
-            for batch in batches(settings, Task((n,) * dims, 1, inverse)):
-                yield Task((n,) * dims, batch, inverse)
-    for n in sizes:
-        for layout in ("plain", "frequency_major"):
-            for inverse in (False, True):
-                padded = Task((n,) * dims, 1, inverse, layout, settings.integer("padding"))
-                yield Task(padded.s, batches(settings, padded)[-1], inverse, layout, padded.padding)
+    plain = [Task((n,) * dims, 1, inverse) for n in sizes for inverse in (False, True)]
+    padding = settings.integer("padding")
+    padded = [replace(task, layout=layout, padding=padding) for layout in PADDED for task in plain]
+    for task in (*plain, *padded):
+        yield replace(task, batch=batches(settings, task)[-1])
+    for task in plain:
+        for batch in batches(settings, task)[:-1]:
+            yield replace(task, batch=batch)
 
 
 def timed(task: Task, device: torch.device, budget_ms: float) -> Row:
@@ -188,7 +192,8 @@ def speeds(settings: Settings, dims: int) -> Result:
 def facts(rows: Sequence[Row]) -> dict[str, float]:
     """Share of copy bandwidth at each size's largest batch, and its geometric mean over sizes."""
     found, shares = {}, dict[str, list[float]]()
-    for (group, n), row in {(row.group, row.details["n"]): row for row in rows}.items():
+    rising = sorted(rows, key=lambda row: int(row.details["batch"]))
+    for (group, n), row in {(row.group, row.details["n"]): row for row in rising}.items():
         found[f"{group} {n}: share of copy, largest batch"] = row.details["share_of_copy"]
         shares.setdefault(group, []).append(row.details["share_of_copy"])
     return found | {f"{group}: geometric mean of shares": geometric_mean(each) for group, each in shares.items()}
