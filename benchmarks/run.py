@@ -7,32 +7,43 @@ import datetime
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness import process, registry
+
+if TYPE_CHECKING:
+    from harness.result import Result
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 when it ran, 1 when a bar that applies was missed and ``--strict`` asked, 2 for bad input."""
+    """Exit status: 0 when it ran, 1 when a bar that applies was missed and ``--strict`` asked, 2 for bad input.
+
+    3 where there is nothing to measure, and the message says why.
+    """
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.list:
         for entry in registry.entries():
-            print(f"{entry.name:16} {entry.title}")
+            print(f"{entry.name:20} {entry.title}")
         return 0
+    if given.draw is not None:
+        return _redraw(given.draw)
     if given.name is None:
         parser.error("name a benchmark; --list has them")
     if given.device == "cpu":
         process.ensure_malloc_keeps_memory()
-    from harness.settings import BadInput
+    from harness.settings import BadInput, NothingToMeasure
 
     try:
         document = _run(given)
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except NothingToMeasure as error:
+        print(f"nothing to measure: {error}", file=sys.stderr)
+        return 3
     _publish(document, given)
     missed = any(bar["met"] is False for bar in document["summary"]["bars"])
     return 1 if given.strict and missed else 0
@@ -51,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="seconds on a CPU: checks that it runs, measures little")
     parser.add_argument("--fresh", action="store_true", help="plan with empty wisdom instead of the user's")
     parser.add_argument("--strict", action="store_true", help="exit 1 when a bar that applies is missed")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the picture of a saved result, measure nothing")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="one of its options")
     return parser
 
@@ -71,21 +83,32 @@ def _run(given: argparse.Namespace) -> dict[str, Any]:
         raise BadInput(error.args[0]) from error
     options = {**benchmark.defaults, **(benchmark.quick if given.quick else {})}
     options |= _options(given.set, known=options)
-    settings = Settings(device, given.quick, given.fresh, options)
+    path = _path(given, benchmark.name, machine.slug(device))
+    described = machine.describe(device)
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+    def document(result: Result) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "benchmark": benchmark.name,
+            "title": benchmark.title,
+            "date": started,
+            "folder": machine.slug(device),
+            "machine": described,
+            "settings": {"quick": given.quick, "fresh": given.fresh, **options},
+            "rows": [row.to_json() for row in result.rows],
+            "summary": result.summary(),
+        }
+
+    def keep(result: Result) -> None:
+        if path is not None:
+            _save(document(result), path)
+
+    earlier = _earlier(path, {"schema": SCHEMA, "machine": described, "quick": given.quick})
+    settings = Settings(device, given.quick, given.fresh, options, earlier, keep)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    result = benchmark.run(settings)
-    return {
-        "schema": SCHEMA,
-        "benchmark": benchmark.name,
-        "title": benchmark.title,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "folder": machine.slug(device),
-        "machine": machine.describe(device),
-        "settings": {"quick": given.quick, "fresh": given.fresh, **options},
-        "rows": [row.to_json() for row in result.rows],
-        "summary": result.summary(),
-    }
+    return document(benchmark.run(settings))
 
 
 def _device(name: str) -> Any:
@@ -118,17 +141,75 @@ def _options(texts: list[str], known: dict[str, str]) -> dict[str, str]:
     return options
 
 
-def _publish(document: dict[str, Any], given: argparse.Namespace) -> None:
-    text = json.dumps(document, indent=1)
+def _path(given: argparse.Namespace, name: str, folder: str) -> Path | None:
+    """Where the result goes; nowhere in quick mode unless a folder is given."""
     out = given.out or (None if given.quick else RESULTS)
-    if out is not None:
-        stem = "-".join(word for word in (document["benchmark"], given.label) if word)
-        path = out / document["folder"] / f"{stem}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+    if out is None:
+        return None
+    stem = "-".join(word for word in (name, given.label) if word)
+    return Path(out) / folder / f"{stem}.json"
+
+
+def _earlier(path: Path | None, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The document saved there, if it is of this machine with these versions; tilewise's own commit may differ."""
+    from harness.settings import BadInput
+
+    if path is None or not path.exists():
+        return None
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+        machine, quick = document["machine"], document["settings"]["quick"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path} is no result of a benchmark ({error}): move it away") from error
+    found = {"schema": document["schema"], "machine": {**machine, "tilewise": None}, "quick": quick}
+    return document if found == {**wanted, "machine": {**wanted["machine"], "tilewise": None}} else None
+
+
+def _save(document: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A run that is killed while saving must not lose what was saved before.
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1) + "\n")
+    part.replace(path)
+
+
+def _draw(document: dict[str, Any], path: Path) -> None:
+    """The picture beside a result, where its benchmark has one and there is matplotlib."""
+    draw = registry.load(document["benchmark"]).draw
+    if draw is None:
+        return
+    from harness import picture
+
+    try:
+        picture.save(draw(document), path.with_suffix(".png"))
+    except ModuleNotFoundError as error:
+        print(f"no picture: {error}; pip install 'tilewise[report]', then --draw {path}", file=sys.stderr)
+    else:
+        print(f"drew {path.with_suffix('.png')}", file=sys.stderr)
+
+
+def _redraw(path: Path) -> int:
+    try:
+        document = json.loads(path.read_text())
+        draw = registry.load(document["benchmark"]).draw
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"error: --draw {path}: {error}: a result of a benchmark would do", file=sys.stderr)
+        return 2
+    if draw is None:
+        print(f"error: --draw {path}: {document['benchmark']} has no picture", file=sys.stderr)
+        return 2
+    _draw(document, path)
+    return 0
+
+
+def _publish(document: dict[str, Any], given: argparse.Namespace) -> None:
+    path = _path(given, document["benchmark"], document["folder"])
+    if path is not None:
+        _save(document, path)
         print(f"saved {path}", file=sys.stderr)
+        _draw(document, path)
     if given.json:
-        print(text)
+        print(json.dumps(document, indent=1))
         return
     from harness.table import show
     from rich.console import Console

@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 
-LATER = {"click", "cudnn", "matplotlib", "numba", "rich", "scipy", "sqlite3", "triton"}
+LATER = {"click", "cuda", "cudnn", "matplotlib", "numba", "rich", "scipy", "sqlite3", "triton"}
 PROGRAM = """
 import json, sys
 import torch
 before = set(sys.modules)
 import tilewise
+tilewise.fft
 packages = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(json.dumps({"packages": sorted(packages), "cuda": torch.cuda.is_initialized(), "version": tilewise.__version__}))
 """

@@ -94,6 +94,15 @@ ALEXNET = (
 )
 """One-column AlexNet with the sizes and the batch that mu-cuDNN measured (Oyama et al. 2018, Section IV)."""
 
+OVERFEAT_FAST = (
+    Layer("conv1", 128, 3, 96, 231, 11, stride=4),
+    Layer("conv2", 128, 96, 256, 28, 5),
+    Layer("conv3", 128, 256, 512, 12, 3, padding=1),
+    Layer("conv4", 128, 512, 1024, 12, 3, padding=1),
+    Layer("conv5", 128, 1024, 1024, 12, 3, padding=1),
+)
+"""OverFeat's fast model (Sermanet et al. 2014, Table 1) with the batch of Vasilache et al. 2014, Table 3."""
+
 PASSES = {pass_.value: pass_ for pass_ in Pass}
 """Passes by name."""
 

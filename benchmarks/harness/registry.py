@@ -7,9 +7,10 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness.picture import Figure
     from harness.result import Result
     from harness.settings import Settings
 
@@ -26,13 +27,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One imported benchmark. ``quick`` overrides ``defaults`` in quick mode; both are option texts by name."""
+    """One imported benchmark. ``quick`` overrides ``defaults`` in quick mode; both are option texts by name.
+
+    ``draw`` makes the picture of a result document, where the benchmark has one.
+    """
 
     name: str
     title: str
     defaults: Mapping[str, str]
     quick: Mapping[str, str]
     run: Callable[[Settings], Result]
+    draw: Callable[[dict[str, Any]], Figure] | None = None
 
 
 def entries() -> list[Entry]:
@@ -51,7 +56,8 @@ def load(name: str) -> Benchmark:
     if name not in known:
         raise KeyError(f"no benchmark named {name!r}; there are {', '.join(known)}")
     module = importlib.import_module(name)
-    return Benchmark(name, known[name].title, module.DEFAULTS, module.QUICK, module.run)
+    draw = getattr(module, "draw", None)
+    return Benchmark(name, known[name].title, module.DEFAULTS, module.QUICK, module.run, draw)
 
 
 def _is_run(node: ast.stmt) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,12 @@ class Row:
             "replaced": self.replaced,
             "details": self.details,
         }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Row:
+        """What :meth:`to_json` gave."""
+        sides = (Side(value[side]["what"], value[side]["value"]) for side in ("baseline", "ours"))
+        return cls(value["name"], value["group"], *sides, value["unit"], value["replaced"], value["details"])
 
 
 @dataclass(frozen=True)

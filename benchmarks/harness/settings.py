@@ -6,11 +6,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,12 +19,31 @@ from tilewise.planner import Options, Planner
 from tilewise.planner.options import BATCH_SIZES, RIGORS
 from tilewise.wisdom import Wisdom
 
+if TYPE_CHECKING:
+    from harness.result import Result
+
 REPORT_EVERY_S = 2.0
 T = TypeVar("T")
 
 
 class BadInput(ValueError):
     """Something on the command line that cannot be; the message names it and says what would do."""
+
+
+class NothingToMeasure(Exception):
+    """This device, or this version of tilewise, lacks a side of the comparison; the message says which."""
+
+
+class Deadline:
+    """``passed`` from so many seconds on; never for 0."""
+
+    def __init__(self, seconds: int) -> None:
+        self._end = time.monotonic() + seconds if seconds else float("inf")
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is time to stop."""
+        return time.monotonic() >= self._end
 
 
 class Progress:
@@ -42,12 +61,18 @@ class Progress:
 
 @dataclass(frozen=True)
 class Settings:
-    """``options`` are texts by name: a benchmark's defaults, then its quick ones, then the command line's."""
+    """``options`` are texts by name: a benchmark's defaults, then its quick ones, then the command line's.
+
+    ``earlier`` is the document that an earlier run on the same machine left where this run's will go, and ``keep``
+    saves what there is so far, for benchmarks that go on where they stopped.
+    """
 
     device: torch.device
     quick: bool
     fresh: bool
     options: Mapping[str, str]
+    earlier: Mapping[str, Any] | None = None
+    keep: Callable[[Result], None] = lambda result: None
     _kept: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
 
     def text(self, name: str) -> str:
@@ -57,6 +82,14 @@ class Settings:
     def integer(self, name: str) -> int:
         """One option as a whole number, not negative. Raises :class:`BadInput`."""
         return _whole_number(name, self.options[name])
+
+    def integers(self, name: str) -> list[int]:
+        """A comma-separated option of whole numbers. Raises :class:`BadInput`."""
+        return [_whole_number(name, word) for word in self.words(name)]
+
+    def deadline(self) -> Deadline:
+        """The option ``seconds``, counted from now on."""
+        return Deadline(self.integer("seconds"))
 
     def size(self, name: str) -> int:
         """One option in bytes. Raises :class:`BadInput`."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tilewise.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from tilewise import fft
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
     from tilewise.nn.optimize import optimize, restore
     from tilewise.plan import Plan
@@ -36,6 +37,7 @@ _HOMES = {
     "tilewise.problem": ("ConvProblem", "Pass"),
     "tilewise.wisdom": ("Wisdom",),
 }
+_MODULES = ("fft",)
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "fft",
     "optimize",
     "restore",
 ]
@@ -60,6 +63,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Public names come from their modules on first use, so that importing tilewise costs nothing."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

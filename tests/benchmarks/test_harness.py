@@ -9,14 +9,18 @@ import sys
 
 import pytest
 import torch
-from harness import machine, process, registry, result
-from harness.layers import ALEXNET, FBFFT_TABLE_4
+from harness import machine, picture, process, registry, result
+from harness.configs import framework_result, runnable
+from harness.layers import ALEXNET, FBFFT_TABLE_4, OVERFEAT_FAST
 from harness.sides import Tensors, framework_call, plan_line, planned_call
+from harness.steps import breakdown
+from harness.transforms import Task
+from harness.transforms import Tensors as Transforms
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise.plan import Config, Plan
-from tilewise.problem import Pass
+from tilewise.problem import ConvProblem, Pass
 
 CPU = torch.device("cpu")
 
@@ -145,3 +149,120 @@ def test_a_plan_on_one_line() -> None:
     assert plan_line(leaf) == "fft basis=32x32"
     whole = Plan("p", "micro_batch", 1, Config(sizes=(2, 2, 1)), (leaf, leaf), (2, 1), label="5 = 2x2 + 1")
     assert plan_line(whole) == "micro_batch 5 = 2x2 + 1 (fft basis=32x32)"
+
+
+def test_rows_come_back_from_json() -> None:
+    one = row(2.0, 1.0, replaced=False)
+    assert result.Row.from_json(one.to_json()) == one
+
+
+def test_overfeat_is_the_built_in_network() -> None:
+    from tilewise.frontends.zoo.overfeat import build_overfeat_fast
+
+    with torch.device("meta"):
+        network = build_overfeat_fast()
+    built = [m for m in network.modules() if isinstance(m, torch.nn.Conv2d)]
+    for layer, module in zip(OVERFEAT_FAST, built, strict=True):
+        assert (layer.in_channels, layer.out_channels) == (module.in_channels, module.out_channels)
+        assert (layer.kernel, layer.stride, layer.padding) == (
+            module.kernel_size[0], module.stride[0], module.padding[0],
+        )  # fmt: skip
+    outs = [layer.problem(Pass.FPROP, CPU, batch=1).shape("y")[-1] for layer in OVERFEAT_FAST]
+    assert outs == [56, 24, 12, 12, 12]  # 56 and 24 are then pooled to the next one's 28 and 12
+
+
+def test_table_2_has_8232_configurations_in_one_order() -> None:
+    import fbfft_figures
+    from harness.settings import Settings
+
+    every = list(fbfft_figures.configurations(Settings(CPU, False, False, fbfft_figures.DEFAULTS)))
+    assert len(every) == len({each.name for each in every}) == 8232
+    assert [each.kernel for each in every[:7]] == [3, 5, 7, 9, 11, 13, 3]
+    again = list(fbfft_figures.configurations(Settings(CPU, True, False, fbfft_figures.DEFAULTS)))
+    assert again == every
+    assert every[0].layer.problem(Pass.FPROP, CPU).shape("y")[-1] == every[0].size
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("layout", ["plain", "frequency_major", "packed"])
+@pytest.mark.parametrize("s", [(16,), (16, 24)])
+def test_both_sides_of_a_transform_are_the_same(s: tuple[int, ...], layout: str, inverse: bool) -> None:
+    tensors = Transforms(Task(s, 5, inverse, layout, padding=3), CPU)
+    ours, library = tensors.ours(), tensors.library()
+    assert ours.shape == library.shape
+    torch.testing.assert_close(ours, library, rtol=1e-4, atol=1e-4)
+    assert tensors.error() < 1e-6
+    data, spectra = (ours, tensors.y) if inverse else (tensors.x, ours)
+    assert layout == "packed" or tensors.task.bytes == data.nbytes + spectra.nbytes
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_marked_steps_are_the_whole_call(pass_: Pass) -> None:
+    from tilewise.solvers import get
+
+    problem, solver = FBFFT_TABLE_4[3].problem(pass_, CPU, batch=3), get("fft")
+    tensors = Tensors(problem)
+    operands = [tensors[role] for role in problem.operands]
+    for config in (Config(basis=(16, 16), product="batched"), Config(basis=(18, 16), block=1, product="looped")):
+        steps, got = breakdown(solver, problem, config, operands, 1)
+        assert set(steps) == {
+            "clear", "transform A", "transform B", "transpose A", "transpose B", "product", "inverse C",
+        }  # fmt: skip
+        want = framework_result(problem, tensors)
+        assert (got - want).norm() / want.norm() < 1e-5
+        assert runnable(problem, solver, config, tensors).error < 1e-5
+
+
+def test_speed_ups_and_failures_are_drawn() -> None:
+    pytest.importorskip("matplotlib")
+
+    def place(size: int) -> dict[str, int]:
+        return {"kernel": 3, "size": size, "problem size": 1}
+
+    document = {
+        "title": "t",
+        "machine": {"device": "d"},
+        "date": "2026-01-01",
+        "rows": [{"ratio": ratio, "details": place(size)} for ratio, size in ((4, 1), (1, 1), (8, 2))],
+    }
+    figure = picture.heat_maps(document, "kernel", "size", "problem size", [place(4)])
+    panel = figure.axes[0]
+    cells = panel.images[0].get_array()
+    assert cells[0].tolist()[:2] == pytest.approx([2, 8])
+    assert bool(cells.mask[0, 2])
+    assert panel.collections[0].get_offsets().tolist() == [[2, 0]]
+
+
+def test_own_transforms_are_held_against_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, which has none, some of the library's are called by another name; a side that is wrong is no result."""
+    import fft_own_vs_library
+    from harness.settings import NothingToMeasure, Settings
+
+    from tilewise.solvers.fft import FFT
+
+    real = FFT.configs
+
+    def configs(solver: FFT, problem: ConvProblem) -> list[Config]:
+        found = list(real(solver, problem))
+        return [*found, *(Config(**{**c, "transform": "alias"}) for c in found)]
+
+    options = {**fft_own_vs_library.DEFAULTS, **fft_own_vs_library.QUICK, "sizes": "8,10", "planes": "4"}
+    settings = Settings(CPU, True, False, options)
+    with pytest.raises(NothingToMeasure, match="no config of solver fft has transform=own"):
+        fft_own_vs_library.run(settings)
+    monkeypatch.setattr(FFT, "configs", configs)
+    monkeypatch.setattr(fft_own_vs_library, "OWN", "alias")
+    found = fft_own_vs_library.run(settings)
+    assert [row.name for row in found.rows] == ["p=4 x=8", "p=4 x=10"]
+    for each in found.rows:
+        assert "transform=alias" in each.ours.what
+        assert "transform=alias" not in each.baseline.what
+        assert max(each.details["errors"]) < 1e-5
+    assert found.facts["mean"] == pytest.approx(sum(r.ratio for r in found.rows) / 2)
+
+    def wrong(problem: ConvProblem, tensors: Tensors) -> torch.Tensor:
+        return framework_result(problem, tensors) * 1.001
+
+    monkeypatch.setattr("harness.configs.framework_result", wrong)
+    with pytest.raises(NothingToMeasure, match=r"relative error 1\.0e-03"):
+        fft_own_vs_library.run(settings)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.registry import entries
@@ -15,6 +18,8 @@ from harness.result import SCHEMA
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = [entry.name for entry in entries()]
+NOTHING_ON_A_CPU = {"fft_own_vs_library": "transform=own"}
+"""Benchmarks without a second side on a CPU, and what their message names."""
 
 
 def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
@@ -31,7 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOTHING_ON_A_CPU])
 def test_quick_run_gives_both_sides_of_every_ratio(name: str, cache: Path, tmp_path: Path) -> None:
     done = run(name, "--quick", "--device", "cpu", "--json", "--out", str(tmp_path), cache=cache)
     assert done.returncode == 0, done.stderr
@@ -50,6 +55,60 @@ def test_quick_run_gives_both_sides_of_every_ratio(name: str, cache: Path, tmp_p
     assert document["machine"]["torch"]
     saved = tmp_path / document["folder"] / f"{name}.json"
     assert json.loads(saved.read_text()) == document
+    if importlib.util.find_spec("matplotlib") is not None:
+        drawn = "draw" in dir(importlib.import_module(name))
+        assert saved.with_suffix(".png").exists() == drawn
+
+
+@pytest.mark.parametrize(("name", "names"), NOTHING_ON_A_CPU.items())
+def test_a_missing_side_is_said_and_not_made_up(name: str, names: str, cache: Path, tmp_path: Path) -> None:
+    done = run(name, "--quick", "--device", "cpu", "--out", str(tmp_path), cache=cache)
+    assert done.returncode == 3
+    assert "nothing to measure" in done.stderr
+    assert names in done.stderr
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_figures_go_on_where_they_stopped(cache: Path, tmp_path: Path) -> None:
+    def configurations(sample: int) -> tuple[dict[str, Any], str]:
+        options = ("--set", f"sample={sample}", "--set", "kernels=3,5", "--set", "sizes=1")
+        done = run(
+            "fbfft_figures", "--quick", "--device", "cpu", "--json", "--out", str(tmp_path), *options, cache=cache
+        )
+        assert done.returncode == 0, done.stderr
+        document: dict[str, Any] = json.loads(done.stdout)
+        return document, done.stderr
+
+    first, _ = configurations(2)
+    second, said = configurations(4)
+    assert "4 configurations, 2 to measure" in said
+    assert second["rows"][:2] == first["rows"]
+    assert [row["group"] for row in second["rows"]] == ["3x3", "5x5", "3x3", "5x5"]
+    assert len({row["name"] for row in second["rows"]}) == 4
+    stopped = run(
+        "fbfft_figures", "--quick", "--device", "cpu", "--json", "--set", "seconds=1", "--set", "sample=4000",
+        "--set", "minibatches=1,2,3,4", "--set", "inputs=1,2,3,4", "--set", "outputs=1,2,3,4", cache=cache,
+    )  # fmt: skip
+    assert stopped.returncode == 0, stopped.stderr
+    document = json.loads(stopped.stdout)
+    left = document["summary"]["facts"]["left"]
+    assert left + len(document["rows"]) == 768
+    assert left > 0
+    assert document["summary"]["notes"] == [f"{left} of 768 configurations are not measured yet"]
+
+
+def test_a_picture_is_drawn_from_a_saved_result(cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = run("fft1d_speed", "--quick", "--device", "cpu", "--out", str(tmp_path), cache=cache)
+    assert done.returncode == 0, done.stderr
+    (saved,), (picture,) = tmp_path.rglob("*.json"), tmp_path.rglob("*.png")
+    before = picture.read_bytes()
+    picture.unlink()
+    assert run("--draw", str(saved), cache=cache).returncode == 0
+    assert picture.read_bytes() == before
+    wrong = run("--draw", str(tmp_path / "none.json"), cache=cache)
+    assert wrong.returncode == 2
+    assert "none.json" in wrong.stderr
 
 
 def test_table_names_what_ran(cache: Path) -> None:

@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ import torch
 
 from tilewise.kernels.cuda.launch import Bound
 
-__all__ = ["emulate", "emulated", "run_bound"]
+__all__ = ["emulate", "emulated", "launched", "run_bound"]
 
 HEADER = Path(__file__).with_name("emulation.hpp")
 FLAGS = ("-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-ffp-contract=off", "-mfma", "-mf16c")
@@ -77,6 +77,17 @@ def emulate(
     whole = (ctypes.c_longlong * count)(*(0 if isinstance(s, float) else s for s in scalars))
     reals = (ctypes.c_double * count)(*(float(s) for s in scalars))
     library.emulate((ctypes.c_void_p * len(addresses))(*addresses), whole, reals, grid, threads, backwards)
+
+
+def launched(bound: Bound) -> Callable[..., None]:
+    """What stands for ``bound.launch`` on the CPU: takes addresses, those not given are 0."""
+
+    def call(*addresses: int) -> None:
+        p = bound.program
+        given = (*addresses, *[0] * (bound.pointers - len(addresses)))
+        emulate(p.source(), p.name, bound.grid, p.threads, given, bound.scalars)
+
+    return call
 
 
 def run_bound(

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tilewise.axis import Axis
+from tilewise.device import EXPERIMENTAL, experimental
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import Cost, Run, Solver
-from tilewise.solvers.base import EXPERIMENTAL, experimental
 
 
 class Untried(Solver):

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.device import experimental
 from tilewise.problem import ConvProblem
 from tilewise.solvers._buffers import Strided
-from tilewise.solvers.base import SolverUnavailable, experimental
+from tilewise.solvers.base import SolverUnavailable
 
 __all__ = ["CublasRun", "Library", "bind", "missing"]
 

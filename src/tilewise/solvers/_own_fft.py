@@ -33,6 +33,7 @@ Tile = tuple[Window, Window]
 """Down and across."""
 Transform = Callable[..., None]
 KEPT, OUT, WORKSPACE = 1, 2, 3
+INVERSE = "inverse C"
 ALIGNED = 256
 
 
@@ -107,10 +108,7 @@ class OwnPlan:
 
         Raises ``SolverUnavailable`` with the reason where a kernel does not compile or fit.
         """
-        roles = (*self.p.operands, self.p.result)
-        with _unavailable():
-            given = dict(zip(roles, tensors, strict=True))
-            steps = list(Steps(self, given, device, launch or launched(device)).all())
+        steps = [step for _, step in self.steps(tensors, device, launch)]
 
         def run(
             a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
@@ -124,12 +122,23 @@ class OwnPlan:
 
         return at_precision(self.p, run) if self.product == "library" else run
 
+    def steps(
+        self,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device,
+        launch: Callable[[Bound], Transform] | None = None,
+    ) -> list[tuple[str, Step]]:
+        """The kernels in order with their names: clear, transform A, transform B, product, inverse C (Table 5)."""
+        given = dict(zip((*self.p.operands, self.p.result), tensors, strict=True))
+        with _unavailable():
+            return list(Steps(self, given, device, launch or launched(device)).all())
+
     def prepare(
         self, weight: torch.Tensor, device: torch.device, launch: Callable[[Bound], Transform] | None = None
     ) -> Prepare:
         """What transforms filters with the strides of ``weight``. Raises as :meth:`bind`."""
         with _unavailable():
-            steps = list(Steps(self, {"w": weight}, device, launch or launched(device)).filter())
+            steps = [step for _, step in Steps(self, {"w": weight}, device, launch or launched(device)).filter()]
 
         def prepare(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
             each = (weight, kept, None, workspace)
@@ -172,11 +181,11 @@ class Steps:
         self.peaks: dict[str, int] = {}
         """Blocks of an operand's transforms so far."""
 
-    def all(self) -> Iterator[Step]:
-        """Every kernel."""
+    def all(self) -> Iterator[tuple[str, Step]]:
+        """Every kernel and its name."""
         p, plan = self.p, self.plan
         if not plan.covered:
-            yield _clear
+            yield "clear", _clear
         if not plan.every:
             return
         if p.pass_ is not Pass.WGRAD:
@@ -188,23 +197,25 @@ class Steps:
             for role in p.operands:
                 if role != "w":
                     yield from self._images(role, chunk, spectra[role])
-            yield self._products(chunk, spectra, p.pass_ is Pass.WGRAD and number > 0)
+            yield "product", self._products(chunk, spectra, p.pass_ is Pass.WGRAD and number > 0)
             if p.pass_ is not Pass.WGRAD:
                 yield from self._results(chunk, spectra[p.result])
         if p.pass_ is Pass.WGRAD:
             down, across = plan.every[0]
             place = ((0, down.result_count), (0, across.result_count))
-            yield self._transform("w", (0, self.p.out_channels), place, (0, 0), 0, inverse=True)
+            yield INVERSE, self._transform("w", (0, self.p.out_channels), place, (0, 0), 0, inverse=True)
 
-    def filter(self) -> Iterator[Step]:
+    def filter(self) -> Iterator[tuple[str, Step]]:
         """The filter's transform."""
         height, width = self.p.shape("w")[2:]
         self.peaks["w"] = 0
-        yield self._transform("w", (0, self.p.out_channels), ((0, height), (0, width)), (0, 0), 0)
+        step = self._transform("w", (0, self.p.out_channels), ((0, height), (0, width)), (0, 0), 0)
+        yield "transform B", step
 
-    def _images(self, role: str, chunk: Chunk, spectra: Matrices) -> Iterator[Step]:
+    def _images(self, role: str, chunk: Chunk, spectra: Matrices) -> Iterator[tuple[str, Step]]:
         """Transforms of each tile of an operand; WGRAD's gradient lies at 0."""
         self.peaks[role] = 0
+        name = f"transform {'AB'[self.number[role]]}"
         other = self.p.pass_ is Pass.WGRAD and role == "y"
         for number, tile in enumerate(chunk.tiles):
             if other:
@@ -212,15 +223,15 @@ class Steps:
             else:
                 place, lead = [(w.start, w.count) for w in tile], (tile[0].lead, tile[1].lead)
             at = number * chunk.images * spectra.row
-            yield self._transform(role, (chunk.first, chunk.images), place, lead, at, chunk.rows)
+            yield name, self._transform(role, (chunk.first, chunk.images), place, lead, at, chunk.rows)
 
-    def _results(self, chunk: Chunk, spectra: Matrices) -> Iterator[Step]:
+    def _results(self, chunk: Chunk, spectra: Matrices) -> Iterator[tuple[str, Step]]:
         for number, tile in enumerate(chunk.tiles):
             place = [(w.result_start, w.result_count) for w in tile]
             lead = (tile[0].result_lead, tile[1].result_lead)
             at = number * chunk.images * spectra.row
             images = (chunk.first, chunk.images)
-            yield self._transform(self.p.result, images, place, lead, at, chunk.rows, inverse=True)
+            yield INVERSE, self._transform(self.p.result, images, place, lead, at, chunk.rows, inverse=True)
 
     def _transform(
         self, role: str, rows: tuple[int, int], place: Sequence[tuple[int, int]], lead: tuple[int, int], at: int,

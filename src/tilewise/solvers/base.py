@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import abc
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from tilewise.device import EXPERIMENTAL, experimental
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Part, Pass
 
-__all__ = ["EXPERIMENTAL", "Cost", "Prepare", "Run", "Solver", "SolverUnavailable", "Split", "experimental"]
+__all__ = ["Cost", "Prepare", "Run", "Solver", "SolverUnavailable", "Split"]
 
 Prepare = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 """``prepare(weight, kept, workspace)`` writes what a constant weight comes to into ``kept``, a uint8 tensor of
 ``constant(p, c)`` bytes, 256-byte aligned; ``workspace`` is that of ``run``."""
 
-EXPERIMENTAL = "TILEWISE_EXPERIMENTAL"
-"""Environment variable; 1 offers what has not yet run on all kinds of devices that it is written for."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 """``run(a, b, out, workspace) -> result`` for fixed shapes and strides, ``a`` and ``b`` in the order of
 ``problem.operands``. Writes ``out`` and returns it, or with ``own_output`` ignores it (it may be ``None``) and returns
 a new tensor. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte aligned, or ``None`` where
 that is 0. It follows the current stream and never synchronises or measures."""
-
-
-def experimental() -> bool:
-    """Whether :data:`EXPERIMENTAL` is set to anything but 0."""
-    return os.environ.get(EXPERIMENTAL, "0") not in ("", "0")
 
 
 class SolverUnavailable(RuntimeError):

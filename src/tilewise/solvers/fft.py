@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from tilewise.device import experimental
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import _own_fft_configs as own
@@ -16,7 +17,7 @@ from tilewise.solvers._fft_plan import FourierPlan
 from tilewise.solvers._fft_products import STREAMS
 from tilewise.solvers._fft_sizes import bases
 from tilewise.solvers._matmul import at_precision, library_scratch
-from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable, experimental
+from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
 
 MOST_BASES = 4
 MOST_PLACES = 2

@@ -276,8 +276,8 @@ def irfft2(
     """Real planes (..., h, w) of spectra ``y`` (complex64): the window of ``size`` = (h, w) at ``offset``.
 
     ``s`` = (n1, n2) is the size of the transform, ``size`` defaults to it. Scaled by ``scale``, which defaults to
-    1 / (n1 n2), like ``torch.fft.irfft2``. A spectrum is taken to be Hermitian, as those of real planes and their
-    products are. Raises as :func:`rfft2`.
+    1 / (n1 n2), like ``torch.fft.irfft2``. Of columns 0 and n2 / 2 of a plain or frequency-major spectrum only the
+    Hermitian part counts. Raises as :func:`rfft2`.
     """
     n1, n2 = _checked_size(numbers("s", s, 2))
     window = (n1, n2) if size is None else numbers("size", size, 2)

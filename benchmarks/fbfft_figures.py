@@ -1,0 +1,148 @@
+"""fbfft Figures 1-6: speed-up over Table 2's 8,232 configurations, a heat map for each kernel size.
+
+Vasilache et al. 2014, Table 2 and Figures 1-6: mini-batch, input and output planes, kernel and output size; as there a
+configuration's three passes are taken together. The ratio is torch's time, in the better layout of each pass and in
+benchmark mode, over the plan's; a pass that is left to torch counts the same on both sides.
+
+A seeded sample of ``sample`` configurations is measured, dealt evenly over kernel sizes; a larger sample holds the
+smaller ones. What an earlier run on this machine left in the result's file is kept and not measured again, so that runs
+of some minutes (``seconds``) come to all of them (``sample=8232``). A configuration that failed is black in the picture
+and named in the facts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from harness.layer_pass import timed, total
+from harness.layers import PASSES, Layer
+from harness.machine import commit
+from harness.picture import Figure, heat_maps
+from harness.result import Result, Row
+from harness.settings import Settings
+
+from tilewise.planner import NoPlanError, Planner
+
+DEFAULTS = {
+    "sample": "60",
+    "minibatches": "1,16,64,128",
+    "inputs": "1,4,16,64,96,128,256",
+    "outputs": "1,4,16,64,96,128,256",
+    "kernels": "3,5,7,9,11,13",
+    "sizes": "1,2,4,8,16,32,64",
+    "precision": "ieee",
+    "rigor": "measure",
+    "budget_ms": "60",
+    "seconds": "0",
+}
+QUICK = {
+    "sample": "3",
+    "minibatches": "1,16",
+    "inputs": "1,4",
+    "outputs": "1,4",
+    "sizes": "1,4",
+    "rigor": "estimate",
+    "budget_ms": "5",
+}
+SEED = 1412
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One point of Table 2; ``size`` is of the output."""
+
+    minibatch: int
+    inputs: int
+    outputs: int
+    kernel: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """Its five numbers."""
+        return f"S={self.minibatch} f={self.inputs} f'={self.outputs} k={self.kernel} y={self.size}"
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The numbers and the product that the figures have on their axis."""
+        numbers = asdict(self)
+        size = numbers.pop("size")
+        return {**numbers, "output size": size, "problem size": self.minibatch * self.inputs * self.outputs}
+
+    @property
+    def layer(self) -> Layer:
+        """Without padding: the image is as large as the output asks for."""
+        image = self.size + self.kernel - 1
+        return Layer(self.name, self.minibatch, self.inputs, self.outputs, image, self.kernel)
+
+
+def configurations(settings: Settings) -> Iterator[Configuration]:
+    """All of the grid in an order that only the grid decides: shuffled, and kernel sizes in turns."""
+    axes = [settings.integers(name) for name in ("minibatches", "inputs", "outputs", "sizes")]
+    decks = []
+    for kernel in settings.integers("kernels"):
+        deck = [Configuration(s, i, o, kernel, size) for s, i, o, size in itertools.product(*axes)]
+        random.Random(SEED + kernel).shuffle(deck)
+        decks.append(deck)
+    return itertools.chain.from_iterable(zip(*decks, strict=True))
+
+
+def run(settings: Settings) -> Result:
+    """One row a configuration, those of earlier runs included."""
+    rows, failed = _earlier(settings)
+    deadline, planner = settings.deadline(), settings.planner()
+    wanted = list(itertools.islice(configurations(settings), settings.integer("sample")))
+    waiting = [each for each in wanted if each.name not in rows and each.name not in failed]
+    settings.say(f"{len(wanted)} configurations, {len(waiting)} to measure")
+    for number, each in enumerate(waiting):
+        if deadline.passed:
+            settings.say(f"out of time: {len(waiting) - number} configurations are left")
+            break
+        try:
+            rows[each.name] = _row(settings, planner, each)
+        except (NoPlanError, torch.OutOfMemoryError) as error:
+            failed[each.name] = {**each.details, "reason": str(error).split("\n")[0]}
+            settings.say(f"  {each.name}: {failed[each.name]['reason']}")
+            if settings.device.type == "cuda":
+                torch.cuda.empty_cache()  # what is left in pieces must not fail the next one
+        else:
+            settings.say(f"  {number + 1}/{len(waiting)} {each.name}: {rows[each.name].ratio:.2f}x")
+        settings.keep(_result(rows, failed, wanted))
+    return _result(rows, failed, wanted)
+
+
+def _earlier(settings: Settings) -> tuple[dict[str, Row], dict[str, dict[str, Any]]]:
+    """Rows and failures of an earlier run that planned and measured in the same way."""
+    found = settings.earlier
+    alike = ("precision", "rigor")
+    if found is None or any(found["settings"][name] != settings.text(name) for name in alike):
+        return {}, {}
+    return {row["name"]: Row.from_json(row) for row in found["rows"]}, dict(found["summary"]["facts"]["failed"])
+
+
+def _row(settings: Settings, planner: Planner, each: Configuration) -> Row:
+    problems = {
+        name: each.layer.problem(pass_, settings.device, precision=settings.text("precision"))
+        for name, pass_ in PASSES.items()
+    }
+    plans = planner.plan_many(list(problems.values()), settings.planning())
+    budget = float(settings.integer("budget_ms"))
+    passes = [timed(name, problem, plans[problem], budget) for name, problem in problems.items()]
+    return total(each.name, f"{each.kernel}x{each.kernel}", passes, {**each.details, "tilewise": commit()})
+
+
+def _result(rows: dict[str, Row], failed: dict[str, dict[str, Any]], wanted: list[Configuration]) -> Result:
+    left = sum(each.name not in rows and each.name not in failed for each in wanted)
+    notes = [f"{left} of {len(wanted)} configurations are not measured yet"] if left else []
+    return Result(list(rows.values()), facts={"failed": failed, "left": left}, notes=notes)
+
+
+def draw(document: dict[str, Any]) -> Figure:
+    """Six panels: speed-up over output size and problem size."""
+    failed = list(document["summary"]["facts"]["failed"].values())
+    return heat_maps(document, "kernel", "output size", "problem size", failed)

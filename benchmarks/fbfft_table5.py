@@ -1,0 +1,95 @@
+"""fbfft Table 5: what the steps of a convolution by Fourier transforms take.
+
+Vasilache et al. 2014, Section 8.1: transforms of both operands, their transposition, products, inverse. Table 4's
+layers in the fastest config of ``solver``, the filter transformed in every call. Steps are timed inside the call by
+events, without waiting between them; ``details.steps`` has them, and ``transform`` (own or library) is in the config.
+The row's sides are torch in its better layout and the whole call, unmarked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.configs import fastest, framework_result
+from harness.layer_pass import LAYOUTS
+from harness.layers import FBFFT_TABLE_4, PASSES, by_name
+from harness.picture import Figure, stacked_bars
+from harness.result import Result, Row, Side
+from harness.settings import BadInput, NothingToMeasure, Settings
+from harness.sides import Tensors, framework_call, race
+from harness.steps import breakdown, can_mark
+
+from tilewise.problem import ConvProblem
+from tilewise.solvers import Solver, get
+
+DEFAULTS = {
+    "solver": "fft",
+    "layers": "",
+    "passes": "",
+    "batch": "0",
+    "precision": "ieee",
+    "repeats": "15",
+    "budget_ms": "100",
+    "seconds": "0",
+}
+QUICK = {"layers": "L4", "passes": "fprop", "batch": "2", "repeats": "2", "budget_ms": "5"}
+
+
+def run(settings: Settings) -> Result:
+    """One row a layer-pass."""
+    try:
+        solver = get(settings.text("solver"))
+    except KeyError as error:
+        raise BadInput(f"solver={settings.text('solver')!r}: {error.args[0]}") from error
+    if not can_mark(solver):
+        raise NothingToMeasure(f"solver {solver.name} does not mark its steps: fft would do")
+    rows: list[Row] = []
+    notes: list[str] = []
+    deadline = settings.deadline()
+    for layer in settings.chosen("layers", by_name(FBFFT_TABLE_4)):
+        for pass_ in settings.chosen("passes", PASSES):
+            name = f"{layer.name} {pass_.value}"
+            if deadline.passed:
+                notes.append(f"out of time before {name}")
+                return Result(rows, notes=notes)
+            problem = layer.problem(
+                pass_, settings.device, batch=settings.integer("batch"), precision=settings.text("precision")
+            )
+            row = _row(settings, name, solver, problem, notes)
+            if row is None:
+                notes.append(f"{name}: no config of {solver.name} runs here")
+                continue
+            rows.append(row)
+            times = ", ".join(f"{step} {ms:.3f}" for step, ms in row.details["steps"].items())
+            settings.say(f"  {name}: {row.ours.value:.3f} ms: {times}")
+    return Result(rows, notes=notes)
+
+
+def _row(settings: Settings, name: str, solver: Solver, problem: ConvProblem, notes: list[str]) -> Row | None:
+    tensors = {layout: Tensors(problem, layout) for layout in LAYOUTS}
+    own, budget = tensors["contiguous"], float(settings.integer("budget_ms"))
+    best = fastest(problem, solver, solver.configs(problem), own, budget, notes)
+    if best is None:
+        return None
+    calls = [framework_call(problem, tensors[layout]) for layout in LAYOUTS]
+    *torch_ms, whole_ms = race(problem, [*calls, best.call], budget)
+    operands = [own[role] for role in problem.operands]
+    steps, result = breakdown(solver, problem, best.config, operands, max(1, settings.integer("repeats")))
+    want = framework_result(problem, own)
+    return Row(
+        name,
+        solver.name,
+        Side("torch, better layout", min(torch_ms)),
+        Side(f"{solver.name} {best.config}", whole_ms),
+        details={
+            "steps": steps,
+            "sum_of_steps_ms": sum(steps.values()),
+            "error": float((result - want).norm() / want.norm()),
+            "config": str(best.config),
+        },
+    )
+
+
+def draw(document: dict[str, Any]) -> Figure:
+    """A bar a layer-pass."""
+    return stacked_bars(document, "steps")

@@ -1,0 +1,82 @@
+"""Single configs of one solver, outside the planner: which is fastest, and what it takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from harness.sides import Call, Tensors, framework_call, planned_call, race
+from tilewise.plan import Config, Plan
+from tilewise.planner import measure
+from tilewise.problem import ConvProblem
+from tilewise.solvers import Solver
+
+ERROR_LIMITS = {"ieee": 1e-4, "tf32": 1e-2}
+"""Relative L2 distance from torch's result above which a config is wrong."""
+
+
+class LostConfig(Exception):
+    """A config that is out of the race, and why."""
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A config that runs here and gives torch's result within ``error``."""
+
+    config: Config
+    call: Call
+    error: float
+
+
+def runnable(problem: ConvProblem, solver: Solver, config: Config, tensors: Tensors) -> Runnable:
+    """``LostConfig`` where it does not run here, or in the memory there is, or is wrong."""
+    plan = Plan(problem.key, solver.name, solver.version, config)
+    name = f"{solver.name} {config} on {problem.key}"
+    try:
+        call = planned_call(problem, plan, tensors)
+        got = call()
+    except RuntimeError as error:  # SolverUnavailable and a lack of memory among them
+        raise LostConfig(f"{name}: {error}") from error
+    assert isinstance(got, torch.Tensor)
+    want = framework_result(problem, tensors)
+    error = float((got - want).norm() / want.norm())
+    if not error <= ERROR_LIMITS[problem.precision]:
+        raise LostConfig(f"{name}: relative error {error:.1e}")
+    return Runnable(config, call, error)
+
+
+def framework_result(problem: ConvProblem, tensors: Tensors) -> torch.Tensor:
+    """Torch's result for the pass, in the problem's precision."""
+    with measure.framework_flags(problem.precision, deterministic=False):
+        found = framework_call(problem, tensors)()
+    if isinstance(found, torch.Tensor):
+        return found
+    assert isinstance(found, (list, tuple))
+    return next(each for each in found if each is not None)
+
+
+def fastest(
+    problem: ConvProblem,
+    solver: Solver,
+    configs: Iterable[Config],
+    tensors: Tensors,
+    budget_ms: float,
+    lost: list[str],
+) -> Runnable | None:
+    """The fastest of the most promising configs, which come first, by a short race; ``None`` when none of them runs.
+
+    Reasons of those that do not are added to ``lost``.
+    """
+    found = []
+    for config in itertools.islice(configs, solver.most_configs):
+        try:
+            found.append(runnable(problem, solver, config, tensors))
+        except LostConfig as error:
+            lost.append(str(error))
+    if not found:
+        return None
+    times = race(problem, [each.call for each in found], budget_ms)
+    return found[min(range(len(found)), key=times.__getitem__)]
