@@ -61,3 +61,5 @@ STORE_IF(float, "f32 [%1], %2", "f"(a))
 STORE_IF(float2, "v2.f32 [%1], {%2, %3}", "f"(a.x), "f"(a.y))
 STORE_IF(unsigned, "u32 [%1], %2", "r"(a))
 STORE_IF(unsigned short, "u16 [%1], %2", "h"(a))
+
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
