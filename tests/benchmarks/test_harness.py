@@ -266,3 +266,13 @@ def test_own_transforms_are_held_against_the_librarys(monkeypatch: pytest.Monkey
     monkeypatch.setattr("harness.configs.framework_result", wrong)
     with pytest.raises(NothingToMeasure, match=r"relative error 1\.0e-03"):
         fft_own_vs_library.run(settings)
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_what_users_write_by_hand_is_right(pass_: Pass) -> None:
+    import large_kernels
+
+    problem = large_kernels.TINY[1].problem(pass_, "fp32", CPU)
+    tensors = Tensors(problem)
+    want = framework_result(problem, tensors)
+    torch.testing.assert_close(large_kernels.by_hand(problem, tensors)(), want, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,152 @@
+"""Depthwise layers, long 1-D kernels and volumes: where frameworks are furthest from the hardware.
+
+Each layer and pass against torch (benchmark mode, the better of contiguous and channels_last; conversion not counted).
+1-D depthwise layers are also held against what a user would write with ``torch.fft``: transform both, multiply,
+transform back. Without a memory limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from harness.layer_pass import LAYOUTS, LayerPass
+from harness.layers import PASSES
+from harness.result import Bar, Result, Row, Side, least_replaced
+from harness.settings import Settings
+from harness.sides import Call, Tensors, framework_call, is_framework, plan_line, planned_call, race
+
+from tilewise.axis import Axis
+from tilewise.device import device_name
+from tilewise.plan import Plan
+from tilewise.problem import ConvProblem, Pass
+
+DEFAULTS = {"layers": "", "passes": "", "modes": "", "rigor": "measure"}
+QUICK = {"layers": "tiny2d,tiny1d", "passes": "fprop", "modes": "fp32"}
+MODES = {"fp32": ("fp32", "ieee"), "tf32": ("fp32", "tf32"), "bf16": ("bf16", "ieee")}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer with equal axes. ``least``: the bars of each mode, one for all passes or one each; over ``by_hand``'s
+    time where that is set."""
+
+    name: str
+    batch: int
+    channels: int
+    axes: tuple[Axis, ...]
+    depthwise: bool = True
+    by_hand: bool = False
+    least: tuple[tuple[str, tuple[float, ...]], ...] = ()
+
+    def problem(self, pass_: Pass, mode: str, device: torch.device) -> ConvProblem:
+        """One pass."""
+        dtype, precision = MODES[mode]
+        return ConvProblem(
+            pass_, self.batch, self.channels, self.channels, self.axes,
+            groups=self.channels if self.depthwise else 1, dtype=dtype, precision=precision,
+            device=device_name(device),
+        )  # fmt: skip
+
+
+def _same(size: int, kernel: int) -> Axis:
+    return Axis(size, kernel, 1, 1, kernel // 2, kernel // 2)
+
+
+GPU = (
+    Layer("depthwise 31x31", 64, 128, (_same(56, 31),) * 2, least=(("fp32", (10, 20, 40)), ("bf16", (15, 20, 40)))),
+    Layer("depthwise 7x7 at 56", 64, 96, (_same(56, 7),) * 2, least=(("fp32", (1.5,)), ("bf16", (1.5,)))),
+    Layer("depthwise 7x7 at 14", 64, 384, (_same(14, 7),) * 2, least=(("fp32", (1.5,)), ("bf16", (1.5,)))),
+    Layer("1-D 1025 of 8192", 8, 768, (_same(8192, 1025),), by_hand=True, least=(("fp32", (2.5,)),)),
+    Layer("1-D 8192 of 8192", 8, 768, (_same(8192, 8192),), by_hand=True, least=(("fp32", (2.5,)),)),
+    Layer("volume 5x5x5", 1, 64, (Axis(96, 5),) * 3, depthwise=False, least=(("fp32", (3,)),)),
+)
+CPU = (
+    Layer("depthwise 31x31", 4, 64, (_same(56, 31),) * 2, least=(("fp32", (8,)),)),
+    Layer("1-D 1025 of 8192", 2, 256, (_same(8192, 1025),), least=(("fp32", (5,)),)),
+)
+TINY = (
+    Layer("tiny2d", 2, 4, (_same(9, 3),) * 2),
+    Layer("tiny1d", 2, 4, (_same(64, 9),), by_hand=True),
+)
+
+
+def run(settings: Settings) -> Result:
+    """All chosen layers, modes and passes."""
+    own = TINY if settings.quick else GPU if settings.device.type == "cuda" else CPU
+    layers = settings.chosen("layers", {layer.name: layer for layer in own})
+    passes = settings.chosen("passes", PASSES)
+    asked = settings.chosen("modes", {name: name for name in MODES})
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    planner = settings.planner()
+    for layer in layers:
+        modes = [mode for mode in asked if settings.quick or settings.text("modes") or mode in dict(layer.least)]
+        for mode in modes:
+            for pass_ in passes:
+                problem = layer.problem(pass_, mode, settings.device)
+                plan = planner.plan(problem, settings.planning())
+                row = _row(layer, mode, problem, plan)
+                rows.append(row)
+                bars += _bars(layer, mode, pass_, row)
+                settings.say(f"  {mode} {row.name}: {row.ratio:.2f}x")
+    bars.append(
+        Bar("least replaced over torch's better layout", least_replaced(rows), least=0.97, applies=not settings.quick)
+    )
+    return Result(rows, bars)
+
+
+def _row(layer: Layer, mode: str, problem: ConvProblem, plan: Plan) -> Row:
+    """Torch in the layouts there are, the plan and what a user would write, in turns."""
+    layouts = LAYOUTS if problem.dims > 1 else LAYOUTS[:1]
+    tensors = {layout: Tensors(problem, layout) for layout in layouts}
+    calls = [framework_call(problem, tensors[layout]) for layout in layouts]
+    calls.append(planned_call(problem, plan, tensors["contiguous"]))
+    if layer.by_hand:
+        calls.append(by_hand(problem, tensors["contiguous"]))
+    times = race(problem, calls)
+    found = LayerPass(f"{layer.name} {problem.pass_.value}", dict(zip(layouts, times, strict=False)),
+                      times[len(layouts)], plan)  # fmt: skip
+    details = {
+        **found.to_json(),
+        "workspace": plan.workspace,
+        "error": None if plan.error is None else plan.error.l2,
+        "by_hand_ms": times[-1] if layer.by_hand else None,
+    }
+    what = "torch " + min(found.torch_ms, key=found.torch_ms.__getitem__)
+    return Row(found.name, mode, Side(what, found.best_torch_ms), Side(plan_line(plan), found.ours_ms),
+               replaced=not is_framework(plan), details=details)  # fmt: skip
+
+
+def by_hand(p: ConvProblem, tensors: Tensors) -> Call:
+    """A 1-D depthwise pass as a user of ``torch.fft`` would write it: padded to where nothing wraps around."""
+    (axis,) = p.axes
+    a, b = (tensors[role] for role in p.operands)
+    basis = 1 << (axis.size + axis.before + axis.after - 1).bit_length()
+    fft, ifft = torch.fft.rfft, torch.fft.irfft
+
+    def fprop() -> torch.Tensor:
+        product = fft(torch.nn.functional.pad(a, (axis.before, axis.after)), basis) * fft(b[:, 0], basis).conj()
+        return ifft(product, basis)[..., : axis.out]
+
+    def dgrad() -> torch.Tensor:
+        return ifft(fft(a, basis) * fft(b[:, 0], basis), basis)[..., axis.before : axis.before + axis.size]
+
+    def wgrad() -> torch.Tensor:
+        product = fft(torch.nn.functional.pad(a, (axis.before, axis.after)), basis) * fft(b, basis).conj()
+        return ifft(product.sum(0), basis)[:, None, : axis.kernel]
+
+    return {Pass.FPROP: fprop, Pass.DGRAD: dgrad, Pass.WGRAD: wgrad}[p.pass_]
+
+
+def _bars(layer: Layer, mode: str, pass_: Pass, row: Row) -> Sequence[Bar]:
+    least = dict(layer.least).get(mode)
+    if least is None:
+        return []
+    bar = least[list(Pass).index(pass_) % len(least)]
+    if not layer.by_hand:
+        return [Bar(f"{mode} {row.name} over torch", row.ratio, least=bar)]
+    by_hand_ms = row.details["by_hand_ms"]
+    return [Bar(f"{mode} {row.name} over torch.fft by hand", by_hand_ms / row.ours.value or math.nan, least=bar)]
