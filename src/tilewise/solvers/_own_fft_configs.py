@@ -28,7 +28,7 @@ MOST_MATRIX = 2**30
 """Numbers of a frequency's matrix, which a kernel counts in 32 bits."""
 MOST_GROUPS = 32
 LIBRARY_GROUPS = 4
-MOST_PIECES = 2
+MOST_PIECES = 3
 LONGEST_KERNEL = SIZES[-1] // 2
 
 Place = tuple[tuple[int, int], tuple[int, int]]
