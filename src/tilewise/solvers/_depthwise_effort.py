@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from tilewise.axis import Axis
 from tilewise.problem import ConvProblem, Pass, dense_strides
-from tilewise.solvers._depthwise import CHUNK, UNIT, UNUSED, Tile, axes_of, kernel_rows, tiles, vectors, window
+from tilewise.solvers._depthwise import CHUNK, UNIT, UNUSED, Tile, Window, axes_of, kernel_rows, tiles, vectors, window
 from tilewise.solvers._tiles import PROCESSORS, busy
 
 __all__ = ["candidates", "effort", "shares"]
@@ -22,12 +22,12 @@ EDGES = (1, 2, 4, 7, 8, 14, 16)
 LONG_EDGES = (2, 4, 8, 16, 32)
 """Of one-dimensional tiles."""
 THREADS = 128
-MOST_TERMS = 1600
-"""Multiply-adds of a lane that are written out: more take minutes to compile."""
+MOST_TERMS = {False: 1600, True: 1250}
+"""Multiply-adds of a lane that are written out: more take minutes to compile, sooner where lanes lie along channels."""
 MOST_REGISTERS = 230
 OTHER_REGISTERS = 40
-RESIDENT = 4
-"""Programs that a multiprocessor runs at once, about."""
+REGISTER_FILE = 1600
+"""Registers of a multiprocessor for each thread of a warp, less what compilers take beyond the values held."""
 LOAD, STORE, START = 2.5, 2.0, 80.0
 """Slots of a load with its mask, of a store, and of a program's start."""
 SLOTS = 4
@@ -43,7 +43,7 @@ def candidates(p: ConvProblem) -> Iterator[Tile]:
     for (rows, columns), lanes in itertools.product(itertools.product(tall, wide), _lanes(p)):
         tile = Tile(rows, columns, *lanes)
         least = rows == tall[0] and columns == wide[0]
-        if least or (_terms(p, tile) <= MOST_TERMS and _registers(p, tile) <= MOST_REGISTERS):
+        if least or (_terms(p, tile) <= MOST_TERMS[tile.channels > 1] and _registers(p, tile) <= MOST_REGISTERS):
             yield tile
 
 
@@ -58,7 +58,7 @@ def effort(p: ConvProblem, tile: Tile) -> float:
     lines = window(height, tile.rows, backward, 1, taps if p.pass_ is Pass.WGRAD else 0, parts)
     places = window(width, tile.columns, backward, source)
     read = _used(lines.checks) * _used(places.checks)
-    terms = tile.width * sum(t >= 0 for t in lines.taps) * sum(t >= 0 for t in places.taps)
+    terms = tile.width * _terms_of(lines) * _terms_of(places)
     loads, written = read / source, tile.rows * tile.columns / result
     converted = tile.width * read if p.dtype != "fp32" else 0
     pipe = loads * _wavefronts(p, tile, places.step)
@@ -82,7 +82,8 @@ def shares(p: ConvProblem, tile: Tile) -> int:
     blocks = _blocks(p, tile)
     depth, height, _ = axes_of(p)
     others = -(-p.out_channels // tile.channels) * depth.kernel * -(-height.kernel // kernel_rows(p, tile))
-    most = max(1, min(blocks, 1024, RESIDENT * 4 // tile.warps * PROCESSORS // others))
+    resident = max(1, REGISTER_FILE // _registers(p, tile) // tile.warps)
+    most = max(1, min(blocks, 1024, resident * PROCESSORS // others))
     return -(-blocks // -(-blocks // most))
 
 
@@ -122,9 +123,16 @@ def _lanes(p: ConvProblem) -> Iterator[tuple[int, int, int]]:
 def _terms(p: ConvProblem, tile: Tile) -> int:
     """Multiply-adds of a lane that are written out."""
     _, height, width = axes_of(p)
-    rows = kernel_rows(p, tile) if p.pass_ is Pass.WGRAD else height.kernel
-    shorter = height.stride * width.stride if p.pass_ is Pass.DGRAD else 1
-    return tile.rows * tile.columns * rows * width.kernel // shorter
+    rows, parts = 0, 1
+    if p.pass_ is Pass.WGRAD:
+        rows = kernel_rows(p, tile)
+        parts = -(-height.kernel // rows)
+    lines = window(height, tile.rows, p.pass_ is Pass.DGRAD, 1, rows, parts)
+    return _terms_of(lines) * _terms_of(window(width, tile.columns, p.pass_ is Pass.DGRAD))
+
+
+def _terms_of(axis: Window) -> int:
+    return sum(tap >= 0 for tap in axis.taps)
 
 
 def _registers(p: ConvProblem, tile: Tile) -> int:

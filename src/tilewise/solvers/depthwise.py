@@ -66,10 +66,10 @@ class Depthwise(Solver):
         return reasons
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
-        """Tiles of the least effort, each shape once for lanes along space and once for lanes along channels."""
-        best: dict[tuple[int, int, bool], Tile] = {}
+        """Tiles of the least effort, half of them for either direction of lanes where both may be contiguous."""
+        best: dict[tuple[int, ...], Tile] = {}
         for tile in sorted(candidates(p), key=lambda tile: effort(p, tile)):
-            best.setdefault((tile.rows, tile.columns, tile.channels > 1), tile)
+            best.setdefault((tile.rows, tile.columns, tile.width, tile.channels > 1), tile)
         kinds = [[tile for tile in best.values() if (tile.channels > 1) is along] for along in (False, True)]
         each = self.most_configs // sum(1 for kind in kinds if kind)
         chosen = [tile for kind in kinds for tile in kind[:each]]

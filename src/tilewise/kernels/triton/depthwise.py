@@ -169,12 +169,18 @@ def _plane(d, k, size, PLANES: tl.constexpr):
 
 
 @triton.jit
-def _place(n, c, d, h, w, STRIDES: tl.constexpr):
-    """Elements from the first of a tensor."""
-    return (
-        n.to(tl.int64) * STRIDES[0] + c.to(tl.int64) * STRIDES[1] + d.to(tl.int64) * STRIDES[2]
-        + h.to(tl.int64) * STRIDES[3] + w.to(tl.int64) * STRIDES[4]
-    )  # fmt: skip
+def _place(n, c, d, h, w, STRIDES: tl.constexpr, LANES_C: tl.constexpr, RUN: tl.constexpr):
+    """Elements from the first of a tensor: multiples of ``RUN`` or, with lanes along channels, runs that start there.
+
+    This is promised of the operation that adds up the place: a promise made of what a function returns is lost.
+    """
+    place = n.to(tl.int64) * STRIDES[0] + d.to(tl.int64) * STRIDES[2] + h.to(tl.int64) * STRIDES[3]
+    place += w.to(tl.int64) * STRIDES[4] + c.to(tl.int64) * STRIDES[1]
+    if RUN > 1:
+        place = tl.multiple_of(place, RUN)
+        if LANES_C > 1:
+            place = tl.max_contiguous(place, RUN)
+    return place
 
 
 @triton.jit
@@ -188,30 +194,20 @@ def _filter_place(c, tap, STRIDES: tl.constexpr, KERNEL: tl.constexpr):
 
 
 @triton.jit
-def _promised(places, LANES_C: tl.constexpr, RUN: tl.constexpr):
-    """Places of which each that is a multiple of ``RUN`` is, and with lanes along channels is followed by the next."""
-    if RUN > 1:
-        places = tl.multiple_of(places, RUN)
-        if LANES_C > 1:
-            places = tl.max_contiguous(places, RUN)
-    return places
-
-
-@triton.jit
 def _lane_channels(block, channels, LANES: tl.constexpr, LANES_C: tl.constexpr, RUN: tl.constexpr):
     """The lanes' channels, and whether they are their own: beyond the last come the first again."""
     if LANES_C == 1:
         return block, tl.full([LANES], True, tl.int1)
     else:
         c = block * LANES_C + tl.arange(0, LANES) % LANES_C
-        own = c < channels
+        own = c < channels // RUN * RUN  # the same number, which the compiler now knows to be a multiple
         c = c % channels
         if RUN > 1:
             c = tl.max_contiguous(tl.multiple_of(c, RUN), RUN)
         return c, own
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "channels"])
 def gather(
     source, filters, out, tiles, channels,
     SOURCE: tl.constexpr, FILTERS: tl.constexpr, OUT: tl.constexpr, SIZES: tl.constexpr, OUTS: tl.constexpr,
@@ -247,7 +243,7 @@ def gather(
     for e in range(SUMMED * KERNEL[0]):
         plane, valid = _plane(d, e % KERNEL[0], SIZES[0], PLANES)
         channel = c // SHARED * SUMMED + e // KERNEL[0]
-        places = source + _promised(_place(n, channel, plane, row, column, SOURCE), LANES_C, RUN)
+        places = source + _place(n, channel, plane, row, column, SOURCE, LANES_C, RUN)
         channel = (c * SUMMED + e // KERNEL[0]).to(tl.int64)
         weights = filters + (channel * FILTERS[0] + e % KERNEL[0] * FILTERS[1])
         for r in tl.static_range(len(ROW_CHECKS)):
@@ -260,7 +256,7 @@ def gather(
                         sums = sums[: o * TILE_W] + added + sums[(o + 1) * TILE_W :]
     row = h * TILE_H
     column = w * TILE_W
-    places = out + _promised(_place(n, c, d, row, column, OUT), LANES_C, OUT_RUN)
+    places = out + _place(n, c, d, row, column, OUT, LANES_C, OUT_RUN)
     for o in tl.static_range(TILE_H):
         for j in tl.static_range(0, TILE_W, OUT_VECTOR):
             written = own
@@ -278,7 +274,7 @@ def gather(
             tl.store(target, value.to(out.dtype.element_ty), mask=written)
 
 
-@triton.jit(do_not_specialize=["tiles", "share"])
+@triton.jit(do_not_specialize=["tiles", "channels", "share"])
 def weight_gradient(
     images, gradients, partials, tiles, channels, share,
     IMAGES: tl.constexpr, GRADIENTS: tl.constexpr, PARTIALS: tl.constexpr, SIZES: tl.constexpr, OUTS: tl.constexpr,
@@ -316,7 +312,7 @@ def weight_gradient(
         plane, valid = _plane(d, k // PARTS, SIZES[0], PLANES)
         row = h * TILE_H
         column = w * TILE_W
-        places = gradients + _promised(_place(n, c, d, row, column, GRADIENTS), LANES_C, OUT_RUN)
+        places = gradients + _place(n, c, d, row, column, GRADIENTS, LANES_C, OUT_RUN)
         own = own_c & (t < tiles)
         tile = ()
         for o in tl.static_range(TILE_H):
@@ -324,7 +320,7 @@ def weight_gradient(
                                 OUT_COLUMN_CHECKS, OUT_VECTOR)  # fmt: skip
         row = h * STEP[0] + FIRST[0] + first_tap * KERNEL_STEP
         column = w * STEP[1] + FIRST[1]
-        places = images + _promised(_place(n, c // SHARED, plane, row, column, IMAGES), LANES_C, RUN)
+        places = images + _place(n, c // SHARED, plane, row, column, IMAGES, LANES_C, RUN)
         for r in tl.static_range(len(ROW_CHECKS)):
             if not (_UNUSED & ROW_CHECKS[r]):
                 line = _line(places, row, column, valid, IMAGES, r, SIZES, FLAT, ROW_CHECKS[r], COLUMN_CHECKS, VECTOR)
@@ -352,7 +348,7 @@ def weight_gradient(
             tl.store(target, total, mask=written[None, :] & (own < channels)[:, None])
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["channels", "total"])
 def pack_filter(filters, packed, channels, total, FILTERS: tl.constexpr, KERNEL: tl.constexpr, BLOCK: tl.constexpr):
     """The filters in fp32 with channels innermost: ``packed`` [planes, rows, columns, channels]. Grid (blocks,)."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -360,7 +356,7 @@ def pack_filter(filters, packed, channels, total, FILTERS: tl.constexpr, KERNEL:
     tl.store(packed + e, tl.load(filters + place, mask=e < total, other=0.0).to(tl.float32), mask=e < total)
 
 
-@triton.jit(do_not_specialize=["shares", "total"])
+@triton.jit(do_not_specialize=["shares", "channels", "total"])
 def add_shares(
     partials, out, shares, channels, total, FILTERS: tl.constexpr, KERNEL: tl.constexpr, TAPS_FIRST: tl.constexpr,
     ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
