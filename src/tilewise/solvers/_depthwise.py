@@ -7,6 +7,7 @@ phases are then the same in every tile too.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,7 @@ def axes_of(p: ConvProblem) -> tuple[Axis, Axis, Axis]:
     return depth, height, width
 
 
+@functools.lru_cache(maxsize=4096)
 def window(axis: Axis, edge: int, backward: bool, vector: int = 1, kernel: int = 0, kernels: int = 1) -> Window:
     """The window of tiles of ``edge`` outputs, or ``backward`` of as many inputs.
 

@@ -16,7 +16,7 @@ from tilewise.problem import ConvProblem, Pass, dense_strides
 from tilewise.solvers._depthwise import CHUNK, UNIT, UNUSED, Tile, Window, axes_of, kernel_rows, tiles, vectors, window
 from tilewise.solvers._tiles import PROCESSORS, busy
 
-__all__ = ["candidates", "effort", "shares"]
+__all__ = ["candidates", "effort", "shares", "terms"]
 
 EDGES = (1, 2, 4, 7, 8, 14, 16)
 LONG_EDGES = (2, 4, 8, 16, 32)
@@ -43,7 +43,7 @@ def candidates(p: ConvProblem) -> Iterator[Tile]:
     for (rows, columns), lanes in itertools.product(itertools.product(tall, wide), _lanes(p)):
         tile = Tile(rows, columns, *lanes)
         least = rows == tall[0] and columns == wide[0]
-        if least or (_terms(p, tile) <= MOST_TERMS[tile.channels > 1] and _registers(p, tile) <= MOST_REGISTERS):
+        if least or (terms(p, tile) <= MOST_TERMS[tile.channels > 1] and _registers(p, tile) <= MOST_REGISTERS):
             yield tile
 
 
@@ -58,7 +58,7 @@ def effort(p: ConvProblem, tile: Tile) -> float:
     lines = window(height, tile.rows, backward, 1, taps if p.pass_ is Pass.WGRAD else 0, parts)
     places = window(width, tile.columns, backward, source)
     read = _used(lines.checks) * _used(places.checks)
-    terms = tile.width * _terms_of(lines) * _terms_of(places)
+    written_out = tile.width * _terms_of(lines) * _terms_of(places)
     loads, written = read / source, tile.rows * tile.columns / result
     converted = tile.width * read if p.dtype != "fp32" else 0
     pipe = loads * _wavefronts(p, tile, places.step)
@@ -66,10 +66,10 @@ def effort(p: ConvProblem, tile: Tile) -> float:
         loads += written
         pipe += written * _wavefronts(p, tile, tile.columns)
         sums = 10.0 * CHUNK * -(-taps * width.kernel // CHUNK) * tile.width
-        issued = terms + LOAD * loads + converted + (sums + START) / _steps(p, tile)
+        issued = written_out + LOAD * loads + converted + (sums + START) / _steps(p, tile)
     else:
         weights = 2 * taps * width.kernel
-        issued = terms + LOAD * loads + converted + STORE * written + weights + START
+        issued = written_out + LOAD * loads + converted + STORE * written + weights + START
     slots = [issued, SLOTS * pipe]
     wanted = tile.width * tile.rows * tile.columns * height.kernel * width.kernel
     return parts * (max(slots) + 0.25 * min(slots)) / (wanted * _filled(p, tile, parts))
@@ -120,7 +120,7 @@ def _lanes(p: ConvProblem) -> Iterator[tuple[int, int, int]]:
             yield THREADS * width // lanes, lanes, 4
 
 
-def _terms(p: ConvProblem, tile: Tile) -> int:
+def terms(p: ConvProblem, tile: Tile) -> int:
     """Multiply-adds of a lane that are written out."""
     _, height, width = axes_of(p)
     rows, parts = 0, 1

@@ -9,7 +9,7 @@ import torch
 from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._depthwise import Tile, axes_of, launches
-from tilewise.solvers._depthwise_effort import candidates, effort, shares
+from tilewise.solvers._depthwise_effort import candidates, effort, shares, terms
 from tilewise.solvers._program_run import compiled, has_triton
 from tilewise.solvers._tiles import integer
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
@@ -21,6 +21,8 @@ MOST = 2**31 - 2**20
 LONGEST = 15
 MOST_STRIDE = 4
 MOST_SPLITS = 65535
+SHORT = 500
+"""Multiply-adds of a thread whose code fits the 12 KiB of instructions next to a scheduler."""
 PEAK = {"ieee": 1.0, "tf32": 0.126, "16-bit": 0.066}
 """Rate of fp32's units, which do this arithmetic, beside the product rate of the problem's precision."""
 
@@ -66,13 +68,16 @@ class Depthwise(Solver):
         return reasons
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
-        """Tiles of the least effort, half of them for either direction of lanes where both may be contiguous."""
+        """Tiles of the least effort, half of them for either direction of lanes where both may be contiguous.
+
+        One in four is the best of short code, as what a processor loses by fetching long code is not in the estimate.
+        """
         best: dict[tuple[int, ...], Tile] = {}
         for tile in sorted(candidates(p), key=lambda tile: effort(p, tile)):
             best.setdefault((tile.rows, tile.columns, tile.width, tile.channels > 1), tile)
         kinds = [[tile for tile in best.values() if (tile.channels > 1) is along] for along in (False, True)]
         each = self.most_configs // sum(1 for kind in kinds if kind)
-        chosen = [tile for kind in kinds for tile in kind[:each]]
+        chosen = [tile for kind in kinds for tile in _chosen(p, kind, each)]
         return [_config(p, tile) for tile in sorted(chosen, key=lambda tile: effort(p, tile))]
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
@@ -97,6 +102,13 @@ class Depthwise(Solver):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
         alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
         return compiled(launches(p, _tile(c), integer(c, "splits", 1), a, b, out), [*alignment, 256], a.device)
+
+
+def _chosen(p: ConvProblem, ranked: list[Tile], count: int) -> list[Tile]:
+    """The first, and in every fourth place the first of short code that is not among them."""
+    first, rest = ranked[: count - count // 4], ranked[count - count // 4 :]
+    short = [tile for tile in rest if terms(p, tile) * tile.width <= SHORT]
+    return [*first, *short[: count // 4]] if short else ranked[:count]
 
 
 def _config(p: ConvProblem, tile: Tile) -> Config:
