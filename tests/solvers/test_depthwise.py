@@ -95,7 +95,7 @@ def test_what_is_offered_runs(pass_: Pass, layout: str) -> None:
     p = layer(pass_, layout, "bf16")
     a, b = make_operands(p)
     want = p.reference(a, b)
-    for c in itertools.islice(SOLVER.configs(p), 2):
+    for c in itertools.islice(SOLVER.configs(p), 1):
         out = make_result(p)
         run(p, c, a, b, out)
         assert error(p, out, want) < BOUND["bf16"], c
@@ -191,7 +191,7 @@ def test_what_is_promised_of_places_holds(pass_: Pass, data: st.DataObject) -> N
             assert all(n % run == 0 for n in (*starts, t.shape[-1]))
         assert all(stride % run == 0 for dim, stride in enumerate(t.stride()) if dim != along % t.dim() and
                    (dim > 1 or t.shape[dim] > 1))  # fmt: skip
-        assert along == -1 or t.shape[1] % run == 0
+        assert along == -1 or t.shape[1] % run == tile.channels % run == 0
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "view"])

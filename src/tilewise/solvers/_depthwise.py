@@ -180,7 +180,7 @@ def _gather(p: ConvProblem, tile: Tile, a: torch.Tensor, b: torch.Tensor, out: t
         "PLANES": _planes(depth, backward), "FLAT": depth == UNIT, "KERNEL": _kernel(p),
         "SHARED": 1 if backward else multiplier, "SUMMED": multiplier if backward else 1, "ACCUMULATE": p.accumulate,
         "VECTOR": vector, "OUT_VECTOR": out_vector, "RUN": promised(p, tile, p.operands[0], strides_of(a)),
-        "OUT_RUN": promised(p, tile, p.result, strides_of(out)), "RUN_C": math.gcd(8, channels),
+        "OUT_RUN": promised(p, tile, p.result, strides_of(out)), "RUN_C": math.gcd(8, channels, tile.channels),
         "TILE_H": tile.rows, "TILE_W": tile.columns, "LANES": tile.lanes, "LANES_C": tile.channels,
     }  # fmt: skip
     count = p.batch * math.prod(shape)
@@ -215,7 +215,8 @@ def _weight_gradient(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b
         "PLANES": _planes(depth, False), "FLAT": depth == UNIT, "KERNEL": _kernel(p), "KERNEL_STEP": height.dilation,
         "SHARED": p.out_channels // p.groups, "VECTOR": vector, "OUT_VECTOR": out_vector,
         "RUN": promised(p, tile, "x", strides_of(a)), "OUT_RUN": promised(p, tile, "y", strides_of(b)),
-        "RUN_C": math.gcd(8, p.out_channels), "TAPS_H": taps, "TILE_H": tile.rows, "TILE_W": tile.columns,
+        "RUN_C": math.gcd(8, p.out_channels, tile.channels),
+        "TAPS_H": taps, "TILE_H": tile.rows, "TILE_W": tile.columns,
         "LANES": tile.lanes, "LANES_C": tile.channels, "CHUNK": CHUNK,
     }  # fmt: skip
     blocks = -(-count // tile.spatial)
@@ -269,7 +270,7 @@ def promised(p: ConvProblem, tile: Tile, role: str, strides: Strides) -> int:
     several = p.out_channels > p.groups  # outputs of a channel, which then share it or are added up
     if strides[1] != 1 or (several and role == {Pass.DGRAD: "y"}.get(p.pass_, "x")):
         return 1
-    return math.gcd(8, p.shape(role)[1], *_steps(p, role, strides, 1))
+    return math.gcd(8, tile.channels, p.shape(role)[1], *_steps(p, role, strides, 1))
 
 
 def _steps(p: ConvProblem, role: str, strides: Strides, inner: int) -> list[int]:

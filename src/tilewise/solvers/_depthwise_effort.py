@@ -22,8 +22,10 @@ EDGES = (1, 2, 4, 7, 8, 14, 16)
 LONG_EDGES = (2, 4, 8, 16, 32)
 """Of one-dimensional tiles."""
 THREADS = 128
-MOST_TERMS = {False: 1600, True: 1250}
-"""Multiply-adds of a lane that are written out: more take minutes to compile, sooner where lanes lie along channels."""
+MOST_TERMS = 2000
+"""Multiply-adds of a lane that are written out."""
+MOST_WORK = 240_000
+"""Of them times reads and writes: Triton looks through the whole kernel for each, some ten seconds for as many."""
 MOST_REGISTERS = 230
 OTHER_REGISTERS = 40
 REGISTER_FILE = 1600
@@ -43,7 +45,12 @@ def candidates(p: ConvProblem) -> Iterator[Tile]:
     for (rows, columns), lanes in itertools.product(itertools.product(tall, wide), _lanes(p)):
         tile = Tile(rows, columns, *lanes)
         least = rows == tall[0] and columns == wide[0]
-        if least or (terms(p, tile) <= MOST_TERMS[tile.channels > 1] and _registers(p, tile) <= MOST_REGISTERS):
+        written_out = terms(p, tile)
+        if least or (
+            written_out <= MOST_TERMS
+            and written_out * _accesses(p, tile) <= MOST_WORK
+            and _registers(p, tile) <= MOST_REGISTERS
+        ):
             yield tile
 
 
@@ -129,6 +136,17 @@ def terms(p: ConvProblem, tile: Tile) -> int:
         parts = -(-height.kernel // rows)
     lines = window(height, tile.rows, p.pass_ is Pass.DGRAD, 1, rows, parts)
     return _terms_of(lines) * _terms_of(window(width, tile.columns, p.pass_ is Pass.DGRAD))
+
+
+def _accesses(p: ConvProblem, tile: Tile) -> int:
+    """Reads and writes of tensors that are written out."""
+    _, height, width = axes_of(p)
+    backward, weights = p.pass_ is Pass.DGRAD, p.pass_ is Pass.WGRAD
+    source, result = _vector(p, tile, p.operands[0]), _vector(p, tile, "y" if weights else p.result)
+    lines = window(height, tile.rows, backward, 1, kernel_rows(p, tile) if weights else 0)
+    found = _used(lines.checks) * _used(window(width, tile.columns, backward, source).checks) // source
+    taps = height.kernel * width.kernel if tile.channels > 1 and not weights else 0
+    return found + tile.rows * tile.columns // result + taps
 
 
 def _terms_of(axis: Window) -> int:
