@@ -32,6 +32,8 @@ REGISTER_FILE = 1600
 """Registers of a multiprocessor for each thread of a warp, less what compilers take beyond the values held."""
 LOAD, STORE, START = 2.5, 2.0, 80.0
 """Slots of a load with its mask, of a store, and of a program's start."""
+PARTIALS = 80.0
+"""Slots that pass while a partial sum goes to memory and back, for each lane of a warp."""
 SLOTS = 4
 """Of a multiprocessor in a cycle, in which its memory pipe moves 128 bytes."""
 
@@ -79,7 +81,10 @@ def effort(p: ConvProblem, tile: Tile) -> float:
         issued = written_out + LOAD * loads + converted + STORE * written + weights + START
     slots = [issued, SLOTS * pipe]
     wanted = tile.width * tile.rows * tile.columns * height.kernel * width.kernel
-    return parts * (max(slots) + 0.25 * min(slots)) / (wanted * _filled(p, tile, parts))
+    found = parts * (max(slots) + 0.25 * min(slots)) / (wanted * _filled(p, tile, parts))
+    if p.pass_ is Pass.WGRAD:
+        found += PARTIALS * shares(p, tile) / (p.batch * math.prod(axis.out for axis in p.axes))
+    return found
 
 
 def shares(p: ConvProblem, tile: Tile) -> int:
