@@ -1,0 +1,144 @@
+"""Direct depthwise convolution with small kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problem import ROLES, ConvProblem, Pass
+from tilewise.solvers._depthwise import Tile, axes_of, launches
+from tilewise.solvers._depthwise_effort import candidates, effort, shares, terms
+from tilewise.solvers._program_run import compiled, has_triton
+from tilewise.solvers._tiles import integer
+from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
+
+__all__ = ["Depthwise"]
+
+MOST = 2**31 - 2**20
+"""Tiles, and elements of the filter: kernels count them in 32 bits."""
+LONGEST = 15
+MOST_STRIDE = 4
+MOST_SPLITS = 65535
+SHORT = 500
+"""Multiply-adds of a thread whose code fits the 12 KiB of instructions next to a scheduler."""
+PEAK = {"ieee": 1.0, "tf32": 0.126, "16-bit": 0.066}
+"""Rate of fp32's units, which do this arithmetic, beside the product rate of the problem's precision."""
+
+
+class Depthwise(Solver):
+    """The sums of the definition, each thread's in registers: a tile of outputs, or in a filter gradient all taps.
+
+    A line of the input is read once for all the sums of a tile that it belongs to: the register blocking of direct
+    convolutions (Georganas et al. 2018, section II), with a thread in place of a core and channels or space along its
+    lanes, whichever memory is contiguous in. Sums are in fp32, whatever the precision. Memory goes to filters with
+    channels innermost, and to the partial sums of filter gradients: ``splits`` shares of the tiles, summed in a fixed
+    order.
+    """
+
+    name, version = "depthwise", 1
+    devices = frozenset({"cuda"})
+    accumulates = True
+    experimental = True
+    most_configs = 8
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """The absent Triton, groups of several channels, long kernels, strides of input gradients, wide counts."""
+        reasons = []
+        if not has_triton():
+            reasons.append("needs the package triton")
+        if p.groups != p.in_channels:
+            reasons.append(f"takes one input channel to a group, not {p.in_channels // p.groups}")
+        for name, axis in zip(p.space, p.axes, strict=True):
+            if axis.kernel > LONGEST:
+                reasons.append(
+                    f"unrolls its sums over the kernel, so that takes at most {LONGEST} along {name}, not {axis.kernel}"
+                )
+            if p.pass_ is Pass.DGRAD and axis.stride > MOST_STRIDE and name != "d":
+                reasons.append(
+                    f"unrolls an input gradient over the stride, so that takes at most {MOST_STRIDE} along {name}, "
+                    f"not {axis.stride}"
+                )
+        for role in ROLES:
+            number = p.nbytes(role) // p.torch_dtype(role).itemsize
+            counted = number if role == "w" else number // p.shape(role)[1]
+            if counted > MOST:
+                reasons.append(f"counts to {MOST}; {role} has {counted} elements {'' if role == 'w' else 'a channel'}")
+        return reasons
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """Tiles of the least effort, half of them for either direction of lanes where both may be contiguous.
+
+        One in four is the best of short code, as what a processor loses by fetching long code is not in the estimate.
+        """
+        best: dict[tuple[int, ...], Tile] = {}
+        for tile in sorted(candidates(p), key=lambda tile: effort(p, tile)):
+            best.setdefault((tile.rows, tile.columns, tile.width, tile.channels > 1), tile)
+        kinds = [[tile for tile in best.values() if (tile.channels > 1) is along] for along in (False, True)]
+        each = self.most_configs // sum(1 for kind in kinds if kind)
+        chosen = [tile for kind in kinds for tile in _chosen(p, kind, each)]
+        return [_config(p, tile) for tile in sorted(chosen, key=lambda tile: effort(p, tile))]
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """The filter with channels innermost, or the partial sums of its gradient."""
+        size = 4 * p.out_channels * p.taps
+        if p.pass_ is Pass.WGRAD:
+            return integer(c, "splits") * size
+        return size if _tile(c).channels > 1 else 0
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """The direct method's arithmetic on fp32's units at the share of instructions that it is."""
+        tile = _tile(c)
+        moved = p.bytes + 2 * self.workspace(p, c)
+        kernels = 1 if p.pass_ is not Pass.WGRAD and tile.channels == 1 else 2
+        peak = PEAK[p.precision if p.dtype == "fp32" else "16-bit"]
+        return Cost(p.flops, moved, kernels, efficiency=min(1.0, peak / effort(p, tile)))
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
+        assert out is not None
+        if not _fits(p, c):
+            raise SolverUnavailable(f"{c} is no config of {p.key}")
+        alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
+        return compiled(launches(p, _tile(c), integer(c, "splits", 1), a, b, out), [*alignment, 256], a.device)
+
+
+def _chosen(p: ConvProblem, ranked: list[Tile], count: int) -> list[Tile]:
+    """The first, and in every fourth place the first of short code that is not among them."""
+    first, rest = ranked[: count - count // 4], ranked[count - count // 4 :]
+    short = [tile for tile in rest if terms(p, tile) * tile.width <= SHORT]
+    return [*first, *short[: count // 4]] if short else ranked[:count]
+
+
+def _config(p: ConvProblem, tile: Tile) -> Config:
+    found = Config(tile=(tile.rows, tile.columns), lanes=(tile.spatial, tile.channels), warps=tile.warps)
+    return Config(**found, splits=shares(p, tile)) if p.pass_ is Pass.WGRAD else found
+
+
+def _fits(p: ConvProblem, c: Config) -> bool:
+    names = {"tile", "lanes", "warps", *(["splits"] if p.pass_ is Pass.WGRAD else [])}
+    try:
+        tile = _tile(c)
+        if set(c) != names or integer(c, "splits", 1) > MOST_SPLITS:
+            return False
+    except (KeyError, ValueError):
+        return False
+    _, height, width = axes_of(p)
+    whole = tile.rows % height.stride == 0 and tile.columns % width.stride == 0
+    return whole or p.pass_ is not Pass.DGRAD
+
+
+def _tile(c: Config) -> Tile:
+    warps, (rows, columns), (spatial, channels) = integer(c, "warps"), _pair(c, "tile"), _pair(c, "lanes")
+    powers = (warps, spatial, channels)
+    if any(n & (n - 1) for n in powers) or warps > 16 or spatial * channels < 32 * warps:
+        raise ValueError(f"warps, lanes = {powers}: powers of two would do, with a lane for every thread")
+    return Tile(rows, columns, spatial, channels, warps)
+
+
+def _pair(c: Config, name: str) -> tuple[int, int]:
+    value = c[name]
+    if not isinstance(value, tuple) or len(value) != 2 or min(value) < 1:
+        raise ValueError(f"{name}={value!r}: two positive integers would do")
+    return value[0], value[1]
