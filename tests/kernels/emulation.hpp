@@ -17,6 +17,7 @@
 #define __device__
 #define __global__
 #define __shared__
+#define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +17,16 @@ from tests.solvers.test_solvers import Memory, check
 from tests.strategies import with_memory
 
 from tilewise.axis import Axis
+from tilewise.device import device_name
+from tilewise.kernels.cuda import launch as cuda
+from tilewise.kernels.cuda.depthwise1d import SIZES
+from tilewise.kernels.reference import convolve_by_transform
 from tilewise.plan import Config
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._depthwise_fft import Step
-from tilewise.solvers.base import Run
+from tilewise.solvers._fft_sizes import least
+from tilewise.solvers.base import Run, SolverUnavailable
 from tilewise.solvers.depthwise_fft import DepthwiseFFT
 
 DENSE = (("contiguous", 0),) * 3
@@ -46,14 +54,16 @@ class Emulated(DepthwiseFFT):
         return run
 
 
-def launch(step: Step, tensors: tuple[torch.Tensor | None, ...], backwards: bool) -> None:
+def launch(
+    step: Step, tensors: tuple[torch.Tensor | None, ...], backwards: bool, source: str | None = None
+) -> None:  # fmt: skip
     addresses = []
-    for source, offset in step.pointers:
-        tensor = tensors[source]
+    for number, offset in step.pointers:
+        tensor = tensors[number]
         assert tensor is not None
         addresses.append(tensor.data_ptr() + offset)
     p = step.program
-    emulate(p.source(), p.name, step.grid, p.threads, addresses, step.scalars, backwards)
+    emulate(source or p.source(), p.name, step.grid, p.threads, addresses, step.scalars, backwards)
 
 
 SOLVER = Emulated()
@@ -77,10 +87,22 @@ def depthwise(draw: st.DrawFn, pass_: Pass, dims: int = 2, longest: int = 20, dt
 @settings(max_examples=8, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_planes_of_any_size_and_memory(pass_: Pass, dtype: str, data: st.DataObject) -> None:
-    found: tuple[ConvProblem, Memory] = data.draw(
-        with_memory(depthwise(pass_, dtype=dtype), lambda p: not SOLVER.unsupported(p)), "problem"
-    )
+    check_drawn(depthwise(pass_, dtype=dtype), data)
+
+
+@emulated
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@settings(max_examples=8, suppress_health_check=SLOW)
+@given(data=st.data())
+def test_signals_of_any_length_and_memory(pass_: Pass, dtype: str, data: st.DataObject) -> None:
+    check_drawn(depthwise(pass_, 1, 700, dtype), data)
+
+
+def check_drawn(drawn: st.SearchStrategy[ConvProblem], data: st.DataObject) -> None:
+    found: tuple[ConvProblem, Memory] = data.draw(with_memory(drawn, lambda p: not SOLVER.unsupported(p)), "problem")
     p, forms = found
+    dtype = p.dtype
     if dtype != "fp32" and data.draw(st.booleans(), "fp32 result"):
         p = replace(p, out_dtype="fp32")
     c = data.draw(st.sampled_from(list(SOLVER.configs(p))), "config")
@@ -106,10 +128,168 @@ def test_layers(pass_: Pass, size: int, kernel: int, padding: int, split: int, p
         if split == 1 and size == 56:
             c = Config(**{**c, "planes": 1})
         c = Config(**{**c, "shares": 2})
+    check_config(p, c)
+
+
+def check_config(p: ConvProblem, c: Config) -> None:
     a, b = make_operands(p)
-    out = make_result(p).fill_(math.nan)
-    space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
+    want = convolve_by_transform(p, a, b)
     for backwards in (False, True):
+        out = make_result(p).fill_(math.nan)
+        space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
         Emulated(backwards).bind(p, c, a, b, out)(a, b, out, space)
-        want = p.reference(a, b)
         assert (out.double() - want).norm() <= 4e-7 * want.norm()
+
+
+@emulated
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_every_length(pass_: Pass, n: int) -> None:
+    """Signals as long as a basis takes them, all blocks and threads in either order."""
+    p = ConvProblem(pass_, 2, 1, 1, (Axis(n - 150, 250, 1, 1, 120, 149),), 1)
+    c = Config(basis=(n,), signals=1 if n > 8192 else 2)
+    if pass_ is Pass.WGRAD:
+        if n == SIZES[-1]:
+            assert all(c["basis"] != (n,) for c in SOLVER.configs(p))
+            return
+        c = Config(**c, shares=2)
+    check_config(p, c)
+
+
+@emulated
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize(
+    ("size", "kernel", "before", "after", "n"),
+    [(3000, 129, 64, 64, 512), (2500, 256, 0, 255, 512), (2501, 200, 199, 0, 1024), (1700, 300, 11, 700, 1536)],
+)
+def test_tiles(pass_: Pass, size: int, kernel: int, before: int, after: int, n: int) -> None:
+    p = ConvProblem(pass_, 2, 3, 3, (Axis(size, kernel, 1, 1, before, after),), 3)
+    c = Config(basis=(n,), signals=2)
+    check_config(p, Config(**c, shares=3) if pass_ is Pass.WGRAD else c)
+
+
+@settings(max_examples=200, suppress_health_check=SLOW)
+@given(data=st.data(), pass_=st.sampled_from(list(Pass)), dims=st.sampled_from((1, 2)))
+def test_the_basis_is_as_small_as_it_says(data: st.DataObject, pass_: Pass, dims: int) -> None:
+    """Behind one side's padding alone, what wraps around lands on zeros."""
+    p = data.draw(depthwise(pass_, dims), "problem")
+    for axis in p.axes:
+        assert least(axis, pass_) <= max(axis.size + max(axis.before, axis.after, 0), axis.kernel, axis.out)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"groups": 2, "in_channels": 4, "out_channels": 4}, "takes as many groups as channels, not 2 of 4 to 4"),
+        ({"axes": (Axis(20, 3, 2), Axis(20, 3))}, "along h takes stride 1 and dilation 1, not 2 and 1"),
+        ({"axes": (Axis(100, 61, 1, 1, 30, 30), Axis(20, 3))}, "along h needs a basis of 130, at most 128"),
+        ({"axes": (Axis(2**15, 2**14 + 1),)}, "at most 24576, or for tiles a kernel of at most 12288, not 16385"),
+        ({"pass_": Pass.DGRAD, "axes": (Axis(20, 3, 1, 1, -1, 0), Axis(20, 3))}, "inputs that an output reads"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_do_is_said(change: dict[str, Any], reason: str) -> None:
+    p = ConvProblem(Pass.WGRAD, 2, 3, 3, (Axis(20, 3), Axis(20, 3)), 3)
+    (found,) = SOLVER.unsupported(replace(p, **change))
+    assert reason in found
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_foreign_configs_are_refused(pass_: Pass, dims: int) -> None:
+    p = ConvProblem(pass_, 2, 3, 3, (Axis(600, 301, 1, 1, 150, 150),) * 1, 3)
+    if dims == 2:
+        p = replace(p, axes=(Axis(30, 5, 1, 1, 2, 2),) * 2)
+    a, b = make_operands(p)
+    for c in (Config(), Config(basis=(8,) * dims, planes=1, signals=1, split=1, shares=1)):
+        with pytest.raises(SolverUnavailable, match="is no config of"):
+            SOLVER.steps(p, c, a, b, make_result(p))
+
+
+@emulated
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_images_stay_independent(pass_: Pass, dims: int) -> None:
+    """What is not finite in one image, or in one channel's filter, reaches no other."""
+    axes = (Axis(300, 31, 1, 1, 15, 15),) if dims == 1 else (Axis(15, 7, 1, 1, 3, 3),) * 2
+    p = ConvProblem(pass_, 3, 4, 4, axes, 4)
+    a, b = make_operands(p)
+    a[1, 2] = math.inf
+    out = make_result(p)
+    c = next(iter(SOLVER.configs(p)))
+    space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
+    SOLVER.bind(p, c, a, b, out)(a, b, out, space)
+    finite = torch.isfinite(out).flatten(2).all(-1)
+    want = torch.ones_like(finite)
+    want[(2, 0) if pass_ is Pass.WGRAD else (1, 2)] = False
+    assert torch.equal(finite, want)
+
+
+@emulated
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])
+def test_a_missing_barrier_shows(pass_: Pass, dims: int) -> None:
+    """Of the emulation: without any one of its barriers a kernel goes wrong in one order of threads or the other."""
+    axes = (Axis(500, 12, 1, 1, 6, 6),) if dims == 1 else (Axis(60, 9, 1, 1, 4, 4),) * 2
+    p = ConvProblem(pass_, 2, 2, 2, axes, 2)
+    a, b = make_operands(p)
+    c = Config(basis=(1024,), signals=1) if dims == 1 else Config(basis=(64, 64), planes=1, split=2)
+    c = Config(**c, shares=1) if pass_ is Pass.WGRAD else c
+    out = make_result(p)
+    steps = SOLVER.steps(p, c, a, b, out)
+    space = torch.zeros(max(SOLVER.workspace(p, c), 1), dtype=torch.uint8)
+    for step in steps[:-1]:
+        launch(step, (a, b, out, space), False)
+    want, last = convolve_by_transform(p, a, b), steps[-1]
+    pieces = last.program.source().split("__syncthreads();\n")
+    assert len(pieces) > 4 if dims == 1 else len(pieces) > 2
+    for i in range(1, len(pieces)):
+        text = "__syncthreads();\n".join([*pieces[: i - 1], pieces[i - 1] + "\n" + pieces[i], *pieces[i + 1 :]])
+        errors = []
+        for backwards in (False, True):
+            out.fill_(math.nan)
+            launch(last, (a, b, out, space), backwards, text)
+            errors.append(float((out.double() - want).norm() / want.norm()))
+        assert not max(errors) <= 1e-4, f"barrier {i} of {len(pieces) - 1} is not needed"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-core is not installed")
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_nvrtc_compiles_them(pass_: Pass, dims: int) -> None:
+    if cuda.unavailable():
+        pytest.skip(cuda.unavailable())
+    axes = (Axis(8192, 1025, 1, 1, 512, 512),) if dims == 1 else (Axis(56, 31, 1, 1, 15, 15),) * 2
+    for dtype in ("fp32", "bf16", "fp16"):
+        p = ConvProblem(pass_, 2, 3, 3, axes, 3, dtype=dtype)
+        a, b = make_operands(p)
+        for c in itertools.islice(SOLVER.configs(p), 2):
+            for step in SOLVER.steps(p, c, a, b, make_result(p)):
+                try:
+                    assert len(cuda.compile_cubin(step.program.source(), "sm_90").code) > 1000
+                except Exception as error:
+                    if "nvrtc" in str(error) and "NotFound" in type(error).__name__:
+                        pytest.skip("no NVRTC library")
+                    raise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_every_config_of_large_layers_on_a_gpu(pass_: Pass, dtype: str) -> None:
+    layers = (
+        (Axis(56, 31, 1, 1, 15, 15), Axis(56, 31, 1, 1, 15, 15)), (Axis(28, 29, 1, 1, 14, 14),) * 2,
+        (Axis(64, 51, 1, 1, 25, 25),) * 2, (Axis(7, 5, 1, 1, 2, 2), Axis(90, 33, 1, 1, 16, 16)),
+        (Axis(8192, 1025, 1, 1, 512, 512),), (Axis(8192, 8192, 1, 1, 8191, 0),), (Axis(100_000, 901, 1, 1, 450, 450),),
+    )  # fmt: skip
+    solver = DepthwiseFFT()
+    for axes in layers:
+        p = ConvProblem(pass_, 5, 6, 6, axes, 6, dtype=dtype, device=device_name(torch.device("cuda")))
+        assert not solver.why_not(p)
+        a, b = (t.cuda() for t in make_operands(replace(p, device="cpu")))
+        want = convolve_by_transform(p, a, b)
+        for c in solver.configs(p):
+            out = make_result(replace(p, device="cpu")).cuda().fill_(math.nan)
+            space = torch.full((solver.workspace(p, c),), 0xFF, dtype=torch.uint8, device="cuda")
+            solver.bind(p, c, a, b, out)(a, b, out, space)
+            error = float((out.double() - want).norm() / want.norm())
+            assert error <= (1e-6 if dtype == "fp32" else 2.0**-8 if dtype == "bf16" else 2.0**-10), f"{c}: {error}"

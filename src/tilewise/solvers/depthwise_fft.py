@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import _depthwise_planes as planes
+from tilewise.solvers import _depthwise_signals as signals
 from tilewise.solvers._depthwise_fft import Step, compiled
 from tilewise.solvers._fft_sizes import result_placement
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
@@ -27,13 +29,14 @@ class DepthwiseFFT(Solver):
 
     Overlap-free circular convolution (Vasilache et al. 2014, sections 3 and 5) in the smallest basis that keeps what is
     read apart, fused so that images are read once and results written once. ``basis`` is the transform's size along
-    each axis, ``planes`` go to one thread block, ``split`` threads share a transform, ``resident`` bounds registers,
-    and ``shares`` of the images are summed one by one to a filter's gradient. Planes stay independent.
+    each axis, ``planes`` or in one dimension ``signals`` go to one thread block, ``split`` threads share a plane's
+    transform, ``resident`` bounds registers, and ``shares`` of the images are summed one by one to a filter's gradient.
+    Images stay independent. Signals beyond the largest basis go in tiles (overlap-save) where the kernel is shorter.
     """
 
     name, version = "depthwise_fft", 1
     devices = frozenset({"cuda"})
-    dims = frozenset({2})
+    dims = frozenset({1, 2})
     experimental = True
     error_bound = {"ieee": 1e-6, "tf32": 1e-6}  # noqa: RUF012
 
@@ -51,21 +54,26 @@ class DepthwiseFFT(Solver):
             return reasons
         if p.pass_ is Pass.DGRAD and any(result_placement(axis, p.pass_).count < axis.size for axis in p.axes):
             reasons.append("writes only gradients of inputs that an output reads")
-        for what, number in (("planes", p.batch * p.in_channels), ("filter elements", math.prod(p.shape("w")))):
+        length = max(axis.size + axis.before + axis.after for axis in p.axes)
+        counted = (
+            ("planes", p.batch * p.in_channels * (1 if p.dims > 1 else length)),
+            ("filter elements", math.prod(p.shape("w"))),
+        )
+        for what, number in counted:
             if number > MOST:
                 reasons.append(f"counts to {MOST}; there are {number} {what}")
-        return reasons + planes.too_large(p)
+        return reasons + _way(p).too_large(p)
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
-        return planes.configs(p)
+        return _way(p).configs(p)
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """Spectra of the filters, or what several shares of a filter gradient sum to."""
-        return planes.workspace(p, c)
+        return _way(p).workspace(p, c)
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Transforms in the smallest basis, at the rate of plain arithmetic, and operands read once."""
-        points = planes.transformed(p, c)
+        points = _way(p).transformed(p, c)
         flops = int(points * (2.5 * math.log2(math.prod(c["basis"])) + 4))  # type: ignore[arg-type]
         share = EFFICIENCY["16-bit" if p.dtype != "fp32" else "tf32" if p.precision == "tf32" else "fp32"]
         return Cost(flops, p.bytes + 2 * self.workspace(p, c), 2, share)
@@ -78,9 +86,23 @@ class DepthwiseFFT(Solver):
     def steps(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
         """The kernels' launches. Raises ``SolverUnavailable`` for a config that is none of the problem's."""
         try:
-            return planes.steps(p, c, a, b, out)
+            return _way(p).steps(p, c, a, b, out)
         except (KeyError, ValueError) as error:
             raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
+
+
+class _Way(Protocol):
+    """What the modules of planes and of signals have in common."""
+
+    def too_large(self, p: ConvProblem) -> list[str]: ...
+    def configs(self, p: ConvProblem) -> Iterable[Config]: ...
+    def workspace(self, p: ConvProblem, c: Config) -> int: ...
+    def transformed(self, p: ConvProblem, c: Config) -> int: ...
+    def steps(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]: ...
+
+
+def _way(p: ConvProblem) -> _Way:
+    return signals if p.dims == 1 else planes
 
 
 def _missing(p: ConvProblem) -> list[str]:
