@@ -85,10 +85,10 @@ template <bool PAIRS> __device__ __forceinline__ void put_pair(Result* y, const 
   const int element = span.first + 2 * j;
   Result* p = y + span.step * element;
   if constexpr (PAIRS) {
-    if (span.has(element)) put(p, value);
+    put<true>(span.has(element), p, value);
   } else {
-    if (span.has(element)) put(p, value.x);
-    if (span.has(element + 1)) put(p + span.step, value.y);
+    put<true>(span.has(element), p, value.x);
+    put<true>(span.has(element + 1), p + span.step, value.y);
   }
 }
 

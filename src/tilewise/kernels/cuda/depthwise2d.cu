@@ -63,7 +63,7 @@ struct Seat {
 
 template <class Win> __device__ __forceinline__ Seat column_seat() {
   const int t = threadIdx.x, part = t / Win::GROUP, rest = t - part * Win::GROUP;
-  return {rest / Win::PAIRS, rest % Win::PAIRS, part, part < SPLIT1 && rest < Win::LANES};
+  return {rest / Win::PAIRS, rest % Win::PAIRS, SPLIT1 > 1 ? part : 0, part < SPLIT1 && rest < Win::LANES};
 }
 
 // Threads of a warp that is not all idle do as the last ones do, but write nothing: exchanges need whole warps.
@@ -74,7 +74,10 @@ __device__ __forceinline__ Seat row_seat() {
   return {slot, rest / SPLIT2, rest % SPLIT2, mine < all};
 }
 
-__device__ __forceinline__ bool row_warp() { return (int)threadIdx.x / 32 * 32 < PLANES * ROW_THREADS; }
+__device__ __forceinline__ bool row_warp() {
+  constexpr int whole = (PLANES * ROW_THREADS + 31) / 32 * 32;
+  return THREADS == whole || (int)threadIdx.x < whole;
+}
 
 __device__ __forceinline__ float2 times(float2 a, float2 b) {
   return make_float2(fmaf(a.x, b.x, -a.y * b.y), fmaf(a.x, b.y, a.y * b.x));
@@ -244,14 +247,16 @@ __device__ __forceinline__ void columns_inverse(const float2* shared, Result* y,
   Result *first = y + to.offset + step.column * w0, *second = first + step.column * (w1 - w0);
 #pragma unroll
   for (int i = 0; i < M1; ++i) {
+    constexpr bool some = SPLIT1 > 1;  // one thread's rows are known when this is compiled
     const int h = SPLIT1 * i + me.part - Win::TOP;
-    if ((unsigned)h >= (unsigned)Win::H) continue;
+    const bool row = (unsigned)h < (unsigned)Win::H;
+    if (!some && !row) continue;
     const i64 offset = step.row * h;
     if constexpr (Win::VECTOR) {
-      put(first + offset, r[i]);
+      put<some>(row, first + offset, r[i]);
     } else {
-      put(first + offset, r[i].x);
-      if (w1 < Win::W) put(second + offset, r[i].y);
+      put<some>(row, first + offset, r[i].x);
+      put<some || Win::W % 2 != 0>(row && w1 < Win::W, second + offset, r[i].y);
     }
   }
 }

@@ -8,6 +8,6 @@ extern "C" __global__ void BOUNDS depthwise_sum(const float* __restrict__ partia
   float sum = 0.f;
   for (i64 share = 0; share < shares; ++share) sum += partial[share * elements + i];
   const unsigned place = (unsigned)i, row = place / (unsigned)columns, channel = row / (unsigned)rows;
-  put(w + channel * w_channel + (row - channel * (unsigned)rows) * w_row + (place - row * (unsigned)columns) * w_column,
-      sum);
+  w += channel * w_channel + (row - channel * (unsigned)rows) * w_row + (place - row * (unsigned)columns) * w_column;
+  put<false>(true, w, sum);
 }
