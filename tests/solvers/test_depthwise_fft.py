@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import mmap
 from dataclasses import replace
 from typing import Any
 
@@ -293,3 +294,31 @@ def test_every_config_of_large_layers_on_a_gpu(pass_: Pass, dtype: str) -> None:
             solver.bind(p, c, a, b, out)(a, b, out, space)
             error = float((out.double() - want).norm() / want.norm())
             assert error <= (1e-6 if dtype == "fp32" else 2.0**-8 if dtype == "bf16" else 2.0**-10), f"{c}: {error}"
+
+
+@emulated
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_places_beyond_32_bits(pass_: Pass, dims: int) -> None:
+    """Every tensor but the filter with its images 2^31 elements apart, in memory that is only reserved."""
+    far = 2**31 + 64
+    axes = (Axis(300, 31, 1, 1, 15, 15),) if dims == 1 else (Axis(15, 7, 1, 1, 3, 3),) * 2
+    p = ConvProblem(pass_, 2, 2, 2, axes, 2, dtype="bf16")
+    a, b = make_operands(p)
+    out = make_result(p)
+    tensors = [
+        distant(t, far) if role != "w" else t for role, t in zip((*p.operands, p.result), (a, b, out), strict=True)
+    ]
+    c = next(iter(SOLVER.configs(p)))
+    space = torch.full((max(SOLVER.workspace(p, c), 1),), 0xFF, dtype=torch.uint8)
+    SOLVER.bind(p, c, *tensors)(*tensors, space)
+    want = convolve_by_transform(p, a, b)
+    assert (tensors[2].double() - want).norm() <= 2.0**-8 * want.norm()
+
+
+def distant(tensor: torch.Tensor, far: int) -> torch.Tensor:
+    """The values with images ``far`` elements apart."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # NORESERVE
+    storage = mmap.mmap(-1, tensor.element_size() * (far + 2**16), flags=flags)
+    view = torch.frombuffer(storage, dtype=tensor.dtype).as_strided(tensor.shape, (far, *tensor.stride()[1:]))
+    return view.copy_(tensor)

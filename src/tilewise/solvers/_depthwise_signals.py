@@ -96,7 +96,7 @@ def _variants(p: ConvProblem, base: Config, program: Program) -> list[Config]:
         return [*(Config(**base, resident=n) for n in bounds), base]
     blocks = -(-p.in_channels // program.signals)
     count = p.batch * _tiles(p, program.n)
-    wave = max(1, PROCESSORS * max(1, min(fits, 65536 // (192 * program.threads))) // blocks)
+    wave = max(1, PROCESSORS * max(1, min(fits, 65536 // (128 * program.threads))) // blocks)
     return [Config(**base, shares=n) for n in sorted({min(count, wave), min(count, 2 * wave)})]
 
 

@@ -3,7 +3,7 @@
 //
 // What depthwise1d.py writes above this, all of it known when the kernel is compiled:
 //   A, B, C           factors of M = A B C, the complex points of 2 M real elements; A and B are even
-//   SIGNALS, THREADS  signals of a thread block, its threads: T = A B / 2 for each signal, whole warps
+//   SIGNALS           signals of a thread block, with T = A B / 2 threads each
 //   PAIRED_FIRST, PAIRED_SECOND, PAIRED_RESULT    an operand or the result is accessed two elements at a time
 //   CORRELATE         the product with a filter is one with its conjugate
 //   WIDE              results are fp32 whatever the operands
@@ -92,10 +92,11 @@ template <bool PAIRS> __device__ __forceinline__ void put_pair(Result* y, const 
   }
 }
 
-// The first two passes: from memory to rows in shared memory, each thread ``t`` of the T of a signal.
-template <bool PAIRS> __device__ __forceinline__ void to_rows(const Real* x, const Span& span, int t, float2* s) {
+// The first two passes: from memory to rows in shared memory, by ``count`` threads. Other signals may go with them.
+template <bool PAIRS>
+__device__ __forceinline__ void to_rows(const Real* x, const Span& span, int t, int count, float2* s) {
 #pragma unroll 1
-  for (int j = t; j < B * C; j += T) {
+  for (int j = t; j < B * C; j += count) {
     float2 r[A];
 #pragma unroll
     for (int i = 0; i < A; ++i) r[i] = element_pair<PAIRS>(x, span, i * (B * C) + j);
@@ -107,7 +108,7 @@ template <bool PAIRS> __device__ __forceinline__ void to_rows(const Real* x, con
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = t; i < A * C; i += T) {
+  for (int i = t; i < A * C; i += count) {
     float2* column = s + i / C * BLOCK + i % C;
     float2 r[B];
 #pragma unroll

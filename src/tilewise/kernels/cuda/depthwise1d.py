@@ -25,6 +25,12 @@ FACTORS = {
     24576: (32, 24, 16), 32768: (32, 32, 16),
 }  # fmt: skip
 """Of the complex points, half as many as there are real ones, that signals of so many elements make."""
+FACTORS_OF_TWO = {
+    512: (8, 8, 4), 1024: (16, 8, 4), 1536: (16, 12, 4), 2048: (16, 16, 4), 3072: (16, 24, 4), 4096: (16, 16, 8),
+    6144: (16, 24, 8), 8192: (32, 16, 8), 9216: (32, 24, 6), 12288: (32, 32, 6), 16384: (32, 32, 8),
+    24576: (32, 24, 16), 32768: (32, 32, 16),
+}  # fmt: skip
+"""Those of filter gradients, where two signals share the threads of a block: more threads, with shorter rows."""
 SIZES = tuple(FACTORS)
 BANKS = 16
 """Banks of shared memory, counted in complex numbers."""
@@ -50,18 +56,23 @@ class Program:
     wide: bool = False
 
     @property
+    def factors(self) -> tuple[int, int, int]:
+        """A, B and C of the C++."""
+        return FACTORS_OF_TWO[self.n] if self.name == "depthwise1d_gradient" else FACTORS[self.n]
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
-        a, b, _ = FACTORS[self.n]
+        a, b, _ = self.factors
         return self.signals * a * b // 2
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        a, b, c = FACTORS[self.n]
+        a, b, c = self.factors
         rows = b * (c | 1)
-        kept = self.n // 2 if self.name == "depthwise1d_gradient" else 0
-        return 8 * self.signals * (a * (rows + (c - rows) % BANKS) + kept)
+        copies = 2 if self.name == "depthwise1d_gradient" else 1
+        return 8 * self.signals * copies * a * (rows + (c - rows) % BANKS)
 
     def problems(self) -> list[str]:
         """Why it cannot run; empty when it can."""
@@ -87,7 +98,7 @@ def spectrum_length(n: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _source(p: Program) -> str:
-    a, b, c = FACTORS[p.n]
+    a, b, c = p.factors
     m = a * b * c
     codelets, macros = {}, []
     for name, size in (("a", a), ("b", b), ("c", c)):
@@ -98,7 +109,7 @@ def _source(p: Program) -> str:
     bounds = f"{p.threads}, {p.resident}" if p.resident else f"{p.threads}"
     first, second, result = p.paired
     values = {
-        "A": a, "B": b, "C": c, "SIGNALS": p.signals, "THREADS": p.threads, "PAIRED_FIRST": first,
+        "A": a, "B": b, "C": c, "SIGNALS": p.signals, "PAIRED_FIRST": first,
         "PAIRED_SECOND": second, "PAIRED_RESULT": result, "CORRELATE": p.correlate, "WIDE": p.wide,
         "REAL": REALS[p.dtype], "STREAM_STORES": p.name == "depthwise1d_image",
     }  # fmt: skip

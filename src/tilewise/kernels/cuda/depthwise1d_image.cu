@@ -12,7 +12,7 @@ extern "C" __global__ void BOUNDS depthwise1d_image(const Real* __restrict__ x, 
   const Signal me(blockIdx.x * (unsigned)SIGNALS + slot, (unsigned)signals, (unsigned)images, (unsigned)tiles);
   const int begin = (int)(me.tile * tile);
   to_rows<PAIRED_FIRST>(x + me.channel * x_channel + me.image * x_image,
-                        {x_step, begin + (int)x_first, 0, (int)x_length}, t, s);
+                        {x_step, begin + (int)x_first, 0, (int)x_length}, t, T, s);
   const Rows rows(t);
   RowPair r;
   rows_forward(s, rows, r);
