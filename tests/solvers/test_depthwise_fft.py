@@ -113,23 +113,23 @@ def check_drawn(drawn: st.SearchStrategy[ConvProblem], data: st.DataObject) -> N
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(
-    ("size", "kernel", "padding", "split", "planes"),
+    ("size", "kernel", "n"),
     [
-        (56, 31, 15, 2, 1), (56, 31, 15, 1, 2), (30, 17, 8, 2, 2), (30, 17, 8, 1, 3), (84, 51, 25, 2, 1),
-        (14, 13, 6, 1, 5), (7, 3, 1, 1, 8),
+        (5, 3, 8), (9, 5, 12), (12, 9, 16), (17, 15, 24), (25, 13, 32), (26, 21, 36), (34, 29, 48), (48, 31, 64),
+        (56, 31, 72), (70, 51, 96), (81, 55, 108), (100, 57, 128),
     ],
 )  # fmt: skip
-def test_layers(pass_: Pass, size: int, kernel: int, padding: int, split: int, planes: int) -> None:
-    """Large bases, with one and with two threads a transform, all blocks and threads in either order."""
-    axis = Axis(size, kernel, 1, 1, padding, padding)
+def test_every_basis(pass_: Pass, size: int, kernel: int, n: int) -> None:
+    """With one and with two threads a transform where there are both, all blocks and threads in either order."""
+    axis = Axis(size, kernel, 1, 1, kernel // 2, kernel // 2)
     p = ConvProblem(pass_, 3, 2, 2, (axis, axis), 2)
-    c = next(iter(SOLVER.configs(p)))
-    c = Config(**{**c, "split": split, "planes": planes})
-    if pass_ is Pass.WGRAD:
-        if split == 1 and size == 56:
-            c = Config(**{**c, "planes": 1})
-        c = Config(**{**c, "shares": 2})
-    check_config(p, c)
+    found = list(SOLVER.configs(p))
+    assert {c["basis"] for c in found} == {(n, n)}
+    splits = {c["split"]: c for c in found}
+    assert set(splits) == ({1} if n < 48 else {1, 2} if n <= 96 else {2})
+    for split, c in splits.items():
+        planes = 3 if split == 1 and n <= 48 else 2 if n <= 72 else 1
+        check_config(p, Config(**{**c, "planes": planes, **({"shares": 2} if pass_ is Pass.WGRAD else {})}))
 
 
 def check_config(p: ConvProblem, c: Config) -> None:

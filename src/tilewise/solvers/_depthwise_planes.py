@@ -20,9 +20,11 @@ __all__ = ["basis", "configs", "steps", "too_large", "transformed", "workspace"]
 
 THREADS = (64, 256)
 """Least and most threads of a block that are worth trying, where planes can be chosen."""
+PLANES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
+"""Planes of a block that are worth trying."""
 REGISTERS = 65536
-HALF_REGISTERS = 48
-"""Points of a thread from which on two threads a transform are tried."""
+LEAST_SHARED = 48
+"""Points of a transform from which on two threads are tried for each."""
 SHARED = 233472
 """Bytes of shared memory of a multiprocessor; a block takes 1 KiB beside its own."""
 
@@ -48,16 +50,17 @@ def configs(p: ConvProblem) -> Iterable[Config]:
     found: list[tuple[float, Config]] = []
     for split in (1, 2):
         points = max(sizes) // split
-        if points > depthwise2d.WHOLE_ROW or (split == 2 and points < HALF_REGISTERS // 2):
+        if points > depthwise2d.WHOLE_ROW or (split == 2 and max(sizes) < LEAST_SHARED):
             continue
-        for planes in (1, 2, 4, 8, 16, 32, 64):
-            if planes > max(1, p.batch * p.in_channels):
+        for planes in PLANES:
+            if planes > p.batch * p.in_channels:
                 break
             program = _program(p, sizes, planes, split, 0)
             if program.problems() or (planes > 1 and program.threads > THREADS[1]):
                 break
-            few = THREADS[0] / min(program.threads, THREADS[0])
-            rank = few * (1.0 if points <= depthwise2d.FEW_ENOUGH else 1.3) * (1 + 0.02 * planes)
+            idle = program.threads / (planes * program.row_threads)
+            few = max(1.0, THREADS[0] / program.threads)
+            rank = idle * few * (1.0 if points <= depthwise2d.FEW_ENOUGH else 1.3) * (1 + 0.02 * planes)
             base = Config(basis=sizes, planes=planes, split=split)
             found += [(rank * (1 + 0.01 * i), c) for i, c in enumerate(_variants(p, base, program))]
     found.sort(key=lambda entry: entry[0])
@@ -91,12 +94,9 @@ def _program(p: ConvProblem, sizes: tuple[int, int], planes: int, split: int, re
     name = "depthwise2d_gradient" if p.pass_ is Pass.WGRAD else "depthwise2d_image"
     roles = ("x", "y", "w") if p.pass_ is Pass.WGRAD else (p.operands[0], p.result)
     windows = tuple(_window(p, role, tensors) for role in roles)
-    # Two threads a transform are for long ones; a short side of the basis needs no more than one.
-    split1, split2 = (split if n // split >= HALF_REGISTERS // 2 else 1 for n in sizes)
-    wide = p.out_dtype == "fp32" or (p.pass_ is Pass.WGRAD and tensors is None)
-    return Program(
-        name, *sizes, windows, p.torch_dtype(p.operands[0]), planes, split1, split2, resident, correlates(p), wide
-    )
+    split1, split2 = (split if n >= LEAST_SHARED else 1 for n in sizes)
+    dtype, wide = p.torch_dtype(p.operands[0]), p.out_dtype == "fp32"
+    return Program(name, *sizes, windows, dtype, planes, split1, split2, resident, correlates(p), wide)
 
 
 def _window(p: ConvProblem, role: str, tensors: dict[str, Operand] | None) -> Window:

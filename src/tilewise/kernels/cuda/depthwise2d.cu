@@ -2,7 +2,7 @@
 // written once, and no spectrum of an image leaves the multiprocessor.
 //
 // What depthwise2d.py writes above this, all of it known when the kernel is compiled:
-//   N1, N2            rows and columns of the transform, multiples of 8
+//   N1, N2            rows and columns of the transform, multiples of 4
 //   SPLIT1, SPLIT2    threads that share one transform down a column (of N1 points) and along a row (of N2)
 //   PLANES, THREADS   planes of a thread block, its threads
 //   PITCH             complex numbers from one row to the next in shared memory, odd

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.kernels.cuda.codelets import fft, rotation
-from tilewise.kernels.cuda.fft2d import LARGEST_IN_REGISTERS, SHARED_LIMIT, SIZES
+from tilewise.kernels.cuda.fft2d import SHARED_LIMIT
 from tilewise.kernels.cuda.launch import read_source
 from tilewise.kernels.cuda.operands import REALS, constants
 
-__all__ = ["LARGEST_IN_REGISTERS", "SIZES", "Adder", "Program", "Window", "spectrum_length"]
+__all__ = ["FEW_ENOUGH", "SIZES", "WHOLE_ROW", "Adder", "Program", "Window", "spectrum_length"]
 
+SIZES = (8, 12, 16, 24, 32, 36, 48, 64, 72, 96, 108, 128)
+"""Rows or columns of a transform."""
 WARP = 32
 FEW_ENOUGH = 48
 """Points of a row whose sum of products a thread keeps in registers while it transforms as many."""
