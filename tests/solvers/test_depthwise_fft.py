@@ -276,7 +276,7 @@ def test_nvrtc_compiles_them(pass_: Pass, dims: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_every_config_of_large_layers_on_a_gpu(pass_: Pass, dtype: str) -> None:
+def test_large_layers_on_a_gpu(pass_: Pass, dtype: str) -> None:
     layers = (
         (Axis(56, 31, 1, 1, 15, 15), Axis(56, 31, 1, 1, 15, 15)), (Axis(28, 29, 1, 1, 14, 14),) * 2,
         (Axis(64, 51, 1, 1, 25, 25),) * 2, (Axis(7, 5, 1, 1, 2, 2), Axis(90, 33, 1, 1, 16, 16)),
@@ -288,7 +288,7 @@ def test_every_config_of_large_layers_on_a_gpu(pass_: Pass, dtype: str) -> None:
         assert not solver.why_not(p)
         a, b = (t.cuda() for t in make_operands(replace(p, device="cpu")))
         want = convolve_by_transform(p, a, b)
-        for c in solver.configs(p):
+        for c in itertools.islice(solver.configs(p), 2 if dtype == "fp32" else 1):
             out = make_result(replace(p, device="cpu")).cuda().fill_(math.nan)
             space = torch.full((solver.workspace(p, c),), 0xFF, dtype=torch.uint8, device="cuda")
             solver.bind(p, c, a, b, out)(a, b, out, space)

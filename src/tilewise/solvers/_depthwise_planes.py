@@ -85,7 +85,9 @@ def _resident(program: Program) -> int:
     points = max(program.n1 // program.split1, program.n2 // program.split2)
     sums = 2 * points if program.name == "depthwise2d_gradient" and not program.keep else 0
     registers = min(255, 2 * points + sums + 56)
-    return max(1, min(SHARED // (program.shared + 1024), REGISTERS // (registers * program.threads), 32))
+    # Each of four schedulers has a quarter of the registers, for whole warps.
+    warps = 4 * (REGISTERS // 4 // (32 * -(-registers // 8) * 8))
+    return max(1, min(SHARED // (program.shared + 1024), 32 * warps // program.threads, 32))
 
 
 def _program(p: ConvProblem, sizes: tuple[int, int], planes: int, split: int, resident: int,
