@@ -1,0 +1,198 @@
+"""Depthwise convolutions of planes in fused kernels: configs, workspace and launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from tilewise.kernels.cuda import depthwise2d
+from tilewise.kernels.cuda.depthwise2d import SIZES, Adder, Program, Window
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._depthwise_fft import FIRST, OUT, SECOND, WORKSPACE, Operand, Step, correlates, operands
+from tilewise.solvers._fft_sizes import least, placement, result_placement
+from tilewise.solvers._tiles import PROCESSORS, integer
+
+__all__ = ["basis", "configs", "steps", "too_large", "transformed", "workspace"]
+
+THREADS = (64, 256)
+"""Least and most threads of a block that are worth trying, where planes can be chosen."""
+PLANES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
+"""Planes of a block that are worth trying."""
+REGISTERS = 65536
+LEAST_SHARED = 48
+"""Points of a transform from which on two threads are tried for each."""
+SHARED = 233472
+"""Bytes of shared memory of a multiprocessor; a block takes 1 KiB beside its own."""
+
+
+def too_large(p: ConvProblem) -> list[str]:
+    """Reasons against bases beyond the largest."""
+    return [
+        f"along {name} needs a basis of {least(axis, p.pass_)}, at most {SIZES[-1]}"
+        for name, axis in zip(p.space, p.axes, strict=True)
+        if least(axis, p.pass_) > SIZES[-1]
+    ]
+
+
+def basis(p: ConvProblem) -> tuple[int, int]:
+    """The smallest sizes in which nothing wraps onto what is kept."""
+    n1, n2 = (next(n for n in SIZES if n >= least(axis, p.pass_)) for axis in p.axes)
+    return n1, n2
+
+
+def configs(p: ConvProblem) -> Iterable[Config]:
+    """Threads to a transform, planes to a block and for filter gradients shares of the batch."""
+    sizes = basis(p)
+    found: list[tuple[float, Config]] = []
+    for split in (1, 2):
+        points = max(sizes) // split
+        if points > depthwise2d.WHOLE_ROW or (split == 2 and max(sizes) < LEAST_SHARED):
+            continue
+        for planes in PLANES:
+            if planes > p.batch * p.in_channels:
+                break
+            program = _program(p, sizes, planes, split, 0)
+            if program.problems() or (planes > 1 and program.threads > THREADS[1]):
+                break
+            idle = program.threads / (planes * program.row_threads)
+            few = max(1.0, THREADS[0] / program.threads)
+            rank = idle * few * (1.0 if points <= depthwise2d.FEW_ENOUGH else 1.3) * (1 + 0.02 * planes)
+            base = Config(basis=sizes, planes=planes, split=split)
+            found += [(rank * (1 + 0.01 * i), c) for i, c in enumerate(_variants(p, base, program))]
+    found.sort(key=lambda entry: entry[0])
+    return [c for _, c in found]
+
+
+def _variants(p: ConvProblem, base: Config, program: Program) -> list[Config]:
+    resident = _resident(program)
+    found = [base]
+    if program.threads * resident < 512 and resident < SHARED // (program.shared + 1024):
+        found.append(Config(**base, resident=resident + 1))
+    if p.pass_ is not Pass.WGRAD:
+        return found
+    blocks = -(-p.in_channels // program.planes)
+    wave = max(1, PROCESSORS * resident // blocks)
+    shares = sorted({min(p.batch, n) for n in (wave, 2 * wave)})
+    return [Config(**c, shares=n) for c in found for n in shares]
+
+
+def _resident(program: Program) -> int:
+    """Blocks that a multiprocessor holds, about."""
+    points = max(program.n1 // program.split1, program.n2 // program.split2)
+    sums = 2 * points if program.name == "depthwise2d_gradient" and not program.keep else 0
+    registers = min(255, 2 * points + sums + 56)
+    # Each of four schedulers has a quarter of the registers, for whole warps.
+    warps = 4 * (REGISTERS // 4 // (32 * -(-registers // 8) * 8))
+    return max(1, min(SHARED // (program.shared + 1024), 32 * warps // program.threads, 32))
+
+
+def _program(p: ConvProblem, sizes: tuple[int, int], planes: int, split: int, resident: int,
+             tensors: dict[str, Operand] | None = None) -> Program:  # fmt: skip
+    """The pass's kernel; without ``tensors`` as if none were accessed in pairs."""
+    name = "depthwise2d_gradient" if p.pass_ is Pass.WGRAD else "depthwise2d_image"
+    roles = ("x", "y", "w") if p.pass_ is Pass.WGRAD else (p.operands[0], p.result)
+    windows = tuple(_window(p, role, tensors) for role in roles)
+    split1, split2 = (split if n >= LEAST_SHARED else 1 for n in sizes)
+    dtype, wide = p.torch_dtype(p.operands[0]), p.out_dtype == "fp32"
+    return Program(name, *sizes, windows, dtype, planes, split1, split2, resident, correlates(p), wide)
+
+
+def _window(p: ConvProblem, role: str, tensors: dict[str, Operand] | None) -> Window:
+    if tensors is not None:
+        found, pairs = tensors[role].places, tensors[role].pairs
+    else:
+        pairs = False
+        found = tuple(result_placement(a, p.pass_) if role == p.result else placement(a, role) for a in p.axes)
+    rows, columns = found
+    return Window(rows.count, columns.count, rows.lead, columns.lead, pairs)
+
+
+def _sizes(c: Config) -> tuple[int, int]:
+    sizes = c["basis"]
+    if not isinstance(sizes, tuple) or len(sizes) != 2 or any(n not in SIZES for n in sizes):
+        raise ValueError(f"basis={sizes!r}: two of {', '.join(map(str, SIZES))} would do")
+    return sizes
+
+
+def workspace(p: ConvProblem, c: Config) -> int:
+    """Spectra of the filters, or sums of several shares."""
+    if p.pass_ is Pass.WGRAD:
+        shares = integer(c, "shares")
+        return 4 * shares * math.prod(p.shape("w")) if shares > 1 else 0
+    return 8 * p.in_channels * depthwise2d.spectrum_length(*_sizes(c))
+
+
+def transformed(p: ConvProblem, c: Config) -> int:
+    """Planes times points: of every transform, either way."""
+    planes = 2 * p.batch * p.in_channels + p.in_channels
+    return planes * math.prod(_sizes(c))
+
+
+def steps(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
+    """The launches. Raises ``ValueError`` for a config that is none of the problem's."""
+    tensors = operands(p, a, b, out)
+    sizes, split = _sizes(c), integer(c, "split")
+    if any(n < least(axis, p.pass_) for n, axis in zip(sizes, p.axes, strict=True)):
+        raise ValueError(f"basis={sizes}: must be at least {tuple(least(axis, p.pass_) for axis in p.axes)}")
+    program = _program(p, sizes, integer(c, "planes"), split, integer(c, "resident") if "resident" in c else 0, tensors)
+    if problems := program.problems():
+        raise ValueError("; ".join(problems))
+    scale = 1.0 / math.prod(sizes)
+    return _gradient(p, c, program, tensors, scale) if p.pass_ is Pass.WGRAD else _image(p, program, tensors, scale)
+
+
+def _image(p: ConvProblem, program: Program, tensors: dict[str, Operand], scale: float) -> list[Step]:
+    x, w, y = tensors[p.operands[0]], tensors["w"], tensors[p.result]
+    planes, channels = p.batch * p.in_channels, p.in_channels
+    filters = Program(
+        "depthwise2d_filter", program.n1, program.n2, (_window(p, "w", tensors),), program.dtype,
+        min(program.planes, channels), program.split1, program.split2,
+    )  # fmt: skip
+    return [
+        Step(
+            filters, -(-channels // filters.planes), ((SECOND, w.start), (WORKSPACE, 0)),
+            (channels, w.channel, *w.space, scale),
+        ),
+        Step(
+            program, -(-planes // program.planes), ((FIRST, x.start), (WORKSPACE, 0), (OUT, y.start)),
+            (planes, p.batch, x.channel, x.image, *x.space, y.channel, y.image, *y.space),
+        ),
+    ]  # fmt: skip
+
+
+def _gradient(p: ConvProblem, c: Config, program: Program, tensors: dict[str, Operand], scale: float) -> list[Step]:
+    x, y, w = (tensors[role] for role in "xyw")
+    shares, channels = integer(c, "shares"), p.in_channels
+    if shares > p.batch:
+        raise ValueError(f"shares={shares}: at most one for each of {p.batch} images")
+    height, width = p.shape("w")[2:]
+    operand = (channels, p.batch, shares, x.channel, x.image, *x.space, y.channel, y.image, *y.space)
+    grid = shares * -(-channels // program.planes)
+    if shares == 1:
+        pointers = ((FIRST, x.start), (SECOND, y.start), (OUT, w.start))
+        return [Step(program, grid, pointers, (*operand, 0, w.channel, *w.space, scale))]
+    taps = height * width
+    partial = _to_workspace(program, height, width)
+    elements = channels * taps
+    adder = Adder(program.dtype, program.wide)
+    return [
+        Step(
+            partial, grid, ((FIRST, x.start), (SECOND, y.start), (WORKSPACE, 0)),
+            (*operand, elements, taps, width, 1, scale),
+        ),
+        Step(
+            adder, -(-elements // adder.threads), ((WORKSPACE, 0), (OUT, w.start)),
+            (elements, shares, height, width, w.channel, *w.space),
+        ),
+    ]  # fmt: skip
+
+
+def _to_workspace(program: Program, height: int, width: int) -> Program:
+    """The kernel of filter gradients that writes shares, dense and fp32, into the workspace."""
+    first, second, _ = program.windows
+    pairs = width % 2 == 0
+    return replace(program, windows=(first, second, Window(height, width, 0, 0, pairs)), wide=True)

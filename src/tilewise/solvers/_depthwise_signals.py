@@ -1,0 +1,209 @@
+"""Depthwise convolutions of long signals in fused kernels: configs, workspace and launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from tilewise.kernels.cuda import depthwise1d
+from tilewise.kernels.cuda.depthwise1d import SIZES, Program
+from tilewise.kernels.cuda.depthwise2d import Adder
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._depthwise_fft import FIRST, OUT, SECOND, WORKSPACE, Operand, Step, correlates, operands
+from tilewise.solvers._fft_sizes import least
+from tilewise.solvers._tiles import PROCESSORS, integer
+
+__all__ = ["configs", "steps", "too_large", "transformed", "workspace"]
+
+THREADS = (128, 256)
+"""Least and most threads of a block that are worth trying, where signals can be chosen."""
+TURNS = 4.0
+"""What separating, turning and storing a number takes beside each doubling of the transform."""
+MOST_BASES = 3
+SHARED = 233472
+"""Bytes of shared memory of a multiprocessor; a block takes 1 KiB beside its own."""
+
+
+def too_large(p: ConvProblem) -> list[str]:
+    """Reasons against signals that neither fit the largest basis nor go in tiles of at least half of it."""
+    (axis,) = p.axes
+    largest = _sizes(p)[-1]
+    if least(axis, p.pass_) <= largest or 2 * axis.kernel <= largest:
+        return []
+    return [
+        f"needs a basis of {least(axis, p.pass_)}, at most {largest}, or for tiles a kernel of at most {largest // 2}, "
+        f"not {axis.kernel}"
+    ]
+
+
+def _sizes(p: ConvProblem) -> list[int]:
+    """Sizes of bases whose kernel fits."""
+    return [n for n in SIZES if not _program(p, n, 1, 0).problems()]
+
+
+def _results(p: ConvProblem) -> int:
+    """Elements that tiles cut: of the result, or for filter gradients of the output's gradient."""
+    (axis,) = p.axes
+    return axis.size if p.pass_ is Pass.DGRAD else axis.out
+
+
+def _tile(p: ConvProblem, n: int) -> int:
+    """Results of one tile in a basis of n: all of them where nothing wraps, else those whose windows fit, evenly many.
+
+    Below 1 where the kernel is longer than the basis.
+    """
+    (axis,) = p.axes
+    if least(axis, p.pass_) <= n:
+        return _results(p)
+    return (n - axis.kernel + 1) // 2 * 2
+
+
+def _tiles(p: ConvProblem, n: int) -> int:
+    return -(-_results(p) // _tile(p, n))
+
+
+def _bases(p: ConvProblem) -> list[int]:
+    """The bases with the least work, tiles counted."""
+    (axis,) = p.axes
+    fit = [n for n in _sizes(p) if least(axis, p.pass_) <= n or 2 * axis.kernel <= n]
+    return sorted(fit, key=lambda n: _tiles(p, n) * n * (math.log2(n) + TURNS))[:MOST_BASES]
+
+
+def configs(p: ConvProblem) -> Iterable[Config]:
+    """Bases, signals to a block and for filter gradients shares of the batch."""
+    found = []
+    for n in _bases(p):
+        one = _program(p, n, 1, 0)
+        most = p.in_channels if p.pass_ is Pass.WGRAD else p.batch * p.in_channels * _tiles(p, n)
+        wanted = {max(1, threads // one.threads) for threads in THREADS}
+        for signals in sorted({min(count, most) for count in wanted}):
+            program = _program(p, n, signals, 0)
+            c = Config(basis=(n,), signals=signals)
+            if not program.problems():
+                found += _variants(p, c, program)
+    return found
+
+
+def _variants(p: ConvProblem, base: Config, program: Program) -> list[Config]:
+    fits = SHARED // (program.shared + 1024)
+    resident = min(fits, 65536 // (128 * program.threads))
+    if p.pass_ is not Pass.WGRAD:
+        bounds = [n for n in (resident, resident + 1) if 1 < n <= min(fits, 8)]
+        return [*(Config(**base, resident=n) for n in bounds), base]
+    blocks = -(-p.in_channels // program.signals)
+    count = p.batch * _tiles(p, program.n)
+    wave = max(1, PROCESSORS * max(1, min(fits, 65536 // (128 * program.threads))) // blocks)
+    return [Config(**base, shares=n) for n in sorted({min(count, wave), min(count, 2 * wave)})]
+
+
+def _program(p: ConvProblem, n: int, signals: int, resident: int,
+             paired: tuple[bool, bool, bool] = (False, False, False)) -> Program:  # fmt: skip
+    name = "depthwise1d_gradient" if p.pass_ is Pass.WGRAD else "depthwise1d_image"
+    dtype = p.torch_dtype(p.operands[0])
+    return Program(name, n, dtype, signals, paired, resident, correlates(p), p.out_dtype == "fp32")
+
+
+def _size(c: Config) -> int:
+    basis = c["basis"]
+    if not isinstance(basis, tuple) or len(basis) != 1 or basis[0] not in SIZES:
+        raise ValueError(f"basis={basis!r}: one of {', '.join(map(str, SIZES))} would do")
+    return basis[0]
+
+
+def workspace(p: ConvProblem, c: Config) -> int:
+    """Spectra of the filters, or sums of several shares."""
+    if p.pass_ is Pass.WGRAD:
+        shares = integer(c, "shares")
+        return 4 * shares * math.prod(p.shape("w")) if shares > 1 else 0
+    return 8 * p.in_channels * depthwise1d.spectrum_length(_size(c))
+
+
+def transformed(p: ConvProblem, c: Config) -> int:
+    """Signals times points: of every transform, either way."""
+    n = _size(c)
+    return n * p.in_channels * (2 * p.batch * _tiles(p, n) + 1)
+
+
+def steps(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
+    """The launches. Raises ``ValueError`` for a config that is none of the problem's."""
+    tensors, n, (axis,) = operands(p, a, b, out), _size(c), p.axes
+    tile = _tile(p, n)
+    if tile < 1:
+        raise ValueError(f"basis={n}: must be at least {axis.kernel}, better twice that")
+    whole = least(axis, p.pass_) <= n
+    x_first = -axis.before
+    y_first = 0
+    if p.pass_ is Pass.DGRAD:
+        x_first, y_first = (0, -axis.before) if whole else (axis.before - axis.kernel + 1, 1 - axis.kernel)
+    even = {p.operands[0]: x_first, p.result: y_first, "w": 0}
+    roles = (*p.operands, p.result) if p.pass_ is Pass.WGRAD else (p.operands[0], "w", p.result)
+    # The last element of an odd length has no neighbour, whatever is cropped; tiles start at even elements.
+    paired = [tensors[role].pairs and p.shape(role)[2] % 2 == 0 and even.get(role, 0) % 2 == 0 for role in roles]
+    program = _program(p, n, integer(c, "signals"), integer(c, "resident") if "resident" in c else 0,
+                       (paired[0], paired[1], paired[2]))  # fmt: skip
+    if problems := program.problems():
+        raise ValueError("; ".join(problems))
+    cut = (_tiles(p, n), tile)
+    if p.pass_ is Pass.WGRAD:
+        return _gradient(p, c, program, tensors, cut)
+    return _image(p, program, tensors, cut, (x_first, y_first))
+
+
+def _image(
+    p: ConvProblem, program: Program, tensors: dict[str, Operand], cut: tuple[int, int], first: tuple[int, int]
+) -> list[Step]:
+    x, w, y = tensors[p.operands[0]], tensors["w"], tensors[p.result]
+    tiles, tile = cut
+    channels, signals = p.in_channels, p.batch * p.in_channels * tiles
+    filters = replace(
+        program, name="depthwise1d_filter", signals=min(program.signals, channels), resident=0,
+        paired=(program.paired[1], False, False), wide=False, correlate=False,
+    )  # fmt: skip
+    (taps,), length, result = p.shape("w")[2:], p.shape(p.operands[0])[2], p.shape(p.result)[2]
+    return [
+        Step(
+            filters, -(-channels // filters.signals), ((SECOND, 0), (WORKSPACE, 0)),
+            (channels, w.channel, *w.space, taps, 2.0 / program.n),
+        ),
+        Step(
+            program, -(-signals // program.signals), ((FIRST, 0), (WORKSPACE, 0), (OUT, 0)),
+            (
+                signals, p.batch, tiles, tile, x.channel, x.image, *x.space, length, first[0], y.channel, y.image,
+                *y.space, result, first[1],
+            ),
+        ),
+    ]  # fmt: skip
+
+
+def _gradient(
+    p: ConvProblem, c: Config, program: Program, tensors: dict[str, Operand], cut: tuple[int, int]
+) -> list[Step]:
+    x, y, w = (tensors[role] for role in "xyw")
+    (tiles, tile), (axis,), shares, channels = cut, p.axes, integer(c, "shares"), p.in_channels
+    if shares > p.batch * tiles:
+        raise ValueError(f"shares={shares}: at most one for each of {p.batch * tiles} images or tiles")
+    operand = (
+        channels, p.batch, tiles, shares, tile, x.channel, x.image, *x.space, axis.size, -axis.before, y.channel,
+        y.image, *y.space, axis.out,
+    )  # fmt: skip
+    grid, scale = shares * -(-channels // program.signals), 2.0 / program.n
+    if shares == 1:
+        pointers = ((FIRST, 0), (SECOND, 0), (OUT, 0))
+        return [Step(program, grid, pointers, (*operand, 0, w.channel, *w.space, axis.kernel, scale))]
+    elements = channels * axis.kernel
+    partial = replace(program, wide=True, paired=(*program.paired[:2], axis.kernel % 2 == 0))
+    adder = Adder(program.dtype, program.wide)
+    return [
+        Step(
+            partial, grid, ((FIRST, 0), (SECOND, 0), (WORKSPACE, 0)),
+            (*operand, elements, axis.kernel, 1, axis.kernel, scale),
+        ),
+        Step(
+            adder, -(-elements // adder.threads), ((WORKSPACE, 0), (OUT, 0)),
+            (elements, shares, 1, axis.kernel, w.channel, 0, *w.space),
+        ),
+    ]  # fmt: skip
