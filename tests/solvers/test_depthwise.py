@@ -54,7 +54,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@settings(max_examples=15, suppress_health_check=SLOW)
+@settings(max_examples=6, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_any_tile(pass_: Pass, dtype: str, data: st.DataObject) -> None:
     found: tuple[ConvProblem, Memory] = data.draw(
@@ -92,7 +92,7 @@ BOUND = {"fp32": 2e-6, "bf16": 2.0**-8, "fp16": 2.0**-11}
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_what_is_offered_runs(pass_: Pass, layout: str) -> None:
     """A config that could not be bound would pass the drawn tests."""
-    p = layer(pass_, layout, "bf16")
+    p = layer(pass_, layout, "bf16", batch=1, channels=2, size=9)
     a, b = make_operands(p)
     want = p.reference(a, b)
     for c in itertools.islice(SOLVER.configs(p), 1):

@@ -82,7 +82,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 @interpreted
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
-@settings(max_examples=6, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_tile(pass_: Pass, data: st.DataObject) -> None:
     p = data.draw(layers(pass_))
@@ -95,7 +95,7 @@ def test_any_tile(pass_: Pass, data: st.DataObject) -> None:
 @pytest.mark.parametrize("form", ["channels_last", "view"])
 def test_layouts(pass_: Pass, form: str) -> None:
     p = ConvProblem(pass_, 3, 4, 6, (Axis(10, 3, 1, 1, 1, 1), Axis(11, 5, 1, 1, 2, 0)), layouts=(form,) * 3)
-    c = Config(basis=(8, 16), tile=(6, 12), product="fp16x3", gemm=(16, 16, 16), warps=4, stages=2, block=2)
+    c = Config(basis=(8, 8), tile=(6, 4), product="fp16x3", gemm=(16, 16, 16), warps=4, stages=2, block=2)
     check(SOLVER, p, c, ((form, 3 if form == "view" else 0),) * 3, accumulate=False)
 
 
@@ -176,7 +176,7 @@ def test_a_constant_filter_is_transformed_apart(pass_: Pass, product: str) -> No
     axes = (Axis(10, 3, 1, 1, 1, 1), Axis(9, 5, 1, 1, 2, 0))
     p = ConvProblem(pass_, 3, 4, 6, axes, constant_weight=True)
     piece = {} if product == "library" else {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
-    c = Config(basis=(8, 16), tile=(6, 9), product=product, block=2, **piece)  # type: ignore[arg-type]
+    c = Config(basis=(8, 8), tile=(6, 4), product=product, block=2, **piece)  # type: ignore[arg-type]
     a, w = (torch.randn(p.shape(role)) for role in p.operands)
     out = torch.full(p.shape(p.result), math.nan)
     kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8)

@@ -1,0 +1,60 @@
+"""Every kernel by NVIDIA's own compiler, where there is one: what the emulation defines, a GPU may not know."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise.axis import Axis
+from tilewise.kernels.cuda import fft1d, fft2d
+from tilewise.kernels.cuda.launch import Bound, Program, read_source
+from tilewise.kernels.cuda.operands import Memory, dense, spectrum_shape
+from tilewise.planner.operands import make_operands, make_result
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers.depthwise_fft import DepthwiseFFT
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+
+
+def transform(dims: int, layout: str, inverse: bool, dtype: torch.dtype) -> Bound:
+    n = 24
+    shape, s = (6, *[n - 2] * dims), (n,) * dims
+    image = Memory(shape, dense(shape), dtype)
+    sizes = spectrum_shape((6,), s, layout)
+    spectrum = Memory(sizes, dense(sizes), torch.complex64)
+    if dims == 1:
+        return fft1d.bind(image, spectrum, s, (1,), layout, inverse, None)
+    return fft2d.bind(image, spectrum, s, (1, 1), layout, inverse, None, 1.0, layout == "frequency_major")
+
+
+def check(program: Program, folder: Path) -> None:
+    source = folder / "kernel.cu"
+    source.write_text(read_source("ptx.cu") + program.source())
+    options = ["-cubin", "-arch=sm_90", "-std=c++17", "--expt-relaxed-constexpr", "-o", "/dev/null"]
+    done = subprocess.run(["nvcc", *options, str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "layout", "dtype"),
+    [(1, "plain", torch.float32), (1, "packed", torch.float16), (2, "plain", torch.bfloat16),
+     (2, "frequency_major", torch.float32), (2, "packed", torch.float32)],
+)  # fmt: skip
+def test_transforms(dims: int, layout: str, dtype: torch.dtype, inverse: bool, tmp_path: Path) -> None:
+    check(transform(dims, layout, inverse, dtype).program, tmp_path)
+
+
+@pytest.mark.parametrize("axes", [(Axis(14, 5, 1, 1, 2, 2),) * 2, (Axis(600, 33, 1, 1, 16, 16),)], ids=["2d", "1d"])
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_depthwise(pass_: Pass, axes: tuple[Axis, ...], tmp_path: Path) -> None:
+    solver, p = DepthwiseFFT(), ConvProblem(pass_, 3, 4, 4, axes, 4)
+    a, b = make_operands(p)
+    steps = solver.steps(p, next(iter(solver.configs(p))), a, b, make_result(p))
+    assert len(steps) >= 2
+    for step in steps:
+        check(step.program, tmp_path)
