@@ -13,6 +13,7 @@ from torch import nn
 import tilewise
 from tilewise import execute
 from tilewise.axis import Axis
+from tilewise.device import device_name
 from tilewise.kernels.reference import convolve
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner import Planner
@@ -103,6 +104,45 @@ def test_a_weight_without_a_version_is_prepared_every_time(prepared: list[object
             check(run, p, a, w)
     assert len(prepared) == 3
     check(run, p, a, torch.randn(p.shape("w")))
+
+
+def test_a_captured_call_neither_takes_nor_leaves_a_filter(
+    prepared: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = LAYERS["dense"]
+    run, a, w = bound(p)
+    check(run, p, a, w)
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "is_capturing", lambda device: True)
+        check(run, p, a, w)
+        check(run, p, a, w)
+        assert len(prepared) == 3
+    check(run, p, a, w)
+    assert len(prepared) == 3
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_the_weight_and_streams_have_their_own() -> None:
+    p = replace(LAYERS["dense"], device=device_name("cuda"))
+    config = next(c for c in FFT.configs(p) if c.get("transform") != "own")
+    a, w = (torch.randn(p.shape(role), device="cuda") for role in p.operands)
+    run = execute.bind(Plan(p.key, FFT.name, FFT.version, config), p, a, w)
+    for _ in range(2):
+        check(run, p, a, w)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        check(run, p, a, w)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(a, w)
+    check(run, p, a, w)
+    for factor in (1, 3):
+        w.mul_(factor)
+        graph.replay()
+        torch.testing.assert_close(out.double(), convolve(p, a, w), rtol=1e-4, atol=1e-4)
+        check(run, p, a, w)
 
 
 def test_threads_with_weights_of_their_own() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilewise import solvers
+from tilewise.device import is_capturing
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, Part, Range, Write, dense_strides
 from tilewise.solvers import Prepare, Solver, Split
@@ -186,7 +187,8 @@ class Node:
 class KeptFilter:
     """A prepared filter, kept while the weight's memory and version counter stay the same.
 
-    Prepared anew on another stream, and at every call for a weight without a version (``torch.inference_mode``).
+    Prepared anew on another stream, and at every call for a weight without a version (``torch.inference_mode``). A CUDA
+    graph prepares its own at every replay: what it was captured with would not be there before the first, nor stay.
     """
 
     __slots__ = ("_kept", "_key", "_lock", "_prepare", "_size", "_weak")
@@ -200,19 +202,24 @@ class KeptFilter:
 
     def of(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
         """What ``weight`` comes to."""
+        if is_capturing(weight.device):
+            return self._prepared(weight, workspace)
         with self._lock:
             storage = weight.untyped_storage()
             stream = torch._C._cuda_getCurrentRawStream(weight.get_device()) if weight.is_cuda else 0
             version = -1 if weight.is_inference() else weight._version
             key = (storage._cdata, weight.storage_offset(), version, stream)
             if self._kept is None or key != self._key or version < 0:
-                with torch.inference_mode(False), torch.no_grad():
-                    pages = torch.empty(self._size + GRAIN, dtype=torch.uint8, device=weight.device)
-                    kept = pages.narrow(0, -pages.data_ptr() % GRAIN, self._size)
-                    self._prepare(weight, kept, workspace)
-                self._kept, self._key = kept, key
-                self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # its address goes to no other storage while this is held
+                self._kept, self._key = self._prepared(weight, workspace), key
+                self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # its address stays its own
             return self._kept
+
+    def _prepared(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            pages = torch.empty(self._size + GRAIN, dtype=torch.uint8, device=weight.device)
+            kept = pages.narrow(0, -pages.data_ptr() % GRAIN, self._size)
+            self._prepare(weight, kept, workspace)
+        return kept
 
 
 class Leaf(Node):
