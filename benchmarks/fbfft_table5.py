@@ -15,12 +15,12 @@ from harness.layer_pass import LAYOUTS
 from harness.layers import FBFFT_TABLE_4, PASSES, by_name
 from harness.picture import Figure, stacked_bars
 from harness.result import Result, Row, Side
-from harness.settings import BadInput, NothingToMeasure, Settings
+from harness.settings import NothingToMeasure, Settings
 from harness.sides import Tensors, framework_call, race
 from harness.steps import breakdown, can_mark
 
 from tilewise.problem import ConvProblem
-from tilewise.solvers import Solver, get
+from tilewise.solvers import Solver
 
 DEFAULTS = {
     "solver": "fft",
@@ -37,10 +37,7 @@ QUICK = {"layers": "L4", "passes": "fprop", "batch": "2", "repeats": "2", "budge
 
 def run(settings: Settings) -> Result:
     """One row a layer-pass."""
-    try:
-        solver = get(settings.text("solver"))
-    except KeyError as error:
-        raise BadInput(f"solver={settings.text('solver')!r}: {error.args[0]}") from error
+    solver = settings.solver()
     if not can_mark(solver):
         raise NothingToMeasure(f"solver {solver.name} does not mark its steps: fft would do")
     rows: list[Row] = []

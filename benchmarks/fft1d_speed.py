@@ -5,29 +5,15 @@ Vasilache et al. 2014, Figure 7 and Section 5.4; as ``fft2d_speed``, of signals.
 
 from __future__ import annotations
 
-from typing import Any
-
-from harness.picture import Figure, speedup_lines
+from harness import transforms
 from harness.result import Result
 from harness.settings import Settings
-from harness.transforms import speeds
+from harness.transforms import draw as draw
 
-DEFAULTS = {
-    "sizes": "",
-    "batches": "4,32,128,1024,4096,16384,65536,1048576",
-    "largest": "1GiB",
-    "padding": "3",
-    "budget_ms": "150",
-    "seconds": "0",
-}
-QUICK = {"sizes": "8,192", "batches": "4", "largest": "64KiB", "budget_ms": "10"}
+DEFAULTS = {**transforms.DEFAULTS, "batches": "4,32,128,1024,4096,16384,65536,1048576"}
+QUICK = {**transforms.QUICK, "sizes": "8,192"}
 
 
 def run(settings: Settings) -> Result:
     """One row a size, direction and batch."""
-    return speeds(settings, 1)
-
-
-def draw(document: dict[str, Any]) -> Figure:
-    """The figure's two panels."""
-    return speedup_lines(document, ("forward", "inverse"))
+    return transforms.speeds(settings, 1)

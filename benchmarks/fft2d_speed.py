@@ -8,29 +8,15 @@ transposes. ``share_of_copy`` is the time of a device copy of the task's least b
 
 from __future__ import annotations
 
-from typing import Any
-
-from harness.picture import Figure, speedup_lines
+from harness import transforms
 from harness.result import Result
 from harness.settings import Settings
-from harness.transforms import speeds
+from harness.transforms import draw as draw
 
-DEFAULTS = {
-    "sizes": "",
-    "batches": "4,32,128,1024,4096,16384,65536",
-    "largest": "1GiB",
-    "padding": "3",
-    "budget_ms": "150",
-    "seconds": "0",
-}
-QUICK = {"sizes": "8,16", "batches": "4", "largest": "64KiB", "budget_ms": "10"}
+DEFAULTS = {**transforms.DEFAULTS, "batches": "4,32,128,1024,4096,16384,65536"}
+QUICK = {**transforms.QUICK, "sizes": "8,16"}
 
 
 def run(settings: Settings) -> Result:
     """One row a size, direction and batch."""
-    return speeds(settings, 2)
-
-
-def draw(document: dict[str, Any]) -> Figure:
-    """The figure's two panels."""
-    return speedup_lines(document, ("forward", "inverse"))
+    return transforms.speeds(settings, 2)

@@ -15,11 +15,11 @@ from harness.configs import Runnable, fastest
 from harness.layers import PASSES, Layer
 from harness.picture import Figure, speedup_lines
 from harness.result import Bar, Result, Row, Side
-from harness.settings import BadInput, NothingToMeasure, Settings
+from harness.settings import NothingToMeasure, Settings
 from harness.sides import Tensors, race
 
 from tilewise.problem import ConvProblem
-from tilewise.solvers import Solver, get
+from tilewise.solvers import Solver
 from tilewise.solvers.base import EXPERIMENTAL
 
 DEFAULTS = {
@@ -38,10 +38,7 @@ OWN = "own"
 
 def run(settings: Settings) -> Result:
     """One row a size and pass."""
-    try:
-        solver = get(settings.text("solver"))
-    except KeyError as error:
-        raise BadInput(f"solver={settings.text('solver')!r}: {error.args[0]}") from error
+    solver = settings.solver()
     rows: list[Row] = []
     notes: list[str] = []
     deadline = settings.deadline()

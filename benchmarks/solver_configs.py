@@ -23,7 +23,7 @@ from tilewise.device import device_name
 from tilewise.notation import parse_layer
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem
-from tilewise.solvers import Solver, get
+from tilewise.solvers import Solver
 
 DEFAULTS = {
     "solver": "tiled_fft",
@@ -54,10 +54,7 @@ NAMED = {
 
 def run(settings: Settings) -> Result:
     """One row a layer and pass: torch's better layout and the fastest config; the others are in its details."""
-    try:
-        solver = get(settings.text("solver"))
-    except KeyError as error:
-        raise BadInput(f"solver={settings.text('solver')!r}: {error.args[0]}") from error
+    solver = settings.solver()
     rows: list[Row] = []
     notes: list[str] = []
     deadline = settings.deadline()

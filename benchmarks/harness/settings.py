@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from tilewise import solvers
 from tilewise.plan import parse_bytes
 from tilewise.planner import Options, Planner
 from tilewise.planner.options import BATCH_SIZES, RIGORS
+from tilewise.solvers import Solver
 from tilewise.wisdom import Wisdom
 
 if TYPE_CHECKING:
@@ -106,6 +108,13 @@ class Settings:
             if word not in known:
                 raise BadInput(f"{name}={word!r}: one of {', '.join(known)} would do")
         return [known[word] for word in words]
+
+    def solver(self) -> Solver:
+        """The solver that the option of this name names. Raises :class:`BadInput`."""
+        try:
+            return solvers.get(self.text("solver"))
+        except KeyError as error:
+            raise BadInput(f"solver={self.text('solver')!r}: {error.args[0]}") from error
 
     def words(self, name: str) -> list[str]:
         """A comma-separated option."""

@@ -19,6 +19,7 @@ from tilewise.problem import ConvProblem
 from tilewise.solvers import Run, Solver
 from tilewise.solvers._fft_plan import Index, Steps
 from tilewise.solvers._matmul import at_precision
+from tilewise.solvers._own_fft import in_order
 from tilewise.solvers._own_fft_configs import plan_of
 from tilewise.solvers.fft import FFT
 from tilewise.solvers.tiled_fft import TiledFFT
@@ -77,16 +78,11 @@ def marked(
     """A run that marks its steps."""
     if solver.name == FFT.name and c.get("transform") != "own":
         return at_precision(p, MarkedSteps(mark, p, c, a.stride(), b.stride(), out.stride()).run)
-    steps = plan_of(p, c).steps((a, b, out), a.device)
+    queue = in_order(plan_of(p, c).steps((a, b, out), a.device), mark)
 
     def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None) -> torch.Tensor:
         assert out is not None
-        assert workspace is not None
-        each = (a, b, out, workspace)
-        addresses = [t.data_ptr() for t in each]
-        for name, step in steps:
-            mark(name)
-            step(each, addresses)
+        queue(a, b, out, workspace)
         return out
 
     return at_precision(p, run)

@@ -6,9 +6,11 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from harness.picture import Figure, speedup_lines
 from harness.result import Result, Row, Side, geometric_mean
 from harness.settings import Settings
 from harness.sides import SEED, Call
@@ -16,6 +18,8 @@ from tilewise import fft
 from tilewise.kernels.spectra import from_plain, to_plain
 from tilewise.planner import measure
 
+DEFAULTS = {"sizes": "", "largest": "1GiB", "padding": "3", "budget_ms": "150", "seconds": "0"}
+QUICK = {"batches": "4", "largest": "64KiB", "budget_ms": "10"}
 ERROR_LIMIT = 1e-6
 PADDED = ("plain", "frequency_major")
 """Layouts that are measured with padding."""
@@ -197,3 +201,8 @@ def facts(rows: Sequence[Row]) -> dict[str, float]:
         found[f"{group} {n}: share of copy, largest batch"] = row.details["share_of_copy"]
         shares.setdefault(group, []).append(row.details["share_of_copy"])
     return found | {f"{group}: geometric mean of shares": geometric_mean(each) for group, each in shares.items()}
+
+
+def draw(document: dict[str, Any]) -> Figure:
+    """The figure's two panels."""
+    return speedup_lines(document, ("forward", "inverse"))

@@ -14,8 +14,7 @@ from tilewise import solvers
 from tilewise.device import is_capturing
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, Part, Range, Write, dense_strides
-from tilewise.solvers import Prepare, Solver, Split
-from tilewise.solvers.base import Run
+from tilewise.solvers import Prepare, Run, Solver, Split
 
 __all__ = ["Bound", "PlanMismatch", "bind", "release_workspaces"]
 
@@ -59,10 +58,15 @@ class Workspaces(threading.local):
             return torch.empty(size, dtype=torch.uint8, device=device)
         if self.buffer.numel() < size:
             self.release()  # first: never both at once
-            with torch.inference_mode(False):  # else no later call outside that mode could write it
-                pages = torch.empty(size + GRAIN, dtype=torch.uint8, device="cpu")  # torch aligns to 64 bytes only
-                self.buffer = pages.narrow(0, -pages.data_ptr() % GRAIN, size)
+            self.buffer = _aligned(size, device)
         return self.buffer
+
+
+def _aligned(size: int, device: torch.device) -> torch.Tensor:
+    """New bytes, the first at a multiple of ``GRAIN``."""
+    with torch.inference_mode(False):  # else no later call outside that mode could write them
+        pages = torch.empty(size + GRAIN, dtype=torch.uint8, device=device)  # torch aligns a CPU's to 64 bytes only
+        return pages.narrow(0, -pages.data_ptr() % GRAIN, size)
 
 
 _workspaces = Workspaces()
@@ -215,9 +219,8 @@ class KeptFilter:
             return self._kept
 
     def _prepared(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
+        kept = _aligned(self._size, weight.device)
         with torch.inference_mode(False), torch.no_grad():
-            pages = torch.empty(self._size + GRAIN, dtype=torch.uint8, device=weight.device)
-            kept = pages.narrow(0, -pages.data_ptr() % GRAIN, self._size)
             self._prepare(weight, kept, workspace)
         return kept
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from tilewise.solvers._frequency_products import Block, Matrices, factors, launc
 from tilewise.solvers._matmul import at_precision
 from tilewise.solvers.base import Prepare, Run, SolverUnavailable
 
-__all__ = ["OwnPlan", "Transform", "launched"]
+__all__ = ["OwnPlan", "Transform", "in_order", "launched"]
 
 Tensors = Sequence[torch.Tensor | None]
 Step = Callable[[Tensors, Sequence[int]], None]
@@ -108,16 +108,13 @@ class OwnPlan:
 
         Raises ``SolverUnavailable`` with the reason where a kernel does not compile or fit.
         """
-        steps = [step for _, step in self.steps(tensors, device, launch)]
+        queue = in_order(self.steps(tensors, device, launch))
 
         def run(
             a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
         ) -> torch.Tensor:
             assert out is not None
-            each = (a, b, out, workspace)
-            addresses = [0 if t is None else t.data_ptr() for t in each]
-            for step in steps:
-                step(each, addresses)
+            queue(a, b, out, workspace)
             return out
 
         return at_precision(self.p, run) if self.product == "library" else run
@@ -138,15 +135,22 @@ class OwnPlan:
     ) -> Prepare:
         """What transforms filters with the strides of ``weight``. Raises as :meth:`bind`."""
         with _unavailable():
-            steps = [step for _, step in Steps(self, {"w": weight}, device, launch or launched(device)).filter()]
+            queue = in_order(Steps(self, {"w": weight}, device, launch or launched(device)).filter())
+        return lambda weight, kept, workspace: queue(weight, kept, None, workspace)
 
-        def prepare(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
-            each = (weight, kept, None, workspace)
-            addresses = [0 if t is None else t.data_ptr() for t in each]
-            for step in steps:
-                step(each, addresses)
 
-        return prepare
+def in_order(steps: Iterable[tuple[str, Step]], mark: Callable[[str], None] | None = None) -> Callable[..., None]:
+    """Queues all steps over the tensors it is called with; ``mark`` is told each one's name before."""
+    named = list(steps)
+
+    def queue(*tensors: torch.Tensor | None) -> None:
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        for name, step in named:
+            if mark is not None:
+                mark(name)
+            step(tensors, addresses)
+
+    return queue
 
 
 @contextlib.contextmanager
@@ -180,6 +184,8 @@ class Steps:
         """The tensors that spectra lie in."""
         self.peaks: dict[str, int] = {}
         """Blocks of an operand's transforms so far."""
+        self.products: dict[tuple[object, ...], Step] = {}
+        """Of chunks so far: equal ones share theirs, which is compiled."""
 
     def all(self) -> Iterator[tuple[str, Step]]:
         """Every kernel and its name."""
@@ -197,7 +203,11 @@ class Steps:
             for role in p.operands:
                 if role != "w":
                     yield from self._images(role, chunk, spectra[role])
-            yield "product", self._products(chunk, spectra, p.pass_ is Pass.WGRAD and number > 0)
+            accumulate = p.pass_ is Pass.WGRAD and number > 0
+            key = (chunk.rows, accumulate, *self.peaks.items())
+            if key not in self.products:
+                self.products[key] = self._products(chunk, spectra, accumulate)
+            yield "product", self.products[key]
             if p.pass_ is not Pass.WGRAD:
                 yield from self._results(chunk, spectra[p.result])
         if p.pass_ is Pass.WGRAD:

@@ -18,9 +18,9 @@ from tilewise.solvers._matmul import library_scratch
 from tilewise.solvers._own_fft import OwnPlan
 from tilewise.solvers._program_run import has_triton
 from tilewise.solvers._tiles import integer
-from tilewise.solvers.base import Cost
+from tilewise.solvers.base import Cost, Run, SolverUnavailable
 
-__all__ = ["Place", "cost", "fits", "hidden", "limits", "offered", "places", "plan_of"]
+__all__ = ["Place", "bind", "cost", "count", "fits", "hidden", "limits", "offered", "places", "plan_of"]
 
 MOST_BYTES = 2**33
 """Workspaces beyond this are not offered."""
@@ -58,7 +58,8 @@ def limits(p: ConvProblem) -> list[str]:
     return reasons
 
 
-def places(p: ConvProblem) -> list[Place]:
+@functools.lru_cache(maxsize=1024)
+def places(p: ConvProblem) -> tuple[Place, ...]:
     """Bases with the largest tiles that they hold, those that move least first."""
     each = []
     for axis in p.axes:
@@ -72,7 +73,7 @@ def places(p: ConvProblem) -> list[Place]:
         numbers = p.batch * tiles * (p.in_channels + p.out_channels) + p.in_channels * p.out_channels // p.groups
         ranked.append((n1 * (n2 // 2 + 1) * numbers * (1 + 0.02 * tiles), (n1, n2), (m1, m2)))
     ranked.sort()
-    return [(basis, tile) for _, basis, tile in ranked]
+    return tuple((basis, tile) for _, basis, tile in ranked)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,6 +141,13 @@ def fits(p: ConvProblem, c: Config) -> bool:
         n in SIZES and axis.kernel <= n and windows(axis, p.pass_, size)[1] <= n
         for axis, size, n in zip(p.axes, plan.tile, plan.basis, strict=True)
     )
+
+
+def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run:
+    """Compile the kernels for these strides. Raises ``SolverUnavailable`` with the reason."""
+    if not fits(p, c):
+        raise SolverUnavailable(f"{c} is no config of {p.key}")
+    return plan_of(p, c).bind((a, b, out), a.device)
 
 
 def hidden(p: ConvProblem, c: Config) -> int:

@@ -17,7 +17,7 @@ from tilewise.solvers._fft_plan import FourierPlan
 from tilewise.solvers._fft_products import STREAMS
 from tilewise.solvers._fft_sizes import bases
 from tilewise.solvers._matmul import at_precision, library_scratch
-from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run, Solver
 
 MOST_BASES = 4
 MOST_PLACES = 2
@@ -62,6 +62,11 @@ class FFT(Solver):
 
         The same blocks for every batch, so that a part of a batch can be asked about what gained on the whole.
         """
+        yield from self._library(p)
+        yield from (c for c, _ in self._own(p, None))
+
+    def _library(self, p: ConvProblem) -> Iterable[Config]:
+        """Those on the library's transforms."""
         found = bases(p, MOST_BASES)
         whole = [Config(basis=basis, product=product) for basis in found for product in self._products(p)]
         sizes = [*(2**e for e in range(29, 0, -2)), 1]
@@ -71,13 +76,12 @@ class FFT(Solver):
         for number, c in enumerate((*whole, *blocks)):
             if number == last or self.workspace(p, c) <= MOST_BYTES:
                 yield c
-        yield from (c for c, _ in self._own(p, None))
 
     def offers(
         self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
     ) -> Iterable[tuple[Config, int]]:
         """Under a limit also the largest power of two that keeps it, in the best basis."""
-        configs = [c for c in self.configs(p) if not _is_own(c)]
+        configs = list(self._library(p))
         if only is not None:
             configs = [c for c in configs if c in only]
             configs += [c for c in only if _is_own(c) and self._has_own(p) and own.fits(p, c)]
@@ -173,11 +177,9 @@ class FFT(Solver):
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         if out is None:
             raise ValueError(f"out=None: {self.name} writes into a tensor of shape {p.shape(p.result)}")
-        if not _is_own(c):
-            return at_precision(p, self._plan(p, c).bind(a, b, out))
-        if not own.fits(p, c):
-            raise SolverUnavailable(f"{c} is no config of {p.key}")
-        return own.plan_of(p, c).bind((a, b, out), a.device)
+        if _is_own(c):
+            return own.bind(p, c, a, b, out)
+        return at_precision(p, self._plan(p, c).bind(a, b, out))
 
 
 def _is_own(c: Config) -> bool:

@@ -9,7 +9,7 @@ import torch
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem
 from tilewise.solvers import _own_fft_configs as own
-from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run, Solver
 
 __all__ = ["TiledFFT"]
 
@@ -80,6 +80,4 @@ class TiledFFT(Solver):
         """Compile the kernels for these strides. Raises ``SolverUnavailable`` with the reason."""
         if out is None:
             raise ValueError(f"out=None: {self.name} writes into a tensor of shape {p.shape(p.result)}")
-        if not own.fits(p, c):
-            raise SolverUnavailable(f"{c} is no config of {p.key}")
-        return own.plan_of(p, c).bind((a, b, out), a.device)
+        return own.bind(p, c, a, b, out)

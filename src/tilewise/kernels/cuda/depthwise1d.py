@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.kernels.cuda.codelets import fft, literal, root
-from tilewise.kernels.cuda.fft2d import SHARED_LIMIT
-from tilewise.kernels.cuda.launch import read_source
+from tilewise.kernels.cuda.launch import block_limits, read_source
 from tilewise.kernels.cuda.operands import REALS, constants
 
 __all__ = ["SIZES", "Program", "spectrum_length"]
@@ -76,14 +75,7 @@ class Program:
 
     def problems(self) -> list[str]:
         """Why it cannot run; empty when it can."""
-        found = []
-        if self.threads > 1024:
-            found.append(f"signals={self.signals}: {self.threads} threads in a block are more than 1024")
-        if self.shared > SHARED_LIMIT:
-            found.append(
-                f"signals={self.signals}: {self.shared} bytes of shared memory in a block are more than {SHARED_LIMIT}"
-            )
-        return found
+        return block_limits(f"signals={self.signals}", self.threads, self.shared)
 
     def source(self) -> str:
         """The CUDA C++; :func:`~tilewise.kernels.cuda.launch.compile_cubin` puts ``ptx.cu`` before it."""

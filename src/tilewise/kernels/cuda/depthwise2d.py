@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.kernels.cuda.codelets import fft, rotation
-from tilewise.kernels.cuda.fft2d import SHARED_LIMIT
-from tilewise.kernels.cuda.launch import read_source
+from tilewise.kernels.cuda.launch import block_limits, read_source
 from tilewise.kernels.cuda.operands import REALS, constants
 
 __all__ = ["FEW_ENOUGH", "SIZES", "WHOLE_ROW", "Adder", "Program", "Window", "spectrum_length"]
@@ -98,13 +97,7 @@ class Program:
 
     def problems(self) -> list[str]:
         """Why it cannot run; empty when it can."""
-        found = []
-        if self.threads > 1024:
-            found.append(f"planes={self.planes}: {self.threads} threads in a block are more than 1024")
-        if self.shared > SHARED_LIMIT:
-            found.append(
-                f"planes={self.planes}: {self.shared} bytes of shared memory in a block are more than {SHARED_LIMIT}"
-            )
+        found = block_limits(f"planes={self.planes}", self.threads, self.shared)
         for n, split in ((self.n1, self.split1), (self.n2, self.split2)):
             if split not in (1, 2) or n // split > WHOLE_ROW:
                 found.append(f"{split} threads do not share a transform of {n} points: at most {WHOLE_ROW} a thread")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.cuda.codelets import fft, literal, root
-from tilewise.kernels.cuda.launch import Bound, Launch, read_source
+from tilewise.kernels.cuda.launch import Bound, Launch, block_limits, read_source
 from tilewise.kernels.cuda.operands import (
     LAYOUTS,
     REALS,
@@ -40,8 +40,6 @@ WARP = 32
 BANKS = 16
 """Banks of shared memory, counted in complex numbers."""
 LARGEST_IN_REGISTERS = 64
-SHARED_LIMIT = 227 * 1024
-"""Bytes of shared memory that a block may have (compute capability 9.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +114,7 @@ class Program:
             found.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
         if signals < 1 or signals % (WARP // t):
             found.append(f"{self.config}: signals={signals} are no multiple of {WARP // t}")
-        if self.threads > 1024:
-            found.append(f"{self.config}: {self.threads} threads in a block are more than 1024")
-        if self.shared > SHARED_LIMIT:
-            found.append(f"{self.config}: {self.shared} bytes of shared memory in a block are more than {SHARED_LIMIT}")
-        return found
+        return found + block_limits(str(self.config), self.threads, self.shared)
 
     def source(self) -> str:
         """The CUDA C++; :func:`compile_cubin` puts ``ptx.cu`` before it."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.cuda.codelets import fft, rotation
-from tilewise.kernels.cuda.launch import Bound, Launch, read_source
+from tilewise.kernels.cuda.launch import Bound, Launch, block_limits, read_source
 from tilewise.kernels.cuda.operands import (
     LAYOUTS,
     REALS,
@@ -43,8 +43,6 @@ __all__ = ["LAYOUTS", "SIZES", "Config", "bind", "default_config", "irfft2", "rf
 SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
 LARGEST_IN_REGISTERS = 64
 """Points of a transform that one thread holds: 128 registers, of 255."""
-SHARED_LIMIT = 227 * 1024
-"""Bytes of shared memory that a block may have (compute capability 9.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +118,7 @@ class Program:
 
     def problems(self) -> list[str]:
         """Why the config cannot run; empty when it can."""
-        found = []
-        if self.threads > 1024:
-            found.append(f"{self.config}: {self.threads} threads in a block are more than 1024")
-        if self.shared > SHARED_LIMIT:
-            found.append(f"{self.config}: {self.shared} bytes of shared memory in a block are more than {SHARED_LIMIT}")
+        found = block_limits(str(self.config), self.threads, self.shared)
         if any(n // self.split(n) > LARGEST_IN_REGISTERS for n in (self.n1, self.n2)):
             found.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
         return found

@@ -13,8 +13,21 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Bound", "Kernel", "Launch", "Program", "compile_cubin", "kernel", "read_source", "unavailable"]
+__all__ = [
+    "Bound",
+    "Kernel",
+    "Launch",
+    "Program",
+    "block_limits",
+    "compile_cubin",
+    "kernel",
+    "read_source",
+    "unavailable",
+]
 
+MOST_THREADS = 1024
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory that a block may have (compute capability 9.0)."""
 CORE = ("cuda.core", "cuda.core.experimental")
 """Where cuda.core keeps ``Program``: at its top from version 0.5 on, before that in the second."""
 
@@ -196,6 +209,16 @@ class Bound:
         """Compiled for a device: takes the addresses of the operand and the result; others are 0 unless given."""
         p = self.program
         return kernel(p.source(), p.name, device).launch(self.grid, p.threads, p.shared, self.pointers, self.scalars)
+
+
+def block_limits(what: str, threads: int, shared: int) -> list[str]:
+    """Why no block can have so many threads and bytes of shared memory; ``what`` asked for them. Empty: it can."""
+    found = []
+    if threads > MOST_THREADS:
+        found.append(f"{what}: {threads} threads in a block are more than {MOST_THREADS}")
+    if shared > SHARED_LIMIT:
+        found.append(f"{what}: {shared} bytes of shared memory in a block are more than {SHARED_LIMIT}")
+    return found
 
 
 def _check(driver: Any, call: str, error: Any) -> None:
