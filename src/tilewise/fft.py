@@ -276,9 +276,9 @@ def _forward_kernel(
     dims = len(s)
     _check_basis(s, layout)
     _check_window("x", x.shape[-dims:], offset, s)
-    if _unsupported(device, s):
-        return None
     lead = x.shape[:-dims]
+    if _unsupported(device, s) or 0 in lead:
+        return None
     y = _dense(spectrum_shape(lead, s, layout), torch.complex64)
     # Along one element no step is taken.
     x = replace(x, strides=tuple(0 if n == 1 else step for n, step in zip(x.shape, x.strides, strict=True)))
@@ -309,7 +309,7 @@ def _inverse_kernel(
         raise ValueError(f"y has shape {y.shape}: {layout} spectra of size {_times(s)} have {wanted}")
     if dtype not in REALS:
         raise TypeError(f"dtype={dtype}: float32, float16 or bfloat16 would do")
-    if _unsupported(device, s):
+    if _unsupported(device, s) or 0 in lead:
         return None
     x = _dense((*lead, *size), dtype)
     near = y.strides[-dims:] == dense(y.shape[-dims:]) if plain else y.strides[0] <= MOST_STRIDE

@@ -20,6 +20,7 @@
 #define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -28,7 +29,8 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 struct Index { unsigned x; };
 static thread_local Index threadIdx, blockIdx;
-alignas(16) float4 shared[232448 / 16];
+constexpr unsigned SHARED = 232448 / 16, MOST_CLUSTER = 8;
+alignas(16) float4 shared[SHARED * MOST_CLUSTER];  // of the blocks of a cluster one after another
 
 template <class T> T __ldcs(const T* p) {
   if (reinterpret_cast<std::uintptr_t>(p) % sizeof(T)) std::abort();  // as a GPU would
@@ -88,23 +90,39 @@ inline void wait(unsigned number, unsigned first, unsigned last) {
   moved = true;
 }
 
-inline unsigned warp_end(unsigned warp) { return std::min<std::size_t>(32 * warp + 32, threads.size()); }
-inline void wait_warp() { wait(running / 32, running / 32 * 32, warp_end(running / 32)); }
+// Threads of a block; blocks of a cluster come one after another.
+static unsigned each;
+
+struct Group { unsigned number, first, last; };  // a barrier and its threads
+inline Group block_of(unsigned i) {
+  const unsigned warps = (each + 31) / 32, b = i / each;
+  return {b * (warps + 1) + warps, b * each, b * each + each};
+}
+inline Group warp_of(unsigned i) {
+  const Group all = block_of(i);
+  const unsigned warp = i % each / 32, first = all.first + 32 * warp;
+  return {all.number - (each + 31) / 32 + warp, first, std::min(first + 32, all.last)};
+}
+inline Group cluster() { return {(unsigned)barriers.size() - 1, 0, (unsigned)threads.size()}; }
+inline void wait(const Group& group) { wait(group.number, group.first, group.last); }
+inline void open(const Group& group) { open(barriers[group.number], group.first, group.last); }
 
 static void start() {
   body();
   threads[running].done = moved = true;
-  open(barriers[running / 32], running / 32 * 32, warp_end(running / 32));
-  open(barriers.back(), 0, threads.size());
+  open(warp_of(running));
+  open(block_of(running));
+  open(cluster());
   pause();
 }
 
-inline void block(unsigned number, unsigned count, bool backwards) {
-  blockIdx.x = number;
-  for (auto& value : shared) value = {NAN, NAN, NAN, NAN};
-  threads.resize(count);
-  barriers.assign((count + 31) / 32 + 1, {0, 0});
-  lanes.assign(count, NAN);
+// Blocks ``number`` to ``number + blocks`` of ``count`` threads, at a time.
+inline void block(unsigned number, unsigned count, unsigned blocks, bool backwards) {
+  each = count;
+  for (unsigned i = 0; i < SHARED * blocks; ++i) shared[i] = {NAN, NAN, NAN, NAN};
+  threads.resize(count * blocks);
+  barriers.assign(((count + 31) / 32 + 1) * blocks + 1, {0, 0});
+  lanes.assign(count * blocks, NAN);
   for (auto& thread : threads) {
     thread.done = false;
     thread.stack.resize(STACK);
@@ -114,10 +132,11 @@ inline void block(unsigned number, unsigned count, bool backwards) {
   }
   for (bool any = true; any;) {
     any = moved = false;
-    for (unsigned i = 0; i < count; ++i) {
-      running = backwards ? count - 1 - i : i;
+    for (unsigned i = 0; i < count * blocks; ++i) {
+      running = backwards ? count * blocks - 1 - i : i;
       if (threads[running].done) continue;
-      threadIdx.x = running;
+      threadIdx.x = running % count;
+      blockIdx.x = number + running / count;
       swapcontext(&scheduler, &threads[running].context);
       any = true;
     }
@@ -126,16 +145,30 @@ inline void block(unsigned number, unsigned count, bool backwards) {
 }
 }  // namespace emulation
 
-inline void __syncthreads() { emulation::wait(emulation::barriers.size() - 1, 0, emulation::threads.size()); }
-inline void __syncwarp() { emulation::wait_warp(); }
+inline void __syncthreads() { emulation::wait(emulation::block_of(emulation::running)); }
+inline void __syncwarp() { emulation::wait(emulation::warp_of(emulation::running)); }
+
+inline float4* shared_memory() { return shared + emulation::running / emulation::each * SHARED; }
+inline void arrive_cluster() {}
+inline void wait_cluster() { emulation::wait(emulation::cluster()); }
+inline unsigned cluster_address(const void* p, unsigned rank) {
+  const std::size_t offset = (const char*)p - (const char*)shared_memory();
+  if (offset >= SHARED * sizeof(float4)) std::abort();
+  return rank * SHARED * sizeof(float4) + offset;
+}
+template <class T> void store_cluster(unsigned address, T value) {
+  if (address % sizeof(T)) std::abort();
+  std::memcpy((char*)shared + address, &value, sizeof(T));
+}
 
 // All threads of a warp have to come here, as the mask says.
 inline float __shfl_xor_sync(unsigned mask, float value, int other) {
   const unsigned me = emulation::running;
-  if (mask != ~0u || emulation::warp_end(me / 32) % 32) std::abort();
+  const emulation::Group warp = emulation::warp_of(me);
+  if (mask != ~0u || warp.last - warp.first < 32) std::abort();
   emulation::lanes[me] = value;
-  emulation::wait_warp();
-  value = emulation::lanes[me ^ other];
-  emulation::wait_warp();
+  emulation::wait(warp);
+  value = emulation::lanes[warp.first + ((me - warp.first) ^ other)];
+  emulation::wait(warp);
   return value;
 }

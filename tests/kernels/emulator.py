@@ -59,10 +59,12 @@ template <class... T> struct Call;
 static void** addresses; static const long long* whole; static const double* reals;
 struct Any {{ void* p; template <class T> operator T*() const {{ return (T*)p; }} }};
 static void call() {{ {name}({", ".join(f"Any{{{a}}}" if a.startswith("addresses") else a for a in arguments)}); }}
-extern "C" void emulate(void** a, const long long* w, const double* r, unsigned grid, unsigned count, bool backwards) {{
+extern "C" void emulate(void** a, const long long* w, const double* r, unsigned grid, unsigned count, unsigned cluster,
+                        bool backwards) {{
   addresses = a; whole = w; reals = r;
   emulation::body = call;
-  for (unsigned b = 0; b < grid; ++b) emulation::block(backwards ? grid - 1 - b : b, count, backwards);
+  for (unsigned b = 0; b < grid; b += cluster)
+    emulation::block(backwards ? grid - cluster - b : b, count, cluster, backwards);
 }}
 """
     text = f'#include "{HEADER.name}"\n{source}\n{driver}'
@@ -76,14 +78,15 @@ extern "C" void emulate(void** a, const long long* w, const double* r, unsigned 
 
 def emulate(
     source: str, name: str, grid: int, threads: int, addresses: Sequence[int], scalars: Sequence[int | float],
-    backwards: bool = False,
+    backwards: bool = False, cluster: int = 1,
 ) -> None:  # fmt: skip
-    """Run ``grid`` blocks of a kernel on memory of the CPU."""
+    """Run ``grid`` blocks of a kernel on memory of the CPU, each ``cluster`` of them at one time."""
+    assert grid % cluster == 0
     library = _compiled(source, name, len(addresses), tuple(type(s) for s in scalars))
     count = len(scalars)
     whole = (ctypes.c_longlong * count)(*(0 if isinstance(s, float) else s for s in scalars))
     reals = (ctypes.c_double * count)(*(float(s) for s in scalars))
-    library.emulate((ctypes.c_void_p * len(addresses))(*addresses), whole, reals, grid, threads, backwards)
+    library.emulate((ctypes.c_void_p * len(addresses))(*addresses), whole, reals, grid, threads, cluster, backwards)
 
 
 def launched(bound: Bound) -> Callable[..., None]:
@@ -92,7 +95,7 @@ def launched(bound: Bound) -> Callable[..., None]:
     def call(*addresses: int) -> None:
         p = bound.program
         given = (*addresses, *[0] * (bound.pointers - len(addresses)))
-        emulate(p.source(), p.name, bound.grid, p.threads, given, bound.scalars)
+        emulate(p.source(), p.name, bound.grid, p.threads, given, bound.scalars, cluster=bound.cluster)
 
     return call
 
@@ -108,4 +111,4 @@ def run_bound(
         bound.launch(x.get_device())(*addresses)
         return
     p = bound.program
-    emulate(p.source(), p.name, bound.grid, p.threads, addresses, bound.scalars, backwards)
+    emulate(p.source(), p.name, bound.grid, p.threads, addresses, bound.scalars, backwards, bound.cluster)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
+import re
 from typing import Any
 
 import pytest
@@ -104,6 +105,16 @@ def test_configs(place: str, config: Config, layout: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "config", [Config(4, cluster=2), Config(3, 2, vector=False, cluster=4), Config(2, 2, cluster=8)]
+)
+@pytest.mark.parametrize("layout", ["frequency_major", "packed"])
+def test_clusters(place: str, config: Config, layout: str) -> None:
+    check(place, (16, 32), (14, 30), (0, 2), layout, config=config)
+    check(place, (48, 16), (47, 13), (1, 1), layout, (3, 2), config=config, order=(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision(place: str, dtype: torch.dtype) -> None:
     check(place, (32, 32), (30, 28), (2, 2), dtype=dtype)
@@ -173,7 +184,7 @@ def test_a_missing_barrier_shows() -> None:
     x, y = torch.randn(3, 24, 24), torch.zeros(3, 24, 13, dtype=torch.complex64)
     bound = bind(Memory.of(x), Memory.of(y), (24, 24), (0, 0), "plain", False, None)
     p = bound.program
-    pieces = p.source().split("  synchronize();\n")
+    pieces = re.split(r"  (?:synchronize|exchange)\(\);\n", p.source())
     assert len(pieces) == 4
     for i in range(1, len(pieces)):
         text = "  synchronize();\n".join([*pieces[: i - 1], pieces[i - 1] + pieces[i], *pieces[i + 1 :]])
@@ -252,9 +263,15 @@ def test_default_configs_fit_every_size() -> None:
                 assert bind(x, y, s, (0, 0), layout, inverse, default_config(s, layout, inverse)).grid >= 1
 
 
+PACKED = {"layout": "packed", "y": Memory((128, 3), (3, 1), torch.complex64)}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"config": Config(4, cluster=2)}, "clusters take frequency_major and packed spectra, not plain"),
+        ({**PACKED, "config": Config(4, cluster=3)}, "3 blocks do not share 16 x 16 evenly"),
+        ({**PACKED, "config": Config(4, cluster=16)}, "a cluster has 1 to 8 blocks, not 16"),
         ({"s": (16, 20)}, r"s=\(16, 20\): sizes are 8, 16, 24"),
         ({"offset": (1, 0)}, "height 16 at offset 1 does not fit a basis of 16"),
         ({"offset": (0, -1)}, "width 16 at offset -1 does not fit a basis of 16"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tilewise.kernels.cuda.fft2d import MOST_CLUSTER
 from tilewise.kernels.cuda.fft2d import bind as bind_transform
 from tilewise.kernels.cuda.launch import Bound
 from tilewise.kernels.cuda.operands import Memory
@@ -85,8 +86,10 @@ class OwnPlan:
         counts["w"] = p.out_channels * p.in_channels // p.groups
         arenas = {role: self.constants if role == "w" and p.constant_weight else self.arena for role in counts}
         self.spectra = {role: arenas[role].add((self.frequencies * n,), torch.complex64) for role, n in counts.items()}
-        # A transform has at most one block for each plane.
-        self.peaks = {role: arenas[role].add((counts[role],), torch.int32) for role in p.operands}
+        # A transform has at most one block for each plane, and a last cluster of them.
+        transforms = {"w": 1, **dict.fromkeys("xy", max((len(chunk.tiles) for chunk in self.chunks), default=0))}
+        blocks = {role: counts[role] + MOST_CLUSTER * transforms[role] for role in p.operands}
+        self.peaks = {role: arenas[role].add((blocks[role],), torch.int32) for role in p.operands}
         self.top = self.arena.add((2,), torch.int32)
 
     def _chunks(self) -> Iterator[Chunk]:

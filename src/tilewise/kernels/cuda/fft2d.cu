@@ -3,7 +3,8 @@
 // What fft2d.py writes above this, all of it known when the kernel is compiled:
 //   N1, N2            rows and columns of the transform, multiples of 8
 //   SPLIT1, SPLIT2    threads that share one transform down a column (of N1 points) and along a row (of N2)
-//   PLANES, THREADS   planes of a thread block, its threads
+//   PLANES, THREADS   planes of a thread block (of a cluster of blocks), threads of a block
+//   CLUSTER           blocks that share the columns and the rows of their planes, 1 for a plain spectrum
 //   PLANE_PAD         extra room between planes in shared memory, in 16 bytes
 //   PADDED            the image is smaller than N1 x N2, so that accesses have to be masked
 //   VECTOR            images are accessed two neighbouring columns at a time
@@ -23,16 +24,21 @@
 // Both real columns belong to one plane, so planes stay independent: any number of them, and what is not finite in one
 // does not reach another (two planes as one complex plane, as in Vasilache et al. 2014, share both).
 //
+// A CLUSTER of blocks takes more planes than one block's shared memory holds, as pieces of memory are written that have 8
+// bytes times PLANES: each block has its share of the columns and its share of the rows, and what it finds for the rows or
+// columns of another it stores there.
+//
 // SPLIT 2 halves registers where a column has too many points: one thread takes the even frequencies, one the odd ones.
 // Each reads all points, and a first radix-2 step while reading leaves a transform of half as many.
 
 constexpr int ROWS = N1 / 2, COLUMNS = N2 / 2, HALF = N2 / 2 + 1;
 constexpr int M1 = N1 / SPLIT1, M2 = N2 / SPLIT2;
-// Shared memory holds pairs of complex numbers. COLUMNS + 1 is odd, so that 16-byte accesses meet all banks along rows
-// and down columns. A plane of ROWS such rows is exactly as large as its plain spectrum.
-constexpr int PITCH = COLUMNS + 1, PLANE = ROWS * PITCH + PLANE_PAD;
+// Shared memory holds pairs of complex numbers: of HELD_COLUMNS columns and HELD_ROWS rows, which in a cluster are those of
+// the block's second step. One more than an even number of columns is odd, so that 16-byte accesses meet all banks along
+// rows and down columns. A plane of ROWS rows of COLUMNS + 1 is exactly as large as its plain spectrum.
+constexpr int PITCH = HELD_COLUMNS + 1, PLANE = HELD_ROWS * PITCH + PLANE_PAD;
 constexpr bool ONE_WARP = !IMAGE_PLANES_FIRST && !SPECTRUM_PLANES_FIRST && SPLIT1 == 1 && SPLIT2 == 1 && N1 == N2 &&
-                          ROWS <= 32 && 32 % ROWS == 0;
+                          ROWS <= 32 && 32 % ROWS == 0 && CLUSTER == 1;
 
 // Whether the threads that share a plane are of one warp decides what they wait for.
 __device__ __forceinline__ void synchronize() {
@@ -40,18 +46,47 @@ __device__ __forceinline__ void synchronize() {
   else __syncthreads();
 }
 
-// Which plane of the block, which of its LANES columns or rows, and which part of that transform this thread has.
+__device__ __forceinline__ int rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
+
+// Which plane of the cluster, which of its ALL columns or rows, which of those that this block has, and which part of that
+// transform this thread has.
 struct Place {
-  int slot, lane, part;
+  int slot, lane, held, part;
 };
 
-template <int LANES, bool PLANES_FIRST> __device__ __forceinline__ Place place() {
+template <int ALL, bool PLANES_FIRST> __device__ __forceinline__ Place place() {
+  constexpr int LANES = ALL / CLUSTER;
   const int t = threadIdx.x, part = t / (PLANES * LANES), rest = t - part * (PLANES * LANES);
-  if constexpr (PLANES_FIRST) return {rest % PLANES, rest / PLANES, part};
-  else return {rest / LANES, rest % LANES, part};
+  const int slot = PLANES_FIRST ? rest % PLANES : rest / LANES, held = PLANES_FIRST ? rest / PLANES : rest % LANES;
+  return {slot, rank() * LANES + held, held, part};
 }
 
-__device__ __forceinline__ unsigned first_plane() { return blockIdx.x * (unsigned)PLANES; }
+// Whether all threads of a block work in a step with so many columns or rows and threads for each.
+constexpr bool all_work(int all, int split) { return THREADS == PLANES * (all / CLUSTER) * split; }
+
+__device__ __forceinline__ unsigned first_plane() { return blockIdx.x / CLUSTER * (unsigned)PLANES; }
+
+// Between the steps, after which what other blocks found for this one is here.
+__device__ __forceinline__ void exchange() {
+  if constexpr (CLUSTER == 1) synchronize();
+  else arrive_cluster(), wait_cluster();
+}
+
+// The same place in the shared memory of every block of the cluster.
+template <class T> struct Everywhere {
+  T* here;
+  unsigned there[CLUSTER];
+  __device__ __forceinline__ explicit Everywhere(T* p) : here(p) {
+    if constexpr (CLUSTER > 1) {
+#pragma unroll
+      for (int i = 0; i < CLUSTER; ++i) there[i] = cluster_address(p, i);
+    }
+  }
+  __device__ __forceinline__ void store(int block, int index, T value) const {
+    if (CLUSTER == 1 || block == rank()) here[index] = value;
+    else store_cluster(there[block] + index * (unsigned)sizeof(T), value);
+  }
+};
 
 // The two columns of pair number ``lane``: neighbours, or half a row apart, so that single accesses stay coalesced.
 __device__ constexpr int column0(int lane) { return VECTOR ? 2 * lane : lane; }

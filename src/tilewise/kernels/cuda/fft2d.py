@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.cuda.codelets import fft, rotation
-from tilewise.kernels.cuda.launch import Bound, Launch, block_limits, read_source
+from tilewise.kernels.cuda.launch import Bound, Launch, block_limits, has_clusters, read_source
 from tilewise.kernels.cuda.operands import (
     LAYOUTS,
     REALS,
@@ -38,9 +38,11 @@ from tilewise.kernels.cuda.operands import (
     spectrum_shape,
 )
 
-__all__ = ["LAYOUTS", "SIZES", "Config", "bind", "default_config", "irfft2", "rfft2", "spectrum_shape"]
+__all__ = ["LAYOUTS", "MOST_CLUSTER", "SIZES", "Config", "bind", "default_config", "irfft2", "rfft2", "spectrum_shape"]
 
 SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
+MOST_CLUSTER = 8
+"""Blocks of a cluster that every device with clusters takes."""
 LARGEST_IN_REGISTERS = 64
 """Points of a transform that one thread holds: 128 registers, of 255."""
 
@@ -49,7 +51,8 @@ LARGEST_IN_REGISTERS = 64
 class Config:
     """How a transform is spread over a GPU.
 
-    ``planes`` of one thread block; ``split``, threads that share one transform (1 or 2; None: 2 above 64 points);
+    ``planes`` of one thread block, or of a ``cluster`` of so many blocks, which needs compute capability 9.0 and a
+    layout other than plain; ``split``, threads that share one transform (1 or 2; None: 2 above 64 points);
     ``resident`` blocks that a multiprocessor is to hold, which bounds registers (0: no bound); ``vector``: access two
     columns at a time where strides and alignment allow it; ``stream``: tell the cache not to keep results.
     """
@@ -59,18 +62,20 @@ class Config:
     resident: int = 0
     vector: bool = True
     stream: bool = True
+    cluster: int = 1
 
 
-def default_config(s: Sequence[int], layout: str = "plain", inverse: bool = False) -> Config:
-    """What is used where no config is given."""
+def default_config(s: Sequence[int], layout: str = "plain", inverse: bool = False, clusters: bool = True) -> Config:
+    """What is used where no config is given; ``clusters``: whether the device has them."""
     n = max(s)
     if layout == "plain":
         planes = {8: 32, 16: 16, 24: 8, 32: 8, 48: 4, 64: 4, 96: 1, 128: 1}[n]
-    else:
-        # Memory is written in pieces of 8 bytes times ``planes``: sectors have 32 bytes, lines 128.
-        planes = {8: 32, 16: 16, 24: 16, 32: 16, 48: 8, 64: 4, 96: 2, 128: 1}[n]
-    # At 128 points three blocks fit shared memory, and registers if a few numbers are spilled.
-    return Config(planes, resident=3 if n == 128 and planes == 1 else 0)
+        # At 128 points three blocks fit shared memory, and registers if a few numbers are spilled.
+        return Config(planes, resident=3 if n == 128 else 0)
+    # Memory is written in pieces of 8 bytes times ``planes``: sectors have 32 bytes, lines 128.
+    if clusters and n > LARGEST_IN_REGISTERS:
+        return Config(4, cluster=2 if n == 96 else 4)
+    return Config({8: 32, 16: 16, 24: 16, 32: 16, 48: 8, 64: 4, 96: 2, 128: 2}[n])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,14 @@ class Program:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return self.config.planes * max(self.n2 // 2 * self.split(self.n1), self.n1 // 2 * self.split(self.n2))
+        c = self.config
+        return c.planes * max(self.n2 // 2 * self.split(self.n1), self.n1 // 2 * self.split(self.n2)) // c.cluster
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Rows and columns, both in pairs, of each plane that a block keeps in shared memory."""
+        rows, columns = self.n1 // 2, self.n2 // 2
+        return (rows, columns // self.config.cluster) if self.inverse else (rows // self.config.cluster, columns)
 
     @property
     def plane_pad(self) -> int:
@@ -109,18 +121,26 @@ class Program:
         if not (self.spectrum_planes_first or self.image_planes_first):
             return 0
         wanted = {1: 0, 2: 4, 4: 2}.get(self.config.planes, 1)
-        return (wanted - self.n1 // 2 * (self.n2 // 2 + 1)) % 8
+        rows, columns = self.held
+        return (wanted - rows * (columns + 1)) % 8
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return 16 * self.config.planes * (self.n1 // 2 * (self.n2 // 2 + 1) + self.plane_pad)
+        rows, columns = self.held
+        return 16 * self.config.planes * (rows * (columns + 1) + self.plane_pad)
 
     def problems(self) -> list[str]:
         """Why the config cannot run; empty when it can."""
         found = block_limits(str(self.config), self.threads, self.shared)
         if any(n // self.split(n) > LARGEST_IN_REGISTERS for n in (self.n1, self.n2)):
             found.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
+        if self.config.cluster > 1 and not self.spectrum_planes_first:
+            found.append(f"{self.config}: clusters take frequency_major and packed spectra, not {self.layout}")
+        if not 1 <= self.config.cluster <= MOST_CLUSTER:
+            found.append(f"{self.config}: a cluster has 1 to {MOST_CLUSTER} blocks, not {self.config.cluster}")
+        elif self.n1 // 2 % self.config.cluster or self.n2 // 2 % self.config.cluster:
+            found.append(f"{self.config}: {self.config.cluster} blocks do not share {self.n1} x {self.n2} evenly")
         return found
 
     @property
@@ -145,15 +165,19 @@ def _source(p: Program) -> str:
         macros.append(f"#define transform{axis} {used[0].name}")
         macros.append(f"#define rotate{axis} {used[1].name}" if split > 1 else f"#define rotate{axis}(r)")
     bounds = f"{p.threads}, {p.config.resident}" if p.config.resident else f"{p.threads}"
+    attributes = f"__launch_bounds__({bounds})"
+    if p.config.cluster > 1:
+        attributes += f" __cluster_dims__({p.config.cluster}, 1, 1)"
     values = {
         "N1": p.n1, "N2": p.n2, "SPLIT1": split1, "SPLIT2": split2,
-        "PLANES": p.config.planes, "THREADS": p.threads, "PLANE_PAD": p.plane_pad,
+        "PLANES": p.config.planes, "THREADS": p.threads, "PLANE_PAD": p.plane_pad, "CLUSTER": p.config.cluster,
+        "HELD_ROWS": p.held[0], "HELD_COLUMNS": p.held[1],
         "PLAIN": 0, "FREQUENCY_MAJOR": 1, "PACKED": 2, "LAYOUT": LAYOUTS.index(p.layout),
         "PADDED": p.padded, "VECTOR": p.vector, "ALIGNED": p.aligned,
         "IMAGE_PLANES_FIRST": p.image_planes_first, "SPECTRUM_PLANES_FIRST": p.spectrum_planes_first,
         "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream, "PEAKS": p.peaks,
     }  # fmt: skip
-    head = [constants(values), f"#define BOUNDS __launch_bounds__({bounds})", *macros]
+    head = [constants(values), f"#define BOUNDS {attributes}", *macros]
     texts = (*head, read_source("memory.cu"), *(c.cpp() for c in codelets.values()), read_source("fft2d.cu"))
     return "\n".join((*texts, read_source(f"{p.name}.cu")))
 
@@ -192,8 +216,9 @@ def bind(
     spectra = (y_outer, y_inner, 1 if layout == "plain" else spectrum.strides[0])
     sides = (*spectra, *lines, float(scale)) if inverse else (*lines, *spectra)
     count = planes.count
-    grid = -(-count // program.config.planes)
-    return Bound(program, grid, (count, planes.inner_count, *sides), pointers=2 if inverse else 3)
+    c = program.config
+    grid = -(-count // c.planes) * c.cluster
+    return Bound(program, grid, (count, planes.inner_count, *sides), 2 if inverse else 3, c.cluster)
 
 
 def _program(
@@ -209,7 +234,7 @@ def _program(
 ) -> Program:
     n1, n2 = s
     h, w = image.shape[-2:]
-    config = config or default_config(s, layout, inverse)
+    config = config or default_config(s, layout, inverse, has_clusters())
     padded = (h, w) != (n1, n2)
     column = image.strides[-1]
     even = [planes.outer[0], planes.inner[0], image.strides[-2] if h > 1 else 0, w, offset[1]]

@@ -83,9 +83,10 @@ struct FromMemory {
 extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __restrict__ x, i64 planes, i64 inner,
                                          i64 y_outer, i64 y_inner, i64 y_frequency, i64 x_outer, i64 x_inner, i64 x_row,
                                          i64 x_column, i64 height, i64 width, i64 top, i64 left, double scale) {
-  extern __shared__ float4 shared[];
+  float4* const shared = shared_memory();
+  if constexpr (CLUSTER > 1) exchange();  // the others have started
   const Place p = place<ROWS, SPECTRUM_PLANES_FIRST>();
-  const bool works = THREADS == PLANES * ROWS * SPLIT2 || p.part < SPLIT2;
+  const bool works = all_work(ROWS, SPLIT2) || p.part < SPLIT2;
   float2 r[M2];
   if constexpr (LAYOUT == PLAIN) {
     const int slot = threadIdx.x / EACH, lane = threadIdx.x % EACH;
@@ -104,33 +105,35 @@ extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __r
     unite<SPLIT2>(r, SpectrumRow<FromMemory>{rows, p.lane == 0, {}}, p.part);
   }
   if (works) {
-    float4* s = shared + p.slot * PLANE + p.lane * PITCH;
+    const Everywhere<float4> s(shared + p.slot * PLANE + p.lane * PITCH);
     if (SPLIT2 == 2 && p.part) rotate2(r);
     transform2(r);
     if constexpr (SPLIT2 == 1) {
 #pragma unroll
       for (int l = 0; l < COLUMNS; ++l) {
         const float2 a = r[column0(l)], b = r[column1(l)];
-        s[l] = make_float4(a.x, a.y, b.x, b.y);
+        s.store(l / HELD_COLUMNS, l % HELD_COLUMNS, make_float4(a.x, a.y, b.x, b.y));
       }
     } else if constexpr (VECTOR) {
+      const Everywhere<float2> half((float2*)s.here + p.part);
 #pragma unroll
-      for (int i = 0; i < M2; ++i) ((float2*)s)[2 * i + p.part] = r[i];
+      for (int i = 0; i < M2; ++i) half.store(i / HELD_COLUMNS, 2 * (i % HELD_COLUMNS), r[i]);
     } else {
 #pragma unroll
       for (int i = 0; i < M2 / 2; ++i) {
+        const int l = 2 * i + p.part;
         const float2 a = r[i], b = r[i + M2 / 2];
-        s[2 * i + p.part] = make_float4(a.x, a.y, b.x, b.y);
+        s.store(l / HELD_COLUMNS, l % HELD_COLUMNS, make_float4(a.x, a.y, b.x, b.y));
       }
     }
   }
-  synchronize();
+  exchange();
 
   const Place c = place<COLUMNS, IMAGE_PLANES_FIRST>();
   const Start to = start(first_plane() + c.slot, planes, inner, x_outer, x_inner);
-  if (!to.exists || (THREADS != PLANES * COLUMNS * SPLIT1 && c.part >= SPLIT1)) return;
+  if (!to.exists || (!all_work(COLUMNS, SPLIT1) && c.part >= SPLIT1)) return;
   float2 z[M1];
-  unite<SPLIT1>(z, PairColumn{shared + c.slot * PLANE + c.lane}, c.part);
+  unite<SPLIT1>(z, PairColumn{shared + c.slot * PLANE + c.held}, c.part);
   if (SPLIT1 == 2 && c.part) rotate1(z);
   transform1(z);
   const Window window = {x_row, x_column, (int)height, (int)width, (int)top, (int)left};

@@ -20,6 +20,7 @@ __all__ = [
     "Program",
     "block_limits",
     "compile_cubin",
+    "has_clusters",
     "kernel",
     "read_source",
     "unavailable",
@@ -198,12 +199,16 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A program for fixed shapes and strides; ``grid`` blocks, none where there is nothing to do."""
+    """A program for fixed shapes and strides; ``grid`` blocks, none where there is nothing to do.
+
+    Each ``cluster`` of them runs at one time; the kernel is compiled for that.
+    """
 
     program: Program
     grid: int
     scalars: tuple[int | float, ...]
     pointers: int = 2
+    cluster: int = 1
 
     def launch(self, device: int) -> Launch:
         """Compiled for a device: takes the addresses of the operand and the result; others are 0 unless given."""
@@ -225,6 +230,13 @@ def _check(driver: Any, call: str, error: Any) -> None:
     if int(error) != 0:
         _, text = driver.cuGetErrorString(error)
         raise RuntimeError(f"{call} failed: {text.decode() if text else error}")
+
+
+@functools.cache
+def has_clusters() -> bool:
+    """Whether every GPU here runs clusters of blocks; true without any."""
+    found = range(torch.cuda.device_count())
+    return all(torch.cuda.get_device_capability(device) >= (9, 0) for device in found)
 
 
 @functools.lru_cache(maxsize=256)

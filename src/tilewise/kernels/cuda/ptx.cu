@@ -63,3 +63,32 @@ STORE_IF(unsigned, "u32 [%1], %2", "r"(a))
 STORE_IF(unsigned short, "u16 [%1], %2", "h"(a))
 
 __device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+
+// A block's dynamic shared memory.
+extern __shared__ float4 dynamic_shared[];
+__device__ __forceinline__ float4* shared_memory() { return dynamic_shared; }
+
+// Thread block clusters, from compute capability 9.0 on. All blocks come to ``arrive_cluster``, so that they have started,
+// before one stores into another's shared memory: where ``cluster_address`` says that ``p`` lies in block ``rank``.
+#if __CUDA_ARCH__ >= 900
+#define ON_CLUSTERS(...) __VA_ARGS__
+#else
+#define ON_CLUSTERS(...) __trap()
+#endif
+__device__ __forceinline__ void arrive_cluster() { ON_CLUSTERS(asm volatile("barrier.cluster.arrive.release;" ::: "memory")); }
+__device__ __forceinline__ void wait_cluster() { ON_CLUSTERS(asm volatile("barrier.cluster.wait.acquire;" ::: "memory")); }
+
+__device__ __forceinline__ unsigned cluster_address(const void* p, unsigned rank) {
+  unsigned own = (unsigned)__cvta_generic_to_shared(p), found = own;
+  ON_CLUSTERS(asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(found) : "r"(own), "r"(rank)));
+  return found;
+}
+
+__device__ __forceinline__ void store_cluster(unsigned address, float4 a) {
+  ON_CLUSTERS(asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a.x), "f"(a.y), "f"(a.z),
+                       "f"(a.w)
+                       : "memory"));
+}
+__device__ __forceinline__ void store_cluster(unsigned address, float2 a) {
+  ON_CLUSTERS(asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a.x), "f"(a.y) : "memory"));
+}

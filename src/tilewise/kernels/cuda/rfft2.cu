@@ -16,12 +16,14 @@ struct Columns {
 };
 
 // Frequencies PART, PART + SPLIT1, ... of one complex column into those of two real columns, into shared memory.
-template <int PART> __device__ __forceinline__ void separate(const float2 (&r)[M1], float4* s) {
+template <int PART>
+__device__ __forceinline__ void separate(const float2 (&r)[M1], const Everywhere<float4>& s) {
 #pragma unroll
   for (int i = 0; i < ROWS / SPLIT1; ++i) {
     const int k = SPLIT1 * i + PART;
     const float2 u = r[i], v = r[k == 0 ? M1 / 2 : M1 - i - 2 * PART / SPLIT1];
-    s[k * PITCH] = k == 0 ? make_float4(u.x, v.x, u.y, v.y) : make_float4(u.x + v.x, u.y - v.y, u.y + v.y, v.x - u.x);
+    s.store(k / HELD_ROWS, k % HELD_ROWS * PITCH,
+            k == 0 ? make_float4(u.x, v.x, u.y, v.y) : make_float4(u.x + v.x, u.y - v.y, u.y + v.y, v.x - u.x));
   }
 }
 
@@ -80,16 +82,17 @@ __device__ __forceinline__ void store_peak(const float2 (&r)[M2], bool counts, f
 extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __restrict__ y, int* __restrict__ peaks,
                                         i64 planes, i64 inner, i64 x_outer, i64 x_inner, i64 x_row, i64 x_column, i64 height,
                                         i64 width, i64 top, i64 left, i64 y_outer, i64 y_inner, i64 y_frequency) {
-  extern __shared__ float4 shared[];
+  float4* const shared = shared_memory();
+  if constexpr (CLUSTER > 1) exchange();  // the others have started
   const Place c = place<COLUMNS, IMAGE_PLANES_FIRST>();
-  if (THREADS == PLANES * COLUMNS * SPLIT1 || c.part < SPLIT1) {
+  if (all_work(COLUMNS, SPLIT1) || c.part < SPLIT1) {
     const Window window = {x_row, x_column, (int)height, (int)width, (int)top, (int)left};
     const Real* image = x + start(first_plane() + c.slot, planes, inner, x_outer, x_inner).offset;
     const int w0 = column0(c.lane), w1 = column1(c.lane);
     const bool has0 = window.has_column(w0), has1 = window.has_column(w1);
     const Columns z = {image + window.above(w0), image + window.above(w1), window, has0, has1};
     float2 r[M1];
-    float4* s = shared + c.slot * PLANE + c.lane;
+    const Everywhere<float4> s(shared + c.slot * PLANE + c.lane);
     if constexpr (SPLIT1 == 1) {
 #pragma unroll
       for (int h = 0; h < N1; ++h) r[h] = z[h];
@@ -105,13 +108,13 @@ extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __re
       else separate<0>(r, s);
     }
   }
-  synchronize();
+  exchange();
 
   const Place p = place<ROWS, SPECTRUM_PLANES_FIRST>();
-  const bool works = THREADS == PLANES * ROWS * SPLIT2 || p.part < SPLIT2;
+  const bool works = all_work(ROWS, SPLIT2) || p.part < SPLIT2;
   float2 r[M2];
   if (works) {
-    const float4* s = shared + p.slot * PLANE + p.lane * PITCH;
+    const float4* s = shared + p.slot * PLANE + p.held * PITCH;
     if constexpr (SPLIT2 == 1) {
 #pragma unroll
       for (int l = 0; l < COLUMNS; ++l) {
