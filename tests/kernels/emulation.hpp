@@ -162,13 +162,16 @@ template <class T> void store_cluster(unsigned address, T value) {
 }
 
 // All threads of a warp have to come here, as the mask says.
-inline float __shfl_xor_sync(unsigned mask, float value, int other) {
+inline float __shfl_sync(unsigned mask, float value, int lane) {
   const unsigned me = emulation::running;
   const emulation::Group warp = emulation::warp_of(me);
-  if (mask != ~0u || warp.last - warp.first < 32) std::abort();
+  if (mask != ~0u || warp.last - warp.first < 32 || lane < 0 || lane > 31) std::abort();
   emulation::lanes[me] = value;
   emulation::wait(warp);
-  value = emulation::lanes[warp.first + ((me - warp.first) ^ other)];
+  value = emulation::lanes[warp.first + lane];
   emulation::wait(warp);
   return value;
+}
+inline float __shfl_xor_sync(unsigned mask, float value, int other) {
+  return __shfl_sync(mask, value, (emulation::running % emulation::each % 32) ^ other);
 }

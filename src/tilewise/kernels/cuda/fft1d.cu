@@ -8,16 +8,19 @@
 //   SIGNALS_FIRST     neighbouring threads take neighbouring signals in memory, not elements
 //   LAYOUT            of the spectrum: PLAIN, FREQUENCY_MAJOR or PACKED
 //   FLAT              plain spectra follow each other without a gap
+//   STAGED            plain spectra are stored through shared memory, so that pieces of memory are long
+//   SINGLE            signals are counted by one dimension
 //   transform_r, transform_t    codelets of R and of T points
-//   TURNS, ROOTS      exp(-+2 pi i t k / M) at k * T + t, and exp(-2 pi i k / N)
+//   TURNS, ROOTS      exp(-+2 pi i t k / M) at k * T + t, and exp(-2 pi i k / N) for k up to M / 2
+//   STEPS             exp(-2 pi i (T i + R j) / N) at i * T + j
 //
 // A real signal is a complex one of half as many elements, z[j] = x[2j] + i x[2j+1]. Its transform takes two factors,
 // M = R T: every thread transforms R elements that lie T apart, rotates them, and after an exchange through shared
-// memory transforms T at a time. Then X[k] = E + exp(-2 pi i k / N) O, where E = (Z[k] + Z*[M-k]) / 2 and
+// memory transforms T at a time, of which R / T transforms are its own. Then X[k] = E + exp(-2 pi i k / N) O, where E = (Z[k] + Z*[M-k]) / 2 and
 // O = (Z[k] - Z*[M-k]) / 2i. All threads of a signal are in one warp, so that nothing waits for a whole block. Inverse:
 // the same backwards.
 
-constexpr int M = N / 2, R = M / T, COUNT = (R + T - 1) / T;
+constexpr int M = N / 2, R = M / T, COUNT = R / T;
 constexpr int SIDE = LAYOUT == PACKED ? M : M + 1;  // numbers of a spectrum
 constexpr int IN_WARP = 32 / T;
 // Shared memory of a signal: T rows of ROW numbers while exchanging, else the spectrum. With odd rows, and signals T
@@ -42,36 +45,36 @@ __device__ __forceinline__ Seat seat() {
 
 __device__ __forceinline__ unsigned first_signal() { return blockIdx.x * (unsigned)SIGNALS; }
 
-// The complex transform of z(0) .. z(M-1), shared by T threads: put(k, Z[k]). ``s``: the signal's shared memory.
-template <class Load, class Put>
-__device__ __forceinline__ void transform(const Load& z, float2* s, int t, const Put& put) {
+__device__ __forceinline__ Start begin(unsigned number, i64 signals, i64 inner, i64 outer_stride, i64 inner_stride) {
+  if constexpr (!SINGLE) return start(number, signals, inner, outer_stride, inner_stride);
+  const unsigned last = (unsigned)(signals - 1);
+  return {(number < last ? number : last) * inner_stride, number <= last};
+}
+
+// The complex transform of z(0) .. z(M-1), shared by T threads: Z[t + T i + R j] as c[i][j]. ``s``: the signal's shared
+// memory, in which nothing is wanted any more.
+template <class Load> __device__ __forceinline__ void transform(const Load& z, float2* s, int t, float2 (&c)[COUNT][T]) {
   float2 r[R];
 #pragma unroll
   for (int j = 0; j < R; ++j) r[j] = z(j * T + t);
-  transform_r(r);
   if constexpr (T == 1) {
+    transform_r(r);
 #pragma unroll
-    for (int k = 0; k < R; ++k) put(k, r[k]);
+    for (int k = 0; k < R; ++k) c[k][0] = r[k];
   } else {
+    float2 turns[R];  // on their way while the elements are
+#pragma unroll
+    for (int k = 1; k < R; ++k) turns[k] = TURNS[k * T + t];
+    transform_r(r);
     __syncwarp();
 #pragma unroll
-    for (int k = 0; k < R; ++k) s[t * ROW + k] = k ? times(r[k], TURNS[k * T + t]) : r[k];
-    __syncwarp();
-    float2 c[COUNT][T];
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      const int k = t + T * i;
-#pragma unroll
-      for (int j = 0; j < T; ++j) c[i][j] = R % T == 0 || k < R ? s[j * ROW + k] : make_float2(0.f, 0.f);
-    }
+    for (int k = 0; k < R; ++k) s[t * ROW + k] = k ? times(r[k], turns[k]) : r[k];
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-      const int k = t + T * i;
+#pragma unroll
+      for (int j = 0; j < T; ++j) c[i][j] = s[j * ROW + t + T * i];
       transform_t(c[i]);
-      if (R % T != 0 && k >= R) continue;
-#pragma unroll
-      for (int j = 0; j < T; ++j) put(k + R * j, c[i][j]);
     }
   }
 }
@@ -89,14 +92,20 @@ template <class Visit>
 __device__ __forceinline__ void each_number(const Seat& me, i64 signals, i64 inner, i64 y_outer, i64 y_inner,
                                             const Visit& visit) {
   const unsigned first = first_signal() + me.warp;
+  if constexpr (FLAT) {
+    if (first + IN_WARP <= signals) {
 #pragma unroll 8
-  for (int i = me.lane; i < IN_WARP * SIDE; i += 32) {
-    const int slot = i / SIDE, k = i - slot * SIDE, place = (me.warp + slot) * PITCH + k;
-    if constexpr (FLAT) {
-      if (first + slot < signals) visit(place, (i64)first * SIDE + i);
-    } else {
-      const Start to = start(first + slot, signals, inner, y_outer, y_inner);
-      if (to.exists) visit(place, to.offset + k);
+      for (int i = me.lane; i < IN_WARP * SIDE; i += 32) {
+        const int slot = i / SIDE;
+        visit((me.warp + slot) * PITCH + i - slot * SIDE, (i64)first * SIDE + i);
+      }
+      return;
     }
+  }
+#pragma unroll(FLAT ? 1 : 8)
+  for (int i = me.lane; i < IN_WARP * SIDE; i += 32) {
+    const int slot = i / SIDE, k = i - slot * SIDE;
+    const Start to = begin(first + slot, signals, inner, y_outer, y_inner);
+    if (to.exists) visit((me.warp + slot) * PITCH + k, to.offset + k);
   }
 }

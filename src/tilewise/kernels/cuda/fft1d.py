@@ -46,10 +46,10 @@ LARGEST_IN_REGISTERS = 64
 class Config:
     """How transforms are spread over a GPU.
 
-    ``threads`` that share one signal: a power of two up to 16 that divides n / 2; ``signals`` of a thread block, a
-    multiple of 32 / threads; ``resident`` blocks that a multiprocessor is to hold, which bounds registers (0: no
-    bound); ``vector``: access two elements at a time where strides and alignment allow it; ``stream``: tell the cache
-    not to keep results.
+    ``threads`` that share one signal: a power of two up to 8, of which n / 2 is a multiple of the square; ``signals``
+    of a thread block, a multiple of 32 / threads; ``resident`` blocks that a multiprocessor is to hold, which bounds
+    registers (0: no bound); ``vector``: access two elements at a time where strides and alignment allow it; ``stream``:
+    tell the cache not to keep results; ``staged``: store plain spectra through shared memory, in one piece.
     """
 
     threads: int
@@ -57,11 +57,12 @@ class Config:
     resident: int = 0
     vector: bool = True
     stream: bool = True
+    staged: bool = True
 
 
 def default_config(n: int, count: int = 2**31) -> Config:
     """What is used for ``count`` signals of n elements where no config is given."""
-    threads = {8: 2, 16: 2, 24: 2, 32: 4, 48: 4, 64: 4, 96: 4}.get(n, 8)
+    threads = {8: 2, 16: 2, 24: 2, 32: 4, 48: 2, 64: 4, 96: 4, 192: 4}.get(n, 8)
     warps = 4
     # Few signals are spread over as many multiprocessors as there are warps.
     while warps > 1 and count * threads < 132 * WARP * warps:
@@ -82,6 +83,7 @@ class Program:
     vector: bool
     flat: bool
     signals_first: bool
+    single: bool
 
     @property
     def threads(self) -> int:
@@ -108,7 +110,7 @@ class Program:
     def problems(self) -> list[str]:
         """Why the config cannot run; empty when it can."""
         t, signals, found = self.config.threads, self.config.signals, []
-        if t not in (1, 2, 4, 8, 16) or (self.n // 2) % t or self.n // 2 // t < 2:
+        if t not in (1, 2, 4, 8) or self.n // 2 % (t * t):
             return [f"{self.config}: threads={t} do not share {self.n // 2} points"]
         if self.n // 2 // t > LARGEST_IN_REGISTERS:
             found.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
@@ -131,6 +133,7 @@ def _source(p: Program) -> str:
         "N": p.n, "T": t, "SIGNALS": p.config.signals, "THREADS": p.threads,
         "PLAIN": 0, "FREQUENCY_MAJOR": 1, "PACKED": 2, "LAYOUT": LAYOUTS.index(p.layout),
         "PADDED": p.padded, "VECTOR": p.vector, "FLAT": p.flat, "SIGNALS_FIRST": p.signals_first,
+        "STAGED": p.config.staged and p.layout == "plain", "SINGLE": p.single,
         "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream,
     }  # fmt: skip
     head = [
@@ -141,14 +144,15 @@ def _source(p: Program) -> str:
         read_source("memory.cu"),
         _table("TURNS", [root(row * k, m, sign) for k in range(r) for row in range(t)]),
         _table("ROOTS", [root(k, p.n, -1) for k in range(m // 2 + 1)]),
+        _table("STEPS", [root(t * i + r * j, p.n, -1) for i in range(r // t) for j in range(t)], "constexpr"),
     ]
     texts = (*head, *(c.cpp() for c in codelets.values()), read_source("fft1d.cu"))
     return "\n".join((*texts, read_source(f"{p.name}.cu")))
 
 
-def _table(name: str, values: Sequence[tuple[float, float]]) -> str:
+def _table(name: str, values: Sequence[tuple[float, float]], kind: str = "const") -> str:
     numbers = ", ".join(f"{{{literal(c)}, {literal(s)}}}" for c, s in values)
-    return f"__device__ const float2 {name}[{len(values)}] = {{{numbers}}};"
+    return f"__device__ {kind} float2 {name}[{len(values)}] = {{{numbers}}};"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -180,7 +184,7 @@ def bind(
     flat = (batch.count == batch.inner_count and y_inner == side) or batch.count == 1
     program = Program(
         n, inverse, layout, signal.dtype, config, padded, vector and config.vector, flat and layout == "plain",
-        length > 1 and 0 < x_inner < abs(step),
+        length > 1 and 0 < x_inner < abs(step), batch.count == batch.inner_count,
     )  # fmt: skip
     problems = program.problems()
     if problems:

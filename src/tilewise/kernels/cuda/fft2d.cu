@@ -12,6 +12,7 @@
 //   LAYOUT            of the spectrum: PLAIN, FREQUENCY_MAJOR or PACKED
 //   PEAKS             each block also says what the largest magnitude is that it met
 //   ALIGNED           a plain spectrum may be accessed 16 bytes at a time
+//   FLAT              plain spectra follow each other without a gap, in both memories
 //   transform1, transform2, rotate1, rotate2     codelets
 //
 // Forward. (1) A thread loads two real columns a and b as one complex column a + ib, transforms it in registers and
@@ -129,3 +130,6 @@ template <bool WIDE> struct Pieces { using type = float2; };
 template <> struct Pieces<true> { using type = float4; };
 using Piece = typename Pieces<ALIGNED>::type;
 constexpr int PIECES = N1 * HALF * (int)sizeof(float2) / (int)sizeof(Piece), EACH = THREADS / PLANES;
+
+// Flat spectra are copied by all threads that wait for each other, so that as long pieces as possible are written at once.
+constexpr int GROUP = ONE_WARP ? 32 : THREADS, GROUP_PLANES = ONE_WARP ? 32 / ROWS : PLANES;

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,17 +65,38 @@ class Config:
     cluster: int = 1
 
 
-def default_config(s: Sequence[int], layout: str = "plain", inverse: bool = False, clusters: bool = True) -> Config:
-    """What is used where no config is given; ``clusters``: whether the device has them."""
+FORWARD = {
+    8: Config(64, resident=5), 16: Config(32, resident=4), 24: Config(32), 32: Config(16, resident=2),
+    48: Config(8, 2, resident=2), 64: Config(8), 96: Config(4, stream=False), 128: Config(4, cluster=2, stream=False),
+}  # fmt: skip
+"""Into frequency-major and packed spectra. Memory is accessed in pieces of 8 bytes times ``planes``: sectors have 32
+bytes, lines 128."""
+INVERSE = {
+    8: Config(32, resident=10), 16: Config(32, resident=4), 24: Config(32, resident=2), 32: Config(16, resident=2),
+    48: Config(8), 64: Config(8), 96: Config(4), 128: Config(4, cluster=2),
+}  # fmt: skip
+PLAIN = {8: 32, 16: 16, 24: 8, 32: 8, 48: 4, 64: 4, 96: 1, 128: 1}
+"""Planes of a block."""
+LEAST_PLANES = 4
+BLOCKS = 264
+"""Fewer leave multiprocessors without work."""
+
+
+def default_config(
+    s: Sequence[int], layout: str = "plain", inverse: bool = False, count: int = 2**31, clusters: bool = True
+) -> Config:
+    """What is used for ``count`` planes where no config is given; ``clusters``: whether the device has them."""
     n = max(s)
     if layout == "plain":
-        planes = {8: 32, 16: 16, 24: 8, 32: 8, 48: 4, 64: 4, 96: 1, 128: 1}[n]
         # At 128 points three blocks fit shared memory, and registers if a few numbers are spilled.
-        return Config(planes, resident=3 if n == 128 else 0)
-    # Memory is written in pieces of 8 bytes times ``planes``: sectors have 32 bytes, lines 128.
-    if clusters and n > LARGEST_IN_REGISTERS:
-        return Config(4, cluster=2 if n == 96 else 4)
-    return Config({8: 32, 16: 16, 24: 16, 32: 16, 48: 8, 64: 4, 96: 2, 128: 2}[n])
+        return Config(PLAIN[n], resident=3 if n == 128 else 0)
+    found = (INVERSE if inverse else FORWARD)[n]
+    if found.cluster > 1 and not clusters:
+        return Config(2)
+    planes = found.planes
+    while planes > LEAST_PLANES and count < planes * BLOCKS:
+        planes //= 2
+    return found if planes == found.planes else replace(found, planes=planes, resident=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +114,7 @@ class Program:
     aligned: bool
     image_planes_first: bool
     peaks: bool = False
+    dense: bool = False
 
     def split(self, n: int) -> int:
         """Threads that share a transform of n points."""
@@ -123,6 +145,11 @@ class Program:
         wanted = {1: 0, 2: 4, 4: 2}.get(self.config.planes, 1)
         rows, columns = self.held
         return (wanted - rows * (columns + 1)) % 8
+
+    @property
+    def flat(self) -> bool:
+        """Whether spectra are stored as one piece by all threads of a block, or of each warp."""
+        return self.dense and self.aligned and not self.plane_pad and self.threads % 32 == 0
 
     @property
     def shared(self) -> int:
@@ -173,7 +200,7 @@ def _source(p: Program) -> str:
         "PLANES": p.config.planes, "THREADS": p.threads, "PLANE_PAD": p.plane_pad, "CLUSTER": p.config.cluster,
         "HELD_ROWS": p.held[0], "HELD_COLUMNS": p.held[1],
         "PLAIN": 0, "FREQUENCY_MAJOR": 1, "PACKED": 2, "LAYOUT": LAYOUTS.index(p.layout),
-        "PADDED": p.padded, "VECTOR": p.vector, "ALIGNED": p.aligned,
+        "PADDED": p.padded, "VECTOR": p.vector, "ALIGNED": p.aligned, "FLAT": p.flat,
         "IMAGE_PLANES_FIRST": p.image_planes_first, "SPECTRUM_PLANES_FIRST": p.spectrum_planes_first,
         "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream, "PEAKS": p.peaks,
     }  # fmt: skip
@@ -234,15 +261,17 @@ def _program(
 ) -> Program:
     n1, n2 = s
     h, w = image.shape[-2:]
-    config = config or default_config(s, layout, inverse, has_clusters())
+    config = config or default_config(s, layout, inverse, planes.count, has_clusters())
     padded = (h, w) != (n1, n2)
     column = image.strides[-1]
     even = [planes.outer[0], planes.inner[0], image.strides[-2] if h > 1 else 0, w, offset[1]]
     vector = column == 1 and not any(n % 2 for n in even) and image.alignment % (2 * image.dtype.itemsize) == 0
     aligned = spectrum.alignment % 16 == 0 and planes.outer[1] % 2 == 0 and planes.inner[1] % 2 == 0
+    one = planes.count == planes.inner_count
     return Program(
         n1, n2, inverse, layout, image.dtype, config, padded, vector and config.vector,
         aligned and layout == "plain", w > 1 and 0 < planes.inner[0] < abs(column), peaks,
+        dense=one and planes.inner[1] == n1 * (n2 // 2 + 1),
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ extern "C" __global__ void BOUNDS irfft(const float2* __restrict__ y, Real* __re
     wait_copies();
     __syncwarp();
   }
-  const float2* spectrum = y + start(number, signals, inner, y_outer, y_inner).offset;
+  const float2* spectrum = y + begin(number, signals, inner, y_outer, y_inner).offset;
 #pragma unroll
   for (int j = 0; j <= M / 2 / T; ++j) {
     const int k = j * T + me.t;
@@ -45,8 +45,8 @@ extern "C" __global__ void BOUNDS irfft(const float2* __restrict__ y, Real* __re
     if constexpr (LAYOUT == PLAIN) {
       a = s[k], b = s[M - k];
     } else {
-      a = load_complex(spectrum + y_step * k);
-      b = LAYOUT == PACKED && k == 0 ? make_float2(a.y, 0.f) : load_complex(spectrum + y_step * (M - k));
+      a = load_complex<true>(spectrum + y_step * k);
+      b = LAYOUT == PACKED && k == 0 ? make_float2(a.y, 0.f) : load_complex<true>(spectrum + y_step * (M - k));
     }
     if (k == 0) a.y = b.y = 0.f;  // real for real signals
     const float2 even = make_float2(a.x + b.x, a.y - b.y), w = ROOTS[k];
@@ -55,7 +55,14 @@ extern "C" __global__ void BOUNDS irfft(const float2* __restrict__ y, Real* __re
     if (k) s[M - k] = make_float2(even.x + odd.y, odd.x - even.y);
   }
   __syncwarp();
-  const Start to = start(number, signals, inner, x_outer, x_inner);
+  const Start to = begin(number, signals, inner, x_outer, x_inner);
   const Window window = {x_step, (int)length, (int)left};
-  transform(FromShared{s}, s, me.t, ToElements{x + to.offset, window, (float)scale, to.exists});
+  const ToElements put = {x + to.offset, window, (float)scale, to.exists};
+  float2 c[COUNT][T];
+  transform(FromShared{s}, s, me.t, c);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+    for (int j = 0; j < T; ++j) put(me.t + T * i + R * j, c[i][j]);
+  }
 }

@@ -76,8 +76,8 @@ struct PairColumn {
 struct FromShared {
   __device__ __forceinline__ float2 operator()(const float2* p) const { return *p; }
 };
-struct FromMemory {
-  __device__ __forceinline__ float2 operator()(const float2* p) const { return load_complex(p); }
+struct FromMemory {  // with two threads a row, the second finds it in the cache
+  __device__ __forceinline__ float2 operator()(const float2* p) const { return load_complex<SPLIT2 == 1>(p); }
 };
 
 extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __restrict__ x, i64 planes, i64 inner,

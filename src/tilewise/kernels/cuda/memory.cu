@@ -61,7 +61,11 @@ template <bool MASKED> __device__ __forceinline__ void store_reals(bool wanted, 
 // Spectra are complex64. Half-precision spectra would be two more versions of these.
 using Complex = float2;
 
-__device__ __forceinline__ float2 load_complex(const Complex* p) { return __ldcs(p); }
+// STREAM: read once.
+template <bool STREAM> __device__ __forceinline__ float2 load_complex(const Complex* p) {
+  if constexpr (STREAM) return __ldcs(p);
+  else return *p;
+}
 
 __device__ __forceinline__ void store_complex(Complex* p, float2 value) { write(p, value); }
 

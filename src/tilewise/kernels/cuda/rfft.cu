@@ -12,10 +12,19 @@ struct Elements {
   }
 };
 
-struct ToShared {
-  float2* s;
-  __device__ __forceinline__ void operator()(int k, float2 value) const { s[k] = value; }
-};
+// Z[M-k] for every k of this thread, which thread T-t has, or for t = 0 this one; T more than 1.
+__device__ __forceinline__ void mirror(const float2 (&c)[COUNT][T], float2 (&m)[COUNT][T], const Seat& me) {
+  const int t = (T - me.t) % T, lane = SIGNALS_FIRST ? t * IN_WARP + me.lane % IN_WARP : me.lane / T * T + t;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+    for (int j = 0; j < T; ++j) {
+      const float2 own = c[i ? COUNT - i : 0][i ? T - 1 - j : (T - j) % T], other = c[COUNT - 1 - i][T - 1 - j];
+      m[i][j].x = __shfl_sync(~0u, me.t ? other.x : own.x, lane);
+      m[i][j].y = __shfl_sync(~0u, me.t ? other.y : own.y, lane);
+    }
+  }
+}
 
 extern "C" __global__ void BOUNDS rfft(const Real* __restrict__ x, float2* __restrict__ y, i64 signals, i64 inner,
                                        i64 x_outer, i64 x_inner, i64 x_step, i64 length, i64 left, i64 y_outer,
@@ -24,31 +33,37 @@ extern "C" __global__ void BOUNDS rfft(const Real* __restrict__ x, float2* __res
   const Seat me = seat();
   const unsigned number = first_signal() + me.slot;
   float2* s = (float2*)shared + me.slot * PITCH;
-  const Real* signal = x + start(number, signals, inner, x_outer, x_inner).offset;
-  transform(Elements{signal, {x_step, (int)length, (int)left}}, s, me.t, ToShared{s});
-  __syncwarp();
-  const Start to = start(number, signals, inner, y_outer, y_inner);
+  const Real* signal = x + begin(number, signals, inner, x_outer, x_inner).offset;
+  const float2 base = T == 1 ? make_float2(1.f, 0.f) : ROOTS[me.t];
+  float2 c[COUNT][T], m[COUNT][T];
+  transform(Elements{signal, {x_step, (int)length, (int)left}}, s, me.t, c);
+  if constexpr (T > 1) mirror(c, m, me);
+  const Start to = begin(number, signals, inner, y_outer, y_inner);
+  if constexpr (STAGED) __syncwarp();  // what lies there has been read
+  else if (!to.exists) return;
   float2* spectrum = y + to.offset;
+  const auto put = [&](int k, float2 value) {
+    if constexpr (STAGED) s[k] = value;
+    else store_complex(spectrum + y_step * k, value);
+  };
 #pragma unroll
-  for (int j = 0; j <= M / 2 / T; ++j) {
-    const int k = j * T + me.t;
-    if (k > M / 2) break;
-    const float2 a = s[k], b = s[k ? M - k : 0], w = ROOTS[k];
-    const float2 even = make_float2(0.5f * (a.x + b.x), 0.5f * (a.y - b.y));
-    const float2 odd = times(w, make_float2(0.5f * (a.y + b.y), 0.5f * (b.x - a.x)));
-    float2 low = make_float2(even.x + odd.x, even.y + odd.y);
-    const float2 high = make_float2(even.x - odd.x, odd.y - even.y);
-    const bool real = LAYOUT == PACKED && k == 0;
-    if (real) low.y = high.x;
-    if constexpr (LAYOUT == PLAIN) {
-      s[k] = low;
-      s[M - k] = high;
-    } else if (to.exists) {
-      store_complex(spectrum + y_step * k, low);
-      if (!real) store_complex(spectrum + y_step * (M - k), high);
+  for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+    for (int j = 0; j < T; ++j) {
+      const float2 a = c[i][j], b = T == 1 ? c[i ? COUNT - i : 0][0] : m[i][j], step = STEPS[i * T + j];
+      const float2 w = i || j ? T == 1 ? step : times(base, step) : base;
+      const float2 even = make_float2(0.5f * (a.x + b.x), 0.5f * (a.y - b.y));
+      const float2 odd = times(w, make_float2(0.5f * (a.y + b.y), 0.5f * (b.x - a.x)));
+      float2 low = make_float2(even.x + odd.x, even.y + odd.y);
+      if (i == 0 && j == 0 && me.t == 0) {
+        const float last = even.x - odd.x;
+        if constexpr (LAYOUT == PACKED) low.y = last;
+        else put(M, make_float2(last, 0.f));
+      }
+      put(me.t + T * i + R * j, low);
     }
   }
-  if constexpr (LAYOUT == PLAIN) {
+  if constexpr (STAGED) {
     __syncwarp();
     const float2* from = (const float2*)shared;
     each_number(me, signals, inner, y_outer, y_inner, [&](int place, i64 at) { store_complex(y + at, from[place]); });

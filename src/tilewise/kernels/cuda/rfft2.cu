@@ -78,6 +78,19 @@ __device__ __forceinline__ void store_peak(const float2 (&r)[M2], bool counts, f
   peaks[blockIdx.x] = (int)bits_of(peak);
 }
 
+__device__ __forceinline__ void store_flat(float2* y, const float4* shared, i64 planes) {
+  const int group = threadIdx.x / GROUP, lane = threadIdx.x % GROUP;
+  const i64 first = first_plane() + (i64)(group * GROUP_PLANES);
+  const Piece* from = (const Piece*)(shared + group * GROUP_PLANES * PLANE);
+  Piece* to = (Piece*)(y + first * (N1 * HALF));
+  if (first + GROUP_PLANES <= planes) {
+#pragma unroll 8
+    for (int i = lane; i < GROUP_PLANES * PIECES; i += GROUP) write(to + i, from[i]);
+  } else {
+    for (i64 i = lane; i < (planes - first) * PIECES; i += GROUP) write(to + i, from[i]);
+  }
+}
+
 // ``peaks``: one number for each block, nothing unless PEAKS.
 extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __restrict__ y, int* __restrict__ peaks,
                                         i64 planes, i64 inner, i64 x_outer, i64 x_inner, i64 x_row, i64 x_column, i64 height,
@@ -146,6 +159,10 @@ extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __re
       else emit<SPLIT2 - 1>(r, p.lane == 0, target, ToShared());
     }
     synchronize();
+    if constexpr (FLAT) {
+      store_flat(y, shared, planes);
+      return;
+    }
     const int slot = threadIdx.x / EACH, lane = threadIdx.x % EACH;
     const Start to = start(first_plane() + slot, planes, inner, y_outer, y_inner);
     if (!to.exists) return;
