@@ -16,11 +16,11 @@
 //
 // A real signal is a complex one of half as many elements, z[j] = x[2j] + i x[2j+1]. Its transform takes two factors,
 // M = R T: every thread transforms R elements that lie T apart, rotates them, and after an exchange through shared
-// memory transforms T at a time, of which R / T transforms are its own. Then X[k] = E + exp(-2 pi i k / N) O, where E = (Z[k] + Z*[M-k]) / 2 and
+// memory transforms T at a time, of which it has every T-th of R. Then X[k] = E + exp(-2 pi i k / N) O, where E = (Z[k] + Z*[M-k]) / 2 and
 // O = (Z[k] - Z*[M-k]) / 2i. All threads of a signal are in one warp, so that nothing waits for a whole block. Inverse:
 // the same backwards.
 
-constexpr int M = N / 2, R = M / T, COUNT = R / T;
+constexpr int M = N / 2, R = M / T, COUNT = (R + T - 1) / T;
 constexpr int SIDE = LAYOUT == PACKED ? M : M + 1;  // numbers of a spectrum
 constexpr int IN_WARP = 32 / T;
 // Shared memory of a signal: T rows of ROW numbers while exchanging, else the spectrum. With odd rows, and signals T
@@ -45,14 +45,17 @@ __device__ __forceinline__ Seat seat() {
 
 __device__ __forceinline__ unsigned first_signal() { return blockIdx.x * (unsigned)SIGNALS; }
 
+// Whether thread t has an i-th transform of T numbers.
+__device__ constexpr bool has(int t, int i) { return R % T == 0 || t + T * i < R; }
+
 __device__ __forceinline__ Start begin(unsigned number, i64 signals, i64 inner, i64 outer_stride, i64 inner_stride) {
   if constexpr (!SINGLE) return start(number, signals, inner, outer_stride, inner_stride);
   const unsigned last = (unsigned)(signals - 1);
   return {(number < last ? number : last) * inner_stride, number <= last};
 }
 
-// The complex transform of z(0) .. z(M-1), shared by T threads: Z[t + T i + R j] as c[i][j]. ``s``: the signal's shared
-// memory, in which nothing is wanted any more.
+// The complex transform of z(0) .. z(M-1), shared by T threads: Z[t + T i + R j] as c[i][j] where t + T i < R. ``s``: the
+// signal's shared memory, in which nothing is wanted any more.
 template <class Load> __device__ __forceinline__ void transform(const Load& z, float2* s, int t, float2 (&c)[COUNT][T]) {
   float2 r[R];
 #pragma unroll
@@ -73,7 +76,7 @@ template <class Load> __device__ __forceinline__ void transform(const Load& z, f
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
 #pragma unroll
-      for (int j = 0; j < T; ++j) c[i][j] = s[j * ROW + t + T * i];
+      for (int j = 0; j < T; ++j) c[i][j] = has(t, i) ? s[j * ROW + t + T * i] : make_float2(0.f, 0.f);
       transform_t(c[i]);
     }
   }

@@ -46,10 +46,10 @@ LARGEST_IN_REGISTERS = 64
 class Config:
     """How transforms are spread over a GPU.
 
-    ``threads`` that share one signal: a power of two up to 8, of which n / 2 is a multiple of the square; ``signals``
-    of a thread block, a multiple of 32 / threads; ``resident`` blocks that a multiprocessor is to hold, which bounds
-    registers (0: no bound); ``vector``: access two elements at a time where strides and alignment allow it; ``stream``:
-    tell the cache not to keep results; ``staged``: store plain spectra through shared memory, in one piece.
+    ``threads`` that share one signal: a power of two up to 16 that divides n / 2; ``signals`` of a thread block, a
+    multiple of 32 / threads; ``resident`` blocks that a multiprocessor is to hold, which bounds registers (0: no
+    bound); ``vector``: access two elements at a time where strides and alignment allow it; ``stream``: tell the cache
+    not to keep results; ``staged``: store plain spectra through shared memory, in one piece.
     """
 
     threads: int
@@ -62,7 +62,7 @@ class Config:
 
 def default_config(n: int, count: int = 2**31) -> Config:
     """What is used for ``count`` signals of n elements where no config is given."""
-    threads = {8: 2, 16: 2, 24: 2, 32: 4, 48: 2, 64: 4, 96: 4, 192: 4}.get(n, 8)
+    threads = {8: 2, 16: 2, 24: 2, 32: 4, 48: 4, 64: 4, 96: 4}.get(n, 8)
     warps = 4
     # Few signals are spread over as many multiprocessors as there are warps.
     while warps > 1 and count * threads < 132 * WARP * warps:
@@ -110,7 +110,7 @@ class Program:
     def problems(self) -> list[str]:
         """Why the config cannot run; empty when it can."""
         t, signals, found = self.config.threads, self.config.signals, []
-        if t not in (1, 2, 4, 8) or self.n // 2 % (t * t):
+        if t not in (1, 2, 4, 8, 16) or (self.n // 2) % t or self.n // 2 // t < 2:
             return [f"{self.config}: threads={t} do not share {self.n // 2} points"]
         if self.n // 2 // t > LARGEST_IN_REGISTERS:
             found.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
@@ -144,7 +144,7 @@ def _source(p: Program) -> str:
         read_source("memory.cu"),
         _table("TURNS", [root(row * k, m, sign) for k in range(r) for row in range(t)]),
         _table("ROOTS", [root(k, p.n, -1) for k in range(m // 2 + 1)]),
-        _table("STEPS", [root(t * i + r * j, p.n, -1) for i in range(r // t) for j in range(t)], "constexpr"),
+        _table("STEPS", [root(t * i + r * j, p.n, -1) for i in range(-(-r // t)) for j in range(t)], "constexpr"),
     ]
     texts = (*head, *(c.cpp() for c in codelets.values()), read_source("fft1d.cu"))
     return "\n".join((*texts, read_source(f"{p.name}.cu")))

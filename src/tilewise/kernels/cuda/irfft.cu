@@ -62,6 +62,7 @@ extern "C" __global__ void BOUNDS irfft(const float2* __restrict__ y, Real* __re
   transform(FromShared{s}, s, me.t, c);
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
+    if (!has(me.t, i)) continue;
 #pragma unroll
     for (int j = 0; j < T; ++j) put(me.t + T * i + R * j, c[i][j]);
   }

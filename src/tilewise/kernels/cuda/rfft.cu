@@ -12,16 +12,22 @@ struct Elements {
   }
 };
 
-// Z[M-k] for every k of this thread, which thread T-t has, or for t = 0 this one; T more than 1.
+// Z[M-k] for every k of this thread. With q = t + T i and k = q + R j, M - k is (R - q) + R (T-1-j): at place
+// (R - t) / T - i of thread (R - t) mod T; only for q = 0 the thread has it itself.
 __device__ __forceinline__ void mirror(const float2 (&c)[COUNT][T], float2 (&m)[COUNT][T], const Seat& me) {
-  const int t = (T - me.t) % T, lane = SIGNALS_FIRST ? t * IN_WARP + me.lane % IN_WARP : me.lane / T * T + t;
+  constexpr int Q = R / T;
+  const int t = (R + T - me.t) % T, lane = SIGNALS_FIRST ? t * IN_WARP + me.lane % IN_WARP : me.lane / T * T + t;
+  const bool early = t > R % T;  // the place that the other thread asks for is one less
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
+    constexpr int LAST = COUNT - 1;
+    const int from = Q - i < 0 ? 0 : Q - i < LAST ? Q - i : LAST, before = Q - 1 - i < 0 ? 0 : Q - 1 - i;
 #pragma unroll
     for (int j = 0; j < T; ++j) {
-      const float2 own = c[i ? COUNT - i : 0][i ? T - 1 - j : (T - j) % T], other = c[COUNT - 1 - i][T - 1 - j];
-      m[i][j].x = __shfl_sync(~0u, me.t ? other.x : own.x, lane);
-      m[i][j].y = __shfl_sync(~0u, me.t ? other.y : own.y, lane);
+      const float2 a = c[from][T - 1 - j], b = c[before][T - 1 - j], own = c[0][(T - j) % T];
+      m[i][j].x = __shfl_sync(~0u, early ? b.x : a.x, lane);
+      m[i][j].y = __shfl_sync(~0u, early ? b.y : a.y, lane);
+      if (i == 0 && me.t == 0) m[i][j] = own;
     }
   }
 }
@@ -48,6 +54,7 @@ extern "C" __global__ void BOUNDS rfft(const Real* __restrict__ x, float2* __res
   };
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
+    if (!has(me.t, i)) continue;
 #pragma unroll
     for (int j = 0; j < T; ++j) {
       const float2 a = c[i][j], b = T == 1 ? c[i ? COUNT - i : 0][0] : m[i][j], step = STEPS[i * T + j];
