@@ -60,14 +60,27 @@ class Config:
     staged: bool = True
 
 
-def default_config(n: int, count: int = 2**31) -> Config:
+THREADS = {8: 2, 16: 2, 24: 4, 32: 4}
+"""That share a signal; from 48 elements on 8."""
+FEW_THREADS = {8: 1, 16: 1, 24: 1, 32: 4, 192: 16, 256: 16}
+"""The same forward where there are few: what takes time is one signal's way from memory to memory, not their number."""
+FEW = 2048
+MULTIPROCESSORS = 132
+
+
+def default_config(n: int, count: int = 2**31, inverse: bool = False) -> Config:
     """What is used for ``count`` signals of n elements where no config is given."""
-    threads = {8: 2, 16: 2, 24: 2, 32: 4, 48: 4, 64: 4, 96: 4}.get(n, 8)
+    few = count <= FEW and not inverse
+    threads = (FEW_THREADS if few else THREADS).get(n, 8)
+    if not inverse and not few and (n == 48 or (n == 64 and count <= 2**18)):
+        threads = 4
+    elif n == 8 and not inverse:
+        threads = 1
     warps = 4
     # Few signals are spread over as many multiprocessors as there are warps.
-    while warps > 1 and count * threads < 132 * WARP * warps:
+    while warps > 1 and count * threads < MULTIPROCESSORS * WARP * warps:
         warps //= 2
-    return Config(threads, warps * WARP // threads)
+    return Config(threads, warps * WARP // threads, staged=not few)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +188,7 @@ def bind(
     check(signal, spectrum, s, offset, layout)
     lead, length = signal.shape[:-1], signal.shape[-1]
     batch = leading(lead, signal.strides[:-1], spectrum.strides[:-1] if layout == "plain" else spectrum.strides[1:])
-    config = config or default_config(n, batch.count)
+    config = config or default_config(n, batch.count, inverse)
     step = signal.strides[-1] if length > 1 else 0
     (x_outer, y_outer), (x_inner, y_inner) = batch.outer, batch.inner
     padded, side = length != n, n // 2 + 1

@@ -88,6 +88,10 @@ def default_config(
     """What is used for ``count`` planes where no config is given; ``clusters``: whether the device has them."""
     n = max(s)
     if layout == "plain":
+        if n == 48 and not inverse:
+            return Config(4, 2, resident=4)
+        if n == 24 and not inverse:
+            return Config(8, resident=9)
         # At 128 points three blocks fit shared memory, and registers if a few numbers are spilled.
         return Config(PLAIN[n], resident=3 if n == 128 else 0)
     found = (INVERSE if inverse else FORWARD)[n]
