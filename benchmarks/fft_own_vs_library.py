@@ -20,7 +20,6 @@ from harness.sides import Tensors, race
 
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver
-from tilewise.solvers.base import EXPERIMENTAL
 
 DEFAULTS = {
     "solver": "fft",
@@ -58,8 +57,8 @@ def run(settings: Settings) -> Result:
                 settings.say(f"  {row.name} {row.group}: {row.ratio:.2f}x")
     if not rows:
         raise NothingToMeasure(
-            f"no config of solver {solver.name} has transform={OWN} for any of these layers on {settings.device}; "
-            f"on an NVIDIA GPU {EXPERIMENTAL}=1 may offer some{''.join(f'; {note}' for note in notes[:1])}"
+            f"no config of solver {solver.name} has transform={OWN} for any of these layers on {settings.device}"
+            f"{''.join(f'; {note}' for note in notes[:1])}"
         )
     return _result(rows, notes)
 

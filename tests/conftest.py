@@ -15,8 +15,7 @@ hypothesis.settings.load_profile("tilewise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Divide the cores among the workers of pytest-xdist, here and in processes that tests start; try every solver."""
-    os.environ.setdefault("TILEWISE_EXPERIMENTAL", "1")
+    """Divide the cores among the workers of pytest-xdist, here and in processes that tests start."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     threads = max(1, (os.cpu_count() or 1) // workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -9,15 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-__all__ = ["EXPERIMENTAL", "Environment", "device_name", "environment", "experimental", "torch_device"]
-
-EXPERIMENTAL = "TILEWISE_EXPERIMENTAL"
-"""Environment variable; 1 offers what has not yet run on all kinds of devices that it is written for."""
-
-
-def experimental() -> bool:
-    """Whether :data:`EXPERIMENTAL` is set to anything but 0."""
-    return os.environ.get(EXPERIMENTAL, "0") not in ("", "0")
+__all__ = ["Environment", "device_name", "environment", "torch_device"]
 
 
 @dataclass(frozen=True, slots=True)

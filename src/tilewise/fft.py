@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.device import EXPERIMENTAL, experimental
 from tilewise.kernels.cuda import fft1d, fft2d, launch
 from tilewise.kernels.cuda.operands import (
     LAYOUTS,
@@ -70,9 +69,7 @@ def _unsupported(device: torch.device, s: tuple[int, ...]) -> tuple[str, ...]:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         reasons.append(f"kernels need compute capability 8.0, {device} has {'.'.join(map(str, capability))}")
-    if not experimental():
-        reasons.append(f"kernels are experimental: {EXPERIMENTAL}=1 would have them used")
-    elif launch.unavailable():
+    if launch.unavailable():
         reasons.append(launch.unavailable())
     return tuple(reasons)
 

@@ -13,7 +13,7 @@ from tests import toys
 from tests.planner.simulated import PROFILE, Clock, simulated, torchs_own, world
 
 from tilewise import execute, solvers
-from tilewise.device import EXPERIMENTAL, environment
+from tilewise.device import environment
 from tilewise.plan import Config, Plan
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.search import Search
@@ -89,21 +89,6 @@ def test_a_patient_request_is_not_served_by_less(clock: Clock, path: Path, measu
     measured[0] = 0
     planner(path).plan(SMALL, Options(rigor="measure"))
     assert measured[0] == 0
-
-
-def test_plans_with_and_without_what_is_experimental_are_kept_apart(
-    clock: Clock, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(EXPERIMENTAL, "1")
-    plan = planner(path).plan(SMALL)
-    monkeypatch.delenv(EXPERIMENTAL)
-    with pytest.raises(NoPlanError, match="no wisdom"):
-        planner(path).plan(SMALL, Options(rigor="wisdom_only"))
-    without = planner(path).plan(SMALL)
-    kept = [planner(path).plan(SMALL, Options(rigor="wisdom_only"))]
-    monkeypatch.setenv(EXPERIMENTAL, "1")
-    kept.append(planner(path).plan(SMALL, Options(rigor="wisdom_only")))
-    assert kept == [without, plan]
 
 
 def test_each_constraint_has_its_own_plan(clock: Clock, path: Path) -> None:
@@ -294,7 +279,6 @@ def test_wisdom_that_does_not_fit_is_planned_anew(clock: Clock, path: Path, chan
     one = planner(path)
     text = (
         f"rigor=measure workspace={LIMIT} batch_sizes=powers_of_two deterministic=False error_limit=None strict=False"
-        " experimental=True"
     )
     assert one.wisdom.plan(environment("cpu").key, SMALL.key, text) == good
     one.wisdom.remember(environment("cpu").key, SMALL.key, text, change(good, **changes))

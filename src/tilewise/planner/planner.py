@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from tilewise import solvers
-from tilewise.device import environment, experimental, is_capturing, torch_device
+from tilewise.device import environment, is_capturing, torch_device
 from tilewise.execute import parts_of
 from tilewise.plan import Measurement, Plan
 from tilewise.planner.estimate import Profile, is_profile, measure_profile
@@ -205,11 +205,9 @@ def _satisfying(rigor: str) -> list[str]:
 
 
 def _constraints(options: Options) -> str:
-    asked = " experimental=True" if experimental() else ""
     return (
         f"workspace={options.workspace} batch_sizes={options.batch_sizes} deterministic={options.deterministic} "
         f"error_limit={options.error_limit} strict={options.strict}"
-        f"{asked}"
     )
 
 

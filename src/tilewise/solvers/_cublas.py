@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.device import experimental
 from tilewise.problem import ConvProblem
 from tilewise.solvers._buffers import Strided
 from tilewise.solvers.base import SolverUnavailable
@@ -86,11 +85,8 @@ def bind(p: ConvProblem, left: Strided, right: Strided, result: Strided, device:
     """``result (+)= left @ right``: ``left`` of the second operand, ``right`` of the first, all 2-D or batched 3-D.
 
     fp32 is computed in the problem's precision, else products of 16-bit operands are summed in fp32; adds where the
-    problem accumulates. ``None`` where BLAS cannot express it in one call, the library is not found or experimental
-    means are not asked for.
+    problem accumulates. ``None`` where BLAS cannot express it in one call or the library is not found.
     """
-    if not experimental():
-        return None
     library, _ = _load()
     if library is None or len(result.sizes) > 3:
         return None

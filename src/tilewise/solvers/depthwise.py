@@ -40,7 +40,6 @@ class Depthwise(Solver):
     name, version = "depthwise", 1
     devices = frozenset({"cuda"})
     accumulates = True
-    experimental = True
     most_configs = 8
 
     def unsupported(self, p: ConvProblem) -> list[str]:

@@ -37,7 +37,6 @@ class DepthwiseFFT(Solver):
     name, version = "depthwise_fft", 1
     devices = frozenset({"cuda"})
     dims = frozenset({1, 2})
-    experimental = True
     error_bound = {"ieee": 1e-6, "tf32": 1e-6}  # noqa: RUF012
 
     def unsupported(self, p: ConvProblem) -> list[str]:

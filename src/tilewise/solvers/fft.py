@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from tilewise.device import experimental
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import _own_fft_configs as own
@@ -96,7 +95,7 @@ class FFT(Solver):
 
     @staticmethod
     def _has_own(p: ConvProblem) -> bool:
-        return p.device_type == "cuda" and experimental() and not own.limits(p)
+        return p.device_type == "cuda" and not own.limits(p)
 
     def _own(self, p: ConvProblem, ceiling: int | None) -> list[tuple[Config, int]]:
         if not self._has_own(p):
