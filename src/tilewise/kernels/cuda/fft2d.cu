@@ -30,7 +30,9 @@
 // columns of another it stores there.
 //
 // SPLIT 2 halves registers where a column has too many points: one thread takes the even frequencies, one the odd ones.
-// Each reads all points, and a first radix-2 step while reading leaves a transform of half as many.
+// Each reads all points, and a first radix-2 step while reading leaves a transform of half as many. Rows of spectra, which
+// memory holds in small pieces, are read once: one thread takes the even numbers, one the odd ones, and they exchange halves
+// of their transforms in registers.
 
 constexpr int ROWS = N1 / 2, COLUMNS = N2 / 2, HALF = N2 / 2 + 1;
 constexpr int M1 = N1 / SPLIT1, M2 = N2 / SPLIT2;
@@ -55,9 +57,11 @@ struct Place {
   int slot, lane, held, part;
 };
 
-template <int ALL, bool PLANES_FIRST> __device__ __forceinline__ Place place() {
+// PAIRED: two threads that share a transform are neighbours.
+template <int ALL, bool PLANES_FIRST, bool PAIRED = false> __device__ __forceinline__ Place place() {
   constexpr int LANES = ALL / CLUSTER;
-  const int t = threadIdx.x, part = t / (PLANES * LANES), rest = t - part * (PLANES * LANES);
+  const int t = threadIdx.x, part = PAIRED ? t % 2 + t / (2 * PLANES * LANES) * 2 : t / (PLANES * LANES);
+  const int rest = PAIRED ? t / 2 % (PLANES * LANES) : t - part * (PLANES * LANES);
   const int slot = PLANES_FIRST ? rest % PLANES : rest / LANES, held = PLANES_FIRST ? rest / PLANES : rest % LANES;
   return {slot, rank() * LANES + held, held, part};
 }
@@ -86,6 +90,12 @@ template <class T> struct Everywhere {
   __device__ __forceinline__ void store(int block, int index, T value) const {
     if (CLUSTER == 1 || block == rank()) here[index] = value;
     else store_cluster(there[block] + index * (unsigned)sizeof(T), value);
+  }
+  // In one place or the other; both are known when this is compiled.
+  __device__ __forceinline__ void store(bool other, int block, int index, int other_block, int other_index, T value) const {
+    const int i = other ? other_index : index;
+    if (CLUSTER == 1 || (other ? other_block : block) == rank()) here[i] = value;
+    else store_cluster((other ? there[other_block] : there[block]) + i * (unsigned)sizeof(T), value);
   }
 };
 

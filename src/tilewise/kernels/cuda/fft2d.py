@@ -133,7 +133,9 @@ class Program:
     def threads(self) -> int:
         """Threads of a block."""
         c = self.config
-        return c.planes * max(self.n2 // 2 * self.split(self.n1), self.n1 // 2 * self.split(self.n2)) // c.cluster
+        count = c.planes * max(self.n2 // 2 * self.split(self.n1), self.n1 // 2 * self.split(self.n2)) // c.cluster
+        # Threads that share a row exchange numbers, for which a whole warp has to be there.
+        return -(-count // 32) * 32 if self.inverse and self.split(self.n2) == 2 else count
 
     @property
     def held(self) -> tuple[int, int]:

@@ -27,6 +27,34 @@ __device__ __forceinline__ void unite(float2 (&r)[M], const Source& z, int part)
   }
 }
 
+// Every second number of a row, from ``part`` on: r[m] is number 2 m + part.
+template <class Source> __device__ __forceinline__ void alternate(float2 (&r)[M2], const Source& z, int part) {
+  constexpr int H = M2 / 2;
+  float2 high[H];
+  if (part) z.pair(1, r[0], high[0]);
+  else z.ends(r[0], high[0]);
+#pragma unroll
+  for (int m = 1; m < H; ++m) z.pair(2 * m + part, r[m], high[m]);
+#pragma unroll
+  for (int j = 0; j < H; ++j) {
+    const float2 odd = high[H - 1 - j], even = high[j ? H - j : 0];
+    r[H + j] = part ? odd : even;
+  }
+}
+
+// From transforms of the even numbers of a row, in one thread, and of the odd ones, in its neighbour: elements w and w + M2
+// of the row for half of all w each, from part * M2 / 2 on. The odd one has rotated its.
+__device__ __forceinline__ void combine(const float2 (&r)[M2], float2 (&low)[M2 / 2], float2 (&high)[M2 / 2], int part) {
+#pragma unroll
+  for (int w = 0; w < M2 / 2; ++w) {
+    const float2 sent = part ? r[w] : r[w + M2 / 2], kept = part ? r[w + M2 / 2] : r[w];
+    const float2 got = make_float2(__shfl_xor_sync(~0u, sent.x, 1), __shfl_xor_sync(~0u, sent.y, 1));
+    const float2 a = part ? got : kept, b = part ? kept : got;
+    low[w] = make_float2(a.x + b.x, a.y + b.y);
+    high[w] = make_float2(a.x - b.x, a.y - b.y);
+  }
+}
+
 // a + ib and its mirror image a* + ib*
 __device__ __forceinline__ void join(float2 a, float2 b, float2& low, float2& high) {
   low = make_float2(a.x - b.y, a.y + b.x);
@@ -73,6 +101,35 @@ struct PairColumn {
   }
 };
 
+template <class Source> __device__ __forceinline__ void take_row(float2 (&r)[M2], const Source& z, int part) {
+  if constexpr (SPLIT2 == 1) unite<1>(r, z, 0);
+  else alternate(r, z, part);
+}
+
+// A transformed row, as pairs of columns, to those that have the columns.
+__device__ __forceinline__ void put_row(float2 (&r)[M2], const Everywhere<float4>& s, int part, bool works) {
+  constexpr int H = HELD_COLUMNS;
+  if constexpr (SPLIT2 == 1) {
+#pragma unroll
+    for (int l = 0; l < COLUMNS; ++l) {
+      const float2 a = r[column0(l)], b = r[column1(l)];
+      if (works) s.store(l / H, l % H, make_float4(a.x, a.y, b.x, b.y));
+    }
+  } else {
+    float2 low[M2 / 2], high[M2 / 2];
+    if (part == 1) rotate2(r);
+    combine(r, low, high, part);
+    if (!works) return;
+#pragma unroll
+    for (int i = 0; i < M2 / 2; ++i) {  // columns i, or neighbouring columns 2 i of the lower or the upper half
+      const int l = !VECTOR ? i : i < M2 / 4 ? i : M2 / 2 + i - M2 / 4, other = l + (VECTOR ? M2 / 4 : M2 / 2);
+      const float2 a = !VECTOR ? low[i] : i < M2 / 4 ? low[2 * i % (M2 / 2)] : high[2 * i % (M2 / 2)];
+      const float2 b = !VECTOR ? high[i] : i < M2 / 4 ? low[2 * i % (M2 / 2) + 1] : high[2 * i % (M2 / 2) + 1];
+      s.store(part == 1, l / H, l % H, other / H, other % H, make_float4(a.x, a.y, b.x, b.y));
+    }
+  }
+}
+
 struct FromShared {
   __device__ __forceinline__ float2 operator()(const float2* p) const { return *p; }
 };
@@ -85,7 +142,7 @@ extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __r
                                          i64 x_column, i64 height, i64 width, i64 top, i64 left, double scale) {
   float4* const shared = shared_memory();
   if constexpr (CLUSTER > 1) exchange();  // the others have started
-  const Place p = place<ROWS, SPECTRUM_PLANES_FIRST>();
+  const Place p = place<ROWS, SPECTRUM_PLANES_FIRST, SPLIT2 == 2>();
   const bool works = all_work(ROWS, SPLIT2) || p.part < SPLIT2;
   float2 r[M2];
   if constexpr (LAYOUT == PLAIN) {
@@ -93,40 +150,19 @@ extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __r
     const Piece* from = (const Piece*)(y + start(first_plane() + slot, planes, inner, y_outer, y_inner).offset);
     Piece* to = (Piece*)(shared + slot * PLANE);
 #pragma unroll 8
-    for (int i = lane; i < PIECES; i += EACH) copy_async(to + i, from + i);
+    for (int i = lane; i < PIECES && slot < PLANES; i += EACH) copy_async(to + i, from + i);
     wait_copies();
     synchronize();
     const Rows<const float2> rows((const float2*)(shared + p.slot * PLANE), p.lane, 1);
-    if (works) unite<SPLIT2>(r, SpectrumRow<FromShared>{rows, p.lane == 0, {}}, p.part);
+    if (works) take_row(r, SpectrumRow<FromShared>{rows, p.lane == 0, {}}, p.part);
     synchronize();
   } else if (works) {
     const float2* from = y + start(first_plane() + p.slot, planes, inner, y_outer, y_inner).offset;
     const Rows<const float2> rows(from, p.lane, y_frequency);
-    unite<SPLIT2>(r, SpectrumRow<FromMemory>{rows, p.lane == 0, {}}, p.part);
+    take_row(r, SpectrumRow<FromMemory>{rows, p.lane == 0, {}}, p.part);
   }
-  if (works) {
-    const Everywhere<float4> s(shared + p.slot * PLANE + p.lane * PITCH);
-    if (SPLIT2 == 2 && p.part) rotate2(r);
-    transform2(r);
-    if constexpr (SPLIT2 == 1) {
-#pragma unroll
-      for (int l = 0; l < COLUMNS; ++l) {
-        const float2 a = r[column0(l)], b = r[column1(l)];
-        s.store(l / HELD_COLUMNS, l % HELD_COLUMNS, make_float4(a.x, a.y, b.x, b.y));
-      }
-    } else if constexpr (VECTOR) {
-      const Everywhere<float2> half((float2*)s.here + p.part);
-#pragma unroll
-      for (int i = 0; i < M2; ++i) half.store(i / HELD_COLUMNS, 2 * (i % HELD_COLUMNS), r[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < M2 / 2; ++i) {
-        const int l = 2 * i + p.part;
-        const float2 a = r[i], b = r[i + M2 / 2];
-        s.store(l / HELD_COLUMNS, l % HELD_COLUMNS, make_float4(a.x, a.y, b.x, b.y));
-      }
-    }
-  }
+  if (works) transform2(r);
+  put_row(r, Everywhere<float4>(shared + p.slot * PLANE + p.lane * PITCH), p.part, works);
   exchange();
 
   const Place c = place<COLUMNS, IMAGE_PLANES_FIRST>();
