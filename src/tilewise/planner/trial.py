@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
 import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -34,6 +37,8 @@ FAR, LOADING_MS = 4.0, 50.0
 """A first run this many times slower than the best, and by more than loading a module takes, ends a candidate."""
 GIVE_UP = 1.5
 """After one run this many times slower than the best a candidate is not repeated."""
+
+MOST_COMPILERS = 16
 
 UNKNOWN = "not measured, and wisdom knows nothing of it"
 
@@ -112,11 +117,42 @@ class Trial:
             if reasons:
                 self._lose(solver, Config(), "; ".join(reasons))
         waiting.sort(key=lambda entry: entry[:2])
+        self._compile_ahead(waiting)
         tried: dict[str, int] = {}
         for estimate, _, solver, config, needed in waiting:
             if not self._pruned(solver, config, estimate, needed, tried):
                 self._try(solver, config, estimate, needed)
         return self.found
+
+    def _compile_ahead(self, waiting: Sequence[tuple[float, int, Solver, Config, int]]) -> None:
+        """Bind side by side what will be measured and has to be compiled, which takes a second or more each.
+
+        What fails here fails again when it is measured, and is lost there with its reason.
+        """
+        if self.problem.device_type != "cuda" or self.options.rigor in ("estimate", "wisdom_only"):
+            return
+        tried: dict[str, int] = {}
+        wanted: list[Plan] = []
+        for estimate, _, solver, config, _ in waiting:
+            known = (solver.name, solver.version, config) in self.known
+            if known or not solver.compiles or estimate > PRUNE * self.best_ms:
+                continue
+            tried[solver.name] = tried.get(solver.name, 0) + 1
+            if self.options.rigor == "patient" or tried[solver.name] <= solver.most(self.problem):
+                wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
+        if len(wanted) < 2:
+            return
+        a, b, out = self.tensors
+
+        def bind(plan: Plan) -> None:
+            with contextlib.suppress(Exception), torch.cuda.device(a.device):
+                execute.bind(plan, self.problem, a, b, out)
+
+        pool = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1, len(wanted)))
+        try:
+            list(pool.map(bind, wanted))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _policy(self, solver: Solver) -> list[str]:
         on_gpu = self.problem.device_type == "cuda"

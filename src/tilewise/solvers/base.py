@@ -65,6 +65,8 @@ class Solver(abc.ABC):
     """Can write an ``out`` of any strides; otherwise the executor gives it a dense one and copies."""
     baseline: ClassVar[bool] = False
     """The framework's own choice, against which every plan is measured."""
+    compiles: ClassVar[bool] = False
+    """Binding compiles kernels for a GPU, and may be done by several threads at a time."""
     blocks_itself: ClassVar[bool] = False
     """Has configs that take the batch in blocks, so that as a micro-batch it has nothing to add."""
     most_configs: ClassVar[int] = 6

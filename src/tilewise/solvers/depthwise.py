@@ -39,6 +39,7 @@ class Depthwise(Solver):
 
     name, version = "depthwise", 1
     devices = frozenset({"cuda"})
+    compiles = True
     accumulates = True
     most_configs = 8
 

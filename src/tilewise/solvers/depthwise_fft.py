@@ -36,6 +36,7 @@ class DepthwiseFFT(Solver):
 
     name, version = "depthwise_fft", 1
     devices = frozenset({"cuda"})
+    compiles = True
     dims = frozenset({1, 2})
     error_bound = {"ieee": 1e-6, "tf32": 1e-6}  # noqa: RUF012
 

@@ -48,6 +48,7 @@ class FFT(Solver):
     name, version = "fft", 2
     accumulates = True
     blocks_itself = True
+    compiles = True
     most_configs = 4
 
     def unsupported(self, p: ConvProblem) -> list[str]:

@@ -57,6 +57,7 @@ class ImplicitGemm(Solver):
 
     name, version = "implicit_gemm", 1
     devices = frozenset({"cuda"})
+    compiles = True
     accumulates = True
     error_bound = {"ieee": 5e-6, "tf32": 1e-3}  # noqa: RUF012
 

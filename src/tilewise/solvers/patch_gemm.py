@@ -51,6 +51,7 @@ class PatchGemm(Solver):
 
     name, version = "patch_gemm", 1
     devices = frozenset({"cuda"})
+    compiles = True
     accumulates = True
 
     def unsupported(self, p: ConvProblem) -> list[str]:

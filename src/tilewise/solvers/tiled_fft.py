@@ -29,6 +29,7 @@ class TiledFFT(Solver):
     devices = frozenset({"cuda"})
     dims = frozenset({2})
     blocks_itself = True
+    compiles = True
     most_configs = 8
     error_bound = {"ieee": 3e-6, "tf32": 3e-3}  # noqa: RUF012
 
