@@ -74,7 +74,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     product = draw(st.sampled_from(("fp16x3", "library") if p.dtype == "fp32" else ("fp16x3", "fp16", "library")))
     found: dict[str, object] = {"basis": tuple(basis), "tile": tuple(tile), "product": product}
     if product != "library":
-        found |= {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
+        found |= {"gemm": (64, 16, 64), "warps": 4, "stages": 2}
         if draw(st.booleans()):
             found["spectra"] = IN_PARTS[product]
         return Config(**found)  # type: ignore[arg-type]  # in one piece: interpreted products take their time
