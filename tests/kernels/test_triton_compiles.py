@@ -52,7 +52,7 @@ def compiled() -> None:
 def test_products_of_parts_are_pipelined_and_spill_nothing(form: str) -> None:
     """The best blocks: asynchronous copies straight into shared memory, and the matrix units take them from there."""
     wanted = []
-    for number, (conjugate, (a, b)) in enumerate(ORDERS.items()):
+    for number, (conjugate, (a, b)) in enumerate(list(ORDERS.items())[: 3 if form == "split" else 1]):
         block = PART_BLOCKS[form][number][0]
         even = number != 0
         constants = {

@@ -186,7 +186,9 @@ def test_a_constant_filter_is_transformed_apart(pass_: Pass, product: str) -> No
     piece: dict[str, object] = {} if product == "library" else {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
     if product == "split":
         product, piece["spectra"] = "fp16x3", "split"
-    c = Config(basis=(8, 8), tile=(6, 4), product=product, block=2, **piece)  # type: ignore[arg-type]
+    else:
+        piece["block"] = 2
+    c = Config(basis=(8, 8), tile=(6, 4), product=product, **piece)  # type: ignore[arg-type]
     a, w = (torch.randn(p.shape(role)) for role in p.operands)
     out = torch.full(p.shape(p.result), math.nan)
     kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8)

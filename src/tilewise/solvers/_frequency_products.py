@@ -70,19 +70,21 @@ BLOCKS = (
 """With their rate beside the best, as expected. Larger ones spill: a program holds three sums of each number."""
 PART_BLOCKS = {
     "split": (
-        (Block(64, 128, 32, 8, 4), 1.0), (Block(64, 64, 32, 8, 3), 0.97), (Block(128, 64, 32, 8, 4), 0.96),
-        (Block(64, 64, 64, 8, 3), 0.95), (Block(32, 64, 64, 4, 3), 0.75), (Block(64, 32, 64, 4, 3), 0.75),
-        (Block(32, 32, 64, 4, 3), 0.5), (Block(64, 16, 64, 4, 3), 0.35), (Block(16, 64, 64, 4, 2), 0.3),
+        (Block(64, 64, 32, 8, 3), 1.0), (Block(64, 128, 32, 8, 4), 0.98), (Block(128, 64, 32, 8, 4), 0.95),
+        (Block(64, 64, 64, 8, 3), 0.93), (Block(64, 128, 16, 8, 5), 0.8), (Block(64, 64, 16, 8, 5), 0.78),
+        (Block(32, 64, 32, 4, 3), 0.75), (Block(64, 32, 32, 4, 3), 0.75), (Block(64, 32, 16, 4, 5), 0.6),
+        (Block(32, 32, 32, 4, 4), 0.5), (Block(64, 16, 32, 4, 4), 0.35), (Block(16, 64, 32, 4, 3), 0.3),
         (Block(16, 16, 64, 4, 4), 0.15),
     ),
     "half": (
-        (Block(64, 128, 64, 8, 4), 1.0), (Block(128, 64, 64, 8, 4), 0.97), (Block(64, 64, 64, 8, 3), 0.95),
-        (Block(64, 64, 64, 4, 3), 0.94), (Block(32, 64, 64, 4, 4), 0.75), (Block(64, 32, 64, 4, 4), 0.75),
-        (Block(32, 32, 64, 4, 4), 0.5), (Block(64, 16, 64, 4, 4), 0.35), (Block(16, 64, 64, 4, 3), 0.3),
+        (Block(64, 64, 64, 8, 3), 1.0), (Block(64, 128, 64, 8, 4), 0.98), (Block(128, 64, 64, 8, 4), 0.95),
+        (Block(64, 64, 64, 4, 3), 0.94), (Block(64, 128, 16, 8, 5), 0.7), (Block(64, 64, 16, 8, 5), 0.68),
+        (Block(32, 64, 64, 4, 3), 0.75), (Block(64, 32, 64, 4, 3), 0.75), (Block(64, 32, 16, 4, 5), 0.5),
+        (Block(32, 32, 64, 4, 3), 0.5), (Block(64, 16, 64, 4, 3), 0.35), (Block(16, 64, 64, 4, 3), 0.3),
         (Block(16, 16, 64, 4, 4), 0.15),
     ),
 }  # fmt: skip
-"""As ``BLOCKS``. A program holds four sums of each number; from 64 rows or 32 on all matrix units work together."""
+"""As ``BLOCKS``. A program holds four sums of each number; below 32 rows warps multiply by themselves."""
 MOST_SUMS = 64
 """Registers of a thread for sums that are added to others outside of the matrix units: twice as many spill."""
 

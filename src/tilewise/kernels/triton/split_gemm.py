@@ -156,10 +156,8 @@ def split_gemm(
             )  # fmt: skip
     real, imag = _complex(acc, CONJUGATE, BLOCK_M, BLOCK_N)
     exponent = -(_exponent(a_peak, a_spread) + _exponent(b_peak, b_spread))
-    half = exponent >> 1
-    real = real * _power(half) * _power(exponent - half)
-    imag = imag * _power(half) * _power(exponent - half)
-    value = tl.reshape(tl.join(real, imag), (BLOCK_M, 2 * BLOCK_N))
+    half = exponent >> 1  # in two steps because the power alone may be out of range
+    value = tl.reshape(tl.join(real, imag), (BLOCK_M, 2 * BLOCK_N)) * _power(half) * _power(exponent - half)
     m, n = m0 + tl.arange(0, BLOCK_M), 2 * n0 + tl.arange(0, 2 * BLOCK_N)
     pointers = out + (m * (2 * out_stride))[:, None] + n[None, :]
     if EVEN_M and EVEN_N:
