@@ -180,7 +180,7 @@ def hidden(p: ConvProblem, c: Config) -> int:
 
 
 def cost(p: ConvProblem, c: Config) -> Cost:
-    """The products' arithmetic, and the passes over operands, spectra and result."""
+    """The products' arithmetic and their pass over spectra, and apart from it those of the transforms."""
     plan = plan_of(p, c)
     flops = sum(arithmetic(p, chunk.rows, plan.frequencies) for chunk in plan.chunks)
     product = str(c["product"])
@@ -191,14 +191,13 @@ def cost(p: ConvProblem, c: Config) -> Cost:
     rows = sum(chunk.rows for chunk in plan.chunks)
     images = {"x": p.in_channels, "y": p.out_channels}
     numbers = sum(plan.parts[role] * plan.spectra[role].dtype.itemsize * n for role, n in images.items())
-    spectra = 2 * plan.frequencies * rows * numbers
-    filters = 2 * plan.spectra["w"].bytes
+    spectra = plan.frequencies * rows * numbers + plan.spectra["w"].bytes
     kernels = 3 + sum(1 + 2 * len(chunk.tiles) for chunk in plan.chunks)
-    moved = p.bytes + spectra + filters
+    apart = p.bytes + spectra
     if plan.in_parts:  # operands are read once more, for their scale
-        moved += sum(p.nbytes(role) for role in p.operands)
+        apart += sum(p.nbytes(role) for role in p.operands)
         kernels += 2
-    return Cost(flops, moved, kernels, max(share, 1e-3))
+    return Cost(flops, spectra, kernels, max(share, 1e-3), apart)
 
 
 def _forms(p: ConvProblem, basis: tuple[int, int]) -> list[str]:
