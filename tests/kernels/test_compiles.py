@@ -20,11 +20,14 @@ from tilewise.solvers.depthwise_fft import DepthwiseFFT
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 
 
-def transform(dims: int, layout: str, inverse: bool, dtype: torch.dtype) -> Bound:
+def transform(dims: int, layout: str, inverse: bool, dtype: torch.dtype, spectra: str = "interleaved") -> Bound:
     n = 24
     shape, s = (6, *[n - 2] * dims), (n,) * dims
     image = Memory(shape, dense(shape), dtype)
-    sizes = spectrum_shape((6,), s, layout)
+    sizes = spectrum_shape((6,), s, layout, spectra)
+    if spectra != "interleaved":
+        parts = Memory(sizes, dense(sizes), torch.float16)
+        return fft2d.bind(image, parts, s, (1, 1), layout, inverse, None, spectra=spectra, spread=9)
     spectrum = Memory(sizes, dense(sizes), torch.complex64)
     if dims == 1:
         return fft1d.bind(image, spectrum, s, (1,), layout, inverse, None)
@@ -58,3 +61,8 @@ def test_depthwise(pass_: Pass, axes: tuple[Axis, ...], tmp_path: Path) -> None:
     assert len(steps) >= 2
     for step in steps:
         check(step.program, tmp_path)
+
+
+@pytest.mark.parametrize("spectra", ["half", "split"])
+def test_transforms_into_fp16_parts(spectra: str, tmp_path: Path) -> None:
+    check(transform(2, "frequency_major", False, torch.float32, spectra).program, tmp_path)

@@ -14,6 +14,7 @@ from tests.kernels.spectra import Guarded, relative, spectrum
 
 from tilewise.kernels.cuda import launch
 from tilewise.kernels.cuda.fft2d import (
+    LARGEST_IN_PARTS,
     LAYOUTS,
     SIZES,
     Config,
@@ -263,6 +264,86 @@ def test_default_configs_fit_every_size() -> None:
                 assert bind(x, y, s, (0, 0), layout, inverse, default_config(s, layout, inverse)).grid >= 1
 
 
+def test_fp16_parts_fill_sectors() -> None:
+    for s in [(a, b) for a in SIZES for b in SIZES]:
+        for spectra in ("half", "split"):
+            shape = spectrum_shape((9,), s, "frequency_major", spectra)
+            y = Memory(shape, torch.empty(shape, device="meta").stride(), torch.float16)
+            x = Memory((9, *s), (s[0] * s[1], s[1], 1), torch.float32)
+            bound = bind(x, y, s, (0, 0), "frequency_major", False, None, spectra=spectra, spread=14)
+            assert bound.grid >= 1
+            config = default_config(s, "frequency_major", spectra=spectra)
+            assert config.planes >= 16 or max(s) > LARGEST_IN_PARTS
+
+
+def scale(x: torch.Tensor, spread: int) -> float:
+    """The power of two that brings the spectra of planes of at most 2^spread numbers below 2^15."""
+    finite = x[x.isfinite()].abs().to(torch.float32)
+    bits = int(finite.max().cpu().view(torch.int32)) if finite.numel() else 0
+    return 2.0 ** max(-126, min(126, 141 - (bits >> 23) - spread))
+
+
+def check_parts(
+    place: str, n: int, spectra: str, lead: tuple[int, ...], dtype: torch.dtype, size: float = 1.0, **memory: Any
+) -> torch.Tensor:
+    """Spectra in fp16 parts, between NaN; gives them back as complex numbers, unscaled."""
+    x = Guarded((*lead, n - 1, n - 2), dtype, place, **memory).fill(1)
+    x.tensor.mul_(size)
+    spread = ((n - 1) * (n - 2) - 1).bit_length()
+    y = Guarded(spectrum_shape(lead, (n, n), "frequency_major", spectra), torch.float16, place, gap=1)
+    bound = bind(
+        Memory.of(x.tensor), Memory.of(y.tensor), (n, n), (0, 1), "frequency_major", False, None,
+        spectra=spectra, spread=spread,
+    )  # fmt: skip
+    peak = x.tensor.abs().max().to(torch.float32).view(1).view(torch.int32)
+    run_bound(bound, x.tensor, y.tensor, False, peaks=peak)
+    assert y.untouched()
+    parts = y.tensor.double()
+    each = parts if spectra == "half" else parts[:, ::2] + parts[:, 1::2]
+    assert float(parts.abs().max()) <= 2.0**15
+    got = torch.complex(each[:, 0], each[:, 1]) / scale(x.tensor, spread)
+    want = spectrum(x.tensor, (n, n), (0, 1), "frequency_major")
+    assert relative(got, want) <= (4e-4 if spectra == "half" else LIMIT)
+    return got
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("n", "spectra"), [(8, "split"), (16, "half"), (24, "split"), (32, "split"), (48, "half"), (64, "split")]
+)
+def test_fp16_parts(place: str, n: int, spectra: str) -> None:
+    check_parts(place, n, spectra, (5, 7), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spectra", ["half", "split"])
+@pytest.mark.parametrize("n", SIZES)
+def test_fp16_parts_of_every_size(n: int, spectra: str) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        check_parts("cuda", n, spectra, (3, 64), dtype)
+        check_parts("cuda", n, spectra, (3, 19), dtype, gap=3, start=1)
+        check_parts("cuda", n, spectra, (3, 64), dtype, order=(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("size", [1e-36, 1e30])
+def test_fp16_parts_of_any_magnitude(place: str, size: float) -> None:
+    check_parts(place, 8, "split", (3, 5), torch.float32, size, gap=1, order=(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_not_finite_has_no_finite_parts_and_leaves_others_theirs(place: str) -> None:
+    x = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(5)).to(place)
+    x[0], x[1, 2, 3] = 0.0, float("inf")
+    y = torch.full((40, 4, 3), float("nan"), dtype=torch.float16, device=place)
+    peak = x[2].abs().max().view(1).view(torch.int32)
+    bound = bind(Memory.of(x), Memory.of(y), (8, 8), (0, 0), "frequency_major", False, None, spectra="split", spread=6)
+    run_bound(bound, x, y, False, peaks=peak)
+    assert bool((y[..., 0] == 0).all())
+    assert bool(y[..., 2].isfinite().all())
+    assert not bool((y[:, :2, 1] + y[:, 2:, 1]).isfinite().any())
+
+
 PACKED = {"layout": "packed", "y": Memory((128, 3), (3, 1), torch.complex64)}
 
 
@@ -289,19 +370,31 @@ PACKED = {"layout": "packed", "y": Memory((128, 3), (3, 1), torch.complex64)}
         ),
         ({"x": Memory((3, 16, 16), (256, 2**31, 1), torch.float32)}, "a stride of 2147483648 elements inside"),
         ({"y": Memory((3, 16, 9), (144, 1, 16), torch.complex64)}, r"must be \(9, 1\)"),
+        ({"spectra": "quarter"}, "spectra='quarter': must be one of interleaved, half, split"),
+        ({"spectra": "half"}, "layout='plain': spectra in fp16 parts are frequency_major"),
+        (
+            {
+                "y": Memory((144, 2, 3), (6, 3, 1), torch.float16),
+                "layout": "frequency_major", "spectra": "half", "spread": 7,
+            },
+            "spread=7, inverse=False: spectra='half' are written only, of at most 2\\^spread numbers",
+        ),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {
         "x": Memory((3, 16, 16), (256, 16, 1), torch.float32),
         "y": Memory((3, 16, 9), (144, 9, 1), torch.complex64),
-        "s": (16, 16), "offset": (0, 0), "layout": "plain", "config": None,
+        "s": (16, 16), "offset": (0, 0), "layout": "plain", "inverse": False, "config": None,
     } | change  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        bind(given["x"], given["y"], given["s"], given["offset"], given["layout"], False, given["config"])
+        bind(given.pop("x"), given.pop("y"), **given)
 
 
 def test_wrong_types_and_devices_are_named() -> None:
+    a, y = Memory((3, 16, 16), (256, 16, 1), torch.float32), Memory((144, 2, 3), (6, 3, 1), torch.complex64)
+    with pytest.raises(TypeError, match=r"the spectrum is torch\.complex64: must be float16"):
+        bind(a, y, (16, 16), (0, 0), "frequency_major", False, None, spectra="half", spread=8)
     x, y = Memory((3, 16, 16), (256, 16, 1), torch.float64), Memory((3, 16, 9), (144, 9, 1), torch.complex64)
     with pytest.raises(TypeError, match=r"real data are torch\.float64"):
         bind(x, y, (16, 16), (0, 0), "plain", False, None)

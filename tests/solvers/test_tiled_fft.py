@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +19,19 @@ from tilewise.axis import Axis
 from tilewise.kernels.cuda.launch import Bound
 from tilewise.kernels.reference import convolve
 from tilewise.plan import Config
+from tilewise.planner.estimate import estimate_ms
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import _own_fft
 from tilewise.solvers._fft_windows import most, windows
+from tilewise.solvers._frequency_products import IN_PARTS
+from tilewise.solvers._magnitudes import collapsed
 from tilewise.solvers.tiled_fft import TiledFFT
 
 SOLVER = TiledFFT()
 DENSE = (("contiguous", 0),) * 3
 GPU = "cuda:some GPU"
+PROFILE = {"copy": 3e9, "fp32": 5e10, "tf32": 4e11, "bf16": 7e11, "fp16": 7e11, "launch": 3e-3}
+"""Rates of a GPU whose matrix units are much faster than its memory."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +74,12 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
         n = draw(st.sampled_from([n for n in (8,) if most(axis, p.pass_, n)] or [16]))
         basis.append(n)
         tile.append(draw(st.integers(max(1, most(axis, p.pass_, n) // 2), most(axis, p.pass_, n))))
-    product = draw(st.sampled_from(("fp16x3", "library")))
+    product = draw(st.sampled_from(("fp16x3", "library") if p.dtype == "fp32" else ("fp16x3", "fp16", "library")))
     found: dict[str, object] = {"basis": tuple(basis), "tile": tuple(tile), "product": product}
     if product != "library":
-        found |= {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
+        found |= {"gemm": (64, 16, 64), "warps": 4, "stages": 2}
+        if draw(st.booleans()):
+            found["spectra"] = IN_PARTS[product]
         return Config(**found)  # type: ignore[arg-type]  # in one piece: interpreted products take their time
     if draw(st.booleans()):
         found["block"] = draw(st.integers(1, p.batch))
@@ -93,10 +101,10 @@ def test_any_tile(pass_: Pass, data: st.DataObject) -> None:
 @interpreted
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
-@pytest.mark.parametrize("form", ["channels_last", "view"])
-def test_layouts(pass_: Pass, form: str) -> None:
+@pytest.mark.parametrize(("form", "spectra"), [("channels_last", {}), ("view", {"spectra": "split"})])
+def test_layouts(pass_: Pass, form: str, spectra: dict[str, str]) -> None:
     p = ConvProblem(pass_, 3, 4, 6, (Axis(10, 3, 1, 1, 1, 1), Axis(11, 5, 1, 1, 2, 0)), layouts=(form,) * 3)
-    c = Config(basis=(8, 8), tile=(6, 4), product="fp16x3", gemm=(16, 16, 16), warps=4, stages=2, block=2)
+    c = Config(basis=(8, 8), tile=(6, 4), product="fp16x3", gemm=(16, 16, 16), warps=4, stages=2, block=2, **spectra)
     check(SOLVER, p, c, ((form, 3 if form == "view" else 0),) * 3, accumulate=False)
 
 
@@ -171,13 +179,19 @@ def test_what_it_leaves_to_others() -> None:
 
 @interpreted
 @emulated
-@pytest.mark.parametrize("product", ["fp16x3", "library"])
-@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+@pytest.mark.parametrize(
+    ("pass_", "product"),
+    [(Pass.FPROP, "fp16x3"), (Pass.FPROP, "library"), (Pass.DGRAD, "split"), (Pass.DGRAD, "library")],
+)
 def test_a_constant_filter_is_transformed_apart(pass_: Pass, product: str) -> None:
     axes = (Axis(10, 3, 1, 1, 1, 1), Axis(9, 5, 1, 1, 2, 0))
     p = ConvProblem(pass_, 3, 4, 6, axes, constant_weight=True)
-    piece = {} if product == "library" else {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
-    c = Config(basis=(8, 8), tile=(6, 4), product=product, block=2, **piece)  # type: ignore[arg-type]
+    piece: dict[str, object] = {} if product == "library" else {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
+    if product == "split":
+        product, piece["spectra"] = "fp16x3", "split"
+    else:
+        piece["block"] = 2
+    c = Config(basis=(8, 8), tile=(6, 4), product=product, **piece)  # type: ignore[arg-type]
     a, w = (torch.randn(p.shape(role)) for role in p.operands)
     out = torch.full(p.shape(p.result), math.nan)
     kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8)
@@ -189,3 +203,43 @@ def test_a_constant_filter_is_transformed_apart(pass_: Pass, product: str) -> No
         run(a, kept, out, workspace)
         torch.testing.assert_close(out.double(), convolve(p, a, w), rtol=1e-4, atol=1e-4)
     assert SOLVER.workspace(p, c) < SOLVER.workspace(replace(p, constant_weight=False), c)
+
+
+@pytest.mark.parametrize(("pass_", "precision"), [(Pass.FPROP, "ieee"), (Pass.DGRAD, "tf32"), (Pass.WGRAD, "ieee")])
+def test_fp16_parts_are_offered_where_they_fit(pass_: Pass, precision: str) -> None:
+    p = ConvProblem(pass_, 16, 256, 256, (Axis(56, 5, 1, 1, 2, 2),) * 2, device=GPU, precision=precision)
+    form = "split" if precision == "ieee" else "half"
+    found = {c["basis"]: {c.get("spectra") for c, _ in SOLVER.offers(p, None)} for c, _ in SOLVER.offers(p, None)}
+    assert found
+    assert all(kinds == {None, form} for kinds in found.values())
+    for c, _ in SOLVER.offers(p, None):
+        whole = Config(**{**c, "spectra": "interleaved"})
+        if "spectra" in c:
+            assert SOLVER.cost(p, c).efficiency > SOLVER.cost(p, whole).efficiency
+            assert estimate_ms(p, SOLVER.cost(p, c), PROFILE) < estimate_ms(p, SOLVER.cost(p, whole), PROFILE)
+            if form == "half":
+                assert SOLVER.cost(p, c).bytes < SOLVER.cost(p, whole).bytes
+                assert SOLVER.workspace(p, c) < SOLVER.workspace(p, whole)
+
+
+def test_parts_go_with_their_product() -> None:
+    p = ConvProblem(Pass.FPROP, 2, 8, 8, (Axis(10, 3),) * 2, device=GPU)
+    c = Config(basis=(8, 8), tile=(6, 6), product="library", spectra="split")
+    with pytest.raises(ValueError, match="spectra='split': the product library takes spectra='interleaved' or"):
+        SOLVER.workspace(p, c)
+    with pytest.raises(ValueError, match="spectra='whole': must be one of interleaved, half, split"):
+        SOLVER.workspace(p, Config(basis=(8, 8), tile=(6, 6), product="library", spectra="whole"))
+
+
+@given(st.data())
+def test_collapsed_dimensions_hold_the_same_elements(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=4, max_size=4))
+    order = data.draw(st.permutations(range(4)))
+    wide = torch.arange(math.prod(n + 1 for n in sizes)).view([n + 1 for n in sizes])
+    tensor = wide[tuple(slice(0, n + data.draw(st.integers(0, 1))) for n in sizes)].permute(*order)
+    if data.draw(st.booleans()):
+        tensor = tensor[:, :1].expand(-1, 3, -1, -1)
+    found = collapsed(tensor.shape, tensor.stride())
+    same = tensor.as_strided([n for n, _ in found], [step for _, step in found])
+    assert sorted(same.flatten().tolist()) == sorted(set(tensor.flatten().tolist()))
+    assert all(a != n * b for (_, a), (n, b) in itertools.pairwise(found))

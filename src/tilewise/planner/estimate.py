@@ -26,9 +26,10 @@ def rate_name(problem: ConvProblem) -> str:
 
 
 def estimate_ms(problem: ConvProblem, cost: Cost, profile: Profile) -> float:
-    """Milliseconds for ``cost``: the larger of arithmetic and traffic, and a launch for each kernel."""
+    """Milliseconds for ``cost``: the larger of arithmetic and its traffic, the other traffic, a launch per kernel."""
     arithmetic = cost.flops / (profile[rate_name(problem)] * cost.efficiency)
-    return max(arithmetic, cost.bytes / profile["copy"]) + cost.kernels * profile["launch"]
+    traffic = max(arithmetic, cost.bytes / profile["copy"]) + cost.apart / profile["copy"]
+    return traffic + cost.kernels * profile["launch"]
 
 
 def is_profile(rates: Mapping[str, float]) -> bool:

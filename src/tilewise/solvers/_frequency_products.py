@@ -1,4 +1,7 @@
-"""One complex matrix product per frequency over spectra in a workspace: on the matrix units, or by the library."""
+"""One complex matrix product per frequency over spectra in a workspace: on the matrix units, or by the library.
+
+Spectra are interleaved complex64, or for the matrix units in fp16 parts: see ``split_gemm.py``.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCKS",
+    "IN_PARTS",
+    "PART_BLOCKS",
     "RATES",
     "Block",
     "Matrices",
+    "Scaled",
     "arithmetic",
     "factors",
     "filled",
     "launches",
     "matrices",
+    "part_blocks",
+    "part_launches",
     "products",
     "shape",
 ]
@@ -36,8 +44,10 @@ PEAK_BLOCK = 1024
 WORKSPACE = 3
 """The tensor of a launch's pointers."""
 SCALED = ("fp16x3", "fp16")
-RATES = {"library": 1.0, "fp16x3": 3.0, "tf32x3": 1.4, "tf32": 3.0, "fp16": 6.0}
-"""Rate of full tiles beside fp32 products of the library."""
+RATES = {"library": 1.0, "fp16x3": 1.6, "tf32x3": 1.4, "tf32": 3.0, "fp16": 2.2, "split": 3.6, "half": 9.0}
+"""Rate of full tiles beside fp32 products of the library, of interleaved spectra or in fp16 parts."""
+IN_PARTS = {"fp16x3": "split", "fp16": "half"}
+"""The parts of numbers that a product takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +68,36 @@ BLOCKS = (
     (Block(64, 16, 32, 4, 3), 0.4), (Block(16, 64, 32, 4, 3), 0.4), (Block(16, 16, 32, 2, 3), 0.2),
 )  # fmt: skip
 """With their rate beside the best, as expected. Larger ones spill: a program holds three sums of each number."""
+PART_BLOCKS = {
+    "split": (
+        (Block(64, 64, 32, 8, 3), 1.0), (Block(64, 128, 32, 8, 4), 0.98), (Block(128, 64, 32, 8, 4), 0.95),
+        (Block(64, 64, 64, 8, 3), 0.93), (Block(64, 128, 16, 8, 5), 0.8), (Block(64, 64, 16, 8, 5), 0.78),
+        (Block(32, 64, 32, 4, 3), 0.75), (Block(64, 32, 32, 4, 3), 0.75), (Block(64, 32, 16, 4, 5), 0.6),
+        (Block(32, 32, 32, 4, 4), 0.5), (Block(64, 16, 32, 4, 4), 0.35), (Block(16, 64, 32, 4, 3), 0.3),
+        (Block(16, 16, 64, 4, 4), 0.15),
+    ),
+    "half": (
+        (Block(64, 64, 64, 8, 3), 1.0), (Block(64, 128, 64, 8, 4), 0.98), (Block(128, 64, 64, 8, 4), 0.95),
+        (Block(64, 64, 64, 4, 3), 0.94), (Block(64, 128, 16, 8, 5), 0.7), (Block(64, 64, 16, 8, 5), 0.68),
+        (Block(32, 64, 64, 4, 3), 0.75), (Block(64, 32, 64, 4, 3), 0.75), (Block(64, 32, 16, 4, 5), 0.5),
+        (Block(32, 32, 64, 4, 3), 0.5), (Block(64, 16, 64, 4, 3), 0.35), (Block(16, 64, 64, 4, 3), 0.3),
+        (Block(16, 16, 64, 4, 4), 0.15),
+    ),
+}  # fmt: skip
+"""As ``BLOCKS``. A program holds four sums of each number; below 32 rows warps multiply by themselves."""
+MOST_SUMS = 64
+"""Registers of a thread for sums that are added to others outside of the matrix units: twice as many spill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """A spectrum as matrices for every frequency and group: complex numbers between them and between rows."""
+    """A spectrum as matrices for every frequency and group: numbers between them, between rows and between parts."""
 
     slot: Slot
     frequency: int
     group: int
     row: int
+    part: int = 0
 
     def view(self, frequencies: int, groups: int, rows: int, columns: int, turned: bool = False) -> Strided:
         """All of them, (frequencies, groups, rows, columns), or with the last two exchanged."""
@@ -83,13 +113,19 @@ def products(p: ConvProblem) -> list[str]:
     return ["fp16x3", "library"]
 
 
-def matrices(p: ConvProblem, rows: int, slots: dict[str, Slot]) -> dict[str, Matrices]:
-    """The spectra of ``rows`` tiles of images: (frequency, row, channel), the filter's (frequency, out, in)."""
+def matrices(p: ConvProblem, rows: int, slots: dict[str, Slot], parts: Mapping[str, int]) -> dict[str, Matrices]:
+    """Spectra of ``rows`` tiles of images: (frequency, part, row, channel), of the filter (frequency, part, out, in).
+
+    ``parts`` of each role's numbers: 1 for complex ones.
+    """
     into, outof = p.in_channels // p.groups, p.out_channels // p.groups
+    lying = {
+        "x": (rows * p.in_channels, into, p.in_channels),
+        "w": (p.out_channels * into, outof * into, into),
+        "y": (rows * p.out_channels, outof, p.out_channels),
+    }
     return {
-        "x": Matrices(slots["x"], rows * p.in_channels, into, p.in_channels),
-        "w": Matrices(slots["w"], p.out_channels * into, outof * into, into),
-        "y": Matrices(slots["y"], rows * p.out_channels, outof, p.out_channels),
+        role: Matrices(slots[role], parts[role] * part, group, row, part) for role, (part, group, row) in lying.items()
     }
 
 
@@ -129,7 +165,7 @@ def launches(
     constants: dict[str, Any] = {
         "A_DEPTH_INNER": p.pass_ is not Pass.WGRAD, "B_DEPTH_INNER": p.pass_ is Pass.FPROP, "CONJUGATE": conjugate,
         "ACCUMULATE": accumulate, "PRODUCT": product, "SCALED": scaled, "FORM": 3,
-        "PROMOTE": LONGEST // block.depth if k > LONGEST and product.endswith("x3") else 0,
+        "PROMOTE": LONGEST // block.depth if interrupted(p, rows, product) else 0,
         "EVEN_M": m % block.rows == 0, "EVEN_N": n % block.columns == 0, "EVEN_K": k % block.depth == 0,
         "BLOCK_M": block.rows, "BLOCK_N": block.columns, "BLOCK_K": block.depth,
     }  # fmt: skip
@@ -151,6 +187,63 @@ def launches(
         counts = tuple(count for _, count in peaks)
         found.insert(0, Launch(kernels.largest, (2, 1, 1), pointers, counts, {"BLOCK": PEAK_BLOCK}))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """What the scale of a factor's spectra comes from: see ``split_gemm``."""
+
+    peak: Slot
+    spread: int
+
+
+def part_launches(
+    p: ConvProblem, rows: int, frequencies: int, spectra: dict[str, Matrices], product: str, block: Block,
+    scales: Mapping[str, Scaled], accumulate: bool, sources: Mapping[str, int],
+) -> list[Launch]:  # fmt: skip
+    """The product of factors in fp16 parts. ``sources``: the tensors that spectra and peaks of each role lie in."""
+    from tilewise.kernels.triton.launch import Launch, Pointer
+    from tilewise.kernels.triton.split_gemm import split_gemm
+
+    left, right, conjugate = factors(p.pass_)
+    m, n, k = shape(p, rows)
+    tiles_n = -(-n // block.columns)
+    tiles = -(-m // block.rows) * tiles_n
+    a, b, out = (spectra[role] for role in (left, right, p.result))
+    constants: dict[str, Any] = {
+        "A_DEPTH_INNER": p.pass_ is not Pass.WGRAD, "B_DEPTH_INNER": p.pass_ is Pass.FPROP, "CONJUGATE": conjugate,
+        "ACCUMULATE": accumulate, "SPLIT": IN_PARTS[product] == "split",
+        "PROMOTE": LONGEST // block.depth if interrupted(p, rows, product) else 0,
+        "EVEN_M": m % block.rows == 0, "EVEN_N": n % block.columns == 0, "EVEN_K": k % block.depth == 0,
+        "BLOCK_M": block.rows, "BLOCK_N": block.columns, "BLOCK_K": block.depth,
+    }  # fmt: skip
+    pointers = (
+        *(Pointer(sources[role], spectra[role].slot.offset, torch.float16) for role in (left, right)),
+        Pointer(sources[p.result], out.slot.offset, torch.float32),
+        *(Pointer(sources[role], scales[role].peak.offset, torch.int32) for role in (left, right)),
+    )
+    steps = (
+        *(step for x in (a, b) for step in (x.frequency, x.part, x.group, x.row)),
+        out.frequency,
+        out.group,
+        out.row,
+    )
+    scalars = (m, n, k, tiles_n, tiles, p.groups, scales[left].spread, scales[right].spread, *steps)
+    grid = (tiles * frequencies * p.groups, 1, 1)
+    return [Launch(split_gemm, grid, pointers, scalars, constants, block.warps, block.stages)]
+
+
+def interrupted(p: ConvProblem, rows: int, product: str) -> bool:
+    """Whether sums are so long that matrix units' rounding would show."""
+    return shape(p, rows)[2] > LONGEST and product.endswith("x3")
+
+
+def part_blocks(p: ConvProblem, rows: int, product: str) -> list[tuple[Block, float]]:
+    """Those of ``PART_BLOCKS`` that do not spill."""
+    found = PART_BLOCKS[IN_PARTS[product]]
+    if not interrupted(p, rows, product):
+        return list(found)
+    return [(b, rate) for b, rate in found if 4 * b.rows * b.columns <= 32 * b.warps * MOST_SUMS]
 
 
 def factors(pass_: Pass) -> tuple[str, str, str]:

@@ -1,7 +1,8 @@
 """Convolution over our own transforms: tiles of images straight from and into the tensors, products per frequency.
 
 Each tile is read, padded and transformed in one pass, and each result is clipped and written in one (Vasilache et al.
-2014, section 5); spectra lie frequency first, so that every frequency is a matrix and nothing is transposed.
+2014, section 5); spectra lie frequency first, so that every frequency is a matrix and nothing is transposed. Those of
+operands are complex64, scaled for the products after a look at all of them, or fp16 parts, scaled before there are any.
 """
 
 from __future__ import annotations
@@ -11,25 +12,32 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from tilewise.kernels.cuda.fft2d import MOST_CLUSTER
 from tilewise.kernels.cuda.fft2d import bind as bind_transform
 from tilewise.kernels.cuda.launch import Bound
-from tilewise.kernels.cuda.operands import Memory
+from tilewise.kernels.cuda.operands import PARTS, Memory
 from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers._buffers import Arena, Strided
+from tilewise.solvers import _magnitudes as magnitudes
+from tilewise.solvers._buffers import Arena, Slot, Strided
 from tilewise.solvers._fft_windows import Window, covered, windows
-from tilewise.solvers._frequency_products import Block, Matrices, factors, launches, matrices
+from tilewise.solvers._frequency_products import Block, Matrices, Scaled, factors, launches, matrices, part_launches
 from tilewise.solvers._matmul import at_precision
 from tilewise.solvers.base import Prepare, Run, SolverUnavailable
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.launch import Launch
 
 __all__ = ["OwnPlan", "Transform", "in_order", "launched"]
 
 Tensors = Sequence[torch.Tensor | None]
 Step = Callable[[Tensors, Sequence[int]], None]
 """One kernel over (first operand, second, result, workspace) and their addresses."""
+NUMBERS = {False: torch.complex64, True: torch.float16}
+"""What spectra are made of, in parts or not."""
 Tile = tuple[Window, Window]
 """Down and across."""
 Transform = Callable[..., None]
@@ -56,7 +64,8 @@ class Chunk:
 class OwnPlan:
     """Buffers and steps. ``tile`` is the size of tiles down and across, ``basis`` that of their transforms.
 
-    ``images`` and ``tiles`` of each are in flight at a time; fewer tiles than all go with one image.
+    ``images`` and ``tiles`` of each are in flight at a time; fewer tiles than all go with one image. ``form`` says how
+    numbers of the operands' spectra are held (see ``PARTS``); the result's are complex64.
     """
 
     p: ConvProblem
@@ -66,6 +75,7 @@ class OwnPlan:
     block: Block
     images: int
     tiles: int
+    form: str = "interleaved"
     arena: Arena = field(default_factory=Arena)
     constants: Arena = field(default_factory=Arena)
     """What is kept of a constant filter."""
@@ -85,12 +95,33 @@ class OwnPlan:
         counts = {role: self.rows * channels[role] for role in "xy"}
         counts["w"] = p.out_channels * p.in_channels // p.groups
         arenas = {role: self.constants if role == "w" and p.constant_weight else self.arena for role in counts}
-        self.spectra = {role: arenas[role].add((self.frequencies * n,), torch.complex64) for role, n in counts.items()}
+        self.forms = {role: self.form if role in p.operands else "interleaved" for role in counts}
+        self.parts = {role: PARTS[form] for role, form in self.forms.items()}
+        self.spectra = {
+            role: arenas[role].add((self.frequencies * self.parts[role] * n,), NUMBERS[self.parts[role] > 1])
+            for role, n in counts.items()
+        }
+        self.in_parts = PARTS[self.form] > 1
         # A transform has at most one block for each plane, and a last cluster of them.
         transforms = {"w": 1, **dict.fromkeys("xy", max((len(chunk.tiles) for chunk in self.chunks), default=0))}
         blocks = {role: counts[role] + MOST_CLUSTER * transforms[role] for role in p.operands}
-        self.peaks = {role: arenas[role].add((blocks[role],), torch.int32) for role in p.operands}
+        peaks = {role: magnitudes.PROGRAMS if self.in_parts else blocks[role] for role in p.operands}
+        self.peaks = {role: arenas[role].add((n,), torch.int32) for role, n in peaks.items()}
         self.top = self.arena.add((2,), torch.int32)
+        self.scales = self._scales() if self.in_parts else {}
+
+    def _scales(self) -> dict[str, Scaled]:
+        """Where the largest magnitude of each operand is, and the logarithm of how many of its numbers make a plane."""
+        p = self.p
+        places = {role: Slot((1,), torch.int32, self.top.offset + 4 * i) for i, role in enumerate(p.operands)}
+        if p.constant_weight and "w" in places:
+            places["w"] = self.constants.add((1,), torch.int32)
+        sizes: dict[str, list[tuple[int, ...]]] = {"w": [p.shape("w")[2:]]}
+        for role in "xy":
+            second = p.pass_ is Pass.WGRAD and role == "y"
+            sizes[role] = [tuple(w.other_count if second else w.count for w in tile) for tile in self.every]
+        largest = {role: max(map(math.prod, sizes[role]), default=1) for role in places}
+        return {role: Scaled(place, max(0, largest[role] - 1).bit_length()) for role, place in places.items()}
 
     def _chunks(self) -> Iterator[Chunk]:
         if self.tiles >= len(self.every):
@@ -128,7 +159,7 @@ class OwnPlan:
         device: torch.device,
         launch: Callable[[Bound], Transform] | None = None,
     ) -> list[tuple[str, Step]]:
-        """The kernels in order with their names: clear, transform A, transform B, product, inverse C (Table 5)."""
+        """The kernels in order, named as in Table 5: clear, scale, transform A, transform B, product, inverse C."""
         given = dict(zip((*self.p.operands, self.p.result), tensors, strict=True))
         with _unavailable():
             return list(Steps(self, given, device, launch or launched(device)).all())
@@ -197,12 +228,13 @@ class Steps:
             yield "clear", _clear
         if not plan.every:
             return
+        yield from self._scale([role for role in p.operands if role != "w" or not p.constant_weight])
         if p.pass_ is not Pass.WGRAD:
-            steps = list(self.filter())
+            steps = list(self._filter())
             if not p.constant_weight:
                 yield from steps
         for number, chunk in enumerate(plan.chunks):
-            spectra = matrices(p, chunk.rows, plan.spectra)
+            spectra = matrices(p, chunk.rows, plan.spectra, plan.parts)
             for role in p.operands:
                 if role != "w":
                     yield from self._images(role, chunk, spectra[role])
@@ -219,7 +251,27 @@ class Steps:
             yield INVERSE, self._transform("w", (0, self.p.out_channels), place, (0, 0), 0, inverse=True)
 
     def filter(self) -> Iterator[tuple[str, Step]]:
-        """The filter's transform."""
+        """The filter's transform, and before it the search for its scale."""
+        yield from self._scale(["w"])
+        yield from self._filter()
+
+    def _scale(self, roles: Sequence[str]) -> Iterator[tuple[str, Step]]:
+        """The search for the largest magnitudes of operands, where their spectra are scaled by them."""
+        plan = self.plan
+        if not plan.in_parts:
+            return
+        found = [
+            magnitudes.Searched(
+                self.tensors[role], self.number[role], plan.peaks[role], plan.scales[role].peak, self.spectra[role]
+            )
+            for role in roles
+        ]
+        alignment = [ALIGNED] * 4
+        for role in roles:
+            alignment[self.number[role]] = self.p.alignment[ROLES.index(role)]
+        yield "scale", self._program(magnitudes.launches(found), alignment)
+
+    def _filter(self) -> Iterator[tuple[str, Step]]:
         height, width = self.p.shape("w")[2:]
         self.peaks["w"] = 0
         step = self._transform("w", (0, self.p.out_channels), ((0, height), (0, width)), (0, 0), 0)
@@ -258,17 +310,27 @@ class Steps:
         offset = tensor.element_size() * sum(n * s for n, s in zip(starts, strides, strict=True))
         sizes = (count, channels, *(n for _, n in place))
         image = Memory(sizes, strides, tensor.dtype, math.gcd(self.p.alignment[ROLES.index(role)], offset, 16))
-        step = channels * (all_rows or count)
-        base = plan.spectra[role].offset + 8 * at
-        spectrum = Memory((plan.frequencies, count, channels), (step, channels, 1), torch.complex64, math.gcd(base, 16))
+        step, parts, slot = channels * (all_rows or count), plan.parts[role], plan.spectra[role]
+        base = slot.offset + slot.dtype.itemsize * at
+        shape: tuple[int, ...] = (plan.frequencies, count, channels)
+        apart: tuple[int, ...] = (step, channels, 1)
+        if parts > 1:
+            shape, apart = (plan.frequencies, parts, count, channels), (parts * step, *apart)
+        spectrum = Memory(shape, apart, slot.dtype, math.gcd(base, 16))
         scale = 1.0 / math.prod(plan.basis)
-        peaks = not inverse
-        bound = bind_transform(image, spectrum, plan.basis, lead, "frequency_major", inverse, None, scale, peaks)
+        peaks = not inverse and not plan.in_parts
+        bound = bind_transform(
+            image, spectrum, plan.basis, lead, "frequency_major", inverse, None, scale, peaks, plan.forms[role],
+            plan.scales[role].spread if parts > 1 else 0,
+        )  # fmt: skip
         call, source, target = self.launch(bound), self.number[role], self.spectra[role]
         if inverse:
             return lambda tensors, addresses: call(addresses[target] + base, addresses[source] + offset)
-        top = plan.peaks[role].offset + 4 * self.peaks[role]
-        self.peaks[role] += bound.grid
+        if plan.in_parts:
+            top = plan.scales[role].peak.offset
+        else:
+            top = plan.peaks[role].offset + 4 * self.peaks[role]
+            self.peaks[role] += bound.grid
         return lambda tensors, addresses: call(
             addresses[source] + offset, addresses[target] + base, addresses[target] + top
         )
@@ -277,8 +339,19 @@ class Steps:
         p, plan = self.p, self.plan
         if plan.product == "library":
             return _library(p, chunk.rows, plan.frequencies, spectra, accumulate, self.spectra)
-        from tilewise.kernels.triton.launch import Program
-
+        if plan.in_parts:
+            found = part_launches(
+                p,
+                chunk.rows,
+                plan.frequencies,
+                spectra,
+                plan.product,
+                plan.block,
+                plan.scales,
+                accumulate,
+                self.spectra,
+            )
+            return self._program(found, [ALIGNED] * 4)
         left, right, _ = factors(p.pass_)
         peaks = [(plan.peaks[role], self.peaks[role]) for role in (left, right)]
         found = launches(
@@ -293,7 +366,12 @@ class Steps:
             accumulate,
             self.spectra,
         )
-        program = Program(found, [ALIGNED] * 4, self.device)
+        return self._program(found, [ALIGNED] * 4)
+
+    def _program(self, found: Sequence[Launch], alignment: Sequence[int]) -> Step:
+        from tilewise.kernels.triton.launch import Program
+
+        program = Program(found, alignment, self.device)
         if self.device.type == "cpu":
             return lambda tensors, addresses: program(tensors)
         return lambda tensors, addresses: program.at(addresses)

@@ -8,12 +8,23 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from tilewise.kernels.cuda.fft2d import SIZES
+from tilewise.kernels.cuda.fft2d import LARGEST_IN_PARTS, SIZES
 from tilewise.kernels.cuda.launch import unavailable
+from tilewise.kernels.cuda.operands import PARTS, known_spectra
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._fft_windows import most, windows
-from tilewise.solvers._frequency_products import BLOCKS, RATES, Block, arithmetic, filled, products, shape
+from tilewise.solvers._frequency_products import (
+    BLOCKS,
+    IN_PARTS,
+    RATES,
+    Block,
+    arithmetic,
+    filled,
+    part_blocks,
+    products,
+    shape,
+)
 from tilewise.solvers._matmul import library_scratch
 from tilewise.solvers._own_fft import OwnPlan
 from tilewise.solvers._program_run import has_triton
@@ -25,7 +36,7 @@ __all__ = ["Place", "bind", "cost", "count", "fits", "hidden", "limits", "offere
 MOST_BYTES = 2**33
 """Workspaces beyond this are not offered."""
 MOST_MATRIX = 2**30
-"""Numbers of a frequency's matrix, which a kernel counts in 32 bits."""
+"""Numbers of a frequency's matrix, parts counted apart, which a kernel counts in 32 bits."""
 MOST_GROUPS = 32
 LIBRARY_GROUPS = 4
 MOST_PIECES = 3
@@ -93,15 +104,21 @@ def offered(
     limit = MOST_BYTES if ceiling is None else min(ceiling, MOST_BYTES)
     taken = 0
     for basis, tile in found:
-        choices = _in_flight(p, basis, tile, limit, fewer=ceiling is None, tiled=tiled)
+        choices = [
+            (form, *choice)
+            for form in _forms(p, basis)
+            for choice in _in_flight(p, basis, tile, form, limit, fewer=ceiling is None, tiled=tiled)
+        ]
         taken += bool(choices)
         if taken > most_places:
             return
-        for block, tiles in choices:
-            for product, piece in _products(p, basis, tile, block, tiles):
+        for form, block, tiles in choices:
+            for product, piece in _products(p, basis, tile, form, block, tiles):
                 values: dict[str, object] = {"basis": basis}
                 values |= {"tile": tile} if tiled else {"transform": "own"}
                 values["product"] = product
+                if form != "interleaved":
+                    values["spectra"] = form
                 if piece is not None:
                     gemm = (piece.rows, piece.columns, piece.depth)
                     values |= {"gemm": gemm, "warps": piece.warps, "stages": piece.stages}
@@ -127,8 +144,12 @@ def plan_of(p: ConvProblem, c: Config) -> OwnPlan:
         if not isinstance(edges, tuple) or len(edges) != 3 or any(n not in (16, 32, 64, 128) for n in edges):
             raise ValueError(f"gemm={edges!r}: rows, columns and depth, powers of two from 16 to 128, would do")
         piece = Block(*edges, warps=integer(c, "warps"), stages=integer(c, "stages"))
+    form = known_spectra(str(c.get("spectra", "interleaved")))
+    if PARTS[form] > 1 and IN_PARTS.get(product) != form:
+        takes = IN_PARTS.get(product, "interleaved")
+        raise ValueError(f"spectra={form!r}: the product {product} takes spectra={takes!r} or interleaved ones")
     block, tiles = integer(c, "block", p.batch), integer(c, "tiles", max(1, count(p, tile)))
-    return OwnPlan(p, basis, tile, product, piece, block, tiles)
+    return OwnPlan(p, basis, tile, product, piece, block, tiles, form)
 
 
 def fits(p: ConvProblem, c: Config) -> bool:
@@ -159,17 +180,30 @@ def hidden(p: ConvProblem, c: Config) -> int:
 
 
 def cost(p: ConvProblem, c: Config) -> Cost:
-    """The products' arithmetic, and the passes over operands, spectra and result."""
+    """The products' arithmetic and their pass over spectra, and apart from it those of the transforms."""
     plan = plan_of(p, c)
     flops = sum(arithmetic(p, chunk.rows, plan.frequencies) for chunk in plan.chunks)
     product = str(c["product"])
-    share = RATES[product] / (1.0 if p.dtype == "fp32" and p.precision == "ieee" else 8.0)
+    share = RATES[plan.form if plan.in_parts else product] / (
+        1.0 if p.dtype == "fp32" and p.precision == "ieee" else 8.0
+    )
     share *= filled(p, plan.rows, plan.frequencies, plan.block) if product != "library" else 0.8
     rows = sum(chunk.rows for chunk in plan.chunks)
-    spectra = 2 * 8 * plan.frequencies * rows * (p.in_channels + p.out_channels)
-    filters = 2 * plan.spectra["w"].bytes
+    images = {"x": p.in_channels, "y": p.out_channels}
+    numbers = sum(plan.parts[role] * plan.spectra[role].dtype.itemsize * n for role, n in images.items())
+    spectra = plan.frequencies * rows * numbers + plan.spectra["w"].bytes
     kernels = 3 + sum(1 + 2 * len(chunk.tiles) for chunk in plan.chunks)
-    return Cost(flops, p.bytes + spectra + filters, kernels, max(share, 1e-3))
+    apart = p.bytes + spectra
+    if plan.in_parts:  # operands are read once more, for their scale
+        apart += sum(p.nbytes(role) for role in p.operands)
+        kernels += 2
+    return Cost(flops, spectra, kernels, max(share, 1e-3), apart)
+
+
+def _forms(p: ConvProblem, basis: tuple[int, int]) -> list[str]:
+    """How spectra of that size can be held, the most promising first."""
+    parts = [IN_PARTS[product] for product in products(p) if product in IN_PARTS]
+    return [*(parts if max(basis) <= LARGEST_IN_PARTS else []), "interleaved"]
 
 
 def _pair(c: Config, name: str) -> tuple[int, int]:
@@ -180,7 +214,7 @@ def _pair(c: Config, name: str) -> tuple[int, int]:
 
 
 def _in_flight(
-    p: ConvProblem, basis: tuple[int, int], tile: tuple[int, int], limit: int, *, fewer: bool, tiled: bool
+    p: ConvProblem, basis: tuple[int, int], tile: tuple[int, int], form: str, limit: int, *, fewer: bool, tiled: bool
 ) -> list[tuple[int, int]]:
     """Images and tiles of each at a time: as many as ``limit`` bytes hold, and ``fewer``: also an eighth of that.
 
@@ -192,7 +226,7 @@ def _in_flight(
         choices += [(1, tiles) for tiles in _halves(every)[1:]]
 
     def needs(images: int, tiles: int) -> int:
-        return OwnPlan(p, basis, tile, "library", BLOCKS[0][0], images, tiles).arena.size
+        return OwnPlan(p, basis, tile, "library", BLOCKS[0][0], images, tiles, form).arena.size
 
     first = next((i for i, choice in enumerate(choices) if needs(*choice) <= limit), None)
     if first is None:
@@ -212,18 +246,19 @@ def _halves(number: int) -> list[int]:
 
 
 def _products(
-    p: ConvProblem, basis: tuple[int, int], tile: tuple[int, int], block: int, tiles: int
+    p: ConvProblem, basis: tuple[int, int], tile: tuple[int, int], form: str, block: int, tiles: int
 ) -> list[tuple[str, Block | None]]:
     """Products with the pieces that fill best."""
     rows, frequencies = block * min(tiles, max(1, count(p, tile))), basis[0] * (basis[1] // 2 + 1)
     found: list[tuple[str, Block | None]] = []
-    if max(shape(p, rows)) * max(p.in_channels, p.out_channels) > MOST_MATRIX:
+    if max(shape(p, rows)) * max(p.in_channels, p.out_channels) * PARTS[form] > MOST_MATRIX:
         return []
     for product in products(p):
         if product == "library":
-            if p.groups <= LIBRARY_GROUPS:
+            if p.groups <= LIBRARY_GROUPS and form == "interleaved":
                 found.append((product, None))
             continue
-        rated = sorted(BLOCKS, key=lambda entry: -entry[1] * filled(p, rows, frequencies, entry[0]))
+        blocks = list(BLOCKS) if form == "interleaved" else part_blocks(p, rows, product)
+        rated = sorted(blocks, key=lambda entry: -entry[1] * filled(p, rows, frequencies, entry[0]))
         found += [(product, piece) for piece, _ in rated[:MOST_PIECES]]
     return found

@@ -34,13 +34,15 @@ class SolverUnavailable(RuntimeError):
 class Cost:
     """For estimates: floating-point operations done, bytes moved through memory, kernels launched.
 
-    ``efficiency`` is the share of the device's measured peak that the arithmetic usually reaches.
+    ``efficiency`` is the share of the device's measured peak that the arithmetic usually reaches. It hides behind
+    ``bytes`` or the other way round, but not behind those ``apart``, which other kernels move before or after it.
     """
 
     flops: int
     bytes: int
     kernels: int = 1
     efficiency: float = 1.0
+    apart: int = 0
 
 
 class Solver(abc.ABC):

@@ -42,10 +42,10 @@ class FFT(Solver):
     passes spread the gradient. 16-bit operands are widened to fp32.
 
     With ``transform="own"`` the small planes of a GPU go through transforms of our own, and ``product`` may be one on
-    the matrix units, in pieces of ``gemm``.
+    the matrix units, in pieces of ``gemm`` and of numbers in the parts that ``spectra`` names (absent: complex64).
     """
 
-    name, version = "fft", 2
+    name, version = "fft", 3
     accumulates = True
     blocks_itself = True
     compiles = True

@@ -11,6 +11,7 @@
 //   IMAGE_PLANES_FIRST, SPECTRUM_PLANES_FIRST    neighbouring threads take neighbouring planes there, not columns, rows
 //   LAYOUT            of the spectrum: PLAIN, FREQUENCY_MAJOR or PACKED
 //   PEAKS             each block also says what the largest magnitude is that it met
+//   PARTS             1: spectra are complex64; 2 or 4: so many fp16 parts of that, scaled
 //   ALIGNED           a plain spectrum may be accessed 16 bytes at a time
 //   FLAT              plain spectra follow each other without a gap, in both memories
 //   transform1, transform2, rotate1, rotate2     codelets

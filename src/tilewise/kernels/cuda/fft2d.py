@@ -26,6 +26,7 @@ from tilewise.kernels.cuda.codelets import fft, rotation
 from tilewise.kernels.cuda.launch import Bound, Launch, block_limits, has_clusters, read_source
 from tilewise.kernels.cuda.operands import (
     LAYOUTS,
+    PARTS,
     REALS,
     Leading,
     Memory,
@@ -43,6 +44,8 @@ __all__ = ["LAYOUTS", "MOST_CLUSTER", "SIZES", "Config", "bind", "default_config
 SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
 MOST_CLUSTER = 8
 """Blocks of a cluster that every device with clusters takes."""
+LARGEST_IN_PARTS = 64
+"""Of larger planes a cluster holds so few that fp16 parts of spectra fill no 32-byte sector."""
 LARGEST_IN_REGISTERS = 64
 """Points of a transform that one thread holds: 128 registers, of 255."""
 
@@ -78,13 +81,22 @@ INVERSE = {
 PLAIN = {8: 32, 16: 16, 24: 8, 32: 8, 48: 4, 64: 4, 96: 1, 128: 1}
 """Planes of a block."""
 LEAST_PLANES = 4
+IN_PARTS = {
+    8: Config(64, stream=False), 16: Config(32, stream=False), 24: Config(32, resident=2, stream=False),
+    32: Config(16, stream=False), 48: Config(16, 2, stream=False, cluster=2),
+    64: Config(16, stream=False, cluster=4), 96: Config(8, stream=False, cluster=4),
+    128: Config(8, stream=False, cluster=4),
+}  # fmt: skip
+"""Into fp16 parts: pieces have 2 bytes times ``planes``. They fill sectors, but lines have to wait for other blocks."""
+LEAST_IN_PARTS = 8
 BLOCKS = 264
 """Fewer leave multiprocessors without work."""
 
 
 def default_config(
-    s: Sequence[int], layout: str = "plain", inverse: bool = False, count: int = 2**31, clusters: bool = True
-) -> Config:
+    s: Sequence[int], layout: str = "plain", inverse: bool = False, count: int = 2**31, clusters: bool = True,
+    spectra: str = "interleaved",
+) -> Config:  # fmt: skip
     """What is used for ``count`` planes where no config is given; ``clusters``: whether the device has them."""
     n = max(s)
     if layout == "plain":
@@ -94,11 +106,14 @@ def default_config(
             return Config(8, resident=9)
         # At 128 points three blocks fit shared memory, and registers if a few numbers are spilled.
         return Config(PLAIN[n], resident=3 if n == 128 else 0)
-    found = (INVERSE if inverse else FORWARD)[n]
+    table, least = (INVERSE if inverse else FORWARD), LEAST_PLANES
+    if PARTS[spectra] > 1:
+        table, least = IN_PARTS, LEAST_IN_PARTS
+    found = table[n]
     if found.cluster > 1 and not clusters:
         return Config(2)
     planes = found.planes
-    while planes > LEAST_PLANES and count < planes * BLOCKS:
+    while planes > least and count < planes * BLOCKS:
         planes //= 2
     return found if planes == found.planes else replace(found, planes=planes, resident=0)
 
@@ -119,6 +134,7 @@ class Program:
     image_planes_first: bool
     peaks: bool = False
     dense: bool = False
+    parts: int = 1
 
     def split(self, n: int) -> int:
         """Threads that share a transform of n points."""
@@ -209,6 +225,7 @@ def _source(p: Program) -> str:
         "PADDED": p.padded, "VECTOR": p.vector, "ALIGNED": p.aligned, "FLAT": p.flat,
         "IMAGE_PLANES_FIRST": p.image_planes_first, "SPECTRUM_PLANES_FIRST": p.spectrum_planes_first,
         "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream, "PEAKS": p.peaks,
+        "PARTS": p.parts,
     }  # fmt: skip
     head = [constants(values), f"#define BOUNDS {attributes}", *macros]
     texts = (*head, read_source("memory.cu"), *(c.cpp() for c in codelets.values()), read_source("fft2d.cu"))
@@ -226,28 +243,42 @@ def bind(
     config: Config | None,
     scale: float = 1.0,
     peaks: bool = False,
+    spectra: str = "interleaved",
+    spread: int = 0,
 ) -> Bound:
     """A transform between planes ``(..., h, w)``, which lie at ``offset`` inside n1 x n2, and their spectra.
 
     With ``peaks`` a forward one takes a third address, of an int32 for each block: there it writes the bits of a finite
     fp32 number that no finite part of the block's spectra exceeds in magnitude.
+
+    ``spectra`` that are not interleaved are in fp16 parts (see ``PARTS``) and only written. They take as the third
+    address that of the bits of the largest finite magnitude of all real data; planes have at most 2^``spread`` numbers.
+    From both follows the power of two by which they are multiplied; ``split_gemm.py`` says what is lost.
+
     ``ValueError`` naming the values where shapes do not fit each other, sizes have no kernel or offsets run out of the
     basis.
     """
     _checked_size(s)
-    check(image, spectrum, s, offset, layout)
+    check(image, spectrum, s, offset, layout, spectra)
     h, w = image.shape[-2:]
     lead = image.shape[:-2]
-    planes = leading(lead, image.strides[:-2], spectrum.strides[:-2] if layout == "plain" else spectrum.strides[1:])
-    program = _program(image, spectrum, planes, s, offset, layout, inverse, config, peaks and not inverse)
+    parts = PARTS[spectra]
+    if parts > 1 and (inverse or h * w > 2**spread):
+        raise ValueError(
+            f"spread={spread}, inverse={inverse}: spectra={spectra!r} are written only, of at most 2^spread numbers"
+        )
+    before = spectrum.strides[:-2] if layout == "plain" else spectrum.strides[1 if parts == 1 else 2 :]
+    planes = leading(lead, image.strides[:-2], before)
+    program = _program(image, spectrum, planes, s, offset, layout, inverse, config, peaks and not inverse, spectra)
     problems = program.problems()
     if problems:
         raise ValueError("; ".join(problems))
     row, column = (n if size > 1 else 0 for n, size in zip(image.strides[-2:], (h, w), strict=True))
     (x_outer, y_outer), (x_inner, y_inner) = planes.outer, planes.inner
     lines = (x_outer, x_inner, row, column, h, w, *offset)
-    spectra = (y_outer, y_inner, 1 if layout == "plain" else spectrum.strides[0])
-    sides = (*spectra, *lines, float(scale)) if inverse else (*lines, *spectra)
+    lying = (y_outer, y_inner, 1 if layout == "plain" else spectrum.strides[0])
+    part = 0 if parts == 1 else spectrum.strides[1]
+    sides = (*lying, *lines, float(scale)) if inverse else (*lines, *lying, part, spread)
     count = planes.count
     c = program.config
     grid = -(-count // c.planes) * c.cluster
@@ -264,10 +295,11 @@ def _program(
     inverse: bool,
     config: Config | None,
     peaks: bool,
+    spectra: str,
 ) -> Program:
     n1, n2 = s
     h, w = image.shape[-2:]
-    config = config or default_config(s, layout, inverse, planes.count, has_clusters())
+    config = config or default_config(s, layout, inverse, planes.count, has_clusters(), spectra)
     padded = (h, w) != (n1, n2)
     column = image.strides[-1]
     even = [planes.outer[0], planes.inner[0], image.strides[-2] if h > 1 else 0, w, offset[1]]
@@ -277,7 +309,7 @@ def _program(
     return Program(
         n1, n2, inverse, layout, image.dtype, config, padded, vector and config.vector,
         aligned and layout == "plain", w > 1 and 0 < planes.inner[0] < abs(column), peaks,
-        dense=one and planes.inner[1] == n1 * (n2 // 2 + 1),
+        dense=one and planes.inner[1] == n1 * (n2 // 2 + 1), parts=PARTS[spectra],
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ template <bool MASKED> __device__ __forceinline__ void store_reals(bool wanted, 
   else store<MASKED>(wanted, (unsigned*)p, (unsigned)narrow(value.x) | (unsigned)narrow(value.y) << 16);
 }
 
-// Spectra are complex64. Half-precision spectra would be two more versions of these.
+// Spectra are complex64, or fp16 parts of such numbers.
 using Complex = float2;
 
 // STREAM: read once.
@@ -68,6 +68,20 @@ template <bool STREAM> __device__ __forceinline__ float2 load_complex(const Comp
 }
 
 __device__ __forceinline__ void store_complex(Complex* p, float2 value) { write(p, value); }
+
+// One fp16 number, or with SPLIT two, ``apart`` from each other: what fp16 has of it, and what that lacks.
+template <bool SPLIT> __device__ __forceinline__ void store_part(unsigned short* p, i64 apart, float value) {
+  const unsigned short high = half_of_float(value);
+  write(p, high);
+  if constexpr (SPLIT) write(p + apart, half_of_float(value - float_of_half(high)));
+}
+
+// The power of two by which the spectra of planes of at most 2^spread numbers, none of a magnitude above that with these
+// bits, stay below 2^15. ``_exponent`` in ``split_gemm.py`` is its equal.
+__device__ __forceinline__ float scale_of(int peak, int spread) {
+  const int exponent = 141 - (peak >> 23) - spread;
+  return float_of((unsigned)(exponent > 126 ? 253 : exponent < -126 ? 1 : exponent + 127) << 23);
+}
 
 // Where plane or signal number ``wanted`` starts, and whether there is one. Beyond the last it is the last.
 struct Start {

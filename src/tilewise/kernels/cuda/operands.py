@@ -10,6 +10,7 @@ import torch
 
 __all__ = [
     "LAYOUTS",
+    "PARTS",
     "REALS",
     "Leading",
     "Memory",
@@ -26,6 +27,11 @@ REALS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Numbers by which ``memory.cu`` knows the types of real data."""
 LAYOUTS = ("plain", "frequency_major", "packed")
 """Of spectra, in the order of the kernels' numbers for them."""
+PARTS = {"interleaved": 1, "half": 2, "split": 4}
+"""How numbers of a spectrum are held: complex64, or so many fp16 parts: real and imaginary, or high and low of each.
+
+Parts are a dimension after the first of a frequency-major spectrum.
+"""
 ALIGNMENT = 16
 """Bytes; more than the widest access is not asked about."""
 MOST_PLANES = 2**31 - 1
@@ -100,7 +106,16 @@ def numbers(name: str, value: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(int(n) for n in value)
 
 
-def check(real: Memory, spectrum: Memory, s: Sequence[int], offset: Sequence[int], layout: str) -> None:
+def known_spectra(spectra: str) -> str:
+    """``spectra`` if numbers can be held that way, else ``ValueError``."""
+    if spectra not in PARTS:
+        raise ValueError(f"spectra={spectra!r}: must be one of {', '.join(PARTS)}")
+    return spectra
+
+
+def check(
+    real: Memory, spectrum: Memory, s: Sequence[int], offset: Sequence[int], layout: str, spectra: str = "interleaved"
+) -> None:
     """``ValueError`` or ``TypeError`` naming what does not fit between real data and spectra of shape ``s``."""
     known_layout(layout)
     dims = len(s)
@@ -109,13 +124,14 @@ def check(real: Memory, spectrum: Memory, s: Sequence[int], offset: Sequence[int
         if place < 0 or place + n > basis:
             name = ("length",) if dims == 1 else ("height", "width")
             raise ValueError(f"{name[axis]} {n} at offset {place} does not fit a basis of {basis}")
-    wanted = spectrum_shape(real.shape[:-dims], s, layout)
+    wanted = spectrum_shape(real.shape[:-dims], s, layout, spectra)
     if spectrum.shape != wanted:
         raise ValueError(f"the spectrum has shape {spectrum.shape}, {layout} spectra of {real.shape} have {wanted}")
     if real.dtype not in REALS:
         raise TypeError(f"real data are {real.dtype}: must be float32, float16 or bfloat16")
-    if spectrum.dtype != torch.complex64:
-        raise TypeError(f"the spectrum is {spectrum.dtype}: must be complex64")
+    number = torch.complex64 if PARTS[spectra] == 1 else torch.float16
+    if spectrum.dtype != number:
+        raise TypeError(f"the spectrum is {spectrum.dtype}: must be {str(number).removeprefix('torch.')}")
     inside = dense(wanted[-dims:])
     if layout == "plain" and spectrum.strides[-dims:] != inside:
         raise ValueError(f"a plain spectrum's last strides are {spectrum.strides[-dims:]}: must be {inside}")
@@ -131,12 +147,18 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def spectrum_shape(lead: Sequence[int], s: Sequence[int], layout: str = "plain") -> tuple[int, ...]:
+def spectrum_shape(
+    lead: Sequence[int], s: Sequence[int], layout: str = "plain", spectra: str = "interleaved"
+) -> tuple[int, ...]:
     """Shape of the spectra of signals or planes of shape ``s`` with leading dimensions ``lead``."""
     half = (*s[:-1], s[-1] // 2 + 1)
-    if known_layout(layout) == "plain":
+    known_layout(layout)
+    if PARTS[known_spectra(spectra)] > 1 and layout != "frequency_major":
+        raise ValueError(f"layout={layout!r}: spectra in fp16 parts are frequency_major")
+    if layout == "plain":
         return (*lead, *half)
-    return (math.prod(s) // 2 if layout == "packed" else math.prod(half), *lead)
+    parts = () if PARTS[spectra] == 1 else (PARTS[spectra],)
+    return (math.prod(s) // 2 if layout == "packed" else math.prod(half), *parts, *lead)
 
 
 def on_gpu(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> int:

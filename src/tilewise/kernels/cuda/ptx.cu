@@ -13,8 +13,10 @@ __device__ __forceinline__ unsigned short half_of_float(float value) {
   return bits;
 }
 
+__device__ __forceinline__ float float_of(unsigned bits) { return __uint_as_float(bits); }
+
 __device__ __forceinline__ float float_of_bfloat16(unsigned short bits) {
-  return __uint_as_float((unsigned)bits << 16);
+  return float_of((unsigned)bits << 16);
 }
 
 __device__ __forceinline__ unsigned short bfloat16_of_float(float value) {

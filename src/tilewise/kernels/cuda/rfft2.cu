@@ -28,8 +28,8 @@ __device__ __forceinline__ void separate(const float2 (&r)[M1], const Everywhere
 }
 
 // Frequencies PART, PART + SPLIT2, ... of row k. ``edge``: k = 0, which also holds row N1/2.
-template <int PART, class Store>
-__device__ __forceinline__ void emit(const float2 (&r)[M2], bool edge, const Rows<float2>& target, Store store) {
+template <int PART, class T, class Store>
+__device__ __forceinline__ void emit(const float2 (&r)[M2], bool edge, const Rows<T>& target, Store store) {
 #pragma unroll
   for (int i = 0; SPLIT2 * i + PART <= COLUMNS; ++i) {
     const int w = SPLIT2 * i + PART;
@@ -53,8 +53,18 @@ __device__ __forceinline__ void emit(const float2 (&r)[M2], bool edge, const Row
 struct ToShared {
   __device__ __forceinline__ void operator()(float2* p, float2 value) const { *p = value; }
 };
+// Numbers of a spectrum as they lie in memory: complex64, or PARTS fp16 ones ``apart`` from each other, scaled.
+template <bool WHOLE> struct Numbers { using type = float2; };
+template <> struct Numbers<false> { using type = unsigned short; };
+using Number = typename Numbers<PARTS == 1>::type;
 struct ToMemory {
+  i64 apart;
+  float scale;
   __device__ __forceinline__ void operator()(float2* p, float2 value) const { store_complex(p, value); }
+  __device__ __forceinline__ void operator()(unsigned short* p, float2 value) const {
+    store_part<PARTS == 4>(p, apart, scale * value.x);
+    store_part<PARTS == 4>(p + PARTS / 2 * apart, apart, scale * value.y);
+  }
 };
 
 // The largest finite magnitude of the numbers of a block's threads, into ``peaks[block]``, as its bits.
@@ -78,7 +88,7 @@ __device__ __forceinline__ void store_peak(const float2 (&r)[M2], bool counts, f
   peaks[blockIdx.x] = (int)bits_of(peak);
 }
 
-__device__ __forceinline__ void store_flat(float2* y, const float4* shared, i64 planes) {
+__device__ __forceinline__ void store_flat(Number* y, const float4* shared, i64 planes) {
   const int group = threadIdx.x / GROUP, lane = threadIdx.x % GROUP;
   const i64 first = first_plane() + (i64)(group * GROUP_PLANES);
   const Piece* from = (const Piece*)(shared + group * GROUP_PLANES * PLANE);
@@ -91,10 +101,11 @@ __device__ __forceinline__ void store_flat(float2* y, const float4* shared, i64 
   }
 }
 
-// ``peaks``: one number for each block, nothing unless PEAKS.
-extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __restrict__ y, int* __restrict__ peaks,
+// ``peaks``: with PEAKS one number of each block; with PARTS the largest magnitude of real data, see ``scale_of``.
+extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, Number* __restrict__ y, int* __restrict__ peaks,
                                         i64 planes, i64 inner, i64 x_outer, i64 x_inner, i64 x_row, i64 x_column, i64 height,
-                                        i64 width, i64 top, i64 left, i64 y_outer, i64 y_inner, i64 y_frequency) {
+                                        i64 width, i64 top, i64 left, i64 y_outer, i64 y_inner, i64 y_frequency, i64 y_part,
+                                        i64 spread) {
   float4* const shared = shared_memory();
   if constexpr (CLUSTER > 1) exchange();  // the others have started
   const Place c = place<COLUMNS, IMAGE_PLANES_FIRST>();
@@ -173,8 +184,9 @@ extern "C" __global__ void BOUNDS rfft2(const Real* __restrict__ x, float2* __re
   } else if (works) {
     const Start to = start(first_plane() + p.slot, planes, inner, y_outer, y_inner);
     if (!to.exists) return;
-    const Rows<float2> target(y + to.offset, p.lane, y_frequency);
-    if (SPLIT2 == 1 || !p.part) emit<0>(r, p.lane == 0, target, ToMemory());
-    else emit<SPLIT2 - 1>(r, p.lane == 0, target, ToMemory());
+    const Rows<Number> target(y + to.offset, p.lane, y_frequency);
+    const ToMemory store = {y_part, PARTS > 1 ? scale_of(*peaks, (int)spread) : 1.f};
+    if (SPLIT2 == 1 || !p.part) emit<0>(r, p.lane == 0, target, store);
+    else emit<SPLIT2 - 1>(r, p.lane == 0, target, store);
   }
 }
