@@ -96,6 +96,8 @@ def check(
         (rows, columns, depth, tiles_n, tiles, groups, a.spread, b.spread, *a.strides, *b.strides,
          out.stride(0), out.stride(2), out.stride(1)),
         constants,
+        warps=8 if m * n >= 4096 else 4,
+        stages=3,
     )  # fmt: skip
     tensors = [a.base, b.base, torch.view_as_real(out), a.peak.view(torch.int32), b.peak.view(torch.int32)]
     Program([launch], [2, 2, 8, 4, 4], out.device)(tensors)
