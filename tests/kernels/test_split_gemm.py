@@ -40,7 +40,7 @@ class Parts:
     """
 
     def __init__(
-        self, sizes: tuple[int, int, int, int], turned: bool, split: bool, place: str, seed: int, size: float
+        self, sizes: tuple[int, int, int, int], turned: bool, split: bool, place: str, seed: int, size: float, gap: int
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.exact = torch.randn(sizes, generator=generator, dtype=torch.complex128)
@@ -55,10 +55,10 @@ class Parts:
             low = [(part - top.double()).to(torch.float16) for part, top in zip(parts, high, strict=True)]
             parts = [high[0], low[0], high[1], low[1]]
         self.base = torch.full(
-            (len(lies), len(parts), *lies.shape[1:-1], lies.shape[-1] + 1), math.nan, dtype=torch.float16
+            (len(lies), len(parts), *lies.shape[1:-1], lies.shape[-1] + gap), math.nan, dtype=torch.float16
         )
         for number, part in enumerate(parts):
-            self.base[:, number, ..., :-1] = part.to(torch.float16)
+            self.base[:, number, ..., :-gap] = part.to(torch.float16)
         self.base = self.base.to(place)
         self.peak = self.peak.to(place)
         self.inner = turned
@@ -69,12 +69,12 @@ class Parts:
 def check(
     place: str, sizes: tuple[int, int, int, int, int], conjugate: str, split: bool,
     turned: tuple[bool, bool] = (False, False), scales: tuple[float, float] = (1.0, 1.0), accumulate: bool = False,
-    blocks: tuple[int, int, int] = (16, 16, 16), promote: int = 0,
+    blocks: tuple[int, int, int] = (16, 16, 16), promote: int = 0, unit: int = 1,
 ) -> None:  # fmt: skip
     """``out (+)= a @ b`` in tiles of ``blocks``; nothing else is written."""
     f, groups, rows, columns, depth = sizes
-    a = Parts((f, groups, rows, depth), turned[0], split, place, 1, scales[0])
-    b = Parts((f, groups, depth, columns), turned[1], split, place, 2, scales[1])
+    a = Parts((f, groups, rows, depth), turned[0], split, place, 1, scales[0], unit)
+    b = Parts((f, groups, depth, columns), turned[1], split, place, 2, scales[1], unit)
     out = torch.full((f, rows, groups, columns + 1), math.nan, dtype=torch.complex64, device=place)
     want = (a.exact.conj() if conjugate == "a" else a.exact) @ (b.exact.conj() if conjugate == "b" else b.exact)
     if accumulate:
@@ -85,7 +85,7 @@ def check(
     tiles_n, tiles = -(-columns // n), -(-columns // n) * -(-rows // m)
     constants: dict[str, Any] = {
         "A_DEPTH_INNER": not turned[0], "B_DEPTH_INNER": turned[1], "CONJUGATE": conjugate, "ACCUMULATE": accumulate,
-        "SPLIT": split, "PROMOTE": promote, "EVEN_M": rows % m == 0, "EVEN_N": columns % n == 0,
+        "SPLIT": split, "PROMOTE": promote, "UNIT": unit, "EVEN_M": rows % m == 0, "EVEN_N": columns % n == 0,
         "EVEN_K": depth % k == 0, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k,
     }  # fmt: skip
     types = (torch.float16, torch.float16, torch.float32, torch.int32, torch.int32)
@@ -93,7 +93,9 @@ def check(
         split_gemm,
         (tiles * f * groups, 1, 1),
         tuple(Pointer(i, 0, dtype) for i, dtype in enumerate(types)),
-        (rows, columns, depth, tiles_n, tiles, groups, a.spread, b.spread, *a.strides, *b.strides,
+        (rows // (unit if turned[0] else 1), columns // (1 if turned[1] else unit),
+         depth // (unit if turned[1] or not turned[0] else 1), tiles_n, tiles, groups, a.spread, b.spread,
+         *(stride // unit for stride in (*a.strides, *b.strides)),
          out.stride(0), out.stride(2), out.stride(1)),
         constants,
         warps=8 if m * n >= 4096 else 4,
@@ -112,6 +114,7 @@ def check(
     [((False, False), "a"), ((True, False), "b"), ((False, True), "none"), ((True, True), "b")],
 )
 def test_every_layout_and_conjugate(place: str, turned: tuple[bool, bool], conjugate: str) -> None:
+    check(place, (2, 1, 24, 40, 8), conjugate, True, turned, blocks=(32, 32, 16), unit=8)
     for split in (True, False):
         check(place, (1, 2, 17, 5, 19), conjugate, split, turned)
         check(place, (2, 1, 16, 16, 16), conjugate, split, turned)
@@ -137,7 +140,8 @@ def test_any_shape(sizes: Any, blocks: Any, conjugate: str, turned: Any, **optio
 @pytest.mark.parametrize("split", [True, False])
 def test_every_tile(blocks: tuple[int, int, int], split: bool) -> None:
     for conjugate, turned in (("b", (False, True)), ("none", (False, False)), ("a", (True, False))):
-        check("cuda", (3, 1, 256, 128, 128), conjugate, split, turned, blocks=blocks)
+        check("cuda", (3, 1, 256, 128, 128), conjugate, split, turned, blocks=blocks, unit=8)
+        check("cuda", (3, 1, 136, 40, 72), conjugate, split, turned, blocks=blocks, unit=8)
         check("cuda", (3, 2, 130, 72, 200), conjugate, split, turned, blocks=blocks, accumulate=True, promote=1)
 
 

@@ -31,12 +31,11 @@ def compiled() -> None:
     from tilewise.kernels.triton.split_gemm import split_gemm
 
     types = {"a": "*fp16", "b": "*fp16", "out": "*fp32", "a_peak": "*i32", "b_peak": "*i32"}
-    plain = ("tiles_n", "tiles", "groups", "a_spread", "b_spread", "a_peak", "b_peak")
     found = []
     for constants, warps, stages in json.loads(sys.argv[1]):
         names = split_gemm.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-        attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in (*constants, *plain)}
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in ("a", "b", "out")}
         source = ASTSource(split_gemm, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
         kernel = compile_for(source, GPUTarget("cuda", 90, 32), {"num_warps": warps, "num_stages": stages})
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -58,7 +57,7 @@ def test_products_of_parts_are_pipelined_and_spill_nothing(form: str) -> None:
         constants = {
             "A_DEPTH_INNER": a, "B_DEPTH_INNER": b, "CONJUGATE": conjugate, "ACCUMULATE": not even,
             "SPLIT": form == "split", "PROMOTE": 2 if form == "split" and block.rows == block.columns else 0,
-            "EVEN_M": even, "EVEN_N": even, "EVEN_K": even,
+            "UNIT": 8, "EVEN_M": even, "EVEN_N": even, "EVEN_K": even,
             "BLOCK_M": block.rows, "BLOCK_N": block.columns, "BLOCK_K": block.depth,
         }  # fmt: skip
         wanted.append((constants, block.warps, block.stages))

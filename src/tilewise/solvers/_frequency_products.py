@@ -85,6 +85,8 @@ PART_BLOCKS = {
     ),
 }  # fmt: skip
 """As ``BLOCKS``. A program holds four sums of each number; below 32 rows warps multiply by themselves."""
+PART_UNIT = 8
+"""Numbers that are copied at a time where channels are multiples of it."""
 MOST_SUMS = 64
 """Registers of a thread for sums that are added to others outside of the matrix units: twice as many spill."""
 
@@ -210,9 +212,11 @@ def part_launches(
     tiles_n = -(-n // block.columns)
     tiles = -(-m // block.rows) * tiles_n
     a, b, out = (spectra[role] for role in (left, right, p.result))
+    unit = math.gcd(PART_UNIT, p.in_channels // p.groups, p.out_channels // p.groups)
+    along = {Pass.FPROP: (1, 1, unit), Pass.DGRAD: (1, unit, unit), Pass.WGRAD: (unit, unit, 1)}[p.pass_]
     constants: dict[str, Any] = {
         "A_DEPTH_INNER": p.pass_ is not Pass.WGRAD, "B_DEPTH_INNER": p.pass_ is Pass.FPROP, "CONJUGATE": conjugate,
-        "ACCUMULATE": accumulate, "SPLIT": IN_PARTS[product] == "split",
+        "ACCUMULATE": accumulate, "SPLIT": IN_PARTS[product] == "split", "UNIT": unit,
         "PROMOTE": LONGEST // block.depth if interrupted(p, rows, product) else 0,
         "EVEN_M": m % block.rows == 0, "EVEN_N": n % block.columns == 0, "EVEN_K": k % block.depth == 0,
         "BLOCK_M": block.rows, "BLOCK_N": block.columns, "BLOCK_K": block.depth,
@@ -222,13 +226,10 @@ def part_launches(
         Pointer(sources[p.result], out.slot.offset, torch.float32),
         *(Pointer(sources[role], scales[role].peak.offset, torch.int32) for role in (left, right)),
     )
-    steps = (
-        *(step for x in (a, b) for step in (x.frequency, x.part, x.group, x.row)),
-        out.frequency,
-        out.group,
-        out.row,
-    )
-    scalars = (m, n, k, tiles_n, tiles, p.groups, scales[left].spread, scales[right].spread, *steps)
+    operand_steps = (step // unit for x in (a, b) for step in (x.frequency, x.part, x.group, x.row))
+    steps = (*operand_steps, out.frequency, out.group, out.row)
+    sizes = (size // each for size, each in zip((m, n, k), along, strict=True))
+    scalars = (*sizes, tiles_n, tiles, p.groups, scales[left].spread, scales[right].spread, *steps)
     grid = (tiles * frequencies * p.groups, 1, 1)
     return [Launch(split_gemm, grid, pointers, scalars, constants, block.warps, block.stages)]
 

@@ -123,7 +123,8 @@ def split_gemm(
     a_frequency, a_part, a_group, a_stride, b_frequency, b_part, b_group, b_stride,
     out_frequency, out_group, out_stride,
     A_DEPTH_INNER: tl.constexpr, B_DEPTH_INNER: tl.constexpr, CONJUGATE: tl.constexpr, ACCUMULATE: tl.constexpr,
-    SPLIT: tl.constexpr, PROMOTE: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    SPLIT: tl.constexpr, PROMOTE: tl.constexpr, UNIT: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``out (+)= a @ b`` for every frequency and group, ``CONJUGATE`` naming the operand that is conjugated, or none.
@@ -133,12 +134,21 @@ def split_gemm(
     its other dimension; ``*_stride`` is the other stride, ``*_part``, ``*_group`` and ``*_frequency`` those between
     parts and between matrices, in fp16 numbers for operands and in complex ones for the result. ``*_peak``: bits of the
     largest finite magnitude of the real data, ``*_spread``: the logarithm of how many there are in a plane, rounded up.
-    All parts of one frequency lie within 2^31 numbers. Grid: tiles of a matrix fastest, then groups, then frequencies.
+    ``UNIT``: strides of operands and lengths of their contiguous dimensions are counted in so many numbers: with 8,
+    tiles are copied 16 bytes at a time. All parts of a frequency lie within 2^31 numbers. Grid: tiles of a matrix
+    fastest, then groups, then frequencies.
     """
+    if A_DEPTH_INNER or B_DEPTH_INNER:
+        depth = depth * UNIT
+    if not A_DEPTH_INNER:
+        rows = rows * UNIT
+    if not B_DEPTH_INNER:
+        columns = columns * UNIT
+    a_part, a_stride, b_part, b_stride = a_part * UNIT, a_stride * UNIT, b_part * UNIT, b_stride * UNIT
     tile, matrix = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     frequency, group = (matrix // groups).to(tl.int64), (matrix % groups).to(tl.int64)
-    a += frequency * a_frequency + group * a_group
-    b += frequency * b_frequency + group * b_group
+    a += (frequency * a_frequency + group * a_group) * UNIT
+    b += (frequency * b_frequency + group * b_group) * UNIT
     out += 2 * (frequency * out_frequency + group * out_group)
     m0, n0 = (tile // tiles_n) * BLOCK_M, (tile % tiles_n) * BLOCK_N
     if PROMOTE == 0:
