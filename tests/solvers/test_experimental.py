@@ -17,7 +17,7 @@ from tilewise.solvers import Cost, Run, Solver
 class Untried(Solver):
     """A solver that says of itself that it is experimental."""
 
-    name, version, experimental = "untried", 1, True
+    name, version, experimental = "untried", 1, frozenset({"cpu"})
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         return []

@@ -66,8 +66,8 @@ class Solver(abc.ABC):
     """Can write an ``out`` of any strides; otherwise the executor gives it a dense one and copies."""
     baseline: ClassVar[bool] = False
     """The framework's own choice, against which every plan is measured."""
-    experimental: ClassVar[bool] = False
-    """Offered only where :func:`experimental` allows it."""
+    experimental: ClassVar[frozenset[str]] = frozenset()
+    """Devices on which it is offered only where :func:`experimental` allows it."""
     blocks_itself: ClassVar[bool] = False
     """Has configs that take the batch in blocks, so that as a micro-batch it has nothing to add."""
     most_configs: ClassVar[int] = 6
@@ -141,7 +141,7 @@ class Solver(abc.ABC):
             reasons.append(f"takes {'/'.join(sorted(self.dtypes))}, not {p.dtype}")
         if p.dims not in self.dims:
             reasons.append(f"does {'/'.join(map(str, sorted(self.dims)))}-D, not {p.dims}-D")
-        if self.experimental and not experimental():
+        if p.device_type in self.experimental and not experimental():
             reasons.append(f"is experimental: {EXPERIMENTAL}=1 would have it tried")
         return reasons or self.unsupported(p)
 

@@ -40,7 +40,7 @@ class Depthwise(Solver):
     name, version = "depthwise", 1
     devices = frozenset({"cuda"})
     accumulates = True
-    experimental = True
+    experimental = frozenset({"cuda"})
     most_configs = 8
 
     def unsupported(self, p: ConvProblem) -> list[str]:

@@ -28,7 +28,7 @@ class TiledFFT(Solver):
     name, version = "tiled_fft", 1
     devices = frozenset({"cuda"})
     dims = frozenset({2})
-    experimental = True
+    experimental = frozenset({"cuda"})
     blocks_itself = True
     most_configs = 8
     error_bound = {"ieee": 3e-6, "tf32": 3e-3}  # noqa: RUF012
