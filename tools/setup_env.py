@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MINIMUM_PYTHON = (3, 11)
-EXTRAS = ("caffe", "demo", "dev", "docs", "report")
+EXTRAS = ("caffe", "cpu", "demo", "dev", "docs", "report")
 CUDA_PACKAGE = re.compile(r"^(nvidia|cuda|triton)(-|$)")
 
 

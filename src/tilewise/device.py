@@ -24,6 +24,7 @@ class Environment:
     cudnn: str = ""
     triton: str = ""
     cudnn_frontend: str = ""
+    numba: str = ""
     threads: int = 0
 
     @property
@@ -75,7 +76,7 @@ def environment(device: str) -> Environment:
 
 @functools.cache
 def _cpu_environment(threads: int) -> Environment:
-    return Environment("cpu", _cpu_model(), torch.__version__, threads=threads)
+    return Environment("cpu", _cpu_model(), torch.__version__, numba=_distribution_version("numba"), threads=threads)
 
 
 @functools.cache

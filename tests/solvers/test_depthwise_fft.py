@@ -40,6 +40,10 @@ class Emulated(DepthwiseFFT):
     def __init__(self, backwards: bool = False) -> None:
         self.backwards = backwards
 
+    def on_cpu(self, p: ConvProblem) -> bool:
+        """Never: here a GPU's kernels run."""
+        return False
+
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         assert out is not None
         steps = self.steps(p, c, a, b, out)

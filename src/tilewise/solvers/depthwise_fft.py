@@ -10,8 +10,11 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers import _depthwise_cpu_planes as cpu_planes
+from tilewise.solvers import _depthwise_cpu_signals as cpu_signals
 from tilewise.solvers import _depthwise_planes as planes
 from tilewise.solvers import _depthwise_signals as signals
+from tilewise.solvers._depthwise_cpu import missing
 from tilewise.solvers._depthwise_fft import Step, compiled
 from tilewise.solvers._fft_sizes import result_placement
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
@@ -22,6 +25,8 @@ MOST = 2**31 - 2**20
 """Planes, and elements of the filter: kernels count them in 32 bits."""
 EFFICIENCY = {"fp32": 0.25, "tf32": 0.03, "16-bit": 0.017}
 """Share of the matrix product's rate that transforms reach, which are done in fp32 whatever the operands."""
+CPU_EFFICIENCY = 0.4
+"""The same on a CPU, where 16-bit operands' products are done in fp32 too."""
 
 
 class DepthwiseFFT(Solver):
@@ -32,17 +37,20 @@ class DepthwiseFFT(Solver):
     each axis, ``planes`` or in one dimension ``signals`` go to one thread block, ``split`` threads share a plane's
     transform, ``resident`` bounds registers, and ``shares`` of the images are summed one by one to a filter's gradient.
     Images stay independent. Signals beyond the largest basis go in tiles (overlap-save) where the kernel is shorter.
+
+    On a CPU a thread takes ``lanes`` channels at once, in its own cache, of one of ``shares`` of their images;
+    ``threads`` bounds threads, and ``team`` says whether they are torch's. Signals go in pairs of tiles.
     """
 
     name, version = "depthwise_fft", 1
-    devices = frozenset({"cuda"})
     compiles = True
     dims = frozenset({1, 2})
     error_bound = {"ieee": 1e-6, "tf32": 1e-6}  # noqa: RUF012
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Other layers than depthwise ones, strides and dilation, images beyond the largest basis."""
-        reasons = _missing(p)
+        on_cpu = self.on_cpu(p)
+        reasons = missing() if on_cpu else _missing(p)
         if not p.groups == p.in_channels == p.out_channels:
             reasons.append(
                 f"takes as many groups as channels, not {p.groups} of {p.in_channels} to {p.out_channels} channels"
@@ -54,55 +62,68 @@ class DepthwiseFFT(Solver):
             return reasons
         if p.pass_ is Pass.DGRAD and any(result_placement(axis, p.pass_).count < axis.size for axis in p.axes):
             reasons.append("writes only gradients of inputs that an output reads")
-        length = max(axis.size + axis.before + axis.after for axis in p.axes)
-        counted = (
-            ("planes", p.batch * p.in_channels * (1 if p.dims > 1 else length)),
-            ("filter elements", math.prod(p.shape("w"))),
-        )
-        for what, number in counted:
-            if number > MOST:
-                reasons.append(f"counts to {MOST}; there are {number} {what}")
-        return reasons + _way(p).too_large(p)
+        return reasons + self._way(p).too_large(p) + ([] if on_cpu else _too_many(p))
+
+    def on_cpu(self, p: ConvProblem) -> bool:
+        """Whether it is a CPU's kernels that ``p`` is for."""
+        return p.device_type == "cpu"
+
+    def _way(self, p: ConvProblem) -> _Way:
+        if self.on_cpu(p):
+            return cpu_signals if p.dims == 1 else cpu_planes
+        return signals if p.dims == 1 else planes
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
-        return _way(p).configs(p)
+        return self._way(p).configs(p)
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
-        """Spectra of the filters, or what several shares of a filter gradient sum to."""
-        return _way(p).workspace(p, c)
+        """Spectra of the filters, or what several shares of a filter gradient sum to; on a CPU what threads work in."""
+        return self._way(p).workspace(p, c)
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Transforms in the smallest basis, at the rate of plain arithmetic, and operands read once."""
-        points = _way(p).transformed(p, c)
+        points = self._way(p).transformed(p, c)
         flops = int(points * (2.5 * math.log2(math.prod(c["basis"])) + 4))  # type: ignore[arg-type]
         share = EFFICIENCY["16-bit" if p.dtype != "fp32" else "tf32" if p.precision == "tf32" else "fp32"]
+        if self.on_cpu(p):
+            return Cost(flops, p.bytes, 1, CPU_EFFICIENCY)
         return Cost(flops, p.bytes + 2 * self.workspace(p, c), 2, share)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
-        """Compile the kernels for these strides. Raises ``SolverUnavailable`` with the compiler's reason."""
+        """Compile the kernels, a GPU's for these strides. Raises ``SolverUnavailable`` with the compiler's reason."""
         assert out is not None
-        return compiled(self.steps(p, c, a, b, out), a.device)
+        if not self.on_cpu(p):
+            return compiled(self.steps(p, c, a, b, out), a.device)
+        try:
+            return cpu_signals.bind(p, c, a, b, out) if p.dims == 1 else cpu_planes.bind(p, c, a, b, out)
+        except (KeyError, ValueError) as error:
+            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
     def steps(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
-        """The kernels' launches. Raises ``SolverUnavailable`` for a config that is none of the problem's."""
+        """A GPU's launches. Raises ``SolverUnavailable`` for a config that is none of the problem's."""
         try:
-            return _way(p).steps(p, c, a, b, out)
+            return signals.steps(p, c, a, b, out) if p.dims == 1 else planes.steps(p, c, a, b, out)
         except (KeyError, ValueError) as error:
             raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
 
 class _Way(Protocol):
-    """What the modules of planes and of signals have in common."""
+    """What the modules of planes and of signals have in common, on either kind of device."""
 
     def too_large(self, p: ConvProblem) -> list[str]: ...
     def configs(self, p: ConvProblem) -> Iterable[Config]: ...
     def workspace(self, p: ConvProblem, c: Config) -> int: ...
     def transformed(self, p: ConvProblem, c: Config) -> int: ...
-    def steps(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]: ...
 
 
-def _way(p: ConvProblem) -> _Way:
-    return signals if p.dims == 1 else planes
+def _too_many(p: ConvProblem) -> list[str]:
+    """What a GPU's kernels cannot count."""
+    length = max(axis.size + axis.before + axis.after for axis in p.axes)
+    counted = (
+        ("planes", p.batch * p.in_channels * (1 if p.dims > 1 else length)),
+        ("filter elements", math.prod(p.shape("w"))),
+    )
+    return [f"counts to {MOST}; there are {number} {what}" for what, number in counted if number > MOST]
 
 
 def _missing(p: ConvProblem) -> list[str]:

@@ -6,9 +6,10 @@ import functools
 import os
 from pathlib import Path
 
-__all__ = ["cache_dir", "default_path", "filesystem_of", "is_network", "on_network"]
+from tilewise.cache import VARIABLE, cache_dir
 
-VARIABLE = "TILEWISE_CACHE_DIR"
+__all__ = ["VARIABLE", "cache_dir", "default_path", "filesystem_of", "is_network", "on_network"]
+
 NETWORK_FILESYSTEMS = frozenset(
     [
         "9p",
@@ -37,19 +38,6 @@ NETWORK_FILESYSTEMS = frozenset(
         "wekafs",
     ]
 )
-
-
-def cache_dir() -> Path:
-    """Where all is kept between runs: ``$TILEWISE_CACHE_DIR``, else the user's cache directory.
-
-    It need not exist. The path is absolute unless the user has no home directory.
-    """
-    moved = os.environ.get(VARIABLE)
-    if moved:
-        return Path(os.path.abspath(os.path.expanduser(moved)))
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("tilewise", appauthor=False))
 
 
 def default_path() -> Path:

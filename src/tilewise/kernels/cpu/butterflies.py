@@ -1,0 +1,214 @@
+"""Transforms of ``lanes`` signals at once: passes of codelets, of every radix, so that any size takes no compiling.
+
+Forward by decimation in frequency, backward by decimation in time: both in place, and with products between them
+nothing is ever put in order (Gentleman and Sande, "Fast Fourier transforms: for fun and profit", AFIPS 1966).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from tilewise.kernels.cpu.sizes import DIGIT
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Pair, Values, compiled, intrinsic_of, named, pointer_call
+from tilewise.kernels.cuda.codelets import fft
+
+__all__ = ["one_pass", "passes", "transform"]
+
+
+def _codelet(code: Code, radix: int, sign: int, places: Values, factors: ir.Value | None) -> None:
+    """A transform of the complex vectors at ``places``, in place.
+
+    Forward (sign -1) results are multiplied by their ``factors``, backward inputs by the conjugates.
+    """
+    forward = sign < 0
+
+    def turned(value: Pair, q: int) -> Pair:
+        if factors is None or q == 0:
+            return value
+        at = code.at(factors, 2 * NUMBER * (q - 1))
+        return code.product(value, (code.broadcast(at), code.broadcast(code.at(at, NUMBER))), not forward)
+
+    codelet = fft(radix, sign)
+    known: dict[str, ir.Value] = {}
+    for q, place in enumerate(places):
+        pair = code.load_pair(place)
+        known[f"x{q}"], known[f"y{q}"] = pair if forward else turned(pair, q)
+    for step in codelet.steps:
+        known[step.target] = code.plus(known[step.a], step.factor, known[step.b])
+    for q, (re, im) in enumerate(codelet.outputs):
+        pair = code.times(re.factor, known[re.variable]), code.times(im.factor, known[im.variable])
+        code.store_pair(turned(pair, q) if forward else pair, places[q])
+
+
+@functools.cache
+def _apart(lanes: int, radix: int, sign: int) -> Callable[..., None]:
+    """``(address, blocks, block, each, apart, factors)``: a pass whose values lie ``apart`` bytes apart.
+
+    ``blocks`` begin ``block`` bytes after each other and hold ``each`` codelets.
+    """
+
+    def emit(code: Code, arguments: Values) -> None:
+        address, blocks, block, each, apart, factors = arguments
+        offsets = [code.builder.mul(apart, ir.Constant(INT, q)) for q in range(radix)]
+        with cgutils.for_range(code.builder, blocks) as outer:
+            start = code.builder.add(address, code.builder.mul(block, outer.index))
+            with cgutils.for_range(code.builder, each) as inner:
+                here = code.at(start, 2 * NUMBER * lanes, inner.index)
+                turns = code.at(factors, 2 * NUMBER * (radix - 1), inner.index)
+                _codelet(code, radix, sign, [code.builder.add(here, offset) for offset in offsets], turns)
+
+    return intrinsic_of(6, lanes, emit)
+
+
+@functools.cache
+def _together(lanes: int, radix: int, sign: int) -> Callable[..., None]:
+    """``(address, blocks)``: a pass whose values lie side by side, which has no factors."""
+    vector = 2 * NUMBER * lanes
+
+    def emit(code: Code, arguments: Values) -> None:
+        address, blocks = arguments
+        with cgutils.for_range(code.builder, blocks) as outer:
+            here = code.at(address, radix * vector, outer.index)
+            _codelet(code, radix, sign, [code.at(here, q * vector) for q in range(radix)], None)
+
+    return intrinsic_of(2, lanes, emit)
+
+
+def passes(lanes: int) -> Callable[..., None]:
+    """``(sign, radix, address, blocks, block, each, apart, factors)``: one pass; where ``apart`` is 0, side by side."""
+    f16, f12, f9, f8, f6, f4, f3, f2 = (_apart(lanes, radix, -1) for radix in (16, 12, 9, 8, 6, 4, 3, 2))
+    b16, b12, b9, b8, b6, b4, b3, b2 = (_apart(lanes, radix, 1) for radix in (16, 12, 9, 8, 6, 4, 3, 2))
+    s16, s12, s9, s8, s6, s4, s3, s2 = (_together(lanes, radix, -1) for radix in (16, 12, 9, 8, 6, 4, 3, 2))
+    t16, t12, t9, t8, t6, t4, t3, t2 = (_together(lanes, radix, 1) for radix in (16, 12, 9, 8, 6, 4, 3, 2))
+
+    def run(sign, radix, address, blocks, block, each, apart, factors):
+        if sign < 0 and apart > 0:
+            if radix == 16:
+                f16(address, blocks, block, each, apart, factors)
+            elif radix == 12:
+                f12(address, blocks, block, each, apart, factors)
+            elif radix == 9:
+                f9(address, blocks, block, each, apart, factors)
+            elif radix == 8:
+                f8(address, blocks, block, each, apart, factors)
+            elif radix == 6:
+                f6(address, blocks, block, each, apart, factors)
+            elif radix == 4:
+                f4(address, blocks, block, each, apart, factors)
+            elif radix == 3:
+                f3(address, blocks, block, each, apart, factors)
+            elif radix == 2:
+                f2(address, blocks, block, each, apart, factors)
+        elif apart > 0:
+            if radix == 16:
+                b16(address, blocks, block, each, apart, factors)
+            elif radix == 12:
+                b12(address, blocks, block, each, apart, factors)
+            elif radix == 9:
+                b9(address, blocks, block, each, apart, factors)
+            elif radix == 8:
+                b8(address, blocks, block, each, apart, factors)
+            elif radix == 6:
+                b6(address, blocks, block, each, apart, factors)
+            elif radix == 4:
+                b4(address, blocks, block, each, apart, factors)
+            elif radix == 3:
+                b3(address, blocks, block, each, apart, factors)
+            elif radix == 2:
+                b2(address, blocks, block, each, apart, factors)
+        elif sign < 0:
+            if radix == 16:
+                s16(address, blocks)
+            elif radix == 12:
+                s12(address, blocks)
+            elif radix == 9:
+                s9(address, blocks)
+            elif radix == 8:
+                s8(address, blocks)
+            elif radix == 6:
+                s6(address, blocks)
+            elif radix == 4:
+                s4(address, blocks)
+            elif radix == 3:
+                s3(address, blocks)
+            elif radix == 2:
+                s2(address, blocks)
+        else:
+            if radix == 16:
+                t16(address, blocks)
+            elif radix == 12:
+                t12(address, blocks)
+            elif radix == 9:
+                t9(address, blocks)
+            elif radix == 8:
+                t8(address, blocks)
+            elif radix == 6:
+                t6(address, blocks)
+            elif radix == 4:
+                t4(address, blocks)
+            elif radix == 3:
+                t3(address, blocks)
+            elif radix == 2:
+                t2(address, blocks)
+
+    return named(run, lanes)
+
+
+@functools.cache
+def one_pass(lanes: int, sign: int) -> Callable[..., None]:
+    """``(call, radix, address, each, apart, factors)``: the first of several passes alone, ``apart`` in bytes.
+
+    ``call`` is the address of :func:`passes`, compiled.
+    """
+    to = pointer_call(8)
+
+    @compiled(lanes, sign)
+    def run(call, radix, address, each, apart, factors):
+        to(call, sign, radix, address, 1, 0, each, apart, factors)
+
+    return run
+
+
+@functools.cache
+def transform(lanes: int, sign: int) -> Callable[..., None]:
+    """``(call, address, n, radices, factors)``: n complex vectors in place, unscaled.
+
+    Forward to the order of ``sizes.order``, backward from it. ``call`` is the address of :func:`passes`, compiled,
+    ``radices`` are as ``sizes.packed`` has them, ``factors`` the address of ``sizes.twiddles``.
+    """
+    to, vector = pointer_call(8), 2 * NUMBER * lanes
+
+    @compiled(lanes, sign)
+    def forward(call, address, n, radices, factors):
+        length = n
+        while length > 1:
+            radix = radices % DIGIT
+            radices //= DIGIT
+            apart = length // radix
+            step = apart * vector if apart > 1 else 0
+            to(call, sign, radix, address, n // length, length * vector, apart, step, factors)
+            factors += 2 * NUMBER * apart * (radix - 1)
+            length = apart
+
+    @compiled(lanes, sign)
+    def backward(call, address, n, radices, factors):
+        # Forward's order turned round: what is passed over first comes last.
+        apart, left, highest = n, radices, 1
+        while left:
+            apart //= left % DIGIT
+            factors += 2 * NUMBER * apart * (left % DIGIT - 1)
+            left //= DIGIT
+            highest *= DIGIT
+        while apart < n:
+            highest //= DIGIT
+            radix = radices // highest % DIGIT
+            factors -= 2 * NUMBER * apart * (radix - 1)
+            step = apart * vector if apart > 1 else 0
+            to(call, sign, radix, address, n // (apart * radix), apart * radix * vector, apart, step, factors)
+            apart *= radix
+
+    return forward if sign < 0 else backward

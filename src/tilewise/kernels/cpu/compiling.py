@@ -1,0 +1,115 @@
+"""Kernels compiled for this machine and kept on disk.
+
+Numba's own cache tells closures apart by their pickled contents, which differ from process to process. This one goes by
+the kernel's name and the text of this package, and lies in tilewise's cache directory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numba.core import caching, types
+from numba.core.ccallback import CFunc
+
+from tilewise import cache
+from tilewise.kernels.cpu.butterflies import passes
+from tilewise.kernels.cpu.kernel import convolve
+from tilewise.kernels.cpu.moves import moves
+
+__all__ = ["Kernel", "load"]
+
+LOCK = threading.Lock()
+
+
+@functools.cache
+def _stamp() -> str:
+    """Of the text that kernels are made from."""
+    here = Path(__file__).parent
+    found = hashlib.sha256()
+    for path in (*sorted(here.glob("*.py")), here.parent / "cuda" / "codelets.py"):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+class _Locator(caching._CacheLocator):
+    """A kernel's place."""
+
+    def get_cache_path(self) -> str:
+        return str(cache.kernel_dir())
+
+    def get_source_stamp(self) -> str:
+        return _stamp()
+
+    def get_disambiguator(self) -> str:
+        return ""
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> _Locator:
+        return cls()
+
+
+class _Impl(caching.CompileResultCacheImpl):
+    _locator_classes: list[type[Any]] = [_Locator]  # noqa: RUF012
+
+
+class _KernelCache(caching.FunctionCache):
+    """Kernels by signature, machine and name."""
+
+    _impl_class = _Impl
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        return sig, codegen.magic_tuple(), self._py_func.__name__
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except NotADirectoryError:  # what is wrong with it is told when a kernel is to be kept
+            return None
+        except (OSError, EOFError, ValueError) as error:
+            warnings.warn(
+                f"{self.cache_path}: a compiled kernel cannot be read ({error})", RuntimeWarning, stacklevel=2
+            )
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            text = f"{self.cache_path}: compiled kernels cannot be kept ({error}); TILEWISE_CACHE_DIR moves them"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+class Kernel(NamedTuple):
+    """Addresses: of the kernel, and of functions that it calls."""
+
+    run: int
+    passes: int
+    moves: int
+
+
+def _callback(function: Any, *arguments: Any) -> Any:
+    found: Any = CFunc(function, (arguments, types.void), {}, {"error_model": "numpy"})
+    found._cache = _KernelCache(function)
+    found.compile()
+    return found
+
+
+@functools.cache
+def _load(lanes: int) -> tuple[Any, ...]:
+    """The compiled functions, which must live as long as their code is called."""
+    return (
+        _callback(convolve(lanes), types.CPointer(types.int64)),
+        _callback(passes(lanes), *[types.int64] * 8),
+        _callback(moves(lanes), *[types.int64] * 7),
+    )
+
+
+def load(lanes: int) -> Kernel:
+    """The kernel for so many lanes, compiled, or read from disk where it was before. Raises what Numba raises."""
+    with LOCK:
+        return Kernel(*(function.address for function in _load(lanes)))

@@ -1,0 +1,47 @@
+"""The one kernel: every pass, one or two dimensions, any size and dtype, so that a machine compiles it once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from numba import carray  # type: ignore[attr-defined]
+
+from tilewise.kernels.cpu import planes, signals
+from tilewise.kernels.cpu.sizes import HEADER, NUMBERS
+from tilewise.kernels.cpu.vectors import named, next_number
+
+__all__ = ["convolve"]
+
+
+def convolve(lanes: int) -> Callable[..., None]:
+    """``(data)``: all units that no other thread takes, of what ``data`` describes.
+
+    That are int64: the next thread's number, threads, the next unit, units, the sizes of ``data`` and of a thread's
+    scratch, the address of all scratch, those of operands and result; then from :data:`HEADER` on what ``planes`` and
+    ``signals`` call ``v``, whose first number is 0 for :func:`planes.image`, 1 for :func:`planes.gradient`, 2 and 3 for
+    those of signals; and :data:`NUMBERS` later their ``places``.
+    """
+    planes_image, planes_gradient = planes.image(lanes), planes.gradient(lanes)
+    signals_image, signals_gradient = signals.image(lanes), signals.gradient(lanes)
+    count = next_number()
+
+    def run(address):
+        data = carray(address, HEADER)
+        whole = carray(address, data[4])
+        v, places = whole[HEADER : HEADER + NUMBERS], whole[HEADER + NUMBERS :]
+        thread = count(address, 0)
+        scratch = data[6] + thread * data[5]
+        if thread < data[1]:
+            unit = count(address, 2)
+            while unit < data[3]:
+                if v[0] == 0:
+                    planes_image(data[7], data[8], data[9], scratch, places, v, unit)
+                elif v[0] == 1:
+                    planes_gradient(data[7], data[8], data[9], scratch, places, v, unit)
+                elif v[0] == 2:
+                    signals_image(data[7], data[8], data[9], scratch, v, unit)
+                else:
+                    signals_gradient(data[7], data[8], data[9], scratch, v, unit)
+                unit = count(address, 2)
+
+    return named(run, lanes)

@@ -1,0 +1,122 @@
+"""The ways into vectors and out of them, whatever the strides of what lies in memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from tilewise.kernels.cpu import vectors
+from tilewise.kernels.cpu.vectors import NUMBER, compiled, named
+
+__all__ = ["DTYPES", "clear", "clear_part", "move", "moves"]
+
+
+DTYPES = ("fp32", "bf16", "fp16")
+"""Operands' dtypes by number."""
+BACK = len(DTYPES)
+
+
+@functools.cache
+def clear(lanes: int) -> Callable[..., None]:
+    """``(address, count)``: zeros in ``count`` complex vectors."""
+    zero = vectors.zero(lanes)
+    size = NUMBER * lanes
+
+    @compiled(lanes)
+    def run(address, count):
+        for i in range(2 * count):
+            zero(address + i * size)
+
+    return run
+
+
+@functools.cache
+def clear_part(lanes: int) -> Callable[..., None]:
+    """``(address, count)``: zeros in the real or imaginary parts of ``count`` complex vectors."""
+    zero = vectors.zero(lanes)
+    vector = 2 * NUMBER * lanes
+
+    @compiled(lanes)
+    def run(address, count):
+        for i in range(count):
+            zero(address + i * vector)
+
+    return run
+
+
+@functools.cache
+def _mover(lanes: int, dtype: str, back: bool) -> Callable[..., None]:
+    """:func:`moves` of one kind."""
+    size, vector = vectors.SIZES[dtype], 2 * NUMBER * lanes
+    square = (vectors.square_out if back else vectors.square_in)(lanes, dtype)
+    whole, element = ((vectors.vector_out if back else vectors.vector_in)(n, dtype) for n in (lanes, 1))
+    written = 0 if back else lanes
+
+    @compiled(lanes, dtype, back)
+    def run(there, step, channel, valid, count, here):
+        if step == size and count >= lanes:
+            for i in range(0, count, lanes):
+                # The last square overlaps the one before where they do not fit evenly.
+                at = min(i, count - lanes)
+                square(there + at * size, channel, valid, here + at * vector, vector)
+        elif channel == size and valid == lanes:
+            for i in range(count):
+                whole(there + i * step, here + i * vector)
+        else:
+            for i in range(count):
+                for lane in range(max(written, valid)):
+                    element(there + i * step + min(lane, valid - 1) * channel, here + i * vector + lane * NUMBER)
+
+    return run
+
+
+def moves(lanes: int) -> Callable[..., None]:
+    """``(kind, there, step, channel, valid, count, here)``: numbers of memory to parts of complex vectors, or back.
+
+    ``kind`` is the number of the dtype in :data:`DTYPES`, on the way back :data:`BACK` more. Numbers lie ``step`` bytes
+    apart, lanes ``channel`` bytes; from ``valid`` on lanes repeat the last, and are not written back. ``here`` is the
+    real or the imaginary part of the first vector.
+    """
+    in32, in_b16, in16 = (_mover(lanes, dtype, False) for dtype in DTYPES)
+    out32, out_b16, out16 = (_mover(lanes, dtype, True) for dtype in DTYPES)
+
+    def run(kind, there, step, channel, valid, count, here):
+        if kind == 0:
+            in32(there, step, channel, valid, count, here)
+        elif kind == 1:
+            in_b16(there, step, channel, valid, count, here)
+        elif kind == 2:
+            in16(there, step, channel, valid, count, here)
+        elif kind == BACK:
+            out32(there, step, channel, valid, count, here)
+        elif kind == BACK + 1:
+            out_b16(there, step, channel, valid, count, here)
+        elif kind == BACK + 2:
+            out16(there, step, channel, valid, count, here)
+
+    return named(run, lanes)
+
+
+@functools.cache
+def move(lanes: int, back: bool) -> Callable[..., None]:
+    """``(call, dtype, there, step, channel, valid, count, here, first, circle)``: :func:`moves` around a circle.
+
+    Vectors are those from place ``first`` on of a ``circle = (n, block, apart)`` of n, which lie in blocks of ``block``
+    that begin ``apart`` complex vectors after each other; ``here`` is that of place 0. ``call`` is the address of
+    :func:`moves`, compiled.
+    """
+    vector, to, kind = 2 * NUMBER * lanes, vectors.pointer_call(7), BACK if back else 0
+
+    @compiled(lanes, back)
+    def run(call, dtype, there, step, channel, valid, count, here, first, circle):
+        n, block, apart = circle
+        done = 0
+        while done < count:
+            place = (first + done) % n
+            number, inside = place // block, place % block
+            some = min(count - done, block - inside)
+            target = here + (number * apart + inside) * vector
+            to(call, dtype + kind, there + done * step, step, channel, valid, some, target)
+            done += some
+
+    return run

@@ -1,0 +1,176 @@
+"""Depthwise convolution of planes: ``lanes`` channels at once, in cache from the gather to the scatter.
+
+Two rows are one complex row, whose transform is separated into half spectra; columns follow one by one, each multiplied
+and transformed back while it is in the first cache. Zero rows are not transformed and rows that are clipped are not
+transformed back. Images and results begin at 0 of the basis; the filter lies around the circle so that they can.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from tilewise.kernels.cpu import vectors
+from tilewise.kernels.cpu.butterflies import transform
+from tilewise.kernels.cpu.moves import clear, move
+from tilewise.kernels.cpu.vectors import NUMBER, compiled
+
+__all__ = ["gradient", "image"]
+
+
+@functools.cache
+def _rows_in(lanes: int) -> Callable[..., None]:
+    """Rows of an operand to columns of half spectra, twice their value.
+
+    ``(calls, dtype, source, strides, valid, counts, firsts, line, columns, basis, places)``: ``strides`` are of
+    channel, row and column, ``firsts`` the row and column in the basis where it begins. ``line`` is scratch for a row.
+    """
+    part, vector = NUMBER * lanes, 2 * NUMBER * lanes
+    forward, separate, zeros, moved = transform(lanes, -1), vectors.separate(lanes), clear(lanes), move(lanes, False)
+
+    @compiled(lanes)
+    def run(calls, dtype, source, strides, valid, counts, firsts, line, columns, basis, places):
+        channel, row, column = strides
+        height, width = counts
+        n1, n2, stride, radices, factors = basis[0], basis[1], basis[2], basis[4], basis[6]
+        for h in range(0, height, 2):
+            both = h + 1 < height
+            kept = width if both and firsts[1] == 0 else 0
+            zeros(line + kept * vector, n2 - kept)
+            for i in range(1 + both):
+                start = source + (h + i) * row
+                moved(calls[1], dtype, start, column, channel, valid, width, line + i * part, firsts[1], (n2, n2, n2))
+            forward(calls[0], line, n2, radices, factors)
+            a = columns + (firsts[0] + h) % n1 * vector
+            # What a row too many comes to goes to the spare place.
+            b = columns + ((firsts[0] + h + 1) % n1 if both else n1) * vector
+            for k in range(n2 // 2 + 1):
+                separate(line + places[k], line + places[n2 - k], a + k * stride, b + k * stride)
+
+    return run
+
+
+@functools.cache
+def _rows_out(lanes: int) -> Callable[..., None]:
+    """Columns of half spectra to rows of a result, as :func:`_rows_in` has it."""
+    part, vector = NUMBER * lanes, 2 * NUMBER * lanes
+    backward, join, moved = transform(lanes, 1), vectors.join(lanes), move(lanes, True)
+
+    @compiled(lanes)
+    def run(calls, dtype, target, strides, valid, counts, firsts, line, columns, basis, places):
+        channel, row, column = strides
+        height, width = counts
+        n1, n2, stride, radices, factors = basis[0], basis[1], basis[2], basis[4], basis[6]
+        for h in range(0, height, 2):
+            both = h + 1 < height
+            a = columns + (firsts[0] + h) % n1 * vector
+            b = columns + (firsts[0] + h + both) % n1 * vector
+            for k in range(n2 // 2 + 1):
+                join(line + places[k], line + places[n2 - k], a + k * stride, b + k * stride)
+            backward(calls[0], line, n2, radices, factors)
+            for i in range(1 + both):
+                start = target + (h + i) * row
+                moved(calls[1], dtype, start, column, channel, valid, width, line + i * part, firsts[1], (n2, n2, n2))
+
+    return run
+
+
+@functools.cache
+def image(lanes: int) -> Callable[..., None]:
+    """``(x, w, y, scratch, places, v, unit)``: one unit's results of FPROP or, with x and y exchanged, DGRAD.
+
+    ``v`` is what :class:`tilewise.kernels.cpu.sizes.Planes` writes, ``places`` those of a row's frequencies 0 to n2 in
+    bytes. Units are blocks of ``lanes`` channels times shares of the batch. ``scratch``: two spectra and one row.
+    """
+    vector = 2 * NUMBER * lanes
+    rows_in, rows_out, forward, backward = _rows_in(lanes), _rows_out(lanes), transform(lanes, -1), transform(lanes, 1)
+    zeros, scale = clear(lanes), vectors.scale(lanes)
+    multiply, multiply_conjugate = vectors.multiply(lanes, False), vectors.multiply(lanes, True)
+
+    @compiled(lanes)
+    def run(x, w, y, scratch, places, v, unit):
+        calls = (v[36], v[37])
+        channels, batch, shares, conjugate, dtype, result = v[1], v[2], v[3], v[4], v[5], v[6]
+        n1, n2, stride, r1, f1, factor = v[8], v[9], v[10], v[11], v[13], v[15]
+        basis = (n1, n2, stride, r1, v[12], f1, v[14])
+        x_strides, w_strides, y_strides = (v[17], v[18], v[19]), (v[21], v[22], v[23]), (v[25], v[26], v[27])
+        x_counts, w_counts, y_counts, firsts = (v[28], v[29]), (v[30], v[31]), (v[32], v[33]), (v[34], v[35])
+        origin = (v[7], v[7])
+        first, share, half = unit // shares * lanes, unit % shares, n2 // 2 + 1
+        valid = min(lanes, channels - first)
+        spectra, filters, line = scratch, scratch + half * stride, scratch + 2 * half * stride
+        zeros(filters, half * stride // vector)
+        rows_in(
+            calls, dtype, w + first * w_strides[0], w_strides, valid, w_counts, firsts, line, filters, basis, places
+        )
+        for k in range(half):
+            column = filters + k * stride
+            forward(calls[0], column, n1, r1, f1)
+            for i in range(n1):
+                scale(column + i * vector, factor)
+        for n in range(share * batch // shares, (share + 1) * batch // shares):
+            source, target = x + n * v[16] + first * x_strides[0], y + n * v[24] + first * y_strides[0]
+            rows_in(calls, dtype, source, x_strides, valid, x_counts, origin, line, spectra, basis, places)
+            for k in range(half):
+                column, other = spectra + k * stride, filters + k * stride
+                zeros(column + x_counts[0] * vector, n1 - x_counts[0])
+                forward(calls[0], column, n1, r1, f1)
+                if conjugate:
+                    for i in range(n1):
+                        multiply_conjugate(column + i * vector, other + i * vector)
+                else:
+                    for i in range(n1):
+                        multiply(column + i * vector, other + i * vector)
+                backward(calls[0], column, n1, r1, f1)
+            rows_out(calls, result, target, y_strides, valid, y_counts, origin, line, spectra, basis, places)
+
+    return run
+
+
+@functools.cache
+def gradient(lanes: int) -> Callable[..., None]:
+    """``(x, y, w, scratch, places, v, unit)``: the filter's gradient of ``lanes`` channels.
+
+    As :func:`image`, with the batch summed in the spectrum and transformed back once. ``scratch``: three spectra and
+    one row.
+    """
+    vector = 2 * NUMBER * lanes
+    rows_in, rows_out, forward, backward = _rows_in(lanes), _rows_out(lanes), transform(lanes, -1), transform(lanes, 1)
+    zeros, scale, accumulate = clear(lanes), vectors.scale(lanes), vectors.accumulate(lanes)
+
+    @compiled(lanes)
+    def run(x, y, w, scratch, places, v, unit):
+        calls = (v[36], v[37])
+        channels, batch, dtype, result = v[1], v[2], v[5], v[6]
+        n1, n2, stride, r1, f1, factor = v[8], v[9], v[10], v[11], v[13], v[15]
+        basis = (n1, n2, stride, r1, v[12], f1, v[14])
+        x_strides, w_strides, y_strides = (v[17], v[18], v[19]), (v[21], v[22], v[23]), (v[25], v[26], v[27])
+        x_counts, w_counts, y_counts, firsts = (v[28], v[29]), (v[30], v[31]), (v[32], v[33]), (v[34], v[35])
+        origin = (v[7], v[7])
+        first, half = unit * lanes, n2 // 2 + 1
+        valid = min(lanes, channels - first)
+        xs, ys, total = scratch, scratch + half * stride, scratch + 2 * half * stride
+        line = scratch + 3 * half * stride
+        zeros(total, half * stride // vector)
+        for n in range(batch):
+            x_start, y_start = x + n * v[16] + first * x_strides[0], y + n * v[24] + first * y_strides[0]
+            rows_in(calls, dtype, x_start, x_strides, valid, x_counts, origin, line, xs, basis, places)
+            rows_in(calls, dtype, y_start, y_strides, valid, y_counts, origin, line, ys, basis, places)
+            for k in range(half):
+                a, b = xs + k * stride, ys + k * stride
+                zeros(a + x_counts[0] * vector, n1 - x_counts[0])
+                forward(calls[0], a, n1, r1, f1)
+                zeros(b + y_counts[0] * vector, n1 - y_counts[0])
+                forward(calls[0], b, n1, r1, f1)
+                for i in range(n1):
+                    accumulate(total + k * stride + i * vector, a + i * vector, b + i * vector)
+        for k in range(half):
+            column = total + k * stride
+            for i in range(n1):
+                scale(column + i * vector, factor)
+            backward(calls[0], column, n1, r1, f1)
+        rows_out(
+            calls, result, w + first * w_strides[0], w_strides, valid, w_counts, firsts, line, total, basis, places
+        )
+
+    return run

@@ -1,0 +1,140 @@
+"""Fused depthwise transforms on a CPU: operands as its kernels see them, and the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tilewise.kernels.cpu.sizes import HEADER, LANES, NUMBERS, Planes, Signals
+from tilewise.kernels.cpu.threads import has_openmp, share_out
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._tiles import integer
+from tilewise.solvers.base import SolverUnavailable
+
+if TYPE_CHECKING:
+    from tilewise.kernels.cpu.compiling import Kernel
+
+__all__ = ["MOST_SCRATCH", "UnitsRun", "forms", "lanes", "missing", "scratch", "shares", "strides"]
+
+MOST_SCRATCH = 2**24
+"""Bytes of a thread from which on nothing is gained: they lie in no cache of its own."""
+PAGE = 4096
+DTYPES = ("fp32", "bf16", "fp16")
+"""As kernels number them."""
+UNITS = 8
+"""Units to a thread from which on it matters little that some thread has one more."""
+WIDEST = {"AVX512": 16, "AVX2": 8}
+"""Lanes by what torch says that a processor can do; fewer elsewhere."""
+
+
+def missing() -> list[str]:
+    """The absent Numba."""
+    import importlib.util
+
+    return [] if importlib.util.find_spec("numba") else ["needs the package numba: pip install 'tilewise[cpu]'"]
+
+
+def lanes(p: ConvProblem) -> int:
+    """The machine's own vectors, or the shortest where channels would leave most of them empty.
+
+    No others, as kernels are compiled for each length.
+    """
+    widest = WIDEST.get(torch.backends.cpu.get_cpu_capability(), LANES[-1])
+    return LANES[-1] if p.in_channels <= LANES[-1] else widest
+
+
+def shares(p: ConvProblem, items: int, number: int, threads: int) -> int:
+    """Into how many shares the ``items`` of ``number`` channels go, for threads equally busy.
+
+    Each share transforms its filter.
+    """
+    blocks = -(-p.in_channels // number)
+    for n in range(1, items + 1):
+        if blocks * n % threads == 0 or blocks * n >= UNITS * threads:
+            return n
+    return items
+
+
+def forms(p: ConvProblem, items: int) -> list[Config]:
+    """Lanes, threads and shares for ``items`` to a channel, on torch's threads or ours.
+
+    Shares of a filter's gradient would have to be added up.
+    """
+    number, threads = lanes(p), torch.get_num_threads()
+    blocks = -(-p.in_channels // number)
+    cut = 1 if p.pass_ is Pass.WGRAD else shares(p, items, number, threads)
+    base = Config(lanes=number, threads=min(threads, blocks * cut), **({} if cut == 1 else {"shares": cut}))
+    if base["threads"] == 1:
+        return [base]
+    return [Config(**base, team=team) for team in (("openmp", "own") if has_openmp() else ("own",))]
+
+
+def scratch(p: ConvProblem, sizes: Planes | Signals) -> int:
+    """Bytes of one thread: spectra of a filter and an image, or of two images and their sum."""
+    spectra = 3 if p.pass_ is Pass.WGRAD else 2
+    size = 8 * sizes.lanes * (spectra * sizes.spectrum + sizes.scratch)
+    return -(-size // PAGE) * PAGE
+
+
+def strides(tensor: torch.Tensor) -> list[int]:
+    """In bytes."""
+    return [stride * tensor.element_size() for stride in tensor.stride()]
+
+
+class UnitsRun:
+    """One kernel over all units as a :data:`~tilewise.solvers.base.Run`."""
+
+    __slots__ = ("_data", "_kept", "_offset", "_openmp", "_run", "_threads")
+
+    def __init__(
+        self, p: ConvProblem, c: Config, sizes: Planes | Signals, numbers: Mapping[int, int],
+        tables: Mapping[int, np.ndarray], places: np.ndarray, offset: int = 0,
+    ) -> None:  # fmt: skip
+        """``numbers`` are the kernel's by index, ``tables`` fp32 whose addresses are among them, ``offset`` bytes from
+        the image's first element to the first that counts. Raises ``SolverUnavailable`` with Numba's reason.
+        """
+        kernel = _compiled(sizes.lanes)
+        shared = integer(c, "shares", 1)
+        found = np.zeros(NUMBERS, dtype=np.int64)
+        found[:7] = (
+            2 * (p.dims == 1) + (p.pass_ is Pass.WGRAD), p.in_channels, p.batch, shared, p.pass_ is not Pass.DGRAD,
+            DTYPES.index(p.dtype), DTYPES.index(p.out_dtype),
+        )  # fmt: skip
+        for index, value in numbers.items():
+            found[index] = value
+        for index, table in tables.items():
+            found[index] = table.ctypes.data
+        found[NUMBERS - 2 :] = kernel.passes, kernel.moves
+        self._run, self._offset, self._threads = kernel.run, offset, integer(c, "threads")
+        self._openmp = c.get("team") == "openmp"
+        self._kept = tuple(tables.values())
+        units = -(-p.in_channels // sizes.lanes) * shared
+        header = np.zeros(HEADER, dtype=np.int64)
+        header[3:6] = units, HEADER + NUMBERS + len(places), scratch(p, sizes)
+        self._data = np.concatenate([header, found, places])
+
+    def __call__(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert out is not None
+        assert workspace is not None
+        threads = min(self._threads, torch.get_num_threads())
+        data = self._data.copy()  # other callers count in theirs
+        data[1] = threads
+        data[6:HEADER] = workspace.data_ptr(), a.data_ptr() + self._offset, b.data_ptr(), out.data_ptr()
+        share_out(self._run, data.ctypes.data, threads, self._openmp)
+        return out
+
+
+def _compiled(lanes: int) -> Kernel:
+    from tilewise.kernels.cpu.compiling import load
+
+    try:
+        return load(lanes)
+    except Exception as error:  # Numba and LLVM raise errors of their own
+        text = str(error).strip().splitlines()
+        raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error

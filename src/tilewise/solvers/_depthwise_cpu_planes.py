@@ -1,0 +1,103 @@
+"""Depthwise convolutions of planes on a CPU: configs, workspace and the run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from tilewise.kernels.cpu.sizes import Planes, factors, order, packed, smooth, twiddles
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, UnitsRun, forms, lanes, scratch, strides
+from tilewise.solvers._fft_sizes import least, placement
+from tilewise.solvers._tiles import integer
+
+__all__ = ["bind", "configs", "too_large", "transformed", "workspace"]
+
+MOST_BASES = 2
+NEAR = 1.1
+"""A basis with so much more work than the best is still worth measuring."""
+
+
+def too_large(p: ConvProblem) -> list[str]:
+    """Reasons against planes that do not fit a core's cache."""
+    found = scratch(p, Planes(*_bases(p)[0], lanes(p)))
+    return [f"keeps {found} bytes for each thread, at most {MOST_SCRATCH}"] if found > MOST_SCRATCH else []
+
+
+def _effort(basis: tuple[int, ...]) -> float:
+    """Passes over all points, and the points themselves."""
+    return math.prod(basis) * (1 + sum(len(factors(n)) for n in basis)) * math.log2(math.prod(basis))
+
+
+def _bases(p: ConvProblem) -> list[tuple[int, int]]:
+    """The least sizes in which nothing wraps onto what is kept, the best first."""
+    axes = []
+    for axis in p.axes:
+        sizes = (n for n in itertools.count(max(2, least(axis, p.pass_))) if smooth(n))
+        axes.append(list(itertools.islice(sizes, 2)))
+    ranked = sorted(itertools.product(*axes), key=_effort)
+    near = [basis for basis in ranked if _effort(basis) <= NEAR * _effort(ranked[0])]
+    return [(basis[0], basis[1]) for basis in near[:MOST_BASES]]
+
+
+def configs(p: ConvProblem) -> Iterable[Config]:
+    """Bases, and lanes with threads and shares of the batch."""
+    return [Config(basis=basis, **c) for basis in _bases(p) for c in forms(p, p.batch)]
+
+
+def _sizes(c: Config) -> Planes:
+    basis = c["basis"]
+    if not isinstance(basis, tuple) or len(basis) != 2:
+        raise ValueError(f"basis={basis!r}: two sizes would do")
+    sizes = Planes(*basis, integer(c, "lanes"))
+    if sizes.problems():
+        raise ValueError(sizes.problems())
+    return sizes
+
+
+def workspace(p: ConvProblem, c: Config) -> int:
+    """Spectra of every thread."""
+    return integer(c, "threads") * scratch(p, _sizes(c))
+
+
+def transformed(p: ConvProblem, c: Config) -> int:
+    """Planes times points: of every transform, either way."""
+    sizes = _sizes(c)
+    return sizes.n1 * sizes.n2 * p.in_channels * (2 * p.batch + integer(c, "shares", 1))
+
+
+def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> UnitsRun:
+    """The run. Raises ``ValueError`` for a config that is none of the problem's."""
+    sizes = _sizes(c)
+    basis = sizes.n1, sizes.n2
+    if any(n < least(axis, p.pass_) for n, axis in zip(basis, p.axes, strict=True)):
+        raise ValueError(f"basis={basis}: must be at least {tuple(least(axis, p.pass_) for axis in p.axes)}")
+    tensors = dict(zip((*p.operands, p.result), (a, b, out), strict=True))
+    image, other = ("y", "x") if p.pass_ is Pass.DGRAD else ("x", "y")
+    # An image that is cropped begins later, which the place of the filter's first tap makes up for.
+    places = [placement(axis, "x") for axis in p.axes]
+    cropped = [0, 0] if p.pass_ is Pass.DGRAD else [place.start for place in places]
+    leads = [axis.before for axis in p.axes] if p.pass_ is Pass.DGRAD else [place.lead for place in places]
+    counts = {
+        "x": p.shape("x")[2:] if p.pass_ is Pass.DGRAD else [place.count for place in places],
+        "w": p.shape("w")[2:],
+        "y": p.shape("y")[2:],
+    }
+    apart = {role: strides(tensors[role]) for role in "xwy"}
+    numbers = dict(enumerate((
+        sizes.n1, sizes.n2, 8 * sizes.lanes * sizes.column, packed(sizes.n1), packed(sizes.n2),
+    ), 8))  # fmt: skip
+    numbers |= dict(enumerate((
+        *apart[image], 0, *apart["w"][:1], *apart["w"][2:], *apart[other], *counts[image], *counts["w"], *counts[other],
+        *((-lead) % n for lead, n in zip(leads, basis, strict=True)),
+    ), 16))  # fmt: skip
+    scale = np.array([1 / (4 * sizes.n1 * sizes.n2)], dtype=np.float32)
+    tables = {13: twiddles(sizes.n1), 14: twiddles(sizes.n2), 15: scale}
+    row = order(sizes.n2) * 8 * sizes.lanes
+    offset = sum(start * stride for start, stride in zip(cropped, apart[image][2:], strict=True))
+    return UnitsRun(p, c, sizes, numbers, tables, np.append(row, row[0]), offset)

@@ -1,0 +1,233 @@
+"""Depthwise transforms on a CPU: the compiled kernel over generated layers, strides, threads and files."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.solvers.test_depthwise_fft import depthwise
+from tests.solvers.test_solvers import Memory, check
+from tests.strategies import with_memory
+
+from tilewise.axis import Axis
+from tilewise.kernels.cpu import sizes
+from tilewise.kernels.reference import convolve_by_transform
+from tilewise.planner.operands import make_operands, make_result
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers import SolverUnavailable
+from tilewise.solvers.depthwise_fft import DepthwiseFFT
+
+pytest.importorskip("numba")
+SOLVER = DepthwiseFFT()
+SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large]
+LAYERS = {
+    "planes": (Axis(56, 31, 1, 1, 15, 15),) * 2,
+    "odd planes": (Axis(29, 14, 1, 1, 9, 2), Axis(41, 17, 1, 1, -3, 8)),
+    "signal": (Axis(3001, 257, 1, 1, 128, 128),),
+    "as long as the signal": (Axis(700, 700, 1, 1, 699, 0),),
+}
+
+
+def run(p: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, number: int = 0) -> torch.Tensor:
+    """In a workspace full of NaN."""
+    c = list(SOLVER.configs(p))[number]
+    space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
+    return SOLVER.bind(p, c, a, b, out)(a, b, out.fill_(math.nan), space)
+
+
+def error(p: ConvProblem, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    want = convolve_by_transform(p, a, b)
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_layers_of_any_kernel_and_padding(pass_: Pass, dims: int) -> None:
+    longest = 20 if dims > 1 else 200
+    layers = st.sampled_from(("fp32", "bf16", "fp16")).flatmap(
+        lambda dtype: with_memory(depthwise(pass_, dims, longest, dtype), lambda p: not SOLVER.why_not(p))
+    )
+
+    @settings(max_examples=20, suppress_health_check=SLOW)
+    @given(layers)
+    def any_layer(found: tuple[ConvProblem, Memory]) -> None:
+        p, forms = found
+        for c in SOLVER.configs(p):
+            check(SOLVER, p, c, forms, accumulate=False)
+
+    any_layer()
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("channels", [3, 37])
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_error_of_large_kernels(pass_: Pass, channels: int, layer: tuple[Axis, ...]) -> None:
+    p = ConvProblem(pass_, 3, channels, channels, layer, channels)
+    if SOLVER.why_not(p):
+        pytest.skip("; ".join(SOLVER.why_not(p)))
+    a, b = make_operands(p)
+    for number in range(len(list(SOLVER.configs(p)))):
+        assert error(p, run(p, a, b, make_result(p), number), a, b) <= 5e-7
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_memory_of_any_order(pass_: Pass) -> None:
+    """Rows, columns or channels innermost, and none of them."""
+    p = ConvProblem(pass_, 2, 19, 19, (Axis(20, 7, 1, 1, 3, 3), Axis(21, 18, 1, 1, 9, 9)), 19)
+    a, b = make_operands(p)
+    want = run(p, a, b, make_result(p)).clone()
+    for order in itertools.permutations(range(4)):
+        moved = [t.permute(order).contiguous().permute(np.argsort(order).tolist()) for t in (a, b, make_result(p))]
+        assert torch.equal(run(p, *moved), want), order
+    spread = [torch.zeros(*t.shape[:3], 2 * t.shape[3])[..., ::2].copy_(t) for t in (a, b, make_result(p))]
+    assert torch.equal(run(p, *spread), want)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+def test_images_and_channels_stay_apart(pass_: Pass, dims: int) -> None:
+    """NaN and infinities in one plane leave the others' bits as they were."""
+    p = ConvProblem(pass_, 3, 18, 18, LAYERS["planes" if dims > 1 else "signal"], 18)
+    a, b = make_operands(p)
+    want = run(p, a, b, make_result(p)).clone()
+    a[1, 4].view(-1)[7] = math.nan
+    a[2, 17].view(-1)[0] = math.inf
+    got = run(p, a, b, make_result(p))
+    hit = torch.zeros(3, 18, dtype=torch.bool)
+    hit[1, 4] = hit[2, 17] = True
+    assert torch.equal(got[~hit], want[~hit])
+    assert not got[1, 4].isfinite().all()
+    assert not got[2, 17].isfinite().all()
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_any_number_of_threads_gives_the_same_bits(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = ConvProblem(pass_, 5, 40, 40, LAYERS["odd planes"], 40)
+    a, b = make_operands(p)
+    want = None
+    for threads in (1, 2, 3, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        config = next(iter(SOLVER.configs(p)))
+        assert 1 <= config["threads"] <= threads
+        got = run(p, a, b, make_result(p)).clone()
+        assert want is None or torch.equal(got, want)
+        want = got
+
+
+def test_callers_at_once() -> None:
+    p = ConvProblem(Pass.FPROP, 2, 40, 40, LAYERS["odd planes"], 40)
+    a, b = make_operands(p)
+    want = run(p, a, b, make_result(p)).clone()
+    got: list[torch.Tensor] = []
+    callers = [
+        threading.Thread(target=lambda: got.extend(run(p, a, b, make_result(p)) for _ in range(20))) for _ in range(6)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(got) == 120
+    assert all(torch.equal(each, want) for each in got)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    p = ConvProblem(Pass.FPROP, 2, 40, 40, LAYERS["odd planes"], 40)
+    a, b = make_operands(p)
+    want = run(p, a, b, make_result(p)).clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)  # torch's own are gone, and its operators would wait for them
+        got = run(p, a, b, make_result(p))
+        os._exit(0 if got.numpy().tobytes() == want.numpy().tobytes() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_threads_of_torch_and_of_ours(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.kernels.cpu.threads import has_openmp
+
+    p = ConvProblem(pass_, 2, 80, 80, LAYERS["odd planes"], 80)
+    a, b = make_operands(p)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    teams = [c["team"] for c in SOLVER.configs(p)]
+    assert set(teams) == ({"openmp", "own"} if has_openmp() else {"own"})
+    results = [run(p, a, b, make_result(p), teams.index(team)).clone() for team in sorted(set(teams))]
+    monkeypatch.setattr("tilewise.kernels.cpu.threads._parallel", lambda: None)  # as a plan from elsewhere may find
+    results.append(run(p, a, b, make_result(p)))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_configs_of_other_problems_are_refused() -> None:
+    planes = ConvProblem(Pass.FPROP, 2, 16, 16, LAYERS["planes"], 16)
+    signal = ConvProblem(Pass.FPROP, 2, 16, 16, LAYERS["signal"], 16)
+    for p, other in itertools.permutations((planes, signal)):
+        a, b = make_operands(p)
+        with pytest.raises(SolverUnavailable, match="is no config of"):
+            SOLVER.bind(p, next(iter(SOLVER.configs(other))), a, b, make_result(p))
+    a, b = make_operands(planes)
+    c = next(iter(SOLVER.configs(planes)))
+    for wrong in ({"basis": (64, 72)}, {"basis": (77, 72)}, {"lanes": 5}, {"threads": 0}):
+        with pytest.raises(SolverUnavailable, match="is no config of"):
+            SOLVER.bind(planes, type(c)(**{**c, **wrong}), a, b, make_result(planes))
+
+
+def test_kernels_are_kept_on_disk() -> None:
+    from tilewise import cache
+    from tilewise.kernels.cpu import compiling
+
+    compiling.load(4)
+    names = {path.name.partition("-")[0] for path in Path(cache.kernel_dir()).glob("*.nbi")}
+    assert {"butterflies.butterflies_passes_4", "moves.moves_moves_4", "kernel.kernel_convolve_4"} <= names
+    compiling._load.cache_clear()
+    assert [function.cache_hits for function in compiling._load(4)] == [1, 1, 1]
+
+
+def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.kernels.cpu import compiling, moves
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path / "file" / "kernels")
+    clear = moves.clear.__wrapped__(4)
+    from numba import types
+
+    clear._cache = compiling._KernelCache(clear.py_func)
+    with pytest.warns(RuntimeWarning, match="TILEWISE_CACHE_DIR"):
+        clear.compile((types.int64, types.int64))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 9, 16, 18, 27, 72, 81, 96, 192, 243, 256, 576, 3072])
+def test_radices_and_the_order_they_leave(n: int) -> None:
+    radices = sizes.factors(n)
+    assert math.prod(radices) == n
+    assert set(radices) <= set(sizes.RADICES)
+    assert sorted(sizes.order(n)) == list(range(n))
+    # Passes by hand: each leaves its blocks to the next.
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal(n) + 1j * rng.standard_normal(n)
+    want = np.fft.fft(x)[np.argsort(sizes.order(n))]
+    length, factors = n, sizes.twiddles(n).astype(np.float64) @ np.array([1, 1j])
+    for radix in radices:
+        apart = length // radix
+        turns = np.concatenate([np.ones((apart, 1)), factors[: apart * (radix - 1)].reshape(apart, radix - 1)], 1).T
+        factors = factors[apart * (radix - 1) :]
+        x = (np.fft.fft(x.reshape(-1, radix, apart), axis=1) * turns).reshape(-1)
+        length = apart
+    assert np.abs(x - want).max() <= 1e-6 * np.abs(want).max()
+
+
+def test_sizes_that_are_no_product_of_twos_and_threes() -> None:
+    with pytest.raises(ValueError, match="n=10: 2"):
+        sizes.factors(10)
