@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from harness import queued
 from harness.picture import Figure, speedup_lines
 from harness.result import Result, Row, Side, geometric_mean
 from harness.settings import Settings
 from harness.sides import SEED, Call
 from tilewise import fft
 from tilewise.kernels.spectra import from_plain, to_plain
-from tilewise.planner import measure
 
 DEFAULTS = {"sizes": "", "largest": "1GiB", "padding": "3", "budget_ms": "150", "seconds": "0"}
 QUICK = {"batches": "4", "largest": "64KiB", "budget_ms": "10"}
@@ -135,7 +135,7 @@ def tasks(settings: Settings, dims: int) -> Iterator[Task]:
 
 
 def timed(task: Task, device: torch.device, budget_ms: float) -> Row:
-    """Ours, torch's and the copy, in turns. Values are the device's time; host time is in ``details``.
+    """Ours, torch's and the copy, in turns. Values are the device's time alone; host time is in ``details``.
 
     Raises ``RuntimeError`` for a result that is wrong.
     """
@@ -144,7 +144,7 @@ def timed(task: Task, device: torch.device, budget_ms: float) -> Row:
     if not error <= ERROR_LIMIT:
         raise RuntimeError(f"{name(task)} {task.group}: relative error {error:.1e}")
     calls = [tensors.library, tensors.ours, copy_call(task.bytes, device)]
-    took = measure.rounds(calls, device, budget_ms=budget_ms)
+    took = queued.rounds(calls, device, budget_ms=budget_ms, least=7, most=31)
     library, ours, copy = (statistics.median(t.device_ms for t in times) for times in took)
     hosts = [statistics.median(t.host_ms for t in times) for times in took]
     by_kernel = not fft.unsupported(device, *task.s)
