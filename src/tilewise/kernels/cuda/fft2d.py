@@ -170,8 +170,12 @@ class Program:
 
     @property
     def flat(self) -> bool:
-        """Whether spectra are stored as one piece by all threads of a block, or of each warp."""
-        return self.dense and self.aligned and not self.plane_pad and self.threads % 32 == 0
+        """Whether spectra are stored as one piece by all threads of a block, or of each warp.
+
+        Whole warps for each plane store pieces as long by themselves, with fewer registers.
+        """
+        whole = self.threads // self.config.planes % 32 == 0
+        return self.dense and self.aligned and not self.plane_pad and self.threads % 32 == 0 and not whole
 
     @property
     def shared(self) -> int:
