@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tilewise.kernels.cuda import cubins
+
 __all__ = [
     "Bound",
     "Kernel",
@@ -29,6 +31,7 @@ __all__ = [
 MOST_THREADS = 1024
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a block may have (compute capability 9.0)."""
+OPTIONS = {"std": "c++17", "device_as_default_execution_space": True}
 CORE = ("cuda.core", "cuda.core.experimental")
 """Where cuda.core keeps ``Program``: at its top from version 0.5 on, before that in the second."""
 
@@ -45,9 +48,9 @@ def _core() -> tuple[Any, Any, str]:
         except Exception as error:  # a library of another CUDA version, or of none
             reason = f"importing {name} failed: {type(error).__name__}: {error}"
         else:
-            if hasattr(core, "Program"):
+            if hasattr(core, "Program") and hasattr(core, "ObjectCode"):
                 return core, driver, ""
-            reason = f"{name} has no Program: cuda-core 1.2 would do"
+            reason = f"{name} has no Program or no ObjectCode: cuda-core 1.2 would do"
     return None, None, reason
 
 
@@ -62,18 +65,33 @@ def read_source(name: str) -> str:
     return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
+def _compiler() -> str:
+    """The compiler's version, and what it is asked for."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    error, *version = nvrtc.nvrtcVersion()
+    if int(error):
+        raise RuntimeError(f"nvrtcVersion failed: {error}")
+    return f"nvrtc {version} {OPTIONS}"
+
+
 def compile_cubin(source: str, architecture: str) -> Any:
     """``ptx.cu`` and ``source`` compiled for an architecture such as ``sm_90``: cuda.core's ``ObjectCode``.
 
-    ``RuntimeError`` with the reason where cuda.core is absent or the compiler finds errors.
+    Kept on disk. ``RuntimeError`` with the reason where cuda.core is absent or the compiler finds errors.
     """
     core, _, reason = _core()
     if reason:
         raise RuntimeError(reason)
-    options = core.ProgramOptions(std="c++17", arch=architecture, device_as_default_execution_space=True)
-    program = core.Program(read_source("ptx.cu") + source, code_type="c++", options=options)
-    return program.compile("cubin")
+    text = read_source("ptx.cu") + source
+    path = cubins.path_of(text, architecture, _compiler())
+    kept = cubins.load(path)
+    if kept is not None:
+        return core.ObjectCode.from_cubin(kept)
+    program = core.Program(text, code_type="c++", options=core.ProgramOptions(arch=architecture, **OPTIONS))
+    found = program.compile("cubin")
+    cubins.store(path, bytes(found.code))
+    return found
 
 
 class Kernel:
@@ -239,7 +257,7 @@ def has_clusters() -> bool:
     return all(torch.cuda.get_device_capability(device) >= (9, 0) for device in found)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def kernel(source: str, name: str, device: int) -> Kernel:
     """The kernel ``name`` of ``source`` for a device, compiled on first use. Raises as :func:`compile_cubin`."""
     return Kernel(source, name, device)
