@@ -23,7 +23,7 @@ from tilewise.device import device_name
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, Pass
 
-DEFAULTS = {"layers": "", "passes": "", "modes": "", "rigor": "measure"}
+DEFAULTS = {"layers": "", "passes": "", "modes": "", "rigor": "measure", "seconds": "0"}
 QUICK = {"layers": "tiny2d,tiny1d", "passes": "fprop", "modes": "fp32"}
 MODES = {"fp32": ("fp32", "ieee"), "tf32": ("fp32", "tf32"), "bf16": ("bf16", "ieee")}
 
@@ -81,11 +81,15 @@ def run(settings: Settings) -> Result:
     asked = settings.chosen("modes", {name: name for name in MODES})
     rows: list[Row] = []
     bars: list[Bar] = []
-    planner = settings.planner()
+    notes: list[str] = []
+    planner, deadline = settings.planner(), settings.deadline()
     for layer in layers:
         modes = [mode for mode in asked if settings.quick or settings.text("modes") or mode in dict(layer.least)]
         for mode in modes:
             for pass_ in passes:
+                if deadline.passed:
+                    notes.append(f"out of time before {mode} {layer.name} {pass_.value}")
+                    continue
                 problem = layer.problem(pass_, mode, settings.device)
                 plan = planner.plan(problem, settings.planning())
                 row = _row(layer, mode, problem, plan)
@@ -95,7 +99,7 @@ def run(settings: Settings) -> Result:
     bars.append(
         Bar("least replaced over torch's better layout", least_replaced(rows), least=0.97, applies=not settings.quick)
     )
-    return Result(rows, bars)
+    return Result(rows, bars, notes=notes)
 
 
 def _row(layer: Layer, mode: str, problem: ConvProblem, plan: Plan) -> Row:

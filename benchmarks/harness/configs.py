@@ -66,13 +66,14 @@ def fastest(
     tensors: Tensors,
     budget_ms: float,
     lost: list[str],
+    most: int = 0,
 ) -> Runnable | None:
-    """The fastest of the most promising configs, which come first, by a short race; ``None`` when none of them runs.
+    """The fastest of the ``most`` most promising configs, which come first, by a short race; ``None`` when none runs.
 
-    Reasons of those that do not are added to ``lost``.
+    0: as many as the planner tries. Reasons of those that do not run are added to ``lost``.
     """
     found = []
-    for config in itertools.islice(configs, solver.most_configs):
+    for config in itertools.islice(configs, most or solver.most_configs):
         try:
             found.append(runnable(problem, solver, config, tensors))
         except LostConfig as error:

@@ -126,7 +126,7 @@ def irfft(
         n = 2 * (y.shape[-1] - 1) if layout == "plain" else 2 * (y.shape[0] - (layout != "packed"))
     s = (_whole("n", n),)
     window = s if size is None else (_whole("size", size),)
-    return _inverse(y, s, window, (_whole("offset", offset),), layout, dtype, scale)
+    return _inverse(y, _Target(s, window, (_whole("offset", offset),), layout, dtype, scale))
 
 
 def irfft2(
@@ -152,7 +152,23 @@ def irfft2(
         s = (y.shape[-2], 2 * (y.shape[-1] - 1))
     basis = _pair("s", s)
     window = basis if size is None else _pair("size", size)
-    return _inverse(y, basis, window, _pair("offset", offset), layout, dtype, scale)
+    return _inverse(y, _Target(basis, window, _pair("offset", offset), layout, dtype, scale))
+
+
+class _Target(NamedTuple):
+    """What an inverse gives: windows of ``size`` at ``offset`` of transforms of size ``s``, times ``scale``."""
+
+    s: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: tuple[int, ...]
+    layout: str
+    dtype: torch.dtype
+    scale: float | None
+
+    @property
+    def factor(self) -> float:
+        """``scale``, or its default."""
+        return 1.0 / math.prod(self.s) if self.scale is None else float(self.scale)
 
 
 def _forward(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layout: str) -> torch.Tensor:
@@ -162,21 +178,11 @@ def _forward(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layou
     return _spectra(x, s, offset, layout)
 
 
-def _inverse(
-    y: torch.Tensor,
-    s: tuple[int, ...],
-    size: tuple[int, ...],
-    offset: tuple[int, ...],
-    layout: str,
-    dtype: torch.dtype,
-    scale: float | None,
-) -> torch.Tensor:
+def _inverse(y: torch.Tensor, target: _Target) -> torch.Tensor:
     if y.requires_grad and torch.is_grad_enabled():
-        result: torch.Tensor = _Inverse.apply(  # type: ignore[no-untyped-call]
-            y, s, size, offset, layout, dtype, scale
-        )
+        result: torch.Tensor = _Inverse.apply(y, target)  # type: ignore[no-untyped-call]
         return result
-    return _data(y, s, size, offset, layout, dtype, scale)
+    return _data(y, target)
 
 
 class _Forward(torch.autograd.Function):
@@ -192,33 +198,25 @@ class _Forward(torch.autograd.Function):
         s, size, offset, layout, dtype = ctx.given
         (gradient,) = gradients
         many = multiplicity(s, layout, gradient.dim() - _inner(s, layout), gradient.device)
-        return _inverse(gradient / many, s, size, offset, layout, dtype, 1.0), None, None, None
+        return _inverse(gradient / many, _Target(s, size, offset, layout, dtype, 1.0)), None, None, None
 
 
 class _Inverse(torch.autograd.Function):
     """The adjoint is the forward transform, with numbers multiplied as often as they stand in the full spectrum."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        y: torch.Tensor,
-        s: tuple[int, ...],
-        size: tuple[int, ...],
-        offset: tuple[int, ...],
-        layout: str,
-        dtype: torch.dtype,
-        scale: float | None,
-    ) -> torch.Tensor:
-        ctx.given = s, offset, layout, _factor(s, scale)
-        return _data(y, s, size, offset, layout, dtype, scale)
+    def forward(ctx: Any, y: torch.Tensor, target: _Target) -> torch.Tensor:
+        ctx.target = target
+        return _data(y, target)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        s, offset, layout, factor = ctx.given
+        target: _Target = ctx.target
+        s, layout = target.s, target.layout
         (gradient,) = gradients
-        spectra = _forward(gradient, s, offset, layout)
+        spectra = _forward(gradient, s, target.offset, layout)
         many = multiplicity(s, layout, spectra.dim() - _inner(s, layout), spectra.device)
-        return spectra * (many * factor), None, None, None, None, None, None
+        return spectra * (many * target.factor), None
 
 
 class _Kernel(NamedTuple):
@@ -244,23 +242,15 @@ def _spectra(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layou
     return y
 
 
-def _data(
-    y: torch.Tensor,
-    s: tuple[int, ...],
-    size: tuple[int, ...],
-    offset: tuple[int, ...],
-    layout: str,
-    dtype: torch.dtype,
-    scale: float | None,
-) -> torch.Tensor:
+def _data(y: torch.Tensor, target: _Target) -> torch.Tensor:
     """By a kernel or through torch."""
     y = y.resolve_conj().resolve_neg()
-    found = _inverse_kernel(y.device, Memory.of(y), s, size, offset, layout, dtype, scale)
+    found = _inverse_kernel(y.device, Memory.of(y), target)
     if found is None:
-        return _data_by_torch(y, s, size, offset, layout, dtype, _factor(s, scale))
+        return _data_by_torch(y, target)
     if found.launch is None:
-        return _data(y.contiguous(), s, size, offset, layout, dtype, scale)
-    x = y.new_empty(found.shape, dtype=dtype)
+        return _data(y.contiguous(), target)
+    x = y.new_empty(found.shape, dtype=target.dtype)
     found.launch(y.data_ptr(), x.data_ptr())
     return x
 
@@ -287,17 +277,9 @@ def _forward_kernel(
 
 
 @functools.lru_cache(maxsize=4096)
-def _inverse_kernel(
-    device: torch.device,
-    y: Memory,
-    s: tuple[int, ...],
-    size: tuple[int, ...],
-    offset: tuple[int, ...],
-    layout: str,
-    dtype: torch.dtype,
-    scale: float | None,
-) -> _Kernel | None:
+def _inverse_kernel(device: torch.device, y: Memory, target: _Target) -> _Kernel | None:
     """``None`` where the transform goes through torch. Raises for arguments that cannot be."""
+    s, size, offset, layout, dtype = target.s, target.size, target.offset, target.layout, target.dtype
     dims, plain = len(s), layout == "plain"
     _check_basis(s, layout)
     _check_window("size", size, offset, s)
@@ -312,7 +294,7 @@ def _inverse_kernel(
     near = y.strides[-dims:] == dense(y.shape[-dims:]) if plain else y.strides[0] <= MOST_STRIDE
     if not (near and _join(lead, strides)):
         return _Kernel(None, x.shape)
-    bound = _bind(x, y, s, offset, layout, inverse=True, factor=_factor(s, scale))
+    bound = _bind(x, y, s, offset, layout, inverse=True, factor=target.factor)
     return _Kernel(bound.launch(device.index or 0), x.shape)
 
 
@@ -326,10 +308,6 @@ def _bind(
 def _dense(shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
     """A new tensor's memory."""
     return Memory(shape, dense(shape), dtype)
-
-
-def _factor(s: tuple[int, ...], scale: float | None) -> float:
-    return 1.0 / math.prod(s) if scale is None else float(scale)
 
 
 def _join(lead: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -354,15 +332,8 @@ def _spectra_by_torch(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ..
     return from_plain(torch.fft.rfftn(wide, dim=tuple(range(-dims, 0))), s, layout)
 
 
-def _data_by_torch(
-    y: torch.Tensor,
-    s: tuple[int, ...],
-    size: tuple[int, ...],
-    offset: tuple[int, ...],
-    layout: str,
-    dtype: torch.dtype,
-    factor: float,
-) -> torch.Tensor:
+def _data_by_torch(y: torch.Tensor, target: _Target) -> torch.Tensor:
+    s, size, layout, dtype = target.s, target.size, target.layout, target.dtype
     plain = to_plain(y, s, layout)
     if not y.numel():
         return torch.zeros((*plain.shape[: -len(s)], *size), dtype=dtype, device=y.device)
@@ -370,9 +341,9 @@ def _data_by_torch(
         # In two steps: of planes at once, libraries leave it open what a spectrum gives that is not Hermitian.
         plain = torch.fft.ifft(plain, dim=-2, norm="forward")
     real: torch.Tensor = torch.fft.irfft(plain, n=s[-1], norm="forward")
-    for dim, (place, n) in enumerate(zip(offset, size, strict=True), real.dim() - len(s)):
+    for dim, (place, n) in enumerate(zip(target.offset, size, strict=True), real.dim() - len(s)):
         real = real.narrow(dim, place, n)
-    return (real * factor).to(dtype).contiguous()
+    return (real * target.factor).to(dtype).contiguous()
 
 
 def _inner(s: tuple[int, ...], layout: str) -> int:

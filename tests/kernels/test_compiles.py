@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,10 @@ def test_transforms(dims: int, layout: str, dtype: torch.dtype, inverse: bool, t
 @pytest.mark.parametrize("axes", [(Axis(14, 5, 1, 1, 2, 2),) * 2, (Axis(600, 33, 1, 1, 16, 16),)], ids=["2d", "1d"])
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_depthwise(pass_: Pass, axes: tuple[Axis, ...], tmp_path: Path) -> None:
-    solver, p = DepthwiseFFT(), ConvProblem(pass_, 3, 4, 4, axes, 4)
-    a, b = make_operands(p)
-    steps = solver.steps(p, next(iter(solver.configs(p))), a, b, make_result(p))
+    solver, p = DepthwiseFFT(), ConvProblem(pass_, 3, 4, 4, axes, 4, device="cuda:any")
+    here = replace(p, device="cpu")
+    a, b = make_operands(here)
+    steps = solver.steps(p, next(iter(solver.configs(p))), a, b, make_result(here))
     assert len(steps) >= 2
     for step in steps:
         check(step.program, tmp_path)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -101,11 +102,11 @@ def test_any_tile(pass_: Pass, data: st.DataObject) -> None:
 @interpreted
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
-@pytest.mark.parametrize(("form", "spectra"), [("channels_last", {}), ("view", {"spectra": "split"})])
-def test_layouts(pass_: Pass, form: str, spectra: dict[str, str]) -> None:
-    channels = (8, 16) if spectra else (4, 6)
+@pytest.mark.parametrize(("form", "more"), [("channels_last", {"multiplications": 4}), ("view", {"spectra": "split"})])
+def test_layouts(pass_: Pass, form: str, more: dict[str, Any]) -> None:
+    channels = (8, 16) if "spectra" in more else (4, 6)
     p = ConvProblem(pass_, 3, *channels, (Axis(10, 3, 1, 1, 1, 1), Axis(11, 5, 1, 1, 2, 0)), layouts=(form,) * 3)
-    c = Config(basis=(8, 8), tile=(6, 4), product="fp16x3", gemm=(16, 16, 16), warps=4, stages=2, block=2, **spectra)
+    c = Config(basis=(8, 8), tile=(6, 4), product="fp16x3", gemm=(16, 16, 16), warps=4, stages=2, block=2, **more)
     check(SOLVER, p, c, ((form, 3 if form == "view" else 0),) * 3, accumulate=False)
 
 

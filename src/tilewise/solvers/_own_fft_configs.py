@@ -122,6 +122,8 @@ def offered(
                 if piece is not None:
                     gemm = (piece.rows, piece.columns, piece.depth)
                     values |= {"gemm": gemm, "warps": piece.warps, "stages": piece.stages}
+                    if piece.multiplications != 3:
+                        values["multiplications"] = piece.multiplications
                 if block < p.batch:
                     values["block"] = block
                 if tiles < count(p, tile):
@@ -143,7 +145,10 @@ def plan_of(p: ConvProblem, c: Config) -> OwnPlan:
         edges = c["gemm"]
         if not isinstance(edges, tuple) or len(edges) != 3 or any(n not in (16, 32, 64, 128) for n in edges):
             raise ValueError(f"gemm={edges!r}: rows, columns and depth, powers of two from 16 to 128, would do")
-        piece = Block(*edges, warps=integer(c, "warps"), stages=integer(c, "stages"))
+        times = integer(c, "multiplications", 3)
+        if times not in (3, 4):
+            raise ValueError(f"multiplications={times}: a complex product takes 3 or 4")
+        piece = Block(*edges, warps=integer(c, "warps"), stages=integer(c, "stages"), multiplications=times)
     form = known_spectra(str(c.get("spectra", "interleaved")))
     if PARTS[form] > 1 and IN_PARTS.get(product) != form:
         takes = IN_PARTS.get(product, "interleaved")

@@ -20,7 +20,7 @@ from tilewise.solvers.base import Cost, Prepare, Run, Solver
 
 MOST_BASES = 4
 MOST_PLACES = 2
-MOST_OWN = 6
+MOST_OWN = 2
 """Configs on our own transforms measured beside those on the library's."""
 MOST_BYTES = 2**32
 """Blocks whose spectra are larger are not offered: a smaller block is as fast."""

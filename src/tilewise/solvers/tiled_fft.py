@@ -30,7 +30,7 @@ class TiledFFT(Solver):
     dims = frozenset({2})
     blocks_itself = True
     compiles = True
-    most_configs = 8
+    most_configs = 4
     error_bound = {"ieee": 3e-6, "tf32": 3e-3}  # noqa: RUF012
 
     def unsupported(self, p: ConvProblem) -> list[str]:
