@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness import queued
 from harness.result import Row, Side
-from harness.sides import Tensors, framework_call, is_framework, plan_line, planned_call, race
+from harness.sides import Call, Tensors, framework_call, is_framework, plan_line, planned_call, race
+from tilewise.device import torch_device
 from tilewise.plan import Plan
+from tilewise.planner.measure import framework_flags
 from tilewise.problem import ConvProblem
 
 LAYOUTS = ("contiguous", "channels_last")
@@ -23,6 +27,8 @@ class LayerPass:
     torch_ms: dict[str, float]
     planned_ms: float
     plan: Plan
+    device_ms: tuple[float, float] | None = None
+    """Of torch's better layout and of the plan, the GPU's time alone; both torch's where that was left as it is."""
 
     @property
     def replaced(self) -> bool:
@@ -46,17 +52,31 @@ class LayerPass:
             **{f"torch_{layout}_ms": ms for layout, ms in self.torch_ms.items()},
             "planned_ms": self.planned_ms,
             "replaced": self.replaced,
+            "device_ms": self.device_ms,
             "plan": self.plan.to_json(),
         }
 
 
 def timed(name: str, problem: ConvProblem, plan: Plan, budget_ms: float = 200.0) -> LayerPass:
-    """Torch in both layouts and the plan, in turns."""
+    """Torch in both layouts and the plan, in turns; on a GPU a second time without the host that launches them."""
     tensors = {layout: Tensors(problem, layout) for layout in LAYOUTS}
     calls = [framework_call(problem, tensors[layout]) for layout in LAYOUTS]
     calls.append(planned_call(problem, plan, tensors[problem.layout("x")]))
     *torch_ms, planned_ms = race(problem, calls, budget_ms)
-    return LayerPass(name, dict(zip(LAYOUTS, torch_ms, strict=True)), planned_ms, plan)
+    return LayerPass(
+        name, dict(zip(LAYOUTS, torch_ms, strict=True)), planned_ms, plan, _device_ms(problem, plan, calls, budget_ms)
+    )
+
+
+def _device_ms(problem: ConvProblem, plan: Plan, calls: Sequence[Call], budget_ms: float) -> tuple[float, float] | None:
+    device = torch_device(problem.device)
+    if device.type != "cuda":
+        return None
+    with framework_flags(problem.precision, deterministic=False):
+        times = queued.rounds(calls, device, budget_ms=budget_ms, least=5, most=15)
+    *torch_ms, planned_ms = (statistics.median(took.device_ms for took in each) for each in times)
+    best = min(torch_ms)
+    return best, best if is_framework(plan) else planned_ms
 
 
 def total(name: str, group: str, passes: Sequence[LayerPass], details: dict[str, Any]) -> Row:
@@ -68,5 +88,13 @@ def total(name: str, group: str, passes: Sequence[LayerPass], details: dict[str,
         Side("torch, better layout of each pass", math.fsum(each.best_torch_ms for each in passes)),
         Side(", ".join(solvers), math.fsum(each.ours_ms for each in passes)),
         replaced=any(each.replaced for each in passes),
-        details={**details, "passes": [each.to_json() for each in passes]},
+        details={**details, **_device_sums(passes), "passes": [each.to_json() for each in passes]},
     )
+
+
+def _device_sums(passes: Sequence[LayerPass]) -> dict[str, float]:
+    times = [each.device_ms for each in passes if each.device_ms is not None]
+    if len(times) < len(passes):
+        return {}
+    torch_ms, ours_ms = (math.fsum(each) for each in zip(*times, strict=True))
+    return {"torch_device_ms": torch_ms, "device_ms": ours_ms}
