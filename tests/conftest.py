@@ -32,10 +32,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all tests, of all workers, keep what they compile."""
+    base = tmp_path_factory.getbasetemp()
+    found = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    found.mkdir(exist_ok=True)
+    return found
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tests from reading or writing the user's wisdom, and each other's; they share what they compile."""
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
-    base = tmp_path_factory.getbasetemp()
-    kernels = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: kernels)

@@ -14,7 +14,8 @@ pytest.importorskip("sklearn")
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-def demo(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+def demo(*arguments: str, cache: Path, kernels: Path) -> subprocess.CompletedProcess[str]:
+    (cache / "kernels").symlink_to(kernels)
     environment = {**os.environ, "TILEWISE_CACHE_DIR": str(cache)}
     paths = [str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -22,10 +23,10 @@ def demo(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
 
 
-def test_demo_replaces_divides_and_trains_alike(tmp_path: Path) -> None:
+def test_demo_replaces_divides_and_trains_alike(tmp_path: Path, kernels: Path) -> None:
     # The batch is the demo's own: under a smaller one, and a smaller limit, less needs to be divided. Whether that is
     # done by micro-batches or blocks is a matter of speed, so of what else runs on this machine.
-    done = demo("--steps", "2", "--iterations", "1", cache=tmp_path)
+    done = demo("--steps", "2", "--iterations", "1", cache=tmp_path, kernels=kernels)
     assert done.returncode == 0, done.stderr
     assert "wide" in done.stdout
     divided = re.search(r"(\d+) take the mini-batch as micro-batches, (\d+) in blocks", done.stdout)
@@ -35,8 +36,8 @@ def test_demo_replaces_divides_and_trains_alike(tmp_path: Path) -> None:
     assert str(tmp_path) in done.stdout
 
 
-def test_demo_fails_when_nothing_was_divided(tmp_path: Path) -> None:
+def test_demo_fails_when_nothing_was_divided(tmp_path: Path, kernels: Path) -> None:
     # One image cannot be divided.
-    done = demo("--batch", "1", "--steps", "1", "--iterations", "1", cache=tmp_path)
+    done = demo("--batch", "1", "--steps", "1", "--iterations", "1", cache=tmp_path, kernels=kernels)
     assert done.returncode == 1
     assert "no layer's mini-batch was divided" in done.stderr

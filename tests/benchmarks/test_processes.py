@@ -31,9 +31,11 @@ def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
     """One wisdom for all benchmarks, so that what one measured the next need not."""
-    return tmp_path_factory.mktemp("cache")
+    found = tmp_path_factory.mktemp("cache")
+    (found / "kernels").symlink_to(kernels)
+    return found
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NOTHING_ON_A_CPU])
