@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from tilewise.solvers.base import SolverUnavailable
 if TYPE_CHECKING:
     from tilewise.kernels.cpu.compiling import Kernel
 
-__all__ = ["MOST_SCRATCH", "UnitsRun", "forms", "lanes", "missing", "scratch", "shares", "strides"]
+Sizes = TypeVar("Sizes", Planes, Signals)
+
+__all__ = ["MOST_SCRATCH", "UnitsRun", "forms", "lanes", "missing", "scratch", "shares", "sizes_of", "strides"]
 
 MOST_SCRATCH = 2**24
 """Bytes of a thread from which on nothing is gained: they lie in no cache of its own."""
@@ -29,6 +31,17 @@ UNITS = 8
 """Units to a thread from which on it matters little that some thread has one more."""
 WIDEST = {"AVX512": 16, "AVX2": 8}
 """Lanes by what torch says that a processor can do; fewer elsewhere."""
+
+
+def sizes_of(c: Config, kind: Callable[..., Sizes], dims: int) -> Sizes:
+    """What the kernel of a config is made for. Raises ``KeyError`` or ``ValueError`` for what is none."""
+    basis = c["basis"]
+    if not isinstance(basis, tuple) or len(basis) != dims:
+        raise ValueError(f"basis={basis!r}: {'one size' if dims == 1 else 'two sizes'} would do")
+    sizes = kind(*basis, integer(c, "lanes"))
+    if sizes.problems():
+        raise ValueError(sizes.problems())
+    return sizes
 
 
 def missing() -> list[str]:

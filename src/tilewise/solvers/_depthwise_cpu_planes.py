@@ -12,7 +12,7 @@ import torch
 from tilewise.kernels.cpu.sizes import Planes, factors, order, packed, smooth, twiddles
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, UnitsRun, forms, lanes, scratch, strides
+from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, UnitsRun, forms, lanes, scratch, sizes_of, strides
 from tilewise.solvers._fft_sizes import least, placement
 from tilewise.solvers._tiles import integer
 
@@ -51,13 +51,7 @@ def configs(p: ConvProblem) -> Iterable[Config]:
 
 
 def _sizes(c: Config) -> Planes:
-    basis = c["basis"]
-    if not isinstance(basis, tuple) or len(basis) != 2:
-        raise ValueError(f"basis={basis!r}: two sizes would do")
-    sizes = Planes(*basis, integer(c, "lanes"))
-    if sizes.problems():
-        raise ValueError(sizes.problems())
-    return sizes
+    return sizes_of(c, Planes, 2)
 
 
 def workspace(p: ConvProblem, c: Config) -> int:

@@ -14,7 +14,7 @@ from tilewise.kernels.cpu.sizes import Signals, between, packed, smooth, twiddle
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._costs import CPU_CACHE
-from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, UnitsRun, forms, lanes, scratch, strides
+from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, UnitsRun, forms, lanes, scratch, sizes_of, strides
 from tilewise.solvers._tiles import integer
 
 __all__ = ["bind", "configs", "too_large", "transformed", "workspace"]
@@ -71,13 +71,7 @@ def configs(p: ConvProblem) -> Iterable[Config]:
 
 
 def _sizes(c: Config) -> Signals:
-    basis = c["basis"]
-    if not isinstance(basis, tuple) or len(basis) != 1:
-        raise ValueError(f"basis={basis!r}: one size would do")
-    sizes = Signals(basis[0], integer(c, "lanes"))
-    if sizes.problems():
-        raise ValueError(sizes.problems())
-    return sizes
+    return sizes_of(c, Signals, 1)
 
 
 def workspace(p: ConvProblem, c: Config) -> int:
