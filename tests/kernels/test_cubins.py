@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.cache import VARIABLE
 from tilewise.kernels.cuda import cubins, launch
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path / "kernels")  # not the one that tests share
     return tmp_path
 
 

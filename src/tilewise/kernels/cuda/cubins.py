@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from tilewise.cache import kernel_dir
+from tilewise import cache
 
 __all__ = ["load", "path_of", "store"]
 
@@ -19,7 +19,7 @@ CHECK_BYTES = 32
 def path_of(source: str, architecture: str, compiler: str) -> Path:
     """Where the code of ``source`` for ``architecture`` by ``compiler`` (its version and options) is kept."""
     told_apart = "\0".join((compiler, architecture, source)).encode()
-    return kernel_dir() / "cuda" / f"{hashlib.sha256(told_apart).hexdigest()}.cubin"
+    return cache.kernel_dir() / "cuda" / f"{hashlib.sha256(told_apart).hexdigest()}.cubin"
 
 
 def load(path: Path) -> bytes | None:
