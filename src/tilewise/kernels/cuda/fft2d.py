@@ -78,8 +78,12 @@ INVERSE = {
     8: Config(32, resident=10), 16: Config(32, resident=4), 24: Config(32, resident=2), 32: Config(16, resident=2),
     48: Config(8), 64: Config(8), 96: Config(4), 128: Config(4, cluster=2),
 }  # fmt: skip
-PLAIN = {8: 32, 16: 16, 24: 8, 32: 8, 48: 4, 64: 4, 96: 1, 128: 1}
-"""Planes of a block."""
+PLAIN_INVERSE = {
+    8: Config(32), 16: Config(16), 24: Config(8), 32: Config(8), 48: Config(4), 64: Config(4), 96: Config(1),
+    128: Config(1, resident=3),
+}  # fmt: skip
+"""At 128 points three blocks fit shared memory, and registers if a few numbers are spilled."""
+PLAIN_FORWARD = PLAIN_INVERSE | {24: Config(8, resident=9), 48: Config(4, 2, resident=4)}
 LEAST_PLANES = 4
 IN_PARTS = {
     8: Config(64, stream=False), 16: Config(32, stream=False), 24: Config(32, resident=2, stream=False),
@@ -100,12 +104,7 @@ def default_config(
     """What is used for ``count`` planes where no config is given; ``clusters``: whether the device has them."""
     n = max(s)
     if layout == "plain":
-        if n == 48 and not inverse:
-            return Config(4, 2, resident=4)
-        if n == 24 and not inverse:
-            return Config(8, resident=9)
-        # At 128 points three blocks fit shared memory, and registers if a few numbers are spilled.
-        return Config(PLAIN[n], resident=3 if n == 128 else 0)
+        return (PLAIN_INVERSE if inverse else PLAIN_FORWARD)[n]
     table, least = (INVERSE if inverse else FORWARD), LEAST_PLANES
     if PARTS[spectra] > 1:
         table, least = IN_PARTS, LEAST_IN_PARTS
