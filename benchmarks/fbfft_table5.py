@@ -1,13 +1,14 @@
 """fbfft Table 5: what the steps of a convolution by Fourier transforms take.
 
 Vasilache et al. 2014, Section 8.1: transforms of both operands, their transposition, products, inverse. Table 4's
-layers in the fastest config of ``solver``, the filter transformed in every call. Steps are timed inside the call by
-events, without waiting between them; ``details.steps`` has them, and ``transform`` (own or library) is in the config.
+layers in the fastest configs of ``solver`` with the library's transforms and with its own, the filter transformed in
+every call. Steps are timed inside the call by events, without waiting between them; ``details.steps`` has them.
 The row's sides are torch in its better layout and the whole call, unmarked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from harness.configs import fastest, framework_result
@@ -19,6 +20,7 @@ from harness.settings import NothingToMeasure, Settings
 from harness.sides import Tensors, framework_call, race
 from harness.steps import breakdown, can_mark
 
+from tilewise.plan import Config
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver
 
@@ -36,7 +38,7 @@ QUICK = {"layers": "L4", "passes": "fprop", "batch": "2", "repeats": "2", "budge
 
 
 def run(settings: Settings) -> Result:
-    """One row a layer-pass."""
+    """One row a layer-pass and kind of transform."""
     solver = settings.solver()
     if not can_mark(solver):
         raise NothingToMeasure(f"solver {solver.name} does not mark its steps: fft would do")
@@ -52,20 +54,32 @@ def run(settings: Settings) -> Result:
             problem = layer.problem(
                 pass_, settings.device, batch=settings.integer("batch"), precision=settings.text("precision")
             )
-            row = _row(settings, name, solver, problem, notes)
-            if row is None:
+            found = list(_rows(settings, name, solver, problem, notes))
+            if not found:
                 notes.append(f"{name}: no config of {solver.name} runs here")
-                continue
-            rows.append(row)
-            times = ", ".join(f"{step} {ms:.3f}" for step, ms in row.details["steps"].items())
-            settings.say(f"  {name}: {row.ours.value:.3f} ms: {times}")
+            rows += found
     return Result(rows, notes=notes)
 
 
-def _row(settings: Settings, name: str, solver: Solver, problem: ConvProblem, notes: list[str]) -> Row | None:
+def _rows(settings: Settings, name: str, solver: Solver, problem: ConvProblem, notes: list[str]) -> Iterator[Row]:
+    """One row for each kind of transform that has a config here."""
+    configs: dict[str, list[Config]] = {}
+    for config in solver.configs(problem):
+        configs.setdefault(str(config.get("transform", "library")), []).append(config)
+    for transform, listed in configs.items():
+        row = _row(settings, f"{name} {transform}", solver, problem, listed, notes)
+        if row is not None:
+            times = ", ".join(f"{step} {ms:.3f}" for step, ms in row.details["steps"].items())
+            settings.say(f"  {row.name}: {row.ours.value:.3f} ms: {times}")
+            yield row
+
+
+def _row(
+    settings: Settings, name: str, solver: Solver, problem: ConvProblem, configs: list[Config], notes: list[str]
+) -> Row | None:
     tensors = {layout: Tensors(problem, layout) for layout in LAYOUTS}
     own, budget = tensors["contiguous"], float(settings.integer("budget_ms"))
-    best = fastest(problem, solver, solver.configs(problem), own, budget, notes)
+    best = fastest(problem, solver, configs, own, budget, notes)
     if best is None:
         return None
     calls = [framework_call(problem, tensors[layout]) for layout in LAYOUTS]

@@ -62,22 +62,24 @@ def configs(p: ConvProblem) -> Iterable[Config]:
             few = max(1.0, THREADS[0] / program.threads)
             rank = idle * few * (1.0 if points <= depthwise2d.FEW_ENOUGH else 1.3) * (1 + 0.02 * planes)
             base = Config(basis=sizes, planes=planes, split=split)
-            found += [(rank * (1 + 0.01 * i), c) for i, c in enumerate(_variants(p, base, program))]
+            # Shares matter more than planes: of filter gradients the first variant of each is tried before any second.
+            step = 1.0 if p.pass_ is Pass.WGRAD else 0.01
+            found += [(rank * (1 + step * i), c) for i, c in enumerate(_variants(p, base, program))]
     found.sort(key=lambda entry: entry[0])
     return [c for _, c in found]
 
 
 def _variants(p: ConvProblem, base: Config, program: Program) -> list[Config]:
     resident = _resident(program)
-    found = [base]
+    found = [(resident, base)]
     if program.threads * resident < 512 and resident < SHARED // (program.shared + 1024):
-        found.append(Config(**base, resident=resident + 1))
+        found.append((resident + 1, Config(**base, resident=resident + 1)))
     if p.pass_ is not Pass.WGRAD:
-        return found
+        return [c for _, c in found]
     blocks = -(-p.in_channels // program.planes)
-    wave = max(1, PROCESSORS * resident // blocks)
-    shares = sorted({min(p.batch, n) for n in (wave, 2 * wave)})
-    return [Config(**c, shares=n) for c in found for n in shares]
+    waves = [(max(1, PROCESSORS * n // blocks), c) for n, c in reversed(found)]
+    listed = [Config(**c, shares=min(p.batch, n * wave)) for n in (1, 2) for wave, c in waves]
+    return list(dict.fromkeys(listed))
 
 
 def _resident(program: Program) -> int:
