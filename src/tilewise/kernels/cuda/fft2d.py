@@ -83,6 +83,8 @@ PLAIN_INVERSE = {
     128: Config(1, resident=3),
 }  # fmt: skip
 """At 128 points three blocks fit shared memory, and registers if a few numbers are spilled."""
+CLIPPED = PLAIN_INVERSE | {128: Config(1)}
+"""Of plain spectra into a part of each plane, where spilling costs more than a third block brings."""
 PLAIN_FORWARD = PLAIN_INVERSE | {24: Config(8, resident=9), 48: Config(4, 2, resident=4)}
 LEAST_PLANES = 4
 IN_PARTS = {
@@ -99,12 +101,15 @@ BLOCKS = 264
 
 def default_config(
     s: Sequence[int], layout: str = "plain", inverse: bool = False, count: int = 2**31, clusters: bool = True,
-    spectra: str = "interleaved",
+    spectra: str = "interleaved", padded: bool = False,
 ) -> Config:  # fmt: skip
-    """What is used for ``count`` planes where no config is given; ``clusters``: whether the device has them."""
+    """What is used for ``count`` planes where no config is given.
+
+    ``clusters``: whether the device has them; ``padded``: whether planes are smaller than the transform.
+    """
     n = max(s)
     if layout == "plain":
-        return (PLAIN_INVERSE if inverse else PLAIN_FORWARD)[n]
+        return ((CLIPPED if padded else PLAIN_INVERSE) if inverse else PLAIN_FORWARD)[n]
     table, least = (INVERSE if inverse else FORWARD), LEAST_PLANES
     if PARTS[spectra] > 1:
         table, least = IN_PARTS, LEAST_IN_PARTS
@@ -302,8 +307,8 @@ def _program(
 ) -> Program:
     n1, n2 = s
     h, w = image.shape[-2:]
-    config = config or default_config(s, layout, inverse, planes.count, has_clusters(), spectra)
     padded = (h, w) != (n1, n2)
+    config = config or default_config(s, layout, inverse, planes.count, has_clusters(), spectra, padded)
     column = image.strides[-1]
     even = [planes.outer[0], planes.inner[0], image.strides[-2] if h > 1 else 0, w, offset[1]]
     vector = column == 1 and not any(n % 2 for n in even) and image.alignment % (2 * image.dtype.itemsize) == 0
