@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewise import execute, solvers
+from tilewise.kernels.triton import workers
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.measure import Timer, peak_bytes, peak_is_known
@@ -144,15 +145,16 @@ class Trial:
             return
         a, b, out = self.tensors
 
-        def bind(plan: Plan) -> None:
-            with contextlib.suppress(Exception), torch.cuda.device(a.device):
+        def bind(pool: workers.Pool, plan: Plan) -> None:
+            with contextlib.suppress(Exception), torch.cuda.device(a.device), pool.serving():
                 execute.bind(plan, self.problem, a, b, out)
 
-        pool = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1, len(wanted)))
+        threads = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1, len(wanted)))
         try:
-            list(pool.map(bind, wanted))
+            with workers.opened(len(wanted)) as pool:
+                list(threads.map(functools.partial(bind, pool), wanted))
         finally:
-            pool.shutdown(cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
 
     def _policy(self, solver: Solver) -> list[str]:
         on_gpu = self.problem.device_type == "cuda"
