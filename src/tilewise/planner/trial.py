@@ -132,14 +132,17 @@ class Trial:
         """
         if self.problem.device_type != "cuda" or self.options.rigor in ("estimate", "wisdom_only"):
             return
+        patient = self.options.rigor == "patient"
         tried: dict[str, int] = {}
         wanted: list[Plan] = []
         for estimate, _, solver, config, _ in waiting:
             known = (solver.name, solver.version, config) in self.known
-            if known or not solver.compiles or estimate > PRUNE * self.best_ms:
+            if not solver.compiles or not (
+                known or patient or not self._hopeless(solver, config, estimate, self.best_ms)
+            ):
                 continue
-            tried[solver.name] = tried.get(solver.name, 0) + 1
-            if self.options.rigor == "patient" or tried[solver.name] <= solver.most(self.problem):
+            tried[solver.name] = tried.get(solver.name, 0) + 1  # as in _pruned
+            if not known and (patient or tried[solver.name] <= solver.most(self.problem)):
                 wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
         if len(wanted) < 2:
             return
@@ -194,13 +197,7 @@ class Trial:
         if (solver.name, solver.version, config) in self.known:
             tried[solver.name] = tried.get(solver.name, 0) + 1  # else each search would measure as many again
             return False
-        best_ms = self._bound_ms(needed)
-        prior = self.prior_ms.get((solver.name, solver.version, config), 0.0)
-        text = ""
-        if estimate > PRUNE * best_ms:
-            text = f"not measured: estimated {estimate:.3f} ms, the best so far takes {best_ms:.3f}"
-        elif prior > LOST * best_ms:
-            text = f"not measured: {prior:.3f} ms by its rate at a larger size, the best so far takes {best_ms:.3f}"
+        text = self._hopeless(solver, config, estimate, self._bound_ms(needed))
         if text:
             self._lose(solver, config, text)
             return True
@@ -210,6 +207,15 @@ class Trial:
             self._lose(solver, config, f"not measured: {most} of this solver with better estimates were")
             return True
         return False
+
+    def _hopeless(self, solver: Solver, config: Config, estimate: float, best_ms: float) -> str:
+        """Why a candidate that is not known yet is not worth a measurement; empty when it is."""
+        prior = self.prior_ms.get((solver.name, solver.version, config), 0.0)
+        if estimate > PRUNE * best_ms:
+            return f"not measured: estimated {estimate:.3f} ms, the best so far takes {best_ms:.3f}"
+        if prior > LOST * best_ms:
+            return f"not measured: {prior:.3f} ms by its rate at a larger size, the best so far takes {best_ms:.3f}"
+        return ""
 
     def _try(self, solver: Solver, config: Config, estimate: float, needed: int) -> None:
         key = solver.name, solver.version, config
