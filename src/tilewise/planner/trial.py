@@ -130,20 +130,7 @@ class Trial:
 
         What fails here fails again when it is measured, and is lost there with its reason.
         """
-        if self.problem.device_type != "cuda" or self.options.rigor in ("estimate", "wisdom_only"):
-            return
-        patient = self.options.rigor == "patient"
-        tried: dict[str, int] = {}
-        wanted: list[Plan] = []
-        for estimate, _, solver, config, _ in waiting:
-            known = (solver.name, solver.version, config) in self.known
-            if not solver.compiles or not (
-                known or patient or not self._hopeless(solver, config, estimate, self.best_ms)
-            ):
-                continue
-            tried[solver.name] = tried.get(solver.name, 0) + 1  # as in _pruned
-            if not known and (patient or tried[solver.name] <= solver.most(self.problem)):
-                wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
+        wanted = self._to_compile(waiting)
         if len(wanted) < 2:
             return
         a, b, out = self.tensors
@@ -158,6 +145,23 @@ class Trial:
                 list(threads.map(functools.partial(bind, pool), wanted))
         finally:
             threads.shutdown(cancel_futures=True)
+
+    def _to_compile(self, waiting: Sequence[tuple[float, int, Solver, Config, int]]) -> list[Plan]:
+        """Those that will be measured as far as can be told before anything is, and whose kernels are a GPU's."""
+        wanted: list[Plan] = []
+        if self.problem.device_type != "cuda" or self.options.rigor in ("estimate", "wisdom_only"):
+            return wanted
+        patient = self.options.rigor == "patient"
+        tried: dict[str, int] = {}
+        for estimate, _, solver, config, _ in waiting:
+            if not solver.compiles:
+                continue
+            known = (solver.name, solver.version, config) in self.known
+            if known or patient or not self._hopeless(solver, config, estimate, self.best_ms):
+                tried[solver.name] = tried.get(solver.name, 0) + 1  # as in _pruned
+                if not known and (patient or tried[solver.name] <= solver.most(self.problem)):
+                    wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
+        return wanted
 
     def _policy(self, solver: Solver) -> list[str]:
         on_gpu = self.problem.device_type == "cuda"
