@@ -26,6 +26,7 @@ from tilewise.solvers import _own_fft
 from tilewise.solvers._fft_windows import most, windows
 from tilewise.solvers._frequency_products import IN_PARTS
 from tilewise.solvers._magnitudes import collapsed
+from tilewise.solvers.fft import FFT
 from tilewise.solvers.tiled_fft import TiledFFT
 
 SOLVER = TiledFFT()
@@ -177,6 +178,17 @@ def test_what_it_leaves_to_others() -> None:
     assert len(SOLVER.why_not(long)) == 1
     depthwise = ConvProblem(Pass.FPROP, 1, 64, 64, (Axis(56, 5), Axis(56, 5)), groups=64, device=GPU)
     assert len(SOLVER.why_not(depthwise)) == 1
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_a_kernel_of_one_point_is_left_to_matrix_products(pass_: Pass) -> None:
+    """By our own transforms, whole or in tiles; those of the library stay."""
+    p = ConvProblem(pass_, 4, 64, 64, (Axis(28, 1), Axis(28, 1)), device=GPU)
+    (reason,) = SOLVER.why_not(p)
+    assert "matrix product already" in reason
+    assert {c.get("transform") for c, _ in FFT().offers(p, None)} == {None}
+    wide = replace(p, axes=(Axis(28, 1), Axis(28, 3)))
+    assert {c.get("transform") for c, _ in FFT().offers(wide, None)} == {None, "own"}
 
 
 @interpreted

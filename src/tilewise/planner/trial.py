@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewise import execute, solvers
+from tilewise.kernels.triton import workers
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.measure import Timer, peak_bytes, peak_is_known
@@ -129,30 +130,38 @@ class Trial:
 
         What fails here fails again when it is measured, and is lost there with its reason.
         """
-        if self.problem.device_type != "cuda" or self.options.rigor in ("estimate", "wisdom_only"):
-            return
-        tried: dict[str, int] = {}
-        wanted: list[Plan] = []
-        for estimate, _, solver, config, _ in waiting:
-            known = (solver.name, solver.version, config) in self.known
-            if known or not solver.compiles or estimate > PRUNE * self.best_ms:
-                continue
-            tried[solver.name] = tried.get(solver.name, 0) + 1
-            if self.options.rigor == "patient" or tried[solver.name] <= solver.most(self.problem):
-                wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
+        wanted = self._to_compile(waiting)
         if len(wanted) < 2:
             return
         a, b, out = self.tensors
 
-        def bind(plan: Plan) -> None:
-            with contextlib.suppress(Exception), torch.cuda.device(a.device):
+        def bind(pool: workers.Pool, plan: Plan) -> None:
+            with contextlib.suppress(Exception), torch.cuda.device(a.device), pool.serving():
                 execute.bind(plan, self.problem, a, b, out)
 
-        pool = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1, len(wanted)))
+        threads = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1, len(wanted)))
         try:
-            list(pool.map(bind, wanted))
+            with workers.opened(len(wanted)) as pool:
+                list(threads.map(functools.partial(bind, pool), wanted))
         finally:
-            pool.shutdown(cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
+
+    def _to_compile(self, waiting: Sequence[tuple[float, int, Solver, Config, int]]) -> list[Plan]:
+        """Those that will be measured as far as can be told before anything is, and whose kernels are a GPU's."""
+        wanted: list[Plan] = []
+        if self.problem.device_type != "cuda" or self.options.rigor in ("estimate", "wisdom_only"):
+            return wanted
+        patient = self.options.rigor == "patient"
+        tried: dict[str, int] = {}
+        for estimate, _, solver, config, _ in waiting:
+            if not solver.compiles:
+                continue
+            known = (solver.name, solver.version, config) in self.known
+            if known or patient or not self._hopeless(solver, config, estimate, self.best_ms):
+                tried[solver.name] = tried.get(solver.name, 0) + 1  # as in _pruned
+                if not known and (patient or tried[solver.name] <= solver.most(self.problem)):
+                    wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
+        return wanted
 
     def _policy(self, solver: Solver) -> list[str]:
         on_gpu = self.problem.device_type == "cuda"
@@ -192,13 +201,7 @@ class Trial:
         if (solver.name, solver.version, config) in self.known:
             tried[solver.name] = tried.get(solver.name, 0) + 1  # else each search would measure as many again
             return False
-        best_ms = self._bound_ms(needed)
-        prior = self.prior_ms.get((solver.name, solver.version, config), 0.0)
-        text = ""
-        if estimate > PRUNE * best_ms:
-            text = f"not measured: estimated {estimate:.3f} ms, the best so far takes {best_ms:.3f}"
-        elif prior > LOST * best_ms:
-            text = f"not measured: {prior:.3f} ms by its rate at a larger size, the best so far takes {best_ms:.3f}"
+        text = self._hopeless(solver, config, estimate, self._bound_ms(needed))
         if text:
             self._lose(solver, config, text)
             return True
@@ -208,6 +211,15 @@ class Trial:
             self._lose(solver, config, f"not measured: {most} of this solver with better estimates were")
             return True
         return False
+
+    def _hopeless(self, solver: Solver, config: Config, estimate: float, best_ms: float) -> str:
+        """Why a candidate that is not known yet is not worth a measurement; empty when it is."""
+        prior = self.prior_ms.get((solver.name, solver.version, config), 0.0)
+        if estimate > PRUNE * best_ms:
+            return f"not measured: estimated {estimate:.3f} ms, the best so far takes {best_ms:.3f}"
+        if prior > LOST * best_ms:
+            return f"not measured: {prior:.3f} ms by its rate at a larger size, the best so far takes {best_ms:.3f}"
+        return ""
 
     def _try(self, solver: Solver, config: Config, estimate: float, needed: int) -> None:
         key = solver.name, solver.version, config

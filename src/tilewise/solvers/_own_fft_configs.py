@@ -47,7 +47,7 @@ Place = tuple[tuple[int, int], tuple[int, int]]
 
 
 def limits(p: ConvProblem) -> list[str]:
-    """Absent packages, strides, dilation, many groups and kernels that no transform holds."""
+    """Absent packages, strides, dilation, many groups, kernels that no transform holds and those that need none."""
     reasons = []
     if not has_triton():
         reasons.append("needs the package triton")
@@ -60,6 +60,8 @@ def limits(p: ConvProblem) -> list[str]:
             )
         elif axis.kernel > LONGEST_KERNEL:
             reasons.append(f"along {name} takes kernels to {LONGEST_KERNEL}, not {axis.kernel}")
+    if p.taps == 1:
+        reasons.append("a kernel of one point makes a matrix product already: transforms would save no multiplication")
     if p.groups > MOST_GROUPS:
         reasons.append(f"takes at most {MOST_GROUPS} groups, not {p.groups}")
     if p.accumulate:

@@ -1,1 +1,1 @@
-"""Triton kernels. Importing this package imports Triton: callers import it when they bind."""
+"""Triton kernels. Importing a kernel's module imports Triton: callers import it when they bind."""

@@ -11,6 +11,8 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
+from tilewise.kernels.triton import workers
+
 __all__ = ["Launch", "Pointer", "Program"]
 
 ALIGNED = 16
@@ -39,7 +41,11 @@ class Launch:
     stages: int = 2
 
     def compile(self, alignment: Sequence[int]) -> Any:
-        """The compiled kernel for the current device; ``alignment`` in bytes of each source tensor."""
+        """The compiled kernel for the current device; ``alignment`` in bytes of each source tensor.
+
+        In a thread that a pool of workers serves, one of them compiles it first.
+        """
+        workers.reroute(self.kernel)
         stand_ins = [_Address(p.dtype, math.gcd(alignment[p.source], p.offset)) for p in self.pointers]
         return self.kernel.warmup(
             *stand_ins, *self.scalars, **self.constants, grid=self.grid, num_warps=self.warps, num_stages=self.stages

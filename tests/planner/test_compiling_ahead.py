@@ -1,0 +1,96 @@
+"""What is compiled before anything is measured, without a GPU: nothing here is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise import execute
+from tilewise.axis import Axis
+from tilewise.kernels.triton import workers
+from tilewise.plan import Config, Measurement, Plan
+from tilewise.planner.options import Options
+from tilewise.planner.trial import LOST, PRUNE, Trial
+from tilewise.problem import ConvProblem, Pass
+
+PROBLEM = ConvProblem(Pass.FPROP, 2, 3, 4, (Axis(8, 3),) * 2, device="cuda:some GPU")
+BEST_MS = 1.0
+
+
+def solver(name: str, *, compiles: bool = True, most: int = 9) -> Any:
+    return SimpleNamespace(name=name, version=1, compiles=compiles, most=lambda problem: most)
+
+
+def waiting(*entries: tuple[Any, float]) -> list[tuple[float, int, Any, Config, int]]:
+    return [(estimate, n, each, Config(n=n), 0) for n, (each, estimate) in enumerate(entries)]
+
+
+def trial(rigor: str = "measure", **more: Any) -> Trial:
+    tensors = tuple(torch.empty(PROBLEM.shape(role)) for role in "xwy")
+    unused: Any = None
+    known = more.pop("known", {})
+    found = Trial(PROBLEM, tensors, Options(rigor=rigor), unused, unused, known, **more)  # type: ignore[arg-type]
+    found.best_ms = BEST_MS
+    return found
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """Candidates that are bound ahead, each where a pool serves the thread."""
+    found: list[tuple[str, object]] = []
+
+    def bind(plan: Plan, *rest: Any) -> None:
+        assert isinstance(workers._served.pool, workers.Pool)
+        found.append((plan.solver, plan.config["n"]))
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(execute, "bind", bind)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return found
+
+
+def test_what_will_be_measured_is_bound(bound: list[tuple[str, object]]) -> None:
+    own, other, ready = solver("own", most=2), solver("other"), solver("ready", compiles=False)
+    full = solver("full", most=1)
+    prior = {("other", 1, Config(n=4)): LOST * BEST_MS * 1.01}
+    known = {
+        (name, 1, Config(n=n)): Measurement(name, 1, Config(n=n), 1.0, 0) for name, n in (("other", 5), ("full", 8))
+    }
+    listed = waiting(
+        (own, 0.1), (own, 0.2), (ready, 0.2), (own, 0.3), (other, 0.4), (other, 0.5), (other, 0.6),
+        (other, PRUNE * BEST_MS * 1.01), (full, 1.5), (full, 1.6),
+    )  # fmt: skip
+    trial(prior_ms=prior, known=known)._compile_ahead(listed)
+    assert sorted(bound) == [("other", 6), ("own", 0), ("own", 1)]
+
+
+def test_patience_measures_all_and_so_compiles_all(bound: list[tuple[str, object]]) -> None:
+    own = solver("own", most=1)
+    trial("patient")._compile_ahead(waiting((own, 0.1), (own, 0.2), (own, 9.0)))
+    assert sorted(bound) == [("own", 0), ("own", 1), ("own", 2)]
+
+
+@pytest.mark.parametrize("rigor", ["estimate", "wisdom_only"])
+def test_what_is_not_measured_is_not_compiled(rigor: str, bound: list[tuple[str, object]]) -> None:
+    trial(rigor)._compile_ahead(waiting((solver("own"), 0.1), (solver("own"), 0.1)))
+    assert not bound
+
+
+def test_an_interruption_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[workers.Pool] = []
+
+    def bind(*rest: Any) -> None:
+        taken.append(workers._served.pool)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(execute, "bind", bind)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    with pytest.raises(KeyboardInterrupt):
+        trial()._compile_ahead(waiting((solver("own"), 0.1), (solver("own"), 0.1)))
+    assert all(pool.stopped for pool in taken)
+    with workers.opened(2) as pool:
+        assert not pool.stopped
