@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tilewise.axis import Axis
-from tilewise.kernels.cuda import fft1d, fft2d
+from tilewise.kernels.cuda import fft1d, fft2d, irfft2_summed
 from tilewise.kernels.cuda.launch import Bound, Program, read_source
 from tilewise.kernels.cuda.operands import Memory, dense, spectrum_shape
 from tilewise.planner.operands import make_operands, make_result
@@ -68,3 +68,11 @@ def test_depthwise(pass_: Pass, axes: tuple[Axis, ...], tmp_path: Path) -> None:
 @pytest.mark.parametrize("spectra", ["half", "split"])
 def test_transforms_into_fp16_parts(spectra: str, tmp_path: Path) -> None:
     check(transform(2, "frequency_major", False, torch.float32, spectra).program, tmp_path)
+
+
+@pytest.mark.parametrize("summed", [3, 4])
+def test_transforms_of_sums(summed: int, tmp_path: Path) -> None:
+    image, frequencies = Memory((2, 6, 22, 22), dense((2, 6, 22, 22)), torch.float32), 24 * 13
+    shapes = ((frequencies, 2, 1, summed), (frequencies, 1, 6, summed))
+    first, second = (Memory(shape, dense(shape), torch.complex64) for shape in shapes)
+    check(irfft2_summed.bind(image, first, second, (24, 24), (1, 1), True).program, tmp_path)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.interpreter import interpreted
 from tests.kernels.emulator import emulated, launched
 from tests.solvers.test_solvers import check
+from tests.strategies import with_memory
 
 from tilewise.axis import Axis
 from tilewise.kernels.cuda.launch import Bound
@@ -24,8 +25,9 @@ from tilewise.planner.estimate import estimate_ms
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import _own_fft
 from tilewise.solvers._fft_windows import most, windows
-from tilewise.solvers._frequency_products import IN_PARTS
+from tilewise.solvers._frequency_products import FUSED, IN_PARTS
 from tilewise.solvers._magnitudes import collapsed
+from tilewise.solvers._own_fft_configs import plan_of
 from tilewise.solvers.fft import FFT
 from tilewise.solvers.tiled_fft import TiledFFT
 
@@ -98,6 +100,29 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 def test_any_tile(pass_: Pass, data: st.DataObject) -> None:
     p = data.draw(layers(pass_))
     check(SOLVER, p, data.draw(configs(p)), DENSE, accumulate=False)
+
+
+@emulated
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_fused_products(pass_: Pass, data: st.DataObject) -> None:
+    """Any number of channels that is summed over, groups, views, and any images and tiles in flight."""
+    groups, depth, others = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 8)), data.draw(st.integers(1, 5))
+    into, outof = (depth, others) if pass_ is Pass.FPROP else (others, depth)
+    dtype = data.draw(st.sampled_from(("fp32", "fp32", "bf16")))
+    p = ConvProblem(
+        pass_, data.draw(st.integers(1, 4)), groups * into, groups * outof, (data.draw(axes()), data.draw(axes())),
+        groups=groups, dtype=dtype,
+    )  # fmt: skip
+    drawn = {**data.draw(configs(p)), "product": FUSED}
+    kept = {name: drawn[name] for name in ("basis", "tile", "product")}
+    if data.draw(st.booleans()):
+        kept["block"] = data.draw(st.integers(1, p.batch))
+    elif data.draw(st.booleans()):
+        kept["tiles"] = data.draw(st.integers(1, 3))
+    found, forms = data.draw(with_memory(st.just(p)))
+    check(SOLVER, found, Config(**kept), forms, accumulate=False)
 
 
 @interpreted
@@ -195,12 +220,15 @@ def test_a_kernel_of_one_point_is_left_to_matrix_products(pass_: Pass) -> None:
 @emulated
 @pytest.mark.parametrize(
     ("pass_", "product"),
-    [(Pass.FPROP, "fp16x3"), (Pass.FPROP, "library"), (Pass.DGRAD, "split"), (Pass.DGRAD, "library")],
-)
+    [(Pass.FPROP, "fp16x3"), (Pass.FPROP, "library"), (Pass.DGRAD, "split"), (Pass.DGRAD, "library"),
+     (Pass.FPROP, "fused")],
+)  # fmt: skip
 def test_a_constant_filter_is_transformed_apart(pass_: Pass, product: str) -> None:
     axes = (Axis(10, 3, 1, 1, 1, 1), Axis(9, 5, 1, 1, 2, 0))
     p = ConvProblem(pass_, 3, 4, 6, axes, constant_weight=True)
-    piece: dict[str, object] = {} if product == "library" else {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
+    piece: dict[str, object] = (
+        {} if product in ("library", "fused") else {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
+    )
     if product == "split":
         product, piece["spectra"] = "fp16x3", "split"
     else:
@@ -234,6 +262,36 @@ def test_fp16_parts_are_offered_where_they_fit(pass_: Pass, precision: str) -> N
             if form == "half":
                 assert SOLVER.cost(p, c).bytes < SOLVER.cost(p, whole).bytes
                 assert SOLVER.workspace(p, c) < SOLVER.workspace(p, whole)
+
+
+@pytest.mark.parametrize(("pass_", "channels"), [(Pass.FPROP, (3, 64)), (Pass.DGRAD, (64, 3))])
+def test_few_channels_need_no_spectrum_of_the_result(pass_: Pass, channels: tuple[int, int]) -> None:
+    p = ConvProblem(pass_, 16, *channels, (Axis(56, 5, 1, 1, 2, 2),) * 2, device=GPU)
+    for limit in (None, 2**24, 2**20):
+        found = SOLVER.offers(p, limit)
+        assert found[0][0]["product"] == FUSED
+        for c, size in found:
+            if c["product"] != FUSED:
+                continue
+            assert SOLVER.workspace(p, c) == size
+            assert SOLVER.hidden_workspace(p, c) == 0
+            whole = Config(**{**c, "product": "library"})
+            assert 2 * size < SOLVER.workspace(p, whole)
+            assert estimate_ms(p, SOLVER.cost(p, c), PROFILE) < estimate_ms(p, SOLVER.cost(p, whole), PROFILE)
+    more = tuple(max(n, 5) for n in channels)
+    for other in (replace(p, pass_=Pass.WGRAD), replace(p, in_channels=more[0], out_channels=more[1])):
+        assert all(c["product"] != FUSED for c, _ in SOLVER.offers(other, None))
+
+
+def test_fused_steps_are_named_and_sums_are_short() -> None:
+    p = ConvProblem(Pass.FPROP, 2, 3, 4, (Axis(10, 3),) * 2)
+    c = Config(basis=(8, 8), tile=(6, 6), product=FUSED)
+    tensors = [torch.empty(p.shape(role)) for role in (*p.operands, p.result)]
+    steps = plan_of(p, c).steps(tensors, torch.device("cpu"), lambda bound: lambda *addresses: None)
+    assert [name for name, _ in steps] == ["transform B", *["transform A"] * 4, *["product and inverse C"] * 4]
+    for change in ({"pass_": Pass.WGRAD}, {"in_channels": 9}):
+        with pytest.raises(ValueError, match="product='fused': sums over at most 8 channels, and no gradient of a"):
+            plan_of(replace(p, **change), c)  # type: ignore[arg-type]
 
 
 def test_parts_go_with_their_product() -> None:

@@ -1,6 +1,7 @@
 """One complex matrix product per frequency over spectra in a workspace: on the matrix units, or by the library.
 
-Spectra are interleaved complex64, or for the matrix units in fp16 parts: see ``split_gemm.py``.
+Spectra are interleaved complex64, or for the matrix units in fp16 parts: see ``split_gemm.py``. Sums over few channels
+need no product of their own: the inverse transform computes them where it would read them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilewise.kernels.cuda.irfft2_summed import MOST_SUMMED
+from tilewise.kernels.cuda.operands import Memory
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._buffers import Slot, Strided
 from tilewise.solvers._tiles import busy
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCKS",
+    "FUSED",
     "IN_PARTS",
     "PART_BLOCKS",
     "RATES",
@@ -30,12 +34,14 @@ __all__ = [
     "arithmetic",
     "factors",
     "filled",
+    "fuses",
     "launches",
     "matrices",
     "part_blocks",
     "part_launches",
     "products",
     "shape",
+    "summands",
 ]
 
 LONGEST = 1024
@@ -44,7 +50,11 @@ PEAK_BLOCK = 1024
 WORKSPACE = 3
 """The tensor of a launch's pointers."""
 SCALED = ("fp16x3", "fp16")
-RATES = {"library": 1.0, "fp16x3": 1.6, "tf32x3": 1.4, "tf32": 3.0, "fp16": 2.2, "split": 3.6, "half": 9.0}
+FUSED = "fused"
+"""The product inside of the inverse transform, in fp32 and for few channels."""
+RATES = {
+    "library": 1.0, "fp16x3": 1.6, "tf32x3": 1.4, "tf32": 3.0, "fp16": 2.2, FUSED: 0.5, "split": 3.6, "half": 9.0,
+}  # fmt: skip
 """Rate of full tiles beside fp32 products of the library, of interleaved spectra or in fp16 parts."""
 IN_PARTS = {"fp16x3": "split", "fp16": "half"}
 """The parts of numbers that a product takes."""
@@ -123,7 +133,7 @@ def products(p: ConvProblem) -> list[str]:
 def matrices(p: ConvProblem, rows: int, slots: dict[str, Slot], parts: Mapping[str, int]) -> dict[str, Matrices]:
     """Spectra of ``rows`` tiles of images: (frequency, part, row, channel), of the filter (frequency, part, out, in).
 
-    ``parts`` of each role's numbers: 1 for complex ones.
+    ``parts`` of each role's numbers: 1 for complex ones. Roles without a slot have none.
     """
     into, outof = p.in_channels // p.groups, p.out_channels // p.groups
     lying = {
@@ -132,7 +142,8 @@ def matrices(p: ConvProblem, rows: int, slots: dict[str, Slot], parts: Mapping[s
         "y": (rows * p.out_channels, outof, p.out_channels),
     }
     return {
-        role: Matrices(slots[role], parts[role] * part, group, row, part) for role, (part, group, row) in lying.items()
+        role: Matrices(slot, parts[role] * lying[role][0], *lying[role][1:], lying[role][0])
+        for role, slot in slots.items()
     }
 
 
@@ -140,6 +151,30 @@ def shape(p: ConvProblem, rows: int) -> tuple[int, int, int]:
     """Rows, columns and depth of a group's product at one frequency."""
     into, outof = p.in_channels // p.groups, p.out_channels // p.groups
     return {Pass.FPROP: (rows, outof, into), Pass.DGRAD: (rows, into, outof), Pass.WGRAD: (outof, into, rows)}[p.pass_]
+
+
+def fuses(p: ConvProblem) -> bool:
+    """Whether the product can be :data:`FUSED`."""
+    return p.pass_ is not Pass.WGRAD and shape(p, 1)[2] <= MOST_SUMMED
+
+
+def summands(
+    p: ConvProblem, images: int, frequencies: int, spectra: Mapping[str, Matrices], at: int
+) -> tuple[Memory, Memory]:
+    """The factors of fused products: of ``images`` tiles from number ``at`` of their spectrum on, and of the filter."""
+    left, right, _ = factors(p.pass_)
+    _, columns, depth = shape(p, 1)
+    a, b = spectra[left], spectra[right]
+    inside = (b.row, 1) if p.pass_ is Pass.FPROP else (1, b.row)
+    first = Memory(
+        (frequencies, images, p.groups, depth), (a.frequency, a.row, a.group, 1), torch.complex64,
+        math.gcd(a.slot.offset + 8 * at, 16),
+    )  # fmt: skip
+    second = Memory(
+        (frequencies, p.groups, columns, depth), (b.frequency, b.group, *inside), torch.complex64,
+        math.gcd(b.slot.offset, 16),
+    )  # fmt: skip
+    return first, second
 
 
 def filled(p: ConvProblem, rows: int, frequencies: int, block: Block) -> float:

@@ -18,13 +18,24 @@ import torch
 
 from tilewise.kernels.cuda.fft2d import MOST_CLUSTER
 from tilewise.kernels.cuda.fft2d import bind as bind_transform
+from tilewise.kernels.cuda.irfft2_summed import bind as bind_summed
 from tilewise.kernels.cuda.launch import Bound
 from tilewise.kernels.cuda.operands import PARTS, Memory
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers import _magnitudes as magnitudes
 from tilewise.solvers._buffers import Arena, Slot, Strided
 from tilewise.solvers._fft_windows import Window, covered, windows
-from tilewise.solvers._frequency_products import Block, Matrices, Scaled, factors, launches, matrices, part_launches
+from tilewise.solvers._frequency_products import (
+    FUSED,
+    Block,
+    Matrices,
+    Scaled,
+    factors,
+    launches,
+    matrices,
+    part_launches,
+    summands,
+)
 from tilewise.solvers._matmul import at_precision
 from tilewise.solvers.base import Prepare, Run, SolverUnavailable
 
@@ -43,6 +54,7 @@ Tile = tuple[Window, Window]
 Transform = Callable[..., None]
 KEPT, OUT, WORKSPACE = 1, 2, 3
 INVERSE = "inverse C"
+PRODUCT_AND_INVERSE = "product and inverse C"
 ALIGNED = 256
 
 
@@ -65,7 +77,8 @@ class OwnPlan:
     """Buffers and steps. ``tile`` is the size of tiles down and across, ``basis`` that of their transforms.
 
     ``images`` and ``tiles`` of each are in flight at a time; fewer tiles than all go with one image. ``form`` says how
-    numbers of the operands' spectra are held (see ``PARTS``); the result's are complex64.
+    numbers of the operands' spectra are held (see ``PARTS``); the result's are complex64, and nowhere with the product
+    ``FUSED``.
     """
 
     p: ConvProblem
@@ -94,6 +107,9 @@ class OwnPlan:
         channels = {"x": p.in_channels, "y": p.out_channels}
         counts = {role: self.rows * channels[role] for role in "xy"}
         counts["w"] = p.out_channels * p.in_channels // p.groups
+        self.fused = self.product == FUSED
+        if self.fused:
+            del counts[p.result]
         arenas = {role: self.constants if role == "w" and p.constant_weight else self.arena for role in counts}
         self.forms = {role: self.form if role in p.operands else "interleaved" for role in counts}
         self.parts = {role: PARTS[form] for role, form in self.forms.items()}
@@ -104,10 +120,11 @@ class OwnPlan:
         self.in_parts = PARTS[self.form] > 1
         # A transform has at most one block for each plane, and a last cluster of them.
         transforms = {"w": 1, **dict.fromkeys("xy", max((len(chunk.tiles) for chunk in self.chunks), default=0))}
-        blocks = {role: counts[role] + MOST_CLUSTER * transforms[role] for role in p.operands}
-        peaks = {role: magnitudes.PROGRAMS if self.in_parts else blocks[role] for role in p.operands}
+        scaled = () if self.fused else p.operands
+        blocks = {role: counts[role] + MOST_CLUSTER * transforms[role] for role in scaled}
+        peaks = {role: magnitudes.PROGRAMS if self.in_parts else blocks[role] for role in scaled}
         self.peaks = {role: arenas[role].add((n,), torch.int32) for role, n in peaks.items()}
-        self.top = self.arena.add((2,), torch.int32)
+        self.top = self.arena.add((len(scaled),), torch.int32)
         self.scales = self._scales() if self.in_parts else {}
 
     def _scales(self) -> dict[str, Scaled]:
@@ -159,7 +176,10 @@ class OwnPlan:
         device: torch.device,
         launch: Callable[[Bound], Transform] | None = None,
     ) -> list[tuple[str, Step]]:
-        """The kernels in order, named as in Table 5: clear, scale, transform A, transform B, product, inverse C."""
+        """The kernels in order, named as in Table 5: clear, scale, transform A, transform B, product, inverse C.
+
+        The last two may be one: product and inverse C.
+        """
         given = dict(zip((*self.p.operands, self.p.result), tensors, strict=True))
         with _unavailable():
             return list(Steps(self, given, device, launch or launched(device)).all())
@@ -238,6 +258,9 @@ class Steps:
             for role in p.operands:
                 if role != "w":
                     yield from self._images(role, chunk, spectra[role])
+            if plan.fused:
+                yield from self._fused(chunk, spectra)
+                continue
             accumulate = p.pass_ is Pass.WGRAD and number > 0
             key = (chunk.rows, accumulate, *self.peaks.items())
             if key not in self.products:
@@ -298,18 +321,41 @@ class Steps:
             images = (chunk.first, chunk.images)
             yield INVERSE, self._transform(self.p.result, images, place, lead, at, chunk.rows, inverse=True)
 
+    def _fused(self, chunk: Chunk, spectra: Mapping[str, Matrices]) -> Iterator[tuple[str, Step]]:
+        """Of each tile the products and their inverse transforms, in one kernel."""
+        p, plan = self.p, self.plan
+        left, right, conjugate = factors(p.pass_)
+        sources, target = (self.spectra[left], self.spectra[right]), self.number[p.result]
+        for number, tile in enumerate(chunk.tiles):
+            place = [(w.result_start, w.result_count) for w in tile]
+            image, offset = self._planes(p.result, (chunk.first, chunk.images), place)
+            at = number * chunk.images * spectra[left].row
+            first, second = summands(p, chunk.images, plan.frequencies, spectra, at)
+            bases = (plan.spectra[left].offset + 8 * at, plan.spectra[right].offset)
+            bound = bind_summed(
+                image, first, second, plan.basis, (tile[0].result_lead, tile[1].result_lead), conjugate == "b", None,
+                1.0 / math.prod(plan.basis),
+            )  # fmt: skip
+            yield PRODUCT_AND_INVERSE, _summed(self.launch(bound), sources, bases, target, offset)
+
+    def _planes(self, role: str, rows: tuple[int, int], place: Sequence[tuple[int, int]]) -> tuple[Memory, int]:
+        """``rows`` (first, count) of a tensor and ``place`` (start, count) in them, and how many bytes before that."""
+        tensor = self.tensors[role]
+        first, count = rows
+        strides = tensor.stride()
+        starts = (first, 0, *(start for start, _ in place))
+        offset = tensor.element_size() * sum(n * s for n, s in zip(starts, strides, strict=True))
+        sizes = (count, tensor.shape[1], *(n for _, n in place))
+        alignment = math.gcd(self.p.alignment[ROLES.index(role)], offset, 16)
+        return Memory(sizes, strides, tensor.dtype, alignment), offset
+
     def _transform(
         self, role: str, rows: tuple[int, int], place: Sequence[tuple[int, int]], lead: tuple[int, int], at: int,
         all_rows: int = 0, *, inverse: bool = False,
     ) -> Step:  # fmt: skip
         """Between ``rows`` (first, count) of a tensor, ``place`` (start, count) in them, and spectra from ``at`` on."""
-        plan, tensor = self.plan, self.tensors[role]
-        first, count = rows
-        channels, strides = tensor.shape[1], tensor.stride()
-        starts = (first, 0, *(start for start, _ in place))
-        offset = tensor.element_size() * sum(n * s for n, s in zip(starts, strides, strict=True))
-        sizes = (count, channels, *(n for _, n in place))
-        image = Memory(sizes, strides, tensor.dtype, math.gcd(self.p.alignment[ROLES.index(role)], offset, 16))
+        plan, count, channels = self.plan, rows[1], self.tensors[role].shape[1]
+        image, offset = self._planes(role, rows, place)
         step, parts, slot = channels * (all_rows or count), plan.parts[role], plan.spectra[role]
         base = slot.offset + slot.dtype.itemsize * at
         shape: tuple[int, ...] = (plan.frequencies, count, channels)
@@ -318,7 +364,7 @@ class Steps:
             shape, apart = (plan.frequencies, parts, count, channels), (parts * step, *apart)
         spectrum = Memory(shape, apart, slot.dtype, math.gcd(base, 16))
         scale = 1.0 / math.prod(plan.basis)
-        peaks = not inverse and not plan.in_parts
+        peaks = not inverse and not plan.in_parts and not plan.fused
         bound = bind_transform(
             image, spectrum, plan.basis, lead, "frequency_major", inverse, None, scale, peaks, plan.forms[role],
             plan.scales[role].spread if parts > 1 else 0,
@@ -326,9 +372,10 @@ class Steps:
         call, source, target = self.launch(bound), self.number[role], self.spectra[role]
         if inverse:
             return lambda tensors, addresses: call(addresses[target] + base, addresses[source] + offset)
+        top = 0
         if plan.in_parts:
             top = plan.scales[role].peak.offset
-        else:
+        elif peaks:
             top = plan.peaks[role].offset + 4 * self.peaks[role]
             self.peaks[role] += bound.grid
         return lambda tensors, addresses: call(
@@ -375,6 +422,12 @@ class Steps:
         if self.device.type == "cpu":
             return lambda tensors, addresses: program(tensors)
         return lambda tensors, addresses: program.at(addresses)
+
+
+def _summed(call: Transform, sources: tuple[int, int], bases: tuple[int, int], target: int, offset: int) -> Step:
+    """``call`` on the factors, at ``bases`` in the tensors ``sources``, and the result's planes."""
+    (a, b), (at, filters) = sources, bases
+    return lambda tensors, addresses: call(addresses[a] + at, addresses[b] + filters, addresses[target] + offset)
 
 
 def _clear(tensors: Tensors, addresses: Sequence[int]) -> None:

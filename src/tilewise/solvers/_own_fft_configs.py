@@ -8,19 +8,24 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from tilewise.kernels.cuda.fft2d import LARGEST_IN_PARTS, SIZES
+from tilewise.kernels.cuda.fft2d import LARGEST_IN_PARTS, SIZES, default_config
+from tilewise.kernels.cuda.irfft2_summed import MOST_SUMMED
 from tilewise.kernels.cuda.launch import unavailable
 from tilewise.kernels.cuda.operands import PARTS, known_spectra
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._costs import cached
 from tilewise.solvers._fft_windows import most, windows
 from tilewise.solvers._frequency_products import (
     BLOCKS,
+    FUSED,
     IN_PARTS,
     RATES,
     Block,
     arithmetic,
+    factors,
     filled,
+    fuses,
     part_blocks,
     products,
     shape,
@@ -40,6 +45,12 @@ MOST_MATRIX = 2**30
 MOST_GROUPS = 32
 LIBRARY_GROUPS = 4
 MOST_PIECES = 3
+FUSED_CHANNELS = 4
+"""Sums over more are not fused: writing one and reading it again takes less time than reading its factors.
+
+On an H100 factors are 8 bytes times channels times (1 + 1/planes of a block) from the second cache, at 5.5 TB/s (5.5
+ps for 3 channels and 4 planes); a sum is 16 bytes through memory at 2.9 TB/s (5.5 ps), but its kernel takes longer.
+"""
 LONGEST_KERNEL = SIZES[-1] // 2
 
 Place = tuple[tuple[int, int], tuple[int, int]]
@@ -107,15 +118,17 @@ def offered(
     taken = 0
     for basis, tile in found:
         choices = [
-            (form, *choice)
-            for form in _forms(p, basis)
-            for choice in _in_flight(p, basis, tile, form, limit, fewer=ceiling is None, tiled=tiled)
+            (form, fused, *choice)
+            for form, fused in _forms(p, basis)
+            for choice in _in_flight(
+                p, basis, tile, form, limit, fewer=ceiling is None and not fused, tiled=tiled, fused=fused
+            )
         ]
         taken += bool(choices)
         if taken > most_places:
             return
-        for form, block, tiles in choices:
-            for product, piece in _products(p, basis, tile, form, block, tiles):
+        for form, fused, block, tiles in choices:
+            for product, piece in [(FUSED, None)] if fused else _products(p, basis, tile, form, block, tiles):
                 values: dict[str, object] = {"basis": basis}
                 values |= {"tile": tile} if tiled else {"transform": "own"}
                 values["product"] = product
@@ -142,8 +155,10 @@ def plan_of(p: ConvProblem, c: Config) -> OwnPlan:
     tile = _pair(c, "tile") if "tile" in c else (extent[0], extent[1])
     if product not in RATES:
         raise ValueError(f"product={product!r}: one of {', '.join(RATES)} would do")
+    if product == FUSED and not fuses(p):
+        raise ValueError(f"product={product!r}: sums over at most {MOST_SUMMED} channels, and no gradient of a filter")
     piece = BLOCKS[0][0]
-    if product != "library":
+    if product not in ("library", FUSED):
         edges = c["gemm"]
         if not isinstance(edges, tuple) or len(edges) != 3 or any(n not in (16, 32, 64, 128) for n in edges):
             raise ValueError(f"gemm={edges!r}: rows, columns and depth, powers of two from 16 to 128, would do")
@@ -189,6 +204,8 @@ def hidden(p: ConvProblem, c: Config) -> int:
 def cost(p: ConvProblem, c: Config) -> Cost:
     """The products' arithmetic and their pass over spectra, and apart from it those of the transforms."""
     plan = plan_of(p, c)
+    if plan.fused:
+        return _fused_cost(p, plan)
     flops = sum(arithmetic(p, chunk.rows, plan.frequencies) for chunk in plan.chunks)
     product = str(c["product"])
     share = RATES[plan.form if plan.in_parts else product] / (
@@ -207,10 +224,31 @@ def cost(p: ConvProblem, c: Config) -> Cost:
     return Cost(flops, spectra, kernels, max(share, 1e-3), apart)
 
 
-def _forms(p: ConvProblem, basis: tuple[int, int]) -> list[str]:
-    """How spectra of that size can be held, the most promising first."""
+def _fused_cost(p: ConvProblem, plan: OwnPlan) -> Cost:
+    """Reading the factors of each number of the result's spectrum, and apart from it the transforms.
+
+    The filter's spectrum is read again for every image, so that decides whether factors come from the second cache;
+    those of an image are read once for all planes of a block that are of one group.
+    """
+    left, _, _ = factors(p.pass_)
+    _, columns, depth = shape(p, 1)
+    rows = sum(chunk.rows for chunk in plan.chunks)
+    numbers = plan.frequencies * rows * columns * p.groups
+    block = default_config(plan.basis, "frequency_major", True, plan.images * columns * p.groups).planes
+    read = int(8 * depth * (1 + 1 / min(block, columns)) * numbers * cached(p.device_type, plan.spectra["w"].bytes))
+    spectra = 8 * plan.frequencies * rows * (p.in_channels if left == "x" else p.out_channels)
+    spectra += plan.spectra["w"].bytes
+    share = RATES[FUSED] / (1.0 if p.dtype == "fp32" and p.precision == "ieee" else 8.0)
+    kernels = 1 + sum(2 * len(chunk.tiles) for chunk in plan.chunks)
+    return Cost(arithmetic(p, rows, plan.frequencies), read, kernels, share, p.bytes + 2 * spectra)
+
+
+def _forms(p: ConvProblem, basis: tuple[int, int]) -> list[tuple[str, bool]]:
+    """How spectra of that size can be held, and whether products are fused; the most promising first."""
     parts = [IN_PARTS[product] for product in products(p) if product in IN_PARTS]
-    return [*(parts if max(basis) <= LARGEST_IN_PARTS else []), "interleaved"]
+    forms = [*(parts if max(basis) <= LARGEST_IN_PARTS else []), "interleaved"]
+    fused = fuses(p) and shape(p, 1)[2] <= FUSED_CHANNELS
+    return [*([("interleaved", True)] if fused else []), *((form, False) for form in forms)]
 
 
 def _pair(c: Config, name: str) -> tuple[int, int]:
@@ -221,7 +259,15 @@ def _pair(c: Config, name: str) -> tuple[int, int]:
 
 
 def _in_flight(
-    p: ConvProblem, basis: tuple[int, int], tile: tuple[int, int], form: str, limit: int, *, fewer: bool, tiled: bool
+    p: ConvProblem,
+    basis: tuple[int, int],
+    tile: tuple[int, int],
+    form: str,
+    limit: int,
+    *,
+    fewer: bool,
+    tiled: bool,
+    fused: bool = False,
 ) -> list[tuple[int, int]]:
     """Images and tiles of each at a time: as many as ``limit`` bytes hold, and ``fewer``: also an eighth of that.
 
@@ -233,7 +279,7 @@ def _in_flight(
         choices += [(1, tiles) for tiles in _halves(every)[1:]]
 
     def needs(images: int, tiles: int) -> int:
-        return OwnPlan(p, basis, tile, "library", BLOCKS[0][0], images, tiles, form).arena.size
+        return OwnPlan(p, basis, tile, FUSED if fused else "library", BLOCKS[0][0], images, tiles, form).arena.size
 
     first = next((i for i, choice in enumerate(choices) if needs(*choice) <= limit), None)
     if first is None:

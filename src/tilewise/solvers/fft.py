@@ -42,10 +42,11 @@ class FFT(Solver):
     passes spread the gradient. 16-bit operands are widened to fp32.
 
     With ``transform="own"`` the small planes of a GPU go through transforms of our own, and ``product`` may be one on
-    the matrix units, in pieces of ``gemm`` and of numbers in the parts that ``spectra`` names (absent: complex64).
+    the matrix units, in pieces of ``gemm`` and of numbers in the parts that ``spectra`` names (absent: complex64), or
+    ``fused``: sums over few channels inside of the inverse transform.
     """
 
-    name, version = "fft", 3
+    name, version = "fft", 4
     accumulates = True
     blocks_itself = True
     compiles = True

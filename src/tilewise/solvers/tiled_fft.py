@@ -20,12 +20,13 @@ class TiledFFT(Solver):
     """Overlap-save: each tile of the result from the tile of the image that it reads, by transforms that fit it.
 
     ``basis`` is the transforms' size, ``tile`` that of a tile of the result (of the output gradient for WGRAD, which
-    sums products over all tiles: section 6), ``product`` how frequencies are multiplied and ``gemm`` in what pieces,
-    ``spectra`` in what parts numbers are written for that (absent: complex64). ``block`` images and ``tiles`` of each
-    are in flight at a time (absent: all). Numbers that are not finite spread over their tile.
+    sums products over all tiles: section 6), ``product`` how frequencies are multiplied (``fused``: inside of the
+    inverse transform) and ``gemm`` in what pieces, ``spectra`` in what parts numbers are written for that (absent:
+    complex64). ``block`` images and ``tiles`` of each are in flight at a time (absent: all). Numbers that are not
+    finite spread over their tile.
     """
 
-    name, version = "tiled_fft", 2
+    name, version = "tiled_fft", 3
     devices = frozenset({"cuda"})
     dims = frozenset({2})
     blocks_itself = True

@@ -39,7 +39,19 @@ from tilewise.kernels.cuda.operands import (
     spectrum_shape,
 )
 
-__all__ = ["LAYOUTS", "MOST_CLUSTER", "SIZES", "Config", "bind", "default_config", "irfft2", "rfft2", "spectrum_shape"]
+__all__ = [
+    "LAYOUTS",
+    "MOST_CLUSTER",
+    "SIZES",
+    "Config",
+    "bind",
+    "checked_size",
+    "default_config",
+    "irfft2",
+    "program_of",
+    "rfft2",
+    "spectrum_shape",
+]
 
 SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
 MOST_CLUSTER = 8
@@ -139,6 +151,13 @@ class Program:
     peaks: bool = False
     dense: bool = False
     parts: int = 1
+    summed: int = 0
+    """Products that each number of an inverse transform's spectrum is the sum of; 0: it lies in memory."""
+    conjugated: bool = False
+    wide: tuple[bool, bool] = (False, False)
+    """Whether the numbers that are multiplied are read two at a time, of either factor."""
+    together: bool = False
+    """Whether the second factor's numbers lie next to each other."""
 
     def split(self, n: int) -> int:
         """Threads that share a transform of n points."""
@@ -235,7 +254,9 @@ def _source(p: Program) -> str:
         "REAL": REALS[p.dtype], "STREAM_STORES": p.config.stream, "PEAKS": p.peaks,
         "PARTS": p.parts,
     }  # fmt: skip
-    head = [constants(values), f"#define BOUNDS {attributes}", *macros]
+    if p.summed:
+        values |= {"CONJUGATED": p.conjugated, "TOGETHER": p.together, "WIDE_A": p.wide[0], "WIDE_B": p.wide[1]}
+    head = [constants(values), f"#define BOUNDS {attributes}", *macros, f"#define SUMMED {p.summed}"]
     texts = (*head, read_source("memory.cu"), *(c.cpp() for c in codelets.values()), read_source("fft2d.cu"))
     return "\n".join((*texts, read_source(f"{p.name}.cu")))
 
@@ -266,7 +287,7 @@ def bind(
     ``ValueError`` naming the values where shapes do not fit each other, sizes have no kernel or offsets run out of the
     basis.
     """
-    _checked_size(s)
+    checked_size(s)
     check(image, spectrum, s, offset, layout, spectra)
     h, w = image.shape[-2:]
     lead = image.shape[:-2]
@@ -277,7 +298,7 @@ def bind(
         )
     before = spectrum.strides[:-2] if layout == "plain" else spectrum.strides[1 if parts == 1 else 2 :]
     planes = leading(lead, image.strides[:-2], before)
-    program = _program(image, spectrum, planes, s, offset, layout, inverse, config, peaks and not inverse, spectra)
+    program = program_of(image, spectrum, planes, s, offset, layout, inverse, config, peaks and not inverse, spectra)
     problems = program.problems()
     if problems:
         raise ValueError("; ".join(problems))
@@ -293,7 +314,7 @@ def bind(
     return Bound(program, grid, (count, planes.inner_count, *sides), 2 if inverse else 3, c.cluster)
 
 
-def _program(
+def program_of(
     image: Memory,
     spectrum: Memory,
     planes: Leading,
@@ -305,6 +326,7 @@ def _program(
     peaks: bool,
     spectra: str,
 ) -> Program:
+    """What a transform as in :func:`bind` is compiled for, of ``planes`` whose strides are (image's, spectrum's)."""
     n1, n2 = s
     h, w = image.shape[-2:]
     padded = (h, w) != (n1, n2)
@@ -321,7 +343,8 @@ def _program(
     )  # fmt: skip
 
 
-def _checked_size(s: Sequence[int]) -> tuple[int, int]:
+def checked_size(s: Sequence[int]) -> tuple[int, int]:
+    """``s`` if planes of that size can be transformed, else ``ValueError``."""
     n1, n2 = s
     if n1 not in SIZES or n2 not in SIZES:
         raise ValueError(f"s={tuple(s)}: sizes are {', '.join(map(str, SIZES))}")
@@ -346,7 +369,7 @@ def rfft2(
     """
     if x.dim() < 2:
         raise ValueError(f"x has {x.dim()} dimensions: planes need two")
-    size = _checked_size(numbers("s", x.shape[-2:] if s is None else s, 2))
+    size = checked_size(numbers("s", x.shape[-2:] if s is None else s, 2))
     if out is None:
         out = x.new_empty(spectrum_shape(x.shape[:-2], size, layout), dtype=torch.complex64)
     place = numbers("offset", offset, 2)
@@ -373,7 +396,7 @@ def irfft2(
     1 / (n1 n2), like ``torch.fft.irfft2``. Of columns 0 and n2 / 2 of a plain or frequency-major spectrum only the
     Hermitian part counts. Raises as :func:`rfft2`.
     """
-    n1, n2 = _checked_size(numbers("s", s, 2))
+    n1, n2 = checked_size(numbers("s", s, 2))
     window = (n1, n2) if size is None else numbers("size", size, 2)
     lead = y.shape[:-2] if known_layout(layout) == "plain" else y.shape[1:]
     if out is None:

@@ -1,4 +1,12 @@
 // From spectra to windows of real planes; fft2d.cu says how.
+//
+// With SUMMED the spectra lie nowhere: each of their numbers is the sum of so many products of numbers of two others, and is
+// computed where it would be read. Then fft2d.py also writes:
+//   CONJUGATED        the second factor's numbers are conjugated
+//   TOGETHER          those of one sum lie next to each other in the second factor, as they always do in the first
+//   WIDE_A, WIDE_B    they may be read 16 bytes at a time
+// Neighbouring threads have neighbouring planes of one image, so that the first factor's numbers are read once for all of
+// them and the second's in one piece. Neither is streamed: the cache keeps them for other planes and other images.
 
 // One complex row or column out of the half spectra of two real ones. ``z.pair(k, low, high)`` gives its frequencies k
 // and N-k, ``z.ends(low, high)`` 0 and N/2; with two threads, ``part`` is the parity of the places it gets.
@@ -61,11 +69,12 @@ __device__ __forceinline__ void join(float2 a, float2 b, float2& low, float2& hi
   high = make_float2(a.x + b.y, b.x - a.y);
 }
 
-// Row k of a Hermitian spectrum; ``edge``: row 0, with row N1/2 as its imaginary part.
-template <class Load> struct SpectrumRow {
-  Rows<const float2> at;
+// Row k of a Hermitian spectrum; ``edge``: row 0, with row N1/2 as its imaginary part. ``at.own(w)`` and ``at.mirrored(w)``
+// are where its numbers are (see ``Rows``), ``get`` says what is there.
+template <class At, class Get> struct SpectrumRow {
+  At at;
   bool edge;
-  Load get;
+  Get get;
   __device__ __forceinline__ void pair(int w, float2& low, float2& high) const {
     const float2 u = get(at.own(w)), v = get(at.mirrored(w));
     join(u, v, low, high);
@@ -74,11 +83,11 @@ template <class Load> struct SpectrumRow {
   // The imaginary parts of what is real for real data do not count: the mean of what symmetry says twice is taken.
   __device__ __forceinline__ void ends(float2& low, float2& high) const {
     if constexpr (LAYOUT == PACKED) {
-      const float2 u = get(at.first), v = get(edge ? at.second : at.own(COLUMNS));
+      const float2 u = get(at.own(0)), v = get(edge ? at.mirrored(0) : at.own(COLUMNS));
       low = edge ? make_float2(u.x, v.x) : u;
       high = edge ? make_float2(u.y, v.y) : v;
     } else {
-      low = mean(get(at.first), get(at.second));
+      low = mean(get(at.own(0)), get(at.mirrored(0)));
       high = mean(get(at.own(COLUMNS)), get(at.mirrored(COLUMNS)));
     }
   }
@@ -130,6 +139,54 @@ __device__ __forceinline__ void put_row(float2 (&r)[M2], const Everywhere<float4
   }
 }
 
+#if SUMMED
+// Where the numbers that make one number are.
+struct Factors {
+  const float2 *a, *b;
+};
+
+struct FactorRows {
+  Rows<const float2> a, b;
+  __device__ __forceinline__ Factors own(int w) const { return {a.own(w), b.own(w)}; }
+  __device__ __forceinline__ Factors mirrored(int w) const { return {a.mirrored(w), b.mirrored(w)}; }
+};
+
+template <bool WIDE> __device__ __forceinline__ void load_factor(float2 (&r)[SUMMED], const float2* p, i64 step) {
+  if constexpr (WIDE) {
+#pragma unroll
+    for (int i = 0; i < SUMMED / 2; ++i) {
+      const float4 both = __ldg((const float4*)p + i);
+      r[2 * i] = make_float2(both.x, both.y);
+      r[2 * i + 1] = make_float2(both.z, both.w);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < SUMMED; ++i) r[i] = __ldg(p + i * step);
+  }
+}
+
+struct SumOfProducts {
+  i64 step;  // from one of the second factor's numbers to the next
+  __device__ __forceinline__ float2 operator()(const Factors& at) const {
+    float2 a[SUMMED], b[SUMMED];
+    load_factor<WIDE_A>(a, at.a, 1);
+    load_factor<WIDE_B>(b, at.b, TOGETHER ? 1 : step);
+    float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < SUMMED; ++i) {
+      const float y = CONJUGATED ? -b[i].y : b[i].y;
+      sum = make_float2(fmaf(a[i].x, b[i].x, sum.x), fmaf(a[i].x, y, sum.y));
+      sum = make_float2(fmaf(-a[i].y, y, sum.x), fmaf(a[i].y, b[i].x, sum.y));
+    }
+    return sum;
+  }
+};
+
+// ``inner`` planes of each image; each ``columns`` of them are of one group, and plane n of that goes with ``b_column`` n.
+#define SPECTRA const float2 *__restrict__ a, const float2* __restrict__ b
+#define SPECTRA_STEPS                                                                                              \
+  i64 columns, i64 a_image, i64 a_group, i64 a_frequency, i64 b_group, i64 b_column, i64 b_frequency, i64 b_step
+#else
 struct FromShared {
   __device__ __forceinline__ float2 operator()(const float2* p) const { return *p; }
 };
@@ -137,14 +194,29 @@ struct FromMemory {  // with two threads a row, the second finds it in the cache
   __device__ __forceinline__ float2 operator()(const float2* p) const { return load_complex<SPLIT2 == 1>(p); }
 };
 
-extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __restrict__ x, i64 planes, i64 inner,
-                                         i64 y_outer, i64 y_inner, i64 y_frequency, i64 x_outer, i64 x_inner, i64 x_row,
-                                         i64 x_column, i64 height, i64 width, i64 top, i64 left, double scale) {
+#define SPECTRA const float2* __restrict__ y
+#define SPECTRA_STEPS i64 y_outer, i64 y_inner, i64 y_frequency
+#endif
+
+extern "C" __global__ void BOUNDS irfft2(SPECTRA, Real* __restrict__ x, i64 planes, i64 inner, SPECTRA_STEPS, i64 x_outer,
+                                         i64 x_inner, i64 x_row, i64 x_column, i64 height, i64 width, i64 top, i64 left,
+                                         double scale) {
   float4* const shared = shared_memory();
   if constexpr (CLUSTER > 1) exchange();  // the others have started
   const Place p = place<ROWS, SPECTRUM_PLANES_FIRST, SPLIT2 == 2>();
   const bool works = all_work(ROWS, SPLIT2) || p.part < SPLIT2;
   float2 r[M2];
+#if SUMMED
+  if (works) {
+    const unsigned wanted = first_plane() + p.slot, last = (unsigned)(planes - 1), plane = wanted < last ? wanted : last;
+    const unsigned which = plane / (unsigned)inner, channel = plane - which * (unsigned)inner;
+    const unsigned group = channel / (unsigned)columns, column = channel - group * (unsigned)columns;
+    const Rows<const float2> first(a + (which * a_image + group * a_group), p.lane, a_frequency);
+    const Rows<const float2> second(b + (group * b_group + column * b_column), p.lane, b_frequency);
+    const SumOfProducts sum = {b_step};
+    take_row(r, SpectrumRow<FactorRows, SumOfProducts>{{first, second}, p.lane == 0, sum}, p.part);
+  }
+#else
   if constexpr (LAYOUT == PLAIN) {
     const int slot = threadIdx.x / EACH, lane = threadIdx.x % EACH;
     const Piece* from = (const Piece*)(y + start(first_plane() + slot, planes, inner, y_outer, y_inner).offset);
@@ -154,13 +226,14 @@ extern "C" __global__ void BOUNDS irfft2(const float2* __restrict__ y, Real* __r
     wait_copies();
     synchronize();
     const Rows<const float2> rows((const float2*)(shared + p.slot * PLANE), p.lane, 1);
-    if (works) take_row(r, SpectrumRow<FromShared>{rows, p.lane == 0, {}}, p.part);
+    if (works) take_row(r, SpectrumRow<Rows<const float2>, FromShared>{rows, p.lane == 0, {}}, p.part);
     synchronize();
   } else if (works) {
     const float2* from = y + start(first_plane() + p.slot, planes, inner, y_outer, y_inner).offset;
     const Rows<const float2> rows(from, p.lane, y_frequency);
-    take_row(r, SpectrumRow<FromMemory>{rows, p.lane == 0, {}}, p.part);
+    take_row(r, SpectrumRow<Rows<const float2>, FromMemory>{rows, p.lane == 0, {}}, p.part);
   }
+#endif
   if (works) transform2(r);
   put_row(r, Everywhere<float4>(shared + p.slot * PLANE + p.lane * PITCH), p.part, works);
   exchange();
