@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.interpreter import interpreted
 from tests.kernels.emulator import emulated, launched
 from tests.solvers.test_solvers import check
+from tests.strategies import allocate, described
 
 from tilewise.axis import Axis
 from tilewise.kernels.cuda.launch import Bound
@@ -22,7 +23,7 @@ from tilewise.kernels.cuda.operands import leading
 from tilewise.kernels.reference import convolve
 from tilewise.plan import Config
 from tilewise.planner.estimate import estimate_ms
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers import _own_fft
 from tilewise.solvers import _own_fft_configs as own
 from tilewise.solvers._fft_stretches import batches
@@ -126,9 +127,10 @@ def test_layouts(pass_: Pass, form: str, more: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_layouts_of_signals(pass_: Pass, form: str, batch: int, more: dict[str, Any]) -> None:
     """Images and channels join to one dimension or not, and then images are fewer than tiles or more."""
-    drawn = {"steps": "view", "channels": "view"}.get(form, form)
-    p = ConvProblem(pass_, batch, 4, 6, (Axis(61, 8, 1, 1, 3, 5),), layouts=(drawn,) * 3)
-    check(SOLVER, p, Config(basis=(16,), tile=(8,), **more), ((form, 0),) * 3, accumulate=False)
+    p = ConvProblem(pass_, batch, 4, 6, (Axis(61, 8, 1, 1, 3, 5),))
+    meta = torch.device("meta")
+    p = described(p, {role: allocate(p.shape(role), torch.float32, meta, form, 2)[0] for role in ROLES})
+    check(SOLVER, p, Config(basis=(16,), tile=(8,), **more), ((form, 2),) * 3, accumulate=False)
 
 
 @emulated
@@ -158,6 +160,10 @@ def test_the_tiles_of_long_signals_share_launches(pass_: Pass) -> None:
     assert own.count(p, (156,)) == 53
     assert len(steps) == SOLVER.cost(p, c).kernels - 2 <= 8
     assert sum(not b.program.vector for b in bound) == 1  # filters of 101
+    apart = replace(p, layouts=("channels_last",) * 3)
+    tensors = [t.permute(0, 2, 1).contiguous().permute(0, 2, 1) for t in tensors]
+    steps = own.plan_of(apart, c).steps(tensors, torch.device("cpu"), launch)
+    assert len(steps) == SOLVER.cost(apart, c).kernels - 2 > 64
 
 
 @given(st.data())

@@ -133,8 +133,12 @@ class OwnPlan:
         return [tuple((w.start, w.count, w.lead) for w in tile) for tile in tiles]
 
     def transforms(self, chunk: Chunk) -> int:
-        """Launches for the images of a chunk, there and back, where a tensor's images and channels join."""
-        return sum(len(stretches(self.places(role, chunk.tiles))) for role in "xy")
+        """Launches for the images of a chunk, there and back; where those and channels do not join, the most."""
+        return sum(
+            1 if self.p.layout(role) == "contiguous" else min(chunk.images, stretch.tiles)
+            for role in "xy"
+            for stretch in stretches(self.places(role, chunk.tiles))
+        )
 
     def _chunks(self) -> Iterator[Chunk]:
         if self.tiles >= len(self.every):
