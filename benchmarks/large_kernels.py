@@ -30,8 +30,8 @@ MODES = {"fp32": ("fp32", "ieee"), "tf32": ("fp32", "tf32"), "bf16": ("bf16", "i
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with equal axes. ``least``: the bars of each mode, one for all passes or one each; over ``by_hand``'s
-    time where that is set."""
+    """A layer with equal axes. ``least``: the modes it is measured in with their bars, one for all passes, one each or
+    none; over ``by_hand``'s time where that is set."""
 
     name: str
     batch: int
@@ -61,6 +61,7 @@ GPU = (
     Layer("depthwise 7x7 at 14", 64, 384, (_same(14, 7),) * 2, least=(("fp32", (1.5,)), ("bf16", (1.5,)))),
     Layer("1-D 1025 of 8192", 8, 768, (_same(8192, 1025),), by_hand=True, least=(("fp32", (2.5,)),)),
     Layer("1-D 8192 of 8192", 8, 768, (_same(8192, 8192),), by_hand=True, least=(("fp32", (2.5,)),)),
+    Layer("1-D dense 101 of 8192", 32, 64, (_same(8192, 101),), depthwise=False, least=(("fp32", ()),)),
     Layer("volume 5x5x5", 1, 64, (Axis(96, 5),) * 3, depthwise=False, least=(("fp32", (3,)),)),
 )
 CPU = (
@@ -147,7 +148,7 @@ def by_hand(p: ConvProblem, tensors: Tensors) -> Call:
 
 def _bars(layer: Layer, mode: str, pass_: Pass, row: Row) -> Sequence[Bar]:
     least = dict(layer.least).get(mode)
-    if least is None:
+    if not least:
         return []
     bar = least[list(Pass).index(pass_) % len(least)]
     if not layer.by_hand:

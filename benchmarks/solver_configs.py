@@ -46,6 +46,7 @@ NAMED = {
     "depthwise31": "g128mb64ic128ih56oc128kh31ph15",
     "depthwise7": "g96mb64ic96ih56oc96kh7ph3",
     "depthwise7small": "g384mb64ic384ih14oc384kh7ph3",
+    "dense101": "mb32ic64iw8192oc64kw101pw50",
     "long1025": "g768mb8ic768iw8192oc768kw1025pw512",
     "long8192": "g768mb8ic768iw8192oc768kw8192pw4096",
 }

@@ -31,7 +31,7 @@ def transform(dims: int, layout: str, inverse: bool, dtype: torch.dtype, spectra
         return fft2d.bind(image, parts, s, (1, 1), layout, inverse, None, spectra=spectra, spread=9)
     spectrum = Memory(sizes, dense(sizes), torch.complex64)
     if dims == 1:
-        return fft1d.bind(image, spectrum, s, (1,), layout, inverse, None)
+        return fft1d.bind(image, spectrum, s, (1,), layout, inverse, None, 1.0, layout == "frequency_major")
     return fft2d.bind(image, spectrum, s, (1, 1), layout, inverse, None, 1.0, layout == "frequency_major")
 
 
@@ -46,8 +46,8 @@ def check(program: Program, folder: Path) -> None:
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize(
     ("dims", "layout", "dtype"),
-    [(1, "plain", torch.float32), (1, "packed", torch.float16), (2, "plain", torch.bfloat16),
-     (2, "frequency_major", torch.float32), (2, "packed", torch.float32)],
+    [(1, "plain", torch.float32), (1, "packed", torch.float16), (1, "frequency_major", torch.float32),
+     (2, "plain", torch.bfloat16), (2, "frequency_major", torch.float32), (2, "packed", torch.float32)],
 )  # fmt: skip
 def test_transforms(dims: int, layout: str, dtype: torch.dtype, inverse: bool, tmp_path: Path) -> None:
     check(transform(dims, layout, inverse, dtype).program, tmp_path)

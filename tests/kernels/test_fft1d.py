@@ -132,6 +132,31 @@ def test_imaginary_parts_of_real_frequencies_do_not_count(place: str) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("n", "layout", "config"),
+    [(8, "packed", None), (96, "plain", Config(8, 16)), (256, "frequency_major", Config(8, 16))],
+)  # fmt: skip
+def test_peaks_are_the_largest_finite_magnitudes(place: str, n: int, layout: str, config: Config | None) -> None:
+    """Of each block, the last of which has fewer signals than seats."""
+    x = torch.randn(37, n - 1, generator=torch.Generator().manual_seed(4))
+    x[4] *= 1e4
+    x[36, 0] = float("inf")
+    x[35, :], x[17, n // 2] = 0.0, float("nan")
+    x = x.to(place)
+    y = Guarded(spectrum_shape((37,), (n,), layout), torch.complex64, place)
+    bound = bind(Memory.of(x), Memory.of(y.tensor), (n,), (1,), layout, False, config, peaks=True)
+    peaks = torch.full((bound.grid + 1,), -1, dtype=torch.int32, device=place)
+    run_bound(bound, x, y.tensor, False, peaks=peaks)
+    assert y.untouched()
+    assert int(peaks[-1]) == -1
+    signals = (config or default_config(n, 37)).signals
+    rows = y.tensor if layout == "plain" else y.tensor.movedim(0, -1)
+    finite = torch.view_as_real(rows).abs().flatten(1).nan_to_num(nan=0.0, posinf=0.0).cpu()
+    want = [float(block.max()) for block in finite.split(signals)]
+    assert peaks[:-1].view(torch.float32).tolist() == want
+
+
 @pytest.mark.gpu
 def test_the_wrapper_follows_torch() -> None:
     x = torch.randn(3, 4, 61, device="cuda")

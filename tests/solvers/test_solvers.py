@@ -204,5 +204,6 @@ def typical(pass_: Pass, device: str) -> list[ConvProblem]:
         ConvProblem(pass_, 16, 64, 64, (Axis(28, 1), Axis(28, 1)), device=device),
         ConvProblem(pass_, 4, 64, 64, (Axis(56, 7, 1, 1, 3, 3), Axis(56, 7, 1, 1, 3, 3)), 64, device=device),
         ConvProblem(pass_, 2, 8, 8, (Axis(4096, 129, 1, 1, 64, 64),), device=device),
+        ConvProblem(pass_, 16, 32, 64, (Axis(4096, 101, 1, 1, 50, 50),), device=device),
         ConvProblem(pass_, 2, 8, 8, (Axis(16, 3, 1, 1, 1, 1),) * 3, device=device),
     ]

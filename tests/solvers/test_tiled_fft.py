@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from tests.interpreter import interpreted
 from tests.kernels.emulator import emulated, launched
 from tests.solvers.test_solvers import check
-from tests.strategies import with_memory
+from tests.strategies import allocate, described, with_memory
 
 from tilewise.axis import Axis
 from tilewise.kernels.cuda.launch import Bound
+from tilewise.kernels.cuda.operands import leading
 from tilewise.kernels.reference import convolve
 from tilewise.plan import Config
 from tilewise.planner.estimate import estimate_ms
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers import _own_fft
+from tilewise.solvers import _own_fft_configs as own
+from tilewise.solvers._fft_stretches import batches
 from tilewise.solvers._fft_windows import most, windows
 from tilewise.solvers._frequency_products import FUSED, IN_PARTS
 from tilewise.solvers._magnitudes import collapsed
@@ -50,9 +53,9 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @st.composite
-def axes(draw: st.DrawFn) -> Axis:
+def axes(draw: st.DrawFn, longest: int = 14) -> Axis:
     """Paddings of either sign, kernels as long as the padded image."""
-    size = draw(st.integers(1, 14))
+    size = draw(st.integers(1, longest))
     before, after = draw(st.integers(-2, 5)), draw(st.integers(-2, 5))
     assume(size + min(before, 0) + min(after, 0) >= 1)
     kernel = draw(st.integers(1, 7))
@@ -61,13 +64,13 @@ def axes(draw: st.DrawFn) -> Axis:
 
 
 @st.composite
-def layers(draw: st.DrawFn, pass_: Pass) -> ConvProblem:
+def layers(draw: st.DrawFn, pass_: Pass, dims: int) -> ConvProblem:
     groups = draw(st.sampled_from((1, 1, 2)))
     channels = st.sampled_from((1, 2, 3, 5))
     dtype = draw(st.sampled_from(("fp32", "fp32", "fp16")))
     return ConvProblem(
         pass_, draw(st.integers(1, 4)), groups * draw(channels), groups * draw(channels),
-        (draw(axes()), draw(axes())), groups=groups, dtype=dtype,
+        tuple(draw(axes({1: 50, 2: 14}[dims])) for _ in range(dims)), groups=groups, dtype=dtype,
     )  # fmt: skip
 
 
@@ -82,7 +85,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     found: dict[str, object] = {"basis": tuple(basis), "tile": tuple(tile), "product": product}
     if product != "library":
         found |= {"gemm": (64, 16, 64), "warps": 4, "stages": 2}
-        if draw(st.booleans()):
+        if p.dims > 1 and draw(st.booleans()):
             found["spectra"] = IN_PARTS[product]
         return Config(**found)  # type: ignore[arg-type]  # in one piece: interpreted products take their time
     if draw(st.booleans()):
@@ -94,11 +97,12 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 
 @interpreted
 @emulated
+@pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pass_", list(Pass))
 @settings(max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_tile(pass_: Pass, data: st.DataObject) -> None:
-    p = data.draw(layers(pass_))
+def test_any_tile(pass_: Pass, dims: int, data: st.DataObject) -> None:
+    p = data.draw(layers(pass_, dims))
     check(SOLVER, p, data.draw(configs(p)), DENSE, accumulate=False)
 
 
@@ -134,6 +138,78 @@ def test_layouts(pass_: Pass, form: str, more: dict[str, Any]) -> None:
     p = ConvProblem(pass_, 3, *channels, (Axis(10, 3, 1, 1, 1, 1), Axis(11, 5, 1, 1, 2, 0)), layouts=(form,) * 3)
     c = Config(basis=(8, 8), tile=(6, 4), product="fp16x3", gemm=(16, 16, 16), warps=4, stages=2, block=2, **more)
     check(SOLVER, p, c, ((form, 3 if form == "view" else 0),) * 3, accumulate=False)
+
+
+@interpreted
+@emulated
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize(
+    ("form", "batch", "more"),
+    [("contiguous", 3, {"product": "fp16x3", "gemm": (16, 16, 16), "warps": 4, "stages": 2}),
+     ("channels", 2, {"product": "library"}), ("channels_last", 9, {"product": "library"}),
+     ("steps", 2, {"product": "library", "tiles": 3})],
+)  # fmt: skip
+def test_layouts_of_signals(pass_: Pass, form: str, batch: int, more: dict[str, Any]) -> None:
+    """Images and channels join to one dimension or not, and then images are fewer than tiles or more."""
+    p = ConvProblem(pass_, batch, 4, 6, (Axis(61, 8, 1, 1, 3, 5),))
+    meta = torch.device("meta")
+    p = described(p, {role: allocate(p.shape(role), torch.float32, meta, form, 2)[0] for role in ROLES})
+    check(SOLVER, p, Config(basis=(16,), tile=(8,), **more), ((form, 2),) * 3, accumulate=False)
+
+
+@emulated
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_short_signals_are_one_tile_of_the_solver_fft(pass_: Pass) -> None:
+    p = ConvProblem(pass_, 5, 6, 4, (Axis(13, 5, 1, 1, 2, 2),), groups=2, device=GPU)
+    offered = [c for c, _ in FFT().offers(p, None) if c.get("transform") == "own"]
+    assert {c["basis"] for c in offered} == {(16,), (24,)}
+    assert {c["product"] for c in offered} == {"fp16x3", "library"}
+    found = next(c for c in offered if c["product"] == "library")
+    check(FFT(), replace(p, device="cpu"), found, DENSE, accumulate=False)
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_the_tiles_of_long_signals_share_launches(pass_: Pass) -> None:
+    """Fifty tiles of 32 images: the first, those inside and the last."""
+    p = ConvProblem(pass_, 32, 64, 64, (Axis(8192, 101, 1, 1, 50, 50),), device=GPU)
+    c = Config(basis=(256,), tile=(156,), product="library")
+    tensors = [torch.empty(p.shape(role), device="meta") for role in (*p.operands, p.result)]
+    bound: list[Bound] = []
+
+    def launch(each: Bound) -> _own_fft.Transform:
+        bound.append(each)
+        return lambda *_: None
+
+    steps = own.plan_of(p, c).steps(tensors, torch.device("cpu"), launch)
+    assert own.count(p, (156,)) == 53
+    assert len(steps) == SOLVER.cost(p, c).kernels - 2 <= 8
+    assert sum(not b.program.vector for b in bound) == 1  # filters of 101
+    apart = replace(p, layouts=("channels_last",) * 3)
+    tensors = [t.permute(0, 2, 1).contiguous().permute(0, 2, 1) for t in tensors]
+    steps = own.plan_of(apart, c).steps(tensors, torch.device("cpu"), launch)
+    assert len(steps) == SOLVER.cost(apart, c).kernels - 2 > 64
+
+
+@given(st.data())
+def test_batches_hold_every_tile_once(data: st.DataObject) -> None:
+    axis, pass_ = data.draw(axes(50)), data.draw(st.sampled_from(list(Pass)))
+    extent = axis.size if pass_ is Pass.DGRAD else axis.out
+    tiles, _ = windows(axis, pass_, data.draw(st.integers(1, extent)))
+    places = [((w.start, w.count, w.lead),) for w in tiles]
+    first, images, channels = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    memory = torch.empty(first + images, channels + data.draw(st.integers(0, 1)), axis.size)[:, :channels]
+    if data.draw(st.booleans()):
+        memory = memory.permute(0, 2, 1).contiguous().permute(0, 2, 1)
+    found: list[tuple[int, int, Any]] = []
+    for batch in batches(places, first, images, channels, memory.stride()):
+        row = range(batch.row, batch.row + batch.stretch.tiles * batch.apart, batch.apart)
+        for number, image in itertools.product(range(batch.stretch.tiles), range(batch.images)):
+            found.append((row[number] + image, batch.first + image, batch.stretch.tile(number)))
+        inside = (batch.stretch.tiles, batch.images, channels)
+        spectra = (batch.apart * channels, channels, 1)
+        leading(inside, (batch.stretch.step * memory.stride(2), *memory.stride()[:2]), spectra)
+    every = itertools.product(places, range(first, first + images))
+    assert sorted(found) == [(row, image, place) for row, (place, image) in enumerate(every)]
 
 
 @given(axis=axes(), pass_=st.sampled_from(list(Pass)), data=st.data())
@@ -181,11 +257,16 @@ def test_the_largest_tile_fits_and_a_larger_one_does_not(axis: Axis, pass_: Pass
         assert windows(axis, pass_, extent)[1] > basis
 
 
+@pytest.mark.parametrize(
+    ("channels", "layer"),
+    [(32, (Axis(56, 5, 1, 1, 2, 2),) * 2), (8, (Axis(16384, 101, 1, 1, 50, 50),))],
+    ids=["2d", "1d"],
+)
 @pytest.mark.parametrize("pass_", list(Pass))
-def test_a_limit_is_kept_by_fewer_images_and_tiles(pass_: Pass) -> None:
-    p = ConvProblem(pass_, 16, 32, 32, (Axis(56, 5, 1, 1, 2, 2),) * 2, device=GPU)
+def test_a_limit_is_kept_by_fewer_images_and_tiles(pass_: Pass, channels: int, layer: tuple[Axis, ...]) -> None:
+    p = ConvProblem(pass_, 16, channels, channels, layer, device=GPU)
     whole = SOLVER.offers(p, None)
-    assert {len(c["basis"]) for c, _ in whole} == {2}  # type: ignore[arg-type]
+    assert {len(c["basis"]) for c, _ in whole} == {len(layer)}  # type: ignore[arg-type]
     smallest = min(size for _, size in whole)
     for limit in (smallest // 4, smallest // 16):
         offered = [(c, size) for c, size in SOLVER.offers(p, limit) if size <= limit]
@@ -201,6 +282,11 @@ def test_what_it_leaves_to_others() -> None:
     assert len(SOLVER.why_not(strided)) == 2
     long = ConvProblem(Pass.FPROP, 1, 8, 8, (Axis(256, 65), Axis(256, 5)), device=GPU)
     assert len(SOLVER.why_not(long)) == 1
+    signal = ConvProblem(Pass.FPROP, 1, 8, 8, (Axis(512, 128),), device=GPU)
+    assert SOLVER.why_not(signal) == []
+    assert SOLVER.why_not(replace(signal, axes=(Axis(512, 129),))) == ["along w takes kernels to 128, not 129"]
+    volume = ConvProblem(Pass.FPROP, 1, 8, 8, (Axis(56, 5),) * 3, device=GPU)
+    assert SOLVER.why_not(volume) == ["does 1/2-D, not 3-D"]
     depthwise = ConvProblem(Pass.FPROP, 1, 64, 64, (Axis(56, 5), Axis(56, 5)), groups=64, device=GPU)
     assert len(SOLVER.why_not(depthwise)) == 1
 
@@ -219,12 +305,12 @@ def test_a_kernel_of_one_point_is_left_to_matrix_products(pass_: Pass) -> None:
 @interpreted
 @emulated
 @pytest.mark.parametrize(
-    ("pass_", "product"),
-    [(Pass.FPROP, "fp16x3"), (Pass.FPROP, "library"), (Pass.DGRAD, "split"), (Pass.DGRAD, "library"),
-     (Pass.FPROP, "fused")],
+    ("pass_", "product", "dims"),
+    [(Pass.FPROP, "fp16x3", 2), (Pass.FPROP, "library", 2), (Pass.DGRAD, "split", 2), (Pass.DGRAD, "library", 2),
+     (Pass.FPROP, "fused", 2), (Pass.FPROP, "fp16x3", 1), (Pass.DGRAD, "library", 1)],
 )  # fmt: skip
-def test_a_constant_filter_is_transformed_apart(pass_: Pass, product: str) -> None:
-    axes = (Axis(10, 3, 1, 1, 1, 1), Axis(9, 5, 1, 1, 2, 0))
+def test_a_constant_filter_is_transformed_apart(pass_: Pass, product: str, dims: int) -> None:
+    axes = (Axis(10, 3, 1, 1, 1, 1), Axis(9, 5, 1, 1, 2, 0))[:dims]
     p = ConvProblem(pass_, 3, 4, 6, axes, constant_weight=True)
     piece: dict[str, object] = (
         {} if product in ("library", "fused") else {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
@@ -233,7 +319,7 @@ def test_a_constant_filter_is_transformed_apart(pass_: Pass, product: str) -> No
         product, piece["spectra"] = "fp16x3", "split"
     else:
         piece["block"] = 2
-    c = Config(basis=(8, 8), tile=(6, 4), product=product, **piece)  # type: ignore[arg-type]
+    c = Config(basis=(8, 8)[:dims], tile=(6, 4)[:dims], product=product, **piece)  # type: ignore[arg-type]
     a, w = (torch.randn(p.shape(role)) for role in p.operands)
     out = torch.full(p.shape(p.result), math.nan)
     kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8)
@@ -301,6 +387,11 @@ def test_parts_go_with_their_product() -> None:
         SOLVER.workspace(p, c)
     with pytest.raises(ValueError, match="spectra='whole': must be one of interleaved, half, split"):
         SOLVER.workspace(p, Config(basis=(8, 8), tile=(6, 6), product="library", spectra="whole"))
+    signal = replace(p, axes=(Axis(10, 3),))
+    with pytest.raises(ValueError, match="spectra='split': those of signals are interleaved"):
+        SOLVER.workspace(signal, Config(basis=(8,), tile=(6,), product="library", spectra="split"))
+    with pytest.raises(ValueError, match=r"basis=\(8, 8\): \(n,\), n positive, would do"):
+        SOLVER.workspace(signal, Config(basis=(8, 8), tile=(6,), product="library"))
 
 
 @given(st.data())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewise.axis import Axis
@@ -36,8 +37,16 @@ def windows(axis: Axis, pass_: Pass, size: int) -> tuple[tuple[Window, ...], int
 
     Stride and dilation must be 1.
     """
-    extent = axis.size if pass_ is Pass.DGRAD else axis.out
     found, basis = [], 1
+    for window, needed in _each(axis, pass_, size):
+        found.append(window)
+        basis = max(basis, needed)
+    return tuple(found), basis
+
+
+def _each(axis: Axis, pass_: Pass, size: int) -> Iterator[tuple[Window, int]]:
+    """As :func:`windows`, with the basis that each needs."""
+    extent = axis.size if pass_ is Pass.DGRAD else axis.out
     for start in range(0, extent, size):
         stop = min(start + size, extent)
         near = axis.writing(start, stop) if pass_ is Pass.DGRAD else axis.reading(start, stop)
@@ -48,13 +57,17 @@ def windows(axis: Axis, pass_: Pass, size: int) -> tuple[tuple[Window, ...], int
         result = result_placement(part, pass_)
         if not place.count or not result.count:
             continue
-        basis = max(basis, least(part, pass_))
         data = (first + place.start, place.count, place.lead)
         if pass_ is Pass.WGRAD:
-            found.append(Window(*data, 0, axis.kernel, 0, start, stop - start))
+            window = Window(*data, 0, axis.kernel, 0, start, stop - start)
         else:
-            found.append(Window(*data, start + result.start, result.count, result.lead))
-    return tuple(found), basis
+            window = Window(*data, start + result.start, result.count, result.lead)
+        yield window, least(part, pass_)
+
+
+def _fits(axis: Axis, pass_: Pass, size: int, basis: int) -> bool:
+    """Whether ``basis`` suffices for every tile: of long signals the second tells when it does not."""
+    return all(needed <= basis for _, needed in _each(axis, pass_, size))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -63,11 +76,11 @@ def most(axis: Axis, pass_: Pass, basis: int) -> int:
     extent = axis.size if pass_ is Pass.DGRAD else axis.out
     if axis.kernel > basis:
         return 0
-    if windows(axis, pass_, extent)[1] <= basis:
+    if _fits(axis, pass_, extent, basis):
         return extent
     inside = basis - axis.kernel + 1
     size = min(inside + axis.kernel, extent - 1)
-    while size and windows(axis, pass_, size)[1] > basis:
+    while size and not _fits(axis, pass_, size, basis):
         size -= 1
     return size
 

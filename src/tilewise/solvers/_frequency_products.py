@@ -154,8 +154,8 @@ def shape(p: ConvProblem, rows: int) -> tuple[int, int, int]:
 
 
 def fuses(p: ConvProblem) -> bool:
-    """Whether the product can be :data:`FUSED`."""
-    return p.pass_ is not Pass.WGRAD and shape(p, 1)[2] <= MOST_SUMMED
+    """Whether the product can be :data:`FUSED`: of planes, and not the gradient of a filter."""
+    return p.dims == 2 and p.pass_ is not Pass.WGRAD and shape(p, 1)[2] <= MOST_SUMMED
 
 
 def summands(

@@ -1,8 +1,9 @@
 """Convolution over our own transforms: tiles of images straight from and into the tensors, products per frequency.
 
-Each tile is read, padded and transformed in one pass, and each result is clipped and written in one (Vasilache et al.
-2014, section 5); spectra lie frequency first, so that every frequency is a matrix and nothing is transposed. Those of
-operands are complex64, scaled for the products after a look at all of them, or fp16 parts, scaled before there are any.
+Images are planes or signals. Each tile is read, padded and transformed in one pass, and each result is clipped and
+written in one (Vasilache et al. 2014, section 5); spectra lie frequency first, so that every frequency is a matrix and
+nothing is transposed. Those of operands are complex64, scaled for the products after a look at all of them, or fp16
+parts, scaled before there are any.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.kernels.cuda.fft2d import MOST_CLUSTER
-from tilewise.kernels.cuda.fft2d import bind as bind_transform
+from tilewise.kernels.cuda import fft1d, fft2d
 from tilewise.kernels.cuda.irfft2_summed import bind as bind_summed
 from tilewise.kernels.cuda.launch import Bound
 from tilewise.kernels.cuda.operands import PARTS, Memory
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers import _magnitudes as magnitudes
 from tilewise.solvers._buffers import Arena, Slot, Strided
+from tilewise.solvers._fft_stretches import Batch, Place, Stretch, batches, stretches
 from tilewise.solvers._fft_windows import Window, covered, windows
 from tilewise.solvers._frequency_products import (
     FUSED,
@@ -49,8 +50,8 @@ Step = Callable[[Tensors, Sequence[int]], None]
 """One kernel over (first operand, second, result, workspace) and their addresses."""
 NUMBERS = {False: torch.complex64, True: torch.float16}
 """What spectra are made of, in parts or not."""
-Tile = tuple[Window, Window]
-"""Down and across."""
+Tile = tuple[Window, ...]
+"""Along each axis."""
 Transform = Callable[..., None]
 KEPT, OUT, WORKSPACE = 1, 2, 3
 INVERSE = "inverse C"
@@ -74,7 +75,7 @@ class Chunk:
 
 @dataclass
 class OwnPlan:
-    """Buffers and steps. ``tile`` is the size of tiles down and across, ``basis`` that of their transforms.
+    """Buffers and steps. ``tile`` is the size of tiles along each axis, ``basis`` that of their transforms.
 
     ``images`` and ``tiles`` of each are in flight at a time; fewer tiles than all go with one image. ``form`` says how
     numbers of the operands' spectra are held (see ``PARTS``); the result's are complex64, and nowhere with the product
@@ -82,8 +83,8 @@ class OwnPlan:
     """
 
     p: ConvProblem
-    basis: tuple[int, int]
-    tile: tuple[int, int]
+    basis: tuple[int, ...]
+    tile: tuple[int, ...]
     product: str
     block: Block
     images: int
@@ -95,9 +96,9 @@ class OwnPlan:
 
     def __post_init__(self) -> None:
         p = self.p
-        down, across = found = [windows(axis, p.pass_, size)[0] for axis, size in zip(p.axes, self.tile, strict=True)]
-        self.every: tuple[Tile, ...] = tuple(itertools.product(down, across))
-        self.frequencies = self.basis[0] * (self.basis[1] // 2 + 1)
+        found = [windows(axis, p.pass_, size)[0] for axis, size in zip(p.axes, self.tile, strict=True)]
+        self.every: tuple[Tile, ...] = tuple(itertools.product(*found))
+        self.frequencies = math.prod(self.basis[:-1]) * (self.basis[-1] // 2 + 1)
         self.covered = bool(self.every) and (
             p.pass_ is Pass.WGRAD
             or all(covered(tiles, n) for tiles, n in zip(found, p.shape(p.result)[2:], strict=True))
@@ -121,7 +122,7 @@ class OwnPlan:
         # A transform has at most one block for each plane, and a last cluster of them.
         transforms = {"w": 1, **dict.fromkeys("xy", max((len(chunk.tiles) for chunk in self.chunks), default=0))}
         scaled = () if self.fused else p.operands
-        blocks = {role: counts[role] + MOST_CLUSTER * transforms[role] for role in scaled}
+        blocks = {role: counts[role] + fft2d.MOST_CLUSTER * transforms[role] for role in scaled}
         peaks = {role: magnitudes.PROGRAMS if self.in_parts else blocks[role] for role in scaled}
         self.peaks = {role: arenas[role].add((n,), torch.int32) for role, n in peaks.items()}
         self.top = self.arena.add((len(scaled),), torch.int32)
@@ -139,6 +140,22 @@ class OwnPlan:
             sizes[role] = [tuple(w.other_count if second else w.count for w in tile) for tile in self.every]
         largest = {role: max(map(math.prod, sizes[role]), default=1) for role in places}
         return {role: Scaled(place, max(0, largest[role] - 1).bit_length()) for role, place in places.items()}
+
+    def places(self, role: str, tiles: Sequence[Tile]) -> list[tuple[Place, ...]]:
+        """Where tiles of the images of ``role`` lie along each axis; WGRAD's gradient lies at 0."""
+        if role == self.p.result:
+            return [tuple((w.result_start, w.result_count, w.result_lead) for w in tile) for tile in tiles]
+        if self.p.pass_ is Pass.WGRAD and role == "y":
+            return [tuple((w.other_start, w.other_count, 0) for w in tile) for tile in tiles]
+        return [tuple((w.start, w.count, w.lead) for w in tile) for tile in tiles]
+
+    def transforms(self, chunk: Chunk) -> int:
+        """Launches for the images of a chunk, there and back; where those and channels do not join, the most."""
+        return sum(
+            1 if self.p.layout(role) == "contiguous" else min(chunk.images, stretch.tiles)
+            for role in "xy"
+            for stretch in stretches(self.places(role, chunk.tiles))
+        )
 
     def _chunks(self) -> Iterator[Chunk]:
         if self.tiles >= len(self.every):
@@ -257,7 +274,8 @@ class Steps:
             spectra = matrices(p, chunk.rows, plan.spectra, plan.parts)
             for role in p.operands:
                 if role != "w":
-                    yield from self._images(role, chunk, spectra[role])
+                    self.peaks[role] = 0
+                    yield from self._images(f"transform {'AB'[self.number[role]]}", role, chunk)
             if plan.fused:
                 yield from self._fused(chunk, spectra)
                 continue
@@ -267,11 +285,9 @@ class Steps:
                 self.products[key] = self._products(chunk, spectra, accumulate)
             yield "product", self.products[key]
             if p.pass_ is not Pass.WGRAD:
-                yield from self._results(chunk, spectra[p.result])
+                yield from self._images(INVERSE, p.result, chunk, inverse=True)
         if p.pass_ is Pass.WGRAD:
-            down, across = plan.every[0]
-            place = ((0, down.result_count), (0, across.result_count))
-            yield INVERSE, self._transform("w", (0, self.p.out_channels), place, (0, 0), 0, inverse=True)
+            yield INVERSE, self._filters(inverse=True)
 
     def filter(self) -> Iterator[tuple[str, Step]]:
         """The filter's transform, and before it the search for its scale."""
@@ -295,91 +311,86 @@ class Steps:
         yield "scale", self._program(magnitudes.launches(found), alignment)
 
     def _filter(self) -> Iterator[tuple[str, Step]]:
-        height, width = self.p.shape("w")[2:]
         self.peaks["w"] = 0
-        step = self._transform("w", (0, self.p.out_channels), ((0, height), (0, width)), (0, 0), 0)
-        yield "transform B", step
+        yield "transform B", self._filters()
 
-    def _images(self, role: str, chunk: Chunk, spectra: Matrices) -> Iterator[tuple[str, Step]]:
-        """Transforms of each tile of an operand; WGRAD's gradient lies at 0."""
-        self.peaks[role] = 0
-        name = f"transform {'AB'[self.number[role]]}"
-        other = self.p.pass_ is Pass.WGRAD and role == "y"
-        for number, tile in enumerate(chunk.tiles):
-            if other:
-                place, lead = [(w.other_start, w.other_count) for w in tile], (0, 0)
-            else:
-                place, lead = [(w.start, w.count) for w in tile], (tile[0].lead, tile[1].lead)
-            at = number * chunk.images * spectra.row
-            yield name, self._transform(role, (chunk.first, chunk.images), place, lead, at, chunk.rows)
+    def _filters(self, inverse: bool = False) -> Step:
+        """The transform of all filters, each as one tile."""
+        count, _, *sizes = self.p.shape("w")
+        place = tuple((0, n, 0) for n in sizes)
+        return self._transform("w", Batch(Stretch(place), 0, count, 0, count), count, inverse)
 
-    def _results(self, chunk: Chunk, spectra: Matrices) -> Iterator[tuple[str, Step]]:
-        for number, tile in enumerate(chunk.tiles):
-            place = [(w.result_start, w.result_count) for w in tile]
-            lead = (tile[0].result_lead, tile[1].result_lead)
-            at = number * chunk.images * spectra.row
-            images = (chunk.first, chunk.images)
-            yield INVERSE, self._transform(self.p.result, images, place, lead, at, chunk.rows, inverse=True)
+    def _images(self, name: str, role: str, chunk: Chunk, inverse: bool = False) -> Iterator[tuple[str, Step]]:
+        """Transforms of each tile of images."""
+        tensor = self.tensors[role]
+        places = self.plan.places(role, chunk.tiles)
+        for batch in batches(places, chunk.first, chunk.images, tensor.shape[1], tensor.stride()):
+            yield name, self._transform(role, batch, chunk.rows, inverse)
 
     def _fused(self, chunk: Chunk, spectra: Mapping[str, Matrices]) -> Iterator[tuple[str, Step]]:
         """Of each tile the products and their inverse transforms, in one kernel."""
         p, plan = self.p, self.plan
         left, right, conjugate = factors(p.pass_)
-        sources, target = (self.spectra[left], self.spectra[right]), self.number[p.result]
-        for number, tile in enumerate(chunk.tiles):
-            place = [(w.result_start, w.result_count) for w in tile]
-            image, offset = self._planes(p.result, (chunk.first, chunk.images), place)
-            at = number * chunk.images * spectra[left].row
-            first, second = summands(p, chunk.images, plan.frequencies, spectra, at)
+        tensor = self.tensors[p.result]
+        places = plan.places(p.result, chunk.tiles)
+        for batch in batches(places, chunk.first, chunk.images, tensor.shape[1], tensor.stride()):
+            image, offset = self._memory(p.result, batch)
+            at = batch.row * spectra[left].row
+            first, second = summands(p, batch.images, plan.frequencies, spectra, at)
             bases = (plan.spectra[left].offset + 8 * at, plan.spectra[right].offset)
+            lead = tuple(lead for _, _, lead in batch.stretch.place)
+            planes = Memory(image.shape[1:], image.strides[1:], image.dtype, image.alignment)
             bound = bind_summed(
-                image, first, second, plan.basis, (tile[0].result_lead, tile[1].result_lead), conjugate == "b", None,
-                1.0 / math.prod(plan.basis),
-            )  # fmt: skip
+                planes, first, second, plan.basis, lead, conjugate == "b", None, 1.0 / math.prod(plan.basis)
+            )
+            sources, target = (self.spectra[left], self.spectra[right]), self.number[p.result]
             yield PRODUCT_AND_INVERSE, _summed(self.launch(bound), sources, bases, target, offset)
 
-    def _planes(self, role: str, rows: tuple[int, int], place: Sequence[tuple[int, int]]) -> tuple[Memory, int]:
-        """``rows`` (first, count) of a tensor and ``place`` (start, count) in them, and how many bytes before that."""
-        tensor = self.tensors[role]
-        first, count = rows
+    def _memory(self, role: str, batch: Batch) -> tuple[Memory, int]:
+        """(tiles, images, channels, ...) of a tensor that a launch takes, and how many bytes lie before."""
+        tensor, stretch = self.tensors[role], batch.stretch
         strides = tensor.stride()
-        starts = (first, 0, *(start for start, _ in place))
+        starts = (batch.first, 0, *(start for start, _, _ in stretch.place))
         offset = tensor.element_size() * sum(n * s for n, s in zip(starts, strides, strict=True))
-        sizes = (count, tensor.shape[1], *(n for _, n in place))
         alignment = math.gcd(self.p.alignment[ROLES.index(role)], offset, 16)
-        return Memory(sizes, strides, tensor.dtype, alignment), offset
+        sizes = (stretch.tiles, batch.images, tensor.shape[1], *(n for _, n, _ in stretch.place))
+        return Memory(sizes, (stretch.step * strides[-1], *strides), tensor.dtype, alignment), offset
 
-    def _transform(
-        self, role: str, rows: tuple[int, int], place: Sequence[tuple[int, int]], lead: tuple[int, int], at: int,
-        all_rows: int = 0, *, inverse: bool = False,
-    ) -> Step:  # fmt: skip
-        """Between ``rows`` (first, count) of a tensor, ``place`` (start, count) in them, and spectra from ``at`` on."""
-        plan, count, channels = self.plan, rows[1], self.tensors[role].shape[1]
-        image, offset = self._planes(role, rows, place)
-        step, parts, slot = channels * (all_rows or count), plan.parts[role], plan.spectra[role]
-        base = slot.offset + slot.dtype.itemsize * at
-        shape: tuple[int, ...] = (plan.frequencies, count, channels)
-        apart: tuple[int, ...] = (step, channels, 1)
+    def _transform(self, role: str, batch: Batch, rows: int, inverse: bool) -> Step:
+        """Between images of a tensor, or filters, and their spectra in matrices of ``rows``."""
+        plan, channels = self.plan, self.tensors[role].shape[1]
+        image, offset = self._memory(role, batch)
+        parts, slot = plan.parts[role], plan.spectra[role]
+        base = slot.offset + slot.dtype.itemsize * batch.row * channels
+        sizes = image.shape[:3]
+        shape: tuple[int, ...] = (plan.frequencies, *sizes)
+        apart: tuple[int, ...] = (rows * channels, batch.apart * channels, channels, 1)
         if parts > 1:
-            shape, apart = (plan.frequencies, parts, count, channels), (parts * step, *apart)
+            shape, apart = (plan.frequencies, parts, *sizes[:3]), (parts * rows * channels, *apart)
         spectrum = Memory(shape, apart, slot.dtype, math.gcd(base, 16))
-        scale = 1.0 / math.prod(plan.basis)
-        peaks = not inverse and not plan.in_parts and not plan.fused
-        bound = bind_transform(
-            image, spectrum, plan.basis, lead, "frequency_major", inverse, None, scale, peaks, plan.forms[role],
-            plan.scales[role].spread if parts > 1 else 0,
-        )  # fmt: skip
+        lead = tuple(lead for _, _, lead in batch.stretch.place)
+        bound = self._bind(role, image, spectrum, lead, inverse)
         call, source, target = self.launch(bound), self.number[role], self.spectra[role]
         if inverse:
             return lambda tensors, addresses: call(addresses[target] + base, addresses[source] + offset)
         top = 0
         if plan.in_parts:
             top = plan.scales[role].peak.offset
-        elif peaks:
+        elif role in plan.peaks:
             top = plan.peaks[role].offset + 4 * self.peaks[role]
             self.peaks[role] += bound.grid
         return lambda tensors, addresses: call(
             addresses[source] + offset, addresses[target] + base, addresses[target] + top
+        )
+
+    def _bind(self, role: str, image: Memory, spectrum: Memory, lead: tuple[int, ...], inverse: bool) -> Bound:
+        plan = self.plan
+        scale, peaks = 1.0 / math.prod(plan.basis), not inverse and role in plan.peaks and not plan.in_parts
+        if len(plan.basis) == 1:
+            return fft1d.bind(image, spectrum, plan.basis, lead, "frequency_major", inverse, None, scale, peaks)
+        spread = plan.scales[role].spread if plan.parts[role] > 1 else 0
+        return fft2d.bind(
+            image, spectrum, plan.basis, lead, "frequency_major", inverse, None, scale, peaks, plan.forms[role], spread
         )
 
     def _products(self, chunk: Chunk, spectra: dict[str, Matrices], accumulate: bool) -> Step:

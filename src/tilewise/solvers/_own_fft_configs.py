@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
 
-from tilewise.kernels.cuda.fft2d import LARGEST_IN_PARTS, SIZES, default_config
+from tilewise.axis import Axis
+from tilewise.kernels.cuda import fft1d, fft2d
 from tilewise.kernels.cuda.irfft2_summed import MOST_SUMMED
 from tilewise.kernels.cuda.launch import unavailable
 from tilewise.kernels.cuda.operands import PARTS, known_spectra
@@ -51,10 +53,11 @@ FUSED_CHANNELS = 4
 On an H100 factors are 8 bytes times channels times (1 + 1/planes of a block) from the second cache, at 5.5 TB/s (5.5
 ps for 3 channels and 4 planes); a sum is 16 bytes through memory at 2.9 TB/s (5.5 ps), but its kernel takes longer.
 """
-LONGEST_KERNEL = SIZES[-1] // 2
+SIZES = {1: fft1d.SIZES, 2: fft2d.SIZES}
+"""Of transforms, by the number of their axes."""
 
-Place = tuple[tuple[int, int], tuple[int, int]]
-"""A basis and the size of the tiles in it, both down and across."""
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""A basis and the size of the tiles in it, both along each axis."""
 
 
 def limits(p: ConvProblem) -> list[str]:
@@ -62,15 +65,16 @@ def limits(p: ConvProblem) -> list[str]:
     reasons = []
     if not has_triton():
         reasons.append("needs the package triton")
-    if p.dims != 2:
-        return [f"has transforms of our own for 2-D, not {p.dims}-D"]
+    if p.dims not in SIZES:
+        return [f"has transforms of our own for 1-D and 2-D, not {p.dims}-D"]
+    longest = SIZES[p.dims][-1] // 2
     for name, axis in zip(p.space, p.axes, strict=True):
         if axis.stride != 1 or axis.dilation != 1:
             reasons.append(
                 f"along {name} needs stride 1 and dilation 1, not stride {axis.stride}, dilation {axis.dilation}"
             )
-        elif axis.kernel > LONGEST_KERNEL:
-            reasons.append(f"along {name} takes kernels to {LONGEST_KERNEL}, not {axis.kernel}")
+        elif axis.kernel > longest:
+            reasons.append(f"along {name} takes kernels to {longest}, not {axis.kernel}")
     if p.taps == 1:
         reasons.append("a kernel of one point makes a matrix product already: transforms would save no multiplication")
     if p.groups > MOST_GROUPS:
@@ -88,23 +92,35 @@ def places(p: ConvProblem) -> tuple[Place, ...]:
     each = []
     for axis in p.axes:
         extent = axis.size if p.pass_ is Pass.DGRAD else axis.out
-        sizes = [(n, most(axis, p.pass_, n)) for n in SIZES]
+        sizes = [(n, _tile(p, axis, n, extent)) for n in SIZES[p.dims]]
         # Tiles of which the kernel's rim takes nearly all are of no use.
         each.append([(n, size) for n, size in sizes if size >= min(n / 4, extent)])
     ranked = []
-    for (n1, m1), (n2, m2) in itertools.product(*each):
-        tiles = max(1, count(p, (m1, m2)))
+    for choice in itertools.product(*each):
+        basis, tile = tuple(n for n, _ in choice), tuple(size for _, size in choice)
+        tiles = max(1, count(p, tile))
         numbers = p.batch * tiles * (p.in_channels + p.out_channels) + p.in_channels * p.out_channels // p.groups
-        ranked.append((n1 * (n2 // 2 + 1) * numbers * (1 + 0.02 * tiles), (n1, n2), (m1, m2)))
+        launches = tiles if p.dims > 1 else 1  # the tiles of signals share theirs
+        ranked.append((_frequencies(basis) * numbers * (1 + 0.02 * launches), basis, tile))
     ranked.sort()
     return tuple((basis, tile) for _, basis, tile in ranked)
 
 
+def _tile(p: ConvProblem, axis: Axis, n: int, extent: int) -> int:
+    """The largest tile in a basis of n. Of signals an even one: if one tile starts at a pair of elements, all do."""
+    size = most(axis, p.pass_, n)
+    odd = p.dims == 1 and size % 2 == 1 and 1 < size < extent
+    return size - 1 if odd and windows(axis, p.pass_, size - 1)[1] <= n else size
+
+
+def _frequencies(basis: tuple[int, ...]) -> int:
+    return math.prod(basis[:-1]) * (basis[-1] // 2 + 1)
+
+
 @functools.lru_cache(maxsize=4096)
-def count(p: ConvProblem, tile: tuple[int, int]) -> int:
+def count(p: ConvProblem, tile: tuple[int, ...]) -> int:
     """Tiles of an image."""
-    down, across = (windows(axis, p.pass_, n)[0] for axis, n in zip(p.axes, tile, strict=True))
-    return len(down) * len(across)
+    return math.prod(len(windows(axis, p.pass_, n)[0]) for axis, n in zip(p.axes, tile, strict=True))
 
 
 def offered(
@@ -150,9 +166,9 @@ def offered(
 @functools.lru_cache(maxsize=1024)
 def plan_of(p: ConvProblem, c: Config) -> OwnPlan:
     """The plan that a config stands for. Raises ``ValueError`` or ``KeyError`` for what is none."""
-    basis, product = _pair(c, "basis"), str(c["product"])
-    extent = [axis.size if p.pass_ is Pass.DGRAD else axis.out for axis in p.axes]
-    tile = _pair(c, "tile") if "tile" in c else (extent[0], extent[1])
+    basis, product = _sizes(p, c, "basis"), str(c["product"])
+    extents = tuple(axis.size if p.pass_ is Pass.DGRAD else axis.out for axis in p.axes)
+    tile = _sizes(p, c, "tile") if "tile" in c else extents
     if product not in RATES:
         raise ValueError(f"product={product!r}: one of {', '.join(RATES)} would do")
     if product == FUSED and not fuses(p):
@@ -167,6 +183,8 @@ def plan_of(p: ConvProblem, c: Config) -> OwnPlan:
             raise ValueError(f"multiplications={times}: a complex product takes 3 or 4")
         piece = Block(*edges, warps=integer(c, "warps"), stages=integer(c, "stages"), multiplications=times)
     form = known_spectra(str(c.get("spectra", "interleaved")))
+    if PARTS[form] > 1 and p.dims == 1:
+        raise ValueError(f"spectra={form!r}: those of signals are interleaved")
     if PARTS[form] > 1 and IN_PARTS.get(product) != form:
         takes = IN_PARTS.get(product, "interleaved")
         raise ValueError(f"spectra={form!r}: the product {product} takes spectra={takes!r} or interleaved ones")
@@ -181,7 +199,7 @@ def fits(p: ConvProblem, c: Config) -> bool:
     except (KeyError, TypeError, ValueError):
         return False
     return all(
-        n in SIZES and axis.kernel <= n and windows(axis, p.pass_, size)[1] <= n
+        n in SIZES[p.dims] and axis.kernel <= n and windows(axis, p.pass_, size)[1] <= n
         for axis, size, n in zip(p.axes, plan.tile, plan.basis, strict=True)
     )
 
@@ -216,7 +234,7 @@ def cost(p: ConvProblem, c: Config) -> Cost:
     images = {"x": p.in_channels, "y": p.out_channels}
     numbers = sum(plan.parts[role] * plan.spectra[role].dtype.itemsize * n for role, n in images.items())
     spectra = plan.frequencies * rows * numbers + plan.spectra["w"].bytes
-    kernels = 3 + sum(1 + 2 * len(chunk.tiles) for chunk in plan.chunks)
+    kernels = 3 + sum(1 + plan.transforms(chunk) for chunk in plan.chunks)
     apart = p.bytes + spectra
     if plan.in_parts:  # operands are read once more, for their scale
         apart += sum(p.nbytes(role) for role in p.operands)
@@ -234,7 +252,7 @@ def _fused_cost(p: ConvProblem, plan: OwnPlan) -> Cost:
     _, columns, depth = shape(p, 1)
     rows = sum(chunk.rows for chunk in plan.chunks)
     numbers = plan.frequencies * rows * columns * p.groups
-    block = default_config(plan.basis, "frequency_major", True, plan.images * columns * p.groups).planes
+    block = fft2d.default_config(plan.basis, "frequency_major", True, plan.images * columns * p.groups).planes
     read = int(8 * depth * (1 + 1 / min(block, columns)) * numbers * cached(p.device_type, plan.spectra["w"].bytes))
     spectra = 8 * plan.frequencies * rows * (p.in_channels if left == "x" else p.out_channels)
     spectra += plan.spectra["w"].bytes
@@ -243,25 +261,26 @@ def _fused_cost(p: ConvProblem, plan: OwnPlan) -> Cost:
     return Cost(arithmetic(p, rows, plan.frequencies), read, kernels, share, p.bytes + 2 * spectra)
 
 
-def _forms(p: ConvProblem, basis: tuple[int, int]) -> list[tuple[str, bool]]:
+def _forms(p: ConvProblem, basis: tuple[int, ...]) -> list[tuple[str, bool]]:
     """How spectra of that size can be held, and whether products are fused; the most promising first."""
     parts = [IN_PARTS[product] for product in products(p) if product in IN_PARTS]
-    forms = [*(parts if max(basis) <= LARGEST_IN_PARTS else []), "interleaved"]
+    held = p.dims > 1 and max(basis) <= fft2d.LARGEST_IN_PARTS
+    forms = [*(parts if held else []), "interleaved"]
     fused = fuses(p) and shape(p, 1)[2] <= FUSED_CHANNELS
     return [*([("interleaved", True)] if fused else []), *((form, False) for form in forms)]
 
 
-def _pair(c: Config, name: str) -> tuple[int, int]:
+def _sizes(p: ConvProblem, c: Config, name: str) -> tuple[int, ...]:
     value = c[name]
-    if not isinstance(value, tuple) or len(value) != 2 or any(type(n) is not int or n < 1 for n in value):
-        raise ValueError(f"{name}={value!r}: two positive integers would do")
+    if not isinstance(value, tuple) or len(value) != p.dims or any(type(n) is not int or n < 1 for n in value):
+        raise ValueError(f"{name}={value!r}: {'two positive integers' if p.dims > 1 else '(n,), n positive,'} would do")
     return value
 
 
 def _in_flight(
     p: ConvProblem,
-    basis: tuple[int, int],
-    tile: tuple[int, int],
+    basis: tuple[int, ...],
+    tile: tuple[int, ...],
     form: str,
     limit: int,
     *,
@@ -299,10 +318,10 @@ def _halves(number: int) -> list[int]:
 
 
 def _products(
-    p: ConvProblem, basis: tuple[int, int], tile: tuple[int, int], form: str, block: int, tiles: int
+    p: ConvProblem, basis: tuple[int, ...], tile: tuple[int, ...], form: str, block: int, tiles: int
 ) -> list[tuple[str, Block | None]]:
     """Products with the pieces that fill best."""
-    rows, frequencies = block * min(tiles, max(1, count(p, tile))), basis[0] * (basis[1] // 2 + 1)
+    rows, frequencies = block * min(tiles, max(1, count(p, tile))), _frequencies(basis)
     found: list[tuple[str, Block | None]] = []
     if max(shape(p, rows)) * max(p.in_channels, p.out_channels) * PARTS[form] > MOST_MATRIX:
         return []

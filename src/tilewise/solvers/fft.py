@@ -41,9 +41,9 @@ class FFT(Solver):
     time (absent: all). The filter is transformed once. Strides are computed in full: FPROP drops outputs, the other
     passes spread the gradient. 16-bit operands are widened to fp32.
 
-    With ``transform="own"`` the small planes of a GPU go through transforms of our own, and ``product`` may be one on
-    the matrix units, in pieces of ``gemm`` and of numbers in the parts that ``spectra`` names (absent: complex64), or
-    ``fused``: sums over few channels inside of the inverse transform.
+    With ``transform="own"`` a GPU's small planes and short signals go through transforms of our own, and ``product``
+    may be one on the matrix units, in pieces of ``gemm`` and of numbers in the parts that ``spectra`` names (absent:
+    complex64), or ``fused``: sums over few channels inside of the inverse transform.
     """
 
     name, version = "fft", 4

@@ -19,26 +19,26 @@ MOST_PLACES = 4
 class TiledFFT(Solver):
     """Overlap-save: each tile of the result from the tile of the image that it reads, by transforms that fit it.
 
-    ``basis`` is the transforms' size, ``tile`` that of a tile of the result (of the output gradient for WGRAD, which
-    sums products over all tiles: section 6), ``product`` how frequencies are multiplied (``fused``: inside of the
-    inverse transform) and ``gemm`` in what pieces, ``spectra`` in what parts numbers are written for that (absent:
-    complex64). ``block`` images and ``tiles`` of each are in flight at a time (absent: all). Numbers that are not
-    finite spread over their tile.
+    Of planes and of signals. ``basis`` is the transforms' size, ``tile`` that of a tile of the result (of the output
+    gradient for WGRAD, which sums products over all tiles: section 6), ``product`` how frequencies are multiplied
+    (``fused``: inside of the inverse transform of planes) and ``gemm`` in what pieces, ``spectra`` in what parts
+    numbers of planes' are written for that (absent: complex64). ``block`` images and ``tiles`` of each are in flight at
+    a time (absent: all). Numbers that are not finite spread over their tile.
     """
 
     name, version = "tiled_fft", 3
     devices = frozenset({"cuda"})
-    dims = frozenset({2})
+    dims = frozenset({1, 2})
     blocks_itself = True
     compiles = True
     most_configs = 4
     error_bound = {"ieee": 3e-6, "tf32": 3e-3}  # noqa: RUF012
 
     def unsupported(self, p: ConvProblem) -> list[str]:
-        """What our own transforms do not reach, and planes that one of them holds whole, which are the solver fft's."""
+        """What our own transforms do not reach, and images that one of them holds whole, which are the solver fft's."""
         reasons = own.limits(p)
         if not reasons and not self._places(p):
-            reasons.append("has no smaller tiles: one transform holds the plane, or the kernel's rim takes nearly all")
+            reasons.append("has no smaller tiles: one transform holds the image, or the kernel's rim takes nearly all")
         return reasons
 
     @staticmethod

@@ -10,6 +10,7 @@
 //   FLAT              plain spectra follow each other without a gap
 //   STAGED            plain spectra are stored through shared memory, so that pieces of memory are long
 //   SINGLE            signals are counted by one dimension
+//   PEAKS             a macro: whether each block of a forward transform writes its largest finite magnitude
 //   transform_r, transform_t    codelets of R and of T points
 //   TURNS, ROOTS      exp(-+2 pi i t k / M) at k * T + t, and exp(-2 pi i k / N) for k up to M / 2
 //   STEPS             exp(-2 pi i (T i + R j) / N) at i * T + j

@@ -97,6 +97,7 @@ class Program:
     flat: bool
     signals_first: bool
     single: bool
+    peaks: bool = False
 
     @property
     def threads(self) -> int:
@@ -151,6 +152,7 @@ def _source(p: Program) -> str:
     }  # fmt: skip
     head = [
         constants(values),
+        f"#define PEAKS {int(p.peaks)}",
         f"#define BOUNDS __launch_bounds__({bounds})",
         f"#define transform_r {codelets[r].name}",
         f"#define transform_t {codelets[t].name}" if t > 1 else "#define transform_t(r)",
@@ -178,8 +180,12 @@ def bind(
     inverse: bool,
     config: Config | None,
     scale: float = 1.0,
+    peaks: bool = False,
 ) -> Bound:
     """A transform between signals ``(..., length)``, which lie at ``offset`` inside n elements, and their spectra.
+
+    With ``peaks`` a forward one takes a third address, of an int32 for each block: there it writes the bits of the
+    largest finite magnitude of a real or imaginary part of the block's spectra.
 
     ``ValueError`` naming the values where shapes do not fit each other, n has no kernel or the offset runs out of the
     basis.
@@ -197,7 +203,7 @@ def bind(
     flat = (batch.count == batch.inner_count and y_inner == side) or batch.count == 1
     program = Program(
         n, inverse, layout, signal.dtype, config, padded, vector and config.vector, flat and layout == "plain",
-        length > 1 and 0 < x_inner < abs(step), batch.count == batch.inner_count,
+        length > 1 and 0 < x_inner < abs(step), batch.count == batch.inner_count, peaks and not inverse,
     )  # fmt: skip
     problems = program.problems()
     if problems:
@@ -205,7 +211,8 @@ def bind(
     elements = (x_outer, x_inner, step, length, *offset)
     spectra = (y_outer, y_inner, 1 if layout == "plain" else spectrum.strides[0])
     sides = (*spectra, *elements, float(scale)) if inverse else (*elements, *spectra)
-    return Bound(program, -(-batch.count // config.signals), (batch.count, batch.inner_count, *sides))
+    grid = -(-batch.count // config.signals)
+    return Bound(program, grid, (batch.count, batch.inner_count, *sides), 3 if program.peaks else 2)
 
 
 def _checked_size(n: int) -> int:

@@ -16,6 +16,7 @@ __all__ = [
     "Memory",
     "check",
     "constants",
+    "joined",
     "known_layout",
     "leading",
     "numbers",
@@ -64,14 +65,11 @@ class Leading:
     inner: tuple[int, ...]
 
 
-def leading(shape: Sequence[int], *strides: Sequence[int]) -> Leading:
-    """The leading dimensions of tensors as at most two; those that lie one inside the other in each of them join.
+def joined(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Dimensions of tensors with their strides, those that lie one inside the other in each of them as one.
 
-    ``ValueError`` where more than two remain, or for more planes than a kernel counts.
+    Those of size 1 are left out.
     """
-    count = math.prod(shape)
-    if count > MOST_PLANES:
-        raise ValueError(f"{count} planes in {tuple(shape)}: at most {MOST_PLANES}")
     found: list[tuple[int, tuple[int, ...]]] = []
     for size, *steps in zip(shape, *strides, strict=True):
         if size == 1:
@@ -80,6 +78,18 @@ def leading(shape: Sequence[int], *strides: Sequence[int]) -> Leading:
             found[-1] = (found[-1][0] * size, tuple(steps))
         else:
             found.append((size, tuple(steps)))
+    return found
+
+
+def leading(shape: Sequence[int], *strides: Sequence[int]) -> Leading:
+    """The leading dimensions of tensors as at most two; those that lie one inside the other in each of them join.
+
+    ``ValueError`` where more than two remain, or for more planes than a kernel counts.
+    """
+    count = math.prod(shape)
+    if count > MOST_PLANES:
+        raise ValueError(f"{count} planes in {tuple(shape)}: at most {MOST_PLANES}")
+    found = joined(shape, *strides)
     if len(found) > 2:
         raise ValueError(f"leading dimensions {tuple(shape)} with strides {strides} do not join into two")
     none = (0,) * len(strides)

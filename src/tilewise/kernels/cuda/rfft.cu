@@ -32,9 +32,25 @@ __device__ __forceinline__ void mirror(const float2 (&c)[COUNT][T], float2 (&m)[
   }
 }
 
-extern "C" __global__ void BOUNDS rfft(const Real* __restrict__ x, float2* __restrict__ y, i64 signals, i64 inner,
-                                       i64 x_outer, i64 x_inner, i64 x_step, i64 length, i64 left, i64 y_outer,
-                                       i64 y_inner, i64 y_step) {
+// The largest of the block's ``peak``, into ``peaks[block]``, as its bits.
+__device__ __forceinline__ void store_peak(float peak, float* shared, int* peaks) {
+#pragma unroll
+  for (int other = 16; other; other /= 2) peak = larger(peak, __shfl_xor_sync(~0u, peak, other));
+  __syncthreads();  // what lies there has been read
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = peak;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int i = 1; i < THREADS / 32; ++i) peak = larger(peak, shared[i]);
+  peaks[blockIdx.x] = (int)bits_of(peak);
+}
+
+// ``peaks``: one number of each block, the largest finite magnitude of its spectra's parts.
+extern "C" __global__ void BOUNDS rfft(const Real* __restrict__ x, float2* __restrict__ y,
+#if PEAKS
+                                       int* __restrict__ peaks,
+#endif
+                                       i64 signals, i64 inner, i64 x_outer, i64 x_inner, i64 x_step, i64 length,
+                                       i64 left, i64 y_outer, i64 y_inner, i64 y_step) {
   extern __shared__ float4 shared[];
   const Seat me = seat();
   const unsigned number = first_signal() + me.slot;
@@ -46,11 +62,13 @@ extern "C" __global__ void BOUNDS rfft(const Real* __restrict__ x, float2* __res
   if constexpr (T > 1) mirror(c, m, me);
   const Start to = begin(number, signals, inner, y_outer, y_inner);
   if constexpr (STAGED) __syncwarp();  // what lies there has been read
-  else if (!to.exists) return;
+  else if (!PEAKS && !to.exists) return;
+  float peak = 0.f;
   float2* spectrum = y + to.offset;
   const auto put = [&](int k, float2 value) {
+    if constexpr (PEAKS) peak = larger(larger(peak, value.x), value.y);
     if constexpr (STAGED) s[k] = value;
-    else store_complex(spectrum + y_step * k, value);
+    else if (!PEAKS || to.exists) store_complex(spectrum + y_step * k, value);
   };
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
@@ -75,4 +93,7 @@ extern "C" __global__ void BOUNDS rfft(const Real* __restrict__ x, float2* __res
     const float2* from = (const float2*)shared;
     each_number(me, signals, inner, y_outer, y_inner, [&](int place, i64 at) { store_complex(y + at, from[place]); });
   }
+#if PEAKS
+  store_peak(peak, (float*)shared, peaks);
+#endif
 }
