@@ -31,7 +31,7 @@ MODES = {"fp32": ("fp32", "ieee"), "tf32": ("fp32", "tf32"), "bf16": ("bf16", "i
 @dataclass(frozen=True)
 class Layer:
     """A layer with equal axes. ``least``: the bars of each mode, one for all passes or one each; over ``by_hand``'s
-    time where that is set."""
+    time where that is set. ``modes`` are those without a bar."""
 
     name: str
     batch: int
@@ -40,6 +40,7 @@ class Layer:
     depthwise: bool = True
     by_hand: bool = False
     least: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    modes: tuple[str, ...] = ()
 
     def problem(self, pass_: Pass, mode: str, device: torch.device) -> ConvProblem:
         """One pass."""
@@ -51,8 +52,8 @@ class Layer:
         )  # fmt: skip
 
 
-def _same(size: int, kernel: int) -> Axis:
-    return Axis(size, kernel, 1, 1, kernel // 2, kernel // 2)
+def _same(size: int, kernel: int, stride: int = 1) -> Axis:
+    return Axis(size, kernel, stride, 1, kernel // 2, kernel // 2)
 
 
 GPU = (
@@ -62,6 +63,9 @@ GPU = (
     Layer("1-D 1025 of 8192", 8, 768, (_same(8192, 1025),), by_hand=True, least=(("fp32", (2.5,)),)),
     Layer("1-D 8192 of 8192", 8, 768, (_same(8192, 8192),), by_hand=True, least=(("fp32", (2.5,)),)),
     Layer("volume 5x5x5", 1, 64, (Axis(96, 5),) * 3, depthwise=False, least=(("fp32", (3,)),)),
+    Layer("depthwise 31x31 stride 2", 64, 128, (_same(56, 31, 2),) * 2, modes=("fp32", "bf16")),
+    Layer("depthwise 13x13 stride 2", 64, 96, (_same(56, 13, 2),) * 2, modes=("fp32", "bf16")),
+    Layer("1-D 1025 of 8192 stride 2", 8, 768, (_same(8192, 1025, 2),), modes=("fp32",)),
 )
 CPU = (
     Layer("depthwise 31x31", 4, 64, (_same(56, 31),) * 2, least=(("fp32", (8,)),)),
@@ -84,7 +88,7 @@ def run(settings: Settings) -> Result:
     notes: list[str] = []
     planner, deadline = settings.planner(), settings.deadline()
     for layer in layers:
-        modes = [mode for mode in asked if settings.quick or settings.text("modes") or mode in dict(layer.least)]
+        modes = [mode for mode in asked if settings.quick or settings.text("modes") or mode in own_modes(layer)]
         for mode in modes:
             for pass_ in passes:
                 if deadline.passed:
@@ -100,6 +104,11 @@ def run(settings: Settings) -> Result:
         Bar("least replaced over torch's better layout", least_replaced(rows), least=0.97, applies=not settings.quick)
     )
     return Result(rows, bars, notes=notes)
+
+
+def own_modes(layer: Layer) -> tuple[str, ...]:
+    """Modes that are run unless others are asked for."""
+    return (*dict(layer.least), *layer.modes)
 
 
 def _row(layer: Layer, mode: str, problem: ConvProblem, plan: Plan) -> Row:
