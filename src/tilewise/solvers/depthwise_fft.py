@@ -25,10 +25,10 @@ MOST = 2**31 - 2**20
 """Planes, and elements of the filter: kernels count them in 32 bits."""
 EFFICIENCY = {"fp32": 0.25, "tf32": 0.03, "16-bit": 0.017}
 """Share of the matrix product's rate that transforms reach, which are done in fp32 whatever the operands."""
-LEAST_PRODUCTS = 4
-"""Multiply-adds of the direct way for each point of a basis up to which transforms, by their arithmetic, never win."""
 CPU_EFFICIENCY = 0.4
 """The same on a CPU, where 16-bit operands' products are done in fp32 too."""
+LEAST_PRODUCTS = 4
+"""Multiply-adds of the direct way for each point of a basis up to which transforms, by their arithmetic, never win."""
 
 
 class DepthwiseFFT(Solver):
