@@ -118,7 +118,7 @@ def test_signals_of_any_length_and_memory(pass_: Pass, dtype: str, data: st.Data
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pass_", list(Pass))
-@settings(max_examples=3, suppress_health_check=SLOW)
+@settings(max_examples=2, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_strides_and_dilation_of_any_memory(pass_: Pass, dims: int, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(("fp32", "bf16", "fp16")), "dtype")
@@ -198,11 +198,8 @@ def test_tiles(pass_: Pass, size: int, kernel: int, before: int, after: int, n: 
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(
     ("axis", "n"),
-    [
-        (Axis(3001, 129, 2, 1, 64, 63), 512), (Axis(2500, 40, 3, 5, 100, 7), 512),
-        (Axis(2501, 257, 7, 1, 199, 0), 1024), (Axis(1700, 90, 1, 4, 11, 700), 1536),
-    ],
-)  # fmt: skip
+    [(Axis(3001, 129, 2, 1, 64, 63), 512), (Axis(2500, 40, 3, 5, 100, 7), 512)],
+)
 def test_tiles_with_strides_and_dilation(pass_: Pass, axis: Axis, n: int) -> None:
     p = ConvProblem(pass_, 2, 2, 2, (axis,), 2)
     c = Config(basis=(n,), signals=2)
@@ -214,9 +211,8 @@ def test_tiles_with_strides_and_dilation(pass_: Pass, axis: Axis, n: int) -> Non
 @pytest.mark.parametrize(
     ("split", "axes"),
     [
-        (2, (Axis(40, 17, 2, 1, 8, 8), Axis(41, 15, 2, 1, 7, 7))),
-        (1, (Axis(48, 6, 1, 5, 12, 12), Axis(37, 15, 3, 2, 10, 11))),
-        (2, (Axis(31, 30, 5, 1, 20, 3), Axis(52, 7, 1, 2, 6, 6))),
+        (2, (Axis(40, 17, 2, 1, 8, 8), Axis(52, 15, 3, 2, 10, 11))),
+        (1, (Axis(48, 6, 1, 5, 12, 12), Axis(31, 30, 2, 1, 20, 3))),
     ],
 )
 def test_one_and_two_threads_a_transform_with_strides_and_dilation(
