@@ -51,8 +51,8 @@ class Layer:
         )  # fmt: skip
 
 
-def _same(size: int, kernel: int) -> Axis:
-    return Axis(size, kernel, 1, 1, kernel // 2, kernel // 2)
+def _same(size: int, kernel: int, stride: int = 1) -> Axis:
+    return Axis(size, kernel, stride, 1, kernel // 2, kernel // 2)
 
 
 GPU = (
@@ -63,6 +63,9 @@ GPU = (
     Layer("1-D 8192 of 8192", 8, 768, (_same(8192, 8192),), by_hand=True, least=(("fp32", (2.5,)),)),
     Layer("1-D dense 101 of 8192", 32, 64, (_same(8192, 101),), depthwise=False, least=(("fp32", ()),)),
     Layer("volume 5x5x5", 1, 64, (Axis(96, 5),) * 3, depthwise=False, least=(("fp32", (3,)),)),
+    Layer("depthwise 31x31 stride 2", 64, 128, (_same(56, 31, 2),) * 2, least=(("fp32", ()), ("bf16", ()))),
+    Layer("depthwise 13x13 stride 2", 64, 96, (_same(56, 13, 2),) * 2, least=(("fp32", ()), ("bf16", ()))),
+    Layer("1-D 1025 of 8192 stride 2", 8, 768, (_same(8192, 1025, 2),), least=(("fp32", ()),)),
 )
 CPU = (
     Layer("depthwise 31x31", 4, 64, (_same(56, 31),) * 2, least=(("fp32", (8,)),)),

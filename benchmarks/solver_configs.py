@@ -44,6 +44,7 @@ NAMED = {
     "L4": "mb128ic128ih16oc128kh7ph0",
     "L5": "mb128ic384ih13oc384kh3ph0",
     "depthwise31": "g128mb64ic128ih56oc128kh31ph15",
+    "depthwise31s2": "g128mb64ic128ih56oc128kh31sh2ph15",
     "depthwise7": "g96mb64ic96ih56oc96kh7ph3",
     "depthwise7small": "g384mb64ic384ih14oc384kh7ph3",
     "dense101": "mb32ic64iw8192oc64kw101pw50",

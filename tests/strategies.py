@@ -15,7 +15,7 @@ from tilewise.problem import ALIGNMENT, ROLES, ConvProblem, Pass, dense_strides,
 
 FORMS = ("contiguous", "channels_last", "channels", "space", "steps")
 """Memory of a tensor: dense both ways, a slice of a tensor with more channels, of a larger one, every other column."""
-KINDS = ("any", "pointwise", "patches", "same")
+KINDS = ("any", "pointwise", "patches", "same", "large")
 
 axis_sizes = st.integers(1, 13)
 
@@ -25,9 +25,14 @@ def axes(draw: st.DrawFn, kind: str = "any", longest: int = 13) -> Axis:
     """An axis with at least one output: signed padding that differs by side, stride, dilation.
 
     ``pointwise`` has one tap, ``patches`` a kernel equal to its stride, ``same`` three taps and as many outputs as
-    inputs.
+    inputs, ``large`` a kernel that reaches over half of them or more.
     """
     size = draw(st.integers(1, longest))
+    if kind == "large":
+        stride, dilation = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        kernel = draw(st.integers((size // 2) // dilation + 1, (size - 1) // dilation + 1))
+        before, after = draw(st.integers(0, size // 2)), draw(st.integers(0, size // 2))
+        return Axis(size, kernel, stride, dilation, before, after)
     if kind == "same":
         return Axis(size, 3, 1, 1, 1, 1)
     if kind in ("pointwise", "patches"):
@@ -56,8 +61,8 @@ def problems(
     """Small problems of any pass and dimension, dense and aligned; :func:`with_operands` draws their memory."""
     dims = dims or draw(st.sampled_from((1, 2, 3)))
     longest = longest or {1: 40, 2: 13, 3: 7}[dims]
-    kind = draw(st.sampled_from(KINDS))
-    depthwise = draw(st.integers(0, 3)) == 0
+    kind = draw(st.sampled_from(KINDS if dims < 3 else KINDS[:-1]))
+    depthwise = kind == "large" or draw(st.integers(0, 3)) == 0
     groups = draw(st.sampled_from((2, 3, 5))) if depthwise else draw(st.sampled_from((1, 1, 2, 3)))
     into = 1 if depthwise else draw(st.integers(1, 5))
     return ConvProblem(

@@ -53,7 +53,14 @@ def test_transforms(dims: int, layout: str, dtype: torch.dtype, inverse: bool, t
     check(transform(dims, layout, inverse, dtype).program, tmp_path)
 
 
-@pytest.mark.parametrize("axes", [(Axis(14, 5, 1, 1, 2, 2),) * 2, (Axis(600, 33, 1, 1, 16, 16),)], ids=["2d", "1d"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (Axis(14, 5, 1, 1, 2, 2),) * 2, (Axis(600, 33, 1, 1, 16, 16),), (Axis(29, 9, 2, 2, 8, 8),) * 2,
+        (Axis(600, 33, 2, 3, 48, 48),),
+    ],
+    ids=["2d", "1d", "2d-apart", "1d-apart"],
+)  # fmt: skip
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_depthwise(pass_: Pass, axes: tuple[Axis, ...], tmp_path: Path) -> None:
     solver, p = DepthwiseFFT(), ConvProblem(pass_, 3, 4, 4, axes, 4, device="cuda:any")

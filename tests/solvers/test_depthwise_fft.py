@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests.kernels.emulator import emulate, emulated
 from tests.solvers.test_solvers import Memory, check
@@ -26,7 +26,7 @@ from tilewise.plan import Config
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._depthwise_fft import Step
-from tilewise.solvers._fft_sizes import least
+from tilewise.solvers._fft_sizes import least, least_whole, whole_placement
 from tilewise.solvers.base import Run, SolverUnavailable
 from tilewise.solvers.depthwise_fft import DepthwiseFFT
 
@@ -75,13 +75,24 @@ SOLVER = Emulated()
 
 
 @st.composite
-def depthwise(draw: st.DrawFn, pass_: Pass, dims: int = 2, longest: int = 20, dtype: str = "fp32") -> ConvProblem:
-    """Layers of any kernel up to the padded image, with signed padding that differs by side."""
+def depthwise(
+    draw: st.DrawFn, pass_: Pass, dims: int = 2, longest: int = 20, dtype: str = "fp32", spread: bool = False
+) -> ConvProblem:
+    """Layers of any kernel up to the padded image, with signed padding that differs by side.
+
+    ``spread``: with a stride, a dilation or both, which differ by axis.
+    """
     axes = []
     for _ in range(dims):
         size = draw(st.integers(1, longest))
-        before, after = draw(st.integers(-min(2, size - 1), size)), draw(st.integers(0, size))
-        axes.append(Axis(size, draw(st.integers(1, min(size + before + after, longest))), 1, 1, before, after))
+        before, after = draw(st.integers(-min(2, size - 1), size)), draw(st.integers(-min(2, (size - 1) // 2), size))
+        before = max(before, 1 - size - min(after, 0))
+        padded = size + before + after
+        dilation = draw(st.integers(1, min(4, padded))) if spread else 1
+        kernel = draw(st.integers(1, min((padded - 1) // dilation + 1, longest)))
+        axes.append(
+            Axis(size, kernel, draw(st.sampled_from((1, 2, 2, 3, 5))) if spread else 1, dilation, before, after)
+        )
     channels = draw(st.sampled_from((1, 2, 3, 5)))
     return ConvProblem(pass_, draw(st.integers(1, 4)), channels, channels, tuple(axes), channels, dtype=dtype)
 
@@ -102,6 +113,16 @@ def test_planes_of_any_size_and_memory(pass_: Pass, dtype: str, data: st.DataObj
 @given(data=st.data())
 def test_signals_of_any_length_and_memory(pass_: Pass, dtype: str, data: st.DataObject) -> None:
     check_drawn(depthwise(pass_, 1, 700, dtype), data)
+
+
+@emulated
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("pass_", list(Pass))
+@settings(max_examples=2, suppress_health_check=SLOW)
+@given(data=st.data())
+def test_strides_and_dilation_of_any_memory(pass_: Pass, dims: int, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(("fp32", "bf16", "fp16")), "dtype")
+    check_drawn(depthwise(pass_, dims, 700 if dims == 1 else 40, dtype, True), data)
 
 
 def check_drawn(drawn: st.SearchStrategy[ConvProblem], data: st.DataObject) -> None:
@@ -173,23 +194,79 @@ def test_tiles(pass_: Pass, size: int, kernel: int, before: int, after: int, n: 
     check_config(p, Config(**c, shares=3) if pass_ is Pass.WGRAD else c)
 
 
+@emulated
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize(
+    ("axis", "n"),
+    [(Axis(3001, 129, 2, 1, 64, 63), 512), (Axis(2500, 40, 3, 5, 100, 7), 512)],
+)
+def test_tiles_with_strides_and_dilation(pass_: Pass, axis: Axis, n: int) -> None:
+    p = ConvProblem(pass_, 2, 2, 2, (axis,), 2)
+    c = Config(basis=(n,), signals=2)
+    check_config(p, Config(**c, shares=3) if pass_ is Pass.WGRAD else c)
+
+
+@emulated
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize(
+    ("split", "axes"),
+    [
+        (2, (Axis(40, 17, 2, 1, 8, 8), Axis(52, 15, 3, 2, 10, 11))),
+        (1, (Axis(48, 6, 1, 5, 12, 12), Axis(31, 30, 2, 1, 20, 3))),
+    ],
+)
+def test_one_and_two_threads_a_transform_with_strides_and_dilation(
+    pass_: Pass, split: int, axes: tuple[Axis, ...]
+) -> None:
+    """Two threads hold every other row and column: with an even stride those of one have none of the result."""
+    p = ConvProblem(pass_, 2, 3, 3, axes, 3)
+    found = next(c for c in SOLVER.configs(p) if c["split"] == split)
+    check_config(p, Config(**{**found, "planes": 2, **({"shares": 2} if pass_ is Pass.WGRAD else {})}))
+
+
 @settings(max_examples=200, suppress_health_check=SLOW)
 @given(data=st.data(), pass_=st.sampled_from(list(Pass)), dims=st.sampled_from((1, 2)))
 def test_the_basis_is_as_small_as_it_says(data: st.DataObject, pass_: Pass, dims: int) -> None:
     """Behind one side's padding alone, what wraps around lands on zeros."""
     p = data.draw(depthwise(pass_, dims), "problem")
     for axis in p.axes:
-        assert least(axis, pass_) <= max(axis.size + max(axis.before, axis.after, 0), axis.kernel, axis.out)
+        most = max(axis.size + max(axis.before, axis.after, 0), axis.kernel, axis.out)
+        assert least(axis, pass_) <= least_whole(axis, pass_) <= most
+
+
+@settings(max_examples=300, suppress_health_check=SLOW)
+@given(data=st.data(), pass_=st.sampled_from(list(Pass)))
+def test_nothing_that_is_read_wraps_onto_something_else(data: st.DataObject, pass_: Pass) -> None:
+    """A circular product in the least basis is exact in whole numbers, wherever strides and dilation put elements."""
+    (axis,) = data.draw(depthwise(pass_, 1, 30, spread=True), "problem").axes
+    assume(pass_ is not Pass.DGRAD or axis.before >= 0)
+    p = ConvProblem(pass_, 1, 1, 1, (axis,), 1)
+    n = least_whole(axis, pass_)
+    a, b = (torch.arange(3, 3 + math.prod(p.shape(role)), dtype=torch.float64) for role in p.operands)
+    circles = {}
+    for role, values in zip(p.operands, (a, b), strict=True):
+        place = whole_placement(axis, role, pass_)
+        assert place.lead + (place.count - 1) * place.step < n
+        circles[role] = torch.zeros(n, dtype=torch.float64)
+        places = place.lead + torch.arange(place.count) * place.step
+        circles[role][places] = values[place.start : place.start + place.count]
+    first, second = (torch.fft.fft(circles[role]) for role in p.operands)
+    full = torch.fft.ifft(first * (second if pass_ is Pass.DGRAD else second.conj())).real.round()
+    kept = whole_placement(axis, p.result, pass_)
+    got = full[kept.lead + torch.arange(kept.count) * kept.step]
+    want = p.reference(a.reshape(p.shape(p.operands[0])), b.reshape(p.shape(p.operands[1]))).flatten()
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"groups": 2, "in_channels": 4, "out_channels": 4}, "takes as many groups as channels, not 2 of 4 to 4"),
-        ({"axes": (Axis(20, 3, 2), Axis(20, 3))}, "along h takes stride 1 and dilation 1, not 2 and 1"),
+        ({"axes": (Axis(56, 3, 4), Axis(56, 3, 4))}, "more than 4 multiply-adds of the direct way for each"),
+        ({"axes": (Axis(1, 2, 1, 2, 1, 1), Axis(40, 20))}, "along h no output reads an input"),
         ({"axes": (Axis(100, 61, 1, 1, 30, 30), Axis(20, 3))}, "along h needs a basis of 130, at most 128"),
-        ({"axes": (Axis(2**15, 2**14 + 1),)}, "at most 24576, or for tiles a kernel of at most 12288, not 16385"),
-        ({"pass_": Pass.DGRAD, "axes": (Axis(20, 3, 1, 1, -1, 0), Axis(20, 3))}, "inputs that an output reads"),
+        ({"axes": (Axis(2**15, 2**14 + 1),)}, "or for tiles a kernel that reaches over at most 12288, not 16385"),
+        ({"pass_": Pass.DGRAD, "axes": (Axis(20, 3, 1, 1, -1, 0), Axis(20, 3))}, "inputs that are cropped before the"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_do_is_said(change: dict[str, Any], reason: str) -> None:
@@ -263,9 +340,10 @@ def test_a_missing_barrier_shows(pass_: Pass, dims: int) -> None:
 def test_nvrtc_compiles_them(pass_: Pass, dims: int) -> None:
     if cuda.unavailable():
         pytest.skip(cuda.unavailable())
-    axes = (Axis(8192, 1025, 1, 1, 512, 512),) if dims == 1 else (Axis(56, 31, 1, 1, 15, 15),) * 2
-    for dtype in ("fp32", "bf16", "fp16"):
-        p = ConvProblem(pass_, 2, 3, 3, axes, 3, dtype=dtype)
+    axis = Axis(8192, 1025, 1, 1, 512, 512) if dims == 1 else Axis(56, 31, 1, 1, 15, 15)
+    apart = replace(axis, stride=2, kernel=axis.kernel // 3, dilation=3)
+    for dtype, same in (("fp32", axis), ("bf16", axis), ("fp16", axis), ("fp32", apart)):
+        p = ConvProblem(pass_, 2, 3, 3, (same,) * dims, 3, dtype=dtype)
         a, b = make_operands(p)
         for c in itertools.islice(SOLVER.configs(p), 2):
             for step in SOLVER.steps(p, c, a, b, make_result(p)):
@@ -286,18 +364,42 @@ def test_large_layers_on_a_gpu(pass_: Pass, dtype: str) -> None:
         (Axis(64, 51, 1, 1, 25, 25),) * 2, (Axis(7, 5, 1, 1, 2, 2), Axis(90, 33, 1, 1, 16, 16)),
         (Axis(8192, 1025, 1, 1, 512, 512),), (Axis(8192, 8192, 1, 1, 8191, 0),), (Axis(100_000, 901, 1, 1, 450, 450),),
     )  # fmt: skip
-    solver = DepthwiseFFT()
     for axes in layers:
-        p = ConvProblem(pass_, 5, 6, 6, axes, 6, dtype=dtype, device=device_name(torch.device("cuda")))
-        assert not solver.why_not(p)
-        a, b = (t.cuda() for t in make_operands(replace(p, device="cpu")))
-        want = convolve_by_transform(p, a, b)
-        for c in itertools.islice(solver.configs(p), 2 if dtype == "fp32" else 1):
-            out = make_result(replace(p, device="cpu")).cuda().fill_(math.nan)
-            space = torch.full((solver.workspace(p, c),), 0xFF, dtype=torch.uint8, device="cuda")
-            solver.bind(p, c, a, b, out)(a, b, out, space)
-            error = float((out.double() - want).norm() / want.norm())
-            assert error <= (1e-6 if dtype == "fp32" else 2.0**-8 if dtype == "bf16" else 2.0**-10), f"{c}: {error}"
+        check_on_gpu(ConvProblem(pass_, 5, 6, 6, axes, 6, dtype=dtype), 2 if dtype == "fp32" else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (Axis(56, 31, 2, 1, 15, 15),) * 2, (Axis(57, 31, 2, 1, 15, 14), Axis(60, 29, 3, 1, 14, 14)),
+        (Axis(56, 13, 1, 2, 12, 12),) * 2, (Axis(28, 29, 2, 1, 14, 14), Axis(90, 9, 4, 3, 12, 11)),
+        (Axis(30, 9, 2, 1, 3, -1), Axis(14, 13, 1, 1, 6, 6)), (Axis(8192, 1025, 2, 1, 512, 512),),
+        (Axis(8191, 300, 3, 4, 597, 601),), (Axis(100_001, 901, 5, 1, 450, 450),), (Axis(50_000, 129, 1, 8, 512, 512),),
+    ],
+    ids=lambda axes: " by ".join(f"{a.size}k{a.kernel}s{a.stride}d{a.dilation}" for a in axes),
+)  # fmt: skip
+def test_strides_and_dilation_on_a_gpu(axes: tuple[Axis, ...], pass_: Pass, dtype: str) -> None:
+    check_on_gpu(ConvProblem(pass_, 5, 6, 6, axes, 6, dtype=dtype), 3 if dtype == "fp32" else 1)
+
+
+def check_on_gpu(here: ConvProblem, most: int) -> None:
+    """The first configs of a problem, of which ``here`` is the same on a CPU."""
+    solver, p = DepthwiseFFT(), replace(here, device=device_name(torch.device("cuda")))
+    assert not solver.why_not(p)
+    a, b = (t.cuda() for t in make_operands(here))
+    want = convolve_by_transform(p, a, b)
+    limit = {"fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-10}[p.dtype]
+    for c in itertools.islice(solver.configs(p), most):
+        out = make_result(here).cuda().fill_(math.nan)
+        space = torch.full((solver.workspace(p, c),), 0xFF, dtype=torch.uint8, device="cuda")
+        solver.bind(p, c, a, b, out)(a, b, out, space)
+        missing = int(out.isnan().sum())
+        assert not missing, f"{p.key} {c}: {missing} of {out.numel()} results are not written"
+        error = float((out.double() - want).norm() / want.norm())
+        assert error <= limit, f"{p.key} {c}: error {error:.1e}, at most {limit:.1e}"
 
 
 @emulated

@@ -13,7 +13,7 @@ from tilewise.kernels.cpu.sizes import Planes, factors, order, packed, smooth, t
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, UnitsRun, forms, lanes, scratch, sizes_of, strides
-from tilewise.solvers._fft_sizes import least, placement
+from tilewise.solvers._fft_sizes import least_whole, placement
 from tilewise.solvers._tiles import integer
 
 __all__ = ["bind", "configs", "too_large", "transformed", "workspace"]
@@ -38,7 +38,7 @@ def _bases(p: ConvProblem) -> list[tuple[int, int]]:
     """The least sizes in which nothing wraps onto what is kept, the best first."""
     axes = []
     for axis in p.axes:
-        sizes = (n for n in itertools.count(max(2, least(axis, p.pass_))) if smooth(n))
+        sizes = (n for n in itertools.count(max(2, least_whole(axis, p.pass_))) if smooth(n))
         axes.append(list(itertools.islice(sizes, 2)))
     ranked = sorted(itertools.product(*axes), key=_effort)
     near = [basis for basis in ranked if _effort(basis) <= NEAR * _effort(ranked[0])]
@@ -69,8 +69,8 @@ def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch
     """The run. Raises ``ValueError`` for a config that is none of the problem's."""
     sizes = _sizes(c)
     basis = sizes.n1, sizes.n2
-    if any(n < least(axis, p.pass_) for n, axis in zip(basis, p.axes, strict=True)):
-        raise ValueError(f"basis={basis}: must be at least {tuple(least(axis, p.pass_) for axis in p.axes)}")
+    if any(n < least_whole(axis, p.pass_) for n, axis in zip(basis, p.axes, strict=True)):
+        raise ValueError(f"basis={basis}: must be at least {tuple(least_whole(axis, p.pass_) for axis in p.axes)}")
     tensors = dict(zip((*p.operands, p.result), (a, b, out), strict=True))
     image, other = ("y", "x") if p.pass_ is Pass.DGRAD else ("x", "y")
     # An image that is cropped begins later, which the place of the filter's first tap makes up for.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers._fft_sizes import Placement, placement, result_placement
+from tilewise.solvers._fft_sizes import Placement, whole_placement
 from tilewise.solvers.base import SolverUnavailable
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ class Operand:
     @classmethod
     def of(cls, p: ConvProblem, role: str, tensor: torch.Tensor) -> Operand:
         """The tensor with place ``role``."""
-        places = tuple(
-            result_placement(axis, p.pass_) if role == p.result else placement(axis, role) for axis in p.axes
-        )
+        places = tuple(whole_placement(axis, role, p.pass_) for axis in p.axes)
         strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         image, channel = (0, strides[0]) if role == "w" else strides[:2]
         space = strides[2:]

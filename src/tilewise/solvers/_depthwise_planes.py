@@ -13,7 +13,7 @@ from tilewise.kernels.cuda.depthwise2d import SIZES, Adder, Program, Window
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._depthwise_fft import FIRST, OUT, SECOND, WORKSPACE, Operand, Step, correlates, operands
-from tilewise.solvers._fft_sizes import least, placement, result_placement
+from tilewise.solvers._fft_sizes import least_whole, whole_placement
 from tilewise.solvers._tiles import PROCESSORS, integer
 
 __all__ = ["basis", "configs", "steps", "too_large", "transformed", "workspace"]
@@ -32,15 +32,15 @@ SHARED = 233472
 def too_large(p: ConvProblem) -> list[str]:
     """Reasons against bases beyond the largest."""
     return [
-        f"along {name} needs a basis of {least(axis, p.pass_)}, at most {SIZES[-1]}"
+        f"along {name} needs a basis of {least_whole(axis, p.pass_)}, at most {SIZES[-1]}"
         for name, axis in zip(p.space, p.axes, strict=True)
-        if least(axis, p.pass_) > SIZES[-1]
+        if least_whole(axis, p.pass_) > SIZES[-1]
     ]
 
 
 def basis(p: ConvProblem) -> tuple[int, int]:
     """The smallest sizes in which nothing wraps onto what is kept."""
-    n1, n2 = (next(n for n in SIZES if n >= least(axis, p.pass_)) for axis in p.axes)
+    n1, n2 = (next(n for n in SIZES if n >= least_whole(axis, p.pass_)) for axis in p.axes)
     return n1, n2
 
 
@@ -104,13 +104,9 @@ def _program(p: ConvProblem, sizes: tuple[int, int], planes: int, split: int, re
 
 
 def _window(p: ConvProblem, role: str, tensors: dict[str, Operand] | None) -> Window:
-    if tensors is not None:
-        found, pairs = tensors[role].places, tensors[role].pairs
-    else:
-        pairs = False
-        found = tuple(result_placement(a, p.pass_) if role == p.result else placement(a, role) for a in p.axes)
-    rows, columns = found
-    return Window(rows.count, columns.count, rows.lead, columns.lead, pairs)
+    rows, columns = (whole_placement(axis, role, p.pass_) for axis in p.axes)
+    pairs = tensors is not None and tensors[role].pairs
+    return Window(rows.count, columns.count, rows.lead, columns.lead, pairs, rows.apart, columns.apart)
 
 
 def _sizes(c: Config) -> tuple[int, int]:
@@ -138,8 +134,8 @@ def steps(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torc
     """The launches. Raises ``ValueError`` for a config that is none of the problem's."""
     tensors = operands(p, a, b, out)
     sizes, split = _sizes(c), integer(c, "split")
-    if any(n < least(axis, p.pass_) for n, axis in zip(sizes, p.axes, strict=True)):
-        raise ValueError(f"basis={sizes}: must be at least {tuple(least(axis, p.pass_) for axis in p.axes)}")
+    if any(n < least_whole(axis, p.pass_) for n, axis in zip(sizes, p.axes, strict=True)):
+        raise ValueError(f"basis={sizes}: must be at least {tuple(least_whole(axis, p.pass_) for axis in p.axes)}")
     program = _program(p, sizes, integer(c, "planes"), split, integer(c, "resident") if "resident" in c else 0, tensors)
     if problems := program.problems():
         raise ValueError("; ".join(problems))
@@ -195,6 +191,6 @@ def _gradient(p: ConvProblem, c: Config, program: Program, tensors: dict[str, Op
 
 def _to_workspace(program: Program, height: int, width: int) -> Program:
     """The kernel of filter gradients that writes shares, dense and fp32, into the workspace."""
-    first, second, _ = program.windows
-    pairs = width % 2 == 0
-    return replace(program, windows=(first, second, Window(height, width, 0, 0, pairs)), wide=True)
+    first, second, result = program.windows
+    dense = Window(height, width, 0, 0, width % 2 == 0, result.down, result.along)
+    return replace(program, windows=(first, second, dense), wide=True)

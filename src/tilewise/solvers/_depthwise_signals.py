@@ -14,7 +14,7 @@ from tilewise.kernels.cuda.depthwise2d import Adder
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._depthwise_fft import FIRST, OUT, SECOND, WORKSPACE, Operand, Step, correlates, operands
-from tilewise.solvers._fft_sizes import least
+from tilewise.solvers._fft_sizes import least_whole, whole_placement
 from tilewise.solvers._tiles import PROCESSORS, integer
 
 __all__ = ["configs", "steps", "too_large", "transformed", "workspace"]
@@ -32,17 +32,28 @@ def too_large(p: ConvProblem) -> list[str]:
     """Reasons against signals that neither fit the largest basis nor go in tiles of at least half of it."""
     (axis,) = p.axes
     largest = _sizes(p)[-1]
-    if least(axis, p.pass_) <= largest or 2 * axis.kernel <= largest:
+    if _fits(p, largest):
         return []
     return [
-        f"needs a basis of {least(axis, p.pass_)}, at most {largest}, or for tiles a kernel of at most {largest // 2}, "
-        f"not {axis.kernel}"
+        f"needs a basis of {least_whole(axis, p.pass_)}, at most {largest}, or for tiles a kernel that reaches over at "
+        f"most {largest // 2}, not {axis.reach}"
     ]
 
 
 def _sizes(p: ConvProblem) -> list[int]:
     """Sizes of bases whose kernel fits."""
     return [n for n in SIZES if not _program(p, n, 1, 0).problems()]
+
+
+def _fits(p: ConvProblem, n: int) -> bool:
+    """Whether the whole signal fits the basis, or tiles of which at least half are results."""
+    (axis,) = p.axes
+    return least_whole(axis, p.pass_) <= n or (2 * axis.reach <= n and _tile(p, n) > 0)
+
+
+def _apart(p: ConvProblem) -> dict[str, int]:
+    """How far apart each tensor's elements lie in the basis."""
+    return {role: whole_placement(p.axes[0], role, p.pass_).apart for role in "xwy"}
 
 
 def _results(p: ConvProblem) -> int:
@@ -57,9 +68,10 @@ def _tile(p: ConvProblem, n: int) -> int:
     Below 1 where the kernel is longer than the basis.
     """
     (axis,) = p.axes
-    if least(axis, p.pass_) <= n:
+    if least_whole(axis, p.pass_) <= n:
         return _results(p)
-    return (n - axis.kernel + 1) // 2 * 2
+    apart = 1 if p.pass_ is Pass.DGRAD else axis.stride
+    return ((n - axis.reach) // apart + 1) // 2 * 2
 
 
 def _tiles(p: ConvProblem, n: int) -> int:
@@ -68,8 +80,7 @@ def _tiles(p: ConvProblem, n: int) -> int:
 
 def _bases(p: ConvProblem) -> list[int]:
     """The bases with the least work, tiles counted."""
-    (axis,) = p.axes
-    fit = [n for n in _sizes(p) if least(axis, p.pass_) <= n or 2 * axis.kernel <= n]
+    fit = [n for n in _sizes(p) if _fits(p, n)]
     return sorted(fit, key=lambda n: _tiles(p, n) * n * (math.log2(n) + TURNS))[:MOST_BASES]
 
 
@@ -103,8 +114,16 @@ def _variants(p: ConvProblem, base: Config, program: Program) -> list[Config]:
 def _program(p: ConvProblem, n: int, signals: int, resident: int,
              paired: tuple[bool, bool, bool] = (False, False, False)) -> Program:  # fmt: skip
     name = "depthwise1d_gradient" if p.pass_ is Pass.WGRAD else "depthwise1d_image"
-    dtype = p.torch_dtype(p.operands[0])
-    return Program(name, n, dtype, signals, paired, resident, correlates(p), p.out_dtype == "fp32")
+    dtype, distances = p.torch_dtype(p.operands[0]), _apart(p)
+    first, second, result = (distances[role] for role in _roles(p))
+    return Program(
+        name, n, dtype, signals, paired, resident, correlates(p), p.out_dtype == "fp32", (first, second, result)
+    )
+
+
+def _roles(p: ConvProblem) -> tuple[str, str, str]:
+    """Both operands and the result as kernels have them: images before filters."""
+    return ("x", "y", "w") if p.pass_ is Pass.WGRAD else (p.operands[0], "w", p.result)
 
 
 def _size(c: Config) -> int:
@@ -133,16 +152,15 @@ def steps(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torc
     tensors, n, (axis,) = operands(p, a, b, out), _size(c), p.axes
     tile = _tile(p, n)
     if tile < 1:
-        raise ValueError(f"basis={n}: must be at least {axis.kernel}, better twice that")
-    whole = least(axis, p.pass_) <= n
+        raise ValueError(f"basis={n}: must be at least {axis.reach}, better twice that")
+    whole = least_whole(axis, p.pass_) <= n
     x_first = -axis.before
     y_first = 0
     if p.pass_ is Pass.DGRAD:
-        x_first, y_first = (0, -axis.before) if whole else (axis.before - axis.kernel + 1, 1 - axis.kernel)
+        x_first, y_first = (0, -axis.before) if whole else (axis.before - axis.reach + 1, 1 - axis.reach)
     even = {p.operands[0]: x_first, p.result: y_first, "w": 0}
-    roles = (*p.operands, p.result) if p.pass_ is Pass.WGRAD else (p.operands[0], "w", p.result)
     # The last element of an odd length has no neighbour, whatever is cropped; tiles start at even elements.
-    paired = [tensors[role].pairs and p.shape(role)[2] % 2 == 0 and even.get(role, 0) % 2 == 0 for role in roles]
+    paired = [tensors[role].pairs and p.shape(role)[2] % 2 == 0 and even.get(role, 0) % 2 == 0 for role in _roles(p)]
     program = _program(p, n, integer(c, "signals"), integer(c, "resident") if "resident" in c else 0,
                        (paired[0], paired[1], paired[2]))  # fmt: skip
     if problems := program.problems():
@@ -161,7 +179,7 @@ def _image(
     channels, signals = p.in_channels, p.batch * p.in_channels * tiles
     filters = replace(
         program, name="depthwise1d_filter", signals=min(program.signals, channels), resident=0,
-        paired=(program.paired[1], False, False), wide=False, correlate=False,
+        paired=(program.paired[1], False, False), wide=False, correlate=False, apart=(program.apart[1], 1, 1),
     )  # fmt: skip
     (taps,), length, result = p.shape("w")[2:], p.shape(p.operands[0])[2], p.shape(p.result)[2]
     return [

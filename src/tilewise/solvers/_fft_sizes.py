@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from tilewise.axis import Axis
 from tilewise.problem import ConvProblem, Pass
 
-__all__ = ["Placement", "bases", "least", "meets", "placement", "result_placement", "smooth_sizes"]
+__all__ = [
+    "Placement", "bases", "least", "least_whole", "meets", "placement", "result_placement", "smooth_sizes",
+    "whole_placement",
+]  # fmt: skip
 
 RADIX_COST = {2: 1.0, 3: 1.05, 5: 1.15, 7: 1.25}
 """A transform's time per element beside a power of two's, by its largest radix: what libraries usually reach."""
@@ -27,6 +30,11 @@ class Placement:
     count: int
     step: int
     lead: int
+
+    @property
+    def apart(self) -> int:
+        """The distance of neighbours in the basis, 1 where there are none."""
+        return self.step if self.count > 1 else 1
 
 
 def placement(axis: Axis, role: str) -> Placement:
@@ -66,6 +74,21 @@ def least(axis: Axis, pass_: Pass) -> int:
         return max(reach, last, span - first)
     image = placement(axis, "x")
     return max(reach, image.lead + image.count, span - image.lead)
+
+
+def whole_placement(axis: Axis, role: str, pass_: Pass) -> Placement:
+    """Where an operand or the whole result lies: also inputs behind the last that an output reads, as zeros.
+
+    Inputs that are cropped before the first have no place.
+    """
+    if pass_ is Pass.DGRAD and role == "x":
+        return Placement(max(0, -axis.before), axis.size + min(axis.before, 0), 1, max(axis.before, 0))
+    return placement(axis, role)
+
+
+def least_whole(axis: Axis, pass_: Pass) -> int:
+    """The smallest size for :func:`whole_placement`."""
+    return max(least(axis, pass_), axis.before + axis.size) if pass_ is Pass.DGRAD else least(axis, pass_)
 
 
 def meets(axis: Axis) -> bool:

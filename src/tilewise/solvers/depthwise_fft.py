@@ -16,7 +16,7 @@ from tilewise.solvers import _depthwise_planes as planes
 from tilewise.solvers import _depthwise_signals as signals
 from tilewise.solvers._depthwise_cpu import missing
 from tilewise.solvers._depthwise_fft import Step, compiled
-from tilewise.solvers._fft_sizes import result_placement
+from tilewise.solvers._fft_sizes import least, meets
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
 __all__ = ["DepthwiseFFT"]
@@ -27,6 +27,8 @@ EFFICIENCY = {"fp32": 0.25, "tf32": 0.03, "16-bit": 0.017}
 """Share of the matrix product's rate that transforms reach, which are done in fp32 whatever the operands."""
 CPU_EFFICIENCY = 0.4
 """The same on a CPU, where 16-bit operands' products are done in fp32 too."""
+LEAST_PRODUCTS = 4
+"""Multiply-adds of the direct way for each point of a basis up to which transforms, by their arithmetic, never win."""
 
 
 class DepthwiseFFT(Solver):
@@ -37,31 +39,31 @@ class DepthwiseFFT(Solver):
     each axis, ``planes`` or in one dimension ``signals`` go to one thread block, ``split`` threads share a plane's
     transform, ``resident`` bounds registers, and ``shares`` of the images are summed one by one to a filter's gradient.
     Images stay independent. Signals beyond the largest basis go in tiles (overlap-save) where the kernel is shorter.
+    Strides and dilation are computed in full, which only accesses to memory know of.
 
     On a CPU a thread takes ``lanes`` channels at once, in its own cache, of one of ``shares`` of their images;
     ``threads`` bounds threads, and ``team`` says whether they are torch's. Signals go in pairs of tiles.
     """
 
-    name, version = "depthwise_fft", 1
+    name, version = "depthwise_fft", 2
     compiles = True
     dims = frozenset({1, 2})
     error_bound = {"ieee": 1e-6, "tf32": 1e-6}  # noqa: RUF012
 
     def unsupported(self, p: ConvProblem) -> list[str]:
-        """Other layers than depthwise ones, strides and dilation, images beyond the largest basis."""
+        """Other layers than depthwise ones, images beyond the largest basis, strides and dilation that make the direct
+        way short, or on a CPU any."""
         on_cpu = self.on_cpu(p)
         reasons = missing() if on_cpu else _missing(p)
         if not p.groups == p.in_channels == p.out_channels:
             reasons.append(
                 f"takes as many groups as channels, not {p.groups} of {p.in_channels} to {p.out_channels} channels"
             )
-        for name, axis in zip(p.space, p.axes, strict=True):
-            if axis.stride != 1 or axis.dilation != 1:
-                reasons.append(f"along {name} takes stride 1 and dilation 1, not {axis.stride} and {axis.dilation}")
+        reasons += _not_dense(p) if on_cpu else _too_sparse(p)
         if reasons:
             return reasons
-        if p.pass_ is Pass.DGRAD and any(result_placement(axis, p.pass_).count < axis.size for axis in p.axes):
-            reasons.append("writes only gradients of inputs that an output reads")
+        if p.pass_ is Pass.DGRAD and any(axis.before < 0 for axis in p.axes):
+            reasons.append("writes no gradients of inputs that are cropped before the first")
         return reasons + self._way(p).too_large(p) + ([] if on_cpu else _too_many(p))
 
     def on_cpu(self, p: ConvProblem) -> bool:
@@ -114,6 +116,32 @@ class _Way(Protocol):
     def configs(self, p: ConvProblem) -> Iterable[Config]: ...
     def workspace(self, p: ConvProblem, c: Config) -> int: ...
     def transformed(self, p: ConvProblem, c: Config) -> int: ...
+
+
+def _not_dense(p: ConvProblem) -> list[str]:
+    """What a CPU's kernels do not take."""
+    return [
+        f"along {name} takes stride 1 and dilation 1 on a CPU, not {axis.stride} and {axis.dilation}"
+        for name, axis in zip(p.space, p.axes, strict=True)
+        if axis.stride != 1 or axis.dilation != 1
+    ]
+
+
+def _too_sparse(p: ConvProblem) -> list[str]:
+    """Strides and dilation with which too little is left to compute, or nothing."""
+    found = [
+        f"along {name} no output reads an input" for name, axis in zip(p.space, p.axes, strict=True) if not meets(axis)
+    ]
+    if all(axis.stride == axis.dilation == 1 for axis in p.axes):
+        return found
+    products = math.prod(axis.kernel * axis.out for axis in p.axes)
+    points = math.prod(least(axis, p.pass_) for axis in p.axes)
+    if products <= LEAST_PRODUCTS * points:
+        found.append(
+            f"takes strides and dilation that leave more than {LEAST_PRODUCTS} multiply-adds of the direct way for "
+            f"each point of a transform, not {products} for {points} points"
+        )
+    return found
 
 
 def _too_many(p: ConvProblem) -> list[str]:

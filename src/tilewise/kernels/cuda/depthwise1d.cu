@@ -5,6 +5,7 @@
 //   A, B, C           factors of M = A B C, the complex points of 2 M real elements; A and B are even
 //   SIGNALS           signals of a thread block, with T = A B / 2 threads each
 //   PAIRED_FIRST, PAIRED_SECOND, PAIRED_RESULT    an operand or the result is accessed two elements at a time
+//   APART_FIRST, APART_SECOND, APART_RESULT       how far apart their elements lie in the basis
 //   CORRELATE         the product with a filter is one with its conjugate
 //   WIDE              results are fp32 whatever the operands
 //   forward_a, ..., inverse_c    codelets of A, B and C points
@@ -24,6 +25,9 @@
 //
 // With E and O the spectra of even and of odd elements, and W = exp(-2 pi i k / M), a product with a filter's spectrum is
 // E' = E Fe + W O Fo, O' = O Fe + E Fo, and one with its conjugate E' = E Fe* + O Fo*, O' = O Fe* + E (W Fo)*.
+//
+// Strides and dilation are computed in full: an output gradient's elements lie ``stride`` apart among zeros, a filter's
+// ``dilation``, and of what comes back only every so many are kept.
 //
 // Signals longer than a basis go in tiles, each with what it reads beside it (overlap-save): a tile is a signal of its
 // own here.
@@ -63,16 +67,36 @@ __device__ __forceinline__ void turn(float2 (&r)[COUNT], const float2* table, in
   }
 }
 
-// Elements [low, high) of a signal, which lie ``step`` apart; the one at place 0 of the basis is number ``first``.
+// Elements [low, high) of a signal, which lie ``step`` apart in memory. In the basis they lie APART apart if they are
+// ``spread`` and side by side if not; place 0 of the basis is place ``first``, counted from element 0's.
 struct Span {
   i64 step;
   int first, low, high;
+  bool spread = true;
   __device__ __forceinline__ bool has(int element) const {
     return (unsigned)(element - low) < (unsigned)(high - low);
   }
 };
 
-template <bool PAIRS> __device__ __forceinline__ float2 element_pair(const Real* x, const Span& span, int j) {
+// Of two places of a basis whose elements are spread: at most one holds an element.
+template <int APART> struct Place {
+  int element;
+  bool second, has;
+  __device__ __forceinline__ Place(const Span& span, int j) {
+    const int place = span.first + 2 * j;
+    second = place % APART != 0;
+    element = (place + second) / APART;
+    has = (place + second) % APART == 0 && span.has(element);
+  }
+};
+
+template <bool PAIRS, int APART>
+__device__ __forceinline__ float2 element_pair(const Real* x, const Span& span, int j) {
+  if (APART > 1 && span.spread) {
+    const Place<APART> place(span, j);
+    const float a = load_real<false, true>(place.has, x + span.step * place.element);
+    return place.second ? make_float2(0.f, a) : make_float2(a, 0.f);
+  }
   const int element = span.first + 2 * j;
   const bool has = span.has(element);
   const Real* p = x + span.step * element;
@@ -81,7 +105,13 @@ template <bool PAIRS> __device__ __forceinline__ float2 element_pair(const Real*
   return make_float2(a, load_real<false, true>(span.has(element + 1), p + span.step));
 }
 
-template <bool PAIRS> __device__ __forceinline__ void put_pair(Result* y, const Span& span, int j, float2 value) {
+template <bool PAIRS, int APART>
+__device__ __forceinline__ void put_pair(Result* y, const Span& span, int j, float2 value) {
+  if constexpr (APART > 1) {
+    const Place<APART> place(span, j);
+    put<true>(place.has, y + span.step * place.element, place.second ? value.y : value.x);
+    return;
+  }
   const int element = span.first + 2 * j;
   Result* p = y + span.step * element;
   if constexpr (PAIRS) {
@@ -93,13 +123,13 @@ template <bool PAIRS> __device__ __forceinline__ void put_pair(Result* y, const 
 }
 
 // The first two passes: from memory to rows in shared memory, by ``count`` threads. Other signals may go with them.
-template <bool PAIRS>
+template <bool PAIRS, int APART>
 __device__ __forceinline__ void to_rows(const Real* x, const Span& span, int t, int count, float2* s) {
 #pragma unroll 1
   for (int j = t; j < B * C; j += count) {
     float2 r[A];
 #pragma unroll
-    for (int i = 0; i < A; ++i) r[i] = element_pair<PAIRS>(x, span, i * (B * C) + j);
+    for (int i = 0; i < A; ++i) r[i] = element_pair<PAIRS, APART>(x, span, i * (B * C) + j);
     forward_a(r);
     turn<false>(r, TURNS_A + j, B * C);
     float2* column = s + j / C * PITCH + j % C;
@@ -122,7 +152,8 @@ __device__ __forceinline__ void to_rows(const Real* x, const Span& span, int t, 
 }
 
 // And back: from rows to memory.
-template <bool PAIRS> __device__ __forceinline__ void from_rows(float2* s, int t, Result* y, const Span& span) {
+template <bool PAIRS, int APART>
+__device__ __forceinline__ void from_rows(float2* s, int t, Result* y, const Span& span) {
   __syncthreads();
 #pragma unroll 1
   for (int i = t; i < A * C; i += T) {
@@ -145,7 +176,7 @@ template <bool PAIRS> __device__ __forceinline__ void from_rows(float2* s, int t
     turn<true>(r, TURNS_A + j, B * C);
     inverse_a(r);
 #pragma unroll
-    for (int i = 0; i < A; ++i) put_pair<PAIRS>(y, span, i * (B * C) + j, r[i]);
+    for (int i = 0; i < A; ++i) put_pair<PAIRS, APART>(y, span, i * (B * C) + j, r[i]);
   }
 }
 

@@ -42,7 +42,8 @@ class Program:
     ``signals`` of ``n`` elements go to a thread block; ``paired`` says of both operands and the result (the kernels of
     filters and of images have one operand) whether it is accessed two neighbouring elements at a time; ``resident``
     blocks a multiprocessor is to hold (0: no bound); ``correlate`` multiplies with the conjugate of the filter's
-    spectrum; ``wide`` results are fp32 whatever the operands.
+    spectrum; ``wide`` results are fp32 whatever the operands. ``apart``: how far apart the elements of both operands
+    and the result lie in the basis; where that is more than 1, they are accessed one by one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Program:
     resident: int = 0
     correlate: bool = False
     wide: bool = False
+    apart: tuple[int, int, int] = (1, 1, 1)
 
     @property
     def factors(self) -> tuple[int, int, int]:
@@ -99,10 +101,10 @@ def _source(p: Program) -> str:
             codelets[codelet.name] = codelet
             macros.append(f"#define {prefix}_{name} {codelet.name}")
     bounds = f"{p.threads}, {p.resident}" if p.resident else f"{p.threads}"
-    first, second, result = p.paired
+    paired = dict(zip(("PAIRED_FIRST", "PAIRED_SECOND", "PAIRED_RESULT"), p.paired, strict=True))
+    apart = dict(zip(("APART_FIRST", "APART_SECOND", "APART_RESULT"), p.apart, strict=True))
     values = {
-        "A": a, "B": b, "C": c, "SIGNALS": p.signals, "PAIRED_FIRST": first,
-        "PAIRED_SECOND": second, "PAIRED_RESULT": result, "CORRELATE": p.correlate, "WIDE": p.wide,
+        "A": a, "B": b, "C": c, "SIGNALS": p.signals, **paired, **apart, "CORRELATE": p.correlate, "WIDE": p.wide,
         "REAL": REALS[p.dtype], "STREAM_STORES": p.name == "depthwise1d_image",
     }  # fmt: skip
     texts = [

@@ -6,7 +6,7 @@ extern "C" __global__ void BOUNDS depthwise1d_filter(const Real* __restrict__ w,
   const int slot = threadIdx.x / T, t = threadIdx.x % T;
   float2* s = (float2*)shared + slot * SIGNAL;
   const Start from = start(blockIdx.x * (unsigned)SIGNALS + slot, channels, channels, 0, w_channel);
-  to_rows<PAIRED_FIRST>(w + from.offset, {w_step, 0, 0, (int)taps}, t, T, s);
+  to_rows<PAIRED_FIRST, APART_FIRST>(w + from.offset, {w_step, 0, 0, (int)taps}, t, T, s);
   RowPair r;
   rows_forward(s, Rows(t), r);
   if (!from.exists) return;

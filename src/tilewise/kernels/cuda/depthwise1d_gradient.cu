@@ -23,9 +23,11 @@ extern "C" __global__ void BOUNDS depthwise1d_gradient(const Real* __restrict__ 
     const i64 image = number / tiles;
     const int begin = (int)((number - image * tiles) * tile);
     const int end = y_length - begin < tile ? (int)y_length : begin + (int)tile;
-    const Span span = half ? Span{y_step, begin, begin, end} : Span{x_step, begin + (int)x_first, 0, (int)x_length};
-    to_rows<PAIRED_FIRST && PAIRED_SECOND>(from + image * (half ? y_image : x_image), span, t % (T / 2), T / 2,
-                                           half ? other : s);
+    const int place = begin * APART_SECOND;
+    const Span span = half ? Span{y_step, place, begin, end, true}
+                           : Span{x_step, place + (int)x_first, 0, (int)x_length, false};
+    to_rows<PAIRED_FIRST && (PAIRED_SECOND || APART_SECOND > 1), APART_SECOND>(
+        from + image * (half ? y_image : x_image), span, t % (T / 2), T / 2, half ? other : s);
     RowPair p, q;
     rows_forward(s, rows, p);
     rows_forward(other, rows, q);
@@ -42,6 +44,6 @@ extern "C" __global__ void BOUNDS depthwise1d_gradient(const Real* __restrict__ 
 #pragma unroll
   for (int i = 0; i < 2 * C; ++i) sum[i] = scaled(factor, sum[i]);
   rows_inverse(sum, rows, s);
-  from_rows<PAIRED_RESULT>(s, t, w + share * w_share + channel.offset * w_channel,
-                           {w_step, 0, 0, channel.exists ? (int)taps : 0});
+  from_rows<PAIRED_RESULT, APART_RESULT>(s, t, w + share * w_share + channel.offset * w_channel,
+                                         {w_step, 0, 0, channel.exists ? (int)taps : 0});
 }

@@ -10,9 +10,9 @@ extern "C" __global__ void BOUNDS depthwise1d_image(const Real* __restrict__ x, 
   const int slot = threadIdx.x / T, t = threadIdx.x % T;
   float2* s = (float2*)shared + slot * SIGNAL;
   const Signal me(blockIdx.x * (unsigned)SIGNALS + slot, (unsigned)signals, (unsigned)images, (unsigned)tiles);
-  const int begin = (int)(me.tile * tile);
-  to_rows<PAIRED_FIRST>(x + me.channel * x_channel + me.image * x_image,
-                        {x_step, begin + (int)x_first, 0, (int)x_length}, t, T, s);
+  const int begin = (int)(me.tile * tile), place = begin * APART_RESULT;
+  to_rows<PAIRED_FIRST, APART_FIRST>(x + me.channel * x_channel + me.image * x_image,
+                                     {x_step, place + (int)x_first, 0, (int)x_length}, t, T, s);
   const Rows rows(t);
   RowPair r;
   rows_forward(s, rows, r);
@@ -25,6 +25,6 @@ extern "C" __global__ void BOUNDS depthwise1d_image(const Real* __restrict__ x, 
   });
   rows_inverse(r, rows, s);
   const int end = y_length - begin < tile ? (int)y_length : begin + (int)tile;
-  from_rows<PAIRED_RESULT>(s, t, y + me.channel * y_channel + me.image * y_image,
-                           {y_step, begin + (int)y_first, begin, me.exists ? end : begin});
+  from_rows<PAIRED_RESULT, APART_RESULT>(s, t, y + me.channel * y_channel + me.image * y_image,
+                                         {y_step, place + (int)y_first, begin, me.exists ? end : begin});
 }

@@ -8,7 +8,7 @@
 //   PITCH             complex numbers from one row to the next in shared memory, odd
 //   CORRELATE         the product with a filter is one with its conjugate
 //   WIDE              results are fp32 whatever the operands
-//   A, B, C           windows: where the operands and the result lie in the N1 x N2 plane
+//   A, B, C           windows: where the operands and the result lie in the N1 x N2 plane, and how far apart
 //   forward1, forward2, rotate1, rotate2          codelets, and
 //   inverse1, inverse2, unrotate1, unrotate2      those of the way back
 //
@@ -17,6 +17,9 @@
 // stays: the product and the transform back along the row are done in the same registers, so that a row is read and
 // written in place and two barriers are all that a plane waits for. (3) Columns backwards. Only columns that hold data
 // are transformed before the product, and only those that are kept after it.
+//
+// Strides and dilation are computed in full: an output gradient's elements lie ``stride`` apart among zeros, a filter's
+// ``dilation``, and of what comes back only every so many rows and columns are kept. Columns between are not transformed.
 //
 // A plane is transformed by itself. Two images as one complex plane would save the separation, a few per cent, but what
 // is not finite in one, and the rounding error of a large one, would reach the other.
@@ -33,21 +36,25 @@ constexpr int PLANE = ROWS * PITCH;
 // need for row 0.
 constexpr int ROW_THREADS = ROWS * SPLIT2, SPECTRUM = M2 * ROW_THREADS + N2;
 
-// H x W elements, the first at (TOP, LEFT). VECTOR: accessed two neighbouring columns at a time.
-template <int H_, int W_, int TOP_, int LEFT_, bool VECTOR_> struct Window {
-  static constexpr int H = H_, W = W_, TOP = TOP_, LEFT = LEFT_, PAIRS = (W + 1) / 2;
+// H x W elements, the first at (TOP, LEFT), DOWN rows and ALONG columns apart. VECTOR: accessed two neighbours of a row at
+// a time. Lanes and shared memory count elements, not columns of the basis.
+template <int H_, int W_, int TOP_, int LEFT_, bool VECTOR_, int DOWN_ = 1, int ALONG_ = 1> struct Window {
+  static constexpr int H = H_, W = W_, TOP = TOP_, LEFT = LEFT_, DOWN = DOWN_, ALONG = ALONG_, PAIRS = (W + 1) / 2;
   static constexpr bool VECTOR = VECTOR_;
   // Threads that take part 0 of a column's transform; in whole warps where there are enough.
   static constexpr int LANES = PLANES * PAIRS, WARPS = (LANES + 31) / 32 * 32;
   static constexpr int GROUP = SPLIT1 > 1 && SPLIT1 * WARPS <= THREADS ? WARPS : LANES;
-  __device__ static constexpr bool has_row(int h) { return h >= TOP && h < TOP + H; }
-  __device__ static constexpr bool has_column(int w) { return w >= LEFT && w < LEFT + W; }
+  __device__ static constexpr bool has_row(int h) { return h >= TOP && h < TOP + H * DOWN && (h - TOP) % DOWN == 0; }
+  __device__ static constexpr bool has_column(int w) {
+    return w >= LEFT && w < LEFT + W * ALONG && (w - LEFT) % ALONG == 0;
+  }
   // Columns of a pair: neighbours, or half the width apart, so that single accesses stay coalesced.
   __device__ static constexpr int column0(int lane) { return VECTOR ? 2 * lane : lane; }
   __device__ static constexpr int column1(int lane) { return VECTOR ? 2 * lane + 1 : lane + PAIRS; }
   // Where column w of the basis lies in a row of shared memory.
   __device__ static constexpr int place(int w) {
-    return VECTOR ? (w - LEFT) % 2 * PAIRS + (w - LEFT) / 2 : w - LEFT;
+    const int element = (w - LEFT) / ALONG;
+    return VECTOR ? element % 2 * PAIRS + element / 2 : element;
   }
 };
 
@@ -98,7 +105,7 @@ template <class Win> struct Columns {
   __device__ __forceinline__ float2 operator[](int h) const {
     constexpr bool stream = SPLIT1 == 1;  // with two threads a column, the second finds it in the cache
     if (!Win::has_row(h)) return make_float2(0.f, 0.f);
-    const i64 offset = row * (h - Win::TOP);
+    const i64 offset = row * ((h - Win::TOP) / Win::DOWN);
     if constexpr (Win::VECTOR) return load_reals<stream, false>(true, first + offset);
     const float a = load_real<stream, false>(true, first + offset);
     return make_float2(a, load_real<stream, Win::W % 2 != 0>(has1, second + offset));
@@ -237,6 +244,7 @@ template <class Win, class Where>
 __device__ __forceinline__ void columns_inverse(const float2* shared, Result* y, Strides step, const Where& start) {
   const Seat me = column_seat<Win>();
   if (!me.works) return;
+  if (SPLIT1 > 1 && Win::DOWN % 2 == 0 && (me.part + Win::TOP) % 2) return;  // its rows lie between those kept
   const Start to = start(me.slot);
   if (!to.exists) return;
   float2 r[M1];
@@ -249,9 +257,9 @@ __device__ __forceinline__ void columns_inverse(const float2* shared, Result* y,
   for (int i = 0; i < M1; ++i) {
     constexpr bool some = SPLIT1 > 1;  // one thread's rows are known when this is compiled
     const int h = SPLIT1 * i + me.part - Win::TOP;
-    const bool row = (unsigned)h < (unsigned)Win::H;
+    const bool row = (unsigned)h < (unsigned)(Win::H * Win::DOWN) && h % Win::DOWN == 0;
     if (!some && !row) continue;
-    const i64 offset = step.row * h;
+    const i64 offset = step.row * (h / Win::DOWN);
     if constexpr (Win::VECTOR) {
       put<some>(row, first + offset, r[i]);
     } else {

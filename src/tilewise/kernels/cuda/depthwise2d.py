@@ -27,13 +27,16 @@ WHOLE_ROW = 96
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """``height`` x ``width`` elements of a plane, the first at (``top``, ``left``); ``vector``: accessed in pairs."""
+    """``height`` x ``width`` elements of a plane, the first at (``top``, ``left``), ``down`` rows and ``along`` columns
+    apart; ``vector``: accessed in pairs."""
 
     height: int
     width: int
     top: int
     left: int
     vector: bool
+    down: int = 1
+    along: int = 1
 
     @property
     def pairs(self) -> int:
@@ -42,7 +45,8 @@ class Window:
 
     def cpp(self) -> str:
         """The C++ type."""
-        return f"Window<{self.height}, {self.width}, {self.top}, {self.left}, {str(self.vector).lower()}>"
+        apart = f", {self.down}, {self.along}" if (self.down, self.along) != (1, 1) else ""
+        return f"Window<{self.height}, {self.width}, {self.top}, {self.left}, {str(self.vector).lower()}{apart}>"
 
 
 @dataclass(frozen=True, slots=True)
