@@ -28,7 +28,7 @@ from tilewise.solvers import _own_fft
 from tilewise.solvers import _own_fft_configs as own
 from tilewise.solvers._fft_stretches import batches
 from tilewise.solvers._fft_windows import most, windows
-from tilewise.solvers._frequency_products import FUSED, IN_PARTS
+from tilewise.solvers._frequency_products import FUSED, IN_PARTS, PLANES
 from tilewise.solvers._magnitudes import collapsed
 from tilewise.solvers._own_fft_configs import plan_of
 from tilewise.solvers.fft import FFT
@@ -131,6 +131,22 @@ def test_fused_products(pass_: Pass, data: st.DataObject) -> None:
 
 @interpreted
 @emulated
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("pass_", list(Pass))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_products_plane_by_plane(pass_: Pass, dims: int, data: st.DataObject) -> None:
+    """Any images and tiles in flight, groups and views."""
+    p, forms = data.draw(with_memory(layers(pass_, dims)))
+    drawn = {**data.draw(configs(p)), "product": PLANES}
+    kept = {name: drawn[name] for name in ("basis", "tile", "product", "block", "tiles") if name in drawn}
+    if "tiles" in kept:
+        kept["block"] = 1
+    check(SOLVER, p, Config(**kept), forms, accumulate=False)
+
+
+@interpreted
+@emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(("form", "more"), [("channels_last", {"multiplications": 4}), ("view", {"spectra": "split"})])
 def test_layouts(pass_: Pass, form: str, more: dict[str, Any]) -> None:
@@ -163,7 +179,7 @@ def test_short_signals_are_one_tile_of_the_solver_fft(pass_: Pass) -> None:
     p = ConvProblem(pass_, 5, 6, 4, (Axis(13, 5, 1, 1, 2, 2),), groups=2, device=GPU)
     offered = [c for c, _ in FFT().offers(p, None) if c.get("transform") == "own"]
     assert {c["basis"] for c in offered} == {(16,), (24,)}
-    assert {c["product"] for c in offered} == {"fp16x3", "library"}
+    assert {c["product"] for c in offered} == {"fp16x3", "library", "planes"}
     found = next(c for c in offered if c["product"] == "library")
     check(FFT(), replace(p, device="cpu"), found, DENSE, accumulate=False)
 
@@ -307,13 +323,13 @@ def test_a_kernel_of_one_point_is_left_to_matrix_products(pass_: Pass) -> None:
 @pytest.mark.parametrize(
     ("pass_", "product", "dims"),
     [(Pass.FPROP, "fp16x3", 2), (Pass.FPROP, "library", 2), (Pass.DGRAD, "split", 2), (Pass.DGRAD, "library", 2),
-     (Pass.FPROP, "fused", 2), (Pass.FPROP, "fp16x3", 1), (Pass.DGRAD, "library", 1)],
+     (Pass.FPROP, "fused", 2), (Pass.DGRAD, "planes", 2), (Pass.FPROP, "fp16x3", 1), (Pass.DGRAD, "library", 1)],
 )  # fmt: skip
 def test_a_constant_filter_is_transformed_apart(pass_: Pass, product: str, dims: int) -> None:
     axes = (Axis(10, 3, 1, 1, 1, 1), Axis(9, 5, 1, 1, 2, 0))[:dims]
     p = ConvProblem(pass_, 3, 4, 6, axes, constant_weight=True)
     piece: dict[str, object] = (
-        {} if product in ("library", "fused") else {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
+        {} if product in ("library", "fused", "planes") else {"gemm": (16, 16, 16), "warps": 4, "stages": 2}
     )
     if product == "split":
         product, piece["spectra"] = "fp16x3", "split"

@@ -7,7 +7,7 @@ need no product of their own: the inverse transform computes them where it would
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,13 @@ __all__ = [
     "FUSED",
     "IN_PARTS",
     "PART_BLOCKS",
+    "PLANES",
     "RATES",
     "Block",
     "Matrices",
     "Scaled",
     "arithmetic",
+    "by_library",
     "factors",
     "filled",
     "fuses",
@@ -52,8 +54,11 @@ WORKSPACE = 3
 SCALED = ("fp16x3", "fp16")
 FUSED = "fused"
 """The product inside of the inverse transform, in fp32 and for few channels."""
+PLANES = "planes"
+"""The product of spectra that lie plane by plane, in fp32 and for few rows, columns or channels."""
 RATES = {
-    "library": 1.0, "fp16x3": 1.6, "tf32x3": 1.4, "tf32": 3.0, "fp16": 2.2, FUSED: 0.5, "split": 3.6, "half": 9.0,
+    "library": 1.0, "fp16x3": 1.6, "tf32x3": 1.4, "tf32": 3.0, "fp16": 2.2, FUSED: 0.5, PLANES: 0.5, "split": 3.6,
+    "half": 9.0,
 }  # fmt: skip
 """Rate of full tiles beside fp32 products of the library, of interleaved spectra or in fp16 parts."""
 IN_PARTS = {"fp16x3": "split", "fp16": "half"}
@@ -302,3 +307,40 @@ def factors(pass_: Pass) -> tuple[str, str, str]:
 def arithmetic(p: ConvProblem, rows: int, frequencies: int) -> int:
     """Real operations of all complex products."""
     return 8 * frequencies * p.groups * math.prod(shape(p, rows))
+
+
+def by_library(
+    p: ConvProblem, rows: int, frequencies: int, spectra: dict[str, Matrices], accumulate: bool,
+    sources: Mapping[str, int],
+) -> Callable[[Sequence[torch.Tensor | None]], None]:  # fmt: skip
+    """The products by the library, group by group, of spectra in the tensors that it is called with."""
+    left, right, conjugate = factors(p.pass_)
+    into, outof = p.in_channels // p.groups, p.out_channels // p.groups
+    edges = {"x": (rows, into), "w": (outof, into), "y": (rows, outof)}
+
+    def view(role: str, turned: bool) -> Strided:
+        return spectra[role].view(frequencies, p.groups, *edges[role], turned)
+
+    places = [
+        (view(left, p.pass_ is Pass.WGRAD), sources[left]),
+        (view(right, p.pass_ is Pass.FPROP), sources[right]),
+        (view(p.result, False), sources[p.result]),
+    ]
+
+    def multiply(tensors: Sequence[torch.Tensor | None]) -> None:
+        first, second, target = (each.of(_numbers(tensors[source])) for each, source in places)
+        if conjugate == "a":
+            first = first.conj()
+        elif conjugate == "b":
+            second = second.conj()
+        for group in range(p.groups):
+            torch.baddbmm(
+                target[:, group], first[:, group], second[:, group], beta=int(accumulate), out=target[:, group]
+            )
+
+    return multiply
+
+
+def _numbers(buffer: torch.Tensor | None) -> torch.Tensor:
+    assert buffer is not None
+    return buffer[: buffer.numel() // 8 * 8].view(torch.complex64)

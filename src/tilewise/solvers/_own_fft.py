@@ -23,14 +23,16 @@ from tilewise.kernels.cuda.launch import Bound
 from tilewise.kernels.cuda.operands import PARTS, Memory
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers import _magnitudes as magnitudes
-from tilewise.solvers._buffers import Arena, Slot, Strided
+from tilewise.solvers._buffers import Arena, Slot, dense
 from tilewise.solvers._fft_stretches import Batch, Place, Stretch, batches, stretches
 from tilewise.solvers._fft_windows import Window, covered, windows
 from tilewise.solvers._frequency_products import (
     FUSED,
+    PLANES,
     Block,
     Matrices,
     Scaled,
+    by_library,
     factors,
     launches,
     matrices,
@@ -38,6 +40,7 @@ from tilewise.solvers._frequency_products import (
     summands,
 )
 from tilewise.solvers._matmul import at_precision
+from tilewise.solvers._plane_products import launches as plane_launches
 from tilewise.solvers.base import Prepare, Run, SolverUnavailable
 
 if TYPE_CHECKING:
@@ -79,7 +82,7 @@ class OwnPlan:
 
     ``images`` and ``tiles`` of each are in flight at a time; fewer tiles than all go with one image. ``form`` says how
     numbers of the operands' spectra are held (see ``PARTS``); the result's are complex64, and nowhere with the product
-    ``FUSED``.
+    ``FUSED``. Spectra lie frequency first, with the product ``PLANES`` one after another.
     """
 
     p: ConvProblem
@@ -108,7 +111,7 @@ class OwnPlan:
         channels = {"x": p.in_channels, "y": p.out_channels}
         counts = {role: self.rows * channels[role] for role in "xy"}
         counts["w"] = p.out_channels * p.in_channels // p.groups
-        self.fused = self.product == FUSED
+        self.fused, self.plain = self.product == FUSED, self.product == PLANES
         if self.fused:
             del counts[p.result]
         arenas = {role: self.constants if role == "w" and p.constant_weight else self.arena for role in counts}
@@ -121,7 +124,7 @@ class OwnPlan:
         self.in_parts = PARTS[self.form] > 1
         # A transform has at most one block for each plane, and a last cluster of them.
         transforms = {"w": 1, **dict.fromkeys("xy", max((len(chunk.tiles) for chunk in self.chunks), default=0))}
-        scaled = () if self.fused else p.operands
+        scaled = () if self.fused or self.plain else p.operands
         blocks = {role: counts[role] + fft2d.MOST_CLUSTER * transforms[role] for role in scaled}
         peaks = {role: magnitudes.PROGRAMS if self.in_parts else blocks[role] for role in scaled}
         self.peaks = {role: arenas[role].add((n,), torch.int32) for role, n in peaks.items()}
@@ -361,18 +364,24 @@ class Steps:
         plan, channels = self.plan, self.tensors[role].shape[1]
         image, offset = self._memory(role, batch)
         parts, slot = plan.parts[role], plan.spectra[role]
-        base = slot.offset + slot.dtype.itemsize * batch.row * channels
-        sizes = image.shape[:3]
+        before, sizes = batch.row * channels, image.shape[:3]
         shape: tuple[int, ...] = (plan.frequencies, *sizes)
         apart: tuple[int, ...] = (rows * channels, batch.apart * channels, channels, 1)
-        if parts > 1:
-            shape, apart = (plan.frequencies, parts, *sizes[:3]), (parts * rows * channels, *apart)
+        if plan.plain:
+            inside = (*plan.basis[:-1], plan.basis[-1] // 2 + 1)
+            shape, apart = (*sizes, *inside), (*(plan.frequencies * n for n in apart[1:]), *dense(inside))
+            before *= plan.frequencies
+        elif parts > 1:
+            shape, apart = (plan.frequencies, parts, *sizes), (parts * rows * channels, *apart)
+        base = slot.offset + slot.dtype.itemsize * before
         spectrum = Memory(shape, apart, slot.dtype, math.gcd(base, 16))
         lead = tuple(lead for _, _, lead in batch.stretch.place)
         bound = self._bind(role, image, spectrum, lead, inverse)
         call, source, target = self.launch(bound), self.number[role], self.spectra[role]
         if inverse:
             return lambda tensors, addresses: call(addresses[target] + base, addresses[source] + offset)
+        if bound.pointers == 2:
+            return lambda tensors, addresses: call(addresses[source] + offset, addresses[target] + base)
         top = 0
         if plan.in_parts:
             top = plan.scales[role].peak.offset
@@ -386,17 +395,22 @@ class Steps:
     def _bind(self, role: str, image: Memory, spectrum: Memory, lead: tuple[int, ...], inverse: bool) -> Bound:
         plan = self.plan
         scale, peaks = 1.0 / math.prod(plan.basis), not inverse and role in plan.peaks and not plan.in_parts
+        layout = "plain" if plan.plain else "frequency_major"
         if len(plan.basis) == 1:
-            return fft1d.bind(image, spectrum, plan.basis, lead, "frequency_major", inverse, None, scale, peaks)
+            return fft1d.bind(image, spectrum, plan.basis, lead, layout, inverse, None, scale, peaks)
         spread = plan.scales[role].spread if plan.parts[role] > 1 else 0
         return fft2d.bind(
-            image, spectrum, plan.basis, lead, "frequency_major", inverse, None, scale, peaks, plan.forms[role], spread
+            image, spectrum, plan.basis, lead, layout, inverse, None, scale, peaks, plan.forms[role], spread
         )
 
     def _products(self, chunk: Chunk, spectra: dict[str, Matrices], accumulate: bool) -> Step:
         p, plan = self.p, self.plan
         if plan.product == "library":
-            return _library(p, chunk.rows, plan.frequencies, spectra, accumulate, self.spectra)
+            multiply = by_library(p, chunk.rows, plan.frequencies, spectra, accumulate, self.spectra)
+            return lambda tensors, addresses: multiply(tensors)
+        if plan.plain:
+            found = plane_launches(p, chunk.rows, plan.frequencies, plan.spectra, accumulate, self.spectra)
+            return self._program(found, [ALIGNED] * 4)
         if plan.in_parts:
             found = part_launches(
                 p,
@@ -445,40 +459,3 @@ def _clear(tensors: Tensors, addresses: Sequence[int]) -> None:
     out = tensors[OUT]
     assert out is not None
     out.zero_()
-
-
-def _library(
-    p: ConvProblem, rows: int, frequencies: int, spectra: dict[str, Matrices], accumulate: bool,
-    sources: Mapping[str, int],
-) -> Step:  # fmt: skip
-    """The products by the library, group by group."""
-    left, right, conjugate = factors(p.pass_)
-    into, outof = p.in_channels // p.groups, p.out_channels // p.groups
-    edges = {"x": (rows, into), "w": (outof, into), "y": (rows, outof)}
-
-    def view(role: str, turned: bool) -> Strided:
-        return spectra[role].view(frequencies, p.groups, *edges[role], turned)
-
-    places = [
-        (view(left, p.pass_ is Pass.WGRAD), sources[left]),
-        (view(right, p.pass_ is Pass.FPROP), sources[right]),
-        (view(p.result, False), sources[p.result]),
-    ]
-
-    def step(tensors: Tensors, addresses: Sequence[int]) -> None:
-        first, second, target = (each.of(_numbers(tensors[source])) for each, source in places)
-        if conjugate == "a":
-            first = first.conj()
-        elif conjugate == "b":
-            second = second.conj()
-        for group in range(p.groups):
-            torch.baddbmm(
-                target[:, group], first[:, group], second[:, group], beta=int(accumulate), out=target[:, group]
-            )
-
-    return step
-
-
-def _numbers(buffer: torch.Tensor | None) -> torch.Tensor:
-    assert buffer is not None
-    return buffer[: buffer.numel() // 8 * 8].view(torch.complex64)

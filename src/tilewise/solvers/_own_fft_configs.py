@@ -22,6 +22,7 @@ from tilewise.solvers._frequency_products import (
     BLOCKS,
     FUSED,
     IN_PARTS,
+    PLANES,
     RATES,
     Block,
     arithmetic,
@@ -34,6 +35,7 @@ from tilewise.solvers._frequency_products import (
 )
 from tilewise.solvers._matmul import library_scratch
 from tilewise.solvers._own_fft import OwnPlan
+from tilewise.solvers._plane_products import few
 from tilewise.solvers._program_run import has_triton
 from tilewise.solvers._tiles import integer
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
@@ -53,6 +55,10 @@ FUSED_CHANNELS = 4
 On an H100 factors are 8 bytes times channels times (1 + 1/planes of a block) from the second cache, at 5.5 TB/s (5.5
 ps for 3 channels and 4 planes); a sum is 16 bytes through memory at 2.9 TB/s (5.5 ps), but its kernel takes longer.
 """
+WITHOUT_PIECES = ("library", FUSED, PLANES)
+"""Products that are not taken in pieces of a chosen size."""
+SCATTERED = {96: 1.5, 128: 2.0}
+"""What transforms of so many points take for spectra that lie frequency first, beside others of as many bytes."""
 SIZES = {1: fft1d.SIZES, 2: fft2d.SIZES}
 """Of transforms, by the number of their axes."""
 
@@ -134,17 +140,17 @@ def offered(
     taken = 0
     for basis, tile in found:
         choices = [
-            (form, fused, *choice)
-            for form, fused in _forms(p, basis)
+            (form, special, *choice)
+            for form, special in _forms(p, basis, tile)
             for choice in _in_flight(
-                p, basis, tile, form, limit, fewer=ceiling is None and not fused, tiled=tiled, fused=fused
+                p, basis, tile, form, special, limit, fewer=ceiling is None and not special, tiled=tiled
             )
         ]
         taken += bool(choices)
         if taken > most_places:
             return
-        for form, fused, block, tiles in choices:
-            for product, piece in [(FUSED, None)] if fused else _products(p, basis, tile, form, block, tiles):
+        for form, special, block, tiles in choices:
+            for product, piece in [(special, None)] if special else _products(p, basis, tile, form, block, tiles):
                 values: dict[str, object] = {"basis": basis}
                 values |= {"tile": tile} if tiled else {"transform": "own"}
                 values["product"] = product
@@ -174,7 +180,7 @@ def plan_of(p: ConvProblem, c: Config) -> OwnPlan:
     if product == FUSED and not fuses(p):
         raise ValueError(f"product={product!r}: sums over at most {MOST_SUMMED} channels, and no gradient of a filter")
     piece = BLOCKS[0][0]
-    if product not in ("library", FUSED):
+    if product not in WITHOUT_PIECES:
         edges = c["gemm"]
         if not isinstance(edges, tuple) or len(edges) != 3 or any(n not in (16, 32, 64, 128) for n in edges):
             raise ValueError(f"gemm={edges!r}: rows, columns and depth, powers of two from 16 to 128, would do")
@@ -229,13 +235,13 @@ def cost(p: ConvProblem, c: Config) -> Cost:
     share = RATES[plan.form if plan.in_parts else product] / (
         1.0 if p.dtype == "fp32" and p.precision == "ieee" else 8.0
     )
-    share *= filled(p, plan.rows, plan.frequencies, plan.block) if product != "library" else 0.8
+    share *= filled(p, plan.rows, plan.frequencies, plan.block) if product not in WITHOUT_PIECES else 0.8
     rows = sum(chunk.rows for chunk in plan.chunks)
     images = {"x": p.in_channels, "y": p.out_channels}
     numbers = sum(plan.parts[role] * plan.spectra[role].dtype.itemsize * n for role, n in images.items())
     spectra = plan.frequencies * rows * numbers + plan.spectra["w"].bytes
     kernels = 3 + sum(1 + plan.transforms(chunk) for chunk in plan.chunks)
-    apart = p.bytes + spectra
+    apart = p.bytes + spectra if plan.plain else p.bytes + int(spectra * SCATTERED.get(max(plan.basis), 1.0))
     if plan.in_parts:  # operands are read once more, for their scale
         apart += sum(p.nbytes(role) for role in p.operands)
         kernels += 2
@@ -261,13 +267,15 @@ def _fused_cost(p: ConvProblem, plan: OwnPlan) -> Cost:
     return Cost(arithmetic(p, rows, plan.frequencies), read, kernels, share, p.bytes + 2 * spectra)
 
 
-def _forms(p: ConvProblem, basis: tuple[int, ...]) -> list[tuple[str, bool]]:
-    """How spectra of that size can be held, and whether products are fused; the most promising first."""
+def _forms(p: ConvProblem, basis: tuple[int, ...], tile: tuple[int, ...]) -> list[tuple[str, str]]:
+    """How spectra of that size can be held, with a special product or "", the most promising first."""
     parts = [IN_PARTS[product] for product in products(p) if product in IN_PARTS]
     held = p.dims > 1 and max(basis) <= fft2d.LARGEST_IN_PARTS
-    forms = [*(parts if held else []), "interleaved"]
-    fused = fuses(p) and shape(p, 1)[2] <= FUSED_CHANNELS
-    return [*([("interleaved", True)] if fused else []), *((form, False) for form in forms)]
+    special = [FUSED] if fuses(p) and shape(p, 1)[2] <= FUSED_CHANNELS else []
+    if few(p, p.batch * count(p, tile)):
+        special.append(PLANES)
+    return [*(("interleaved", product) for product in special), *((form, "") for form in parts if held),
+            ("interleaved", "")]  # fmt: skip
 
 
 def _sizes(p: ConvProblem, c: Config, name: str) -> tuple[int, ...]:
@@ -282,11 +290,11 @@ def _in_flight(
     basis: tuple[int, ...],
     tile: tuple[int, ...],
     form: str,
+    special: str,
     limit: int,
     *,
     fewer: bool,
     tiled: bool,
-    fused: bool = False,
 ) -> list[tuple[int, int]]:
     """Images and tiles of each at a time: as many as ``limit`` bytes hold, and ``fewer``: also an eighth of that.
 
@@ -298,7 +306,7 @@ def _in_flight(
         choices += [(1, tiles) for tiles in _halves(every)[1:]]
 
     def needs(images: int, tiles: int) -> int:
-        return OwnPlan(p, basis, tile, FUSED if fused else "library", BLOCKS[0][0], images, tiles, form).arena.size
+        return OwnPlan(p, basis, tile, special or "library", BLOCKS[0][0], images, tiles, form).arena.size
 
     first = next((i for i, choice in enumerate(choices) if needs(*choice) <= limit), None)
     if first is None:
