@@ -136,7 +136,8 @@ class FourierPlan:
             forward = max(forward, (4 if self.pointwise and self.p.pass_ is Pass.WGRAD else 2) * spectrum)
         planes = self.rows(self.p.result) * self._result_planes()
         spectrum = 8 * planes * self.frequencies
-        copies = 3 + self.pointwise  # the third is scratch, which libraries take for long axes
+        # The third is scratch, which libraries take for long axes: of one axis alone twice as much.
+        copies = 3 + (self.p.dims == 1) + self.pointwise
         return max(forward, copies * spectrum + 4 * planes * self.size)
 
     def _result_planes(self) -> int:

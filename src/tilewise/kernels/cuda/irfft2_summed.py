@@ -15,14 +15,17 @@ from dataclasses import replace
 
 import torch
 
-from tilewise.kernels.cuda.fft2d import Config, checked_size, program_of
-from tilewise.kernels.cuda.launch import Bound
+from tilewise.kernels.cuda.fft2d import BLOCKS, Config, checked_size, program_of
+from tilewise.kernels.cuda.launch import Bound, has_clusters
 from tilewise.kernels.cuda.operands import MOST_PLANES, MOST_STRIDE, Leading, Memory, check, spectrum_shape
 
 __all__ = ["MOST_SUMMED", "bind"]
 
 MOST_SUMMED = 8
 """Products of a sum: a thread reads twice as many numbers for each of its own."""
+LARGE = 128
+CLUSTERED = Config(8, resident=3, cluster=8)
+"""Of transforms of that many points: planes share what they read, and three blocks hide what they wait for."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -69,6 +72,8 @@ def bind(
         raise ValueError(f"{n * channels} planes: at most {MOST_PLANES}")
     outer, inner = (step if size > 1 else 0 for size, step in zip((n, channels), image.strides, strict=False))
     planes = Leading(n * channels, channels, (outer, 0), (inner, 0))
+    if config is None and max(s) == LARGE and all(size % (2 * CLUSTERED.cluster) == 0 for size in s):
+        config = CLUSTERED if has_clusters() and planes.count >= CLUSTERED.planes * BLOCKS else None
     together = summed == 1 or second.strides[-1] == 1
     program = replace(
         program_of(image, _virtual(image, s), planes, s, offset, "frequency_major", True, config, False, "interleaved"),
