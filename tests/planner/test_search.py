@@ -162,6 +162,27 @@ def test_a_candidate_with_a_hopeless_estimate_is_not_run_unless_patient(clock: C
         assert search(toys.small(), batch_sizes="undivided", rigor="patient").best().solver == "slow"
 
 
+def test_a_candidate_far_behind_its_kin_is_not_run_unless_patient(clock: Clock) -> None:
+    """Where estimates err alike the better one wins, so that the other need not even be compiled."""
+    first = simulated(clock, "first", lambda p, c: 10.0, estimate=lambda p, c: 10.0, kin="transforms")
+    second = simulated(clock, "second", lambda p, c: 9.0, estimate=lambda p, c: 13.0, kin="transforms")
+    apart = simulated(clock, "apart", lambda p, c: 11.0, estimate=lambda p, c: 13.0)
+    with world(clock, first, second, apart):
+        found = search(toys.small(), batch_sizes="undivided")
+        assert found.best().solver == "first"
+        assert reasons(found.log)["second"] == "not measured: estimated 13.000 ms, the best of transforms 10.000"
+        assert "apart" not in reasons(found.log)
+        assert search(toys.small(), batch_sizes="undivided", rigor="patient").best().solver == "second"
+
+
+def test_a_front_keeps_slower_kin_that_take_less_workspace(clock: Clock) -> None:
+    large = simulated(clock, "large", lambda p, c: 10.0, estimate=lambda p, c: 10.0, kin="transforms",
+                      bytes=lambda p, c: 2**20)  # fmt: skip
+    small = simulated(clock, "small", lambda p, c: 15.0, estimate=lambda p, c: 15.0, kin="transforms")
+    with world(clock, large, small):
+        assert [plan.solver for plan in search(toys.small(), batch_sizes="undivided").front()] == ["large", "small"]
+
+
 def test_only_the_best_configs_of_a_solver_are_run_unless_patient(clock: Clock) -> None:
     many = simulated(
         clock, "many", lambda p, c: 10.0 - int(c["i"]) / 10, choices=tuple(Config(i=i) for i in range(5)),

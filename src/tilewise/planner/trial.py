@@ -30,6 +30,8 @@ PRUNE = 2.0
 REPEATS = 3
 LONG_MS = 1.0
 """Runs longer than this vary little: one more is enough among candidates; finalists are timed again."""
+BEHIND_KIN = 1.25
+"""A candidate whose estimate is this many times the best of its kin is not measured, save by ``patient``."""
 LOST = 1.4
 """A candidate that was this many times slower than the best at a larger size is not measured, save by ``patient``."""
 SLOW_MS = 400.0
@@ -100,6 +102,8 @@ class Trial:
     """What candidates would take at their rate at a larger size: one that lost there by far is not run again."""
     blocked: dict[tuple[str, Config], float] = field(default_factory=dict)
     """Candidates lost to the workspace limit alone, with their estimates."""
+    _kin: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    """Estimates and workspaces of all candidates, by the kin of their solvers."""
 
     def run(self) -> list[Measurement]:
         """Every leaf solver's candidates, tried in the order of their estimates."""
@@ -118,6 +122,8 @@ class Trial:
             if reasons:
                 self._lose(solver, Config(), "; ".join(reasons))
         waiting.sort(key=lambda entry: entry[:2])
+        for estimate, _, solver, _, needed in waiting:
+            self._kin.setdefault(solver.kin, []).append((estimate, needed))
         self._compile_ahead(waiting)
         tried: dict[str, int] = {}
         for estimate, _, solver, config, needed in waiting:
@@ -153,11 +159,11 @@ class Trial:
             return wanted
         patient = self.options.rigor == "patient"
         tried: dict[str, int] = {}
-        for estimate, _, solver, config, _ in waiting:
+        for estimate, _, solver, config, needed in waiting:
             if not solver.compiles:
                 continue
             known = (solver.name, solver.version, config) in self.known
-            if known or patient or not self._hopeless(solver, config, estimate, self.best_ms):
+            if known or patient or not self._hopeless(solver, config, estimate, needed, self.best_ms):
                 tried[solver.name] = tried.get(solver.name, 0) + 1  # as in _pruned
                 if not known and (patient or tried[solver.name] <= solver.most(self.problem)):
                     wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
@@ -201,7 +207,7 @@ class Trial:
         if (solver.name, solver.version, config) in self.known:
             tried[solver.name] = tried.get(solver.name, 0) + 1  # else each search would measure as many again
             return False
-        text = self._hopeless(solver, config, estimate, self._bound_ms(needed))
+        text = self._hopeless(solver, config, estimate, needed, self._bound_ms(needed))
         if text:
             self._lose(solver, config, text)
             return True
@@ -212,9 +218,12 @@ class Trial:
             return True
         return False
 
-    def _hopeless(self, solver: Solver, config: Config, estimate: float, best_ms: float) -> str:
+    def _hopeless(self, solver: Solver, config: Config, estimate: float, needed: int, best_ms: float) -> str:
         """Why a candidate that is not known yet is not worth a measurement; empty when it is."""
         prior = self.prior_ms.get((solver.name, solver.version, config), 0.0)
+        kin = [ms for ms, workspace in self._kin.get(solver.kin, ()) if not self.for_front or workspace <= needed]
+        if solver.kin and kin and estimate > BEHIND_KIN * min(kin):
+            return f"not measured: estimated {estimate:.3f} ms, the best of {solver.kin} {min(kin):.3f}"
         if estimate > PRUNE * best_ms:
             return f"not measured: estimated {estimate:.3f} ms, the best so far takes {best_ms:.3f}"
         if prior > LOST * best_ms:

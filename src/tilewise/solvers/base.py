@@ -71,6 +71,8 @@ class Solver(abc.ABC):
     """Binding compiles kernels for a GPU, and may be done by several threads at a time."""
     blocks_itself: ClassVar[bool] = False
     """Has configs that take the batch in blocks, so that as a micro-batch it has nothing to add."""
+    kin: ClassVar[str] = ""
+    """A name for solvers whose estimates err alike, so that one far behind another of them need not be measured."""
     most_configs: ClassVar[int] = 6
     """Configs measured when planning is not ``patient``: those with the best estimates."""
     error_bound: ClassVar[dict[str, float]] = {"ieee": 1e-5, "tf32": 5e-3}

@@ -46,6 +46,7 @@ class FFT(Solver):
     complex64), or ``fused``: sums over few channels inside of the inverse transform.
     """
 
+    kin = "Fourier transforms"
     name, version = "fft", 4
     accumulates = True
     blocks_itself = True

@@ -26,6 +26,7 @@ class TiledFFT(Solver):
     a time (absent: all). Numbers that are not finite spread over their tile.
     """
 
+    kin = "Fourier transforms"
     name, version = "tiled_fft", 3
     devices = frozenset({"cuda"})
     dims = frozenset({1, 2})
