@@ -2,8 +2,8 @@
 
 A bar, not a figure: at most 5 s cold on a GPU and 0.2 s from wisdom. mu-cuDNN needed 3.82 s (powerOfTwo) and 34.16 s
 (all) in 64 MiB on a P100 (Oyama et al. 2018, Section IV-B1). The first planning of a process also compiles kernels,
-builds vendor plans and loads libraries; what it takes beyond later ones, whose wisdom is as empty, is listed apart. The
-least of those counts: measured times differ from one to the next, and with them the candidates that are compiled.
+builds vendor plans and loads libraries; what it takes beyond the ``runs`` after it, whose wisdom is as empty, is listed
+apart. The least of those counts: measured times differ from one to the next, and with them what is compiled.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from tilewise.planner import Options, Planner
 from tilewise.problem import ConvProblem, Pass
 from tilewise.wisdom import Wisdom
 
-DEFAULTS = {"layers": "", "batch": "0", "batch_sizes": "powers_of_two", "limits": "none,64MiB", "rigor": "measure"}
-COLD_RUNS = 3
-QUICK = {"layers": "conv5", "batch": "2", "limits": "64MiB"}
+DEFAULTS = {
+    "layers": "",
+    "batch": "0",
+    "batch_sizes": "powers_of_two",
+    "limits": "none,64MiB",
+    "rigor": "measure",
+    "runs": "3",
+}
+QUICK = {"layers": "conv5", "batch": "2", "limits": "64MiB", "runs": "1"}
 
 
 def run(settings: Settings) -> Result:
@@ -43,10 +49,11 @@ def run(settings: Settings) -> Result:
 def _row(settings: Settings, limit: str, problems: list[ConvProblem]) -> Row:
     size = None if limit == "none" else parse_size("limits", limit)
     options = settings.planning(size, settings.policies("batch_sizes")[0])
+    runs = max(1, settings.integer("runs"))
     with tempfile.TemporaryDirectory(prefix="tilewise-benchmark-") as folder:
-        settings.say(f"{limit}: planning {len(problems)} kernels with empty wisdom, {1 + COLD_RUNS} times")
+        settings.say(f"{limit}: planning {len(problems)} kernels with empty wisdom, {1 + runs} times")
         first_s = _seconds(Path(folder) / "first.sqlite3", problems, options)
-        again = [Path(folder) / f"again{number}.sqlite3" for number in range(COLD_RUNS)]
+        again = [Path(folder) / f"again{number}.sqlite3" for number in range(runs)]
         cold_s = min(_seconds(path, problems, options) for path in again)
         known_s = min(_seconds(again[-1], problems, options) for _ in range(3))
     return Row(

@@ -24,9 +24,10 @@ def demo(*arguments: str, cache: Path, kernels: Path) -> subprocess.CompletedPro
 
 
 def test_demo_replaces_divides_and_trains_alike(tmp_path: Path, kernels: Path) -> None:
-    # The batch is the demo's own: under a smaller one, and a smaller limit, less needs to be divided. Whether that is
-    # done by micro-batches or blocks is a matter of speed, so of what else runs on this machine.
-    done = demo("--steps", "2", "--iterations", "1", cache=tmp_path, kernels=kernels)
+    # A quarter of the demo's batch in a quarter of its memory: as much needs to be divided. Whether that is done by
+    # micro-batches or blocks is a matter of speed, so of what else runs on this machine.
+    sizes = ("--batch", "8", "--workspace", "2MiB")
+    done = demo(*sizes, "--steps", "2", "--iterations", "1", cache=tmp_path, kernels=kernels)
     assert done.returncode == 0, done.stderr
     assert "wide" in done.stdout
     divided = re.search(r"(\d+) take the mini-batch as micro-batches, (\d+) in blocks", done.stdout)

@@ -54,7 +54,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@settings(max_examples=12, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=7, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_tile(pass_: Pass, dtype: str, data: st.DataObject) -> None:
     # Not bf16: the interpreter multiplies its bit patterns.

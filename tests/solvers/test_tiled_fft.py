@@ -64,13 +64,13 @@ def axes(draw: st.DrawFn, longest: int = 14) -> Axis:
 
 
 @st.composite
-def layers(draw: st.DrawFn, pass_: Pass, dims: int) -> ConvProblem:
+def layers(draw: st.DrawFn, pass_: Pass, dims: int, longest: int = 50) -> ConvProblem:
     groups = draw(st.sampled_from((1, 1, 2)))
     channels = st.sampled_from((1, 2, 3, 5))
     dtype = draw(st.sampled_from(("fp32", "fp32", "fp16")))
     return ConvProblem(
         pass_, draw(st.integers(1, 4)), groups * draw(channels), groups * draw(channels),
-        tuple(draw(axes({1: 50, 2: 14}[dims])) for _ in range(dims)), groups=groups, dtype=dtype,
+        tuple(draw(axes({1: longest, 2: 14}[dims])) for _ in range(dims)), groups=groups, dtype=dtype,
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pass_", list(Pass))
-@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_tile(pass_: Pass, dims: int, data: st.DataObject) -> None:
     p = data.draw(layers(pass_, dims))
@@ -137,7 +137,7 @@ def test_fused_products(pass_: Pass, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_products_plane_by_plane(pass_: Pass, dims: int, data: st.DataObject) -> None:
     """Any images and tiles in flight, groups and views."""
-    p, forms = data.draw(with_memory(layers(pass_, dims)))
+    p, forms = data.draw(with_memory(layers(pass_, dims, longest=20)))
     drawn = {**data.draw(configs(p)), "product": PLANES}
     kept = {name: drawn[name] for name in ("basis", "tile", "product", "block", "tiles") if name in drawn}
     if "tiles" in kept:
