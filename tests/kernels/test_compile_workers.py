@@ -259,6 +259,7 @@ def test_a_worker_refuses_what_is_no_job_and_goes_on(worker: subprocess.Popen[st
 
 def parent() -> None:
     """Starts workers, prints who they are and what else lives, and waits."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # programs in a shell's background ignore it
     with workers.opened(2) as pool:
         answer = pool.ask("{}")
         child = os.fork()

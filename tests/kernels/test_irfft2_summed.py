@@ -13,7 +13,7 @@ from tests.kernels.emulator import emulate, emulated
 from tests.kernels.spectra import Guarded, relative
 
 from tilewise.kernels.cuda.fft2d import SIZES, Config, default_config
-from tilewise.kernels.cuda.irfft2_summed import MOST_SUMMED, bind
+from tilewise.kernels.cuda.irfft2_summed import CLUSTERED, LARGE, MOST_SUMMED, bind
 from tilewise.kernels.cuda.launch import Bound
 from tilewise.kernels.cuda.operands import Memory
 
@@ -72,7 +72,8 @@ def check(
     [(8, 1, False, (3, 1, 5)), (24, 4, True, (2, 2, 3)), (128, 3, False, (3, 1, 3))],
 )  # fmt: skip
 def test_some_sizes(place: str, n: int, summed: int, turned: bool, lead: tuple[int, int, int]) -> None:
-    check(place, (n, n), (n - 3, n - 4), (2, 1), summed, lead, not turned, turned=turned)
+    config = CLUSTERED if n == LARGE else None  # what many planes get
+    check(place, (n, n), (n - 3, n - 4), (2, 1), summed, lead, not turned, turned=turned, config=config)
 
 
 @pytest.mark.gpu

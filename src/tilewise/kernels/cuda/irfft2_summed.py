@@ -19,7 +19,7 @@ from tilewise.kernels.cuda.fft2d import BLOCKS, Config, checked_size, program_of
 from tilewise.kernels.cuda.launch import Bound, has_clusters
 from tilewise.kernels.cuda.operands import MOST_PLANES, MOST_STRIDE, Leading, Memory, check, spectrum_shape
 
-__all__ = ["MOST_SUMMED", "bind"]
+__all__ = ["CLUSTERED", "LARGE", "MOST_SUMMED", "bind"]
 
 MOST_SUMMED = 8
 """Products of a sum: a thread reads twice as many numbers for each of its own."""
