@@ -25,7 +25,7 @@ WORKSPACE = 3
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("pass_", list(Pass))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     channels=st.sampled_from([(1, 5), (3, 9), (5, 2), (9, 3), (6, 1), (2, 2)]), groups=st.integers(1, 2),
     rows=st.integers(1, 9), frequencies=st.sampled_from([40, 144, 600]), accumulate=st.booleans(),

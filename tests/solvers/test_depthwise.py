@@ -54,7 +54,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@settings(max_examples=6, suppress_health_check=SLOW)
+@settings(max_examples=4, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_any_tile(pass_: Pass, dtype: str, data: st.DataObject) -> None:
     found: tuple[ConvProblem, Memory] = data.draw(

@@ -43,7 +43,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(("dtype", "precision"), [("fp32", "ieee"), ("fp32", "tf32"), ("fp16", "ieee")])
-@settings(max_examples=4, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_tile_and_block(pass_: Pass, dtype: str, precision: str, data: st.DataObject) -> None:
     # Not bf16: the interpreter multiplies its bit patterns.

@@ -99,7 +99,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pass_", list(Pass))
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_tile(pass_: Pass, dims: int, data: st.DataObject) -> None:
     p = data.draw(layers(pass_, dims))
