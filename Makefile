@@ -21,7 +21,7 @@ demo: $(STAMP) ## plan, time and train a small network on this machine
 test: lint unit ## lint, then run all tests that this machine can run
 
 unit: $(STAMP) ## the tests alone; ARGS='-k word' narrows them
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout $(TEST_TIMEOUT) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --timeout $(TEST_TIMEOUT) $(ARGS)
 
 # Uses whatever Python is current and has torch with CUDA: installs nothing, needs no network.
 gpu-test: ## the tests marked gpu, in the current environment
