@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 
 from harness import queued
 from harness.configs import Runnable, fastest
@@ -22,9 +21,7 @@ from harness.settings import Settings
 from harness.sides import Tensors, framework_call, is_framework, plan_line, planned_call
 
 from tilewise import solvers
-from tilewise.device import torch_device
 from tilewise.plan import Plan
-from tilewise.planner.measure import framework_flags
 from tilewise.problem import ConvProblem, Pass
 
 DEFAULTS = {
@@ -42,7 +39,6 @@ MODES = {"ieee": ("fp32", "ieee"), "tf32": ("fp32", "tf32"), "bf16": ("bf16", "i
 MOST_ENGINES = 200
 """More than cuDNN has."""
 ENGINE_BUDGET_MS = 30.0
-BUDGET_MS = 200.0
 LAYOUTS = ("contiguous", "channels_last")
 
 
@@ -89,11 +85,8 @@ def _row(name: str, mode: str, problems: list[ConvProblem], plans: dict[ConvProb
     calls += [planned_call(p, plans[p], tensors[p.layout("x")]) for p in problems]
     engine = _engine(problems[0], tensors["contiguous"]) if engines else None
     calls += [] if engine is None else [engine.call]
-    device = torch_device(problems[0].device)
-    with framework_flags(problems[0].precision, deterministic=False):
-        took = queued.rounds(calls, device, budget_ms=BUDGET_MS, least=5, most=31)
-    times = [statistics.median(each.device_ms for each in rounds) for rounds in took]
-    hosts = [statistics.median(each.host_ms for each in rounds) for rounds in took]
+    took = queued.medians(problems[0], calls)
+    times = [each.device_ms for each in took]
     torch_ms, planned_ms = dict(zip(LAYOUTS, times[:2], strict=True)), times[2 : 2 + len(problems)]
     best = min(range(len(problems)), key=planned_ms.__getitem__)
     layout = problems[best].layout("x")
@@ -112,8 +105,8 @@ def _row(name: str, mode: str, problems: list[ConvProblem], plans: dict[ConvProb
             "layout": layout,
             "ratio_same_layout": torch_ms[layout] / planned_ms[best] if replaced else 1.0,
             "ratio_contiguous": torch_ms["contiguous"] / planned_ms[best] if replaced else 1.0,
-            "host_ms": hosts[2 + best],
-            "torch_host_ms": hosts[LAYOUTS.index(torch_layout)],
+            "host_ms": took[2 + best].host_ms,
+            "torch_host_ms": took[LAYOUTS.index(torch_layout)].host_ms,
             "workspace": plan.workspace,
             "error": None if plan.error is None else plan.error.l2,
             "engine": None if engine is None else str(engine.config),

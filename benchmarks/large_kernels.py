@@ -8,7 +8,6 @@ transform back. Without a memory limit. On a GPU times are the device's; the hos
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,14 +20,12 @@ from harness.settings import Settings
 from harness.sides import Call, Tensors, framework_call, is_framework, plan_line, planned_call
 
 from tilewise.axis import Axis
-from tilewise.device import device_name, torch_device
+from tilewise.device import device_name
 from tilewise.plan import Plan
-from tilewise.planner.measure import framework_flags
 from tilewise.problem import ConvProblem, Pass
 
 DEFAULTS = {"layers": "", "passes": "", "modes": "", "rigor": "measure", "seconds": "0"}
 QUICK = {"layers": "tiny2d,tiny1d", "passes": "fprop", "modes": "fp32"}
-BUDGET_MS = 200.0
 MODES = {"fp32": ("fp32", "ieee"), "tf32": ("fp32", "tf32"), "bf16": ("bf16", "ieee")}
 
 
@@ -118,14 +115,13 @@ def _row(layer: Layer, mode: str, problem: ConvProblem, plan: Plan) -> Row:
     calls.append(planned_call(problem, plan, tensors["contiguous"]))
     if layer.by_hand:
         calls.append(by_hand(problem, tensors["contiguous"]))
-    with framework_flags(problem.precision, deterministic=False):
-        took = queued.rounds(calls, torch_device(problem.device), budget_ms=BUDGET_MS, least=5, most=31)
-    times = [statistics.median(each.ms if problem.device_type == "cpu" else each.device_ms for each in t) for t in took]
+    took = queued.medians(problem, calls)
+    times = [each.device_ms for each in took]
     found = LayerPass(f"{layer.name} {problem.pass_.value}", dict(zip(layouts, times, strict=False)),
                       times[len(layouts)], plan)  # fmt: skip
     details = {
         **found.to_json(),
-        "host_ms": [statistics.median(each.host_ms for each in t) for t in took],
+        "host_ms": [each.host_ms for each in took],
         "workspace": plan.workspace,
         "error": None if plan.error is None else plan.error.l2,
         "by_hand_ms": times[-1] if layer.by_hand else None,

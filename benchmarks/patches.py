@@ -11,7 +11,6 @@ host takes is in ``details``.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,7 +22,6 @@ from harness.settings import Settings
 from harness.sides import Call, Tensors, framework_call, is_framework, plan_line, planned_call
 
 from tilewise.axis import Axis
-from tilewise.planner.measure import framework_flags
 from tilewise.problem import ConvProblem, Pass
 
 DEFAULTS = {"dtype": "bf16", "precision": "ieee", "scale": "1", "rigor": "measure"}
@@ -92,11 +90,8 @@ def run(settings: Settings) -> Result:
         for problem in problems:
             tensors, plan = Tensors(problem), plans[problem]
             calls = [case.by_hand(problem, tensors), planned_call(problem, plan, tensors)]
-            with framework_flags(problem.precision, deterministic=False):
-                calls.append(framework_call(problem, tensors))
-                times = queued.rounds(calls, settings.device, budget_ms=200.0, least=7, most=51)
-            by_hand, ours, torch_ms = (statistics.median(took.device_ms for took in each) for each in times)
-            host_ms = [statistics.median(took.host_ms for took in each) for each in times]
+            took = queued.medians(problem, [*calls, framework_call(problem, tensors)], least=7, most=51)
+            by_hand, ours, torch_ms = (each.device_ms for each in took)
             row = Row(
                 f"{case.name} {problem.pass_.value}",
                 case.name,
@@ -106,7 +101,7 @@ def run(settings: Settings) -> Result:
                 details={
                     "torch_ms": torch_ms,
                     "left_to_torch": is_framework(plan),
-                    "host_ms": dict(zip(("by_hand", "ours", "torch"), host_ms, strict=True)),
+                    "host_ms": dict(zip(("by_hand", "ours", "torch"), (each.host_ms for each in took), strict=True)),
                     "plan": plan.to_json(),
                 },
             )

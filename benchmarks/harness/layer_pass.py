@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 from harness import queued
 from harness.result import Row, Side
 from harness.sides import Call, Tensors, framework_call, is_framework, plan_line, planned_call, race
-from tilewise.device import torch_device
 from tilewise.plan import Plan
-from tilewise.planner.measure import framework_flags
 from tilewise.problem import ConvProblem
 
 LAYOUTS = ("contiguous", "channels_last")
@@ -69,12 +66,10 @@ def timed(name: str, problem: ConvProblem, plan: Plan, budget_ms: float = 200.0)
 
 
 def _device_ms(problem: ConvProblem, plan: Plan, calls: Sequence[Call], budget_ms: float) -> tuple[float, float] | None:
-    device = torch_device(problem.device)
-    if device.type != "cuda":
+    if problem.device_type != "cuda":
         return None
-    with framework_flags(problem.precision, deterministic=False):
-        times = queued.rounds(calls, device, budget_ms=budget_ms, least=5, most=15)
-    *torch_ms, planned_ms = (statistics.median(took.device_ms for took in each) for each in times)
+    took = queued.medians(problem, calls, budget_ms=budget_ms, most=15)
+    *torch_ms, planned_ms = (each.device_ms for each in took)
     best = min(torch_ms)
     return best, best if is_framework(plan) else planned_ms
 

@@ -5,16 +5,19 @@ Timed one by one, as a layer runs, such calls show how long Python takes to laun
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 
 import torch
 
 from harness.sides import Call
+from tilewise.device import torch_device
 from tilewise.planner import measure
 from tilewise.planner.measure import Took
+from tilewise.problem import ConvProblem
 
-__all__ = ["rounds"]
+__all__ = ["medians", "rounds"]
 
 SPIN_CYCLES = 6_000_000
 """Some milliseconds, in which the host queues a round."""
@@ -53,3 +56,15 @@ def rounds(calls: Sequence[Call], device: torch.device, *, budget_ms: float, lea
                 taken += took.device_ms
         turn += 1
     return times
+
+
+def medians(
+    problem: ConvProblem, calls: Sequence[Call], *, budget_ms: float = 200.0, least: int = 5, most: int = 31
+) -> list[Took]:
+    """Medians of :func:`rounds` under the problem's precision and torch's benchmark mode, as ``sides.race`` has."""
+    with measure.framework_flags(problem.precision, deterministic=False):
+        times = rounds(calls, torch_device(problem.device), budget_ms=budget_ms, least=least, most=most)
+    return [
+        Took(statistics.median(took.device_ms for took in each), statistics.median(took.host_ms for took in each))
+        for each in times
+    ]
