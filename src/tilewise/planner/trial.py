@@ -103,7 +103,7 @@ class Trial:
     blocked: dict[tuple[str, Config], float] = field(default_factory=dict)
     """Candidates lost to the workspace limit alone, with their estimates."""
     _kin: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
-    """Estimates and workspaces of all candidates, by the kin of their solvers."""
+    """Estimates and workspaces of the candidates whose solvers have kin, by its name."""
 
     def run(self) -> list[Measurement]:
         """Every leaf solver's candidates, tried in the order of their estimates."""
@@ -123,7 +123,8 @@ class Trial:
                 self._lose(solver, Config(), "; ".join(reasons))
         waiting.sort(key=lambda entry: entry[:2])
         for estimate, _, solver, _, needed in waiting:
-            self._kin.setdefault(solver.kin, []).append((estimate, needed))
+            if solver.kin:
+                self._kin.setdefault(solver.kin, []).append((estimate, needed))
         self._compile_ahead(waiting)
         tried: dict[str, int] = {}
         for estimate, _, solver, config, needed in waiting:
@@ -222,7 +223,7 @@ class Trial:
         """Why a candidate that is not known yet is not worth a measurement; empty when it is."""
         prior = self.prior_ms.get((solver.name, solver.version, config), 0.0)
         kin = [ms for ms, workspace in self._kin.get(solver.kin, ()) if not self.for_front or workspace <= needed]
-        if solver.kin and kin and estimate > BEHIND_KIN * min(kin):
+        if kin and estimate > BEHIND_KIN * min(kin):
             return f"not measured: estimated {estimate:.3f} ms, the best of {solver.kin} {min(kin):.3f}"
         if estimate > PRUNE * best_ms:
             return f"not measured: estimated {estimate:.3f} ms, the best so far takes {best_ms:.3f}"
