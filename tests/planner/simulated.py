@@ -5,7 +5,7 @@ What the planner decides from times is then the same on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 from tests import toys
 
 from tilewise import solvers
-from tilewise.plan import Config
+from tilewise.plan import Config, Measurement
 from tilewise.planner import measure, trial
 from tilewise.planner import search as search_module
 from tilewise.planner.options import Options
@@ -116,3 +116,8 @@ def _took(clock: Clock, call: Callable[[], object]) -> measure.Took:
 def search(problem: ConvProblem, store: Store | None = None, **options: Any) -> Search:
     """A search with nothing known, unless in ``store``."""
     return Search(problem, Options(**options), PROFILE, store or Store(lambda p: {}))
+
+
+def reasons(log: Sequence[Measurement]) -> dict[str, str]:
+    """The last word on each solver that was lost."""
+    return {solver: reason for solver, reason in {m.solver: m.reason for m in log}.items() if reason}
