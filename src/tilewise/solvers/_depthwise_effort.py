@@ -16,7 +16,7 @@ from tilewise.problem import ConvProblem, Pass, dense_strides
 from tilewise.solvers._depthwise import CHUNK, UNIT, UNUSED, Tile, Window, axes_of, kernel_rows, tiles, vectors, window
 from tilewise.solvers._tiles import PROCESSORS, busy
 
-__all__ = ["candidates", "effort", "shares", "terms"]
+__all__ = ["candidates", "code_work", "effort", "shares"]
 
 EDGES = (1, 2, 4, 7, 8, 14, 16)
 LONG_EDGES = (2, 4, 8, 16, 32)
@@ -25,7 +25,7 @@ THREADS = 128
 MOST_TERMS = 2000
 """Multiply-adds of a lane that are written out."""
 MOST_WORK = 240_000
-"""Of them times reads and writes: Triton looks through the whole kernel for each, some ten seconds for as many."""
+"""Of :func:`code_work`, some ten seconds."""
 MOST_REGISTERS = 230
 OTHER_REGISTERS = 40
 REGISTER_FILE = 1600
@@ -47,11 +47,8 @@ def candidates(p: ConvProblem) -> Iterator[Tile]:
     for (rows, columns), lanes in itertools.product(itertools.product(tall, wide), _lanes(p)):
         tile = Tile(rows, columns, *lanes)
         least = rows == tall[0] and columns == wide[0]
-        written_out = terms(p, tile)
         if least or (
-            written_out <= MOST_TERMS
-            and written_out * _accesses(p, tile) <= MOST_WORK
-            and _registers(p, tile) <= MOST_REGISTERS
+            _terms(p, tile) <= MOST_TERMS and code_work(p, tile) <= MOST_WORK and _registers(p, tile) <= MOST_REGISTERS
         ):
             yield tile
 
@@ -132,7 +129,12 @@ def _lanes(p: ConvProblem) -> Iterator[tuple[int, int, int]]:
             yield THREADS * width // lanes, lanes, 4
 
 
-def terms(p: ConvProblem, tile: Tile) -> int:
+def code_work(p: ConvProblem, tile: Tile) -> int:
+    """What a tile's code is to compile: Triton looks through all of it for each read and write."""
+    return _terms(p, tile) * _accesses(p, tile)
+
+
+def _terms(p: ConvProblem, tile: Tile) -> int:
     """Multiply-adds of a lane that are written out."""
     _, height, width = axes_of(p)
     rows, parts = 0, 1

@@ -9,7 +9,7 @@ import torch
 from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._depthwise import Tile, axes_of, launches
-from tilewise.solvers._depthwise_effort import candidates, effort, shares, terms
+from tilewise.solvers._depthwise_effort import candidates, code_work, effort, shares
 from tilewise.solvers._program_run import compiled, has_triton
 from tilewise.solvers._tiles import integer
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
@@ -21,8 +21,8 @@ MOST = 2**31 - 2**20
 LONGEST = 15
 MOST_STRIDE = 4
 MOST_SPLITS = 65535
-SHORT = 500
-"""Multiply-adds of a thread whose code fits the 12 KiB of instructions next to a scheduler."""
+FAR = 1.5
+"""Tiles of so many times the least effort are no candidates."""
 PEAK = {"ieee": 1.0, "tf32": 0.126, "16-bit": 0.066}
 """Rate of fp32's units, which do this arithmetic, beside the product rate of the problem's precision."""
 
@@ -41,7 +41,7 @@ class Depthwise(Solver):
     devices = frozenset({"cuda"})
     compiles = True
     accumulates = True
-    most_configs = 8
+    most_configs = 4
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """The absent Triton, groups of several channels, long kernels, strides of input gradients, wide counts."""
@@ -68,16 +68,17 @@ class Depthwise(Solver):
         return reasons
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
-        """Tiles of the least effort, half of them for either direction of lanes where both may be contiguous.
+        """Tiles of the least effort for the length of their code, half of them for either direction of lanes where both
+        may be contiguous.
 
-        One in four is the best of short code, as what a processor loses by fetching long code is not in the estimate.
+        Long code takes ten seconds to compile, and what a processor loses by fetching it is not in the estimate.
         """
         best: dict[tuple[int, ...], Tile] = {}
         for tile in sorted(candidates(p), key=lambda tile: effort(p, tile)):
             best.setdefault((tile.rows, tile.columns, tile.width, tile.channels > 1), tile)
         kinds = [[tile for tile in best.values() if (tile.channels > 1) is along] for along in (False, True)]
         each = self.most_configs // sum(1 for kind in kinds if kind)
-        chosen = [tile for kind in kinds for tile in _chosen(p, kind, each)]
+        chosen = [tile for kind in kinds for tile in _front(p, kind)[:each]]
         return [_config(p, tile) for tile in sorted(chosen, key=lambda tile: effort(p, tile))]
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
@@ -104,11 +105,15 @@ class Depthwise(Solver):
         return compiled(launches(p, _tile(c), integer(c, "splits", 1), a, b, out), [*alignment, 256], a.device)
 
 
-def _chosen(p: ConvProblem, ranked: list[Tile], count: int) -> list[Tile]:
-    """The first, and in every fourth place the first of short code that is not among them."""
-    first, rest = ranked[: count - count // 4], ranked[count - count // 4 :]
-    short = [tile for tile in rest if terms(p, tile) * tile.width <= SHORT]
-    return [*first, *short[: count // 4]] if short else ranked[:count]
+def _front(p: ConvProblem, ranked: list[Tile]) -> list[Tile]:
+    """Of tiles in the order of their effort those with less code than all before."""
+    kept: list[Tile] = []
+    for tile in ranked:
+        if effort(p, tile) > FAR * effort(p, ranked[0]):
+            break
+        if not kept or code_work(p, tile) < code_work(p, kept[-1]):
+            kept.append(tile)
+    return kept
 
 
 def _config(p: ConvProblem, tile: Tile) -> Config:
