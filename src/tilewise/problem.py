@@ -41,6 +41,12 @@ class Pass(enum.Enum):
     DGRAD = "dgrad"
     WGRAD = "wgrad"
 
+    __hash__ = object.__hash__  # members are single: problems are hashed often while planning, names in Python's code
+
+
+_OPERANDS = {Pass.FPROP: ("x", "w"), Pass.DGRAD: ("y", "w"), Pass.WGRAD: ("x", "y")}
+_RESULT = {Pass.FPROP: "y", Pass.DGRAD: "x", Pass.WGRAD: "w"}
+
 
 class Write(enum.Enum):
     """How a part's result joins the whole."""
@@ -191,12 +197,12 @@ class ConvProblem:
     @property
     def operands(self) -> tuple[str, str]:
         """Places of the two operands, in the order every solver takes them."""
-        return {Pass.FPROP: ("x", "w"), Pass.DGRAD: ("y", "w"), Pass.WGRAD: ("x", "y")}[self.pass_]
+        return _OPERANDS[self.pass_]
 
     @property
     def result(self) -> str:
         """Place of the result."""
-        return {Pass.FPROP: "y", Pass.DGRAD: "x", Pass.WGRAD: "w"}[self.pass_]
+        return _RESULT[self.pass_]
 
     def shape(self, role: str) -> tuple[int, ...]:
         """Shape of the tensor with place ``role``."""

@@ -106,8 +106,9 @@ class OwnPlan:
             p.pass_ is Pass.WGRAD
             or all(covered(tiles, n) for tiles, n in zip(found, p.shape(p.result)[2:], strict=True))
         )
-        self.chunks = list(self._chunks())
-        self.rows = max((chunk.rows for chunk in self.chunks), default=0)
+        self.kinds = list(self._kinds())
+        """Chunks that differ by more than the image they start at, and how many there are of each."""
+        self.rows = max((chunk.rows for chunk, _ in self.kinds), default=0)
         channels = {"x": p.in_channels, "y": p.out_channels}
         counts = {role: self.rows * channels[role] for role in "xy"}
         counts["w"] = p.out_channels * p.in_channels // p.groups
@@ -123,7 +124,7 @@ class OwnPlan:
         }
         self.in_parts = PARTS[self.form] > 1
         # A transform has at most one block for each plane, and a last cluster of them.
-        transforms = {"w": 1, **dict.fromkeys("xy", max((len(chunk.tiles) for chunk in self.chunks), default=0))}
+        transforms = {"w": 1, **dict.fromkeys("xy", max((len(chunk.tiles) for chunk, _ in self.kinds), default=0))}
         scaled = () if self.fused or self.plain else p.operands
         blocks = {role: counts[role] + fft2d.MOST_CLUSTER * transforms[role] for role in scaled}
         peaks = {role: magnitudes.PROGRAMS if self.in_parts else blocks[role] for role in scaled}
@@ -160,14 +161,27 @@ class OwnPlan:
             for stretch in stretches(self.places(role, chunk.tiles))
         )
 
-    def _chunks(self) -> Iterator[Chunk]:
-        if self.tiles >= len(self.every):
-            for first in range(0, self.p.batch if self.every else 0, self.images):
-                yield Chunk(first, min(self.images, self.p.batch - first), self.every)
-            return
-        for first in range(self.p.batch):
+    def _kinds(self) -> Iterator[tuple[Chunk, int]]:
+        if self.tiles < len(self.every):
             for start in range(0, len(self.every), self.tiles):
-                yield Chunk(first, 1, self.every[start : start + self.tiles])
+                yield Chunk(0, 1, self.every[start : start + self.tiles]), self.p.batch
+        elif self.every:
+            times, rest = divmod(self.p.batch, self.images)
+            if times:
+                yield Chunk(0, self.images, self.every), times
+            if rest:
+                yield Chunk(times * self.images, rest, self.every), 1
+
+    @property
+    def chunks(self) -> Iterator[Chunk]:
+        """All of them in order: all tiles of one image, or images, before those of the next."""
+        if self.tiles < len(self.every):
+            for first, (chunk, _) in itertools.product(range(self.p.batch), self.kinds):
+                yield Chunk(first, 1, chunk.tiles)
+        else:
+            for chunk, times in self.kinds:
+                for number in range(times):
+                    yield Chunk(chunk.first + number * chunk.images, chunk.images, chunk.tiles)
 
     def bind(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -230,17 +231,17 @@ def cost(p: ConvProblem, c: Config) -> Cost:
     plan = plan_of(p, c)
     if plan.fused:
         return _fused_cost(p, plan)
-    flops = sum(arithmetic(p, chunk.rows, plan.frequencies) for chunk in plan.chunks)
+    flops = sum(times * arithmetic(p, chunk.rows, plan.frequencies) for chunk, times in plan.kinds)
     product = str(c["product"])
     share = RATES[plan.form if plan.in_parts else product] / (
         1.0 if p.dtype == "fp32" and p.precision == "ieee" else 8.0
     )
     share *= filled(p, plan.rows, plan.frequencies, plan.block) if product not in WITHOUT_PIECES else 0.8
-    rows = sum(chunk.rows for chunk in plan.chunks)
+    rows = sum(times * chunk.rows for chunk, times in plan.kinds)
     images = {"x": p.in_channels, "y": p.out_channels}
     numbers = sum(plan.parts[role] * plan.spectra[role].dtype.itemsize * n for role, n in images.items())
     spectra = plan.frequencies * rows * numbers + plan.spectra["w"].bytes
-    kernels = 3 + sum(1 + plan.transforms(chunk) for chunk in plan.chunks)
+    kernels = 3 + sum(times * (1 + plan.transforms(chunk)) for chunk, times in plan.kinds)
     apart = p.bytes + spectra if plan.plain else p.bytes + int(spectra * SCATTERED.get(max(plan.basis), 1.0))
     if plan.in_parts:  # operands are read once more, for their scale
         apart += sum(p.nbytes(role) for role in p.operands)
@@ -256,14 +257,14 @@ def _fused_cost(p: ConvProblem, plan: OwnPlan) -> Cost:
     """
     left, _, _ = factors(p.pass_)
     _, columns, depth = shape(p, 1)
-    rows = sum(chunk.rows for chunk in plan.chunks)
+    rows = sum(times * chunk.rows for chunk, times in plan.kinds)
     numbers = plan.frequencies * rows * columns * p.groups
     block = fft2d.default_config(plan.basis, "frequency_major", True, plan.images * columns * p.groups).planes
     read = int(8 * depth * (1 + 1 / min(block, columns)) * numbers * cached(p.device_type, plan.spectra["w"].bytes))
     spectra = 8 * plan.frequencies * rows * (p.in_channels if left == "x" else p.out_channels)
     spectra += plan.spectra["w"].bytes
     share = RATES[FUSED] / (1.0 if p.dtype == "fp32" and p.precision == "ieee" else 8.0)
-    kernels = 1 + sum(2 * len(chunk.tiles) for chunk in plan.chunks)
+    kernels = 1 + sum(2 * times * len(chunk.tiles) for chunk, times in plan.kinds)
     return Cost(arithmetic(p, rows, plan.frequencies), read, kernels, share, p.bytes + 2 * spectra)
 
 
@@ -305,11 +306,11 @@ def _in_flight(
     if tiled:
         choices += [(1, tiles) for tiles in _halves(every)[1:]]
 
-    def needs(images: int, tiles: int) -> int:
-        return OwnPlan(p, basis, tile, special or "library", BLOCKS[0][0], images, tiles, form).arena.size
+    def held(choice: tuple[int, int]) -> bool:
+        return OwnPlan(p, basis, tile, special or "library", BLOCKS[0][0], *choice, form).arena.size <= limit
 
-    first = next((i for i, choice in enumerate(choices) if needs(*choice) <= limit), None)
-    if first is None:
+    first = bisect.bisect_left(choices, True, key=held)  # each takes less than the one before
+    if first == len(choices):
         return []
     found = [choices[first]]
     if fewer and first + 3 < len(choices):
