@@ -75,3 +75,20 @@ def test_a_plan_must_win_on_a_busy_host_too(clock: Clock, host_ms: float, winner
         plan = search(toys.small(), batch_sizes="undivided").best()
         assert plan.solver == winner
         assert plan.time_ms == (8.0 if winner == "other" else 10.0)
+
+
+@pytest.mark.parametrize(
+    ("quick", "slow", "winner"),
+    [((5.0, 18.0), (12.0, 18.0), "quick"), ((5.0, 18.0), (5.0, 17.0), "slow"), ((5.0, 30.0), (12.0, 18.0), "slow")],
+)
+def test_of_plans_launched_as_slowly_the_one_that_runs_faster_is_taken(
+    clock: Clock, quick: tuple[float, float], slow: tuple[float, float], winner: str
+) -> None:
+    own = torchs_own(clock, lambda p, c: 10.0)
+    others = [simulated(clock, name, lambda p, c: 8.0) for name in ("quick", "slow")]
+    with world(clock, own, *others), pytest.MonkeyPatch.context() as patch:
+        times = [[Took(*each)] * 7 for each in (quick, slow, (25.0, 40.0))]
+        patch.setattr(search_module, "rounds", lambda *_, **__: times)
+        plan = search(toys.small(), batch_sizes="undivided").best()
+    assert plan.solver == winner
+    assert plan.time_ms == sum({"quick": quick, "slow": slow}[winner]) / 2

@@ -53,6 +53,15 @@ class Took(NamedTuple):
         """The longer: a layer that takes longer to launch than to run costs the host's time in a network."""
         return max(self)
 
+    @property
+    def weighed_ms(self) -> float:
+        """Mean of the device's time and :attr:`ms`, by which plans are chosen.
+
+        Some networks queue so far ahead that a launch costs nothing (a CUDA graph always does), in others the device
+        waits for each. Small kernels take as long to launch as one another, and then the faster is the better.
+        """
+        return (self.device_ms + self.ms) / 2
+
     def with_host(self, factor: float) -> float:
         """The same were the host so many times slower, as a busy one may be."""
         return max(self.device_ms, factor * self.host_ms)

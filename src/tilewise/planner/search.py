@@ -310,7 +310,8 @@ class Search:
             for plan, values in zip(kept, times, strict=False):
                 pairs = list(zip(values, times[-1], strict=True))
                 self.shares[_choice(plan)] = sorted(
-                    max(own.ms / its.ms, own.with_host(BUSY) / its.with_host(BUSY)) for own, its in pairs
+                    max(own.weighed_ms / its.weighed_ms, own.with_host(BUSY) / its.with_host(BUSY))
+                    for own, its in pairs
                 )
             self.baseline = replace(self.baseline, time_ms=_median_ms(times[-1]))
             self.store.of(self.problem)[(self.baseline.solver, self.baseline.version, Config())] = self.baseline
@@ -457,8 +458,13 @@ def _clear(times: list[list[Took]]) -> bool:
     return len(times[-1]) != 2 and all(share < 1 / far or share > far for share in shares)
 
 
+def _share(own: Took, its: Took) -> float:
+    """A plan's time in torch's, on a host that has nothing else to do or on a busy one, whichever is larger."""
+    return max(own.weighed_ms / its.weighed_ms, own.with_host(BUSY) / its.with_host(BUSY))
+
+
 def _median_ms(times: Sequence[Took]) -> float:
-    return statistics.median(took.ms for took in times)
+    return statistics.median(took.weighed_ms for took in times)
 
 
 def _choice(plan: Plan) -> Choice:

@@ -310,7 +310,7 @@ class Trial:
         return Measurement(solver.name, solver.version, config, reason=reason)
 
     def _time_into(self, times: list[float], call: Callable[[], object]) -> None:
-        times.append(self.timer.time_ms(call))
+        times.append(self.timer.time(call).weighed_ms)
 
     def peak(
         self,
