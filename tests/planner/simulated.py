@@ -95,7 +95,7 @@ def world(clock: Clock, *extra: Solver) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solvers, "all_solvers", lambda: ordered)
         patch.setattr(solvers, "baseline", lambda: own)
-        patch.setattr(measure.Timer, "time", lambda self, call: _took(clock, call))
+        patch.setattr(measure.Timer, "time", lambda self, call, *_: _took(clock, call))
         patch.setattr(search_module, "rounds", lambda calls, *_, **__: [[_took(clock, call)] for call in calls])
         patch.setattr(trial, "peak_bytes", _nothing)  # what the reference allocates is not the solver's
         with toys.one_thread():

@@ -5,13 +5,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from tilewise.planner import measure
-from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, interleaved, peak_bytes, rounds
+from tilewise.planner.measure import (
+    Timer,
+    Took,
+    check_peak_is_known,
+    framework_flags,
+    interleaved,
+    lead_ms,
+    peak_bytes,
+    rounds,
+)
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -22,7 +32,7 @@ def test_calls_are_timed_in_turns() -> None:
     calls = [lambda name=name: order.append(name) for name in "abc"]
     times = interleaved(calls, CPU, repeats=4)
     assert len(times) == 3
-    assert all(time >= 0 for time in times)
+    assert all(ms >= 0 for ms in times)
     assert "".join(order) == "abc" + "abccba" * 2
 
 
@@ -175,6 +185,21 @@ def test_memory_of_a_gpu_counts_what_is_asked_for() -> None:
     first = peak_bytes(lambda: torch.mm(a, a, out=out), cuda)
     assert first > 0, "cuBLAS's own workspace counts"
     assert first == peak_bytes(lambda: torch.mm(a, a, out=out), cuda), "each time"
+
+
+@pytest.mark.gpu
+def test_a_slow_launch_is_not_the_devices_time() -> None:
+    timer, out = Timer(torch.device("cuda")), torch.zeros(1, device="cuda")
+
+    def call() -> None:
+        time.sleep(0.5e-3)
+        out.zero_()
+
+    call()
+    alone = min(timer.time(call, 0.0).device_ms for _ in range(5))
+    hidden = [timer.time(call, lead_ms(Took(0.0, 1.0))) for _ in range(5)]
+    assert min(took.host_ms for took in hidden) >= 0.5
+    assert min(took.device_ms for took in hidden) < 0.4 < alone
 
 
 @pytest.mark.gpu

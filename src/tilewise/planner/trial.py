@@ -18,7 +18,7 @@ from tilewise import execute, solvers
 from tilewise.kernels.triton import workers
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.estimate import Profile, estimate_ms
-from tilewise.planner.measure import Timer, peak_bytes, peak_is_known
+from tilewise.planner.measure import Timer, Took, lead_ms, peak_bytes, peak_is_known
 from tilewise.planner.options import Options
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver, Split
@@ -40,6 +40,8 @@ FAR, LOADING_MS = 4.0, 50.0
 """A first run this many times slower than the best, and by more than loading a module takes, ends a candidate."""
 GIVE_UP = 1.5
 """After one run this many times slower than the best a candidate is not repeated."""
+SHORT_MS = {"cuda": 1.0, "cpu": 0.0}
+"""Unless it is as short as this: the host may have been kept from a launch, and that repeating takes no time."""
 
 MOST_COMPILERS = 16
 
@@ -285,18 +287,18 @@ class Trial:
                 raise _OverLimit(bound.workspace, self.options.workspace)
             new = solver.own_output and self.is_root and not self.problem.accumulate
             call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
-            times: list[float] = []
+            times: list[Took] = []
             timed = functools.partial(self._time_into, times, call)
             scratch = solver.baseline or solver.hidden_workspace(self.problem, config) > 0
             workspace = self.peak(timed, bound.workspace, new, best_ms, scratch=scratch)
-            if times[-1] <= GIVE_UP * best_ms:
+            first_ms = times[0].ms
+            if first_ms <= max(GIVE_UP * best_ms, SHORT_MS[self.timer.device.type]):
                 if workspace > bound.workspace and self.timer.device.type == "cpu":
                     # A first run also makes what a library keeps for good.
                     workspace = self.peak(call, bound.workspace, new)
-                for _ in range(_repeats(times[-1])):
+                for _ in range(_repeats(first_ms)):
                     timed()
-            time_ms = statistics.median(times[1:] or times)
-            return Measurement(solver.name, solver.version, config, time_ms, workspace)
+            return Measurement(solver.name, solver.version, config, _usual(times[1:] or times).weighed_ms, workspace)
         except (_OverLimit, _TooSlow):
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -309,8 +311,9 @@ class Trial:
                 torch.cuda.empty_cache()
         return Measurement(solver.name, solver.version, config, reason=reason)
 
-    def _time_into(self, times: list[float], call: Callable[[], object]) -> None:
-        times.append(self.timer.time(call).weighed_ms)
+    def _time_into(self, times: list[Took], call: Callable[[], object]) -> None:
+        # The first run is also watched for memory, of which what clears a cache would take some.
+        times.append(self.timer.time(call, lead_ms(times[-1]) if times else 0.0))
 
     def peak(
         self,
@@ -350,6 +353,11 @@ class Trial:
 
     def _lose(self, solver: Solver, config: Config, reason: str, workspace: int | None = None) -> None:
         self.found.append(Measurement(solver.name, solver.version, config, workspace=workspace, reason=reason))
+
+
+def _usual(times: Sequence[Took]) -> Took:
+    """Median of the device's times and the least of the host's, which other work only adds to."""
+    return Took(statistics.median(took.device_ms for took in times), min(took.host_ms for took in times))
 
 
 def _repeats(took_ms: float) -> int:
