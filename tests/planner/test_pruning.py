@@ -59,3 +59,13 @@ def test_only_the_best_configs_of_a_solver_are_run_unless_patient(clock: Clock) 
         lost = [m.config["i"] for m in found.log if m.reason.startswith("not measured: 3 of this solver")]
         assert lost == [3, 4]
         assert search(toys.small(), store, rigor="patient", batch_sizes="undivided").best().config == Config(i=4)
+
+
+@pytest.mark.parametrize("limit", [None, 2**20])
+def test_a_solver_that_offers_nothing_keeps_that_as_its_reason(clock: Clock, limit: int | None) -> None:
+    with world(
+        clock, simulated(clock, "mute", lambda p, c: 1.0, choices=()), simulated(clock, "other", lambda p, c: 1.0)
+    ):
+        found = search(toys.small(), batch_sizes="undivided", workspace=limit)
+        assert found.best().solver == "other"
+        assert reasons(found.log)["mute"] == "offers no config" + (" in 1.0 MiB of workspace" if limit else "")

@@ -118,7 +118,11 @@ class Trial:
             try:
                 reasons = solver.why_not(self.problem) or self._policy(solver)
                 if not reasons:
-                    waiting += self._offers(solver)
+                    lost = len(self.found)
+                    offers = self._offers(solver)
+                    waiting += offers
+                    if not offers and len(self.found) == lost:
+                        reasons = [self._why_nothing()]
             except Exception as error:  # as in measure
                 reasons = [f"raised {type(error).__name__} when asked for configs: {first_line(error)}"]
             if reasons:
@@ -171,6 +175,11 @@ class Trial:
                 if not known and (patient or tried[solver.name] <= solver.most(self.problem)):
                     wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
         return wanted
+
+    def _why_nothing(self) -> str:
+        """Why a solver that solves the problem offers no config."""
+        limit = self.options.workspace
+        return "offers no config" if limit is None else f"offers no config in {format_bytes(limit)} of workspace"
 
     def _policy(self, solver: Solver) -> list[str]:
         on_gpu = self.problem.device_type == "cuda"
