@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator
@@ -175,21 +176,28 @@ def _tile_rate(c: Config) -> float:
 
 def _blocks(p: ConvProblem, c: Config, ceiling: int | None, *, fewer: bool) -> Iterator[Config]:
     """``c`` on all images, or where those are too many on the most that fit in equal blocks; perhaps on fewer."""
-    parts = 1
-    while True:
-        images = -(-p.batch // parts)
-        sized = Config(**{**c, **({"images": images} if images < p.batch else {})})
-        if p.pass_ is Pass.WGRAD:
-            sized = Config(**{**sized, "splits": _splits(p, _tile(c), images)})
-        layout = _layout(p, sized)
-        countable = layout.largest <= MOST_ELEMENTS
-        if images == 1 or (countable and (ceiling is None or layout.workspace <= ceiling)):
-            break
-        # The next block count that makes blocks smaller.
-        parts = -(-p.batch // (images - 1))
+
+    def fits(images: int) -> bool:
+        layout = _layout(p, _sized(p, c, images))
+        return layout.largest <= MOST_ELEMENTS and (ceiling is None or layout.workspace <= ceiling)
+
+    choices = _equal_blocks(p.batch)
+    found = bisect.bisect_left(choices, True, hi=len(choices) - 1, key=fits)  # one image where none fits
+    sized = _sized(p, c, choices[found])
     yield sized
-    if fewer and images > 1:
-        yield from _blocks(p, c, layout.workspace // 4, fewer=False)
+    if fewer and choices[found] > 1:
+        yield from _blocks(p, c, _layout(p, sized).workspace // 4, fewer=False)
+
+
+def _sized(p: ConvProblem, c: Config, images: int) -> Config:
+    sized = Config(**{**c, **({"images": images} if images < p.batch else {})})
+    return Config(**{**sized, "splits": _splits(p, _tile(c), images)}) if p.pass_ is Pass.WGRAD else sized
+
+
+@functools.lru_cache(maxsize=256)
+def _equal_blocks(batch: int) -> tuple[int, ...]:
+    """Images of a block in 1, 2, 3, ... blocks as equal as can be, without repetition."""
+    return tuple(dict.fromkeys(-(-batch // parts) for parts in range(1, batch + 1)))
 
 
 def _splits(p: ConvProblem, tile: Tile, images: int) -> int:
