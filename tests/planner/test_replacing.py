@@ -92,3 +92,22 @@ def test_of_plans_launched_as_slowly_the_one_that_runs_faster_is_taken(
         plan = search(toys.small(), batch_sizes="undivided").best()
     assert plan.solver == winner
     assert plan.time_ms == sum({"quick": quick, "slow": slow}[winner]) / 2
+
+
+@pytest.mark.parametrize(("device_ms", "winner"), [(10.2, "other"), (10.4, "aten")])
+def test_a_plan_must_not_lose_where_launches_are_hidden(clock: Clock, device_ms: float, winner: str) -> None:
+    """As in a CUDA graph: then what the host saves by one kernel in place of two is no gain."""
+    own = torchs_own(clock, lambda p, c: 10.0)
+    with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
+        times = [[Took(device_ms, 5.0)] * 7, [Took(10.0, 40.0)] * 7]
+        patch.setattr(search_module, "rounds", lambda *_, **__: times)
+        assert search(toys.small(), batch_sizes="undivided").best().solver == winner
+
+
+def test_the_next_finalist_is_taken_where_the_first_may_not_replace_torchs_choice(clock: Clock) -> None:
+    own = torchs_own(clock, lambda p, c: 10.0)
+    others = [simulated(clock, name, lambda p, c: 8.0) for name in ("first", "second")]
+    with world(clock, own, *others), pytest.MonkeyPatch.context() as patch:
+        times = [[Took(11.0, 5.0)] * 7, [Took(5.0, 18.0)] * 7, [Took(10.0, 40.0)] * 7]
+        patch.setattr(search_module, "rounds", lambda *_, **__: times)
+        assert search(toys.small(), batch_sizes="undivided").best().solver == "second"

@@ -44,6 +44,8 @@ CLEAR, CLEAR_AT_ONCE = 1.5, 4.0
 """On a CPU, no more rounds where all plans are so far from torch's choice: after three, and after one."""
 BUSY = 2.0
 """A plan must gain with a host this many times slower too: many launches lose their gain first."""
+EVEN = 1.03
+"""Times that differ less are as good as equal."""
 BEHIND = {"cuda": 2.0, "cpu": 1.3}
 """Plans whose estimate is this many times torch's time are not run whole. A GPU's small parts are overestimated."""
 
@@ -245,17 +247,15 @@ class Search:
         limit = self.options.workspace
         ranked = [p for p in ranked if limit is None or p.workspace <= limit]
         if ranked and not self._is_behind(ranked[0]):
-            for plan in sorted(self._time_whole(self._finalists(ranked)), key=lambda p: p.time_ms):
-                if self._keeps_baseline(plan):
-                    return self._baseline_plan()
-                checked = self._verified(plan)
-                if checked is None:
-                    break
-                if not self._gains_again(plan):
-                    return self._baseline_plan()
-                self._note(checked)
-                return checked
-            raise _Dropped  # others were given up because of what now turned out to be none
+            timed = self._time_whole(self._finalists(ranked))
+            gaining = [plan for plan in timed if not self._keeps_baseline(plan)]
+            checked = self._verified(min(gaining, key=lambda plan: plan.time_ms)) if gaining else None
+            if checked is None and (gaining or not timed):
+                raise _Dropped  # others were given up because of what now turned out to be none
+            if checked is None or not self._gains_again(checked):
+                return self._baseline_plan()
+            self._note(checked)
+            return checked
         if self.baseline_allowed:
             return self._baseline_plan()
         raise NoPlanError(_no_plan_text(self.problem, self.options, self.log))
@@ -308,11 +308,8 @@ class Search:
             return []
         if self.baseline is not None:
             for plan, values in zip(kept, times, strict=False):
-                pairs = list(zip(values, times[-1], strict=True))
-                self.shares[_choice(plan)] = sorted(
-                    max(own.weighed_ms / its.weighed_ms, own.with_host(BUSY) / its.with_host(BUSY))
-                    for own, its in pairs
-                )
+                pairs = zip(values, times[-1], strict=True)
+                self.shares[_choice(plan)] = sorted(_share(own, its, a.device.type) for own, its in pairs)
             self.baseline = replace(self.baseline, time_ms=_median_ms(times[-1]))
             self.store.of(self.problem)[(self.baseline.solver, self.baseline.version, Config())] = self.baseline
         return [replace(plan, time_ms=_median_ms(values)) for plan, values in zip(kept, times, strict=False)]
@@ -458,9 +455,13 @@ def _clear(times: list[list[Took]]) -> bool:
     return len(times[-1]) != 2 and all(share < 1 / far or share > far for share in shares)
 
 
-def _share(own: Took, its: Took) -> float:
-    """A plan's time in torch's, on a host that has nothing else to do or on a busy one, whichever is larger."""
-    return max(own.weighed_ms / its.weighed_ms, own.with_host(BUSY) / its.with_host(BUSY))
+def _share(own: Took, its: Took, device: str) -> float:
+    """A plan's time in torch's, on a host that has nothing else to do or on a busy one, whichever is larger.
+
+    Where the launch costs nothing the plan need not gain, but may not lose.
+    """
+    hidden = MARGIN[device] * own.device_ms / (EVEN * its.device_ms)
+    return max(own.weighed_ms / its.weighed_ms, own.with_host(BUSY) / its.with_host(BUSY), hidden)
 
 
 def _median_ms(times: Sequence[Took]) -> float:
