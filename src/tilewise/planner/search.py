@@ -43,7 +43,7 @@ SURE = 0.7
 CLEAR, CLEAR_AT_ONCE = 1.5, 4.0
 """On a CPU, no more rounds where all plans are so far from torch's choice: after three, and after one."""
 BUSY = 2.0
-"""A plan must gain with a host this many times slower too: many launches lose their gain first."""
+"""A plan must not lose with a host this many times slower: many launches lose their gain first."""
 EVEN = 1.03
 """Times that differ less are as good as equal."""
 BEHIND = {"cuda": 2.0, "cpu": 1.3}
@@ -456,12 +456,12 @@ def _clear(times: list[list[Took]]) -> bool:
 
 
 def _share(own: Took, its: Took, device: str) -> float:
-    """A plan's time in torch's, on a host that has nothing else to do or on a busy one, whichever is larger.
+    """A plan's time in torch's. It must gain as the two are weighed, and elsewhere it may not lose.
 
-    Where the launch costs nothing the plan need not gain, but may not lose.
+    That is where the launch costs nothing, and where the host is busy with other work.
     """
-    hidden = MARGIN[device] * own.device_ms / (EVEN * its.device_ms)
-    return max(own.weighed_ms / its.weighed_ms, own.with_host(BUSY) / its.with_host(BUSY), hidden)
+    elsewhere = max(own.device_ms / its.device_ms, own.with_host(BUSY) / its.with_host(BUSY))
+    return max(own.weighed_ms / its.weighed_ms, elsewhere * MARGIN[device] / EVEN)
 
 
 def _median_ms(times: Sequence[Took]) -> float:
