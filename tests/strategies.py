@@ -15,7 +15,7 @@ from tilewise.problem import ALIGNMENT, ROLES, ConvProblem, Pass, dense_strides,
 
 FORMS = ("contiguous", "channels_last", "channels", "space", "steps")
 """Memory of a tensor: dense both ways, a slice of a tensor with more channels, of a larger one, every other column."""
-KINDS = ("any", "pointwise", "patches", "same", "large")
+KINDS = ("any", "pointwise", "patches", "whole", "same", "large")
 
 axis_sizes = st.integers(1, 13)
 
@@ -24,8 +24,8 @@ axis_sizes = st.integers(1, 13)
 def axes(draw: st.DrawFn, kind: str = "any", longest: int = 13) -> Axis:
     """An axis with at least one output: signed padding that differs by side, stride, dilation.
 
-    ``pointwise`` has one tap, ``patches`` a kernel equal to its stride, ``same`` three taps and as many outputs as
-    inputs, ``large`` a kernel that reaches over half of them or more.
+    ``pointwise`` has one tap, ``patches`` a kernel equal to its stride, ``whole`` one over all that is not cropped,
+    ``same`` three taps and as many outputs as inputs, ``large`` a kernel that reaches over half of them or more.
     """
     size = draw(st.integers(1, longest))
     if kind == "large":
@@ -35,6 +35,9 @@ def axes(draw: st.DrawFn, kind: str = "any", longest: int = 13) -> Axis:
         return Axis(size, kernel, stride, dilation, before, after)
     if kind == "same":
         return Axis(size, 3, 1, 1, 1, 1)
+    if kind == "whole":
+        before, after = (draw(st.sampled_from((0, 0, -1))) if size > 2 else 0 for _ in range(2))
+        return Axis(size, size + before + after, draw(st.integers(1, 3)), 1, before, after)
     if kind in ("pointwise", "patches"):
         kernel = 1 if kind == "pointwise" else draw(st.integers(1, min(size, 4)))
         stride = kernel if kernel > 1 else draw(st.sampled_from((1, 1, 2)))

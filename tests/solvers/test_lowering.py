@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,8 +11,9 @@ from tests.solvers.test_solvers import Memory, check
 from tests.strategies import problems, with_memory
 
 from tilewise import solvers
+from tilewise.axis import Axis
 from tilewise.plan import Config
-from tilewise.problem import ConvProblem
+from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._gather import Order
 
 TYPES = ("lowering_type1", "lowering_type2", "lowering_type3")
@@ -31,3 +34,24 @@ def test_any_block_of_images_and_rows(name: str, dtype: str, data: st.DataObject
     rows = data.draw(st.integers(0, 6), "rows") if images == 1 and not Order(order).merges else 0
     c = Config(block=images, order=order, rows=rows) if rows else Config(block=images, order=order)
     check(solver, p, c, forms, accumulate=False)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 9])
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_a_kernel_as_large_as_the_image_is_one_product_without_a_copy(layout: str, pass_: Pass, stride: int) -> None:
+    gemm, axis = solvers.get("gemm"), Axis(9, 9, stride)
+    p = ConvProblem(pass_, 6, 4, 8, (axis, axis), layouts=(layout, layout, layout))
+    assert not gemm.why_not(p)
+    (config,) = gemm.configs(p)
+    assert gemm.workspace(p, config) == 0
+    assert gemm.cost(p, config).kernels == 1
+    for accumulate in (False, True):
+        check(gemm, replace(p, accumulate=accumulate), config, ((layout, 0),) * 3, accumulate=accumulate)
+
+
+def test_one_window_of_a_larger_image_leaves_the_rest_of_its_gradient_zero() -> None:
+    gemm = solvers.get("gemm")
+    p = ConvProblem(Pass.DGRAD, 3, 2, 5, (Axis(7, 4, 5), Axis(6, 4, 4, 1, -1, 0)))
+    for config in gemm.configs(p):
+        check(gemm, p, config, (("contiguous", 0),) * 3, accumulate=False)

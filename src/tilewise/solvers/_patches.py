@@ -32,7 +32,7 @@ class PatchGradient:
         self.windows = readings(p, "x", (True,) * p.dims)
         self.channels = p.in_channels // p.groups
         unread = any(w.count < a.size for w, a in zip(self.windows, p.axes, strict=True))
-        apart = any(a.kernel < a.stride for a in p.axes)
+        apart = any(a.kernel < a.stride and a.out > 1 for a in p.axes)
         self.clears = (unread or apart) and not p.accumulate
         reading = [kept(axis.out) for axis in p.axes]
         largest = self.blocking.largest

@@ -1,4 +1,4 @@
-"""Convolutions that are matrix products: pointwise kernels, and kernels as large as their stride."""
+"""Convolutions that are matrix products: pointwise kernels, and windows that do not overlap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Gemm(Lowering):
     """One product, with no copy where memory allows it: windows that do not overlap are a permutation of the image.
 
     That is a view for pointwise kernels of stride 1 and for kernels as large as the image, in either layout, and one
-    copy otherwise (patch embeddings, strided pointwise kernels). Its input gradient writes each input once.
+    copy otherwise (patch embeddings, strided pointwise kernels). Its input gradient writes each input once. A kernel as
+    large as the image has one window, whatever the stride: a fully connected layer.
     """
 
     name, version = "gemm", 1
@@ -29,10 +30,11 @@ class Gemm(Lowering):
         """Windows that overlap or reach over the edge."""
         reasons = super().unsupported(p)
         for name, axis in zip(p.space, p.axes, strict=True):
-            if axis.kernel > 1 and (axis.stride != axis.kernel or axis.dilation != 1):
+            apart = axis.stride == axis.kernel or axis.out == 1
+            if axis.kernel > 1 and (not apart or axis.dilation != 1):
                 reasons.append(
-                    f"along {name} needs one tap, or a stride equal to the kernel without dilation; this is kernel "
-                    f"{axis.kernel}, stride {axis.stride}, dilation {axis.dilation}"
+                    f"along {name} needs one tap, or a stride equal to the kernel or one output, without dilation; "
+                    f"this is kernel {axis.kernel}, stride {axis.stride}, dilation {axis.dilation}, {axis.out} outputs"
                 )
             if axis.before > 0 or axis.after > 0:
                 reasons.append(f"along {name} takes no padding, not ({axis.before}, {axis.after})")

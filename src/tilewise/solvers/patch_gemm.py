@@ -43,10 +43,11 @@ TILES = {
 class PatchGemm(Solver):
     """One product that gathers its operands from the tensors and scatters its result, for kernels as large as strides.
 
-    Patch embeddings (Dosovitskiy et al. 2021, equation 1) and pointwise kernels of stride 1: no input is read twice, so
-    an element's address is the sum of one number for its row and one for its column, and the product reads images and
-    writes them with no copy in between. Memory goes to the partial sums of filter gradients alone: ``splits`` shares of
-    the tokens, summed in order. Sums are in fp32; fp32 operands are rounded to TF32.
+    Patch embeddings (Dosovitskiy et al. 2021, equation 1), kernels as large as the image and pointwise ones of stride
+    1: no input is read twice, so an element's address is the sum of one number for its row and one for its column, and
+    the product reads images and writes them with no copy in between. Memory goes to the partial sums of filter
+    gradients alone: ``splits`` shares of the tokens, summed in order. Sums are in fp32; fp32 operands are rounded to
+    TF32.
     """
 
     name, version = "patch_gemm", 1
@@ -64,15 +65,18 @@ class PatchGemm(Solver):
         if p.dtype == "fp32" and p.precision != "tf32":
             reasons.append(f"multiplies fp32 values as TF32 alone, not with precision {p.precision}")
         for name, axis in zip(p.space, p.axes, strict=True):
-            if axis.kernel != axis.stride or (axis.kernel > 1 and axis.dilation != 1):
+            apart = axis.kernel == axis.stride or axis.out == 1
+            if not apart or (axis.kernel > 1 and axis.dilation != 1):
                 reasons.append(
-                    f"along {name} needs a stride equal to the kernel without dilation; this is kernel {axis.kernel}, "
-                    f"stride {axis.stride}, dilation {axis.dilation}"
+                    f"along {name} needs a stride equal to the kernel or one output, without dilation; this is kernel "
+                    f"{axis.kernel}, stride {axis.stride}, dilation {axis.dilation}, {axis.out} outputs"
                 )
             if axis.before or axis.after:
                 reasons.append(f"along {name} takes no padding, not ({axis.before}, {axis.after})")
-            if axis.size % axis.stride:
-                reasons.append(f"along {name} needs whole windows; {axis.stride} does not divide {axis.size}")
+            if axis.out * axis.kernel != axis.size:
+                reasons.append(
+                    f"along {name} needs whole windows: {axis.out} of {axis.kernel} are not all of {axis.size}"
+                )
         count = counts(p)
         for what, number in (("tokens", count["t"]), ("filter elements", count["m"] * count["k"])):
             if number > MOST:
