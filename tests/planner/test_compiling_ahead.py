@@ -94,3 +94,22 @@ def test_an_interruption_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(pool.stopped for pool in taken)
     with workers.opened(2) as pool:
         assert not pool.stopped
+
+
+def test_what_was_bound_ahead_is_measured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, so that what is bound in vain is bound again where its reason is kept."""
+    found = trial()
+    own, calls = solver("own"), []
+
+    def bind(plan: Plan, *rest: Any) -> Any:
+        calls.append(plan.config["n"])
+        if len(calls) > 2:
+            raise RuntimeError("bound again")
+        return SimpleNamespace(workspace=0)
+
+    monkeypatch.setattr(execute, "bind", bind)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    found._compile_ahead(waiting((own, 0.1), (own, 0.2)))
+    assert sorted(calls) == [0, 1]
+    assert "bound again" not in found.measure(own, Config(n=0)).reason
+    assert "bound again" in found.measure(own, Config(n=0)).reason

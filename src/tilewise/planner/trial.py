@@ -104,6 +104,8 @@ class Trial:
     """What candidates would take at their rate at a larger size: one that lost there by far is not run again."""
     blocked: dict[tuple[str, Config], float] = field(default_factory=dict)
     """Candidates lost to the workspace limit alone, with their estimates."""
+    _ahead: dict[tuple[str, Config], execute.Bound] = field(default_factory=dict)
+    """What was bound ahead and waits to be measured."""
     _kin: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """Estimates and workspaces of the candidates whose solvers have kin, by its name."""
 
@@ -150,7 +152,7 @@ class Trial:
 
         def bind(pool: workers.Pool, plan: Plan) -> None:
             with contextlib.suppress(Exception), torch.cuda.device(a.device), pool.serving():
-                execute.bind(plan, self.problem, a, b, out)
+                self._ahead[plan.solver, plan.config] = execute.bind(plan, self.problem, a, b, out)
 
         threads = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1, len(wanted)))
         try:
@@ -291,7 +293,7 @@ class Trial:
         a, b, out = self.tensors
         try:
             plan = Plan(self.problem.key, solver.name, solver.version, config)
-            bound = execute.bind(plan, self.problem, a, b, out)
+            bound = self._ahead.pop((solver.name, config), None) or execute.bind(plan, self.problem, a, b, out)
             if self.options.workspace is not None and bound.workspace > self.options.workspace:
                 raise _OverLimit(bound.workspace, self.options.workspace)
             new = solver.own_output and self.is_root and not self.problem.accumulate
