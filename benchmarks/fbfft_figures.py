@@ -98,15 +98,17 @@ def configurations(settings: Settings) -> Iterator[Configuration]:
 
 def run(settings: Settings) -> Result:
     """One row a configuration, those of earlier runs included."""
-    rows, failed = _earlier(settings)
+    rows, failed, begun = _earlier(settings)
     deadline, planner = settings.deadline(), settings.planner()
     wanted = list(itertools.islice(configurations(settings), settings.integer("sample")))
     waiting = [each for each in wanted if each.name not in rows and each.name not in failed]
+    waiting.sort(key=lambda each: each.name in begun)
     settings.say(f"{len(wanted)} configurations, {len(waiting)} to measure")
     for number, each in enumerate(waiting):
         if deadline.passed:
             settings.say(f"out of time: {len(waiting) - number} configurations are left")
             break
+        settings.keep(_result(rows, failed, wanted, begun | {each.name}))
         try:
             rows[each.name] = _row(settings, planner, each)
         except (NoPlanError, torch.OutOfMemoryError) as error:
@@ -116,19 +118,19 @@ def run(settings: Settings) -> Result:
                 torch.cuda.empty_cache()  # what is left in pieces must not fail the next one
         else:
             settings.say(f"  {number + 1}/{len(waiting)} {each.name}: {rows[each.name].ratio:.2f}x")
-        settings.keep(_result(rows, failed, wanted))
-    return _result(rows, failed, wanted)
+    return _result(rows, failed, wanted, begun)
 
 
-def _earlier(settings: Settings) -> tuple[dict[str, Row], dict[str, dict[str, Any]]]:
-    """Rows and failures of an earlier run that planned and measured in the same way."""
+def _earlier(settings: Settings) -> tuple[dict[str, Row], dict[str, dict[str, Any]], set[str]]:
+    """Rows and failures of an earlier run that planned and measured in the same way, and what it was ended in."""
     found = settings.earlier
     alike = ("precision", "rigor")
     if found is None or any(found["settings"][name] != settings.text(name) for name in alike):
-        return {}, {}
+        return {}, {}, set()
     device = settings.device.type == "cuda"
     rows = (row for row in found["rows"] if not device or "torch_device_ms" in row["details"])
-    return {row["name"]: Row.from_json(row) for row in rows}, dict(found["summary"]["facts"]["failed"])
+    facts = found["summary"]["facts"]
+    return {row["name"]: Row.from_json(row) for row in rows}, dict(facts["failed"]), set(facts.get("begun", ()))
 
 
 def _row(settings: Settings, planner: Planner, each: Configuration) -> Row:
@@ -142,11 +144,16 @@ def _row(settings: Settings, planner: Planner, each: Configuration) -> Row:
     return total(each.name, f"{each.kernel}x{each.kernel}", passes, {**each.details, "tilewise": commit()})
 
 
-def _result(rows: dict[str, Row], failed: dict[str, dict[str, Any]], wanted: list[Configuration]) -> Result:
+def _result(
+    rows: dict[str, Row], failed: dict[str, dict[str, Any]], wanted: list[Configuration], begun: set[str]
+) -> Result:
+    """``begun`` are those that a run was ended in: the next one leaves them to the last, as they may take minutes."""
     left = sum(each.name not in rows and each.name not in failed for each in wanted)
     notes = [f"{left} of {len(wanted)} configurations are not measured yet"] if left else []
     found = list(rows.values())
-    return Result(found, _bars(found), facts={"failed": failed, "left": left}, notes=notes)
+    return Result(
+        found, _bars(found), facts={"failed": failed, "left": left, "begun": sorted(begun - rows.keys())}, notes=notes
+    )
 
 
 def _bars(rows: list[Row]) -> list[Bar]:

@@ -87,6 +87,15 @@ def test_figures_go_on_where_they_stopped(cache: Path, tmp_path: Path) -> None:
     assert second["rows"][:2] == first["rows"]
     assert [row["group"] for row in second["rows"]] == ["3x3", "5x5", "3x3", "5x5"]
     assert len({row["name"] for row in second["rows"]}) == 4
+    (saved,) = tmp_path.rglob("*.json")
+    document = json.loads(saved.read_text())
+    ended_in, other = (row["name"] for row in document["rows"][:2])
+    document["rows"] = document["rows"][2:]
+    document["summary"]["facts"]["begun"] = [ended_in]
+    saved.write_text(json.dumps(document))
+    third, said = configurations(4)
+    assert said.index(f"1/2 {other}") < said.index(f"2/2 {ended_in}"), "what a run was ended in comes last"
+    assert third["summary"]["facts"]["begun"] == []
     stopped = run(
         "fbfft_figures", "--quick", "--device", "cpu", "--json", "--set", "seconds=1", "--set", "sample=4000",
         "--set", "minibatches=1,2,3,4", "--set", "inputs=1,2,3,4", "--set", "outputs=1,2,3,4", cache=cache,
