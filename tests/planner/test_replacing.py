@@ -6,6 +6,7 @@ import pytest
 from tests import toys
 from tests.planner.simulated import Clock, search, simulated, torchs_own, world
 
+from tilewise.planner import replacing
 from tilewise.planner import search as search_module
 from tilewise.planner.measure import Took
 
@@ -62,8 +63,8 @@ def test_a_small_gain_must_come_out_twice(clock: Clock, shares: tuple[float, flo
 def test_rounds_are_few_where_one_side_is_far_ahead(plan_ms: list[float], clear: bool) -> None:
     torchs = [Took(100.0, 0.0)] * len(plan_ms)
     times = [[Took(ms, 0.0) for ms in plan_ms], torchs]
-    assert search_module._clear(times) is clear
-    assert not search_module._clear([*times[:1], torchs, torchs])
+    assert replacing.clear(times) is clear
+    assert not replacing.clear([*times[:1], torchs, torchs])
 
 
 @pytest.mark.parametrize(("host_ms", "winner"), [(3.0, "other"), (5.1, "other"), (5.2, "aten"), (7.9, "aten")])
@@ -111,3 +112,21 @@ def test_the_next_finalist_is_taken_where_the_first_may_not_replace_torchs_choic
         times = [[Took(11.0, 5.0)] * 7, [Took(5.0, 18.0)] * 7, [Took(10.0, 40.0)] * 7]
         patch.setattr(search_module, "rounds", lambda *_, **__: times)
         assert search(toys.small(), batch_sizes="undivided").best().solver == "second"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "settled"),
+    [
+        ([3.0] * 5, [4.0] * 5, True),
+        ([3.0] * 4, [4.0] * 4, False),
+        ([3.0] * 4 + [5.0], [4.0] * 5, False),
+        ([7.0] * 5, [8.0] * 5, False),
+        ([3.0] * 4 + [9.0], [10.0] * 5, False),
+    ],
+)
+def test_a_gpu_is_done_where_one_plan_leads_from_far_ahead(
+    first: list[float], second: list[float], settled: bool
+) -> None:
+    """In too few rounds, with another leader in one, or near torch's choice it goes on."""
+    plans = [[Took(ms, 0.0) for ms in values] for values in (first, second)]
+    assert replacing.settled([*plans, [Took(10.0, 0.0)] * len(first)]) is settled

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +18,10 @@ import torch
 from tilewise import execute, solvers
 from tilewise.device import torch_device
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
+from tilewise.planner import replacing
 from tilewise.planner.divisions import BATCH_LEVEL, Divisions, part_plans
 from tilewise.planner.estimate import Profile
-from tilewise.planner.measure import Timer, Took, check_peak_is_known, framework_flags, rounds
+from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, rounds
 from tilewise.planner.operands import Tensors, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.pareto import front, thin
@@ -36,16 +37,6 @@ FINALISTS = 3
 NEAR = 1.15
 """Plans whose estimate is within this of the best are finalists."""
 MOST_NESTED = 2
-MARGIN = {"cuda": 0.95, "cpu": 0.88}
-"""A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
-SURE = 0.7
-"""On a CPU a plan that takes a larger share of torch's time is timed whole a second time."""
-CLEAR, CLEAR_AT_ONCE = 1.5, 4.0
-"""On a CPU, no more rounds where all plans are so far from torch's choice: after three, and after one."""
-BUSY = 2.0
-"""A plan must not lose with a host this many times slower: many launches lose their gain first."""
-EVEN = 1.03
-"""Times that differ less are as good as equal."""
 BEHIND = {"cuda": 2.0, "cpu": 1.3}
 """Plans whose estimate is this many times torch's time are not run whole. A GPU's small parts are overestimated."""
 
@@ -299,8 +290,8 @@ class Search:
             calls.append(self._framework_call())
         try:
             budget_ms = 40.0 if a.is_cuda else 1500.0
-            clear = _clear if self.baseline is not None and not a.is_cuda else None
-            times = rounds(calls, a.device, budget_ms=budget_ms, least=7, most=31, decided=clear)
+            decided = None if self.baseline is None else replacing.settled if a.is_cuda else replacing.clear
+            times = rounds(calls, a.device, budget_ms=budget_ms, least=7, most=31, decided=decided)
         except Exception as error:
             if len(kept) > 1:
                 return [timed for plan in kept for timed in self._time_whole([plan])]
@@ -309,10 +300,10 @@ class Search:
         if self.baseline is not None:
             for plan, values in zip(kept, times, strict=False):
                 pairs = zip(values, times[-1], strict=True)
-                self.shares[_choice(plan)] = sorted(_share(own, its, a.device.type) for own, its in pairs)
-            self.baseline = replace(self.baseline, time_ms=_median_ms(times[-1]))
+                self.shares[_choice(plan)] = sorted(replacing.share(own, its, a.device.type) for own, its in pairs)
+            self.baseline = replace(self.baseline, time_ms=replacing.median_ms(times[-1]))
             self.store.of(self.problem)[(self.baseline.solver, self.baseline.version, Config())] = self.baseline
-        return [replace(plan, time_ms=_median_ms(values)) for plan, values in zip(kept, times, strict=False)]
+        return [replace(plan, time_ms=replacing.median_ms(values)) for plan, values in zip(kept, times, strict=False)]
 
     def _run_whole(self, plan: Plan) -> tuple[execute.Bound, int]:
         """The bound plan and the bytes it takes beyond operands and result."""
@@ -357,13 +348,13 @@ class Search:
         if not self.baseline_allowed or self.baseline is None or self.baseline.time_ms is None:
             return False
         shares = self.shares[_choice(plan)]
-        return statistics.median(shares) > MARGIN[self.problem.device_type] or shares[len(shares) * 3 // 4] >= 1.0
+        return not replacing.wins(shares, self.problem.device_type)
 
     def _gains_again(self, plan: Plan) -> bool:
         """Whether a small gain on a CPU comes out a second time, some seconds later: its load changes."""
         if self.problem.device_type != "cpu" or not self.baseline_allowed or _choice(plan) not in self.shares:
             return True
-        if statistics.median(self.shares[_choice(plan)]) < SURE:
+        if statistics.median(self.shares[_choice(plan)]) < replacing.SURE:
             return True
         return bool(self._time_whole([plan])) and not self._keeps_baseline(plan)
 
@@ -446,26 +437,6 @@ class Search:
         self.log.append(m)
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m
-
-
-def _clear(times: list[list[Took]]) -> bool:
-    """Whether every plan has been far ahead of torch's choice or far behind it in all rounds, torch's being last."""
-    shares = [own.ms / its.ms for plan in times[:-1] for own, its in zip(plan, times[-1], strict=True)]
-    far = CLEAR_AT_ONCE if len(times[-1]) == 1 else CLEAR
-    return len(times[-1]) != 2 and all(share < 1 / far or share > far for share in shares)
-
-
-def _share(own: Took, its: Took, device: str) -> float:
-    """A plan's time in torch's. It must gain as the two are weighed, and elsewhere it may not lose.
-
-    That is where the launch costs nothing, and where the host is busy with other work.
-    """
-    elsewhere = max(own.device_ms / its.device_ms, own.with_host(BUSY) / its.with_host(BUSY))
-    return max(own.weighed_ms / its.weighed_ms, elsewhere * MARGIN[device] / EVEN)
-
-
-def _median_ms(times: Sequence[Took]) -> float:
-    return statistics.median(took.weighed_ms for took in times)
 
 
 def _choice(plan: Plan) -> Choice:
