@@ -71,6 +71,7 @@ GPU = (
 CPU = (
     Layer("depthwise 31x31", 4, 64, (_same(56, 31),) * 2, least=(("fp32", (8,)),)),
     Layer("1-D 1025 of 8192", 2, 256, (_same(8192, 1025),), least=(("fp32", (5,)),)),
+    Layer("depthwise 31x31 stride 2", 4, 64, (_same(56, 31, 2),) * 2, least=(("fp32", ()),)),
 )
 TINY = (
     Layer("tiny2d", 2, 4, (_same(9, 3),) * 2),

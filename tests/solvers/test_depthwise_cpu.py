@@ -32,6 +32,7 @@ SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_
 LAYERS = {
     "planes": (Axis(56, 31, 1, 1, 15, 15),) * 2,
     "odd planes": (Axis(29, 14, 1, 1, 9, 2), Axis(41, 17, 1, 1, -3, 8)),
+    "strides": (Axis(57, 31, 2, 1, 15, 15), Axis(56, 11, 3, 2, 4, 9)),
     "signal": (Axis(3001, 257, 1, 1, 128, 128),),
     "as long as the signal": (Axis(700, 700, 1, 1, 699, 0),),
 }
@@ -49,12 +50,12 @@ def error(p: ConvProblem, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
     return float((got.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize(("dims", "longest", "spread"), [(1, 200, False), (2, 20, False), (2, 40, True)])
 @pytest.mark.parametrize("pass_", list(Pass))
-def test_layers_of_any_kernel_and_padding(pass_: Pass, dims: int) -> None:
-    longest = 20 if dims > 1 else 200
+def test_layers_of_any_kernel_and_padding(pass_: Pass, dims: int, longest: int, spread: bool) -> None:
+    """Those of planes also with strides and dilation (``spread``)."""
     layers = st.sampled_from(("fp32", "bf16", "fp16")).flatmap(
-        lambda dtype: with_memory(depthwise(pass_, dims, longest, dtype), lambda p: not SOLVER.why_not(p))
+        lambda dtype: with_memory(depthwise(pass_, dims, longest, dtype, spread), lambda p: not SOLVER.why_not(p))
     )
 
     @settings(max_examples=20, suppress_health_check=SLOW)
@@ -88,8 +89,8 @@ def test_memory_of_any_order(pass_: Pass) -> None:
     for order in itertools.permutations(range(4)):
         moved = [t.permute(order).contiguous().permute(np.argsort(order).tolist()) for t in (a, b, make_result(p))]
         assert torch.equal(run(p, *moved), want), order
-    spread = [torch.zeros(*t.shape[:3], 2 * t.shape[3])[..., ::2].copy_(t) for t in (a, b, make_result(p))]
-    assert torch.equal(run(p, *spread), want)
+    apart = [torch.zeros(*t.shape[:3], 2 * t.shape[3])[..., ::2].copy_(t) for t in (a, b, make_result(p))]
+    assert torch.equal(run(p, *apart), want)
 
 
 @pytest.mark.parametrize("dims", [1, 2])
@@ -231,3 +232,8 @@ def test_radices_and_the_order_they_leave(n: int) -> None:
 def test_sizes_that_are_no_product_of_twos_and_threes() -> None:
     with pytest.raises(ValueError, match="n=10: 2"):
         sizes.factors(10)
+
+
+def test_signals_take_no_strides() -> None:
+    p = ConvProblem(Pass.FPROP, 2, 8, 8, (Axis(700, 101, 2, 1, 50, 50),), 8)
+    assert any("takes signals with stride 1" in reason for reason in SOLVER.why_not(p))

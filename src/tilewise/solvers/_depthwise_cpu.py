@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from tilewise.kernels.cpu.sizes import HEADER, LANES, NUMBERS, Planes, Signals
+from tilewise.kernels.cpu.sizes import CALLED, HEADER, LANES, NUMBERS, Planes, Signals
 from tilewise.kernels.cpu.threads import has_openmp, share_out
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
@@ -121,7 +121,7 @@ class UnitsRun:
             found[index] = value
         for index, table in tables.items():
             found[index] = table.ctypes.data
-        found[NUMBERS - 2 :] = kernel.passes, kernel.moves
+        found[CALLED] = kernel.passes, kernel.moves
         self._run, self._offset, self._threads = kernel.run, offset, integer(c, "threads")
         self._openmp = c.get("team") == "openmp"
         self._kept = tuple(tables.values())

@@ -105,7 +105,7 @@ def _load(lanes: int) -> tuple[Any, ...]:
     return (
         _callback(convolve(lanes), types.CPointer(types.int64)),
         _callback(passes(lanes), *[types.int64] * 8),
-        _callback(moves(lanes), *[types.int64] * 7),
+        _callback(moves(lanes), *[types.int64] * 8),
     )
 
 

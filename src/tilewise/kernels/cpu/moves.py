@@ -47,76 +47,76 @@ def clear_part(lanes: int) -> Callable[..., None]:
 @functools.cache
 def _mover(lanes: int, dtype: str, back: bool) -> Callable[..., None]:
     """:func:`moves` of one kind."""
-    size, vector = vectors.SIZES[dtype], 2 * NUMBER * lanes
+    size = vectors.SIZES[dtype]
     square = (vectors.square_out if back else vectors.square_in)(lanes, dtype)
     whole, element = ((vectors.vector_out if back else vectors.vector_in)(n, dtype) for n in (lanes, 1))
     written = 0 if back else lanes
 
     @compiled(lanes, dtype, back)
-    def run(there, step, channel, valid, count, here):
+    def run(there, step, channel, valid, count, here, pitch):
         if step == size and count >= lanes:
             for i in range(0, count, lanes):
                 # The last square overlaps the one before where they do not fit evenly.
                 at = min(i, count - lanes)
-                square(there + at * size, channel, valid, here + at * vector, vector)
+                square(there + at * size, channel, valid, here + at * pitch, pitch)
         elif channel == size and valid == lanes:
             for i in range(count):
-                whole(there + i * step, here + i * vector)
+                whole(there + i * step, here + i * pitch)
         else:
             for i in range(count):
                 for lane in range(max(written, valid)):
-                    element(there + i * step + min(lane, valid - 1) * channel, here + i * vector + lane * NUMBER)
+                    element(there + i * step + min(lane, valid - 1) * channel, here + i * pitch + lane * NUMBER)
 
     return run
 
 
 def moves(lanes: int) -> Callable[..., None]:
-    """``(kind, there, step, channel, valid, count, here)``: numbers of memory to parts of complex vectors, or back.
+    """``(kind, there, step, channel, valid, count, here, pitch)``: numbers of memory to parts of vectors, or back.
 
     ``kind`` is the number of the dtype in :data:`DTYPES`, on the way back :data:`BACK` more. Numbers lie ``step`` bytes
     apart, lanes ``channel`` bytes; from ``valid`` on lanes repeat the last, and are not written back. ``here`` is the
-    real or the imaginary part of the first vector.
+    real or the imaginary part of the first complex vector, and the next are ``pitch`` bytes apart.
     """
     in32, in_b16, in16 = (_mover(lanes, dtype, False) for dtype in DTYPES)
     out32, out_b16, out16 = (_mover(lanes, dtype, True) for dtype in DTYPES)
 
-    def run(kind, there, step, channel, valid, count, here):
+    def run(kind, there, step, channel, valid, count, here, pitch):
         if kind == 0:
-            in32(there, step, channel, valid, count, here)
+            in32(there, step, channel, valid, count, here, pitch)
         elif kind == 1:
-            in_b16(there, step, channel, valid, count, here)
+            in_b16(there, step, channel, valid, count, here, pitch)
         elif kind == 2:
-            in16(there, step, channel, valid, count, here)
+            in16(there, step, channel, valid, count, here, pitch)
         elif kind == BACK:
-            out32(there, step, channel, valid, count, here)
+            out32(there, step, channel, valid, count, here, pitch)
         elif kind == BACK + 1:
-            out_b16(there, step, channel, valid, count, here)
+            out_b16(there, step, channel, valid, count, here, pitch)
         elif kind == BACK + 2:
-            out16(there, step, channel, valid, count, here)
+            out16(there, step, channel, valid, count, here, pitch)
 
     return named(run, lanes)
 
 
 @functools.cache
 def move(lanes: int, back: bool) -> Callable[..., None]:
-    """``(call, dtype, there, step, channel, valid, count, here, first, circle)``: :func:`moves` around a circle.
+    """``(call, dtype, there, step, channel, valid, count, here, first, every, circle)``: :func:`moves` around a circle.
 
-    Vectors are those from place ``first`` on of a ``circle = (n, block, apart)`` of n, which lie in blocks of ``block``
-    that begin ``apart`` complex vectors after each other; ``here`` is that of place 0. ``call`` is the address of
-    :func:`moves`, compiled.
+    Vectors are ``every`` so many from place ``first`` on of a ``circle = (n, block, apart)`` of n, which lie in blocks
+    of ``block`` that begin ``apart`` complex vectors after each other; ``here`` is that of place 0. ``call`` is the
+    address of :func:`moves`, compiled.
     """
-    vector, to, kind = 2 * NUMBER * lanes, vectors.pointer_call(7), BACK if back else 0
+    vector, to, kind = 2 * NUMBER * lanes, vectors.pointer_call(8), BACK if back else 0
 
     @compiled(lanes, back)
-    def run(call, dtype, there, step, channel, valid, count, here, first, circle):
+    def run(call, dtype, there, step, channel, valid, count, here, first, every, circle):
         n, block, apart = circle
         done = 0
         while done < count:
-            place = (first + done) % n
+            place = (first + done * every) % n
             number, inside = place // block, place % block
-            some = min(count - done, block - inside)
+            some = min(count - done, (block - inside + every - 1) // every)
             target = here + (number * apart + inside) * vector
-            to(call, dtype + kind, there + done * step, step, channel, valid, some, target)
+            to(call, dtype + kind, there + done * step, step, channel, valid, some, target, every * vector)
             done += some
 
     return run

@@ -22,28 +22,30 @@ __all__ = ["gradient", "image"]
 def _rows_in(lanes: int) -> Callable[..., None]:
     """Rows of an operand to columns of half spectra, twice their value.
 
-    ``(calls, dtype, source, strides, valid, counts, firsts, line, columns, basis, places)``: ``strides`` are of
-    channel, row and column, ``firsts`` the row and column in the basis where it begins. ``line`` is scratch for a row.
+    ``(calls, dtype, source, strides, valid, counts, firsts, steps, line, columns, basis, places)``: ``strides`` are of
+    channel, row and column, ``firsts`` the row and column in the basis where it begins, ``steps`` from one to the next.
+    ``line`` is scratch for a row.
     """
     part, vector = NUMBER * lanes, 2 * NUMBER * lanes
     forward, separate, zeros, moved = transform(lanes, -1), vectors.separate(lanes), clear(lanes), move(lanes, False)
 
     @compiled(lanes)
-    def run(calls, dtype, source, strides, valid, counts, firsts, line, columns, basis, places):
+    def run(calls, dtype, source, strides, valid, counts, firsts, steps, line, columns, basis, places):
         channel, row, column = strides
         height, width = counts
         n1, n2, stride, radices, factors = basis[0], basis[1], basis[2], basis[4], basis[6]
         for h in range(0, height, 2):
             both = h + 1 < height
-            kept = width if both and firsts[1] == 0 else 0
+            kept = width if both and firsts[1] == 0 and steps[1] == 1 else 0
             zeros(line + kept * vector, n2 - kept)
             for i in range(1 + both):
                 start = source + (h + i) * row
-                moved(calls[1], dtype, start, column, channel, valid, width, line + i * part, firsts[1], (n2, n2, n2))
+                here, circle = line + i * part, (n2, n2, n2)
+                moved(calls[1], dtype, start, column, channel, valid, width, here, firsts[1], steps[1], circle)
             forward(calls[0], line, n2, radices, factors)
-            a = columns + (firsts[0] + h) % n1 * vector
+            a = columns + (firsts[0] + h * steps[0]) % n1 * vector
             # What a row too many comes to goes to the spare place.
-            b = columns + ((firsts[0] + h + 1) % n1 if both else n1) * vector
+            b = columns + ((firsts[0] + (h + 1) * steps[0]) % n1 if both else n1) * vector
             for k in range(n2 // 2 + 1):
                 separate(line + places[k], line + places[n2 - k], a + k * stride, b + k * stride)
 
@@ -57,20 +59,37 @@ def _rows_out(lanes: int) -> Callable[..., None]:
     backward, join, moved = transform(lanes, 1), vectors.join(lanes), move(lanes, True)
 
     @compiled(lanes)
-    def run(calls, dtype, target, strides, valid, counts, firsts, line, columns, basis, places):
+    def run(calls, dtype, target, strides, valid, counts, firsts, steps, line, columns, basis, places):
         channel, row, column = strides
         height, width = counts
         n1, n2, stride, radices, factors = basis[0], basis[1], basis[2], basis[4], basis[6]
         for h in range(0, height, 2):
             both = h + 1 < height
-            a = columns + (firsts[0] + h) % n1 * vector
-            b = columns + (firsts[0] + h + both) % n1 * vector
+            a = columns + (firsts[0] + h * steps[0]) % n1 * vector
+            b = columns + (firsts[0] + (h + both) * steps[0]) % n1 * vector
             for k in range(n2 // 2 + 1):
                 join(line + places[k], line + places[n2 - k], a + k * stride, b + k * stride)
             backward(calls[0], line, n2, radices, factors)
             for i in range(1 + both):
                 start = target + (h + i) * row
-                moved(calls[1], dtype, start, column, channel, valid, width, line + i * part, firsts[1], (n2, n2, n2))
+                here, circle = line + i * part, (n2, n2, n2)
+                moved(calls[1], dtype, start, column, channel, valid, width, here, firsts[1], steps[1], circle)
+
+    return run
+
+
+@functools.cache
+def _between(lanes: int) -> Callable[..., None]:
+    """``(column, count, step, n)``: zeros in a column but for ``count`` places from 0 on, ``step`` apart."""
+    zeros, vector = clear(lanes), 2 * NUMBER * lanes
+
+    @compiled(lanes)
+    def run(column, count, step, n):
+        if step > 1:
+            for i in range(count - 1):
+                zeros(column + (i * step + 1) * vector, step - 1)
+        last = (count - 1) * step + 1
+        zeros(column + last * vector, n - last)
 
     return run
 
@@ -84,7 +103,7 @@ def image(lanes: int) -> Callable[..., None]:
     """
     vector = 2 * NUMBER * lanes
     rows_in, rows_out, forward, backward = _rows_in(lanes), _rows_out(lanes), transform(lanes, -1), transform(lanes, 1)
-    zeros, scale = clear(lanes), vectors.scale(lanes)
+    zeros, between, scale = clear(lanes), _between(lanes), vectors.scale(lanes)
     multiply, multiply_conjugate = vectors.multiply(lanes, False), vectors.multiply(lanes, True)
 
     @compiled(lanes)
@@ -95,14 +114,16 @@ def image(lanes: int) -> Callable[..., None]:
         basis = (n1, n2, stride, r1, v[12], f1, v[14])
         x_strides, w_strides, y_strides = (v[17], v[18], v[19]), (v[21], v[22], v[23]), (v[25], v[26], v[27])
         x_counts, w_counts, y_counts, firsts = (v[28], v[29]), (v[30], v[31]), (v[32], v[33]), (v[34], v[35])
+        x_steps, w_steps, y_steps = (v[38], v[39]), (v[40], v[41]), (v[42], v[43])
         origin = (v[7], v[7])
         first, share, half = unit // shares * lanes, unit % shares, n2 // 2 + 1
         valid = min(lanes, channels - first)
         spectra, filters, line = scratch, scratch + half * stride, scratch + 2 * half * stride
         zeros(filters, half * stride // vector)
         rows_in(
-            calls, dtype, w + first * w_strides[0], w_strides, valid, w_counts, firsts, line, filters, basis, places
-        )
+            calls, dtype, w + first * w_strides[0], w_strides, valid, w_counts, firsts, w_steps, line, filters, basis,
+            places,
+        )  # fmt: skip
         for k in range(half):
             column = filters + k * stride
             forward(calls[0], column, n1, r1, f1)
@@ -110,10 +131,10 @@ def image(lanes: int) -> Callable[..., None]:
                 scale(column + i * vector, factor)
         for n in range(share * batch // shares, (share + 1) * batch // shares):
             source, target = x + n * v[16] + first * x_strides[0], y + n * v[24] + first * y_strides[0]
-            rows_in(calls, dtype, source, x_strides, valid, x_counts, origin, line, spectra, basis, places)
+            rows_in(calls, dtype, source, x_strides, valid, x_counts, origin, x_steps, line, spectra, basis, places)
             for k in range(half):
                 column, other = spectra + k * stride, filters + k * stride
-                zeros(column + x_counts[0] * vector, n1 - x_counts[0])
+                between(column, x_counts[0], x_steps[0], n1)
                 forward(calls[0], column, n1, r1, f1)
                 if conjugate:
                     for i in range(n1):
@@ -122,7 +143,7 @@ def image(lanes: int) -> Callable[..., None]:
                     for i in range(n1):
                         multiply(column + i * vector, other + i * vector)
                 backward(calls[0], column, n1, r1, f1)
-            rows_out(calls, result, target, y_strides, valid, y_counts, origin, line, spectra, basis, places)
+            rows_out(calls, result, target, y_strides, valid, y_counts, origin, y_steps, line, spectra, basis, places)
 
     return run
 
@@ -136,7 +157,8 @@ def gradient(lanes: int) -> Callable[..., None]:
     """
     vector = 2 * NUMBER * lanes
     rows_in, rows_out, forward, backward = _rows_in(lanes), _rows_out(lanes), transform(lanes, -1), transform(lanes, 1)
-    zeros, scale, accumulate = clear(lanes), vectors.scale(lanes), vectors.accumulate(lanes)
+    zeros, between, scale = clear(lanes), _between(lanes), vectors.scale(lanes)
+    accumulate = vectors.accumulate(lanes)
 
     @compiled(lanes)
     def run(x, y, w, scratch, places, v, unit):
@@ -146,6 +168,7 @@ def gradient(lanes: int) -> Callable[..., None]:
         basis = (n1, n2, stride, r1, v[12], f1, v[14])
         x_strides, w_strides, y_strides = (v[17], v[18], v[19]), (v[21], v[22], v[23]), (v[25], v[26], v[27])
         x_counts, w_counts, y_counts, firsts = (v[28], v[29]), (v[30], v[31]), (v[32], v[33]), (v[34], v[35])
+        x_steps, w_steps, y_steps = (v[38], v[39]), (v[40], v[41]), (v[42], v[43])
         origin = (v[7], v[7])
         first, half = unit * lanes, n2 // 2 + 1
         valid = min(lanes, channels - first)
@@ -154,13 +177,13 @@ def gradient(lanes: int) -> Callable[..., None]:
         zeros(total, half * stride // vector)
         for n in range(batch):
             x_start, y_start = x + n * v[16] + first * x_strides[0], y + n * v[24] + first * y_strides[0]
-            rows_in(calls, dtype, x_start, x_strides, valid, x_counts, origin, line, xs, basis, places)
-            rows_in(calls, dtype, y_start, y_strides, valid, y_counts, origin, line, ys, basis, places)
+            rows_in(calls, dtype, x_start, x_strides, valid, x_counts, origin, x_steps, line, xs, basis, places)
+            rows_in(calls, dtype, y_start, y_strides, valid, y_counts, origin, y_steps, line, ys, basis, places)
             for k in range(half):
                 a, b = xs + k * stride, ys + k * stride
-                zeros(a + x_counts[0] * vector, n1 - x_counts[0])
+                between(a, x_counts[0], x_steps[0], n1)
                 forward(calls[0], a, n1, r1, f1)
-                zeros(b + y_counts[0] * vector, n1 - y_counts[0])
+                between(b, y_counts[0], y_steps[0], n1)
                 forward(calls[0], b, n1, r1, f1)
                 for i in range(n1):
                     accumulate(total + k * stride + i * vector, a + i * vector, b + i * vector)
@@ -170,7 +193,8 @@ def gradient(lanes: int) -> Callable[..., None]:
                 scale(column + i * vector, factor)
             backward(calls[0], column, n1, r1, f1)
         rows_out(
-            calls, result, w + first * w_strides[0], w_strides, valid, w_counts, firsts, line, total, basis, places
-        )
+            calls, result, w + first * w_strides[0], w_strides, valid, w_counts, firsts, w_steps, line, total, basis,
+            places,
+        )  # fmt: skip
 
     return run

@@ -49,6 +49,7 @@ def _pair_in(lanes: int) -> Callable[..., None]:
                 high - low,
                 here + i * part,
                 low,
+                1,
                 circle,
             )
             zeros(here + i * part + high_place * vector, radix * apart - high_place)
@@ -85,7 +86,7 @@ def image(lanes: int) -> Callable[..., None]:
         valid = min(lanes, channels - first)
         signal, filters = scratch, scratch + radix * stride
         zeros(filters, radix * apart)
-        filter_in(calls[1], dtype, w + first * w_channel, w_step, w_channel, valid, taps, filters, w_first, circle)
+        filter_in(calls[1], dtype, w + first * w_channel, w_step, w_channel, valid, taps, filters, w_first, 1, circle)
         first_forward(calls[0], radix, filters, block, stride, f1)
         for b in range(radix):
             forward(calls[0], filters + b * stride, block, radices, f2)
@@ -122,6 +123,7 @@ def image(lanes: int) -> Callable[..., None]:
                     min(tile, y_size - start),
                     signal + i * part,
                     0,
+                    1,
                     circle,
                 )
 
@@ -173,6 +175,6 @@ def gradient(lanes: int) -> Callable[..., None]:
                 scale(here + i * vector, factor)
             backward(calls[0], here, block, radices, f2)
         first_backward(calls[0], radix, total, block, stride, f1)
-        out(calls[1], result, w + first * w_channel, w_step, w_channel, valid, taps, total, w_first, circle)
+        out(calls[1], result, w + first * w_channel, w_step, w_channel, valid, taps, total, w_first, 1, circle)
 
     return run

@@ -11,8 +11,8 @@ import numpy as np
 from tilewise.kernels.cuda.codelets import root
 
 __all__ = [
-    "DIGIT", "HEADER", "LANES", "NUMBERS", "RADICES", "Planes", "Signals", "between", "factors", "order", "packed",
-    "smooth", "twiddles",
+    "CALLED", "DIGIT", "HEADER", "LANES", "NUMBERS", "RADICES", "Planes", "Signals", "between", "factors", "order",
+    "packed", "smooth", "twiddles",
 ]  # fmt: skip
 
 RADICES = (16, 12, 9, 8, 6, 4, 3, 2)
@@ -22,8 +22,10 @@ DIGIT = 32
 """More than any radix."""
 HEADER = 10
 """Integers of a call before those of the kernel: units, threads and addresses."""
-NUMBERS = 38
-"""Integers that the kernel takes beside addresses; the last two are of functions that it calls."""
+NUMBERS = 44
+"""Integers that the kernel takes beside addresses."""
+CALLED = slice(36, 38)
+"""Those that are addresses of functions that it calls."""
 LANES = (16, 8, 4)
 """Numbers of a vector that kernels are written for; 16 for AVX-512, 8 for AVX2, 4 elsewhere."""
 
