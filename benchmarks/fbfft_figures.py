@@ -151,9 +151,8 @@ def _result(
     left = sum(each.name not in rows and each.name not in failed for each in wanted)
     notes = [f"{left} of {len(wanted)} configurations are not measured yet"] if left else []
     found = list(rows.values())
-    return Result(
-        found, _bars(found), facts={"failed": failed, "left": left, "begun": sorted(begun - rows.keys())}, notes=notes
-    )
+    facts = {"failed": failed, "left": left, "begun": sorted(begun - rows.keys() - failed.keys())}
+    return Result(found, _bars(found), facts=facts, notes=notes)
 
 
 def _bars(rows: list[Row]) -> list[Bar]:
