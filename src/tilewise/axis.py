@@ -49,6 +49,11 @@ class Axis:
         """Number of outputs."""
         return (self.size + self.before + self.after - self.reach) // self.stride + 1
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether windows without dilation follow each other with no overlap and no gap, or there is one alone."""
+        return (self.kernel == self.stride or self.out == 1) and (self.kernel == 1 or self.dilation == 1)
+
     def reading(self, start: int, stop: int) -> tuple[int, int, Axis] | None:
         """Inputs ``[i0, i1)`` that outputs ``[start, stop)`` read, and the axis of that smaller convolution.
 

@@ -166,12 +166,11 @@ def rounds(
     fewer where after a round what was found so far is ``decided``.
     """
     timer = Timer(device)
-    first = [timer.time(call) for call in calls]
-    warm = first
-    if not repeats and max(took.ms for took in first) < LONG_MS:
-        again = [timer.time(call, lead_ms(took)) for call, took in zip(calls, first, strict=True)]
-        warm = [min(each, key=lambda took: took.ms) for each in zip(first, again, strict=True)]
+    warm = [timer.time(call) for call in calls]
     if not repeats:
+        if max(took.ms for took in warm) < LONG_MS:
+            again = [timer.time(call, lead_ms(took)) for call, took in zip(calls, warm, strict=True)]
+            warm = [min(each, key=lambda took: took.ms) for each in zip(warm, again, strict=True)]
         repeats = max(least, min(most, int(budget_ms / max(sum(took.ms for took in warm), 1e-3))))
     times: list[list[Took]] = [[] for _ in calls]
     for turn in range(repeats):

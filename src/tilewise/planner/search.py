@@ -240,10 +240,12 @@ class Search:
         if ranked and not self._is_behind(ranked[0]):
             timed = self._time_whole(self._finalists(ranked))
             gaining = [plan for plan in timed if not self._keeps_baseline(plan)]
+            if timed and not gaining:
+                return self._baseline_plan()
             checked = self._verified(min(gaining, key=lambda plan: plan.time_ms)) if gaining else None
-            if checked is None and (gaining or not timed):
+            if checked is None:
                 raise _Dropped  # others were given up because of what now turned out to be none
-            if checked is None or not self._gains_again(checked):
+            if not self._gains_again(checked):
                 return self._baseline_plan()
             self._note(checked)
             return checked

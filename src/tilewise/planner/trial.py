@@ -105,7 +105,7 @@ class Trial:
     blocked: dict[tuple[str, Config], float] = field(default_factory=dict)
     """Candidates lost to the workspace limit alone, with their estimates."""
     _ahead: dict[tuple[str, Config], execute.Bound] = field(default_factory=dict)
-    """What was bound ahead and waits to be measured."""
+    """What was bound to be compiled and waits to be measured."""
     _kin: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """Estimates and workspaces of the candidates whose solvers have kin, by its name."""
 
@@ -120,11 +120,7 @@ class Trial:
             try:
                 reasons = solver.why_not(self.problem) or self._policy(solver)
                 if not reasons:
-                    lost = len(self.found)
-                    offers = self._offers(solver)
-                    waiting += offers
-                    if not offers and len(self.found) == lost:
-                        reasons = [self._why_nothing()]
+                    waiting += self._offers(solver)
             except Exception as error:  # as in measure
                 reasons = [f"raised {type(error).__name__} when asked for configs: {first_line(error)}"]
             if reasons:
@@ -178,11 +174,6 @@ class Trial:
                     wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
         return wanted
 
-    def _why_nothing(self) -> str:
-        """Why a solver that solves the problem offers no config."""
-        limit = self.options.workspace
-        return "offers no config" if limit is None else f"offers no config in {format_bytes(limit)} of workspace"
-
     def _policy(self, solver: Solver) -> list[str]:
         on_gpu = self.problem.device_type == "cuda"
         if solver.blocks_itself and not self.is_root and self.options.rigor != "patient":
@@ -193,7 +184,7 @@ class Trial:
 
     def _offers(self, solver: Solver) -> list[tuple[float, int, Solver, Config, int]]:
         listed = []
-        limit = self.options.workspace
+        lost, limit = len(self.found), self.options.workspace
         only = None if self.only is None else [c for name, c in self.only if name == solver.name]
         for rank, (config, workspace) in enumerate(solver.offers(self.problem, limit, only)):
             if self.options.deterministic and not solver.is_deterministic(self.problem, config):
@@ -210,6 +201,9 @@ class Trial:
                 continue
             estimate = self._estimate(solver, config)
             listed.append((estimate, rank, solver, config, needed))
+        if not listed and len(self.found) == lost:
+            within = "" if limit is None else f" in {format_bytes(limit)} of workspace"
+            self._lose(solver, Config(), f"offers no config{within}")
         return listed
 
     def _estimate(self, solver: Solver, config: Config) -> float:

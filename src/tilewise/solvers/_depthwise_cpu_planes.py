@@ -90,11 +90,8 @@ def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch
         *apart[image], 0, *apart["w"][:1], *apart["w"][2:], *apart[other], *counts[image], *counts["w"], *counts[other],
         *((-lead) % n for lead, n in zip(leads, basis, strict=True)),
     ), 16))  # fmt: skip
-    sparse = [axis.stride for axis in p.axes]
-    dense = [1] * p.dims
-    steps = {"w": [axis.dilation for axis in p.axes], image: sparse if image == "y" else dense,
-             other: sparse if other == "y" else dense}  # fmt: skip
-    numbers |= dict(enumerate((*steps[image], *steps["w"], *steps[other]), 38))
+    steps = [placement(axis, role).step for role in (image, "w", other) for axis in p.axes]
+    numbers |= dict(enumerate(steps, 38))
     scale = np.array([1 / (4 * sizes.n1 * sizes.n2)], dtype=np.float32)
     tables = {13: twiddles(sizes.n1), 14: twiddles(sizes.n2), 15: scale}
     row = order(sizes.n2) * 8 * sizes.lanes

@@ -30,8 +30,7 @@ class Gemm(Lowering):
         """Windows that overlap or reach over the edge."""
         reasons = super().unsupported(p)
         for name, axis in zip(p.space, p.axes, strict=True):
-            apart = axis.stride == axis.kernel or axis.out == 1
-            if axis.kernel > 1 and (not apart or axis.dilation != 1):
+            if axis.kernel > 1 and not axis.side_by_side:
                 reasons.append(
                     f"along {name} needs one tap, or a stride equal to the kernel or one output, without dilation; "
                     f"this is kernel {axis.kernel}, stride {axis.stride}, dilation {axis.dilation}, {axis.out} outputs"

@@ -65,8 +65,7 @@ class PatchGemm(Solver):
         if p.dtype == "fp32" and p.precision != "tf32":
             reasons.append(f"multiplies fp32 values as TF32 alone, not with precision {p.precision}")
         for name, axis in zip(p.space, p.axes, strict=True):
-            apart = axis.kernel == axis.stride or axis.out == 1
-            if not apart or (axis.kernel > 1 and axis.dilation != 1):
+            if not axis.side_by_side:
                 reasons.append(
                     f"along {name} needs a stride equal to the kernel or one output, without dilation; this is kernel "
                     f"{axis.kernel}, stride {axis.stride}, dilation {axis.dilation}, {axis.out} outputs"

@@ -164,7 +164,7 @@ def one_pass(lanes: int, sign: int) -> Callable[..., None]:
 
     ``call`` is the address of :func:`passes`, compiled.
     """
-    to = pointer_call(8)
+    to = pointer_call()
 
     @compiled(lanes, sign)
     def run(call, radix, address, each, apart, factors):
@@ -180,7 +180,7 @@ def transform(lanes: int, sign: int) -> Callable[..., None]:
     Forward to the order of ``sizes.order``, backward from it. ``call`` is the address of :func:`passes`, compiled,
     ``radices`` are as ``sizes.packed`` has them, ``factors`` the address of ``sizes.twiddles``.
     """
-    to, vector = pointer_call(8), 2 * NUMBER * lanes
+    to, vector = pointer_call(), 2 * NUMBER * lanes
 
     @compiled(lanes, sign)
     def forward(call, address, n, radices, factors):

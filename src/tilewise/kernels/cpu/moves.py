@@ -105,7 +105,7 @@ def move(lanes: int, back: bool) -> Callable[..., None]:
     of ``block`` that begin ``apart`` complex vectors after each other; ``here`` is that of place 0. ``call`` is the
     address of :func:`moves`, compiled.
     """
-    vector, to, kind = 2 * NUMBER * lanes, vectors.pointer_call(8), BACK if back else 0
+    vector, to, kind = 2 * NUMBER * lanes, vectors.pointer_call(), BACK if back else 0
 
     @compiled(lanes, back)
     def run(call, dtype, there, step, channel, valid, count, here, first, every, circle):

@@ -205,25 +205,22 @@ def next_number() -> Callable[..., int]:
 
 
 @functools.cache
-def pointer_call(count: int) -> Callable[..., None]:
-    """``(address, ...)``: calls the compiled function there with ``count`` integers, 7 or 8.
+def pointer_call() -> Callable[..., None]:
+    """``(address, ...)``: calls the compiled function there with eight integers.
 
     What is called so is compiled once, however many functions call it.
     """
-    signature = types.void(*[types.int64] * (count + 1))
+    signature = types.void(*[types.int64] * 9)
 
     def generate(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.VoidType(), [INT] * count)
+        kind = ir.FunctionType(ir.VoidType(), [INT] * 8)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
-
-    def seven(typingctx, to, a, b, c, d, e, f, g):
-        return signature, generate
 
     def eight(typingctx, to, a, b, c, d, e, f, g, h):
         return signature, generate
 
-    made: Any = {7: seven, 8: eight}[count]
+    made: Any = eight
     return intrinsic(made)
 
 
