@@ -9,10 +9,11 @@ parts, scaled before there are any.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,8 +65,12 @@ ALIGNED = 256
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is in flight at a time: ``images`` from ``first`` on, and tiles of each."""
+    """What is in flight at a time: ``images`` from ``first`` on, and tiles of each.
 
+    Those of one ``kind`` differ by ``first`` alone.
+    """
+
+    kind: int
     first: int
     images: int
     tiles: tuple[Tile, ...]
@@ -163,25 +168,25 @@ class OwnPlan:
 
     def _kinds(self) -> Iterator[tuple[Chunk, int]]:
         if self.tiles < len(self.every):
-            for start in range(0, len(self.every), self.tiles):
-                yield Chunk(0, 1, self.every[start : start + self.tiles]), self.p.batch
+            for kind, start in enumerate(range(0, len(self.every), self.tiles)):
+                yield Chunk(kind, 0, 1, self.every[start : start + self.tiles]), self.p.batch
         elif self.every:
             times, rest = divmod(self.p.batch, self.images)
             if times:
-                yield Chunk(0, self.images, self.every), times
+                yield Chunk(0, 0, self.images, self.every), times
             if rest:
-                yield Chunk(times * self.images, rest, self.every), 1
+                yield Chunk(1, times * self.images, rest, self.every), 1
 
     @property
     def chunks(self) -> Iterator[Chunk]:
         """All of them in order: all tiles of one image, or images, before those of the next."""
         if self.tiles < len(self.every):
             for first, (chunk, _) in itertools.product(range(self.p.batch), self.kinds):
-                yield Chunk(first, 1, chunk.tiles)
+                yield replace(chunk, first=first)
         else:
             for chunk, times in self.kinds:
                 for number in range(times):
-                    yield Chunk(chunk.first + number * chunk.images, chunk.images, chunk.tiles)
+                    yield replace(chunk, first=chunk.first + number * chunk.images)
 
     def bind(
         self,
@@ -274,6 +279,10 @@ class Steps:
         """Blocks of an operand's transforms so far."""
         self.products: dict[tuple[object, ...], Step] = {}
         """Of chunks so far: equal ones share theirs, which is compiled."""
+        self.launches: dict[tuple[object, ...], tuple[Bound, Transform]] = {}
+        """Transforms so far: what differs by addresses alone is one."""
+        self.batches: dict[tuple[str, int], list[Batch]] = {}
+        """Of each operand and kind of chunk, as if its first image were the first of all."""
 
     def all(self) -> Iterator[tuple[str, Step]]:
         """Every kernel and its name."""
@@ -287,8 +296,9 @@ class Steps:
             steps = list(self._filter())
             if not p.constant_weight:
                 yield from steps
+        layouts = functools.cache(lambda rows: matrices(p, rows, plan.spectra, plan.parts))
         for number, chunk in enumerate(plan.chunks):
-            spectra = matrices(p, chunk.rows, plan.spectra, plan.parts)
+            spectra = layouts(chunk.rows)
             for role in p.operands:
                 if role != "w":
                     self.peaks[role] = 0
@@ -339,29 +349,37 @@ class Steps:
 
     def _images(self, name: str, role: str, chunk: Chunk, inverse: bool = False) -> Iterator[tuple[str, Step]]:
         """Transforms of each tile of images."""
-        tensor = self.tensors[role]
-        places = self.plan.places(role, chunk.tiles)
-        for batch in batches(places, chunk.first, chunk.images, tensor.shape[1], tensor.stride()):
+        for batch in self._batches(role, chunk):
             yield name, self._transform(role, batch, chunk.rows, inverse)
+
+    def _batches(self, role: str, chunk: Chunk) -> Iterator[Batch]:
+        """What is launched at a time of the images of ``role``."""
+        found = self.batches.get((role, chunk.kind))
+        if found is None:
+            tensor, places = self.tensors[role], self.plan.places(role, chunk.tiles)
+            found = list(batches(places, 0, chunk.images, tensor.shape[1], tensor.stride()))
+            self.batches[role, chunk.kind] = found
+        return (replace(batch, first=chunk.first + batch.first) for batch in found)
 
     def _fused(self, chunk: Chunk, spectra: Mapping[str, Matrices]) -> Iterator[tuple[str, Step]]:
         """Of each tile the products and their inverse transforms, in one kernel."""
         p, plan = self.p, self.plan
         left, right, conjugate = factors(p.pass_)
-        tensor = self.tensors[p.result]
-        places = plan.places(p.result, chunk.tiles)
-        for batch in batches(places, chunk.first, chunk.images, tensor.shape[1], tensor.stride()):
+        for batch in self._batches(p.result, chunk):
             image, offset = self._memory(p.result, batch)
             at = batch.row * spectra[left].row
             first, second = summands(p, batch.images, plan.frequencies, spectra, at)
             bases = (plan.spectra[left].offset + 8 * at, plan.spectra[right].offset)
             lead = tuple(lead for _, _, lead in batch.stretch.place)
             planes = Memory(image.shape[1:], image.strides[1:], image.dtype, image.alignment)
-            bound = bind_summed(
-                planes, first, second, plan.basis, lead, conjugate == "b", None, 1.0 / math.prod(plan.basis)
-            )
+            key = (FUSED, planes, first, second, lead)
+            if key not in self.launches:
+                bound = bind_summed(
+                    planes, first, second, plan.basis, lead, conjugate == "b", None, 1.0 / math.prod(plan.basis)
+                )
+                self.launches[key] = bound, self.launch(bound)
             sources, target = (self.spectra[left], self.spectra[right]), self.number[p.result]
-            yield PRODUCT_AND_INVERSE, _summed(self.launch(bound), sources, bases, target, offset)
+            yield PRODUCT_AND_INVERSE, _summed(self.launches[key][1], sources, bases, target, offset)
 
     def _memory(self, role: str, batch: Batch) -> tuple[Memory, int]:
         """(tiles, images, channels, ...) of a tensor that a launch takes, and how many bytes lie before."""
@@ -390,8 +408,11 @@ class Steps:
         base = slot.offset + slot.dtype.itemsize * before
         spectrum = Memory(shape, apart, slot.dtype, math.gcd(base, 16))
         lead = tuple(lead for _, _, lead in batch.stretch.place)
-        bound = self._bind(role, image, spectrum, lead, inverse)
-        call, source, target = self.launch(bound), self.number[role], self.spectra[role]
+        key = (role, inverse, image, spectrum, lead)
+        if key not in self.launches:
+            bound = self._bind(role, image, spectrum, lead, inverse)
+            self.launches[key] = bound, self.launch(bound)
+        (bound, call), source, target = self.launches[key], self.number[role], self.spectra[role]
         if inverse:
             return lambda tensors, addresses: call(addresses[target] + base, addresses[source] + offset)
         if bound.pointers == 2:
