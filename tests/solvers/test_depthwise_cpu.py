@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,11 @@ from tests.solvers.test_depthwise_fft import depthwise
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import with_memory
 
+from tilewise import execute
 from tilewise.axis import Axis
 from tilewise.kernels.cpu import sizes
 from tilewise.kernels.reference import convolve_by_transform
+from tilewise.plan import Plan
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import SolverUnavailable
@@ -42,7 +45,12 @@ def run(p: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, num
     """In a workspace full of NaN."""
     c = list(SOLVER.configs(p))[number]
     space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
-    return SOLVER.bind(p, c, a, b, out)(a, b, out.fill_(math.nan), space)
+    bound = SOLVER.bind(p, c, a, b, out)
+    if p.constant_weight:
+        kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8)
+        SOLVER.prepare(p, c, b)(b, kept, space)
+        b, space = kept, space.fill_(0xFF)
+    return bound(a, b, out.fill_(math.nan), space)
 
 
 def error(p: ConvProblem, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
@@ -53,15 +61,16 @@ def error(p: ConvProblem, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
 @pytest.mark.parametrize(("dims", "longest", "spread"), [(1, 200, False), (2, 20, False), (2, 40, True)])
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_layers_of_any_kernel_and_padding(pass_: Pass, dims: int, longest: int, spread: bool) -> None:
-    """Those of planes also with strides and dilation (``spread``)."""
+    """Those of planes also with strides and dilation (``spread``), and any with filters that are kept."""
     layers = st.sampled_from(("fp32", "bf16", "fp16")).flatmap(
         lambda dtype: with_memory(depthwise(pass_, dims, longest, dtype, spread), lambda p: not SOLVER.why_not(p))
     )
+    keeps = st.booleans() if pass_ is not Pass.WGRAD else st.just(False)
 
     @settings(max_examples=20, suppress_health_check=SLOW)
-    @given(layers)
-    def any_layer(found: tuple[ConvProblem, Memory]) -> None:
-        p, forms = found
+    @given(layers, keeps)
+    def any_layer(found: tuple[ConvProblem, Memory], constant: bool) -> None:
+        p, forms = replace(found[0], constant_weight=constant), found[1]
         for c in SOLVER.configs(p):
             check(SOLVER, p, c, forms, accumulate=False)
 
@@ -91,6 +100,38 @@ def test_memory_of_any_order(pass_: Pass) -> None:
         assert torch.equal(run(p, *moved), want), order
     apart = [torch.zeros(*t.shape[:3], 2 * t.shape[3])[..., ::2].copy_(t) for t in (a, b, make_result(p))]
     assert torch.equal(run(p, *apart), want)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+def test_kept_filters_give_the_same_bits(pass_: Pass, layer: tuple[Axis, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many threads prepare them, in channels that fill no vector, of which shares read the same."""
+    p = ConvProblem(pass_, 5, 37, 37, layer, 37)
+    kept = replace(p, constant_weight=True)
+    a, b = make_operands(p)
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        c = next(iter(SOLVER.configs(p)))
+        assert c == next(iter(SOLVER.configs(kept)))
+        assert ("shares" in c) == (threads > 1)
+        assert SOLVER.constant(p, c) == 0
+        each = SOLVER.constant(kept, c) // -(-37 // c["lanes"])
+        assert abs(SOLVER.workspace(p, c) - SOLVER.workspace(kept, c) - c["threads"] * each) < c["threads"] * 4096
+        want = run(p, a, b, make_result(p)).clone()
+        for weight in (b, torch.stack([b, b], -1)[..., 0]):
+            assert torch.equal(run(kept, a, weight, make_result(kept)), want)
+
+
+@pytest.mark.parametrize("layer", ["planes", "signal"])
+def test_plans_prepare_a_filter_anew_when_it_changes(layer: str) -> None:
+    p = ConvProblem(Pass.FPROP, 2, 19, 19, LAYERS[layer], 19, constant_weight=True)
+    a, b = make_operands(p)
+    config = next(iter(SOLVER.configs(p)))
+    bound = execute.bind(Plan(p.key, SOLVER.name, SOLVER.version, config), p, a, b)
+    first = bound(a, b)
+    assert error(p, first, a, b) <= 5e-7
+    b.mul_(2)
+    assert torch.equal(bound(a, b), 2 * first)
 
 
 @pytest.mark.parametrize("dims", [1, 2])

@@ -80,8 +80,15 @@ def compute(
                                                               device="meta")  # fmt: skip
     run = solver.bind(p, c, a, b, example)
     workspace, buffer = poisoned(solver.workspace(p, c), a.device)
+    constant = solver.constant(p, c) if p.constant_weight else 0
+    kept, kept_buffer = poisoned(constant, a.device)
+    if kept is not None:
+        solver.prepare(p, c, b)(b, kept, workspace)
+        buffer.fill_(0xFF)  # what is in the workspace is not kept
+        b = kept
     result = run(a, b, target, workspace)
     assert bool((buffer[-GUARD:] == 0xFF).all()), "wrote past its workspace"
+    assert bool((kept_buffer[-GUARD:] == 0xFF).all()), "wrote past what it keeps"
     if target is out:
         assert result.data_ptr() == out.data_ptr()
     else:
@@ -136,6 +143,8 @@ def test_a_solver_computes_what_it_supports(
         p, forms = found
         # Drawn first: what a library supports may turn out to be less once it was asked to build it.
         wide, adds = data.draw(st.booleans(), "fp32 result"), data.draw(st.booleans(), "accumulate")
+        keeping = replace(p, constant_weight=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "constant weight"))
+        p = p if solver.why_not(keeping) else keeping
         wider = replace(p, out_dtype="fp32")
         if wide and p.dtype != "fp32" and not solver.why_not(wider):
             p = wider

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from tilewise.kernels.cpu.sizes import CALLED, HEADER, LANES, NUMBERS, Planes, Signals
+from tilewise.kernels.cpu.sizes import CALLED, HEADER, KEPT, LANES, NUMBERS, Planes, Signals
 from tilewise.kernels.cpu.threads import has_openmp, share_out
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 Sizes = TypeVar("Sizes", Planes, Signals)
 
-__all__ = ["MOST_SCRATCH", "UnitsRun", "forms", "lanes", "missing", "scratch", "shares", "sizes_of", "strides"]
+__all__ = [
+    "MOST_SCRATCH", "Units", "constant", "filter_transforms", "forms", "lanes", "missing", "scratch", "shares",
+    "sizes_of", "strides", "worked_on",
+]  # fmt: skip
 
 MOST_SCRATCH = 2**24
 """Bytes of a thread from which on nothing is gained: they lie in no cache of its own."""
@@ -63,7 +66,7 @@ def lanes(p: ConvProblem) -> int:
 def shares(p: ConvProblem, items: int, number: int, threads: int) -> int:
     """Into how many shares the ``items`` of ``number`` channels go, for threads equally busy.
 
-    Each share transforms its filter.
+    Each share transforms its filter, if none is kept.
     """
     blocks = -(-p.in_channels // number)
     for n in range(1, items + 1):
@@ -86,11 +89,34 @@ def forms(p: ConvProblem, items: int) -> list[Config]:
     return [Config(**base, team=team) for team in (("openmp", "own") if has_openmp() else ("own",))]
 
 
+def filter_transforms(p: ConvProblem, c: Config) -> int:
+    """How often each filter or its gradient is transformed in a call."""
+    return 0 if p.constant_weight else integer(c, "shares", 1)
+
+
+def worked_on(p: ConvProblem, sizes: Planes | Signals) -> int:
+    """Bytes that one thread works on: spectra of a filter and an image, or of two images and their sum."""
+    return _scratch(sizes, 3 if p.pass_ is Pass.WGRAD else 2)
+
+
 def scratch(p: ConvProblem, sizes: Planes | Signals) -> int:
-    """Bytes of one thread: spectra of a filter and an image, or of two images and their sum."""
-    spectra = 3 if p.pass_ is Pass.WGRAD else 2
+    """Those of :func:`worked_on` that are a thread's own: all but a kept filter's spectrum."""
+    return _scratch(sizes, 1) if p.constant_weight else worked_on(p, sizes)
+
+
+def _scratch(sizes: Planes | Signals, spectra: int) -> int:
     size = 8 * sizes.lanes * (spectra * sizes.spectrum + sizes.scratch)
     return -(-size // PAGE) * PAGE
+
+
+def _kept(p: ConvProblem, sizes: Planes | Signals) -> int:
+    """Bytes of the spectrum that is kept for each block of channels."""
+    return 8 * sizes.lanes * sizes.spectrum if p.constant_weight else 0
+
+
+def constant(p: ConvProblem, sizes: Planes | Signals) -> int:
+    """Bytes of the spectra of all filters, where they are kept."""
+    return -(-p.in_channels // sizes.lanes) * _kept(p, sizes)
 
 
 def strides(tensor: torch.Tensor) -> list[int]:
@@ -98,14 +124,17 @@ def strides(tensor: torch.Tensor) -> list[int]:
     return [stride * tensor.element_size() for stride in tensor.stride()]
 
 
-class UnitsRun:
-    """One kernel over all units as a :data:`~tilewise.solvers.base.Run`."""
+class Units:
+    """One kernel over all units: :meth:`run` is a :data:`~tilewise.solvers.base.Run`.
 
-    __slots__ = ("_data", "_kept", "_offset", "_openmp", "_run", "_threads")
+    Where it ``prepares``, :meth:`prepare` is a :data:`~tilewise.solvers.base.Prepare` instead, a unit for each block.
+    """
+
+    __slots__ = ("_data", "_offset", "_openmp", "_run", "_tables", "_threads")
 
     def __init__(
         self, p: ConvProblem, c: Config, sizes: Planes | Signals, numbers: Mapping[int, int],
-        tables: Mapping[int, np.ndarray], places: np.ndarray, offset: int = 0,
+        tables: Mapping[int, np.ndarray], places: np.ndarray, offset: int = 0, prepares: bool = False,
     ) -> None:  # fmt: skip
         """``numbers`` are the kernel's by index, ``tables`` fp32 whose addresses are among them, ``offset`` bytes from
         the image's first element to the first that counts. Raises ``SolverUnavailable`` with Numba's reason.
@@ -114,9 +143,10 @@ class UnitsRun:
         shared = integer(c, "shares", 1)
         found = np.zeros(NUMBERS, dtype=np.int64)
         found[:7] = (
-            2 * (p.dims == 1) + (p.pass_ is Pass.WGRAD), p.in_channels, p.batch, shared, p.pass_ is not Pass.DGRAD,
-            DTYPES.index(p.dtype), DTYPES.index(p.out_dtype),
+            4 + (p.dims == 1) if prepares else 2 * (p.dims == 1) + (p.pass_ is Pass.WGRAD), p.in_channels, p.batch,
+            shared, p.pass_ is not Pass.DGRAD, DTYPES.index(p.dtype), DTYPES.index(p.out_dtype),
         )  # fmt: skip
+        found[KEPT] = _kept(p, sizes)
         for index, value in numbers.items():
             found[index] = value
         for index, table in tables.items():
@@ -124,23 +154,31 @@ class UnitsRun:
         found[CALLED] = kernel.passes, kernel.moves
         self._run, self._offset, self._threads = kernel.run, offset, integer(c, "threads")
         self._openmp = c.get("team") == "openmp"
-        self._kept = tuple(tables.values())
-        units = -(-p.in_channels // sizes.lanes) * shared
+        self._tables = tuple(tables.values())  # as long as their addresses are in use
+        units = -(-p.in_channels // sizes.lanes) * (1 if prepares else shared)
         header = np.zeros(HEADER, dtype=np.int64)
         header[3:6] = units, HEADER + NUMBERS + len(places), scratch(p, sizes)
         self._data = np.concatenate([header, found, places])
 
-    def __call__(
+    def run(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
     ) -> torch.Tensor:
+        """``b`` is the filter, or where that is constant what :meth:`prepare` made of it."""
         assert out is not None
+        self._start(workspace, a.data_ptr() + self._offset, b.data_ptr(), out.data_ptr())
+        return out
+
+    def prepare(self, weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        """The spectra of all blocks into ``kept``."""
+        self._start(workspace, 0, weight.data_ptr(), kept.data_ptr())
+
+    def _start(self, workspace: torch.Tensor | None, *addresses: int) -> None:
         assert workspace is not None
         threads = min(self._threads, torch.get_num_threads())
         data = self._data.copy()  # other callers count in theirs
         data[1] = threads
-        data[6:HEADER] = workspace.data_ptr(), a.data_ptr() + self._offset, b.data_ptr(), out.data_ptr()
+        data[6:HEADER] = workspace.data_ptr(), *addresses
         share_out(self._run, data.ctypes.data, threads, self._openmp)
-        return out
 
 
 def _compiled(lanes: int) -> Kernel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -12,11 +12,13 @@ import torch
 from tilewise.kernels.cpu.sizes import Planes, factors, order, packed, smooth, twiddles
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, UnitsRun, forms, lanes, scratch, sizes_of, strides
+from tilewise.solvers import _depthwise_cpu as cpu
+from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, Units, forms, lanes, scratch, sizes_of, strides, worked_on
 from tilewise.solvers._fft_sizes import least_whole, placement
 from tilewise.solvers._tiles import integer
+from tilewise.solvers.base import Prepare, Run
 
-__all__ = ["bind", "configs", "too_large", "transformed", "workspace"]
+__all__ = ["bind", "configs", "constant", "prepare", "too_large", "transformed", "workspace"]
 
 MOST_BASES = 2
 NEAR = 1.1
@@ -25,8 +27,8 @@ NEAR = 1.1
 
 def too_large(p: ConvProblem) -> list[str]:
     """Reasons against planes that do not fit a core's cache."""
-    found = scratch(p, Planes(*_bases(p)[0], lanes(p)))
-    return [f"keeps {found} bytes for each thread, at most {MOST_SCRATCH}"] if found > MOST_SCRATCH else []
+    found = worked_on(p, Planes(*_bases(p)[0], lanes(p)))
+    return [f"works on {found} bytes in each thread, at most {MOST_SCRATCH}"] if found > MOST_SCRATCH else []
 
 
 def _effort(basis: tuple[int, ...]) -> float:
@@ -59,19 +61,34 @@ def workspace(p: ConvProblem, c: Config) -> int:
     return integer(c, "threads") * scratch(p, _sizes(c))
 
 
+def constant(p: ConvProblem, c: Config) -> int:
+    """Spectra of filters that are kept."""
+    return cpu.constant(p, _sizes(c))
+
+
 def transformed(p: ConvProblem, c: Config) -> int:
     """Planes times points: of every transform, either way."""
     sizes = _sizes(c)
-    return sizes.n1 * sizes.n2 * p.in_channels * (2 * p.batch + integer(c, "shares", 1))
+    return sizes.n1 * sizes.n2 * p.in_channels * (2 * p.batch + cpu.filter_transforms(p, c))
 
 
-def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> UnitsRun:
+def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run:
     """The run. Raises ``ValueError`` for a config that is none of the problem's."""
+    tensors = zip((*p.operands, p.result), (a, b, out), strict=True)
+    return _units(p, c, {role: strides(t) for role, t in tensors}).run
+
+
+def prepare(p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+    """What transforms filters. Raises ``ValueError`` as :func:`bind` does."""
+    return _units(p, c, {"x": [0] * 4, "w": strides(weight), "y": [0] * 4}, prepares=True).prepare
+
+
+def _units(p: ConvProblem, c: Config, apart: Mapping[str, list[int]], prepares: bool = False) -> Units:
+    """The kernel, with the bytes between each tensor's neighbours."""
     sizes = _sizes(c)
     basis = sizes.n1, sizes.n2
     if any(n < least_whole(axis, p.pass_) for n, axis in zip(basis, p.axes, strict=True)):
         raise ValueError(f"basis={basis}: must be at least {tuple(least_whole(axis, p.pass_) for axis in p.axes)}")
-    tensors = dict(zip((*p.operands, p.result), (a, b, out), strict=True))
     image, other = ("y", "x") if p.pass_ is Pass.DGRAD else ("x", "y")
     # An image that is cropped begins later, which the place of the filter's first tap makes up for.
     places = [placement(axis, "x") for axis in p.axes]
@@ -82,7 +99,6 @@ def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch
         "w": p.shape("w")[2:],
         "y": p.shape("y")[2:],
     }
-    apart = {role: strides(tensors[role]) for role in "xwy"}
     numbers = dict(enumerate((
         sizes.n1, sizes.n2, 8 * sizes.lanes * sizes.column, packed(sizes.n1), packed(sizes.n2),
     ), 8))  # fmt: skip
@@ -96,4 +112,4 @@ def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch
     tables = {13: twiddles(sizes.n1), 14: twiddles(sizes.n2), 15: scale}
     row = order(sizes.n2) * 8 * sizes.lanes
     offset = sum(start * stride for start, stride in zip(cropped, apart[image][2:], strict=True))
-    return UnitsRun(p, c, sizes, numbers, tables, np.append(row, row[0]), offset)
+    return Units(p, c, sizes, numbers, tables, np.append(row, row[0]), offset, prepares)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -13,11 +13,13 @@ import torch
 from tilewise.kernels.cpu.sizes import Signals, between, packed, smooth, twiddles
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers import _depthwise_cpu as cpu
 from tilewise.solvers._costs import CPU_CACHE
-from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, UnitsRun, forms, lanes, scratch, sizes_of, strides
+from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, Units, forms, lanes, scratch, sizes_of, strides, worked_on
 from tilewise.solvers._tiles import integer
+from tilewise.solvers.base import Prepare, Run
 
-__all__ = ["bind", "configs", "too_large", "transformed", "workspace"]
+__all__ = ["bind", "configs", "constant", "prepare", "too_large", "transformed", "workspace"]
 
 MOST_BASES = 3
 MOST_TILES = 64
@@ -55,13 +57,13 @@ def _bases(p: ConvProblem) -> tuple[int, ...]:
     for tiles in range(1, MOST_TILES + 1):
         window = -(-_results(p) // tiles) + axis.kernel - 1
         found.add(next(n for n in itertools.count(max(2, window)) if smooth(n)))
-    kept = {n: scratch(p, Signals(n, lanes(p))) for n in found}
+    touched = {n: worked_on(p, Signals(n, lanes(p))) for n in found}
 
     def effort(n: int) -> float:
         pairs = -(-_tiles(p, n) // 2)
-        return pairs * n * (math.log2(n) + MOVES) * (SPILLED if kept[n] > CPU_CACHE else 1.0)
+        return pairs * n * (math.log2(n) + MOVES) * (SPILLED if touched[n] > CPU_CACHE else 1.0)
 
-    fitting = [n for n in found if kept[n] <= MOST_SCRATCH]
+    fitting = [n for n in found if touched[n] <= MOST_SCRATCH]
     return tuple(sorted(fitting, key=effort)[:MOST_BASES])
 
 
@@ -79,21 +81,36 @@ def workspace(p: ConvProblem, c: Config) -> int:
     return integer(c, "threads") * scratch(p, _sizes(c))
 
 
+def constant(p: ConvProblem, c: Config) -> int:
+    """Spectra of filters that are kept."""
+    return cpu.constant(p, _sizes(c))
+
+
 def transformed(p: ConvProblem, c: Config) -> int:
     """Signals times points: of every transform, either way. Two tiles are one complex signal."""
     n = _sizes(c).n
     pairs = -(-_tiles(p, n) // 2)
-    return 2 * n * p.in_channels * (2 * p.batch * pairs + integer(c, "shares", 1))
+    return 2 * n * p.in_channels * (2 * p.batch * pairs + cpu.filter_transforms(p, c))
 
 
-def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> UnitsRun:
+def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run:
     """The run. Raises ``ValueError`` for a config that is none of the problem's."""
+    tensors = zip((*p.operands, p.result), (a, b, out), strict=True)
+    return _units(p, c, {role: strides(t) for role, t in tensors}).run
+
+
+def prepare(p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+    """What transforms filters. Raises ``ValueError`` as :func:`bind` does."""
+    return _units(p, c, {"x": [0] * 3, "w": strides(weight), "y": [0] * 3}, prepares=True).prepare
+
+
+def _units(p: ConvProblem, c: Config, apart: Mapping[str, list[int]], prepares: bool = False) -> Units:
+    """The kernel, with the bytes between each tensor's neighbours."""
     sizes, (axis,) = _sizes(c), p.axes
     n, taps = sizes.n, axis.kernel
     if n < taps:
         raise ValueError(f"basis={n}: must be at least {taps}, better twice that")
     tiles = _tiles(p, n)
-    apart = {role: strides(t) for role, t in zip((*p.operands, p.result), (a, b, out), strict=True)}
     image, other = ("y", "x") if p.pass_ is Pass.DGRAD else ("x", "y")
     # A gradient's window begins where the last tap reads, so that results begin at 0 as in the other passes.
     begin, tap = (axis.before - taps + 1, (1 - taps) % n) if p.pass_ is Pass.DGRAD else (-axis.before, 0)
@@ -107,4 +124,4 @@ def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch
         13: twiddles(sizes.block),
         14: np.array([1 / n], dtype=np.float32),
     }
-    return UnitsRun(p, c, sizes, numbers, tables, np.zeros(1, np.int64))
+    return Units(p, c, sizes, numbers, tables, np.zeros(1, np.int64), prepares=prepares)

@@ -17,7 +17,7 @@ from tilewise.solvers import _depthwise_signals as signals
 from tilewise.solvers._depthwise_cpu import missing
 from tilewise.solvers._depthwise_fft import Step, compiled
 from tilewise.solvers._fft_sizes import least, meets
-from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
 
 __all__ = ["DepthwiseFFT"]
 
@@ -42,10 +42,11 @@ class DepthwiseFFT(Solver):
     Strides and dilation are computed in full, which only accesses to memory know of.
 
     On a CPU a thread takes ``lanes`` channels at once, in its own cache, of one of ``shares`` of their images;
-    ``threads`` bounds threads, and ``team`` says whether they are torch's. Signals go in pairs of tiles.
+    ``threads`` bounds threads, and ``team`` says whether they are torch's. Signals go in pairs of tiles. Spectra of
+    constant filters are kept there, one for all shares.
     """
 
-    name, version = "depthwise_fft", 2
+    name, version = "depthwise_fft", 3
     compiles = True
     dims = frozenset({1, 2})
     error_bound = {"ieee": 1e-6, "tf32": 1e-6}  # noqa: RUF012
@@ -72,7 +73,7 @@ class DepthwiseFFT(Solver):
 
     def _way(self, p: ConvProblem) -> _Way:
         if self.on_cpu(p):
-            return cpu_signals if p.dims == 1 else cpu_planes
+            return _cpu_way(p)
         return signals if p.dims == 1 else planes
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
@@ -82,13 +83,21 @@ class DepthwiseFFT(Solver):
         """Spectra of the filters, or what several shares of a filter gradient sum to; on a CPU what threads work in."""
         return self._way(p).workspace(p, c)
 
+    def constant(self, p: ConvProblem, c: Config) -> int:
+        """The spectra of constant filters, on a CPU."""
+        return _cpu_way(p).constant(p, c) if self.on_cpu(p) else 0
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        """A CPU's transforms of filters."""
+        return _cpu_way(p).prepare(p, c, weight)
+
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Transforms in the smallest basis, at the rate of plain arithmetic, and operands read once."""
         points = self._way(p).transformed(p, c)
         flops = int(points * (2.5 * math.log2(math.prod(c["basis"])) + 4))  # type: ignore[arg-type]
         share = EFFICIENCY["16-bit" if p.dtype != "fp32" else "tf32" if p.precision == "tf32" else "fp32"]
         if self.on_cpu(p):
-            return Cost(flops, p.bytes, 1, CPU_EFFICIENCY)
+            return Cost(flops, p.bytes + self.constant(p, c), 1, CPU_EFFICIENCY)
         return Cost(flops, p.bytes + 2 * self.workspace(p, c), 2, share)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
@@ -97,7 +106,7 @@ class DepthwiseFFT(Solver):
         if not self.on_cpu(p):
             return compiled(self.steps(p, c, a, b, out), a.device)
         try:
-            return cpu_signals.bind(p, c, a, b, out) if p.dims == 1 else cpu_planes.bind(p, c, a, b, out)
+            return _cpu_way(p).bind(p, c, a, b, out)
         except (KeyError, ValueError) as error:
             raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
@@ -116,6 +125,18 @@ class _Way(Protocol):
     def configs(self, p: ConvProblem) -> Iterable[Config]: ...
     def workspace(self, p: ConvProblem, c: Config) -> int: ...
     def transformed(self, p: ConvProblem, c: Config) -> int: ...
+
+
+class _CpuWay(_Way, Protocol):
+    """What those for a CPU have beside."""
+
+    def constant(self, p: ConvProblem, c: Config) -> int: ...
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare: ...
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run: ...
+
+
+def _cpu_way(p: ConvProblem) -> _CpuWay:
+    return cpu_signals if p.dims == 1 else cpu_planes
 
 
 def _not_dense(p: ConvProblem) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import planes, signals
-from tilewise.kernels.cpu.sizes import HEADER, NUMBERS
+from tilewise.kernels.cpu.sizes import HEADER, KEPT, NUMBERS
 from tilewise.kernels.cpu.vectors import named, next_number
 
 __all__ = ["convolve"]
@@ -19,10 +19,11 @@ def convolve(lanes: int) -> Callable[..., None]:
     That are int64: the next thread's number, threads, the next unit, units, the sizes of ``data`` and of a thread's
     scratch, the address of all scratch, those of operands and result; then from :data:`HEADER` on what ``planes`` and
     ``signals`` call ``v``, whose first number is 0 for :func:`planes.image`, 1 for :func:`planes.gradient`, 2 and 3 for
-    those of signals; and :data:`NUMBERS` later their ``places``.
+    those of signals, 4 for :func:`planes.filters`, 5 for that of signals; and :data:`NUMBERS` later their ``places``.
     """
     planes_image, planes_gradient = planes.image(lanes), planes.gradient(lanes)
     signals_image, signals_gradient = signals.image(lanes), signals.gradient(lanes)
+    planes_filters, signals_filters = planes.filters(lanes), signals.filters(lanes)
     count = next_number()
 
     def run(address):
@@ -40,8 +41,12 @@ def convolve(lanes: int) -> Callable[..., None]:
                     planes_gradient(data[7], data[8], data[9], scratch, places, v, unit)
                 elif v[0] == 2:
                     signals_image(data[7], data[8], data[9], scratch, v, unit)
-                else:
+                elif v[0] == 3:
                     signals_gradient(data[7], data[8], data[9], scratch, v, unit)
+                elif v[0] == 4:
+                    planes_filters(data[8], data[9] + unit * v[KEPT], scratch, places, v, unit)
+                else:
+                    signals_filters(data[8], data[9] + unit * v[KEPT], v, unit)
                 unit = count(address, 2)
 
     return named(run, lanes)

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from tilewise.kernels.cpu import vectors
 from tilewise.kernels.cpu.butterflies import transform
 from tilewise.kernels.cpu.moves import clear, move
+from tilewise.kernels.cpu.sizes import KEPT
 from tilewise.kernels.cpu.vectors import NUMBER, compiled
 
-__all__ = ["gradient", "image"]
+__all__ = ["filters", "gradient", "image"]
 
 
 @functools.cache
@@ -95,45 +96,67 @@ def _between(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
+def filters(lanes: int) -> Callable[..., None]:
+    """``(w, target, line, places, v, block)``: the scaled spectra of one block's filters to ``target``.
+
+    ``v`` and ``places`` are :func:`image`'s, ``line`` is scratch for a row.
+    """
+    vector = 2 * NUMBER * lanes
+    rows_in, forward, zeros, scale = _rows_in(lanes), transform(lanes, -1), clear(lanes), vectors.scale(lanes)
+
+    @compiled(lanes)
+    def run(w, target, line, places, v, block):
+        calls, first = (v[36], v[37]), block * lanes
+        n1, n2, stride, r1, f1, factor = v[8], v[9], v[10], v[11], v[13], v[15]
+        basis, half = (n1, n2, stride, r1, v[12], f1, v[14]), n2 // 2 + 1
+        strides, counts, firsts, steps = (v[21], v[22], v[23]), (v[30], v[31]), (v[34], v[35]), (v[40], v[41])
+        valid, source = min(lanes, v[1] - first), w + first * v[21]
+        zeros(target, half * stride // vector)
+        rows_in(calls, v[5], source, strides, valid, counts, firsts, steps, line, target, basis, places)
+        for k in range(half):
+            column = target + k * stride
+            forward(calls[0], column, n1, r1, f1)
+            for i in range(n1):
+                scale(column + i * vector, factor)
+
+    return run
+
+
+@functools.cache
 def image(lanes: int) -> Callable[..., None]:
     """``(x, w, y, scratch, places, v, unit)``: one unit's results of FPROP or, with x and y exchanged, DGRAD.
 
     ``v`` is what :class:`tilewise.kernels.cpu.sizes.Planes` writes, ``places`` those of a row's frequencies 0 to n2 in
-    bytes. Units are blocks of ``lanes`` channels times shares of the batch. ``scratch``: two spectra and one row.
+    bytes. Units are blocks of ``lanes`` channels times shares of the batch. ``w`` are filters or what is kept of them.
+    ``scratch``: a spectrum, one row and, where none is kept, the filters' spectrum.
     """
     vector = 2 * NUMBER * lanes
     rows_in, rows_out, forward, backward = _rows_in(lanes), _rows_out(lanes), transform(lanes, -1), transform(lanes, 1)
-    zeros, between, scale = clear(lanes), _between(lanes), vectors.scale(lanes)
+    transformed, between = filters(lanes), _between(lanes)
     multiply, multiply_conjugate = vectors.multiply(lanes, False), vectors.multiply(lanes, True)
 
     @compiled(lanes)
     def run(x, w, y, scratch, places, v, unit):
         calls = (v[36], v[37])
         channels, batch, shares, conjugate, dtype, result = v[1], v[2], v[3], v[4], v[5], v[6]
-        n1, n2, stride, r1, f1, factor = v[8], v[9], v[10], v[11], v[13], v[15]
+        n1, n2, stride, r1, f1, kept = v[8], v[9], v[10], v[11], v[13], v[KEPT]
         basis = (n1, n2, stride, r1, v[12], f1, v[14])
-        x_strides, w_strides, y_strides = (v[17], v[18], v[19]), (v[21], v[22], v[23]), (v[25], v[26], v[27])
-        x_counts, w_counts, y_counts, firsts = (v[28], v[29]), (v[30], v[31]), (v[32], v[33]), (v[34], v[35])
-        x_steps, w_steps, y_steps = (v[38], v[39]), (v[40], v[41]), (v[42], v[43])
+        x_strides, x_counts, x_steps = (v[17], v[18], v[19]), (v[28], v[29]), (v[38], v[39])
+        y_strides, y_counts, y_steps = (v[25], v[26], v[27]), (v[32], v[33]), (v[42], v[43])
         origin = (v[7], v[7])
-        first, share, half = unit // shares * lanes, unit % shares, n2 // 2 + 1
+        block, share, half = unit // shares, unit % shares, n2 // 2 + 1
+        first = block * lanes
         valid = min(lanes, channels - first)
-        spectra, filters, line = scratch, scratch + half * stride, scratch + 2 * half * stride
-        zeros(filters, half * stride // vector)
-        rows_in(
-            calls, dtype, w + first * w_strides[0], w_strides, valid, w_counts, firsts, w_steps, line, filters, basis,
-            places,
-        )  # fmt: skip
-        for k in range(half):
-            column = filters + k * stride
-            forward(calls[0], column, n1, r1, f1)
-            for i in range(n1):
-                scale(column + i * vector, factor)
+        spectra, line = scratch, scratch + half * stride
+        multiplied = w + block * kept
+        if kept == 0:
+            multiplied = line + n2 * vector
+            transformed(w, multiplied, line, places, v, block)
         for n in range(share * batch // shares, (share + 1) * batch // shares):
             source, target = x + n * v[16] + first * x_strides[0], y + n * v[24] + first * y_strides[0]
             rows_in(calls, dtype, source, x_strides, valid, x_counts, origin, x_steps, line, spectra, basis, places)
             for k in range(half):
-                column, other = spectra + k * stride, filters + k * stride
+                column, other = spectra + k * stride, multiplied + k * stride
                 between(column, x_counts[0], x_steps[0], n1)
                 forward(calls[0], column, n1, r1, f1)
                 if conjugate:

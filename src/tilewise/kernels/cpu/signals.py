@@ -13,9 +13,10 @@ from collections.abc import Callable
 from tilewise.kernels.cpu import vectors
 from tilewise.kernels.cpu.butterflies import one_pass, transform
 from tilewise.kernels.cpu.moves import clear, clear_part, move
+from tilewise.kernels.cpu.sizes import KEPT
 from tilewise.kernels.cpu.vectors import NUMBER, compiled
 
-__all__ = ["gradient", "image"]
+__all__ = ["filters", "gradient", "image"]
 
 
 @functools.cache
@@ -59,39 +60,57 @@ def _pair_in(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
+def filters(lanes: int) -> Callable[..., None]:
+    """``(w, target, v, block)``: the scaled spectra of one block's filters to ``target``. ``v`` is :func:`image`'s."""
+    vector = 2 * NUMBER * lanes
+    moved, zeros, scale = move(lanes, False), clear(lanes), vectors.scale(lanes)
+    first_forward, forward = one_pass(lanes, -1), transform(lanes, -1)
+
+    @compiled(lanes)
+    def run(w, target, v, block):
+        calls, first = (v[36], v[37]), block * lanes
+        n, size, apart, radices, f1, f2, factor = v[8], v[9], v[10], v[11], v[12], v[13], v[14]
+        channel, step, taps, place = v[22], v[23], v[24], v[25]
+        circle, radix, stride, valid = (n, size, apart), n // size, apart * vector, min(lanes, v[1] - first)
+        zeros(target, radix * apart)
+        moved(calls[1], v[5], w + first * channel, step, channel, valid, taps, target, place, 1, circle)
+        first_forward(calls[0], radix, target, size, stride, f1)
+        for b in range(radix):
+            forward(calls[0], target + b * stride, size, radices, f2)
+        for i in range(radix * apart):
+            scale(target + i * vector, factor)
+
+    return run
+
+
+@functools.cache
 def image(lanes: int) -> Callable[..., None]:
     """``(x, w, y, scratch, v, unit)``: one unit's results of FPROP or, with x and y exchanged, DGRAD.
 
     ``v`` is what :class:`tilewise.kernels.cpu.sizes.Signals` writes. Units are blocks of ``lanes`` channels times
-    shares of all pairs of tiles. ``scratch``: two spectra.
+    shares of all pairs of tiles. ``w`` are filters or what is kept of them. ``scratch``: a spectrum and, where none is
+    kept, the filters'.
     """
     part, vector = NUMBER * lanes, 2 * NUMBER * lanes
-    pair_in, filter_in, out = _pair_in(lanes), move(lanes, False), move(lanes, True)
-    zeros, scale = clear(lanes), vectors.scale(lanes)
+    pair_in, transformed, out = _pair_in(lanes), filters(lanes), move(lanes, True)
     multiply, multiply_conjugate = vectors.multiply(lanes, False), vectors.multiply(lanes, True)
-    first_forward, first_backward = one_pass(lanes, -1), one_pass(lanes, 1)
-    forward, backward = transform(lanes, -1), transform(lanes, 1)
+    first_backward, forward, backward = one_pass(lanes, 1), transform(lanes, -1), transform(lanes, 1)
 
     @compiled(lanes)
     def run(x, w, y, scratch, v, unit):
         calls = (v[36], v[37])
         channels, batch, shares, conjugate, dtype, result = v[1], v[2], v[3], v[4], v[5], v[6]
         n, block, apart, radices = v[8], v[9], v[10], v[11]
-        f1, f2, factor, tiles, tile = v[12], v[13], v[14], v[15], v[16]
+        f1, f2, tiles, tile, taps, kept = v[12], v[13], v[15], v[16], v[24], v[KEPT]
         x_image, x_channel, x_step, x_size, x_first = v[17], v[18], v[19], v[20], v[21]
-        w_channel, w_step, taps, w_first = v[22], v[23], v[24], v[25]
         y_image, y_channel, y_step, y_size = v[26], v[27], v[28], v[29]
         circle, radix, stride = (n, block, apart), n // block, apart * vector
         first, share = unit // shares * lanes, unit % shares
-        valid = min(lanes, channels - first)
-        signal, filters = scratch, scratch + radix * stride
-        zeros(filters, radix * apart)
-        filter_in(calls[1], dtype, w + first * w_channel, w_step, w_channel, valid, taps, filters, w_first, 1, circle)
-        first_forward(calls[0], radix, filters, block, stride, f1)
-        for b in range(radix):
-            forward(calls[0], filters + b * stride, block, radices, f2)
-        for i in range(radix * apart):
-            scale(filters + i * vector, factor)
+        valid, signal = min(lanes, channels - first), scratch
+        multiplied = w + unit // shares * kept
+        if kept == 0:
+            multiplied = scratch + radix * stride
+            transformed(w, multiplied, v, unit // shares)
         pairs = (tiles + 1) // 2
         for item in range(share * batch * pairs // shares, (share + 1) * batch * pairs // shares):
             image, number = item // pairs, item % pairs * 2
@@ -100,7 +119,7 @@ def image(lanes: int) -> Callable[..., None]:
             pair_in(calls, dtype, source, x_step, x_channel, valid, x_size, x_first + begin, tile, tile + taps - 1,
                     number + 1 < tiles, signal, circle, f1)  # fmt: skip
             for b in range(radix):
-                here, there = signal + b * stride, filters + b * stride
+                here, there = signal + b * stride, multiplied + b * stride
                 forward(calls[0], here, block, radices, f2)
                 if conjugate:
                     for i in range(block):

@@ -11,8 +11,8 @@ import numpy as np
 from tilewise.kernels.cuda.codelets import root
 
 __all__ = [
-    "CALLED", "DIGIT", "HEADER", "LANES", "NUMBERS", "RADICES", "Planes", "Signals", "between", "factors", "order",
-    "packed", "smooth", "twiddles",
+    "CALLED", "DIGIT", "HEADER", "KEPT", "LANES", "NUMBERS", "RADICES", "Planes", "Signals", "between", "factors",
+    "order", "packed", "smooth", "twiddles",
 ]  # fmt: skip
 
 RADICES = (16, 12, 9, 8, 6, 4, 3, 2)
@@ -22,10 +22,12 @@ DIGIT = 32
 """More than any radix."""
 HEADER = 10
 """Integers of a call before those of the kernel: units, threads and addresses."""
-NUMBERS = 44
+NUMBERS = 45
 """Integers that the kernel takes beside addresses."""
 CALLED = slice(36, 38)
 """Those that are addresses of functions that it calls."""
+KEPT = 44
+"""The one that is bytes of a spectrum kept for each block of channels, 0 where units transform filters themselves."""
 LANES = (16, 8, 4)
 """Numbers of a vector that kernels are written for; 16 for AVX-512, 8 for AVX2, 4 elsewhere."""
 
