@@ -27,7 +27,7 @@ from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._depthwise_fft import Step
 from tilewise.solvers._fft_sizes import least, least_whole, whole_placement
-from tilewise.solvers.base import Run, SolverUnavailable
+from tilewise.solvers.base import Prepare, Run, SolverUnavailable
 from tilewise.solvers.depthwise_fft import DepthwiseFFT
 
 DENSE = (("contiguous", 0),) * 3
@@ -57,6 +57,15 @@ class Emulated(DepthwiseFFT):
             return out
 
         return run
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        steps = self.filters(p, c, weight)
+
+        def prepare(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+            for step in steps:
+                launch(step, (weight, None, kept, workspace), self.backwards)
+
+        return prepare
 
 
 def launch(
@@ -131,6 +140,7 @@ def check_drawn(drawn: st.SearchStrategy[ConvProblem], data: st.DataObject) -> N
     dtype = p.dtype
     if dtype != "fp32" and data.draw(st.booleans(), "fp32 result"):
         p = replace(p, out_dtype="fp32")
+    p = replace(p, constant_weight=p.pass_ is not Pass.WGRAD and data.draw(st.booleans(), "constant weight"))
     c = data.draw(st.sampled_from(list(SOLVER.configs(p))), "config")
     check(Emulated(data.draw(st.booleans(), "backwards")), p, c, forms, False)
 
@@ -355,6 +365,8 @@ def test_large_layers_on_a_gpu(pass_: Pass, dtype: str) -> None:
     )  # fmt: skip
     for axes in layers:
         check_on_gpu(ConvProblem(pass_, 5, 6, 6, axes, 6, dtype=dtype), 2 if dtype == "fp32" else 1)
+        if pass_ is not Pass.WGRAD:
+            check_on_gpu(ConvProblem(pass_, 5, 6, 6, axes, 6, dtype=dtype, constant_weight=True), 1)
 
 
 @pytest.mark.gpu
@@ -384,7 +396,11 @@ def check_on_gpu(here: ConvProblem, most: int) -> None:
     for c in itertools.islice(solver.configs(p), most):
         out = make_result(here).cuda().fill_(math.nan)
         space = torch.full((solver.workspace(p, c),), 0xFF, dtype=torch.uint8, device="cuda")
-        solver.bind(p, c, a, b, out)(a, b, out, space)
+        run, filters = solver.bind(p, c, a, b, out), b
+        if p.constant_weight:
+            filters = torch.full((solver.constant(p, c),), 0xFF, dtype=torch.uint8, device="cuda")
+            solver.prepare(p, c, b)(b, filters, space)
+        run(a, filters, out, space)
         missing = int(out.isnan().sum())
         assert not missing, f"{p.key} {c}: {missing} of {out.numel()} results are not written"
         error = float((out.double() - want).norm() / want.norm())

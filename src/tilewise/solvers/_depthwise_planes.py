@@ -16,7 +16,7 @@ from tilewise.solvers._depthwise_fft import FIRST, OUT, SECOND, WORKSPACE, Opera
 from tilewise.solvers._fft_sizes import least_whole, whole_placement
 from tilewise.solvers._tiles import PROCESSORS, integer
 
-__all__ = ["basis", "configs", "steps", "too_large", "transformed", "workspace"]
+__all__ = ["basis", "configs", "constant", "filters", "steps", "too_large", "transformed", "workspace"]
 
 THREADS = (64, 256)
 """Least and most threads of a block that are worth trying, where planes can be chosen."""
@@ -117,54 +117,87 @@ def _sizes(c: Config) -> tuple[int, int]:
 
 
 def workspace(p: ConvProblem, c: Config) -> int:
-    """Spectra of the filters, or sums of several shares."""
+    """Spectra of filters that are not kept, or sums of several shares."""
     if p.pass_ is Pass.WGRAD:
         shares = integer(c, "shares")
         return 4 * shares * math.prod(p.shape("w")) if shares > 1 else 0
+    return 0 if p.constant_weight else _spectra(p, c)
+
+
+def constant(p: ConvProblem, c: Config) -> int:
+    """Spectra of filters that are kept."""
+    return _spectra(p, c) if p.constant_weight else 0
+
+
+def _spectra(p: ConvProblem, c: Config) -> int:
     return 8 * p.in_channels * depthwise2d.spectrum_length(*_sizes(c))
 
 
 def transformed(p: ConvProblem, c: Config) -> int:
     """Planes times points: of every transform, either way."""
-    planes = 2 * p.batch * p.in_channels + p.in_channels
+    planes = p.in_channels * (2 * p.batch + (not p.constant_weight))
     return planes * math.prod(_sizes(c))
+
+
+def _checked(p: ConvProblem, c: Config, tensors: dict[str, Operand] | None) -> Program:
+    """The kernel of a config. Raises ``ValueError`` where it is none of the problem's."""
+    sizes = _sizes(c)
+    if any(n < least_whole(axis, p.pass_) for n, axis in zip(sizes, p.axes, strict=True)):
+        raise ValueError(f"basis={sizes}: must be at least {tuple(least_whole(axis, p.pass_) for axis in p.axes)}")
+    program = _program(
+        p, sizes, integer(c, "planes"), integer(c, "split"), integer(c, "resident") if "resident" in c else 0, tensors
+    )
+    if problems := program.problems():
+        raise ValueError("; ".join(problems))
+    return program
 
 
 def steps(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
     """The launches. Raises ``ValueError`` for a config that is none of the problem's."""
     tensors = operands(p, a, b, out)
-    sizes, split = _sizes(c), integer(c, "split")
-    if any(n < least_whole(axis, p.pass_) for n, axis in zip(sizes, p.axes, strict=True)):
-        raise ValueError(f"basis={sizes}: must be at least {tuple(least_whole(axis, p.pass_) for axis in p.axes)}")
-    program = _program(p, sizes, integer(c, "planes"), split, integer(c, "resident") if "resident" in c else 0, tensors)
-    if problems := program.problems():
-        raise ValueError("; ".join(problems))
-    scale = 1.0 / math.prod(sizes)
-    return _gradient(p, c, program, tensors, scale) if p.pass_ is Pass.WGRAD else _image(p, program, tensors, scale)
+    program = _checked(p, c, tensors)
+    if p.pass_ is Pass.WGRAD:
+        return _gradient(p, c, program, tensors)
+    if p.constant_weight:
+        return [_image(p, program, tensors, SECOND)]
+    return [_filter(p, program, tensors["w"], (SECOND, WORKSPACE)), _image(p, program, tensors, WORKSPACE)]
 
 
-def _image(p: ConvProblem, program: Program, tensors: dict[str, Operand], scale: float) -> list[Step]:
-    x, w, y = tensors[p.operands[0]], tensors["w"], tensors[p.result]
-    planes, channels = p.batch * p.in_channels, p.in_channels
+def filters(p: ConvProblem, c: Config, weight: torch.Tensor) -> list[Step]:
+    """What transforms filters, the first tensor, into what is kept of them, the result."""
+    return [_filter(p, _checked(p, c, None), Operand.of(p, "w", weight), (FIRST, OUT))]
+
+
+def _filter(p: ConvProblem, program: Program, w: Operand, tensors: tuple[int, int]) -> Step:
+    """Filters and their spectra are in ``tensors``; these are in the order of the program's threads."""
+    source, target = tensors
     filters = Program(
-        "depthwise2d_filter", program.n1, program.n2, (_window(p, "w", tensors),), program.dtype,
-        min(program.planes, channels), program.split1, program.split2,
+        "depthwise2d_filter", program.n1, program.n2, (_window(p, "w", {"w": w}),), program.dtype,
+        min(program.planes, p.in_channels), program.split1, program.split2,
     )  # fmt: skip
-    return [
-        Step(
-            filters, -(-channels // filters.planes), ((SECOND, w.start), (WORKSPACE, 0)),
-            (channels, w.channel, *w.space, scale),
-        ),
-        Step(
-            program, -(-planes // program.planes), ((FIRST, x.start), (WORKSPACE, 0), (OUT, y.start)),
-            (planes, p.batch, x.channel, x.image, *x.space, y.channel, y.image, *y.space),
-        ),
-    ]  # fmt: skip
+    return Step(
+        filters, -(-p.in_channels // filters.planes), ((source, w.start), (target, 0)),
+        (p.in_channels, w.channel, *w.space, _scale(program)),
+    )  # fmt: skip
 
 
-def _gradient(p: ConvProblem, c: Config, program: Program, tensors: dict[str, Operand], scale: float) -> list[Step]:
+def _image(p: ConvProblem, program: Program, tensors: dict[str, Operand], spectra: int) -> Step:
+    """``spectra`` is the tensor that has those of filters."""
+    x, y = tensors[p.operands[0]], tensors[p.result]
+    planes = p.batch * p.in_channels
+    return Step(
+        program, -(-planes // program.planes), ((FIRST, x.start), (spectra, 0), (OUT, y.start)),
+        (planes, p.batch, x.channel, x.image, *x.space, y.channel, y.image, *y.space),
+    )  # fmt: skip
+
+
+def _scale(program: Program) -> float:
+    return 1.0 / (program.n1 * program.n2)
+
+
+def _gradient(p: ConvProblem, c: Config, program: Program, tensors: dict[str, Operand]) -> list[Step]:
     x, y, w = (tensors[role] for role in "xyw")
-    shares, channels = integer(c, "shares"), p.in_channels
+    shares, channels, scale = integer(c, "shares"), p.in_channels, _scale(program)
     if shares > p.batch:
         raise ValueError(f"shares={shares}: at most one for each of {p.batch} images")
     height, width = p.shape("w")[2:]

@@ -17,7 +17,7 @@ from tilewise.solvers._depthwise_fft import FIRST, OUT, SECOND, WORKSPACE, Opera
 from tilewise.solvers._fft_sizes import least_whole, whole_placement
 from tilewise.solvers._tiles import PROCESSORS, integer
 
-__all__ = ["configs", "steps", "too_large", "transformed", "workspace"]
+__all__ = ["configs", "constant", "filters", "steps", "too_large", "transformed", "workspace"]
 
 THREADS = (128, 256)
 """Least and most threads of a block that are worth trying, where signals can be chosen."""
@@ -134,17 +134,26 @@ def _size(c: Config) -> int:
 
 
 def workspace(p: ConvProblem, c: Config) -> int:
-    """Spectra of the filters, or sums of several shares."""
+    """Spectra of filters that are not kept, or sums of several shares."""
     if p.pass_ is Pass.WGRAD:
         shares = integer(c, "shares")
         return 4 * shares * math.prod(p.shape("w")) if shares > 1 else 0
+    return 0 if p.constant_weight else _spectra(p, c)
+
+
+def constant(p: ConvProblem, c: Config) -> int:
+    """Spectra of filters that are kept."""
+    return _spectra(p, c) if p.constant_weight else 0
+
+
+def _spectra(p: ConvProblem, c: Config) -> int:
     return 8 * p.in_channels * depthwise1d.spectrum_length(_size(c))
 
 
 def transformed(p: ConvProblem, c: Config) -> int:
     """Signals times points: of every transform, either way."""
     n = _size(c)
-    return n * p.in_channels * (2 * p.batch * _tiles(p, n) + 1)
+    return n * p.in_channels * (2 * p.batch * _tiles(p, n) + (not p.constant_weight))
 
 
 def steps(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
@@ -168,33 +177,48 @@ def steps(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torc
     cut = (_tiles(p, n), tile)
     if p.pass_ is Pass.WGRAD:
         return _gradient(p, c, program, tensors, cut)
-    return _image(p, program, tensors, cut, (x_first, y_first))
+    if p.constant_weight:
+        return [_image(p, program, tensors, cut, (x_first, y_first), SECOND)]
+    return [
+        _filter(p, program, tensors["w"], (SECOND, WORKSPACE)),
+        _image(p, program, tensors, cut, (x_first, y_first), WORKSPACE),
+    ]
+
+
+def filters(p: ConvProblem, c: Config, weight: torch.Tensor) -> list[Step]:
+    """What transforms filters, the first tensor, into what is kept of them, the result."""
+    return [_filter(p, _program(p, _size(c), integer(c, "signals"), 0), Operand.of(p, "w", weight), (FIRST, OUT))]
+
+
+def _filter(p: ConvProblem, program: Program, w: Operand, tensors: tuple[int, int]) -> Step:
+    """Filters and their spectra are in ``tensors``; these are in the order of the program's threads."""
+    (taps,), channels = p.shape("w")[2:], p.in_channels
+    source, target = tensors
+    filters = replace(
+        program, name="depthwise1d_filter", signals=min(program.signals, channels), resident=0,
+        paired=(w.pairs and taps % 2 == 0, False, False), wide=False, correlate=False, apart=(program.apart[1], 1, 1),
+    )  # fmt: skip
+    return Step(
+        filters, -(-channels // filters.signals), ((source, 0), (target, 0)),
+        (channels, w.channel, *w.space, taps, 2.0 / program.n),
+    )  # fmt: skip
 
 
 def _image(
-    p: ConvProblem, program: Program, tensors: dict[str, Operand], cut: tuple[int, int], first: tuple[int, int]
-) -> list[Step]:
-    x, w, y = tensors[p.operands[0]], tensors["w"], tensors[p.result]
+    p: ConvProblem, program: Program, tensors: dict[str, Operand], cut: tuple[int, int], first: tuple[int, int],
+    spectra: int,
+) -> Step:  # fmt: skip
+    """``spectra`` is the tensor that has those of filters."""
+    x, y = tensors[p.operands[0]], tensors[p.result]
     tiles, tile = cut
-    channels, signals = p.in_channels, p.batch * p.in_channels * tiles
-    filters = replace(
-        program, name="depthwise1d_filter", signals=min(program.signals, channels), resident=0,
-        paired=(program.paired[1], False, False), wide=False, correlate=False, apart=(program.apart[1], 1, 1),
+    signals, length, result = p.batch * p.in_channels * tiles, p.shape(p.operands[0])[2], p.shape(p.result)[2]
+    return Step(
+        program, -(-signals // program.signals), ((FIRST, 0), (spectra, 0), (OUT, 0)),
+        (
+            signals, p.batch, tiles, tile, x.channel, x.image, *x.space, length, first[0], y.channel, y.image,
+            *y.space, result, first[1],
+        ),
     )  # fmt: skip
-    (taps,), length, result = p.shape("w")[2:], p.shape(p.operands[0])[2], p.shape(p.result)[2]
-    return [
-        Step(
-            filters, -(-channels // filters.signals), ((SECOND, 0), (WORKSPACE, 0)),
-            (channels, w.channel, *w.space, taps, 2.0 / program.n),
-        ),
-        Step(
-            program, -(-signals // program.signals), ((FIRST, 0), (WORKSPACE, 0), (OUT, 0)),
-            (
-                signals, p.batch, tiles, tile, x.channel, x.image, *x.space, length, first[0], y.channel, y.image,
-                *y.space, result, first[1],
-            ),
-        ),
-    ]  # fmt: skip
 
 
 def _gradient(

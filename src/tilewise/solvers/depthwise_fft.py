@@ -42,8 +42,9 @@ class DepthwiseFFT(Solver):
     Strides and dilation are computed in full, which only accesses to memory know of.
 
     On a CPU a thread takes ``lanes`` channels at once, in its own cache, of one of ``shares`` of their images;
-    ``threads`` bounds threads, and ``team`` says whether they are torch's. Signals go in pairs of tiles. Spectra of
-    constant filters are kept there, one for all shares.
+    ``threads`` bounds threads, and ``team`` says whether they are torch's. Signals go in pairs of tiles.
+
+    Spectra of constant filters are kept.
     """
 
     name, version = "depthwise_fft", 3
@@ -84,12 +85,15 @@ class DepthwiseFFT(Solver):
         return self._way(p).workspace(p, c)
 
     def constant(self, p: ConvProblem, c: Config) -> int:
-        """The spectra of constant filters, on a CPU."""
-        return _cpu_way(p).constant(p, c) if self.on_cpu(p) else 0
+        """The spectra of constant filters."""
+        return self._way(p).constant(p, c)
 
     def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
-        """A CPU's transforms of filters."""
-        return _cpu_way(p).prepare(p, c, weight)
+        """Transforms of filters."""
+        if self.on_cpu(p):
+            return _cpu_way(p).prepare(p, c, weight)
+        run = compiled(self.filters(p, c, weight), weight.device)
+        return lambda weight, kept, workspace: run.run_pointers(weight.data_ptr(), 0, kept.data_ptr(), 0)
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Transforms in the smallest basis, at the rate of plain arithmetic, and operands read once."""
@@ -98,7 +102,8 @@ class DepthwiseFFT(Solver):
         share = EFFICIENCY["16-bit" if p.dtype != "fp32" else "tf32" if p.precision == "tf32" else "fp32"]
         if self.on_cpu(p):
             return Cost(flops, p.bytes + self.constant(p, c), 1, CPU_EFFICIENCY)
-        return Cost(flops, p.bytes + 2 * self.workspace(p, c), 2, share)
+        kept = self.constant(p, c)
+        return Cost(flops, p.bytes + 2 * self.workspace(p, c) + kept, 1 if kept else 2, share)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels, a GPU's for these strides. Raises ``SolverUnavailable`` with the compiler's reason."""
@@ -117,6 +122,13 @@ class DepthwiseFFT(Solver):
         except (KeyError, ValueError) as error:
             raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
+    def filters(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> list[Step]:
+        """A GPU's launches for spectra that are kept, from the first tensor to the result. Raises as :meth:`steps`."""
+        try:
+            return signals.filters(p, c, weight) if p.dims == 1 else planes.filters(p, c, weight)
+        except (KeyError, ValueError) as error:
+            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
+
 
 class _Way(Protocol):
     """What the modules of planes and of signals have in common, on either kind of device."""
@@ -124,13 +136,13 @@ class _Way(Protocol):
     def too_large(self, p: ConvProblem) -> list[str]: ...
     def configs(self, p: ConvProblem) -> Iterable[Config]: ...
     def workspace(self, p: ConvProblem, c: Config) -> int: ...
+    def constant(self, p: ConvProblem, c: Config) -> int: ...
     def transformed(self, p: ConvProblem, c: Config) -> int: ...
 
 
 class _CpuWay(_Way, Protocol):
     """What those for a CPU have beside."""
 
-    def constant(self, p: ConvProblem, c: Config) -> int: ...
     def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare: ...
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run: ...
 
