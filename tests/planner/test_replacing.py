@@ -120,7 +120,8 @@ def test_the_next_finalist_is_taken_where_the_first_may_not_replace_torchs_choic
         ([3.0] * 5, [4.0] * 5, True),
         ([3.0] * 4, [4.0] * 4, False),
         ([3.0] * 4 + [5.0], [4.0] * 5, False),
-        ([7.0] * 5, [8.0] * 5, False),
+        ([8.0] * 5, [8.5] * 5, True),
+        ([8.0] * 5, [9.0] * 5, False),
         ([3.0] * 4 + [9.0], [10.0] * 5, False),
     ],
 )

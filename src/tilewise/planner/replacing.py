@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tilewise.planner.measure import Took
 
-__all__ = ["SURE", "clear", "median_ms", "settled", "share", "wins"]
+__all__ = ["ROUNDS", "SURE", "clear", "median_ms", "settled", "share", "wins"]
 
 MARGIN = {"cuda": 0.95, "cpu": 0.88}
 """A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
@@ -15,8 +15,9 @@ SURE = 0.7
 """On a CPU a plan that takes a larger share of torch's time is timed whole a second time."""
 CLEAR, CLEAR_AT_ONCE = 1.5, 4.0
 """On a CPU, no more rounds where all plans are so far from torch's choice: after three, and after one."""
-ROUNDS = 5
-"""On a GPU no more than these where all plans are so far from torch's choice and one is the fastest in each."""
+ROUNDS, CLEAR_ON_GPU = 5, 1.15
+"""On a GPU, whose times differ by little, the least, and enough where all plans are so far from torch's choice and one
+is the fastest in each."""
 BUSY = 2.0
 """A plan must not lose with a host this many times slower: many launches lose their gain first."""
 EVEN = 1.03
@@ -25,14 +26,18 @@ EVEN = 1.03
 
 def clear(times: list[list[Took]]) -> bool:
     """Whether every plan has been far ahead of torch's choice or far behind it in all rounds, torch's being last."""
+    return len(times[-1]) != 2 and _far(times, CLEAR_AT_ONCE if len(times[-1]) == 1 else CLEAR)
+
+
+def _far(times: list[list[Took]], factor: float) -> bool:
+    """Whether every plan has been ``factor`` ahead of torch's choice or behind it in all rounds."""
     shares = [own.weighed_ms / its.weighed_ms for plan in times[:-1] for own, its in zip(plan, times[-1], strict=True)]
-    far = CLEAR_AT_ONCE if len(times[-1]) == 1 else CLEAR
-    return len(times[-1]) != 2 and all(share < 1 / far or share > far for share in shares)
+    return all(share < 1 / factor or share > factor for share in shares)
 
 
 def settled(times: list[list[Took]]) -> bool:
     """Whether one and the same plan was the fastest in some rounds, all plans far from torch's choice each time."""
-    if len(times[-1]) < ROUNDS or not clear(times):
+    if len(times[-1]) < ROUNDS or not _far(times, CLEAR_ON_GPU):
         return False
     turns = ([took.weighed_ms for took in turn] for turn in zip(*times[:-1], strict=True))
     return len({turn.index(min(turn)) for turn in turns}) == 1

@@ -291,9 +291,9 @@ class Search:
         if self.baseline is not None:
             calls.append(self._framework_call())
         try:
-            budget_ms = 40.0 if a.is_cuda else 1500.0
+            budget_ms, least = (40.0, replacing.ROUNDS) if a.is_cuda else (1500.0, 7)
             decided = None if self.baseline is None else replacing.settled if a.is_cuda else replacing.clear
-            times = rounds(calls, a.device, budget_ms=budget_ms, least=7, most=31, decided=decided)
+            times = rounds(calls, a.device, budget_ms=budget_ms, least=least, most=31, decided=decided)
         except Exception as error:
             if len(kept) > 1:
                 return [timed for plan in kept for timed in self._time_whole([plan])]
