@@ -23,10 +23,11 @@ from tilewise import execute
 from tilewise.axis import Axis
 from tilewise.kernels.cpu import sizes
 from tilewise.kernels.reference import convolve_by_transform
-from tilewise.plan import Plan
+from tilewise.plan import Config, Plan
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import SolverUnavailable
+from tilewise.solvers._fft_sizes import meets
 from tilewise.solvers.depthwise_fft import DepthwiseFFT
 
 pytest.importorskip("numba")
@@ -38,6 +39,8 @@ LAYERS = {
     "strides": (Axis(57, 31, 2, 1, 15, 15), Axis(56, 11, 3, 2, 4, 9)),
     "signal": (Axis(3001, 257, 1, 1, 128, 128),),
     "as long as the signal": (Axis(700, 700, 1, 1, 699, 0),),
+    "strided signal": (Axis(3001, 257, 2, 1, 128, 128),),
+    "strided and dilated signal": (Axis(2999, 131, 3, 5, 321, 300),),
 }
 
 
@@ -58,10 +61,12 @@ def error(p: ConvProblem, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
     return float((got.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize(("dims", "longest", "spread"), [(1, 200, False), (2, 20, False), (2, 40, True)])
+@pytest.mark.parametrize(
+    ("dims", "longest", "spread"), [(1, 200, False), (1, 200, True), (2, 20, False), (2, 40, True)]
+)
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_layers_of_any_kernel_and_padding(pass_: Pass, dims: int, longest: int, spread: bool) -> None:
-    """Those of planes also with strides and dilation (``spread``), and any with filters that are kept."""
+    """Also with strides and dilation (``spread``), and with filters that are kept."""
     layers = st.sampled_from(("fp32", "bf16", "fp16")).flatmap(
         lambda dtype: with_memory(depthwise(pass_, dims, longest, dtype, spread), lambda p: not SOLVER.why_not(p))
     )
@@ -275,6 +280,49 @@ def test_sizes_that_are_no_product_of_twos_and_threes() -> None:
         sizes.factors(10)
 
 
-def test_signals_take_no_strides() -> None:
-    p = ConvProblem(Pass.FPROP, 2, 8, 8, (Axis(700, 101, 2, 1, 50, 50),), 8)
-    assert any("takes signals with stride 1" in reason for reason in SOLVER.why_not(p))
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_signals_in_tiles_of_any_basis(pass_: Pass, spread: bool) -> None:
+    """Down to one result to a tile, also where so little is left to compute that they are not offered."""
+
+    def possible(p: ConvProblem) -> bool:
+        (axis,) = p.axes
+        return meets(axis) and (pass_ is not Pass.DGRAD or axis.before >= 0)
+
+    keeps = st.booleans() if pass_ is not Pass.WGRAD else st.just(False)
+
+    @settings(max_examples=40, suppress_health_check=SLOW)
+    @given(with_memory(depthwise(pass_, 1, 150, spread=spread), possible), keeps, st.data())
+    def any_tiles(found: tuple[ConvProblem, Memory], constant: bool, data: st.DataObject) -> None:
+        p, forms = replace(found[0], constant_weight=constant), found[1]
+        (axis,) = p.axes
+        bases = [n for n in range(max(2, axis.reach), 2 * axis.reach + 200) if sizes.smooth(n)]
+        c = Config(basis=(data.draw(st.sampled_from(bases), "basis"),), lanes=4, threads=1, shares=1 + constant)
+        check(SOLVER, p, c, forms, accumulate=False)
+
+    any_tiles()
+
+
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])
+@pytest.mark.parametrize(
+    "axis", [Axis(900, 101, 1, 1, -3, -5), Axis(900, 101, 4, 1, -1, 0), Axis(911, 31, 3, 3, 8, -9)], ids=str
+)
+def test_inputs_that_no_output_reads_may_be_anything(axis: Axis, pass_: Pass) -> None:
+    p = ConvProblem(pass_, 2, 5, 5, (axis,), 5)
+    a, b = make_operands(p)
+    want = run(p, a, b, make_result(p)).clone()
+    last = (axis.out - 1) * axis.stride + axis.reach - axis.before
+    assert last < axis.size
+    a[..., last:] = math.nan
+    a[..., : max(0, -axis.before)] = math.nan
+    for number in range(len(list(SOLVER.configs(p)))):
+        assert error(p, run(p, a, b, make_result(p), number), a.nan_to_num(), b) <= 5e-7
+    assert torch.equal(run(p, a, b, make_result(p)), want)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_strides_that_leave_little_are_refused(dims: int) -> None:
+    p = ConvProblem(Pass.FPROP, 2, 8, 8, (Axis(700, 7, 6, 1, 3, 3),) * dims, 8)
+    assert any("takes strides and dilation that leave" in reason for reason in SOLVER.why_not(p))
+    p = ConvProblem(Pass.FPROP, 2, 8, 8, (Axis(4, 2, 1, 9, 3, 3),) * dims, 8)
+    assert any("no output reads an input" in reason for reason in SOLVER.why_not(p))

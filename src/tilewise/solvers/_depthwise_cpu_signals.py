@@ -16,6 +16,7 @@ from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import _depthwise_cpu as cpu
 from tilewise.solvers._costs import CPU_CACHE
 from tilewise.solvers._depthwise_cpu import MOST_SCRATCH, Units, forms, lanes, scratch, sizes_of, strides, worked_on
+from tilewise.solvers._fft_sizes import placement
 from tilewise.solvers._tiles import integer
 from tilewise.solvers.base import Prepare, Run
 
@@ -35,7 +36,7 @@ def too_large(p: ConvProblem) -> list[str]:
     if _bases(p):
         return []
     (axis,) = p.axes
-    return [f"takes kernels whose spectra fit {MOST_SCRATCH} bytes for each thread, not {axis.kernel} taps"]
+    return [f"takes kernels whose spectra fit {MOST_SCRATCH} bytes for each thread, not one that spans {axis.reach}"]
 
 
 def _results(p: ConvProblem) -> int:
@@ -44,9 +45,14 @@ def _results(p: ConvProblem) -> int:
     return axis.size if p.pass_ is Pass.DGRAD else axis.out
 
 
+def _apart(p: ConvProblem) -> int:
+    """Places from one of :func:`_results` to the next in the basis."""
+    return 1 if p.pass_ is Pass.DGRAD else p.axes[0].stride
+
+
 def _tiles(p: ConvProblem, n: int) -> int:
     """Tiles in a basis of n: what of a window is no kernel's rim."""
-    return -(-_results(p) // (n - p.axes[0].kernel + 1))
+    return -(-_results(p) // ((n - p.axes[0].reach) // _apart(p) + 1))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -55,7 +61,7 @@ def _bases(p: ConvProblem) -> tuple[int, ...]:
     (axis,) = p.axes
     found = set()
     for tiles in range(1, MOST_TILES + 1):
-        window = -(-_results(p) // tiles) + axis.kernel - 1
+        window = (-(-_results(p) // tiles) - 1) * _apart(p) + axis.reach
         found.add(next(n for n in itertools.count(max(2, window)) if smooth(n)))
     touched = {n: worked_on(p, Signals(n, lanes(p))) for n in found}
 
@@ -107,18 +113,20 @@ def prepare(p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
 def _units(p: ConvProblem, c: Config, apart: Mapping[str, list[int]], prepares: bool = False) -> Units:
     """The kernel, with the bytes between each tensor's neighbours."""
     sizes, (axis,) = _sizes(c), p.axes
-    n, taps = sizes.n, axis.kernel
-    if n < taps:
-        raise ValueError(f"basis={n}: must be at least {taps}, better twice that")
+    n, reach = sizes.n, axis.reach
+    if n < reach:
+        raise ValueError(f"basis={n}: must be at least {reach}, better twice that")
     tiles = _tiles(p, n)
     image, other = ("y", "x") if p.pass_ is Pass.DGRAD else ("x", "y")
     # A gradient's window begins where the last tap reads, so that results begin at 0 as in the other passes.
-    begin, tap = (axis.before - taps + 1, (1 - taps) % n) if p.pass_ is Pass.DGRAD else (-axis.before, 0)
+    begin, tap = (axis.before - reach + 1, (1 - reach) % n) if p.pass_ is Pass.DGRAD else (-axis.before, 0)
+    read = placement(axis, image)  # no further: what no output reads may be NaN
     numbers = dict(enumerate((n, sizes.block, sizes.apart, packed(sizes.block)), 8))
     numbers |= dict(enumerate((
-        tiles, -(-_results(p) // tiles), *apart[image], p.shape(image)[2], begin, apart["w"][0], apart["w"][2], taps,
-        tap, *apart[other], p.shape(other)[2],
+        tiles, -(-_results(p) // tiles), *apart[image], read.start + read.count, begin, apart["w"][0], apart["w"][2],
+        axis.kernel, tap, *apart[other], p.shape(other)[2],
     ), 15))  # fmt: skip
+    numbers |= dict(enumerate((placement(axis, role).step for role in (image, "w", other)), 38))
     tables = {
         12: between(sizes.radix, sizes.block),
         13: twiddles(sizes.block),

@@ -54,14 +54,14 @@ class DepthwiseFFT(Solver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Other layers than depthwise ones, images beyond the largest basis, strides and dilation that make the direct
-        way short, or on a CPU any of signals."""
+        way short."""
         on_cpu = self.on_cpu(p)
         reasons = missing() if on_cpu else _missing(p)
         if not p.groups == p.in_channels == p.out_channels:
             reasons.append(
                 f"takes as many groups as channels, not {p.groups} of {p.in_channels} to {p.out_channels} channels"
             )
-        reasons += _not_dense(p) if on_cpu and p.dims == 1 else _too_sparse(p)
+        reasons += _too_sparse(p)
         if reasons:
             return reasons
         if p.pass_ is Pass.DGRAD and any(axis.before < 0 for axis in p.axes):
@@ -149,15 +149,6 @@ class _CpuWay(_Way, Protocol):
 
 def _cpu_way(p: ConvProblem) -> _CpuWay:
     return cpu_signals if p.dims == 1 else cpu_planes
-
-
-def _not_dense(p: ConvProblem) -> list[str]:
-    """What a CPU's kernels of signals do not take."""
-    return [
-        f"along {name} takes signals with stride 1 and dilation 1 on a CPU, not {axis.stride} and {axis.dilation}"
-        for name, axis in zip(p.space, p.axes, strict=True)
-        if axis.stride != 1 or axis.dilation != 1
-    ]
 
 
 def _too_sparse(p: ConvProblem) -> list[str]:

@@ -1,5 +1,8 @@
 """Depthwise convolution of signals in tiles (overlap-save): ``lanes`` channels at once, in cache from end to end.
 
+Places of a window are those of a dense convolution without dilation: strided outputs, taps with dilation and, on the
+way back, the output's gradient lie so many places apart. A tile of so many results begins at a multiple of that.
+
 Two tiles of one signal are one complex signal: with the spectrum of one real filter both come out apart. A first pass
 leaves blocks, each of which is transformed, multiplied and transformed back while it is in the first cache (Bailey,
 "FFTs in external or hierarchical memory", J. Supercomputing 4, 1990).
@@ -23,37 +26,34 @@ __all__ = ["filters", "gradient", "image"]
 def _pair_in(lanes: int) -> Callable[..., None]:
     """Windows of a signal as real and imaginary parts, zero where there is no signal, after the first pass.
 
-    ``(calls, dtype, source, step, channel, valid, size, first, shift, window, both, here, circle, factors)``: the first
-    window begins at element ``first``, the second ``shift`` later where there are ``both``; ``window`` elements count.
+    ``(calls, dtype, source, signal, valid, window, both, here, circle, factors)``: ``signal`` is ``(step, channel,
+    size, every)``, bytes from one element to the next and from one channel to the next, elements, and places from one
+    to the next. ``window`` is ``(first, shift, count)``: the first begins at place ``first``, where element 0 has place
+    0, the second ``shift`` later where there are ``both``; ``count`` places count.
     """
     part, vector = NUMBER * lanes, 2 * NUMBER * lanes
     moved, zeros, forward = move(lanes, False), clear_part(lanes), one_pass(lanes, -1)
 
     @compiled(lanes)
-    def run(calls, dtype, source, step, channel, valid, size, first, shift, window, both, here, circle, factors):
+    def run(calls, dtype, source, signal, valid, window, both, here, circle, factors):
         n, block, apart = circle
+        step, channel, size, every = signal
+        first, shift, places = window
         radix = n // block
         for i in range(2):
-            begin = first + i * shift
-            low = min(max(-begin, 0), window)
-            high = max(min(size - begin, window), low) if i == 0 or both else low
-            low_place = low // block * apart + low % block
-            high_place = high // block * apart + high % block
-            zeros(here + i * part, low_place)
-            moved(
-                calls[1],
-                dtype,
-                source + (begin + low) * step,
-                step,
-                channel,
-                valid,
-                high - low,
-                here + i * part,
-                low,
-                1,
-                circle,
-            )
-            zeros(here + i * part + high_place * vector, radix * apart - high_place)
+            begin, target = first + i * shift, here + i * part
+            left_out = max(-(-begin // every), 0)
+            place = min(left_out * every - begin, places)
+            count = max(min(size - left_out, -(-(places - place) // every)), 0) if i == 0 or both else 0
+            # Of what lies side by side only the rim is cleared.
+            end = place + count
+            low, high = place // block * apart + place % block, end // block * apart + end % block
+            if every > 1:
+                low, high = 0, 0
+            zeros(target, low)
+            zeros(target + high * vector, radix * apart - high)
+            there = source + left_out * step
+            moved(calls[1], dtype, there, step, channel, valid, count, target, place, every, circle)
         forward(calls[0], radix, here, block, apart * vector, factors)
 
     return run
@@ -70,10 +70,10 @@ def filters(lanes: int) -> Callable[..., None]:
     def run(w, target, v, block):
         calls, first = (v[36], v[37]), block * lanes
         n, size, apart, radices, f1, f2, factor = v[8], v[9], v[10], v[11], v[12], v[13], v[14]
-        channel, step, taps, place = v[22], v[23], v[24], v[25]
+        channel, step, taps, place, every = v[22], v[23], v[24], v[25], v[39]
         circle, radix, stride, valid = (n, size, apart), n // size, apart * vector, min(lanes, v[1] - first)
         zeros(target, radix * apart)
-        moved(calls[1], v[5], w + first * channel, step, channel, valid, taps, target, place, 1, circle)
+        moved(calls[1], v[5], w + first * channel, step, channel, valid, taps, target, place, every, circle)
         first_forward(calls[0], radix, target, size, stride, f1)
         for b in range(radix):
             forward(calls[0], target + b * stride, size, radices, f2)
@@ -101,9 +101,10 @@ def image(lanes: int) -> Callable[..., None]:
         calls = (v[36], v[37])
         channels, batch, shares, conjugate, dtype, result = v[1], v[2], v[3], v[4], v[5], v[6]
         n, block, apart, radices = v[8], v[9], v[10], v[11]
-        f1, f2, tiles, tile, taps, kept = v[12], v[13], v[15], v[16], v[24], v[KEPT]
-        x_image, x_channel, x_step, x_size, x_first = v[17], v[18], v[19], v[20], v[21]
-        y_image, y_channel, y_step, y_size = v[26], v[27], v[28], v[29]
+        f1, f2, tiles, tile, kept = v[12], v[13], v[15], v[16], v[KEPT]
+        x_image, x_channel, x_first, x_signal = v[17], v[18], v[21], (v[19], v[18], v[20], v[38])
+        y_image, y_channel, y_step, y_size, y_every = v[26], v[27], v[28], v[29], v[40]
+        shift, window = tile * y_every, (tile - 1) * y_every + (v[24] - 1) * v[39] + 1
         circle, radix, stride = (n, block, apart), n // block, apart * vector
         first, share = unit // shares * lanes, unit % shares
         valid, signal = min(lanes, channels - first), scratch
@@ -114,10 +115,8 @@ def image(lanes: int) -> Callable[..., None]:
         pairs = (tiles + 1) // 2
         for item in range(share * batch * pairs // shares, (share + 1) * batch * pairs // shares):
             image, number = item // pairs, item % pairs * 2
-            begin = number * tile
-            source = x + image * x_image + first * x_channel
-            pair_in(calls, dtype, source, x_step, x_channel, valid, x_size, x_first + begin, tile, tile + taps - 1,
-                    number + 1 < tiles, signal, circle, f1)  # fmt: skip
+            source, windows = x + image * x_image + first * x_channel, (x_first + number * shift, shift, window)
+            pair_in(calls, dtype, source, x_signal, valid, windows, number + 1 < tiles, signal, circle, f1)
             for b in range(radix):
                 here, there = signal + b * stride, multiplied + b * stride
                 forward(calls[0], here, block, radices, f2)
@@ -130,21 +129,10 @@ def image(lanes: int) -> Callable[..., None]:
                 backward(calls[0], here, block, radices, f2)
             first_backward(calls[0], radix, signal, block, stride, f1)
             for i in range(2):
-                start = begin + i * tile
-                target = y + image * y_image + first * y_channel + start * y_step
-                out(
-                    calls[1],
-                    result,
-                    target,
-                    y_step,
-                    y_channel,
-                    valid,
-                    min(tile, y_size - start),
-                    signal + i * part,
-                    0,
-                    1,
-                    circle,
-                )
+                start = (number + i) * tile
+                target, count = y + image * y_image + first * y_channel + start * y_step, min(tile, y_size - start)
+                here = signal + i * part
+                out(calls[1], result, target, y_step, y_channel, valid, count, here, 0, y_every, circle)
 
     return run
 
@@ -167,9 +155,11 @@ def gradient(lanes: int) -> Callable[..., None]:
         channels, batch, dtype, result = v[1], v[2], v[5], v[6]
         n, block, apart, radices = v[8], v[9], v[10], v[11]
         f1, f2, factor, tiles, tile = v[12], v[13], v[14], v[15], v[16]
-        x_image, x_channel, x_step, x_size, x_first = v[17], v[18], v[19], v[20], v[21]
-        w_channel, w_step, taps, w_first = v[22], v[23], v[24], v[25]
-        y_image, y_channel, y_step, y_size = v[26], v[27], v[28], v[29]
+        x_image, x_channel, x_first, x_signal = v[17], v[18], v[21], (v[19], v[18], v[20], v[38])
+        w_channel, w_step, taps, w_first, w_every = v[22], v[23], v[24], v[25], v[39]
+        y_image, y_channel, y_signal = v[26], v[27], (v[28], v[27], v[29], v[40])
+        shift, y_window = tile * v[40], (tile - 1) * v[40] + 1
+        x_window = y_window + (taps - 1) * w_every
         circle, radix, stride = (n, block, apart), n // block, apart * vector
         first, pairs = unit * lanes, (tiles + 1) // 2
         valid = min(lanes, channels - first)
@@ -177,11 +167,11 @@ def gradient(lanes: int) -> Callable[..., None]:
         zeros(total, radix * apart)
         for item in range(batch * pairs):
             image, number = item // pairs, item % pairs * 2
-            begin, both = number * tile, number + 1 < tiles
+            begin, both = number * shift, number + 1 < tiles
             x_start, y_start = x + image * x_image + first * x_channel, y + image * y_image + first * y_channel
-            pair_in(calls, dtype, x_start, x_step, x_channel, valid, x_size, x_first + begin, tile, tile + taps - 1,
-                    both, xs, circle, f1)  # fmt: skip
-            pair_in(calls, dtype, y_start, y_step, y_channel, valid, y_size, begin, tile, tile, both, ys, circle, f1)
+            x_windows, y_windows = (x_first + begin, shift, x_window), (begin, shift, y_window)
+            pair_in(calls, dtype, x_start, x_signal, valid, x_windows, both, xs, circle, f1)
+            pair_in(calls, dtype, y_start, y_signal, valid, y_windows, both, ys, circle, f1)
             for b in range(radix):
                 a, c = xs + b * stride, ys + b * stride
                 forward(calls[0], a, block, radices, f2)
@@ -194,6 +184,6 @@ def gradient(lanes: int) -> Callable[..., None]:
                 scale(here + i * vector, factor)
             backward(calls[0], here, block, radices, f2)
         first_backward(calls[0], radix, total, block, stride, f1)
-        out(calls[1], result, w + first * w_channel, w_step, w_channel, valid, taps, total, w_first, 1, circle)
+        out(calls[1], result, w + first * w_channel, w_step, w_channel, valid, taps, total, w_first, w_every, circle)
 
     return run
