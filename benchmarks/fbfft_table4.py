@@ -59,6 +59,7 @@ def run(settings: Settings) -> Result:
             plans = planner.plan_many(group, settings.planning())
             rows.append(_row(name, mode, group, plans, engines=settings.integer("engines") > 0))
             settings.say(f"  {mode} {name}: {rows[-1].ratio:.2f}x")
+            settings.keep(Result(rows, bars(rows, settings), facts(rows), notes=[*notes, f"ended after {mode} {name}"]))
     return Result(rows, bars(rows, settings), facts(rows), notes=notes)
 
 

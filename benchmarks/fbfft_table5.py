@@ -58,6 +58,7 @@ def run(settings: Settings) -> Result:
             if not found:
                 notes.append(f"{name}: no config of {solver.name} runs here")
             rows += found
+            settings.keep(Result(rows, notes=[*notes, f"ended after {name}"]))
     return Result(rows, notes=notes)
 
 

@@ -55,6 +55,7 @@ def run(settings: Settings) -> Result:
                     continue
                 rows.append(row)
                 settings.say(f"  {row.name} {row.group}: {row.ratio:.2f}x")
+                settings.keep(_result(rows, [*notes, f"ended after {row.name} {row.group}"]))
     if not rows:
         raise NothingToMeasure(
             f"no config of solver {solver.name} has transform={OWN} for any of these layers on {settings.device}"

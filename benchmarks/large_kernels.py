@@ -102,10 +102,15 @@ def run(settings: Settings) -> Result:
                 rows.append(row)
                 bars += _bars(layer, mode, pass_, row)
                 settings.say(f"  {mode} {row.name}: {row.ratio:.2f}x")
-    bars.append(
-        Bar("least replaced over torch's better layout", least_replaced(rows), least=0.97, applies=not settings.quick)
+                settings.keep(_result(settings, rows, bars, [*notes, f"ended after {mode} {row.name}"]))
+    return _result(settings, rows, bars, notes)
+
+
+def _result(settings: Settings, rows: list[Row], bars: list[Bar], notes: list[str]) -> Result:
+    least = Bar(
+        "least replaced over torch's better layout", least_replaced(rows), least=0.97, applies=not settings.quick
     )
-    return Result(rows, bars, notes=notes)
+    return Result(rows, [*bars, least], notes=notes)
 
 
 def _row(layer: Layer, mode: str, problem: ConvProblem, plan: Plan) -> Row:

@@ -65,8 +65,9 @@ class Progress:
 class Settings:
     """``options`` are texts by name: a benchmark's defaults, then its quick ones, then the command line's.
 
-    ``earlier`` is the document that an earlier run on the same machine left where this run's will go, and ``keep``
-    saves what there is so far, for benchmarks that go on where they stopped.
+    ``earlier`` is the document that an earlier run on the same machine left where this run's will go, for benchmarks
+    that go on where they stopped, and ``keep`` saves what there is so far, lest a run that is ended has measured for
+    nothing.
     """
 
     device: torch.device

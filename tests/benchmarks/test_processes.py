@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ NOTHING_ON_A_CPU = {"fft_own_vs_library": "transform=own"}
 """Benchmarks without a second side on a CPU, and what their message names."""
 
 
-def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, cache: Path) -> dict[str, Any]:
     environment = {**os.environ, "TILEWISE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     paths = [str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / "run.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    return {"args": [sys.executable, str(REPOSITORY / "benchmarks" / "run.py"), *arguments], "env": environment}
+
+
+def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(**command(*arguments, cache=cache), capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +110,29 @@ def test_figures_go_on_where_they_stopped(cache: Path, tmp_path: Path) -> None:
     assert left + len(document["rows"]) == 768
     assert left > 0
     assert document["summary"]["notes"] == [f"{left} of 768 configurations are not measured yet"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("large_kernels", ("passes=fprop,dgrad,wgrad",)), ("fbfft_table4", ("layers=L4", "passes=fprop,dgrad"))],
+)
+def test_a_run_that_is_ended_keeps_its_rows(name: str, options: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
+    given = [word for option in options for word in ("--set", option)]
+    process = subprocess.Popen(
+        **command(name, "--quick", "--device", "cpu", "--out", str(tmp_path), *given, cache=cache),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    end = time.monotonic() + 120
+    while process.poll() is None and not list(tmp_path.rglob("*.json")) and time.monotonic() < end:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    (saved,) = tmp_path.rglob("*.json")
+    document = json.loads(saved.read_text())
+    assert document["rows"]
+    assert document["summary"]["notes"] == [
+        f"ended after {document['rows'][-1]['group']} {document['rows'][-1]['name']}"
+    ]
 
 
 def test_a_picture_is_drawn_from_a_saved_result(cache: Path, tmp_path: Path) -> None:
