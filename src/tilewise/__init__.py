@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tilewise.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from tilewise import fft
+    from tilewise import cpu, fft
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
     from tilewise.nn.optimize import optimize, restore
     from tilewise.plan import Plan
@@ -37,7 +37,7 @@ _HOMES = {
     "tilewise.problem": ("ConvProblem", "Pass"),
     "tilewise.wisdom": ("Wisdom",),
 }
-_MODULES = ("fft",)
+_MODULES = ("cpu", "fft")
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "cpu",
     "fft",
     "optimize",
     "restore",
