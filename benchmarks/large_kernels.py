@@ -26,7 +26,8 @@ from tilewise.problem import ConvProblem, Pass
 
 DEFAULTS = {"layers": "", "passes": "", "modes": "", "rigor": "measure", "seconds": "0"}
 QUICK = {"layers": "tiny2d,tiny1d", "passes": "fprop", "modes": "fp32"}
-MODES = {"fp32": ("fp32", "ieee"), "tf32": ("fp32", "tf32"), "bf16": ("bf16", "ieee")}
+MODES = {"fp32": ("fp32", "ieee"), "tf32": ("fp32", "tf32"), "bf16": ("bf16", "ieee"), "frozen": ("fp32", "ieee")}
+"""Data type and precision; ``frozen``: the weight is constant, as with ``training=False``."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Layer:
         return ConvProblem(
             pass_, self.batch, self.channels, self.channels, self.axes,
             groups=self.channels if self.depthwise else 1, dtype=dtype, precision=precision,
-            device=device_name(device),
+            constant_weight=mode == "frozen", device=device_name(device),
         )  # fmt: skip
 
 
@@ -57,7 +58,13 @@ def _same(size: int, kernel: int, stride: int = 1) -> Axis:
 
 
 GPU = (
-    Layer("depthwise 31x31", 64, 128, (_same(56, 31),) * 2, least=(("fp32", (10, 20, 40)), ("bf16", (15, 20, 40)))),
+    Layer(
+        "depthwise 31x31",
+        64,
+        128,
+        (_same(56, 31),) * 2,
+        least=(("fp32", (10, 20, 40)), ("bf16", (15, 20, 40)), ("frozen", ())),
+    ),
     Layer("depthwise 7x7 at 56", 64, 96, (_same(56, 7),) * 2, least=(("fp32", (1.5,)), ("bf16", (1.5,)))),
     Layer("depthwise 7x7 at 14", 64, 384, (_same(14, 7),) * 2, least=(("fp32", (1.5,)), ("bf16", (1.5,)))),
     Layer("1-D 1025 of 8192", 8, 768, (_same(8192, 1025),), by_hand=True, least=(("fp32", (2.5,)),)),
@@ -69,8 +76,10 @@ GPU = (
     Layer("1-D 1025 of 8192 stride 2", 8, 768, (_same(8192, 1025, 2),), least=(("fp32", ()),)),
 )
 CPU = (
-    Layer("depthwise 31x31", 4, 64, (_same(56, 31),) * 2, least=(("fp32", (8,)),)),
+    Layer("depthwise 31x31", 4, 64, (_same(56, 31),) * 2, least=(("fp32", (8,)), ("frozen", ()))),
+    Layer("depthwise 31x31, one image", 1, 64, (_same(56, 31),) * 2, least=(("fp32", ()), ("frozen", ()))),
     Layer("1-D 1025 of 8192", 2, 256, (_same(8192, 1025),), least=(("fp32", (5,)),)),
+    Layer("1-D 1025 of 8192 stride 2", 2, 64, (_same(8192, 1025, 2),), least=(("fp32", ()),)),
     Layer("depthwise 31x31 stride 2", 4, 64, (_same(56, 31, 2),) * 2, least=(("fp32", ()),)),
 )
 TINY = (
@@ -93,6 +102,8 @@ def run(settings: Settings) -> Result:
         modes = [mode for mode in asked if settings.quick or settings.text("modes") or mode in dict(layer.least)]
         for mode in modes:
             for pass_ in passes:
+                if mode == "frozen" and pass_ is Pass.WGRAD:
+                    continue
                 if deadline.passed:
                     notes.append(f"out of time before {mode} {layer.name} {pass_.value}")
                     continue
