@@ -1,0 +1,102 @@
+"""Whole networks forward with frozen weights: torch against the same network planned with ``training=False``.
+
+Both sides see the same inputs in turns, without gradients; on a CPU both with memory that stays. ``compile=1`` puts
+``torch.compile`` around both sides. ``details`` have how far the outputs are apart and how many convolutions were
+replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import torch
+from harness.result import Bar, Result, Row, Side
+from harness.settings import Settings
+from torch import nn
+
+import tilewise
+import tilewise.nn
+from tilewise.frontends.networks import builtin_networks, load_network
+from tilewise.planner.measure import framework_flags, interleaved
+
+DEFAULTS = {
+    "networks": "resnet18,vgg16",
+    "batches": "1,16",
+    "rigor": "measure",
+    "compile": "0",
+    "budget_ms": "8000",
+    "seconds": "0",
+}
+QUICK = {"networks": "photonet", "batches": "1", "rigor": "estimate", "budget_ms": "50"}
+LEAST = {1: 1.25, 16: 1.35}
+"""Of ResNet-18 and VGG-16 on a CPU, by batch."""
+LEAST_COMPILED = 1.2
+
+
+def run(settings: Settings) -> Result:
+    """One row a network and batch."""
+    names = settings.chosen("networks", {name: name for name in builtin_networks()})
+    deadline = settings.deadline()
+    rows: list[Row] = []
+    notes: list[str] = []
+    for name, batch in itertools.product(names, settings.integers("batches")):
+        if deadline.passed:
+            notes.append(f"out of time before {name}, batch {batch}")
+            continue
+        rows.append(_row(settings, name, batch))
+        settings.say(f"  {rows[-1].name}: {rows[-1].ratio:.2f}x")
+        settings.keep(Result(rows, notes=[*notes, f"ended after {rows[-1].name}"]))
+    return Result(rows, bars(rows, settings), notes=notes)
+
+
+def _row(settings: Settings, name: str, batch: int) -> Row:
+    network = load_network(name)
+    own = network.module.to(settings.device).eval()
+    inputs = network.example_inputs(batch, settings.device)
+    compiled = settings.integer("compile") > 0
+    with torch.no_grad(), framework_flags("ieee", deterministic=False):
+        planned = tilewise.optimize(
+            copy.deepcopy(own), inputs, training=False, rigor=settings.text("rigor"), planner=settings.planner()
+        )
+        said = tilewise.nn.report(planned)
+        sides: list[nn.Module] = [own, planned]
+        calls = [torch.compile(side) if compiled else side for side in sides]
+        want, got = (_first(call(inputs)) for call in calls)
+        apart = float((got.double() - want.double()).norm() / want.double().norm())
+        took = interleaved(
+            [lambda: calls[0](inputs), lambda: calls[1](inputs)], settings.device,
+            budget_ms=float(settings.integer("budget_ms")), least=5,
+        )  # fmt: skip
+    return Row(
+        f"{name}, batch {batch}",
+        "compiled" if compiled else "eager",
+        Side("torch", took[0]),
+        Side("planned", took[1]),
+        details={
+            "network": name,
+            "batch": batch,
+            "images_per_s": [batch / ms * 1e3 for ms in took],
+            "outputs_apart": apart,
+            "convolutions": len(said.layers),
+            "replaced": sum(layer.replaced for layer in said.layers),
+        },
+    )
+
+
+def _first(result: object) -> torch.Tensor:
+    found = result[0] if isinstance(result, (tuple, list)) else result
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def bars(rows: list[Row], settings: Settings) -> list[Bar]:
+    """Judged on a CPU."""
+    applies = settings.device.type == "cpu" and not settings.quick
+    compiled = settings.integer("compile") > 0
+    return [
+        Bar(f"{row.name}, over torch", row.ratio, least=LEAST_COMPILED if compiled else LEAST[row.details["batch"]],
+            applies=applies and row.details["network"] in ("resnet18", "vgg16"))
+        for row in rows
+        if compiled or row.details["batch"] in LEAST
+    ]  # fmt: skip
