@@ -10,6 +10,7 @@ import functools
 import hashlib
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +18,11 @@ from numba.core import caching, types
 from numba.core.ccallback import CFunc
 
 from tilewise import cache
+from tilewise.kernels.cpu import winograd
 from tilewise.kernels.cpu.butterflies import passes
 from tilewise.kernels.cpu.kernel import convolve
 from tilewise.kernels.cpu.moves import moves
+from tilewise.kernels.cpu.products import products
 
 __all__ = ["Kernel", "load"]
 
@@ -97,6 +100,28 @@ def _callback(function: Any, *arguments: Any) -> Any:
     found._cache = _KernelCache(function)
     found.compile()
     return found
+
+
+@functools.cache
+def _worker(make: Callable[..., Any], *parameters: Any) -> Any:
+    return _callback(make(*parameters), types.CPointer(types.int64))
+
+
+@functools.cache
+def _products(lanes: int, vectors: int, rows: int) -> Any:
+    return _callback(products(lanes, vectors, rows), *[types.int64] * 8)
+
+
+def load_winograd(lanes: int, m: int, r: int) -> int:
+    """The address of the worker of :func:`~tilewise.kernels.cpu.winograd.convolve`; raises as :func:`load` does."""
+    with LOCK:
+        return int(_worker(winograd.convolve, lanes, m, r).address)
+
+
+def load_products(lanes: int, vectors: int, rows: int) -> int:
+    """The address of :func:`~tilewise.kernels.cpu.products.products`, as :func:`load` has it."""
+    with LOCK:
+        return int(_products(lanes, vectors, rows).address)
 
 
 @functools.cache
