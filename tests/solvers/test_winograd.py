@@ -25,9 +25,9 @@ from tilewise.solvers.winograd import Winograd
 
 pytest.importorskip("numba")
 SOLVER = Winograd()
-BOUND = {2: 5e-7, 4: 2.5e-6, 6: 7e-6}
+BOUND = {2: 1e-6, 4: 3e-6, 6: 7e-6}
 """Of the L2 error, by tile."""
-WIDE = {2: 1e-6, 4: 4e-6, 6: 9e-6}
+WIDE = {2: 1.5e-6, 4: 4e-6, 6: 9e-6}
 """The same on data with a few values a thousand times the rest."""
 
 
@@ -74,14 +74,15 @@ def padded(pass_: Pass, batch: int, inputs: int, outputs: int, size: int, groups
 def test_layers_of_any_size_and_padding(pass_: Pass) -> None:
     """Also with blocks, vectors and shares of any number, and with filters that are kept."""
 
-    @settings(max_examples=8, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+    @settings(max_examples=10, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
     @given(with_memory(layers(pass_), lambda p: not SOLVER.why_not(p)), st.data())
     def any_layer(found: tuple[ConvProblem, Memory], data: st.DataObject) -> None:
         p = replace(found[0], constant_weight=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "constant"))
-        for c in (c for c in SOLVER.configs(p) if c.get("team") != "own"):
+        for m in BOUND:
+            c = tile(p, m)
             other = dict(c)
             other["block"] = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 7)), "block")
-            other["vectors"] = data.draw(st.sampled_from((1, 2, 4)), "vectors")
+            other["vectors"] = data.draw(st.sampled_from((1, 2, 3, 4)), "vectors")
             other["shares"] = data.draw(st.integers(1, 3), "shares")
             for config in (c, Config(**other)):
                 check(SOLVER, p, config, found[1], accumulate=False)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from tilewise.kernels.cpu import tiling as of
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.threads import has_openmp, share_out
-from tilewise.kernels.cpu.tiling import NUMBERS, Tiling
+from tilewise.kernels.cpu.tiling import GradientTiling, Tiling
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._costs import CPU_CACHE
@@ -17,7 +19,7 @@ from tilewise.solvers._depthwise_cpu import WIDEST
 from tilewise.solvers._tiles import integer
 from tilewise.solvers.base import SolverUnavailable
 
-__all__ = ["TILES", "Images", "forms", "tiling"]
+__all__ = ["TILES", "Tiles", "forms", "tiling"]
 
 TILES = (4, 6, 2)
 """Outputs of a tile along an axis."""
@@ -25,6 +27,14 @@ OCCUPIED = 0.6
 """Share of a core's cache that a block may fill: filters pass through the rest."""
 OVERHEAD = 6
 """What a block costs beside its tiles' products, in tiles: filters come from memory that others share."""
+TRANSFORM = 10
+"""What transforms of a tile's channel cost, in products at all frequencies."""
+LONG = 192
+"""Inputs from which on filters go two vectors of outputs at a time."""
+GRADIENT_OCCUPIED = 0.8
+LEAST_TILES = 16
+ACCESS = 8
+"""What it costs to read and write the sums of a block, in products of them."""
 MOST_UNITS = 8
 """Units to a thread from which on it matters little that some thread has one more."""
 
@@ -44,8 +54,9 @@ def _tiling(p: ConvProblem, m: int, lanes: int, vectors: int, block: tuple[int, 
     inputs, outputs = p.in_channels // p.groups, p.out_channels // p.groups
     if p.pass_ is Pass.DGRAD:
         inputs, outputs = outputs, inputs
-    height, width = p.shape(p.result)[2:]
-    return Tiling(
+    height, width = p.shape("x" if p.pass_ is Pass.DGRAD else "y")[2:]
+    kind = GradientTiling if p.pass_ is Pass.WGRAD else Tiling
+    return kind(
         m, p.axes[0].kernel, lanes, vectors, p.batch, p.groups, inputs, outputs, (height, width), *block, shares
     )
 
@@ -54,97 +65,113 @@ def forms(p: ConvProblem) -> Iterable[Config]:
     """For each size of tiles the vectors and blocks that seem best."""
     lanes = WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4)
     threads = torch.get_num_threads()
+    teams = ("openmp", "own") if has_openmp() else ("own",)
     for m in TILES:
-        for vectors in _vectors(p, lanes):
-            block, shares = _best(p, m, lanes, vectors, threads)
-            base = Config(tile=m, block=block, lanes=lanes, vectors=vectors, shares=shares, threads=threads)
-            if threads == 1:
-                yield base
-            else:
-                yield from (Config(**base, team=team) for team in (("openmp", "own") if has_openmp() else ("own",)))
+        vectors = _vectors(p, lanes)
+        one = _tiling(p, m, lanes, vectors, (1, 1), 1)
+        block, shares = _gradient(one, threads) if isinstance(one, GradientTiling) else _best(one, threads)
+        base = Config(tile=m, block=block, lanes=lanes, vectors=vectors, shares=shares, threads=threads)
+        yield from [base] if threads == 1 else (Config(**base, team=team) for team in teams)
 
 
-def _vectors(p: ConvProblem, lanes: int) -> list[int]:
-    outputs = (p.in_channels if p.pass_ is Pass.DGRAD else p.out_channels) // p.groups
-    inputs = (p.out_channels if p.pass_ is Pass.DGRAD else p.in_channels) // p.groups
-    whole = -(-outputs // lanes)
-    most = 4 if inputs <= 192 else 2
-    chunks = -(-whole // most)
-    return [-(-whole // chunks)]
+def _vectors(p: ConvProblem, lanes: int) -> int:
+    """Vectors that are summed at a time: few where sums are long, so that their filters fit the first cache."""
+    one = _tiling(p, TILES[0], lanes, 1, (1, 1), 1)
+    most = 4 if isinstance(one, GradientTiling) or one.inputs <= LONG else 2
+    return -(-one.chunks // -(-one.chunks // most))
 
 
-def _best(p: ConvProblem, m: int, lanes: int, vectors: int, threads: int) -> tuple[tuple[int, int], int]:
-    """Rows and columns of blocks, and shares of outputs, for threads equally busy with blocks that fit a cache."""
-    one = _tiling(p, m, lanes, vectors, (1, 1), 1)
-    down, across = one.tiles
-    each = one.n**2 * (one.tile_pitch + one.line)
-    most = max(4, int(OCCUPIED * CPU_CACHE) // each)
+def _gradient(one: GradientTiling, threads: int) -> tuple[tuple[int, int], int]:
+    """Blocks and shares of outputs whose sums and tiles fit a cache."""
     found = []
-    for segments in range(-(-across // most), across + 1):
+    for shares in range(1, -(-one.outputs // one.lanes) + 1):
+        t = replace(one, shares=shares)
+        if t.shares > 1 and -(-t.outputs // t.share) < shares:
+            continue
+        room = int(GRADIENT_OCCUPIED * CPU_CACHE) - t.n**2 * t.sum_frequency
+        tiles = room // (t.n**2 * (t.tile + t.line))
+        if tiles < LEAST_TILES and shares * t.lanes < one.outputs:
+            continue
+        block = _within(t, max(tiles, 4))
+        rounds = -(-t.units // threads) if t.units < MOST_UNITS * threads else t.units / threads
+        inputs, outputs = t.vectors * t.lanes, t.share
+        per_tile = outputs * inputs * (1 + ACCESS / (block[0] * block[1])) + TRANSFORM * (inputs + outputs)
+        found.append((rounds * per_tile, shares, block))
+    _, shares, block = min(found)
+    return block, shares
+
+
+def _within(t: Tiling, most: int) -> tuple[int, int]:
+    """A block of about so many tiles."""
+    down, across = t.tiles
+    columns = -(-across // -(-across // most))
+    return max(1, min(down, most // columns)), columns
+
+
+def _best(one: Tiling, threads: int) -> tuple[tuple[int, int], int]:
+    """Rows and columns of blocks, and shares of outputs, for threads equally busy with blocks that fit a cache."""
+    down, across = one.tiles
+    most = max(4, int(OCCUPIED * CPU_CACHE) // (one.n**2 * (one.tile + one.line)))
+    found = []
+    for segments in range(-(-across // most), min(across, 4 * -(-across // most)) + 1):
         columns = -(-across // segments)
         tallest = max(1, min(down, most // columns))
-        for rows in range(tallest, 0, -1):
-            blocks = -(-down // rows) * -(-across // columns) * p.groups
+        for rows in range(tallest, tallest // 4, -1):
+            tiles = rows * columns
+            blocks = -(-down // rows) * -(-across // columns) * one.groups
             for shares in range(1, min(threads, one.chunks) + 1):
                 units = blocks * shares
                 rounds = -(-units // threads) if units < MOST_UNITS * threads else units / threads
-                tiles = rows * columns
-                inside = -(-one.chunks // shares) / one.chunks
-                time = rounds * (inside * (tiles + OVERHEAD) + 0.2 * tiles)
+                outputs = -(-one.chunks // shares) * one.vectors * one.lanes
+                time = rounds * (one.inputs * outputs * (tiles + OVERHEAD) + TRANSFORM * (one.inputs + outputs) * tiles)
                 found.append((time, shares, -tiles, (rows, columns)))
-            if -(-down // rows) > 4 * threads and rows * columns * 2 < most:
-                break
-        if columns * 4 < most:
-            break
     _, shares, _, block = min(found)
     return block, shares
 
 
-class Images:
-    """One kernel over all units: :meth:`run` is a :data:`~tilewise.solvers.base.Run` of FPROP or DGRAD.
+class Tiles:
+    """One kernel over all units: :meth:`run` is a :data:`~tilewise.solvers.base.Run`.
 
     :meth:`prepare` is a :data:`~tilewise.solvers.base.Prepare`.
     """
 
-    __slots__ = ("_blocks", "_distances", "_filters", "_kept", "_openmp", "_run", "_threads")
+    __slots__ = ("_distances", "_filters", "_openmp", "_own_filters", "_run", "_threads", "_units")
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` are bytes between each tensor's neighbours. Raises ``SolverUnavailable`` with Numba's reason."""
         t = tiling(p, c)
-        self._kept, self._threads, self._openmp = p.constant_weight, integer(c, "threads"), c.get("team") == "openmp"
-        self._distances = np.array(t.distances(), dtype=np.int64)
-        products, self._run = _compiled(t)
-        backward = p.pass_ is Pass.DGRAD
-        image, lead = "y" if backward else "x", [a.kernel - 1 - a.before if backward else a.before for a in p.axes]
+        backward, gradient = p.pass_ is Pass.DGRAD, p.pass_ is Pass.WGRAD
+        self._own_filters = not (p.constant_weight or gradient)
+        self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
+        self._distances = np.array(t.distances(), dtype=np.int64)  # as long as its address is in use
+        self._run, *functions = _compiled(t, gradient)
+        x, y = ("y", "x") if backward else ("x", "y")
         outer, inner, row, column = apart["w"]
-        if backward:
-            lanes_apart, depth_apart, group = inner, outer, outer * t.inputs
-        else:
-            lanes_apart, depth_apart, group = outer, inner, outer * t.outputs
-        numbers = (
-            0, p.groups, t.inputs, t.outputs, t.tiles[0], t.tiles[0] // p.batch, t.tiles[1], t.rows, t.columns,
-            -(-t.tiles[1] // t.columns), t.shares, t.chunks, t.vectors, *p.shape(image)[2:], *lead, *t.result,
-            *apart[image], *apart[p.result], lanes_apart, depth_apart, row, column, group, products, t.block_rows,
-            self._distances.ctypes.data, t.frequency_pitch, t.tile_pitch, t.sum_pitch, t.strip_pitch, t.sums, t.strip,
-            int(backward), t.blocks,
-        )  # fmt: skip
-        assert len(numbers) == NUMBERS
-        header = [0, 0, 0, p.groups * t.blocks * t.shares, HEADER + NUMBERS, t.scratch, 0, 0, 0, 0]
-        self._blocks = np.array([*header, *numbers], dtype=np.int64)
-        header[3] = p.groups * t.chunks
-        self._filters = np.array([*header, 1, *numbers[1:]], dtype=np.int64)
+        ahead = [a.kernel - 1 - a.before if backward else a.before for a in p.axes]
+        numbers = dict(zip(range(of.X_HEIGHT, of.PRODUCTS + 1), (
+            *p.shape(x)[2:], *ahead, *apart[x], *p.shape(y)[2:], *apart[y],
+            (t.inputs if backward else t.outputs) * outer, *((inner, outer) if backward else (outer, inner)),
+            row, column, int(backward), *functions,
+        ), strict=True))  # fmt: skip
+        numbers |= t.numbers() | {of.KIND: 2 * gradient, of.DISTANCES: self._distances.ctypes.data}
+        found = np.zeros(HEADER + of.NUMBERS, dtype=np.int64)
+        found[3:6] = t.units, len(found), t.scratch
+        for index, value in numbers.items():
+            found[HEADER + index] = value
+        self._units, self._filters = found, found.copy()
+        self._filters[3], self._filters[HEADER + of.KIND] = p.groups * t.chunks, 1
 
     def run(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
     ) -> torch.Tensor:
-        """``b`` is the filter, or where that is constant what :meth:`prepare` made of it."""
+        """``b`` is what the problem says, or in place of a constant filter what :meth:`prepare` made of it."""
         assert out is not None
         assert workspace is not None
-        filters = b.data_ptr()
-        if not self._kept:
-            filters = workspace.data_ptr() + int(self._blocks[5]) * self._threads
-            self._start(self._filters, workspace, 0, b.data_ptr(), filters)
-        self._start(self._blocks, workspace, a.data_ptr(), filters, out.data_ptr())
+        second = b.data_ptr()
+        if self._own_filters:
+            second = workspace.data_ptr() + int(self._units[5]) * self._threads
+            self._start(self._filters, workspace, 0, b.data_ptr(), second)
+        self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr())
         return out
 
     def prepare(self, weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
@@ -160,11 +187,11 @@ class Images:
         share_out(self._run, data.ctypes.data, threads, self._openmp)
 
 
-def _compiled(t: Tiling) -> tuple[int, int]:
-    from tilewise.kernels.cpu.compiling import load_products, load_winograd
+def _compiled(t: Tiling, gradient: bool) -> tuple[int, ...]:
+    from tilewise.kernels.cpu.compiling import load_winograd
 
     try:
-        return load_products(t.lanes, t.vectors, t.block_rows), load_winograd(t.lanes, t.m, t.r)
+        return load_winograd(t.lanes, t.m, t.r, t.vectors, t.block_rows, gradient)
     except Exception as error:  # Numba and LLVM raise errors of their own
         text = str(error).strip().splitlines()
         raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error

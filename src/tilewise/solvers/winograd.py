@@ -10,7 +10,7 @@ from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._depthwise_cpu import missing, strides
 from tilewise.solvers._tiles import integer
-from tilewise.solvers._winograd import Images, forms, tiling
+from tilewise.solvers._winograd import Tiles, forms, tiling
 from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
 
 __all__ = ["Winograd"]
@@ -29,7 +29,7 @@ class Winograd(Solver):
     """
 
     name, version = "winograd", 1
-    passes = frozenset({Pass.FPROP, Pass.DGRAD})
+    passes = frozenset(Pass)
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
     dims = frozenset({2})
@@ -54,7 +54,7 @@ class Winograd(Solver):
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """A block of every thread, and transformed filters that are not kept."""
         t = tiling(p, c)
-        return integer(c, "threads") * t.scratch + (0 if p.constant_weight else t.filters)
+        return integer(c, "threads") * t.scratch + (0 if p.constant_weight or p.pass_ is Pass.WGRAD else t.filters)
 
     def constant(self, p: ConvProblem, c: Config) -> int:
         """Transformed filters that are constant."""
@@ -62,7 +62,7 @@ class Winograd(Solver):
 
     def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
         """Transforms of filters."""
-        return Images(p, c, {"x": [0] * 4, "w": strides(weight), "y": [0] * 4}).prepare
+        return Tiles(p, c, {"x": [0] * 4, "w": strides(weight), "y": [0] * 4}).prepare
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Products of whole tiles, transforms, and filters once a block from memory that cores share."""
@@ -78,6 +78,6 @@ class Winograd(Solver):
         assert out is not None
         tensors = zip((*p.operands, p.result), (a, b, out), strict=True)
         try:
-            return Images(p, c, {role: strides(t) for role, t in tensors}).run
+            return Tiles(p, c, {role: strides(t) for role, t in tensors}).run
         except (KeyError, ValueError) as error:
             raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error

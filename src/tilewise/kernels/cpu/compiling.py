@@ -10,7 +10,6 @@ import functools
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +17,13 @@ from numba.core import caching, types
 from numba.core.ccallback import CFunc
 
 from tilewise import cache
-from tilewise.kernels.cpu import winograd
 from tilewise.kernels.cpu.butterflies import passes
+from tilewise.kernels.cpu.cook_toom import transforms, turned
 from tilewise.kernels.cpu.kernel import convolve
 from tilewise.kernels.cpu.moves import moves
 from tilewise.kernels.cpu.products import products
+from tilewise.kernels.cpu.sandwiches import sandwiches
+from tilewise.kernels.cpu.winograd import winograd
 
 __all__ = ["Kernel", "load"]
 
@@ -103,8 +104,15 @@ def _callback(function: Any, *arguments: Any) -> Any:
 
 
 @functools.cache
-def _worker(make: Callable[..., Any], *parameters: Any) -> Any:
-    return _callback(make(*parameters), types.CPointer(types.int64))
+def _winograd(lanes: int) -> Any:
+    return _callback(winograd(lanes), types.CPointer(types.int64))
+
+
+@functools.cache
+def _sandwiches(lanes: int, name: str, m: int, r: int, back: bool) -> Any:
+    matrix = getattr(transforms(m, r), name)
+    words = f"{name}_{m}_{r}_{'back' if back else 'to'}"
+    return _callback(sandwiches(lanes, words, turned(matrix) if back else matrix), *[types.int64] * 9)
 
 
 @functools.cache
@@ -112,16 +120,18 @@ def _products(lanes: int, vectors: int, rows: int) -> Any:
     return _callback(products(lanes, vectors, rows), *[types.int64] * 8)
 
 
-def load_winograd(lanes: int, m: int, r: int) -> int:
-    """The address of the worker of :func:`~tilewise.kernels.cpu.winograd.convolve`; raises as :func:`load` does."""
-    with LOCK:
-        return int(_worker(winograd.convolve, lanes, m, r).address)
+def load_winograd(lanes: int, m: int, r: int, vectors: int, rows: int, gradient: bool) -> tuple[int, ...]:
+    """Addresses of the worker and of the functions that it calls, as :func:`load` has it.
 
-
-def load_products(lanes: int, vectors: int, rows: int) -> int:
-    """The address of :func:`~tilewise.kernels.cpu.products.products`, as :func:`load` has it."""
+    Those are transforms of inputs, of filters (or of outputs' gradients) and of sums for tiles of m, and products.
+    """
+    there, back = ("output", "filter") if gradient else ("filter", "output")
     with LOCK:
-        return int(_products(lanes, vectors, rows).address)
+        found = (
+            _winograd(lanes), _sandwiches(lanes, "input", m, r, False), _sandwiches(lanes, there, m, r, False),
+            _sandwiches(lanes, back, m, r, True), _products(lanes, vectors, rows),
+        )  # fmt: skip
+        return tuple(function.address for function in found)
 
 
 @functools.cache

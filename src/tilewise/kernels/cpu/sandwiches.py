@@ -8,9 +8,23 @@ from fractions import Fraction
 from typing import Any
 
 from tilewise.kernels.cpu.cook_toom import Matrix
-from tilewise.kernels.cpu.vectors import Code, Values, intrinsic_of
+from tilewise.kernels.cpu.vectors import Code, Values, intrinsic_of, named
 
-__all__ = ["sandwich"]
+__all__ = ["sandwich", "sandwiches"]
+
+
+def sandwiches(lanes: int, name: str, matrix: Matrix) -> Callable[..., None]:
+    """``(source, row, column, next, target, to_row, to_column, to_next, count)``: :func:`sandwich` of several tiles.
+
+    They lie ``next`` bytes apart and go ``to_next`` apart. ``name`` is the matrix's.
+    """
+    one = sandwich(lanes, matrix)
+
+    def run(source, row, column, next, target, to_row, to_column, to_next, count):
+        for i in range(count):
+            one(source + i * next, row, column, target + i * to_next, to_row, to_column)
+
+    return named(run, lanes, name)
 
 
 @functools.cache

@@ -230,22 +230,24 @@ def number_at() -> Callable[..., int]:
 
 @functools.cache
 def pointer_call() -> Callable[..., None]:
-    """``(address, ...)``: calls the compiled function there with eight integers.
+    """``(address, ...)``: calls the compiled function there with the integers that follow.
 
     What is called so is compiled once, however many functions call it.
     """
-    signature = types.void(*[types.int64] * 9)
 
-    def generate(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.VoidType(), [INT] * 8)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
+    def made(typingctx, *arguments):
+        count = len(arguments)
 
-    def eight(typingctx, to, a, b, c, d, e, f, g, h):
-        return signature, generate
+        def generate(context, builder, signature, packed):
+            to, *values = (builder.extract_value(packed[0], i) for i in range(count))
+            kind = ir.FunctionType(ir.VoidType(), [INT] * (count - 1))
+            builder.call(builder.inttoptr(to, kind.as_pointer()), values)
+            return context.get_dummy_value()
 
-    made: Any = eight
-    return intrinsic(made)
+        return types.void(types.StarArgTuple([types.int64] * count)), generate
+
+    kind: Any = made
+    return intrinsic(kind)
 
 
 @functools.cache

@@ -3,9 +3,8 @@
 Tiles of ``n x n`` inputs, n = m + r - 1, give ``m x m`` outputs (Lavin and Gray 2016, section 4.2). A unit is a block
 of tiles and a share of the outputs' channels. Its inputs are transformed ``lanes`` channels at once; then, for
 ``vectors`` vectors of outputs at a time, each of n^2 frequencies is multiplied by its filters and the sums are
-transformed back.
-
-Numbers that describe a problem are those of :class:`tilewise.kernels.cpu.tiling.Tiling`, called ``v`` here.
+transformed back. Numbers that describe a problem, ``v`` here, are those of :mod:`tilewise.kernels.cpu.tiling`, which
+also names them; transforms and products are functions at addresses that are among them.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from collections.abc import Callable
 
 from numba import carray  # type: ignore[attr-defined]
 
+from tilewise.kernels.cpu import tiling as of
 from tilewise.kernels.cpu import vectors
-from tilewise.kernels.cpu.cook_toom import transforms, turned
-from tilewise.kernels.cpu.sandwiches import sandwich
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.strips import strip_in, strip_out
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, pointer_call
 
-__all__ = ["convolve"]
+__all__ = ["winograd"]
 
 
 @functools.cache
@@ -39,151 +37,191 @@ def _clear(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def row_in(lanes: int) -> Callable[..., None]:
-    """``(row, size, first, count, step, channel, valid, target)``: numbers from ``first`` on of a row of ``size``.
+def _tiles_in(lanes: int) -> Callable[..., None]:
+    """``(source, plane, apart, sizes, rows, columns, valid, strip, transform, target, points, to_frequency, to_tile)``.
 
-    What lies beyond either end is zero, as are channels from ``valid`` on. Up to ``lanes`` vectors more are written.
+    Transforms of a block's tiles, of ``valid`` channels from ``source`` on. ``plane`` is the image's height and width
+    and how far before it tiles begin, ``apart`` bytes between images, channels, rows and columns; ``sizes`` are points
+    of a tile along each axis, and from one tile to the next. ``rows`` are the first tile row, counted through all
+    images, and the one behind the last, and how many an image has; ``columns`` the first tile's and the one behind the
+    last. ``strip`` is scratch for the rows of the image that they read; ``points`` are the transform's along each axis.
     """
-    clear, strip, size_of = _clear(lanes), strip_in(lanes), NUMBER * lanes
+    vector = NUMBER * lanes
+    clear, put, call = _clear(lanes), strip_in(lanes), pointer_call()
 
     @compiled(lanes)
-    def run(row, size, first, count, step, channel, valid, target):
+    def run(source, plane, apart, sizes, rows, columns, valid, strip, transform, target, points, to_frequency, to_tile):
+        height, width, lead, before = plane
+        to_image, to_channel, to_row, to_column = apart
+        n, m = sizes
+        tiles = columns[1] - columns[0]
+        first = columns[0] * m - before
+        count = (tiles - 1) * m + n
         left = min(count, max(0, -first))
-        right = max(left, min(count, size - first))
-        clear(target, left)
-        strip(row + (first + left) * step, step, channel, valid, right - left, target + left * size_of)
-        clear(target + right * size_of, count - right)
-
-    return run
-
-
-@functools.cache
-def tiles_in(lanes: int, m: int, r: int) -> Callable[..., None]:
-    """``(x, v, rows, columns, valid, strip, target)``: transforms of a block's tiles, of ``valid`` channels from x on.
-
-    ``rows`` are the first tile row of all images' and the one behind the last, ``columns`` the first tile's and the
-    one behind the last. ``strip`` is scratch for the rows of the image that they read.
-    """
-    n, vector = m + r - 1, NUMBER * lanes
-    forward, row, clear = sandwich(lanes, transforms(m, r).input), row_in(lanes), _clear(lanes)
-
-    @compiled(lanes, m, r)
-    def run(x, v, rows, columns, valid, strip, target):
-        height, width, lead, pitch, tile_pitch, next_frequency = v[13], v[14], v[15], v[38], v[36], v[35]
-        first = columns[0] * m - v[16]
-        count = (columns[1] - columns[0]) * m + r - 1
+        right = max(left, min(count, width - first))
+        pitch = (count + lanes) * vector
         top = strip
         for i in range(rows[0], rows[1]):
-            image, down = i // v[5], i % v[5]
-            known = 0
+            down, known = i % rows[2], 0
             if down == 0 or i == rows[0]:
                 top = strip
             else:
-                top, known = top + m * pitch, r - 1
+                top, known = top + m * pitch, n - m
             for j in range(known, n):
-                y = down * m - lead + j
+                y, line = down * m - lead + j, top + j * pitch
                 if y < 0 or y >= height:
-                    clear(top + j * pitch, count)
+                    clear(line, count)
                 else:
-                    source = x + image * v[19] + y * v[21]
-                    row(source, width, first, count, v[22], v[20], valid, top + j * pitch)
-            for j in range(columns[1] - columns[0]):
-                forward(top + j * m * vector, pitch, vector, target, n * next_frequency, next_frequency)
-                target += tile_pitch
+                    begin = source + i // rows[2] * to_image + y * to_row + (first + left) * to_column
+                    clear(line, left)
+                    put(begin, to_column, to_channel, valid, right - left, line + left * vector)
+                    clear(line + right * vector, count - right)
+            call(transform, top, pitch, vector, m * vector, target, points * to_frequency, to_frequency, to_tile, tiles)
+            target += tiles * to_tile
 
     return run
 
 
 @functools.cache
-def _tiles_out(lanes: int, m: int, r: int) -> Callable[..., None]:
-    """``(y, v, rows, columns, valid, strip, source)``: the way back from sums, as :func:`tiles_in` has it."""
-    n, vector = m + r - 1, NUMBER * lanes
-    backward, put = sandwich(lanes, turned(transforms(m, r).output)), strip_out(lanes)
+def _tiles_out(lanes: int) -> Callable[..., None]:
+    """``(y, v, rows, columns, valid, strip, source)``: the way back from sums, as :func:`_tiles_in` has it."""
+    vector = NUMBER * lanes
+    put, call = strip_out(lanes), pointer_call()
 
-    @compiled(lanes, m, r)
+    @compiled(lanes)
     def run(y, v, rows, columns, valid, strip, source):
-        height, width, pitch, tile_pitch, next_frequency = v[17], v[18], v[38], v[12] * vector, v[37]
+        m, row, column, to_tile, frequency = v[of.M], v[of.Y_ROW], v[of.Y_COLUMN], v[of.LINE], v[of.SUM_FREQUENCY]
+        tiles, n = columns[1] - columns[0], v[of.N]
         first = columns[0] * m
-        count = min((columns[1] - columns[0]) * m, width - first)
+        count, pitch = min(tiles * m, v[of.Y_WIDTH] - first), (tiles * m + lanes) * vector
         for i in range(rows[0], rows[1]):
-            image, top = i // v[5], i % v[5] * m
-            for j in range(columns[1] - columns[0]):
-                backward(source, n * next_frequency, next_frequency, strip + j * m * vector, pitch, vector)
-                source += tile_pitch
-            for j in range(min(m, height - top)):
-                place = y + image * v[23] + (top + j) * v[25] + first * v[26]
-                put(place, v[26], v[24], valid, count, strip + j * pitch)
+            image, top = i // rows[2], i % rows[2] * m
+            call(v[of.BACKWARD], source, n * frequency, frequency, to_tile, strip, pitch, vector, m * vector, tiles)
+            source += tiles * to_tile
+            for j in range(min(m, v[of.Y_HEIGHT] - top)):
+                place = y + image * v[of.Y_IMAGE] + (top + j) * row + first * column
+                put(place, column, v[of.Y_CHANNEL], valid, count, strip + j * pitch)
 
     return run
 
 
 @functools.cache
-def _filters(lanes: int, m: int, r: int) -> Callable[..., None]:
+def _filters(lanes: int) -> Callable[..., None]:
     """``(w, u, v, strip, unit)``: the transformed filters of a group's ``vectors`` vectors of outputs.
 
     In order of frequency, input and output.
     """
-    n, vector = m + r - 1, NUMBER * lanes
-    forward, row = sandwich(lanes, transforms(m, r).filter), strip_in(lanes)
+    vector = NUMBER * lanes
+    put, call = strip_in(lanes), pointer_call()
 
-    @compiled(lanes, m, r)
+    @compiled(lanes)
     def run(w, u, v, strip, unit):
-        group, chunk = unit // v[11], unit % v[11]
-        depth, outputs, line = v[2], v[3], v[12] * vector
+        depth, line, r, row, column = v[of.INPUTS], v[of.LINE], v[of.R], v[of.W_ROW], v[of.W_COLUMN]
+        group, chunk, n = unit // v[of.CHUNKS], unit % v[of.CHUNKS], v[of.N]
         # A filter that is turned is read from its last tap on.
-        start, along = (strip + (r * r - 1) * vector, -vector) if v[41] else (strip, vector)
+        start, along = (strip + (r * r - 1) * vector, -vector) if v[of.TURNED] else (strip, vector)
+        whole = row == r * column
         target = u + unit * n * n * depth * line
-        for c in range(depth):
-            for j in range(v[12]):
-                first = (chunk * v[12] + j) * lanes
-                source = w + group * v[31] + first * v[27] + c * v[28]
-                valid = min(lanes, outputs - first)
-                if v[29] == r * v[30]:
-                    row(source, v[30], v[27], valid, r * r, strip)
-                else:
-                    for i in range(r):
-                        row(source + i * v[29], v[30], v[27], valid, r, strip + i * r * vector)
+        for j in range(v[of.VECTORS]):
+            first = (chunk * v[of.VECTORS] + j) * lanes
+            valid = min(lanes, v[of.OUTPUTS] - first)
+            source = w + group * v[of.W_GROUP] + first * v[of.W_OUTPUT]
+            for c in range(depth):
+                for i in range(1 if whole else r):
+                    place = source + c * v[of.W_INPUT] + i * row
+                    put(place, column, v[of.W_OUTPUT], valid, r * r if whole else r, strip + i * r * vector)
                 place = target + c * line + j * vector
-                forward(start, r * along, along, place, n * depth * line, depth * line)
+                call(v[of.FILTER], start, r * along, along, 0, place, n * depth * line, depth * line, 0, 1)
 
     return run
 
 
 @functools.cache
-def _block(lanes: int, m: int, r: int) -> Callable[..., None]:
-    """``(x, u, y, v, scratch, unit)``: the outputs of one unit."""
-    n, vector = m + r - 1, NUMBER * lanes
-    gather, put, multiply = tiles_in(lanes, m, r), _tiles_out(lanes, m, r), pointer_call()
+def _block(lanes: int) -> Callable[..., None]:
+    """``(x, u, y, v, scratch, rows, columns, share, group)``: a share of the outputs of a block."""
+    vector = NUMBER * lanes
+    gather, put, multiply = _tiles_in(lanes), _tiles_out(lanes), pointer_call()
 
-    @compiled(lanes, m, r)
-    def run(x, u, y, v, scratch, unit):
-        share, block, group = unit % v[10], unit // v[10] % v[42], unit // (v[10] * v[42])
-        down, along = block // v[9] * v[7], block % v[9] * v[8]
-        rows, columns = (down, min(v[4], down + v[7])), (along, min(v[6], along + v[8]))
+    @compiled(lanes)
+    def run(x, u, y, v, scratch, rows, columns, share, group):
         tiles = (rows[1] - rows[0]) * (columns[1] - columns[0])
-        depth, outputs, sums, strip = v[2], v[3], scratch + v[39], scratch + v[40]
+        depth, outputs, n, chunks = v[of.INPUTS], v[of.OUTPUTS], v[of.N], v[of.CHUNKS]
+        sums, strip, to_frequency, to_tile = scratch + v[of.SUMS], scratch + v[of.STRIP], v[of.FREQUENCY], v[of.TILE]
+        plane = (v[of.X_HEIGHT], v[of.X_WIDTH], v[of.LEAD], v[of.BEFORE])
+        apart = (v[of.X_IMAGE], v[of.X_CHANNEL], v[of.X_ROW], v[of.X_COLUMN])
         for c in range(0, depth, lanes):
-            source = x + (group * depth + c) * v[20]
-            gather(source, v, rows, columns, min(lanes, depth - c), strip, scratch + c * NUMBER)
-        for chunk in range(share * v[11] // v[10], (share + 1) * v[11] // v[10]):
-            filters = u + (group * v[11] + chunk) * n * n * depth * v[12] * vector
-            blocks = (tiles + v[33] - 1) // v[33]
-            multiply(v[32], scratch, filters, sums, depth, 0, blocks, n * n, v[34])
-            for j in range(v[12]):
-                first = (chunk * v[12] + j) * lanes
+            source, target = x + (group * depth + c) * v[of.X_CHANNEL], scratch + c * NUMBER
+            gather(source, plane, apart, (n, v[of.M]), rows, columns, min(lanes, depth - c), strip, v[of.FORWARD],
+                   target, n, to_frequency, to_tile)  # fmt: skip
+        blocks = (tiles + v[of.BLOCK_ROWS] - 1) // v[of.BLOCK_ROWS]
+        for chunk in range(share * chunks // v[of.SHARES], (share + 1) * chunks // v[of.SHARES]):
+            filters = u + (group * chunks + chunk) * n * n * depth * v[of.LINE]
+            multiply(v[of.PRODUCTS], scratch, filters, sums, depth, 0, blocks, n * n, v[of.DISTANCES])
+            for j in range(v[of.VECTORS]):
+                first = (chunk * v[of.VECTORS] + j) * lanes
                 if first < outputs:
-                    place = y + (group * outputs + first) * v[24]
+                    place = y + (group * outputs + first) * v[of.Y_CHANNEL]
                     put(place, v, rows, columns, min(lanes, outputs - first), strip, sums + j * vector)
 
     return run
 
 
-def convolve(lanes: int, m: int, r: int) -> Callable[..., None]:
+@functools.cache
+def _gradient(lanes: int) -> Callable[..., None]:
+    """``(x, y, w, v, scratch, share, chunk, group)``: the gradients of some filters, from all tiles.
+
+    Those of a share of the outputs and of ``vectors`` vectors of inputs: the sums over tiles of products of both
+    images' transforms, transformed back at the end.
+    """
+    vector = NUMBER * lanes
+    gather, put, call = _tiles_in(lanes), strip_out(lanes), pointer_call()
+
+    @compiled(lanes)
+    def run(x, y, w, v, scratch, share, chunk, group):
+        m, n, r, line, sum_frequency = v[of.M], v[of.N], v[of.R], v[of.LINE], v[of.SUM_FREQUENCY]
+        begin, end = share * v[of.SHARE], min(v[of.OUTPUTS], (share + 1) * v[of.SHARE])
+        first = chunk * v[of.VECTORS] * lanes
+        last = min(v[of.INPUTS], first + v[of.VECTORS] * lanes)
+        others, sums, strip = scratch + v[of.OTHERS], scratch + v[of.SUMS], scratch + v[of.STRIP]
+        plane = (v[of.X_HEIGHT], v[of.X_WIDTH], v[of.LEAD], v[of.BEFORE])
+        apart = (v[of.X_IMAGE], v[of.X_CHANNEL], v[of.X_ROW], v[of.X_COLUMN])
+        other = (v[of.Y_HEIGHT], v[of.Y_WIDTH], 0, 0)
+        other_apart = (v[of.Y_IMAGE], v[of.Y_CHANNEL], v[of.Y_ROW], v[of.Y_COLUMN])
+        blocks = (end - begin + v[of.BLOCK_ROWS] - 1) // v[of.BLOCK_ROWS]
+        for block in range(v[of.BLOCKS]):
+            down, along = block // v[of.SEGMENTS] * v[of.ROWS_], block % v[of.SEGMENTS] * v[of.COLUMNS]
+            rows = (down, min(v[of.TILE_ROWS], down + v[of.ROWS_]), v[of.IMAGE_ROWS])
+            columns = (along, min(v[of.ACROSS], along + v[of.COLUMNS]))
+            for c in range(first, last, lanes):
+                source, target = x + (group * v[of.INPUTS] + c) * v[of.X_CHANNEL], scratch + (c - first) * NUMBER
+                gather(source, plane, apart, (n, m), rows, columns, min(lanes, last - c), strip, v[of.FORWARD],
+                       target, n, v[of.FREQUENCY], line)  # fmt: skip
+            for k in range(begin, end, lanes):
+                source, target = y + (group * v[of.OUTPUTS] + k) * v[of.Y_CHANNEL], others + (k - begin) * NUMBER
+                gather(source, other, other_apart, (m, m), rows, columns, min(lanes, end - k), strip, v[of.FILTER],
+                       target, n, v[of.OTHER_FREQUENCY], v[of.TILE])  # fmt: skip
+            tiles = (rows[1] - rows[0]) * (columns[1] - columns[0])
+            call(v[of.PRODUCTS], others, scratch, sums, tiles, block, blocks, n * n, v[of.DISTANCES])
+        row, column = v[of.W_ROW], v[of.W_COLUMN]
+        whole = row == r * column
+        for k in range(begin, end):
+            for c in range(first, last, lanes):
+                source = sums + (k - begin) * line + (c - first) * NUMBER
+                call(v[of.BACKWARD], source, n * sum_frequency, sum_frequency, 0, strip, r * vector, vector, 0, 1)
+                target = w + (group * v[of.OUTPUTS] + k) * v[of.W_OUTPUT] + c * v[of.W_INPUT]
+                for i in range(1 if whole else r):
+                    put(target + i * row, column, v[of.W_INPUT], min(lanes, last - c), r * r if whole else r,
+                        strip + i * r * vector)  # fmt: skip
+
+    return run
+
+
+def winograd(lanes: int) -> Callable[..., None]:
     """``(data)``: all units that no other thread takes, as :func:`tilewise.kernels.cpu.kernel.convolve` has it.
 
-    ``v[0]`` is 0 for outputs, from transformed filters, and 1 for these.
+    ``v[KIND]`` is 0 for outputs, from transformed filters, 1 for these and 2 for filters' gradients.
     """
-    block, filters, count = _block(lanes, m, r), _filters(lanes, m, r), next_number()
+    block, filters, gradient, count = _block(lanes), _filters(lanes), _gradient(lanes), next_number()
 
     def run(address):
         data = carray(address, HEADER)
@@ -193,10 +231,18 @@ def convolve(lanes: int, m: int, r: int) -> Callable[..., None]:
         if thread < data[1]:
             unit = count(address, 2)
             while unit < data[3]:
-                if v[0] == 0:
-                    block(data[7], data[8], data[9], v, scratch, unit)
+                share, rest = unit % v[of.SHARES], unit // v[of.SHARES]
+                if v[of.KIND] == 0:
+                    number, group = rest % v[of.BLOCKS], rest // v[of.BLOCKS]
+                    down, along = number // v[of.SEGMENTS] * v[of.ROWS_], number % v[of.SEGMENTS] * v[of.COLUMNS]
+                    rows = (down, min(v[of.TILE_ROWS], down + v[of.ROWS_]), v[of.IMAGE_ROWS])
+                    columns = (along, min(v[of.ACROSS], along + v[of.COLUMNS]))
+                    block(data[7], data[8], data[9], v, scratch, rows, columns, share, group)
+                elif v[of.KIND] == 1:
+                    filters(data[8], data[9], v, scratch + v[of.STRIP], unit)
                 else:
-                    filters(data[8], data[9], v, scratch + v[40], unit)
+                    chunk, group = rest % v[of.CHUNKS], rest // v[of.CHUNKS]
+                    gradient(data[7], data[8], data[9], v, scratch, share, chunk, group)
                 unit = count(address, 2)
 
-    return named(run, lanes, m, r)
+    return named(run, lanes)
