@@ -29,7 +29,7 @@ OVERHEAD = 6
 """What a block costs beside its tiles' products, in tiles: filters come from memory that others share."""
 TRANSFORM = 10
 """What transforms of a tile's channel cost, in products at all frequencies."""
-LONG = 192
+LONG = 10000
 """Inputs from which on filters go two vectors of outputs at a time."""
 GRADIENT_OCCUPIED = 0.8
 LEAST_TILES = 16

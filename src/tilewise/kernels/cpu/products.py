@@ -14,6 +14,8 @@ from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, named, number_at
 
 __all__ = ["products"]
 
+MOST_DEPTH = 128
+"""Longest sums that are kept in registers: b fits the first cache, and sums of sums round less."""
 AHEAD = 2
 LINE = 64
 """Bytes of a line of a cache."""
@@ -25,7 +27,8 @@ def _block(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
 
     Row i of ``a`` begins ``i * a_row`` bytes on and its next number lies ``a_step`` on; a row of ``b`` is ``vectors``
     vectors, and the next lies ``b_step`` on. ``depth``, at least 1, is the length of the sums. At each of
-    their steps :data:`AHEAD` lines from ``next`` on begin to come to the second cache.
+    their steps :data:`AHEAD` lines from ``next`` on begin to come to the second cache. What is added to is
+    added at the end, as one number.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -36,19 +39,9 @@ def _block(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
         starts = [builder.add(c, builder.mul(c_row, ir.Constant(INT, i))) for i in range(rows)]
         places = [code.at(start, j * size) for start in starts for j in range(vectors)]
         a_rows = [builder.mul(a_row, ir.Constant(INT, i)) for i in range(rows)]
-        before = builder.block
-        adding, begin, body, after = (builder.append_basic_block(name) for name in ("add", "begin", "body", "after"))
-        builder.cbranch(builder.icmp_signed("!=", add, zero), adding, begin)
-        builder.position_at_end(adding)
-        earlier = [code.load(place) for place in places]
-        builder.branch(begin)
-        builder.position_at_end(begin)
-        firsts = []
-        for value in earlier:
-            first = builder.phi(code.vector)
-            first.add_incoming(code.splat(0.0), before)
-            first.add_incoming(value, adding)
-            firsts.append(first)
+        begin = builder.block
+        names = "body", "after", "adding", "setting", "done"
+        body, after, adding, setting, done = (builder.append_basic_block(name) for name in names)
         builder.branch(body)
         builder.position_at_end(body)
         left, at, bt, line = (builder.phi(INT) for _ in range(4))
@@ -64,14 +57,22 @@ def _block(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
         for phi, first, following in (
             (left, depth, less), (at, a, builder.add(at, a_step)), (bt, b, builder.add(bt, b_step)),
             (line, ahead, code.at(line, AHEAD * LINE)),
-            *zip(sums, firsts, found, strict=True),
+            *((total, code.splat(0.0), value) for total, value in zip(sums, found, strict=True)),
         ):  # fmt: skip
             phi.add_incoming(first, begin)
             phi.add_incoming(following, body)
         builder.cbranch(builder.icmp_signed(">", less, zero), body, after)
         builder.position_at_end(after)
+        builder.cbranch(builder.icmp_signed("!=", add, zero), adding, setting)
+        builder.position_at_end(adding)
+        for value, place in zip(found, places, strict=True):
+            code.store(builder.fadd(value, code.load(place)), place)
+        builder.branch(done)
+        builder.position_at_end(setting)
         for value, place in zip(found, places, strict=True):
             code.store(value, place)
+        builder.branch(done)
+        builder.position_at_end(done)
         return context.get_dummy_value()
 
     signature = types.void(*[types.int64] * 10)
@@ -95,11 +96,19 @@ def products(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
         a_row, a_step, a_next = number(distances, 0), number(distances, 1), number(distances, 2)
         b_step, b_next = number(distances, 3), number(distances, 4)
         c_row, c_next = number(distances, 5), number(distances, 6)
-        last = max(0, b_next - depth * AHEAD * LINE)
+        parts = (depth + MOST_DEPTH - 1) // MOST_DEPTH
         for k in range(count):
-            for i in range(blocks):
-                first, target = a + k * a_next + i * rows * a_row, c + k * c_next + i * rows * c_row
-                ahead = b + (k + 1) * b_next + min(i * depth * AHEAD * LINE, last)
-                block(first, a_row, a_step, b + k * b_next, b_step, target, c_row, depth, add, ahead)
+            ahead = b + (k + 1) * b_next
+            last = max(ahead, ahead + b_next - depth // parts * AHEAD * LINE)
+            for part in range(parts):
+                start = part * depth // parts
+                length = (part + 1) * depth // parts - start
+                left, right = a + k * a_next + start * a_step, b + k * b_next + start * b_step
+                for i in range(blocks):
+                    target = c + k * c_next + i * rows * c_row
+                    block(
+                        left + i * rows * a_row, a_row, a_step, right, b_step, target, c_row, length, add + part, ahead
+                    )
+                    ahead = min(last, ahead + length * AHEAD * LINE)
 
     return named(run, lanes, vectors, rows)
