@@ -18,8 +18,12 @@ from numba.core.ccallback import CFunc
 
 from tilewise import cache
 from tilewise.kernels.cpu.butterflies import passes
+from tilewise.kernels.cpu.cook_toom import transforms, turned
 from tilewise.kernels.cpu.kernel import convolve
 from tilewise.kernels.cpu.moves import moves
+from tilewise.kernels.cpu.products import products
+from tilewise.kernels.cpu.sandwiches import sandwiches
+from tilewise.kernels.cpu.winograd import winograd
 
 __all__ = ["Kernel", "load"]
 
@@ -97,6 +101,37 @@ def _callback(function: Any, *arguments: Any) -> Any:
     found._cache = _KernelCache(function)
     found.compile()
     return found
+
+
+@functools.cache
+def _winograd(lanes: int) -> Any:
+    return _callback(winograd(lanes), types.CPointer(types.int64))
+
+
+@functools.cache
+def _sandwiches(lanes: int, name: str, m: int, r: int, back: bool) -> Any:
+    matrix = getattr(transforms(m, r), name)
+    words = f"{name}_{m}_{r}_{'back' if back else 'to'}"
+    return _callback(sandwiches(lanes, words, turned(matrix) if back else matrix), *[types.int64] * 9)
+
+
+@functools.cache
+def _products(lanes: int, vectors: int, rows: int) -> Any:
+    return _callback(products(lanes, vectors, rows), *[types.int64] * 8)
+
+
+def load_winograd(lanes: int, m: int, r: int, vectors: int, rows: int, gradient: bool) -> tuple[int, ...]:
+    """Addresses of the worker and of the functions that it calls, as :func:`load` has it.
+
+    Those are transforms of inputs, of filters (or of outputs' gradients) and of sums for tiles of m, and products.
+    """
+    there, back = ("output", "filter") if gradient else ("filter", "output")
+    with LOCK:
+        found = (
+            _winograd(lanes), _sandwiches(lanes, "input", m, r, False), _sandwiches(lanes, there, m, r, False),
+            _sandwiches(lanes, back, m, r, True), _products(lanes, vectors, rows),
+        )  # fmt: skip
+        return tuple(function.address for function in found)
 
 
 @functools.cache

@@ -11,8 +11,8 @@ import numpy as np
 from tilewise.kernels.cuda.codelets import root
 
 __all__ = [
-    "CALLED", "DIGIT", "HEADER", "KEPT", "LANES", "NUMBERS", "RADICES", "Planes", "Signals", "between", "factors",
-    "order", "packed", "smooth", "twiddles",
+    "CALLED", "DIGIT", "HEADER", "KEPT", "LANES", "NUMBERS", "PAGE", "RADICES", "Planes", "Signals", "between",
+    "factors", "order", "packed", "smooth", "twiddles",
 ]  # fmt: skip
 
 RADICES = (16, 12, 9, 8, 6, 4, 3, 2)
@@ -20,6 +20,8 @@ RADICES = (16, 12, 9, 8, 6, 4, 3, 2)
 
 DIGIT = 32
 """More than any radix."""
+PAGE = 4096
+"""Bytes that scratch is rounded up to, so that no two threads share a line of a cache."""
 HEADER = 10
 """Integers of a call before those of the kernel: units, threads and addresses."""
 NUMBERS = 45

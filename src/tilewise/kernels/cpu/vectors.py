@@ -18,7 +18,8 @@ from numba.extending import intrinsic
 
 __all__ = [
     "INT", "NUMBER", "SIZES", "Code", "Pair", "Values", "accumulate", "compiled", "intrinsic_of", "join", "multiply",
-    "named", "next_number", "pointer_call", "scale", "separate", "square_in", "square_out", "vector_in", "vector_out",
+    "named", "next_number", "number_at", "pointer_call", "scale", "separate", "square_in", "square_out", "transposed",
+    "vector_in", "vector_out",
     "zero",
 ]  # fmt: skip
 
@@ -69,6 +70,14 @@ class Code:
         """The address ``base + offset * stride``."""
         step = ir.Constant(INT, offset) if stride is None else self.builder.mul(stride, ir.Constant(INT, offset))
         return self.builder.add(base, step) if offset else base
+
+    def prefetch(self, address: ir.Value) -> None:
+        """Ask for the line of the cache there, for the second cache; there need be none."""
+        whole = ir.IntType(32)
+        place = self.builder.inttoptr(address, ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [place.type, whole, whole, whole])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        self.builder.call(function, [place, *(ir.Constant(whole, i) for i in (0, 2, 1))])
 
     def load(self, address: ir.Value) -> ir.Value:
         return self.builder.load(self.builder.inttoptr(address, self.vector.as_pointer()), align=4)
@@ -205,23 +214,40 @@ def next_number() -> Callable[..., int]:
 
 
 @functools.cache
+def number_at() -> Callable[..., int]:
+    """``(address, index)``: the int64 there."""
+
+    def generate(context, builder, signature, arguments):
+        place = builder.inttoptr(arguments[0], INT.as_pointer())
+        return builder.load(builder.gep(place, [arguments[1]]))
+
+    def made(typingctx, address, index):
+        return types.int64(types.int64, types.int64), generate
+
+    kind: Any = made
+    return intrinsic(kind)
+
+
+@functools.cache
 def pointer_call() -> Callable[..., None]:
-    """``(address, ...)``: calls the compiled function there with eight integers.
+    """``(address, ...)``: calls the compiled function there with the integers that follow.
 
     What is called so is compiled once, however many functions call it.
     """
-    signature = types.void(*[types.int64] * 9)
 
-    def generate(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.VoidType(), [INT] * 8)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
+    def made(typingctx, *arguments):
+        count = len(arguments)
 
-    def eight(typingctx, to, a, b, c, d, e, f, g, h):
-        return signature, generate
+        def generate(context, builder, signature, packed):
+            to, *values = (builder.extract_value(packed[0], i) for i in range(count))
+            kind = ir.FunctionType(ir.VoidType(), [INT] * (count - 1))
+            builder.call(builder.inttoptr(to, kind.as_pointer()), values)
+            return context.get_dummy_value()
 
-    made: Any = eight
-    return intrinsic(made)
+        return types.void(types.StarArgTuple([types.int64] * count)), generate
+
+    kind: Any = made
+    return intrinsic(kind)
 
 
 @functools.cache
@@ -327,7 +353,7 @@ def square_in(lanes: int, dtype: str) -> Callable[..., None]:
     def emit(code: Code, arguments: Values) -> None:
         source, channel, valid, target, stride = arguments
         rows = [code.widened(place, dtype) for place in _lanes(code, source, channel, valid)]
-        for i, row in enumerate(_transposed(code, rows)):
+        for i, row in enumerate(transposed(code, rows)):
             code.store(row, code.at(target, i, stride))
 
     return intrinsic_of(5, lanes, emit)
@@ -343,7 +369,7 @@ def square_out(lanes: int, dtype: str) -> Callable[..., None]:
     def emit(code: Code, arguments: Values) -> None:
         target, channel, valid, source, stride = arguments
         rows = [code.load(code.at(source, i, stride)) for i in range(lanes)]
-        for row, place in zip(_transposed(code, rows), _lanes(code, target, channel, valid), strict=True):
+        for row, place in zip(transposed(code, rows), _lanes(code, target, channel, valid), strict=True):
             code.narrow(row, place, dtype)
 
     return intrinsic_of(5, lanes, emit)
@@ -360,7 +386,7 @@ def _lanes(code: Code, base: ir.Value, channel: ir.Value, valid: ir.Value) -> li
     return found
 
 
-def _transposed(code: Code, rows: list[ir.Value]) -> list[ir.Value]:
+def transposed(code: Code, rows: list[ir.Value]) -> list[ir.Value]:
     """A square of vectors: each stage turns the digits of row and column by one, log2(lanes) of them swap both."""
     n = code.lanes
     kind = ir.VectorType(ir.IntType(32), n)

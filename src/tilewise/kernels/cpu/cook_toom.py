@@ -1,0 +1,74 @@
+"""Matrices of fast short convolutions, in exact fractions. Knows nothing of Numba."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+__all__ = ["POINTS", "Matrix", "Transforms", "matrices", "transforms", "turned"]
+
+Matrix = tuple[tuple[Fraction, ...], ...]
+POINTS = (0, 1, -1, 2, -2, Fraction(1, 2), Fraction(-1, 2))
+"""Points of evaluation in the order they are taken, each beside its negative, beside infinity, which is always one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transforms:
+    """``m`` outputs of ``r`` taps, from ``n = m + r - 1`` inputs with n products (Lavin and Gray 2016, section 4).
+
+    Outputs are ``output^T ((filter g) * (input d))``. The filter's gradient, whose taps are the n inputs' correlation
+    with m gradients of outputs, is ``filter^T ((output e) * (input d))``.
+
+    Shapes: ``output`` n x m, ``filter`` n x r, ``input`` n x n.
+    """
+
+    output: Matrix
+    filter: Matrix
+    input: Matrix
+
+
+@functools.cache
+def transforms(m: int, r: int) -> Transforms:
+    """Those of the first :data:`POINTS`. Raises ``ValueError`` where there are too few."""
+    count = m + r - 2
+    if m < 1 or r < 1 or count > len(POINTS):
+        raise ValueError(f"m={m}, r={r}: from 1 on, with a sum of at most {len(POINTS) + 2}, would do")
+    return matrices(m, r, [Fraction(p) for p in POINTS[:count]])
+
+
+def matrices(m: int, r: int, points: Sequence[Fraction]) -> Transforms:
+    """By Toom and Cook: polynomials are evaluated at ``points`` and infinity, multiplied there, and interpolated.
+
+    Interpolation transposed (Winograd 1980, IV) takes the inputs. Its rows are monic polynomials' coefficients, and the
+    factors left over are the filter's, which is transformed least often.
+    """
+    if len(points) != m + r - 2 or len(set(points)) != len(points):
+        raise ValueError(f"points={list(points)}: {m + r - 2} different ones would do")
+    n = len(points) + 1
+    rows = [_polynomial([q for q in points if q != p], n) for p in points] + [_polynomial(points, n)]
+    leads = [math.prod((p - q for q in points if q != p), start=Fraction(1)) for p in points] + [Fraction(1)]
+    scaled = [tuple(x / lead for x in row) for row, lead in zip(_powers(points, r), leads, strict=True)]
+    return Transforms(_powers(points, m), tuple(scaled), tuple(rows))
+
+
+def _powers(points: Sequence[Fraction], count: int) -> Matrix:
+    """Evaluation of polynomials of ``count`` coefficients."""
+    infinity = tuple(Fraction(int(i == count - 1)) for i in range(count))
+    return (*(tuple(p**i for i in range(count)) for p in points), infinity)
+
+
+def _polynomial(roots: Sequence[Fraction], n: int) -> tuple[Fraction, ...]:
+    """Coefficients, n of them, of the monic polynomial."""
+    found = [Fraction(1)]
+    for root in roots:
+        shifted = [Fraction(0), *found]
+        found = [a - root * b for a, b in zip(shifted, [*found, Fraction(0)], strict=True)]
+    return tuple(found + [Fraction(0)] * (n - len(found)))
+
+
+def turned(matrix: Matrix) -> Matrix:
+    """The transposed matrix."""
+    return tuple(zip(*matrix, strict=True))

@@ -1,0 +1,103 @@
+"""Small matrices on both sides of a tile: transforms of tiles as straight-line code, ``lanes`` tiles at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from tilewise.kernels.cpu.cook_toom import Matrix
+from tilewise.kernels.cpu.vectors import Code, Values, intrinsic_of, named
+
+__all__ = ["sandwich", "sandwiches"]
+
+
+def sandwiches(lanes: int, name: str, matrix: Matrix) -> Callable[..., None]:
+    """``(source, row, column, next, target, to_row, to_column, to_next, count)``: :func:`sandwich` of several tiles.
+
+    They lie ``next`` bytes apart and go ``to_next`` apart. ``name`` is the matrix's.
+    """
+    one = sandwich(lanes, matrix)
+
+    def run(source, row, column, next, target, to_row, to_column, to_next, count):
+        for i in range(count):
+            one(source + i * next, row, column, target + i * to_next, to_row, to_column)
+
+    return named(run, lanes, name)
+
+
+@functools.cache
+def sandwich(lanes: int, matrix: Matrix) -> Callable[..., None]:
+    """``(source, row, column, target, to_row, to_column)``: ``matrix tile matrix^T``.
+
+    A tile's vectors lie ``row`` and ``column`` bytes apart, those of the result ``to_row`` and ``to_column``.
+    """
+
+    def emit(code: Code, arguments: Values) -> None:
+        source, row, column, target, to_row, to_column = arguments
+        height, width = len(matrix), len(matrix[0])
+        half = []
+        for j in range(width):
+            start = code.at(source, j, column)
+            half.append(_multiplied(code, matrix, [code.load(code.at(start, i, row)) for i in range(width)]))
+        for i in range(height):
+            start = code.at(target, i, to_row)
+            for j, value in enumerate(_multiplied(code, matrix, [values[i] for values in half])):
+                code.store(value, code.at(start, j, to_column))
+
+    return intrinsic_of(6, lanes, emit)
+
+
+def _multiplied(code: Code, matrix: Matrix, values: Sequence[Any]) -> list[Any]:
+    """``matrix values``. What belongs to a point and its negative is taken together, in either direction."""
+    columns = list(zip(*matrix, strict=True))
+    pairs = _pairs(columns)
+    if pairs:
+        joined, kept = [], []
+        for k in range(len(columns)):
+            if k in pairs:
+                a, b = values[k], values[pairs[k]]
+                joined += [code.plus(a, 1.0, b), code.plus(a, -1.0, b)]
+                kept += [_halves(columns[k], columns[pairs[k]], 1), _halves(columns[k], columns[pairs[k]], -1)]
+            elif k not in pairs.values():
+                joined.append(values[k])
+                kept.append(columns[k])
+        return [_combined(code, row, joined) for row in zip(*kept, strict=True)]
+    found: list[Any] = [None] * len(matrix)
+    pairs = _pairs(matrix)
+    for i, row in enumerate(matrix):
+        if i in pairs:
+            other = matrix[pairs[i]]
+            even, odd = (_combined(code, _halves(row, other, sign), values) for sign in (1, -1))
+            found[i], found[pairs[i]] = code.plus(even, 1.0, odd), code.plus(even, -1.0, odd)
+        elif i not in pairs.values():
+            found[i] = _combined(code, row, values)
+    return found
+
+
+def _pairs(rows: Sequence[Sequence[Fraction]]) -> dict[int, int]:
+    """Rows and the next one, where that is the same but for signs of some elements, and there are others."""
+    found: dict[int, int] = {}
+    for i in range(len(rows) - 1):
+        a, b = rows[i], rows[i + 1]
+        signs = {x == y for x, y in zip(a, b, strict=True) if x}
+        if i not in found.values() and all(abs(x) == abs(y) for x, y in zip(a, b, strict=True)) and len(signs) == 2:
+            found[i] = i + 1
+    return found
+
+
+def _halves(a: Sequence[Fraction], b: Sequence[Fraction], sign: int) -> tuple[Fraction, ...]:
+    """Elements that are the same in both, or with ``sign`` -1 those that are not."""
+    return tuple(x if x == sign * y else Fraction(0) for x, y in zip(a, b, strict=True))
+
+
+def _combined(code: Code, factors: Sequence[Fraction], values: Sequence[Any]) -> Any:
+    """The sum of products, begun with one that needs no multiplication."""
+    terms = sorted(
+        ((f, v) for f, v in zip(factors, values, strict=True) if f), key=lambda term: (term[0] != 1, term[0] != -1)
+    )
+    found: Any = None
+    for factor, value in terms:
+        found = code.plus(found, float(factor), value)
+    return found

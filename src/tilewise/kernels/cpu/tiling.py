@@ -1,0 +1,222 @@
+"""How a plane's tiles go in blocks, and where in a thread's scratch what lies. Knows nothing of Numba."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.kernels.cpu.sizes import PAGE
+
+__all__ = ["ROWS", "GradientTiling", "Tiling", "rows_of"]
+
+# What the worker calls v: sizes of the problem, of blocks and of tiles; the image, what it is convolved to and the
+# filter, with bytes between neighbours; addresses of functions; places in scratch and bytes between neighbours there.
+(
+    KIND, INPUTS, OUTPUTS, TILE_ROWS, IMAGE_ROWS, ACROSS, ROWS_, COLUMNS, SEGMENTS, BLOCKS, SHARES, SHARE, CHUNKS,
+    VECTORS, M, R, N, X_HEIGHT, X_WIDTH, LEAD, BEFORE, X_IMAGE, X_CHANNEL, X_ROW, X_COLUMN, Y_HEIGHT, Y_WIDTH, Y_IMAGE,
+    Y_CHANNEL, Y_ROW, Y_COLUMN, W_GROUP, W_OUTPUT, W_INPUT, W_ROW, W_COLUMN, TURNED, FORWARD, FILTER, BACKWARD,
+    PRODUCTS, BLOCK_ROWS, DISTANCES, LINE, TILE, FREQUENCY, OTHER_FREQUENCY, SUM_FREQUENCY, OTHERS, SUMS, STRIP,
+    NUMBERS,
+) = range(52)  # fmt: skip
+
+NUMBER = 4
+"""Bytes of an fp32 number."""
+ROWS = {1: (12, 8, 4), 2: (12, 10, 8, 6, 4), 3: (8, 6, 4), 4: (6, 5, 4, 3)}
+"""Rows that blocks of so many vectors may have: the most leave one or two of 32 registers."""
+
+
+def rows_of(vectors: int, count: int) -> int:
+    """Rows of the blocks that ``count`` are taken in, the last of which may go beyond it."""
+    even = -(-count // -(-count // ROWS[vectors][0]))
+    return min(rows for rows in ROWS[vectors] if rows >= even)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Planes of ``plane`` outputs in tiles of ``m``, from filters of ``r`` taps; of each of ``groups`` groups.
+
+    A block has tiles of up to ``rows`` tile rows, counted through all of ``batch`` images, and ``columns`` columns;
+    outputs go ``vectors`` vectors of ``lanes`` at a time, in so many ``shares``.
+    """
+
+    m: int
+    r: int
+    lanes: int
+    vectors: int
+    batch: int
+    groups: int
+    inputs: int
+    outputs: int
+    plane: tuple[int, int]
+    rows: int
+    columns: int
+    shares: int = 1
+
+    @property
+    def n(self) -> int:
+        """Points of a tile along each axis."""
+        return self.m + self.r - 1
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tile rows of all images, and tiles to a row."""
+        return self.batch * -(-self.plane[0] // self.m), -(-self.plane[1] // self.m)
+
+    @property
+    def segments(self) -> int:
+        """Blocks beside each other."""
+        return -(-self.tiles[1] // self.columns)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a group."""
+        return -(-self.tiles[0] // self.rows) * self.segments
+
+    @property
+    def chunks(self) -> int:
+        """How often so many vectors it takes for a group's outputs."""
+        return -(-self.outputs // (self.vectors * self.lanes))
+
+    @property
+    def units(self) -> int:
+        """What threads share out."""
+        return self.groups * self.blocks * self.shares
+
+    @property
+    def vector(self) -> int:
+        """Bytes of a vector."""
+        return NUMBER * self.lanes
+
+    @property
+    def line(self) -> int:
+        """Bytes of ``vectors`` vectors."""
+        return self.vector * self.vectors
+
+    @property
+    def filters(self) -> int:
+        """Bytes of all transformed filters."""
+        return self.groups * self.chunks * self.n**2 * self.inputs * self.line
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block of the products."""
+        return rows_of(self.vectors, self.rows * self.columns)
+
+    @property
+    def _room(self) -> int:
+        """Tiles of a block and those that products may go beyond it."""
+        return -(-self.rows * self.columns // self.block_rows) * self.block_rows
+
+    @property
+    def tile(self) -> int:
+        """Bytes from a tile's inputs at one frequency to the next one's."""
+        return self._whole(NUMBER * self.inputs)
+
+    @property
+    def frequency(self) -> int:
+        """Bytes from a block's inputs at one frequency to those at the next."""
+        return self._odd(self._room * self.tile)
+
+    @property
+    def sum_frequency(self) -> int:
+        """The same of sums."""
+        return self._odd(self._room * self.line)
+
+    @property
+    def sums(self) -> int:
+        """Where sums begin in a thread's scratch: behind transformed inputs."""
+        return self.n**2 * self.frequency
+
+    @property
+    def strip(self) -> int:
+        """Where an image's strip begins: behind sums."""
+        return self.sums + self.n**2 * self.sum_frequency
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of a thread's scratch."""
+        over = self.r - 1
+        rows = min(self.rows, -(-self.plane[0] // self.m)) * self.m + over
+        strip = max(rows * (self.columns * self.m + over + self.lanes), self.r**2 + self.lanes)
+        return -(-(self.strip + strip * self.vector) // PAGE) * PAGE
+
+    def _whole(self, size: int) -> int:
+        return -(-size // self.vector) * self.vector
+
+    def _odd(self, size: int) -> int:
+        """So many vectors that they are odd, so that frequencies share out over the cache."""
+        return (-(-size // self.vector) | 1) * self.vector
+
+    def numbers(self) -> dict[int, int]:
+        """What the worker takes of it, by index."""
+        return {
+            INPUTS: self.inputs, OUTPUTS: self.outputs, TILE_ROWS: self.tiles[0],
+            IMAGE_ROWS: self.tiles[0] // self.batch, ACROSS: self.tiles[1], ROWS_: self.rows, COLUMNS: self.columns,
+            SEGMENTS: self.segments, BLOCKS: self.blocks, SHARES: self.shares, CHUNKS: self.chunks,
+            VECTORS: self.vectors, M: self.m, R: self.r, N: self.n, BLOCK_ROWS: self.block_rows, LINE: self.line,
+            TILE: self.tile, FREQUENCY: self.frequency, SUM_FREQUENCY: self.sum_frequency, SUMS: self.sums,
+            STRIP: self.strip,
+        }  # fmt: skip
+
+    def distances(self) -> list[int]:
+        """What products take as such."""
+        panel = self.inputs * self.line
+        return [self.tile, NUMBER, self.frequency, self.line, panel, self.line, self.sum_frequency]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientTiling(Tiling):
+    """Filters' gradients: ``vectors`` vectors of inputs and a share of the outputs at a time, from all blocks."""
+
+    @property
+    def chunks(self) -> int:
+        """How often so many vectors it takes for a group's inputs."""
+        return -(-self.inputs // (self.vectors * self.lanes))
+
+    @property
+    def units(self) -> int:
+        return self.groups * self.chunks * self.shares
+
+    @property
+    def share(self) -> int:
+        """Outputs of a share."""
+        return -(-self.outputs // self.shares)
+
+    @property
+    def block_rows(self) -> int:
+        return rows_of(self.vectors, self.share)
+
+    @property
+    def tile(self) -> int:
+        """Bytes from a tile's outputs at one frequency to the next one's."""
+        return self._whole(NUMBER * self.share)
+
+    @property
+    def frequency(self) -> int:
+        return self._odd(self.rows * self.columns * self.line)
+
+    @property
+    def other_frequency(self) -> int:
+        """Bytes from a block's outputs at one frequency to those at the next."""
+        return self._odd(self.rows * self.columns * self.tile)
+
+    @property
+    def sum_frequency(self) -> int:
+        return self._odd(-(-self.share // self.block_rows) * self.block_rows * self.line)
+
+    @property
+    def others(self) -> int:
+        """Where transformed outputs begin in a thread's scratch: behind inputs."""
+        return self.n**2 * self.frequency
+
+    @property
+    def sums(self) -> int:
+        return self.others + self.n**2 * self.other_frequency
+
+    def numbers(self) -> dict[int, int]:
+        mine = {SHARE: self.share, OTHERS: self.others, OTHER_FREQUENCY: self.other_frequency}
+        return {**Tiling.numbers(self), **mine}
+
+    def distances(self) -> list[int]:
+        return [
+            NUMBER, self.tile, self.other_frequency, self.line, self.frequency, self.line, self.sum_frequency,
+        ]  # fmt: skip

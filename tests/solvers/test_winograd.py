@@ -1,0 +1,179 @@
+"""Winograd on a CPU: the compiled kernels over generated layers, tiles, blocks, strides and threads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.solvers.test_solvers import Memory, check
+from tests.strategies import with_memory
+
+from tilewise import execute
+from tilewise.axis import Axis
+from tilewise.kernels.cpu.tiling import ROWS, rows_of
+from tilewise.plan import Config, Plan
+from tilewise.planner.operands import make_operands, make_result
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers import SolverUnavailable
+from tilewise.solvers.winograd import Winograd
+
+pytest.importorskip("numba")
+SOLVER = Winograd()
+BOUND = {2: 1e-6, 4: 3e-6, 6: 7e-6}
+"""Of the L2 error, by tile."""
+WIDE = {2: 1.5e-6, 4: 4e-6, 6: 9e-6}
+"""The same on data with a few values a thousand times the rest."""
+
+
+@st.composite
+def layers(draw: st.DrawFn, pass_: Pass) -> ConvProblem:
+    """Planes of any size, padding and cropping, groups, and channels that fill no vector."""
+    axes = []
+    for _ in range(2):
+        size = draw(st.integers(1, 40))
+        before = draw(st.integers(-min(3, size - 1), 4))
+        after = draw(st.integers(-min(3, size - 1 + min(before, 0)), 4))
+        axes.append(Axis(size + max(0, 3 - size - before - after), 3, 1, 1, before, after))
+    groups = draw(st.sampled_from((1, 1, 1, 2, 3)))
+    inputs, outputs = (groups * draw(st.integers(1, 40)) for _ in range(2))
+    return ConvProblem(pass_, draw(st.integers(1, 4)), inputs, outputs, tuple(axes), groups)
+
+
+def run(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """In a workspace full of NaN."""
+    space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
+    bound = SOLVER.bind(p, c, a, b, out)
+    if p.constant_weight:
+        kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8)
+        SOLVER.prepare(p, c, b)(b, kept, space)
+        b, space = kept, space.fill_(0xFF)
+    return bound(a, b, out.fill_(math.nan), space)
+
+
+def error(p: ConvProblem, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    want = p.reference(a, b)
+    return float((got.double() - want).norm() / want.norm())
+
+
+def tile(p: ConvProblem, m: int) -> Config:
+    """The first config with tiles of m."""
+    return next(c for c in SOLVER.configs(p) if c["tile"] == m)
+
+
+def padded(pass_: Pass, batch: int, inputs: int, outputs: int, size: int, groups: int = 1) -> ConvProblem:
+    return ConvProblem(pass_, batch, inputs, outputs, (Axis(size, 3, 1, 1, 1, 1),) * 2, groups)
+
+
+@pytest.mark.parametrize("pass_", sorted(SOLVER.passes, key=str))
+def test_layers_of_any_size_and_padding(pass_: Pass) -> None:
+    """Also with blocks, vectors and shares of any number, and with filters that are kept."""
+
+    @settings(max_examples=10, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+    @given(with_memory(layers(pass_), lambda p: not SOLVER.why_not(p)), st.data())
+    def any_layer(found: tuple[ConvProblem, Memory], data: st.DataObject) -> None:
+        p = replace(found[0], constant_weight=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "constant"))
+        for m in BOUND:
+            c = tile(p, m)
+            other = dict(c)
+            other["block"] = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 7)), "block")
+            other["vectors"] = data.draw(st.sampled_from((1, 2, 3, 4)), "vectors")
+            other["shares"] = data.draw(st.integers(1, 3), "shares")
+            for config in (c, Config(**other)):
+                check(SOLVER, p, config, found[1], accumulate=False)
+
+    any_layer()
+
+
+@pytest.mark.parametrize("m", BOUND)
+@pytest.mark.parametrize("pass_", sorted(SOLVER.passes, key=str))
+def test_error_of_many_channels(pass_: Pass, m: int) -> None:
+    for p in (padded(pass_, 2, 200, 40, 15), padded(pass_, 2, 24, 130, 29)):
+        for wide, bound in ((False, BOUND[m]), (True, WIDE[m])):
+            a, b = make_operands(p, 3, wide=wide)
+            assert error(p, run(p, tile(p, m), a, b, make_result(p)), a, b) <= bound
+
+
+@pytest.mark.parametrize("pass_", sorted(SOLVER.passes, key=str))
+def test_memory_of_any_order(pass_: Pass) -> None:
+    """Rows, columns or channels innermost, and none of them."""
+    p = ConvProblem(pass_, 2, 38, 19, (Axis(20, 3, 1, 1, 1, 2), Axis(21, 3, 1, 1, -1, 1)))
+    a, b = make_operands(p)
+    c = tile(p, 4)
+    want = run(p, c, a, b, make_result(p)).clone()
+    for order in itertools.permutations(range(4)):
+        moved = [t.permute(order).contiguous().permute(np.argsort(order).tolist()) for t in (a, b, make_result(p))]
+        assert torch.equal(run(p, c, *moved), want), order
+    apart = [torch.zeros(*t.shape[:3], 2 * t.shape[3])[..., ::2].copy_(t) for t in (a, b, make_result(p))]
+    assert torch.equal(run(p, c, *apart), want)
+
+
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+def test_kept_filters_give_the_same_bits(pass_: Pass) -> None:
+    p = padded(pass_, 3, 37, 82, 14)
+    kept = replace(p, constant_weight=True)
+    a, b = make_operands(p)
+    for c in SOLVER.configs(p):
+        assert SOLVER.constant(p, c) == 0
+        assert SOLVER.workspace(p, c) - SOLVER.workspace(kept, c) == SOLVER.constant(kept, c) > 0
+        want = run(p, c, a, b, make_result(p)).clone()
+        assert torch.equal(run(kept, c, a, b, make_result(p)), want)
+
+
+def test_plans_prepare_a_filter_anew_when_it_changes() -> None:
+    p = replace(padded(Pass.FPROP, 2, 19, 19, 17), constant_weight=True)
+    a, b = make_operands(p)
+    bound = execute.bind(Plan(p.key, SOLVER.name, SOLVER.version, tile(p, 4)), p, a, b)
+    first = bound(a, b)
+    assert error(p, first, a, b) <= BOUND[4]
+    b.mul_(2)
+    assert torch.equal(bound(a, b), 2 * first)
+
+
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+def test_images_stay_apart(pass_: Pass) -> None:
+    """NaN and infinities in one image leave the others' bits as they were."""
+    p = padded(pass_, 3, 18, 18, 9)
+    a, b = make_operands(p)
+    c = tile(p, 4)
+    want = run(p, c, a, b, make_result(p)).clone()
+    a[1, 4].view(-1)[7] = math.nan
+    a[1, 17].view(-1)[0] = math.inf
+    got = run(p, c, a, b, make_result(p))
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[2], want[2])
+    assert got[1].isnan().any()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads_gives_the_same_bits(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = padded(Pass.FPROP, 4, 20, 40, 14)
+    a, b = make_operands(p)
+    want = run(p, tile(p, 4), a, b, make_result(p)).clone()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for c in (c for c in SOLVER.configs(p) if c["tile"] == 4):
+        assert c["threads"] == threads
+        assert torch.equal(run(p, c, a, b, make_result(p)), want)
+
+
+@pytest.mark.parametrize(
+    "change", [{"block": (0, 3)}, {"block": 4}, {"vectors": 5}, {"tile": 3}, {"lanes": 7}, {"shares": 0}]
+)
+def test_a_config_that_is_none(change: dict[str, object]) -> None:
+    p = padded(Pass.FPROP, 1, 8, 8, 8)
+    a, b = make_operands(p)
+    with pytest.raises(SolverUnavailable, match="is no config of"):
+        SOLVER.bind(p, Config(**{**tile(p, 4), **change}), a, b, make_result(p))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("vectors", ROWS)
+def test_blocks_of_rows_cover_any_count(vectors: int) -> None:
+    for count in range(1, 100):
+        rows = rows_of(vectors, count)
+        assert rows in ROWS[vectors]
+        assert -(-count // rows) * rows < count + max(rows, 4)
