@@ -123,12 +123,16 @@ def _image(lanes: int) -> Callable[..., None]:
     """
     source_in, taps_in, tile_of = _source_in(lanes), _taps(lanes, False), _tile_of(lanes)
     rows_of_sums, out, vector = _rows_of_sums(lanes), pointer_call(), NUMBER * lanes
+    awaited = rows.row_awaited(lanes)
 
     @compiled(lanes)
     def run(x, w, y, scratch, v, tables, unit):
         number = v[TILES] * v[TILES + 1] * v[TILES + 2]
-        tile, n, first = tile_of(v, unit % number), unit // number % v[BATCH], unit // number // v[BATCH] * lanes
+        # Blocks next to each other one after the other: where channels are innermost they share pages and lines.
+        blocks = (v[GROUPS] + lanes - 1) // lanes
+        tile, n, first = tile_of(v, unit // blocks % number), unit // blocks // number, unit % blocks * lanes
         valid = min(lanes, v[GROUPS] - first)
+        size = 4 if v[DTYPES + 1] == 0 else 2
         line = scratch + v[TAPS_BYTES]
         target = line + v[LINE_BYTES]
         source = target + v[ROWS] * v[LINE_BYTES]
@@ -153,6 +157,10 @@ def _image(lanes: int) -> Callable[..., None]:
                     while done < count:
                         some = min(most, count - done)
                         place = source + d // v[PHASES] * v[DOWN] + done * v[DOWN + 1]
+                        for r in range(some):
+                            h = h0 + p + (done + r) * v[PHASES + 1]
+                            to = there + o * v[OTHER + 2] + (d0 + d) * v[OTHER + 3] + h * v[OTHER + 4]
+                            awaited(size, to, v[OTHER + 5], v[OTHER + 1], valid, width)
                         rows_of_sums(v, tables, phase, some, width, place, factors, target)
                         for r in range(some):
                             h = h0 + p + (done + r) * v[PHASES + 1]

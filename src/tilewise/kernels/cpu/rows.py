@@ -12,10 +12,12 @@ from tilewise.kernels.cpu import vectors
 from tilewise.kernels.cpu.moves import DTYPES
 from tilewise.kernels.cpu.vectors import INT, NUMBER, SIZES, Code, Values, compiled, intrinsic_of, named, transposed
 
-__all__ = ["BACK", "added", "region_in", "rows", "zeros"]
+__all__ = ["BACK", "added", "region_in", "row_awaited", "rows", "zeros"]
 
 BACK = len(DTYPES)
 """What is added to a dtype's number on the way back."""
+LINE = 64
+"""Bytes that caches take at once, on most processors."""
 
 
 def _short(code: Code, count: ir.Value) -> ir.Value:
@@ -188,9 +190,10 @@ def rows(lanes: int) -> Callable[..., None]:
     """``(kind, there, step, channel, valid, count, here, line)``: numbers of each channel to vectors, or back.
 
     ``kind`` is the number of the dtype in :data:`~tilewise.kernels.cpu.moves.DTYPES`, on the way back :data:`BACK`
-    more. The ``count`` numbers lie ``step`` bytes apart, channels ``channel`` bytes. On the way in, lanes from ``valid`` on get
-    numbers of another channel or zeros, and up to ``lanes`` vectors are written even where ``count`` is less; so many
-    are read on the way back. There, where ``line`` is not 0, what is in memory is added; it is scratch for as many.
+    more. The ``count`` numbers lie ``step`` bytes apart, channels ``channel`` bytes. On the way in, lanes from
+    ``valid`` on get numbers of another channel or zeros, and up to ``lanes`` vectors are written even where ``count``
+    is less; so many are read on the way back. There, where ``line`` is not 0, what is in memory is added; it is scratch
+    for as many.
     """
     in32, in_b16, in16 = (_row_in(lanes, dtype) for dtype in DTYPES)
     out32, out_b16, out16 = (_row_out(lanes, dtype) for dtype in DTYPES)
@@ -220,6 +223,42 @@ def rows(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
+def _awaited() -> Callable[..., None]:
+    """``(address)``: has a line of memory fetched to be written, without waiting for it."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        b, kind = code.builder, ir.IntType(32)
+        pointer = b.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        function = cgutils.get_or_insert_function(
+            b.module, ir.FunctionType(ir.VoidType(), [pointer.type, kind, kind, kind]), "llvm.prefetch.p0"
+        )
+        b.call(function, [pointer, ir.Constant(kind, 1), ir.Constant(kind, 3), ir.Constant(kind, 1)])
+
+    return intrinsic_of(1, 1, emit)
+
+
+@functools.cache
+def row_awaited(lanes: int) -> Callable[..., None]:
+    """``(size, there, step, channel, valid, count)``: has a row fetched that is to be written soon.
+
+    Stores of lines that are in no cache wait for each other. ``size``: bytes of a number.
+    """
+    line = _awaited()
+
+    @compiled(lanes)
+    def run(size, there, step, channel, valid, count):
+        if channel == size:
+            for i in range(count):
+                line(there + i * step)
+        elif step == size:
+            for lane in range(valid):
+                for i in range(0, count * size + LINE - 1, LINE):
+                    line(there + lane * channel + min(i, count * size - 1))
+
+    return run
+
+
+@functools.cache
 def zeros(lanes: int) -> Callable[..., None]:
     """``(address, count)``: zeros in ``count`` vectors."""
     zero, vector = vectors.zero(lanes), NUMBER * lanes
@@ -234,7 +273,7 @@ def zeros(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def region_in(lanes: int) -> Callable[..., None]:
-    """``(call, dtype, there, strides, channel, valid, sizes, starts, extents, shape, target, line)``: a box and its rim.
+    """``(call, dtype, there, strides, channel, valid, sizes, starts, extents, shape, target, line)``: a box, its rim.
 
     The box of ``extents`` from ``starts`` on goes to ``target``, zero where it leaves the tensor, of whose elements
     those before ``sizes`` are read; each of the three is by axis, ``strides`` in bytes. ``shape`` is ``(modulus, part,

@@ -12,7 +12,7 @@ MOST_ROWS = 4
 MOST_COLUMNS = 16
 LINE = 3
 """Numbers that a line is described by: bytes from either operand's first vector to its own, and its steps."""
-REGISTERS = {16: 24, 8: 12, 4: 12}
+REGISTERS = {16: 28, 8: 12, 4: 12}
 """Sums that stay in registers, by lanes."""
 HEADER = 11
 """Integers of a call before those of :class:`Told`: units, threads and addresses."""
