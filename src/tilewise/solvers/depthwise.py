@@ -8,6 +8,7 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
+from tilewise.solvers import _depthwise_direct_cpu as cpu
 from tilewise.solvers._depthwise import Tile, axes_of, launches
 from tilewise.solvers._depthwise_effort import candidates, code_work, effort, shares
 from tilewise.solvers._program_run import compiled, has_triton
@@ -38,7 +39,6 @@ class Depthwise(Solver):
     """
 
     name, version = "depthwise", 1
-    devices = frozenset({"cuda"})
     compiles = True
     accumulates = True
     most_configs = 4
@@ -46,10 +46,12 @@ class Depthwise(Solver):
     def unsupported(self, p: ConvProblem) -> list[str]:
         """The absent Triton, groups of several channels, long kernels, strides of input gradients, wide counts."""
         reasons = []
-        if not has_triton():
-            reasons.append("needs the package triton")
         if p.groups != p.in_channels:
             reasons.append(f"takes one input channel to a group, not {p.in_channels // p.groups}")
+        if p.device_type == "cpu":
+            return reasons + cpu.unsupported(p)
+        if not has_triton():
+            reasons.append("needs the package triton")
         for name, axis in zip(p.space, p.axes, strict=True):
             if axis.kernel > LONGEST:
                 reasons.append(
@@ -73,6 +75,8 @@ class Depthwise(Solver):
 
         Long code takes ten seconds to compile, and what a processor loses by fetching it is not in the estimate.
         """
+        if p.device_type == "cpu":
+            return cpu.configs(p)
         best: dict[tuple[int, ...], Tile] = {}
         for tile in sorted(candidates(p), key=lambda tile: effort(p, tile)):
             best.setdefault((tile.rows, tile.columns, tile.width, tile.channels > 1), tile)
@@ -83,6 +87,8 @@ class Depthwise(Solver):
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """The filter with channels innermost, or the partial sums of its gradient."""
+        if p.device_type == "cpu":
+            return cpu.workspace(p, c)
         size = 4 * p.out_channels * p.taps
         if p.pass_ is Pass.WGRAD:
             return integer(c, "splits") * size
@@ -90,6 +96,8 @@ class Depthwise(Solver):
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The direct method's arithmetic on fp32's units at the share of instructions that it is."""
+        if p.device_type == "cpu":
+            return cpu.cost(p, c)
         tile = _tile(c)
         moved = p.bytes + 2 * self.workspace(p, c)
         kernels = 1 if p.pass_ is not Pass.WGRAD and tile.channels == 1 else 2
@@ -99,6 +107,8 @@ class Depthwise(Solver):
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
         assert out is not None
+        if p.device_type == "cpu":
+            return cpu.bind(p, c, a, b, out)
         if not _fits(p, c):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
         alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]

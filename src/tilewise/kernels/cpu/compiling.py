@@ -19,13 +19,16 @@ from numba.core.ccallback import CFunc
 from tilewise import cache
 from tilewise.kernels.cpu.butterflies import passes
 from tilewise.kernels.cpu.cook_toom import transforms, turned
+from tilewise.kernels.cpu.direct import convolve_directly
 from tilewise.kernels.cpu.kernel import convolve
 from tilewise.kernels.cpu.moves import moves
 from tilewise.kernels.cpu.products import products
+from tilewise.kernels.cpu.rows import rows
 from tilewise.kernels.cpu.sandwiches import sandwiches
+from tilewise.kernels.cpu.sums import WORDS, sums
 from tilewise.kernels.cpu.winograd import winograd
 
-__all__ = ["Kernel", "load"]
+__all__ = ["DirectKernel", "Kernel", "load", "load_direct"]
 
 LOCK = threading.Lock()
 
@@ -96,6 +99,14 @@ class Kernel(NamedTuple):
     moves: int
 
 
+class DirectKernel(NamedTuple):
+    """Addresses: of the kernel of direct convolutions, and of functions that it calls."""
+
+    run: int
+    rows: int
+    sums: int
+
+
 def _callback(function: Any, *arguments: Any) -> Any:
     found: Any = CFunc(function, (arguments, types.void), {}, {"error_model": "numpy"})
     found._cache = _KernelCache(function)
@@ -148,3 +159,18 @@ def load(lanes: int) -> Kernel:
     """The kernel for so many lanes, compiled, or read from disk where it was before. Raises what Numba raises."""
     with LOCK:
         return Kernel(*(function.address for function in _load(lanes)))
+
+
+@functools.cache
+def _load_direct(lanes: int) -> tuple[Any, ...]:
+    return (
+        _callback(convolve_directly(lanes), types.CPointer(types.int64)),
+        _callback(rows(lanes), *[types.int64] * 8),
+        _callback(sums(lanes), *[types.int64] * WORDS),
+    )
+
+
+def load_direct(lanes: int) -> DirectKernel:
+    """The kernel of direct convolutions, as :func:`load` does."""
+    with LOCK:
+        return DirectKernel(*(function.address for function in _load_direct(lanes)))

@@ -19,8 +19,7 @@ from numba.extending import intrinsic
 __all__ = [
     "INT", "NUMBER", "SIZES", "Code", "Pair", "Values", "accumulate", "compiled", "intrinsic_of", "join", "multiply",
     "named", "next_number", "number_at", "pointer_call", "scale", "separate", "square_in", "square_out", "transposed",
-    "vector_in", "vector_out",
-    "zero",
+    "vector_in", "vector_out", "zero",
 ]  # fmt: skip
 
 NUMBER = 4
@@ -90,31 +89,39 @@ class Code:
         """A vector of ``dtype`` as fp32."""
         if dtype == "fp32":
             return self.load(address)
-        kind = ir.HalfType() if dtype == "fp16" else ir.IntType(16)
-        place = self.builder.inttoptr(address, ir.VectorType(kind, self.lanes).as_pointer())
-        value = self.builder.load(place, align=2)
+        kind = ir.VectorType(ir.IntType(16), self.lanes)
+        return self.wide(self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=2), dtype)
+
+    def wide(self, bits: ir.Value, dtype: str) -> ir.Value:
+        """What integers as wide as ``dtype`` stand for, as fp32."""
+        if dtype == "fp32":
+            return self.builder.bitcast(bits, self.vector)
         if dtype == "fp16":
-            return self.builder.fpext(value, self.vector)
-        bits = self.builder.zext(value, ir.VectorType(ir.IntType(32), self.lanes))
+            return self.builder.fpext(self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), self.lanes)), self.vector)
+        bits = self.builder.zext(bits, ir.VectorType(ir.IntType(32), self.lanes))
         return self.builder.bitcast(self.builder.shl(bits, self.whole(16)), self.vector)
 
     def narrow(self, value: ir.Value, address: ir.Value, dtype: str) -> None:
-        """Store fp32 as ``dtype``, to nearest and ties to even; NaN stays NaN."""
+        """Store fp32 as ``dtype``, rounded as :meth:`rounded` does."""
         if dtype == "fp32":
             self.store(value, address)
             return
-        kind = ir.VectorType(ir.HalfType() if dtype == "fp16" else ir.IntType(16), self.lanes)
-        place = self.builder.inttoptr(address, kind.as_pointer())
+        bits = self.rounded(value, dtype)
+        self.builder.store(bits, self.builder.inttoptr(address, bits.type.as_pointer()), align=2)
+
+    def rounded(self, value: ir.Value, dtype: str) -> ir.Value:
+        """The integers that stand for fp32 as ``dtype``, to nearest and ties to even; NaN stays NaN."""
+        b, kind = self.builder, ir.VectorType(ir.IntType(16), self.lanes)
         if dtype == "fp16":
-            self.builder.store(self.builder.fptrunc(value, kind), place, align=2)
-            return
-        b = self.builder
+            return b.bitcast(b.fptrunc(value, ir.VectorType(ir.HalfType(), self.lanes)), kind)
         bits = b.bitcast(value, ir.VectorType(ir.IntType(32), self.lanes))
+        if dtype == "fp32":
+            return bits
         odd = b.and_(b.lshr(bits, self.whole(16)), self.whole(1))
         rounded = b.add(bits, b.add(odd, self.whole(0x7FFF)))
         quiet = b.or_(bits, self.whole(0x400000))
         kept = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
-        b.store(b.trunc(b.lshr(kept, self.whole(16)), kind), place, align=2)
+        return b.trunc(b.lshr(kept, self.whole(16)), kind)
 
     def whole(self, value: int) -> ir.Value:
         """A 32-bit integer in all lanes."""
