@@ -36,6 +36,10 @@ class Depthwise(Solver):
     lanes, whichever memory is contiguous in. Sums are in fp32, whatever the precision. Memory goes to filters with
     channels innermost, and to the partial sums of filter gradients: ``splits`` shares of the tiles, summed in a fixed
     order.
+
+    On a CPU lanes are groups: a tile of the source lies in a core's cache with its rim, ``tile`` bounds results (or in
+    a filter gradient outputs), ``threads`` threads share all tiles, ``team`` says whether they are torch's, and
+    ``shares`` of the tiles are summed one by one to a filter's gradient.
     """
 
     name, version = "depthwise", 1
