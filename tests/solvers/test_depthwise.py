@@ -23,7 +23,15 @@ from tilewise.solvers._depthwise import HIGH, LOW, UNUSED, Tile, kernel_rows, pr
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.depthwise import PEAK, Depthwise, _tile
 
-SOLVER = Depthwise()
+
+class Interpreted(Depthwise):
+    """The GPU's kernels, whatever the device."""
+
+    def on_cpu(self, p: ConvProblem) -> bool:
+        return False
+
+
+SOLVER = Interpreted()
 SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 
 

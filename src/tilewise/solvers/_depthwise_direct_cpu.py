@@ -35,9 +35,9 @@ BAND = 12 * 2**10
 """Bytes of an output's gradient that stay in the first cache, with twice as many of the source."""
 LEAST_TILE = 4
 """Kernels that a tile's side is long where it is cut for threads alone."""
-EFFICIENCY = 0.6
+EFFICIENCY = 0.9
 """Share of the processor's peak that the sums reach."""
-MOVES = 8.0
+MOVES = 12.0
 """Multiply-adds that could be done while a number goes into a vector or out of it."""
 Triple = tuple[int, int, int]
 

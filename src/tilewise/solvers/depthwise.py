@@ -36,6 +36,10 @@ class Depthwise(Solver):
     lanes, whichever memory is contiguous in. Sums are in fp32, whatever the precision. Memory goes to filters with
     channels innermost, and to the partial sums of filter gradients: ``splits`` shares of the tiles, summed in a fixed
     order.
+
+    On a CPU lanes are groups: a tile of the source lies in a core's cache with its rim, ``tile`` bounds results (or in
+    a filter gradient outputs), ``threads`` threads share all tiles, ``team`` says whether they are torch's, and
+    ``shares`` of the tiles are summed one by one to a filter's gradient.
     """
 
     name, version = "depthwise", 1
@@ -48,7 +52,7 @@ class Depthwise(Solver):
         reasons = []
         if p.groups != p.in_channels:
             reasons.append(f"takes one input channel to a group, not {p.in_channels // p.groups}")
-        if p.device_type == "cpu":
+        if self.on_cpu(p):
             return reasons + cpu.unsupported(p)
         if not has_triton():
             reasons.append("needs the package triton")
@@ -69,13 +73,17 @@ class Depthwise(Solver):
                 reasons.append(f"counts to {MOST}; {role} has {counted} elements {'' if role == 'w' else 'a channel'}")
         return reasons
 
+    def on_cpu(self, p: ConvProblem) -> bool:
+        """Whether it is a CPU's kernels that ``p`` is for."""
+        return p.device_type == "cpu"
+
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """Tiles of the least effort for the length of their code, half of them for either direction of lanes where both
         may be contiguous.
 
         Long code takes ten seconds to compile, and what a processor loses by fetching it is not in the estimate.
         """
-        if p.device_type == "cpu":
+        if self.on_cpu(p):
             return cpu.configs(p)
         best: dict[tuple[int, ...], Tile] = {}
         for tile in sorted(candidates(p), key=lambda tile: effort(p, tile)):
@@ -87,7 +95,7 @@ class Depthwise(Solver):
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """The filter with channels innermost, or the partial sums of its gradient."""
-        if p.device_type == "cpu":
+        if self.on_cpu(p):
             return cpu.workspace(p, c)
         size = 4 * p.out_channels * p.taps
         if p.pass_ is Pass.WGRAD:
@@ -96,7 +104,7 @@ class Depthwise(Solver):
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The direct method's arithmetic on fp32's units at the share of instructions that it is."""
-        if p.device_type == "cpu":
+        if self.on_cpu(p):
             return cpu.cost(p, c)
         tile = _tile(c)
         moved = p.bytes + 2 * self.workspace(p, c)
@@ -107,7 +115,7 @@ class Depthwise(Solver):
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
         assert out is not None
-        if p.device_type == "cpu":
+        if self.on_cpu(p):
             return cpu.bind(p, c, a, b, out)
         if not _fits(p, c):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
