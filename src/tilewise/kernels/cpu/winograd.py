@@ -90,7 +90,7 @@ def _tiles_out(lanes: int) -> Callable[..., None]:
 
     @compiled(lanes)
     def run(y, v, rows, columns, valid, strip, source):
-        m, row, column, to_tile, frequency = v[of.M], v[of.Y_ROW], v[of.Y_COLUMN], v[of.LINE], v[of.SUM_FREQUENCY]
+        m, row, column, to_tile, frequency = v[of.M], v[of.Y_ROW], v[of.Y_COLUMN], v[of.SUM_TILE], v[of.SUM_FREQUENCY]
         tiles, n = columns[1] - columns[0], v[of.N]
         first = columns[0] * m
         count, pitch = min(tiles * m, v[of.Y_WIDTH] - first), (tiles * m + lanes) * vector
@@ -195,11 +195,11 @@ def _gradient(lanes: int) -> Callable[..., None]:
             for c in range(first, last, lanes):
                 source, target = x + (group * v[of.INPUTS] + c) * v[of.X_CHANNEL], scratch + (c - first) * NUMBER
                 gather(source, plane, apart, (n, m), rows, columns, min(lanes, last - c), strip, v[of.FORWARD],
-                       target, n, v[of.FREQUENCY], line)  # fmt: skip
+                       target, n, v[of.FREQUENCY], v[of.TILE])  # fmt: skip
             for k in range(begin, end, lanes):
                 source, target = y + (group * v[of.OUTPUTS] + k) * v[of.Y_CHANNEL], others + (k - begin) * NUMBER
                 gather(source, other, other_apart, (m, m), rows, columns, min(lanes, end - k), strip, v[of.FILTER],
-                       target, n, v[of.OTHER_FREQUENCY], v[of.TILE])  # fmt: skip
+                       target, n, v[of.OTHER_FREQUENCY], v[of.OTHER_TILE])  # fmt: skip
             tiles = (rows[1] - rows[0]) * (columns[1] - columns[0])
             call(v[of.PRODUCTS], others, scratch, sums, tiles, block, blocks, n * n, v[of.DISTANCES])
         row, column = v[of.W_ROW], v[of.W_COLUMN]
