@@ -11,7 +11,7 @@ import torch
 from tilewise.kernels.cpu import tiling as of
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.threads import has_openmp, share_out
-from tilewise.kernels.cpu.tiling import ROWS, GradientTiling, Tiling
+from tilewise.kernels.cpu.tiling import ROWS, GradientTiling, Tiling, rows_of
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._costs import CPU_CACHE
@@ -27,8 +27,10 @@ OCCUPIED = 0.6
 """Share of a core's cache that a block may fill: filters pass through the rest."""
 LEAST_OCCUPIED = 0.33
 """The same where filters stay there too, at the least."""
-OVERHEAD = 6
-"""What a block costs beside its tiles' products, in tiles: filters come from memory that others share."""
+OVERHEAD = 2
+"""What a block costs beside its tiles' products, in tiles."""
+STREAM = 20
+"""How long filters that stay in no cache take to come by, which products hide: in tiles."""
 BEGIN = 16
 """What it costs to begin a row of an image, in numbers of it."""
 TRANSFORM = 20
@@ -112,7 +114,9 @@ def _within(t: Tiling, most: int) -> tuple[int, int]:
 def _best(one: Tiling, threads: int) -> tuple[tuple[int, int], int]:
     """Rows and columns of blocks, and shares of outputs, for threads equally busy with blocks that fit a cache."""
     down, across = one.tiles
-    room = OCCUPIED * CPU_CACHE - (one.filters // one.groups if one.filters <= one.groups * CPU_CACHE // 2 else 0)
+    filters = one.filters // one.groups
+    stays = filters <= CPU_CACHE // 2
+    room = OCCUPIED * CPU_CACHE - (filters if stays else 0)
     most = max(4, int(max(room, LEAST_OCCUPIED * CPU_CACHE)) // (one.tile + one.sum_tile))
     found = []
     for segments in range(-(-across // most), min(across, 4 * -(-across // most)) + 1):
@@ -120,6 +124,8 @@ def _best(one: Tiling, threads: int) -> tuple[tuple[int, int], int]:
         tallest = max(1, min(down, most // columns))
         for rows in range(tallest, tallest // 4, -1):
             tiles = rows * columns
+            high = rows_of(one.vectors, tiles)
+            multiplied = OVERHEAD + max(-(-tiles // high) * high, 0 if stays else STREAM)
             blocks = -(-down // rows) * -(-across // columns) * one.groups
             for shares in range(1, min(threads, one.chunks) + 1):
                 units = blocks * shares
@@ -128,7 +134,7 @@ def _best(one: Tiling, threads: int) -> tuple[tuple[int, int], int]:
                 over = one.r - 1
                 short = 1 + (over + BEGIN) / (columns * one.m)
                 transforms = TRANSFORM * short * ((1 + over / (rows * one.m)) * one.inputs + outputs) * tiles
-                time = rounds * (one.inputs * outputs * (tiles + OVERHEAD) + transforms)
+                time = rounds * (one.inputs * outputs * multiplied + transforms)
                 found.append((time, shares, -tiles, (rows, columns)))
     _, shares, _, block = min(found)
     return block, shares
