@@ -14,9 +14,9 @@ __all__ = ["ROWS", "GradientTiling", "Tiling", "rows_of"]
     KIND, INPUTS, OUTPUTS, TILE_ROWS, IMAGE_ROWS, ACROSS, ROWS_, COLUMNS, SEGMENTS, BLOCKS, SHARES, SHARE, CHUNKS,
     VECTORS, M, R, N, X_HEIGHT, X_WIDTH, LEAD, BEFORE, X_IMAGE, X_CHANNEL, X_ROW, X_COLUMN, Y_HEIGHT, Y_WIDTH, Y_IMAGE,
     Y_CHANNEL, Y_ROW, Y_COLUMN, W_GROUP, W_OUTPUT, W_INPUT, W_ROW, W_COLUMN, TURNED, FORWARD, FILTER, BACKWARD,
-    PRODUCTS, BLOCK_ROWS, DISTANCES, LINE, TILE, FREQUENCY, OTHER_TILE, OTHER_FREQUENCY, SUM_TILE, SUM_FREQUENCY,
+    PRODUCTS, BLOCK_ROWS, DISTANCES, LINE, PANEL, TILE, FREQUENCY, OTHER_TILE, OTHER_FREQUENCY, SUM_TILE, SUM_FREQUENCY,
     OTHERS, SUMS, STRIP, NUMBERS,
-) = range(54)  # fmt: skip
+) = range(55)  # fmt: skip
 
 NUMBER = 4
 """Bytes of an fp32 number."""
@@ -92,9 +92,14 @@ class Tiling:
         return self.vector * self.vectors
 
     @property
+    def panel(self) -> int:
+        """Bytes from transformed filters at one frequency to those at the next."""
+        return self._odd(self.inputs * self.line)
+
+    @property
     def filters(self) -> int:
         """Bytes of all transformed filters."""
-        return self.groups * self.chunks * self.n**2 * self.inputs * self.line
+        return self.groups * self.chunks * self.n**2 * self.panel
 
     @property
     def block_rows(self) -> int:
@@ -158,14 +163,14 @@ class Tiling:
             IMAGE_ROWS: self.tiles[0] // self.batch, ACROSS: self.tiles[1], ROWS_: self.rows, COLUMNS: self.columns,
             SEGMENTS: self.segments, BLOCKS: self.blocks, SHARES: self.shares, CHUNKS: self.chunks,
             VECTORS: self.vectors, M: self.m, R: self.r, N: self.n, BLOCK_ROWS: self.block_rows, LINE: self.line,
+            PANEL: self.panel,
             TILE: self.tile, FREQUENCY: self.frequency, SUM_TILE: self.sum_tile, SUM_FREQUENCY: self.sum_frequency,
             SUMS: self.sums, STRIP: self.strip,
         }  # fmt: skip
 
     def distances(self) -> list[int]:
         """What products take as such."""
-        panel = self.inputs * self.line
-        return [self.tile, NUMBER, self.frequency, self.line, panel, self.sum_tile, self.sum_frequency]
+        return [self.tile, NUMBER, self.frequency, self.line, self.panel, self.sum_tile, self.sum_frequency]
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def _filters(lanes: int) -> Callable[..., None]:
         # A filter that is turned is read from its last tap on.
         start, along = (strip + (r * r - 1) * vector, -vector) if v[of.TURNED] else (strip, vector)
         whole = row == r * column
-        target = u + unit * n * n * depth * line
+        target = u + unit * n * n * v[of.PANEL]
         for j in range(v[of.VECTORS]):
             first = (chunk * v[of.VECTORS] + j) * lanes
             valid = min(lanes, v[of.OUTPUTS] - first)
@@ -131,7 +131,7 @@ def _filters(lanes: int) -> Callable[..., None]:
                     place = source + c * v[of.W_INPUT] + i * row
                     put(place, column, v[of.W_OUTPUT], valid, r * r if whole else r, strip + i * r * vector)
                 place = target + c * line + j * vector
-                call(v[of.FILTER], start, r * along, along, 0, place, n * depth * line, depth * line, 0, 1)
+                call(v[of.FILTER], start, r * along, along, 0, place, n * v[of.PANEL], v[of.PANEL], 0, 1)
 
     return run
 
@@ -155,7 +155,7 @@ def _block(lanes: int) -> Callable[..., None]:
                    target, n, to_frequency, to_tile)  # fmt: skip
         blocks = (tiles + v[of.BLOCK_ROWS] - 1) // v[of.BLOCK_ROWS]
         for chunk in range(share * chunks // v[of.SHARES], (share + 1) * chunks // v[of.SHARES]):
-            filters = u + (group * chunks + chunk) * n * n * depth * v[of.LINE]
+            filters = u + (group * chunks + chunk) * n * n * v[of.PANEL]
             multiply(v[of.PRODUCTS], scratch, filters, sums, depth, 0, blocks, n * n, v[of.DISTANCES])
             for j in range(v[of.VECTORS]):
                 first = (chunk * v[of.VECTORS] + j) * lanes
