@@ -11,7 +11,7 @@ import torch
 from tilewise.kernels.cpu import tiling as of
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.threads import has_openmp, share_out
-from tilewise.kernels.cpu.tiling import GradientTiling, Tiling
+from tilewise.kernels.cpu.tiling import ROWS, GradientTiling, Tiling, rows_of
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._costs import CPU_CACHE
@@ -25,12 +25,16 @@ TILES = (4, 6, 2)
 """Outputs of a tile along an axis."""
 OCCUPIED = 0.6
 """Share of a core's cache that a block may fill: filters pass through the rest."""
-OVERHEAD = 6
-"""What a block costs beside its tiles' products, in tiles: filters come from memory that others share."""
-TRANSFORM = 10
+LEAST_OCCUPIED = 0.33
+"""The same where filters stay there too, at the least."""
+OVERHEAD = 2
+"""What a block costs beside its tiles' products, in tiles."""
+STREAM = 20
+"""How long filters that stay in no cache take to come by, which products hide: in tiles."""
+BEGIN = 16
+"""What it costs to begin a row of an image, in numbers of it."""
+TRANSFORM = 20
 """What transforms of a tile's channel cost, in products at all frequencies."""
-LONG = 10000
-"""Inputs from which on filters go two vectors of outputs at a time."""
 GRADIENT_OCCUPIED = 0.8
 LEAST_TILES = 16
 ACCESS = 8
@@ -75,10 +79,9 @@ def forms(p: ConvProblem) -> Iterable[Config]:
 
 
 def _vectors(p: ConvProblem, lanes: int) -> int:
-    """Vectors that are summed at a time: few where sums are long, so that their filters fit the first cache."""
+    """Vectors that are summed at a time: as many as there are registers for, and as even as there can be."""
     one = _tiling(p, TILES[0], lanes, 1, (1, 1), 1)
-    most = 4 if isinstance(one, GradientTiling) or one.inputs <= LONG else 2
-    return -(-one.chunks // -(-one.chunks // most))
+    return -(-one.chunks // -(-one.chunks // max(ROWS)))
 
 
 def _gradient(one: GradientTiling, threads: int) -> tuple[tuple[int, int], int]:
@@ -89,7 +92,7 @@ def _gradient(one: GradientTiling, threads: int) -> tuple[tuple[int, int], int]:
         if t.shares > 1 and -(-t.outputs // t.share) < shares:
             continue
         room = int(GRADIENT_OCCUPIED * CPU_CACHE) - t.n**2 * t.sum_frequency
-        tiles = room // (t.n**2 * (t.tile + t.line))
+        tiles = room // (t.n**2 * (t.tile + t.other_tile))
         if tiles < LEAST_TILES and shares * t.lanes < one.outputs:
             continue
         block = _within(t, max(tiles, 4))
@@ -111,19 +114,27 @@ def _within(t: Tiling, most: int) -> tuple[int, int]:
 def _best(one: Tiling, threads: int) -> tuple[tuple[int, int], int]:
     """Rows and columns of blocks, and shares of outputs, for threads equally busy with blocks that fit a cache."""
     down, across = one.tiles
-    most = max(4, int(OCCUPIED * CPU_CACHE) // (one.n**2 * (one.tile + one.line)))
+    filters = one.filters // one.groups
+    stays = filters <= CPU_CACHE // 2
+    room = OCCUPIED * CPU_CACHE - (filters if stays else 0)
+    most = max(4, int(max(room, LEAST_OCCUPIED * CPU_CACHE)) // (one.tile + one.sum_tile))
     found = []
     for segments in range(-(-across // most), min(across, 4 * -(-across // most)) + 1):
         columns = -(-across // segments)
         tallest = max(1, min(down, most // columns))
         for rows in range(tallest, tallest // 4, -1):
             tiles = rows * columns
+            high = rows_of(one.vectors, tiles)
+            multiplied = OVERHEAD + max(-(-tiles // high) * high, 0 if stays else STREAM)
             blocks = -(-down // rows) * -(-across // columns) * one.groups
             for shares in range(1, min(threads, one.chunks) + 1):
                 units = blocks * shares
                 rounds = -(-units // threads) if units < MOST_UNITS * threads else units / threads
                 outputs = -(-one.chunks // shares) * one.vectors * one.lanes
-                time = rounds * (one.inputs * outputs * (tiles + OVERHEAD) + TRANSFORM * (one.inputs + outputs) * tiles)
+                over = one.r - 1
+                short = 1 + (over + BEGIN) / (columns * one.m)
+                transforms = TRANSFORM * short * ((1 + over / (rows * one.m)) * one.inputs + outputs) * tiles
+                time = rounds * (one.inputs * outputs * multiplied + transforms)
                 found.append((time, shares, -tiles, (rows, columns)))
     _, shares, _, block = min(found)
     return block, shares

@@ -14,9 +14,9 @@ __all__ = ["ROWS", "GradientTiling", "Tiling", "rows_of"]
     KIND, INPUTS, OUTPUTS, TILE_ROWS, IMAGE_ROWS, ACROSS, ROWS_, COLUMNS, SEGMENTS, BLOCKS, SHARES, SHARE, CHUNKS,
     VECTORS, M, R, N, X_HEIGHT, X_WIDTH, LEAD, BEFORE, X_IMAGE, X_CHANNEL, X_ROW, X_COLUMN, Y_HEIGHT, Y_WIDTH, Y_IMAGE,
     Y_CHANNEL, Y_ROW, Y_COLUMN, W_GROUP, W_OUTPUT, W_INPUT, W_ROW, W_COLUMN, TURNED, FORWARD, FILTER, BACKWARD,
-    PRODUCTS, BLOCK_ROWS, DISTANCES, LINE, TILE, FREQUENCY, OTHER_FREQUENCY, SUM_FREQUENCY, OTHERS, SUMS, STRIP,
-    NUMBERS,
-) = range(52)  # fmt: skip
+    PRODUCTS, BLOCK_ROWS, DISTANCES, LINE, PANEL, TILE, FREQUENCY, OTHER_TILE, OTHER_FREQUENCY, SUM_TILE, SUM_FREQUENCY,
+    OTHERS, SUMS, STRIP, NUMBERS,
+) = range(55)  # fmt: skip
 
 NUMBER = 4
 """Bytes of an fp32 number."""
@@ -92,9 +92,14 @@ class Tiling:
         return self.vector * self.vectors
 
     @property
+    def panel(self) -> int:
+        """Bytes from transformed filters at one frequency to those at the next."""
+        return self._odd(self.inputs * self.line)
+
+    @property
     def filters(self) -> int:
         """Bytes of all transformed filters."""
-        return self.groups * self.chunks * self.n**2 * self.inputs * self.line
+        return self.groups * self.chunks * self.n**2 * self.panel
 
     @property
     def block_rows(self) -> int:
@@ -108,28 +113,33 @@ class Tiling:
 
     @property
     def tile(self) -> int:
-        """Bytes from a tile's inputs at one frequency to the next one's."""
-        return self._whole(NUMBER * self.inputs)
+        """Bytes from a tile's inputs to the next one's: of all frequencies, which a transform writes side by side."""
+        return self._odd(self.n**2 * self.frequency)
 
     @property
     def frequency(self) -> int:
-        """Bytes from a block's inputs at one frequency to those at the next."""
-        return self._odd(self._room * self.tile)
+        """Bytes from a tile's inputs at one frequency to those at the next."""
+        return self._whole(NUMBER * self.inputs)
+
+    @property
+    def sum_tile(self) -> int:
+        """The same of a tile's sums."""
+        return self._odd(self.n**2 * self.line)
 
     @property
     def sum_frequency(self) -> int:
-        """The same of sums."""
-        return self._odd(self._room * self.line)
+        """And of those at a frequency."""
+        return self.line
 
     @property
     def sums(self) -> int:
         """Where sums begin in a thread's scratch: behind transformed inputs."""
-        return self.n**2 * self.frequency
+        return self._room * self.tile
 
     @property
     def strip(self) -> int:
         """Where an image's strip begins: behind sums."""
-        return self.sums + self.n**2 * self.sum_frequency
+        return self.sums + self._room * self.sum_tile
 
     @property
     def scratch(self) -> int:
@@ -143,7 +153,7 @@ class Tiling:
         return -(-size // self.vector) * self.vector
 
     def _odd(self, size: int) -> int:
-        """So many vectors that they are odd, so that frequencies share out over the cache."""
+        """An odd number of vectors, so that what lies so far apart shares out over the cache."""
         return (-(-size // self.vector) | 1) * self.vector
 
     def numbers(self) -> dict[int, int]:
@@ -153,14 +163,14 @@ class Tiling:
             IMAGE_ROWS: self.tiles[0] // self.batch, ACROSS: self.tiles[1], ROWS_: self.rows, COLUMNS: self.columns,
             SEGMENTS: self.segments, BLOCKS: self.blocks, SHARES: self.shares, CHUNKS: self.chunks,
             VECTORS: self.vectors, M: self.m, R: self.r, N: self.n, BLOCK_ROWS: self.block_rows, LINE: self.line,
-            TILE: self.tile, FREQUENCY: self.frequency, SUM_FREQUENCY: self.sum_frequency, SUMS: self.sums,
-            STRIP: self.strip,
+            PANEL: self.panel,
+            TILE: self.tile, FREQUENCY: self.frequency, SUM_TILE: self.sum_tile, SUM_FREQUENCY: self.sum_frequency,
+            SUMS: self.sums, STRIP: self.strip,
         }  # fmt: skip
 
     def distances(self) -> list[int]:
         """What products take as such."""
-        panel = self.inputs * self.line
-        return [self.tile, NUMBER, self.frequency, self.line, panel, self.line, self.sum_frequency]
+        return [self.tile, NUMBER, self.frequency, self.line, self.panel, self.sum_tile, self.sum_frequency]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +197,27 @@ class GradientTiling(Tiling):
 
     @property
     def tile(self) -> int:
+        """Bytes from a tile's inputs at one frequency to the next one's, over which sums go."""
+        return self.line
+
+    @property
+    def frequency(self) -> int:
+        return self._odd(self.rows * self.columns * self.tile)
+
+    @property
+    def other_tile(self) -> int:
         """Bytes from a tile's outputs at one frequency to the next one's."""
         return self._whole(NUMBER * self.share)
 
     @property
-    def frequency(self) -> int:
-        return self._odd(self.rows * self.columns * self.line)
-
-    @property
     def other_frequency(self) -> int:
         """Bytes from a block's outputs at one frequency to those at the next."""
-        return self._odd(self.rows * self.columns * self.tile)
+        return self._odd(self.rows * self.columns * self.other_tile)
+
+    @property
+    def sum_tile(self) -> int:
+        """Bytes from an output's sums at one frequency to the next one's."""
+        return self.line
 
     @property
     def sum_frequency(self) -> int:
@@ -212,11 +232,17 @@ class GradientTiling(Tiling):
     def sums(self) -> int:
         return self.others + self.n**2 * self.other_frequency
 
+    @property
+    def strip(self) -> int:
+        return self.sums + self.n**2 * self.sum_frequency
+
     def numbers(self) -> dict[int, int]:
-        mine = {SHARE: self.share, OTHERS: self.others, OTHER_FREQUENCY: self.other_frequency}
+        mine = {
+            SHARE: self.share, OTHERS: self.others, OTHER_TILE: self.other_tile, OTHER_FREQUENCY: self.other_frequency,
+        }  # fmt: skip
         return {**Tiling.numbers(self), **mine}
 
     def distances(self) -> list[int]:
         return [
-            NUMBER, self.tile, self.other_frequency, self.line, self.frequency, self.line, self.sum_frequency,
+            NUMBER, self.other_tile, self.other_frequency, self.tile, self.frequency, self.line, self.sum_frequency,
         ]  # fmt: skip

@@ -90,7 +90,7 @@ def _tiles_out(lanes: int) -> Callable[..., None]:
 
     @compiled(lanes)
     def run(y, v, rows, columns, valid, strip, source):
-        m, row, column, to_tile, frequency = v[of.M], v[of.Y_ROW], v[of.Y_COLUMN], v[of.LINE], v[of.SUM_FREQUENCY]
+        m, row, column, to_tile, frequency = v[of.M], v[of.Y_ROW], v[of.Y_COLUMN], v[of.SUM_TILE], v[of.SUM_FREQUENCY]
         tiles, n = columns[1] - columns[0], v[of.N]
         first = columns[0] * m
         count, pitch = min(tiles * m, v[of.Y_WIDTH] - first), (tiles * m + lanes) * vector
@@ -121,7 +121,7 @@ def _filters(lanes: int) -> Callable[..., None]:
         # A filter that is turned is read from its last tap on.
         start, along = (strip + (r * r - 1) * vector, -vector) if v[of.TURNED] else (strip, vector)
         whole = row == r * column
-        target = u + unit * n * n * depth * line
+        target = u + unit * n * n * v[of.PANEL]
         for j in range(v[of.VECTORS]):
             first = (chunk * v[of.VECTORS] + j) * lanes
             valid = min(lanes, v[of.OUTPUTS] - first)
@@ -131,7 +131,7 @@ def _filters(lanes: int) -> Callable[..., None]:
                     place = source + c * v[of.W_INPUT] + i * row
                     put(place, column, v[of.W_OUTPUT], valid, r * r if whole else r, strip + i * r * vector)
                 place = target + c * line + j * vector
-                call(v[of.FILTER], start, r * along, along, 0, place, n * depth * line, depth * line, 0, 1)
+                call(v[of.FILTER], start, r * along, along, 0, place, n * v[of.PANEL], v[of.PANEL], 0, 1)
 
     return run
 
@@ -155,7 +155,7 @@ def _block(lanes: int) -> Callable[..., None]:
                    target, n, to_frequency, to_tile)  # fmt: skip
         blocks = (tiles + v[of.BLOCK_ROWS] - 1) // v[of.BLOCK_ROWS]
         for chunk in range(share * chunks // v[of.SHARES], (share + 1) * chunks // v[of.SHARES]):
-            filters = u + (group * chunks + chunk) * n * n * depth * v[of.LINE]
+            filters = u + (group * chunks + chunk) * n * n * v[of.PANEL]
             multiply(v[of.PRODUCTS], scratch, filters, sums, depth, 0, blocks, n * n, v[of.DISTANCES])
             for j in range(v[of.VECTORS]):
                 first = (chunk * v[of.VECTORS] + j) * lanes
@@ -195,11 +195,11 @@ def _gradient(lanes: int) -> Callable[..., None]:
             for c in range(first, last, lanes):
                 source, target = x + (group * v[of.INPUTS] + c) * v[of.X_CHANNEL], scratch + (c - first) * NUMBER
                 gather(source, plane, apart, (n, m), rows, columns, min(lanes, last - c), strip, v[of.FORWARD],
-                       target, n, v[of.FREQUENCY], line)  # fmt: skip
+                       target, n, v[of.FREQUENCY], v[of.TILE])  # fmt: skip
             for k in range(begin, end, lanes):
                 source, target = y + (group * v[of.OUTPUTS] + k) * v[of.Y_CHANNEL], others + (k - begin) * NUMBER
                 gather(source, other, other_apart, (m, m), rows, columns, min(lanes, end - k), strip, v[of.FILTER],
-                       target, n, v[of.OTHER_FREQUENCY], v[of.TILE])  # fmt: skip
+                       target, n, v[of.OTHER_FREQUENCY], v[of.OTHER_TILE])  # fmt: skip
             tiles = (rows[1] - rows[0]) * (columns[1] - columns[0])
             call(v[of.PRODUCTS], others, scratch, sums, tiles, block, blocks, n * n, v[of.DISTANCES])
         row, column = v[of.W_ROW], v[of.W_COLUMN]
