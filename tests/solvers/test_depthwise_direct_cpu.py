@@ -157,7 +157,7 @@ def test_inputs_that_no_output_reads_may_be_anything(axis: Axis, pass_: Pass) ->
     c = next(iter(SOLVER.configs(p)))
     for tile in (c["tile"], (4,)):
         got = run(p, a, b, make_result(p), Config(**{**c, "tile": tile}))
-        assert (got - want).abs().max() <= 1e-5
+        assert (got - want).abs().max() <= 2e-6 * max(1.0, float(want.abs().max()))  # tiles sum in other orders
 
 
 def test_configs_of_other_problems_are_refused() -> None:
