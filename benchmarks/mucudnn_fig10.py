@@ -30,7 +30,14 @@ DEFAULTS = {
     "policies": "powers_of_two,all",
     "rigor": "measure",
 }
-QUICK = {"layers": "conv2", "passes": "fprop,wgrad", "batch": "8", "limits": "16MiB", "policies": "powers_of_two"}
+QUICK = {
+    "layers": "conv2",
+    "passes": "fprop,wgrad",
+    "batch": "8",
+    "limits": "16MiB",
+    "policies": "powers_of_two",
+    "rigor": "estimate",
+}
 JUDGED = "64MiB"
 UNDIVIDED = "undivided"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -32,13 +33,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-@pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+WHOLE = 2000
+"""Tests of a run that is worth compiling every CPU kernel for before it begins."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Share out among the workers of a whole run what many of its tests would each begin by compiling."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if len(session.items) < WHOLE or not worker or importlib.util.find_spec("numba") is None:
+        return
+    from tilewise.kernels.cpu import compiling
+
+    folder = kernel_folder(session.config._tmp_path_factory)  # type: ignore[attr-defined]
+    number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    jobs = [(load, lanes) for lanes in (16, 4) for load in (compiling.load, compiling.load_direct)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tilewise.cache.kernel_dir", lambda: folder)
+        for load, lanes in jobs[number::count]:
+            load(lanes)
+
+
+def kernel_folder(factory: pytest.TempPathFactory) -> Path:
     """Where all tests, of all workers, keep what they compile."""
-    base = tmp_path_factory.getbasetemp()
+    base = factory.getbasetemp()
     found = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     found.mkdir(exist_ok=True)
     return found
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all tests, of all workers, keep what they compile."""
+    return kernel_folder(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

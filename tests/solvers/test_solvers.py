@@ -20,7 +20,7 @@ from tilewise.planner.measure import fp32_precision
 from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
 from tilewise.solvers import Solver, SolverUnavailable, Split, all_solvers
 
-EXAMPLES = 6
+EXAMPLES = 5
 CONFIGS = 3
 GUARD = 512
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
