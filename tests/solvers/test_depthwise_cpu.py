@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.solvers.cpu_runs import at_once, run_poisoned
 from tests.solvers.test_depthwise_fft import depthwise
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import with_memory
@@ -46,14 +46,7 @@ LAYERS = {
 
 def run(p: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, number: int = 0) -> torch.Tensor:
     """In a workspace full of NaN."""
-    c = list(SOLVER.configs(p))[number]
-    space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
-    bound = SOLVER.bind(p, c, a, b, out)
-    if p.constant_weight:
-        kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8)
-        SOLVER.prepare(p, c, b)(b, kept, space)
-        b, space = kept, space.fill_(0xFF)
-    return bound(a, b, out.fill_(math.nan), space)
+    return run_poisoned(SOLVER, p, list(SOLVER.configs(p))[number], a, b, out)
 
 
 def error(p: ConvProblem, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
@@ -174,14 +167,7 @@ def test_callers_at_once() -> None:
     p = ConvProblem(Pass.FPROP, 2, 40, 40, LAYERS["odd planes"], 40)
     a, b = make_operands(p)
     want = run(p, a, b, make_result(p)).clone()
-    got: list[torch.Tensor] = []
-    callers = [
-        threading.Thread(target=lambda: got.extend(run(p, a, b, make_result(p)) for _ in range(20))) for _ in range(6)
-    ]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    got = at_once(lambda: run(p, a, b, make_result(p)), 6)
     assert len(got) == 120
     assert all(torch.equal(each, want) for each in got)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.solvers.cpu_runs import at_once
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import axes, with_memory
 
@@ -117,14 +117,7 @@ def test_callers_at_once(pass_: Pass) -> None:
     p = ConvProblem(pass_, 2, 3, 3, LAYERS["7x7"], 3)
     a, b = make_operands(p)
     want = run(p, a, b, make_result(p)).clone()
-    got: list[torch.Tensor] = []
-    callers = [
-        threading.Thread(target=lambda: got.extend(run(p, a, b, make_result(p)) for _ in range(20))) for _ in range(4)
-    ]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    got = at_once(lambda: run(p, a, b, make_result(p)), 4)
     assert len(got) == 80
     assert all(torch.equal(each, want) for each in got)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.solvers.cpu_runs import run_poisoned
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import with_memory
 
@@ -47,13 +48,7 @@ def layers(draw: st.DrawFn, pass_: Pass) -> ConvProblem:
 
 def run(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """In a workspace full of NaN."""
-    space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
-    bound = SOLVER.bind(p, c, a, b, out)
-    if p.constant_weight:
-        kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8)
-        SOLVER.prepare(p, c, b)(b, kept, space)
-        b, space = kept, space.fill_(0xFF)
-    return bound(a, b, out.fill_(math.nan), space)
+    return run_poisoned(SOLVER, p, c, a, b, out)
 
 
 def error(p: ConvProblem, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:

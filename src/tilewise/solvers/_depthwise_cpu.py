@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 Sizes = TypeVar("Sizes", Planes, Signals)
 
 __all__ = [
-    "MOST_SCRATCH", "Units", "constant", "filter_transforms", "forms", "lanes", "missing", "scratch", "shares",
-    "sizes_of", "strides", "worked_on",
+    "MOST_SCRATCH", "Units", "constant", "filter_transforms", "forms", "lanes", "missing", "numba_reasons", "scratch",
+    "shares", "sizes_of", "strides", "worked_on",
 ]  # fmt: skip
 
 MOST_SCRATCH = 2**24
@@ -184,8 +185,15 @@ class Units:
 def _compiled(lanes: int) -> Kernel:
     from tilewise.kernels.cpu.compiling import load
 
-    try:
+    with numba_reasons():
         return load(lanes)
-    except Exception as error:  # Numba and LLVM raise errors of their own
+
+
+@contextlib.contextmanager
+def numba_reasons() -> Iterator[None]:
+    """What Numba and LLVM raise, errors of their own, as ``SolverUnavailable`` with the reason."""
+    try:
+        yield
+    except Exception as error:
         text = str(error).strip().splitlines()
         raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error

@@ -18,7 +18,7 @@ from tilewise.kernels.cpu.windows import COUNT, HEADER, MOST_COLUMNS, REGISTERS,
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._costs import CPU_CACHE
-from tilewise.solvers._depthwise_cpu import DTYPES, PAGE, UNITS, WIDEST, missing, strides
+from tilewise.solvers._depthwise_cpu import DTYPES, PAGE, UNITS, WIDEST, missing, numba_reasons, strides
 from tilewise.solvers._tiles import integer
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 
@@ -450,8 +450,5 @@ def _flat(found: Layout, apart: list[int]) -> tuple[tuple[int, int, int, int, in
 def _compiled(lanes: int) -> DirectKernel:
     from tilewise.kernels.cpu.compiling import load_direct
 
-    try:
+    with numba_reasons():
         return load_direct(lanes)
-    except Exception as error:  # Numba and LLVM raise errors of their own
-        text = str(error).strip().splitlines()
-        raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error

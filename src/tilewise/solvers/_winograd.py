@@ -15,9 +15,8 @@ from tilewise.kernels.cpu.tiling import ROWS, GradientTiling, Tiling, rows_of
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._costs import CPU_CACHE
-from tilewise.solvers._depthwise_cpu import WIDEST
+from tilewise.solvers._depthwise_cpu import WIDEST, numba_reasons
 from tilewise.solvers._tiles import integer
-from tilewise.solvers.base import SolverUnavailable
 
 __all__ = ["TILES", "Tiles", "forms", "tiling"]
 
@@ -201,8 +200,5 @@ class Tiles:
 def _compiled(t: Tiling, gradient: bool) -> tuple[int, ...]:
     from tilewise.kernels.cpu.compiling import load_winograd
 
-    try:
+    with numba_reasons():
         return load_winograd(t.lanes, t.m, t.r, t.vectors, t.block_rows, gradient)
-    except Exception as error:  # Numba and LLVM raise errors of their own
-        text = str(error).strip().splitlines()
-        raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
