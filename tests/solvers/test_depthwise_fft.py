@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tests.kernels.emulator import emulate, emulated
+from tests.kernels.emulator import emulated
+from tests.solvers.emulated_steps import EmulatedSteps, launch
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import with_memory
 
@@ -25,59 +26,20 @@ from tilewise.kernels.reference import convolve_by_transform
 from tilewise.plan import Config
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._depthwise_fft import Step
 from tilewise.solvers._fft_sizes import least, least_whole, whole_placement
-from tilewise.solvers.base import Prepare, Run, SolverUnavailable
+from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.depthwise_fft import DepthwiseFFT
 
 DENSE = (("contiguous", 0),) * 3
 SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-class Emulated(DepthwiseFFT):
+class Emulated(EmulatedSteps, DepthwiseFFT):
     """The solver with its kernels run by the emulator."""
-
-    def __init__(self, backwards: bool = False) -> None:
-        self.backwards = backwards
 
     def on_cpu(self, p: ConvProblem) -> bool:
         """Never: here a GPU's kernels run."""
         return False
-
-    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
-        assert out is not None
-        steps = self.steps(p, c, a, b, out)
-
-        def run(
-            a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
-        ) -> torch.Tensor:
-            assert out is not None
-            for step in steps:
-                launch(step, (a, b, out, workspace), self.backwards)
-            return out
-
-        return run
-
-    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
-        steps = self.filters(p, c, weight)
-
-        def prepare(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
-            for step in steps:
-                launch(step, (weight, None, kept, workspace), self.backwards)
-
-        return prepare
-
-
-def launch(
-    step: Step, tensors: tuple[torch.Tensor | None, ...], backwards: bool, source: str | None = None
-) -> None:  # fmt: skip
-    addresses = []
-    for number, offset in step.pointers:
-        tensor = tensors[number]
-        assert tensor is not None
-        addresses.append(tensor.data_ptr() + offset)
-    p = step.program
-    emulate(source or p.source(), p.name, step.grid, p.threads, addresses, step.scalars, backwards)
 
 
 SOLVER = Emulated()

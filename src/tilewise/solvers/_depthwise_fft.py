@@ -35,6 +35,7 @@ class Step:
 class Operand:
     """A tensor's part that counts: its place in the basis per axis, strides in elements, the first byte.
 
+    A filter's ``channel`` is one of outputs, its ``image`` one of inputs.
     ``pairs``: neighbours along the last axis can be accessed two at a time.
     """
 
@@ -50,7 +51,7 @@ class Operand:
         """The tensor with place ``role``."""
         places = tuple(whole_placement(axis, role, p.pass_) for axis in p.axes)
         strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        image, channel = (0, strides[0]) if role == "w" else strides[:2]
+        image, channel = strides[1::-1] if role == "w" else strides[:2]
         space = strides[2:]
         first = sum(place.start * stride for place, stride in zip(places, space, strict=True))
         outer = [stride for place, stride in zip(places[:-1], space[:-1], strict=True) if place.count > 1]

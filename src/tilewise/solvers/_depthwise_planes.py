@@ -16,12 +16,16 @@ from tilewise.solvers._depthwise_fft import FIRST, OUT, SECOND, WORKSPACE, Opera
 from tilewise.solvers._fft_sizes import least_whole, whole_placement
 from tilewise.solvers._tiles import PROCESSORS, integer
 
-__all__ = ["basis", "configs", "constant", "filters", "steps", "too_large", "transformed", "workspace"]
+__all__ = [
+    "basis", "configs", "constant", "filters", "resident_blocks", "steps", "too_large", "transformed", "workspace",
+]  # fmt: skip
 
 THREADS = (64, 256)
 """Least and most threads of a block that are worth trying, where planes can be chosen."""
 PLANES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 """Planes of a block that are worth trying."""
+SUMMING = ("depthwise2d_gradient", "depthwise2d_summed")
+"""Kernels that hold sums."""
 REGISTERS = 65536
 LEAST_SHARED = 48
 """Points of a transform from which on two threads are tried for each."""
@@ -70,7 +74,7 @@ def configs(p: ConvProblem) -> Iterable[Config]:
 
 
 def _variants(p: ConvProblem, base: Config, program: Program) -> list[Config]:
-    resident = _resident(program)
+    resident = resident_blocks(program)
     found = [(resident, base)]
     if program.threads * resident < 512 and resident < SHARED // (program.shared + 1024):
         found.append((resident + 1, Config(**base, resident=resident + 1)))
@@ -82,10 +86,10 @@ def _variants(p: ConvProblem, base: Config, program: Program) -> list[Config]:
     return list(dict.fromkeys(listed))
 
 
-def _resident(program: Program) -> int:
+def resident_blocks(program: Program) -> int:
     """Blocks that a multiprocessor holds, about."""
     points = max(program.n1 // program.split1, program.n2 // program.split2)
-    sums = 2 * points if program.name == "depthwise2d_gradient" and not program.keep else 0
+    sums = 2 * points * program.results if program.name in SUMMING and not program.keep else 0
     registers = min(255, 2 * points + sums + 56)
     # Each of four schedulers has a quarter of the registers, for whole warps.
     warps = 4 * (REGISTERS // 4 // (32 * -(-registers // 8) * 8))
@@ -177,7 +181,7 @@ def _filter(p: ConvProblem, program: Program, w: Operand, tensors: tuple[int, in
     )  # fmt: skip
     return Step(
         filters, -(-p.in_channels // filters.planes), ((source, w.start), (target, 0)),
-        (p.in_channels, w.channel, *w.space, _scale(program)),
+        (p.in_channels, p.in_channels, 0, w.channel, *w.space, _scale(program)),
     )  # fmt: skip
 
 
@@ -217,7 +221,7 @@ def _gradient(p: ConvProblem, c: Config, program: Program, tensors: dict[str, Op
         ),
         Step(
             adder, -(-elements // adder.threads), ((WORKSPACE, 0), (OUT, w.start)),
-            (elements, shares, height, width, w.channel, *w.space),
+            (elements, shares, height, width, channels, 0, w.channel, *w.space),
         ),
     ]  # fmt: skip
 

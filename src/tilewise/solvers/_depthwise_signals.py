@@ -246,6 +246,6 @@ def _gradient(
         ),
         Step(
             adder, -(-elements // adder.threads), ((WORKSPACE, 0), (OUT, 0)),
-            (elements, shares, 1, axis.kernel, w.channel, 0, *w.space),
+            (elements, shares, 1, axis.kernel, channels, 0, w.channel, 0, *w.space),
         ),
     ]  # fmt: skip

@@ -14,6 +14,7 @@ from tilewise.solvers import _depthwise_cpu_planes as cpu_planes
 from tilewise.solvers import _depthwise_cpu_signals as cpu_signals
 from tilewise.solvers import _depthwise_planes as planes
 from tilewise.solvers import _depthwise_signals as signals
+from tilewise.solvers._costs import PLAIN_ARITHMETIC
 from tilewise.solvers._depthwise_cpu import missing
 from tilewise.solvers._depthwise_fft import Step, compiled
 from tilewise.solvers._fft_sizes import least, meets
@@ -23,8 +24,6 @@ __all__ = ["DepthwiseFFT"]
 
 MOST = 2**31 - 2**20
 """Planes, and elements of the filter: kernels count them in 32 bits."""
-EFFICIENCY = {"fp32": 0.25, "tf32": 0.03, "16-bit": 0.017}
-"""Share of the matrix product's rate that transforms reach, which are done in fp32 whatever the operands."""
 CPU_EFFICIENCY = 0.4
 """The same on a CPU, where 16-bit operands' products are done in fp32 too."""
 LEAST_PRODUCTS = 4
@@ -99,7 +98,7 @@ class DepthwiseFFT(Solver):
         """Transforms in the smallest basis, at the rate of plain arithmetic, and operands read once."""
         points = self._way(p).transformed(p, c)
         flops = int(points * (2.5 * math.log2(math.prod(c["basis"])) + 4))  # type: ignore[arg-type]
-        share = EFFICIENCY["16-bit" if p.dtype != "fp32" else "tf32" if p.precision == "tf32" else "fp32"]
+        share = PLAIN_ARITHMETIC["16-bit" if p.dtype != "fp32" else "tf32" if p.precision == "tf32" else "fp32"]
         if self.on_cpu(p):
             return Cost(flops, p.bytes + self.constant(p, c), 1, CPU_EFFICIENCY)
         kept = self.constant(p, c)

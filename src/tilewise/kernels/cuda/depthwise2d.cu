@@ -6,6 +6,7 @@
 //   SPLIT1, SPLIT2    threads that share one transform down a column (of N1 points) and along a row (of N2)
 //   PLANES, THREADS   planes of a thread block, its threads
 //   PITCH             complex numbers from one row to the next in shared memory, odd
+//   RESULTS           sums of products that a thread makes of what it has of one row
 //   CORRELATE         the product with a filter is one with its conjugate
 //   WIDE              results are fp32 whatever the operands
 //   A, B, C           windows: where the operands and the result lie in the N1 x N2 plane, and how far apart
@@ -208,6 +209,25 @@ __device__ __forceinline__ void pair_product(float2 a, float2 b, float2 sum, flo
   low = plus_product<CONJUGATE>(plus_product<CONJUGATE>(zero, a, sum), conjugate(b), rest);
   high = plus_product<!CONJUGATE>(plus_product<!CONJUGATE>(zero, b, sum), conjugate(a), rest);
 }
+
+// A thread's sum of products: of its part of a row in registers, or at ``s`` and so on in shared memory.
+template <bool SHARED> struct Sum {
+  float2 value[M2];
+  __device__ __forceinline__ void clear(float2*) {
+#pragma unroll
+    for (int i = 0; i < M2; ++i) value[i] = make_float2(0.f, 0.f);
+  }
+  __device__ __forceinline__ float2& operator[](int i) { return value[i]; }
+};
+template <> struct Sum<true> {
+  float2* value;
+  __device__ __forceinline__ void clear(float2* s) {
+    value = s;
+#pragma unroll
+    for (int i = 0; i < M2; ++i) value[i * PLANES * ROW_THREADS] = make_float2(0.f, 0.f);
+  }
+  __device__ __forceinline__ float2& operator[](int i) { return value[i * PLANES * ROW_THREADS]; }
+};
 
 // One complex column out of the half spectra of two real ones; with two threads, ``part`` is the parity of its rows.
 template <class Win> __device__ __forceinline__ void unite(const float2* s, int part, float2 (&r)[M1]) {

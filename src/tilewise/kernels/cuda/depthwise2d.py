@@ -51,9 +51,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One of the kernels ``depthwise2d_filter``, ``depthwise2d_image`` and ``depthwise2d_gradient``.
+    """One of the kernels ``depthwise2d_filter``, ``..._image``, ``..._gradient`` and ``..._summed``.
 
-    ``windows`` of the operands and the result, in that order (the filter's kernel has one, that of images two);
+    ``windows`` of the operands and the result, in that order (the filter's kernel has one, that of images and of sums
+    two: the other operand's spectra are those of the filter's kernel); ``results`` sums are made of each plane;
     ``split`` threads share each transform; ``resident`` blocks a multiprocessor is to hold (0: no bound); ``correlate``
     multiplies with the conjugate of the filter's spectrum; ``wide`` results are fp32 whatever the operands.
     """
@@ -69,6 +70,7 @@ class Program:
     resident: int = 0
     correlate: bool = False
     wide: bool = False
+    results: int = 1
 
     @property
     def row_threads(self) -> int:
@@ -89,7 +91,7 @@ class Program:
     @property
     def keep(self) -> bool:
         """Whether sums of products are kept in shared memory."""
-        return self.n2 // self.split2 > FEW_ENOUGH
+        return self.n2 // self.split2 * (1 + self.results) > 2 * FEW_ENOUGH
 
     @property
     def shared(self) -> int:
@@ -97,6 +99,8 @@ class Program:
         plane = self.n1 // 2 * self.pitch
         if self.name == "depthwise2d_gradient":
             plane += (1 + self.keep) * self.n1 // 2 * self.n2
+        elif self.name == "depthwise2d_summed":
+            plane = 2 * plane + self.keep * self.results * self.n1 // 2 * self.n2
         return -(-8 * self.planes * plane // 16) * 16
 
     def problems(self) -> list[str]:
@@ -114,7 +118,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Adder:
-    """The kernel ``depthwise_sum``, which sums what shares of the images give to filters' gradients."""
+    """The kernel ``depthwise_sum``, which sums planes over shares."""
 
     dtype: torch.dtype
     wide: bool
@@ -146,8 +150,8 @@ def _source(p: Program) -> str:
     bounds = f"{p.threads}, {p.resident}" if p.resident else f"{p.threads}"
     values = {
         "N1": p.n1, "N2": p.n2, "SPLIT1": p.split1, "SPLIT2": p.split2, "PLANES": p.planes, "THREADS": p.threads,
-        "PITCH": p.pitch, "CORRELATE": p.correlate, "WIDE": p.wide, "KEEP": p.keep, "REAL": REALS[p.dtype],
-        "STREAM_STORES": p.name == "depthwise2d_image",
+        "PITCH": p.pitch, "RESULTS": p.results, "CORRELATE": p.correlate, "WIDE": p.wide, "KEEP": p.keep,
+        "REAL": REALS[p.dtype], "STREAM_STORES": p.name == "depthwise2d_image",
     }  # fmt: skip
     windows = [f"using {name} = {w.cpp()};" for name, w in zip(_window_names(p), p.windows, strict=True)]
     texts = [
@@ -159,4 +163,9 @@ def _source(p: Program) -> str:
 
 
 def _window_names(p: Program) -> str:
-    return {"depthwise2d_filter": "A", "depthwise2d_image": "AC", "depthwise2d_gradient": "ABC"}[p.name]
+    return {
+        "depthwise2d_filter": "A",
+        "depthwise2d_image": "AC",
+        "depthwise2d_gradient": "ABC",
+        "depthwise2d_summed": "AC",
+    }[p.name]

@@ -1,4 +1,5 @@
 // Spectra of filters, in the order in which the threads of depthwise2d_image.cu hold a plane's; depthwise2d.cu says how.
+// Each ``inner`` of them lie ``w_inner`` apart, those ``w_outer``.
 
 template <int PART> __device__ __forceinline__ void put_edge(const float2 (&r)[M2], float factor, float2* f, float2* g) {
 #pragma unroll
@@ -12,19 +13,19 @@ template <int PART> __device__ __forceinline__ void put_edge(const float2 (&r)[M
 }
 
 extern "C" __global__ void BOUNDS depthwise2d_filter(const Real* __restrict__ w, float2* __restrict__ spectra,
-                                                     i64 channels, i64 w_channel, i64 w_row, i64 w_column,
-                                                     double scale) {
+                                                     i64 filters, i64 inner, i64 w_outer, i64 w_inner, i64 w_row,
+                                                     i64 w_column, double scale) {
   extern __shared__ float4 shared[];
   float2* s = (float2*)shared;
   const unsigned first = blockIdx.x * (unsigned)PLANES;
   columns_forward<A>(w, {w_row, w_column},
-                     [&](int slot) { return start(first + slot, channels, channels, 0, w_channel).offset; }, s);
+                     [&](int slot) { return start(first + slot, filters, inner, w_outer, w_inner).offset; }, s);
   __syncthreads();
   const Seat me = row_seat();
   if (!me.works) return;
   float2 r[M2];
   row_forward<A>(s + me.slot * PLANE + me.lane * PITCH, me.part, r);
-  const Start to = start(first + me.slot, channels, channels, 0, SPECTRUM);
+  const Start to = start(first + me.slot, filters, filters, 0, SPECTRUM);
   if (!to.exists) return;
   float2* f = spectra + to.offset + me.lane * SPLIT2 + me.part;
   if (me.lane == 0) {

@@ -4,21 +4,6 @@
 // of a row keep an image's spectrum in shared memory, each its own numbers, until the output gradient's is there, and
 // the sum in registers, or where those are too few (KEEP) in shared memory as well.
 
-// The sum of products in the registers of a thread, or in shared memory.
-template <bool SHARED> struct Sum {
-  float2 value[M2] = {};
-  __device__ __forceinline__ Sum(float2*) {}
-  __device__ __forceinline__ float2& operator[](int i) { return value[i]; }
-};
-template <> struct Sum<true> {
-  float2* value;
-  __device__ __forceinline__ Sum(float2* s) : value(s) {
-#pragma unroll
-    for (int i = 0; i < M2; ++i) value[i * PLANES * ROW_THREADS] = make_float2(0.f, 0.f);
-  }
-  __device__ __forceinline__ float2& operator[](int i) { return value[i * PLANES * ROW_THREADS]; }
-};
-
 template <int PART, class Sums>
 __device__ __forceinline__ void add_edge(const float2 (&r)[M2], const float2* kept, Sums& sum) {
 #pragma unroll
@@ -46,7 +31,8 @@ extern "C" __global__ void BOUNDS depthwise2d_gradient(const Real* __restrict__ 
   const bool rows = row_warp();
   float2 *row = s + me.slot * PLANE + me.lane * PITCH;
   float2* kept = s + PLANES * PLANE + (me.slot * ROW_THREADS + me.lane * SPLIT2 + me.part);
-  Sum<(KEEP != 0)> sum(kept + M2 * PLANES * ROW_THREADS);
+  Sum<(KEEP != 0)> sum;
+  sum.clear(kept + M2 * PLANES * ROW_THREADS);
   const i64 end = images * (share + 1) / shares;
   for (i64 n = images * share / shares; n < end; ++n) {
     const auto from = [&](i64 channel, i64 image) {

@@ -1,0 +1,118 @@
+"""Convolutions with few results from long sums: each plane is transformed where it is summed, in one kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from tilewise.kernels.cuda.launch import unavailable
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers import _summed_planes as planes
+from tilewise.solvers._costs import PLAIN_ARITHMETIC
+from tilewise.solvers._depthwise_fft import Step, compiled
+from tilewise.solvers._fft_sizes import meets
+from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
+
+__all__ = ["SummedFFT"]
+
+MOST_RESULTS = 8
+"""Results of a sum beyond which each plane is transformed too often."""
+LEAST_SUM = 4
+"""Shorter sums leave spectra no larger than results, which solver ``fft`` does as well."""
+MOST = 2**31 - 2**20
+"""Planes, and elements of the result: kernels count them in 32 bits."""
+
+
+class SummedFFT(Solver):
+    """Transform and product in one kernel, for few results of long sums (Vasilache et al. 2014, section 3, fused).
+
+    A forward pass with few output channels, a gradient of an image with few input channels, and a filter's gradient
+    with few of either sum many planes' spectra, each times the spectrum of another plane, of which there are few. Here
+    a plane is read and transformed once, multiplied and added in registers, and its spectrum never leaves the
+    multiprocessor: what ``fft`` writes and reads again, the largest thing in such a layer, is no more. The others'
+    spectra are made before and come from the second cache; each sum goes back once, in the same kernel.
+
+    ``basis`` is the transform's size along each axis, ``planes`` go to one thread block, ``split`` threads share a
+    plane's transform, ``results`` are summed at a time, ``resident`` bounds registers, and ``shares`` of each sum are
+    taken by blocks of their own and added in order. Strides and dilation are computed in full. Spectra of constant
+    filters are kept.
+    """
+
+    name, version = "summed_fft", 1
+    devices = frozenset({"cuda"})
+    compiles = True
+    dims = frozenset({2})
+    error_bound = {"ieee": 3e-6, "tf32": 3e-6}  # noqa: RUF012
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """Groups, many results, short sums, images beyond the largest basis."""
+        reasons = []
+        if p.groups > 1:
+            reasons.append(f"takes one group, not {p.groups}")
+        if p.taps == 1:
+            reasons.append("a kernel of one point is a matrix product already: transforms would save no multiplication")
+        results, depth = planes.extents(p)
+        if results > MOST_RESULTS:
+            reasons.append(f"makes at most {MOST_RESULTS} results of each sum, not {results}")
+        if depth < LEAST_SUM:
+            reasons.append(f"sums over at least {LEAST_SUM}, not {depth}")
+        reasons += [
+            f"along {name} no output reads an input"
+            for name, axis in zip(p.space, p.axes, strict=True)
+            if not meets(axis)
+        ]
+        if reasons:
+            return reasons
+        if p.pass_ is Pass.DGRAD and any(axis.before < 0 for axis in p.axes):
+            reasons.append("writes no gradients of inputs that are cropped before the first")
+        counted = (("planes", p.batch * (p.in_channels + p.out_channels)), ("results", math.prod(p.shape(p.result))))
+        reasons += [f"counts to {MOST}; there are {number} {what}" for what, number in counted if number > MOST]
+        reasons += planes.too_large(p)
+        return reasons or ([unavailable()] if p.device_type == "cuda" and unavailable() else [])
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        return planes.configs(p)
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """Spectra of the few planes, and what several shares of each sum come to."""
+        return planes.arena(p, c).size
+
+    def constant(self, p: ConvProblem, c: Config) -> int:
+        """The spectra of constant filters."""
+        return planes.spectra(p, c) if planes.keeps(p) else 0
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        """Transforms of filters."""
+        run = compiled(self.filters(p, c, weight), weight.device)
+        return lambda weight, kept, workspace: run.run_pointers(weight.data_ptr(), 0, kept.data_ptr(), 0)
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """Transforms at the rate of plain arithmetic; operands, spectra and shares through memory."""
+        points, products = planes.transformed(p, c), planes.multiplied(p, c)
+        flops = int(points * 2.5 * math.log2(math.prod(c["basis"])) + 4 * products)  # type: ignore[arg-type]
+        share = PLAIN_ARITHMETIC["16-bit" if p.dtype != "fp32" else "tf32" if p.precision == "tf32" else "fp32"]
+        kept = self.constant(p, c)
+        launches = 1 + (not kept) + (int(str(c["shares"])) > 1)
+        return Cost(flops, p.bytes + 2 * self.workspace(p, c) + kept, launches, share)
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """Compile the kernels for these strides. Raises ``SolverUnavailable`` with the compiler's reason."""
+        assert out is not None
+        return compiled(self.steps(p, c, a, b, out), a.device)
+
+    def steps(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
+        """The launches. Raises ``SolverUnavailable`` for a config that is none of the problem's."""
+        try:
+            return planes.steps(p, c, a, b, out)
+        except (KeyError, ValueError) as error:
+            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
+
+    def filters(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> list[Step]:
+        """The launches for spectra that are kept, from the first tensor to the result. Raises as :meth:`steps`."""
+        try:
+            return planes.filters(p, c, weight)
+        except (KeyError, ValueError) as error:
+            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error

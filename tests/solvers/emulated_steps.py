@@ -1,0 +1,66 @@
+"""Solvers whose launches are run by the emulator: the very C++ of their kernels, on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from tests.kernels.emulator import emulate
+
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem
+from tilewise.solvers._depthwise_fft import Step
+from tilewise.solvers.base import Prepare, Run, Solver
+
+__all__ = ["EmulatedSteps", "launch"]
+
+
+class EmulatedSteps(Solver):
+    """Before a solver with ``steps`` and ``filters`` among the bases of a class: binds them to the emulator."""
+
+    def __init__(self, backwards: bool = False) -> None:
+        self.backwards = backwards
+
+    def steps(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
+        """The launches, of the solver behind this class."""
+        found: list[Step] = super().steps(p, c, a, b, out)  # type: ignore[misc]
+        return found
+
+    def filters(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> list[Step]:
+        """Those for constant filters, of the solver behind this class."""
+        found: list[Step] = super().filters(p, c, weight)  # type: ignore[misc]
+        return found
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        assert out is not None
+        steps = self.steps(p, c, a, b, out)
+
+        def run(
+            a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        ) -> torch.Tensor:
+            assert out is not None
+            for step in steps:
+                launch(step, (a, b, out, workspace), self.backwards)
+            return out
+
+        return run
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        steps = self.filters(p, c, weight)
+
+        def prepare(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+            for step in steps:
+                launch(step, (weight, None, kept, workspace), self.backwards)
+
+        return prepare
+
+
+def launch(
+    step: Step, tensors: tuple[torch.Tensor | None, ...], backwards: bool, source: str | None = None
+) -> None:  # fmt: skip
+    """Run a step on tensors of the CPU; ``source`` in place of its program's."""
+    addresses = []
+    for number, offset in step.pointers:
+        tensor = tensors[number]
+        assert tensor is not None
+        addresses.append(tensor.data_ptr() + offset)
+    p = step.program
+    emulate(source or p.source(), p.name, step.grid, p.threads, addresses, step.scalars, backwards)
