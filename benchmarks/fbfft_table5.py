@@ -1,9 +1,10 @@
 """fbfft Table 5: what the steps of a convolution by Fourier transforms take.
 
 Vasilache et al. 2014, Section 8.1: transforms of both operands, their transposition, products, inverse. Table 4's
-layers in the fastest configs of ``solver`` with the library's transforms and with its own, the filter transformed in
-every call. Steps are timed inside the call by events, without waiting between them; ``details.steps`` has them.
-The row's sides are torch in its better layout and the whole call, unmarked.
+layers in the fastest configs of ``solver`` with the library's transforms and with its own, of the ``configs`` most
+promising (0: of as many as the planner tries), the filter transformed in every call. Steps are timed inside the call by
+events, without waiting between them; ``details.steps`` has them. The row's sides are torch in its better layout and the
+whole call, unmarked.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ DEFAULTS = {
     "passes": "",
     "batch": "0",
     "precision": "ieee",
+    "configs": "0",
     "repeats": "15",
     "budget_ms": "100",
     "seconds": "0",
@@ -80,7 +82,7 @@ def _row(
 ) -> Row | None:
     tensors = {layout: Tensors(problem, layout) for layout in LAYOUTS}
     own, budget = tensors["contiguous"], float(settings.integer("budget_ms"))
-    best = fastest(problem, solver, configs, own, budget, notes)
+    best = fastest(problem, solver, configs, own, budget, notes, settings.integer("configs"))
     if best is None:
         return None
     calls = [framework_call(problem, tensors[layout]) for layout in LAYOUTS]

@@ -17,7 +17,8 @@ from tilewise.solvers._fft_sizes import least_whole, whole_placement
 from tilewise.solvers._tiles import PROCESSORS, integer
 
 __all__ = [
-    "basis", "configs", "constant", "filters", "resident_blocks", "steps", "too_large", "transformed", "workspace",
+    "SHARED", "basis", "configs", "constant", "filters", "resident_blocks", "steps", "too_large", "transformed",
+    "workspace",
 ]  # fmt: skip
 
 THREADS = (64, 256)

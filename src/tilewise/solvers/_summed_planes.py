@@ -16,7 +16,7 @@ from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._buffers import Arena, Slot
 from tilewise.solvers._depthwise_fft import FIRST, OUT, SECOND, WORKSPACE, Operand, Step, operands
-from tilewise.solvers._depthwise_planes import resident_blocks
+from tilewise.solvers._depthwise_planes import SHARED, resident_blocks
 from tilewise.solvers._fft_sizes import Placement, least_whole, whole_placement
 from tilewise.solvers._tiles import PROCESSORS, integer
 
@@ -33,6 +33,8 @@ THREADS = (64, 256)
 """Least and most threads of a block that are worth trying, where planes can be chosen."""
 LEAST_SHARED = 24
 """Points of a transform from which on two threads are tried for each."""
+MOST_THREADS = 512
+"""Of a multiprocessor beyond which another block is not worth the registers."""
 ENOUGH_WARPS = 12
 """Of a multiprocessor, to hide what they wait for."""
 
@@ -140,23 +142,30 @@ def configs(p: ConvProblem) -> tuple[Config, ...]:
                     break
                 found += _variants(p, program, Config(basis=sizes, planes=planes, split=split, results=results))
     found.sort(key=lambda entry: entry[0])
-    return tuple(dict.fromkeys(c for _, c in found))
+    listed = dict.fromkeys(c for _, c in found)
+    if all(integer(c, "shares") > 1 for c in listed):  # what fits most limits
+        listed |= dict.fromkeys([Config(**{**found[0][1], "shares": 1})])
+    return tuple(listed)
 
 
 def _variants(p: ConvProblem, program: Program, base: Config) -> Iterator[tuple[float, Config]]:
-    """With one and two waves of blocks, the most promising of all first."""
+    """With registers as they come or for one block more, with one and two waves of blocks."""
     most, depth = extents(p)
-    resident = resident_blocks(program)
-    warps = resident * program.threads / 32
+    fitting = resident_blocks(program)
     idle = program.threads / (program.planes * program.row_threads)
     groups = -(-most // program.results)
     blocks = groups * -(-_planes(p) // program.planes)
     # Each group transforms all planes again; a block's planes share what they read of the others' spectra.
     work = groups * (1 + 0.25 * program.results * (1 + 1 / program.planes))
-    rank = work * idle * max(1.0, ENOUGH_WARPS / warps) * (1 + 0.01 * program.planes)
-    for waves in (1, 2):
-        shares = max(1, min(depth, waves * PROCESSORS * resident // blocks))
-        yield rank * (1 + 0.05 * (waves - 1)), Config(**base, shares=shares)
+    choices = [(fitting, base)]
+    if fitting * program.threads < MOST_THREADS and fitting < SHARED // (program.shared + 1024):
+        choices.append((fitting + 1, Config(**base, resident=fitting + 1)))
+    for number, (resident, c) in enumerate(choices):
+        warps = fitting * program.threads / 32
+        rank = work * idle * max(1.0, ENOUGH_WARPS / warps) * (1 + 0.01 * program.planes + 0.02 * number)
+        for waves in (1, 2):
+            shares = max(1, min(depth, waves * PROCESSORS * resident // blocks))
+            yield rank * (1 + 0.1 * (waves - 1)), Config(**c, shares=shares)
 
 
 def _program(p: ConvProblem, sizes: tuple[int, int], planes: int, split: int, results: int, resident: int = 0,

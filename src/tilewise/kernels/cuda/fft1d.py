@@ -74,7 +74,7 @@ def default_config(n: int, count: int = 2**31, inverse: bool = False) -> Config:
     threads = (FEW_THREADS if few else THREADS).get(n, 8)
     if not inverse and not few and (n == 48 or (n == 64 and count <= 2**18)):
         threads = 4
-    elif n == 8 and not inverse:
+    elif not inverse and (n == 8 or (n == 16 and count <= 2**13)):
         threads = 1
     warps = 4
     # Few signals are spread over as many multiprocessors as there are warps.
