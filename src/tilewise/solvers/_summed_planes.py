@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,12 +22,14 @@ from tilewise.solvers._fft_sizes import Placement, least_whole, whole_placement
 from tilewise.solvers._tiles import PROCESSORS, integer
 
 __all__ = [
-    "arena", "basis", "configs", "extents", "filters", "keeps", "multiplied", "spectra", "steps", "too_large",
-    "transformed",
+    "arena", "basis", "configs", "extents", "filters", "handicap", "keeps", "multiplied", "spectra", "steps",
+    "too_large", "transformed",
 ]  # fmt: skip
 
 PLANES = (1, 2, 3, 4, 6, 8, 16)
 """Planes of a block that are worth trying."""
+MOST = 16
+"""Configs that are offered."""
 RESULTS = (1, 2, 4)
 """Results of a block that are worth trying."""
 THREADS = (64, 256)
@@ -142,7 +145,7 @@ def configs(p: ConvProblem) -> tuple[Config, ...]:
                     break
                 found += _variants(p, program, Config(basis=sizes, planes=planes, split=split, results=results))
     found.sort(key=lambda entry: entry[0])
-    listed = dict.fromkeys(c for _, c in found)
+    listed = dict.fromkeys(c for _, c in found[:MOST])
     if all(integer(c, "shares") > 1 for c in listed):  # what fits most limits
         listed |= dict.fromkeys([Config(**{**found[0][1], "shares": 1})])
     return tuple(listed)
@@ -152,20 +155,33 @@ def _variants(p: ConvProblem, program: Program, base: Config) -> Iterator[tuple[
     """With registers as they come or for one block more, with one and two waves of blocks."""
     most, depth = extents(p)
     fitting = resident_blocks(program)
-    idle = program.threads / (program.planes * program.row_threads)
-    groups = -(-most // program.results)
-    blocks = groups * -(-_planes(p) // program.planes)
-    # Each group transforms all planes again; a block's planes share what they read of the others' spectra.
-    work = groups * (1 + 0.25 * program.results * (1 + 1 / program.planes))
+    blocks = -(-most // program.results) * -(-_planes(p) // program.planes)
     choices = [(fitting, base)]
     if fitting * program.threads < MOST_THREADS and fitting < SHARED // (program.shared + 1024):
         choices.append((fitting + 1, Config(**base, resident=fitting + 1)))
-    for number, (resident, c) in enumerate(choices):
-        warps = fitting * program.threads / 32
-        rank = work * idle * max(1.0, ENOUGH_WARPS / warps) * (1 + 0.01 * program.planes + 0.02 * number)
-        for waves in (1, 2):
-            shares = max(1, min(depth, waves * PROCESSORS * resident // blocks))
-            yield rank * (1 + 0.1 * (waves - 1)), Config(**c, shares=shares)
+    for waves, (resident, c) in itertools.product((1, 2), choices):
+        shares = max(1, min(depth, waves * PROCESSORS * resident // blocks))
+        bound = replace(program, resident=resident if c is not base else 0)
+        yield _rank(p, bound, shares), Config(**c, shares=shares)
+
+
+def _rank(p: ConvProblem, program: Program, shares: int) -> float:
+    """A rule of thumb for what a config takes beside the least arithmetic, on a GPU that it fills."""
+    (most, _), fitting = extents(p), resident_blocks(program)
+    groups = -(-most // program.results)
+    idle = program.threads / (program.planes * program.row_threads)
+    warps = fitting * program.threads / 32
+    # Each group transforms all planes again; a block's planes share what they read of the others' spectra.
+    work = groups * (1 + 0.25 * program.results * (1 + 1 / program.planes)) / 1.25
+    places = PROCESSORS * fitting
+    waves = shares * groups * -(-_planes(p) // program.planes) / places
+    partly = (1.1 if waves > 1.5 else 1.0) * (1.05 if program.resident else 1.0)  # bound registers may spill
+    return work * idle * max(1.0, ENOUGH_WARPS / warps) * (1 + 0.01 * program.planes) / min(1.0, waves) * partly
+
+
+def handicap(p: ConvProblem, c: Config) -> float:
+    """By how much slower than the best config of a layer with one result this one may be, by :func:`_rank`."""
+    return _rank(p, _checked(p, c, None), integer(c, "shares"))
 
 
 def _program(p: ConvProblem, sizes: tuple[int, int], planes: int, split: int, results: int, resident: int = 0,
@@ -224,17 +240,16 @@ def arena(p: ConvProblem, c: Config) -> Arena:
     return _slots(p, c)[0]
 
 
-def transformed(p: ConvProblem, c: Config) -> int:
-    """Planes times points: of every transform, either way."""
+def transformed(p: ConvProblem) -> int:
+    """Planes times points of the transforms that every config has: of each operand's planes and of the results."""
     results, depth = extents(p)
-    groups, few = -(-results // integer(c, "results")), 0 if keeps(p) else results * depth
-    sums = _planes(p) * results * integer(c, "shares")
-    return (groups * _planes(p) * depth + few + sums) * math.prod(_sizes(p, c))
+    few = 0 if keeps(p) else results * depth
+    return (_planes(p) * (depth + results) + few) * math.prod(basis(p))
 
 
-def multiplied(p: ConvProblem, c: Config) -> int:
+def multiplied(p: ConvProblem) -> int:
     """Complex products of numbers of spectra, twice."""
-    return _planes(p) * math.prod(extents(p)) * math.prod(_sizes(p, c))
+    return _planes(p) * math.prod(extents(p)) * math.prod(basis(p))
 
 
 def _checked(p: ConvProblem, c: Config, tensors: dict[str, Operand] | None) -> Program:

@@ -91,12 +91,11 @@ class SummedFFT(Solver):
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Transforms at the rate of plain arithmetic; operands, spectra and shares through memory."""
-        points, products = planes.transformed(p, c), planes.multiplied(p, c)
-        flops = int(points * 2.5 * math.log2(math.prod(c["basis"])) + 4 * products)  # type: ignore[arg-type]
+        flops = int(planes.transformed(p) * 2.5 * math.log2(math.prod(planes.basis(p))) + 4 * planes.multiplied(p))
         share = PLAIN_ARITHMETIC["16-bit" if p.dtype != "fp32" else "tf32" if p.precision == "tf32" else "fp32"]
         kept = self.constant(p, c)
         launches = 1 + (not kept) + (int(str(c["shares"])) > 1)
-        return Cost(flops, p.bytes + 2 * self.workspace(p, c) + kept, launches, share)
+        return Cost(flops, p.bytes + 2 * self.workspace(p, c) + kept, launches, share / planes.handicap(p, c))
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels for these strides. Raises ``SolverUnavailable`` with the compiler's reason."""
