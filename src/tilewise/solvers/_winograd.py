@@ -37,13 +37,13 @@ LEAST_OCCUPIED = 0.33
 """The same where filters stay there too, at the least."""
 OVERHEAD = 2
 """What a block costs beside its tiles' products, in tiles."""
-STREAM = 20
+STREAM = 24
 """How long filters that stay in no cache take to come by, which products hide: in tiles."""
 BEGIN = 16
 """What it costs to begin a row of an image, in numbers of it."""
 TRANSFORM = 20
 """What transforms of a tile's channel cost, in products at all frequencies."""
-GRADIENT_OCCUPIED = 0.8
+GRADIENT_OCCUPIED = 0.7
 LEAST_TILES = 16
 ACCESS = 8
 """What it costs to read and write the sums of a block, in products of them."""
@@ -107,20 +107,35 @@ def forms(p: ConvProblem) -> Iterable[Config]:
     threads = torch.get_num_threads()
     teams = ("openmp", "own") if has_openmp() else ("own",)
     for m in sizes(p):
-        one = _tiling(p, m, lanes, _vectors(p, lanes))
-        best = _gradient(one, threads) if isinstance(one, GradientTiling) else _best(one, threads)
-        base = Config(tile=m, lanes=lanes, vectors=one.vectors, threads=threads, **best)
+        ones = [_tiling(p, m, lanes, vectors) for vectors in _vectors(p, lanes)]
+        _, best = min((_best(one, threads) for one in ones), key=lambda found: found[0])
+        base = Config(tile=m, lanes=lanes, threads=threads, **best)
         yield from [base] if threads == 1 else (Config(**base, team=team) for team in teams)
 
 
-def _vectors(p: ConvProblem, lanes: int) -> int:
-    """Vectors that are summed at a time: as many as there are registers for, and as even as there can be."""
-    one = _tiling(p, TILES[0], lanes, 1)
-    return -(-one.chunks // -(-one.chunks // max(ROWS)))
+def _vectors(p: ConvProblem, lanes: int) -> list[int]:
+    """Vectors that are summed at a time: as many as there are registers for, and as even as there can be.
+
+    One less may suit the rows of a small block better.
+    """
+    chunks = _tiling(p, TILES[0], lanes, 1).chunks
+    most = -(-chunks // -(-chunks // max(ROWS)))
+    return [most, most - 1] if most == max(ROWS) and p.pass_ is not Pass.WGRAD else [most]
 
 
-def _gradient(one: GradientTiling, threads: int) -> dict[str, Any]:
-    """Blocks, shares of outputs and parts of the blocks whose sums and tiles fit a cache."""
+def _best(one: Tiling, threads: int) -> tuple[float, dict[str, Any]]:
+    """The time that it should take, and the rest of the config."""
+    if isinstance(one, GradientTiling):
+        time, parts, shares, block = _gradient(one, threads)
+        more = {} if parts == 1 else {"parts": parts}
+    else:
+        time, shares, _, block = _blocks(one, threads)
+        more = {}
+    return time, {"block": block, "shares": shares, "vectors": one.vectors, **more}
+
+
+def _gradient(one: GradientTiling, threads: int) -> tuple[float, int, int, tuple[int, int]]:
+    """Parts of the blocks, shares of outputs, and blocks whose sums and tiles fit a cache, behind their time."""
     found = []
     for shares, parts in itertools.product(range(1, -(-one.outputs // one.lanes) + 1), range(1, threads + 1)):
         t = replace(one, shares=shares)
@@ -139,8 +154,7 @@ def _gradient(one: GradientTiling, threads: int) -> dict[str, Any]:
         per_tile = outputs * inputs * (1 + ACCESS / (block[0] * block[1])) + TRANSFORM * (inputs + outputs)
         added = ADD * (parts > 1) * inputs * outputs
         found.append((rounds * (per_tile * -(-t.tiles[0] * t.tiles[1] // parts) + added), parts, shares, block))
-    _, parts, shares, block = min(found)
-    return {"block": block, "shares": shares, **({} if parts == 1 else {"parts": parts})}
+    return min(found)
 
 
 def _within(t: Tiling, most: int) -> tuple[int, int]:
@@ -150,8 +164,11 @@ def _within(t: Tiling, most: int) -> tuple[int, int]:
     return max(1, min(down, most // columns)), columns
 
 
-def _best(one: Tiling, threads: int) -> dict[str, Any]:
-    """Rows and columns of blocks, and shares of outputs, for threads equally busy with blocks that fit a cache."""
+def _blocks(one: Tiling, threads: int) -> tuple[float, int, int, tuple[int, int]]:
+    """Rows and columns of blocks, for threads equally busy with blocks that fit a cache.
+
+    Behind their time, shares of outputs and, below zero, tiles of a block.
+    """
     down, across = one.tiles
     _, high, wide = (r - 1 for r in one.r)
     filters = one.filters // one.groups
@@ -175,8 +192,7 @@ def _best(one: Tiling, threads: int) -> dict[str, Any]:
                 transforms = TRANSFORM * short * ((1 + high / (rows * one.m[1])) * one.inputs + outputs) * tiles
                 time = rounds * (one.inputs * outputs * multiplied + transforms)
                 found.append((time, shares, -tiles, (rows, columns)))
-    _, shares, _, block = min(found)
-    return {"block": block, "shares": shares}
+    return min(found)
 
 
 class Tiles:
