@@ -8,6 +8,7 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._costs import CPU_CACHE
 from tilewise.solvers._depthwise_cpu import missing, strides
 from tilewise.solvers._tiles import integer
 from tilewise.solvers._winograd import TAPS, TILES, Tiles, forms, sizes, tiling
@@ -17,6 +18,9 @@ __all__ = ["Winograd"]
 
 EFFICIENCY = 0.7
 """Share of a matrix product's rate that products and transforms reach together."""
+
+SHARED = 0.25
+"""What a byte costs that comes from a cache that cores share, beside one through memory."""
 
 
 class Winograd(Solver):
@@ -73,13 +77,18 @@ class Winograd(Solver):
         return Tiles(p, c, {"x": [0] * 5, "w": strides(weight), "y": [0] * 5}).prepare
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
-        """Products of whole tiles, transforms, and filters once a block from memory that cores share."""
+        """Products of whole tiles, transforms, and what blocks read again, from a cache that cores share."""
         t = tiling(p, c)
         points = p.groups * t.tiles[0] * t.tiles[1] * t.points
         products = 2 * points * t.inputs * t.chunks * t.vectors * t.lanes
         transforms = 2 * points * sum(n for n in t.n if n > 1) * (t.inputs * t.shares + t.outputs)
-        moved = p.bytes + 2 * t.filters * (1 + t.blocks // 4)
-        return Cost(products + transforms, moved, 1 if p.constant_weight else 2, EFFICIENCY)
+        if p.pass_ is Pass.WGRAD:
+            again = p.nbytes("x") * (t.shares - 1) + p.nbytes("y") * (t.chunks - 1)
+            moved = p.bytes + (2 * t.parts * p.nbytes("w") if t.parts > 1 else 0)
+        else:
+            again = 0 if t.filters <= p.groups * CPU_CACHE // 2 else t.filters * (t.blocks - 1)
+            moved = p.bytes - p.nbytes("w") + t.filters if p.constant_weight else p.bytes + 2 * t.filters
+        return Cost(products + transforms, moved + int(SHARED * again), 1 if p.constant_weight else 2, EFFICIENCY)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
