@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -83,7 +84,41 @@ def test_any_change_of_the_weight_is_seen(name: str, prepared: list[object]) -> 
     whole = torch.randn(2, *w.shape)
     for part in (whole[0], whole[1], whole[0]):
         check(run, p, a, part)
-    assert len(prepared) == 7
+    assert len(prepared) == 6  # both parts of the whole are still there
+
+
+def test_layers_that_share_a_plan_keep_a_filter_each(prepared: list[object]) -> None:
+    p = LAYERS["dense"]
+    run, a, _ = bound(p)
+    weights = [torch.randn(p.shape("w")) for _ in range(3)]
+    for _ in range(3):
+        for w in weights:
+            check(run, p, a, w)
+    assert len(prepared) == 3
+    weights[1].mul_(2)
+    for w in weights:
+        check(run, p, a, w)
+    assert len(prepared) == 4
+
+
+def test_what_came_of_a_weight_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = LAYERS["dense"]
+    run, a, _ = bound(p)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    original = execute.KeptFilter._prepared
+
+    def prepare(self: execute.KeptFilter, w: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
+        found = original(self, w, workspace)
+        kept.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(execute.KeptFilter, "_prepared", prepare)
+    weights = [torch.randn(p.shape("w")) for _ in range(3)]
+    for w in weights:
+        run(a, w)
+    del w, weights[1:]
+    run(a, torch.randn(p.shape("w")))
+    assert [found() is not None for found in kept] == [True, False, False, True]
 
 
 def test_an_address_used_again_is_another_weight(prepared: list[object]) -> None:

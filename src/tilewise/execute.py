@@ -189,34 +189,41 @@ class Node:
 
 
 class KeptFilter:
-    """A prepared filter, kept while the weight's memory and version counter stay the same.
+    """Prepared filters, each kept while its weight's memory and version counter stay the same.
 
-    Prepared anew on another stream, and at every call for a weight without a version (``torch.inference_mode``). A CUDA
-    graph prepares its own at every replay: what it was captured with would not be there before the first, nor stay.
+    Layers of one problem share what is bound, so there is one for every weight that is still there. Prepared anew on
+    another stream, and at every call for a weight without a version (``torch.inference_mode``). A CUDA graph prepares
+    its own at every replay: what it was captured with would not be there before the first, nor stay.
     """
 
-    __slots__ = ("_kept", "_key", "_lock", "_prepare", "_size", "_weak")
+    __slots__ = ("_kept", "_lock", "_prepare", "_size")
 
     def __init__(self, prepare: Prepare, size: int) -> None:
         self._prepare, self._size = prepare, size
-        self._key: tuple[object, ...] = ()
-        self._kept: torch.Tensor | None = None
-        self._weak: object = None
+        self._kept: dict[tuple[int, ...], tuple[int, torch.Tensor, StorageWeakRef]] = {}
         self._lock = threading.Lock()
 
     def of(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
         """What ``weight`` comes to."""
-        if is_capturing(weight.device):
+        if is_capturing(weight.device) or weight.is_inference():
             return self._prepared(weight, workspace)
         with self._lock:
             storage = weight.untyped_storage()
             stream = torch._C._cuda_getCurrentRawStream(weight.get_device()) if weight.is_cuda else 0
-            version = -1 if weight.is_inference() else weight._version
-            key = (storage._cdata, weight.storage_offset(), version, stream)
-            if self._kept is None or key != self._key or version < 0:
-                self._kept, self._key = self._prepared(weight, workspace), key
-                self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # its address stays its own
-            return self._kept
+            key = storage._cdata, int(weight.storage_offset()), stream
+            version = weight._version
+            entry = self._kept.get(key)
+            if entry is None or entry[0] != version:
+                self._forget(key)
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # its address stays its own
+                entry = self._kept[key] = version, self._prepared(weight, workspace), reference
+            return entry[1]
+
+    def _forget(self, key: tuple[int, ...]) -> None:
+        """What is to be prepared anew, and what came of weights that are gone."""
+        gone = [k for k, entry in self._kept.items() if entry[2].expired()]  # type: ignore[no-untyped-call]
+        for k in {key, *gone}:
+            self._kept.pop(k, None)
 
     def _prepared(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
         kept = _aligned(self._size, weight.device)

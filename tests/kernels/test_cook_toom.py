@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.kernels.cpu.cook_toom import Matrix, matrices, transforms, turned
+from tilewise.kernels.cpu.cook_toom import POINTS, Matrix, Transforms, matrices, transforms, turned
 
 VALUES = st.fractions(-9, 9, max_denominator=7)
 
@@ -34,8 +34,18 @@ def test_short_convolutions_are_exact(data: st.DataObject, m: int, r: int) -> No
 def test_the_known_transforms() -> None:
     """F(2, 3) and F(4, 3) as Lavin and Gray print them (section 4.1 and 4.3), but for signs of whole rows."""
     assert transforms(2, 3).input[1:3] == ((0, 1, 1, 0), (0, -1, 1, 0))
-    assert transforms(4, 3).input[0] == (4, 0, -5, 0, 1, 0)
-    assert transforms(4, 3).filter[3] == (Fraction(1, 24), Fraction(1, 12), Fraction(1, 6))
+    four = matrices(4, 3, [Fraction(p) for p in (0, 1, -1, 2, -2)])
+    assert four.input[0] == (4, 0, -5, 0, 1, 0)
+    assert four.filter[3] == (Fraction(1, 24), Fraction(1, 12), Fraction(1, 6))
+
+
+@pytest.mark.parametrize("count", POINTS)
+def test_as_many_different_points_as_it_takes(count: int) -> None:
+    assert len(POINTS[count]) == len(set(POINTS[count])) == count
+
+
+def test_one_output_of_one_tap_stays_as_it_is() -> None:
+    assert transforms(1, 1) == Transforms(((1,),), ((1,),), ((1,),))
 
 
 @pytest.mark.parametrize(("m", "r"), [(0, 3), (3, 0), (7, 3)])

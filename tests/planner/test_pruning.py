@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tests import toys
-from tests.planner.simulated import Clock, reasons, search, simulated, world
+from tests.planner.simulated import Clock, Simulated, reasons, search, simulated, world
 
 from tilewise.plan import Config
 from tilewise.planner.search import Store
+from tilewise.problem import ConvProblem
+from tilewise.solvers import Prepare, Run, Solver
 
 
 @pytest.fixture
@@ -36,6 +39,32 @@ def test_a_candidate_far_behind_its_kin_is_not_run_unless_patient(clock: Clock) 
         assert reasons(found.log)["second"] == "not measured: estimated 13.000 ms, the best of transforms 10.000"
         assert "apart" not in reasons(found.log)
         assert search(toys.small(), batch_sizes="undivided", rigor="patient").best().solver == "second"
+
+
+class Keeps(Simulated):
+    """Prepares its filter in 100 ms, once."""
+
+    def constant(self, p: ConvProblem, c: Config) -> int:
+        return p.nbytes("w")
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        def prepared(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+            self.clock.now_ms += 100.0
+            kept.view(weight.dtype)[: weight.numel()].copy_(weight.flatten())
+
+        return prepared
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        run, shape = super().bind(p, c, a, b, out), b.shape
+        return lambda a, b, out, workspace: run(a, b.view(a.dtype)[: shape.numel()].view(shape), out, workspace)
+
+
+def test_preparing_a_filter_that_is_kept_is_no_part_of_a_candidates_time(clock: Clock) -> None:
+    traits = {"clock": clock, "name": "keeps", "ms": staticmethod(lambda p, c: 5.0)}
+    keeps: Solver = type("Some", (Keeps,), traits)()
+    with world(clock, keeps, simulated(clock, "plain", lambda p, c: 10.0, estimate=lambda p, c: 4.0)):
+        found = search(toys.small(constant_weight=True), batch_sizes="undivided").best()
+        assert (found.solver, found.time_ms) == ("keeps", 5.0)
 
 
 def test_a_front_keeps_slower_kin_that_take_less_workspace(clock: Clock) -> None:

@@ -292,6 +292,8 @@ class Trial:
                 raise _OverLimit(bound.workspace, self.options.workspace)
             new = solver.own_output and self.is_root and not self.problem.accumulate
             call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
+            if self._keeps(solver, config):
+                call()  # a filter is prepared once: that is neither the candidate's time nor its workspace
             times: list[Took] = []
             timed = functools.partial(self._time_into, times, call)
             scratch = solver.baseline or solver.hidden_workspace(self.problem, config) > 0
@@ -315,6 +317,11 @@ class Trial:
             if self.timer.device.type == "cuda":
                 torch.cuda.empty_cache()
         return Measurement(solver.name, solver.version, config, reason=reason)
+
+    def _keeps(self, solver: Solver, config: Config) -> bool:
+        """Whether a first run on a CPU prepares a filter; on a GPU :meth:`_warm_up` is the first."""
+        on_cpu, constant = self.timer.device.type == "cpu", self.problem.constant_weight
+        return on_cpu and constant and solver.constant(self.problem, config) > 0
 
     def _time_into(self, times: list[Took], call: Callable[[], object]) -> None:
         # The first run is also watched for memory, of which what clears a cache would take some.

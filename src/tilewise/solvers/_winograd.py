@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,35 +14,65 @@ import torch
 from tilewise.kernels.cpu import tiling as of
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.threads import has_openmp, share_out
-from tilewise.kernels.cpu.tiling import ROWS, GradientTiling, Tiling, rows_of
+from tilewise.kernels.cpu.tiling import ROWS, GradientTiling, Sizes, Tiling, rows_of
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._costs import CPU_CACHE
-from tilewise.solvers._depthwise_cpu import WIDEST, numba_reasons
+from tilewise.solvers._depthwise_cpu import WIDEST, numba_reasons, strides
 from tilewise.solvers._tiles import integer
 
-__all__ = ["TILES", "Tiles", "forms", "tiling"]
+__all__ = ["TAPS", "TILES", "Tiles", "forms", "sizes", "tiling"]
 
 TILES = (4, 6, 2)
-"""Outputs of a tile along an axis."""
+"""Outputs of a tile along each axis that has taps to save."""
+TAPS = 7
+"""The longest kernel."""
+ROUNDING = {1: 1.0, 3: 1.4, 4: 1.5, 5: 2.1, 6: 2.6, 7: 4.5, 8: 5.5, 10: 15.0}
+"""By what factor an axis of a tile of so many points multiplies an fp32 sum's rounding, roughly."""
+MOST_ROUNDING = 40.0
+"""The most of all axes together: twice as much would miss an L2 error of 1e-5."""
 OCCUPIED = 0.6
 """Share of a core's cache that a block may fill: filters pass through the rest."""
 LEAST_OCCUPIED = 0.33
 """The same where filters stay there too, at the least."""
 OVERHEAD = 2
 """What a block costs beside its tiles' products, in tiles."""
-STREAM = 20
+STREAM = 24
 """How long filters that stay in no cache take to come by, which products hide: in tiles."""
 BEGIN = 16
 """What it costs to begin a row of an image, in numbers of it."""
 TRANSFORM = 20
 """What transforms of a tile's channel cost, in products at all frequencies."""
-GRADIENT_OCCUPIED = 0.8
+GRADIENT_OCCUPIED = 0.7
 LEAST_TILES = 16
 ACCESS = 8
 """What it costs to read and write the sums of a block, in products of them."""
+ADD = 20
+"""What it costs to write and add up one more filter's gradients, in products at all frequencies."""
 MOST_UNITS = 8
 """Units to a thread from which on it matters little that some thread has one more."""
+
+
+def sizes(p: ConvProblem) -> list[int]:
+    """Those of :data:`TILES` whose rounding is small enough."""
+    found = []
+    for tile in TILES:
+        points = [m + axis.kernel - 1 for m, axis in zip(_outputs(p, tile), p.axes, strict=True)]
+        if all(n in ROUNDING for n in points) and math.prod(ROUNDING[n] for n in points) <= MOST_ROUNDING:
+            found.append(tile)
+    return found
+
+
+def _outputs(p: ConvProblem, tile: int) -> list[int]:
+    """Outputs of a tile along each axis: an axis of one tap has nothing to save."""
+    return [tile if axis.kernel > 1 else 1 for axis in p.axes]
+
+
+def _three(values: Iterable[int], missing: int = 1) -> Sizes:
+    """Sizes along depth, height and width."""
+    found = tuple(values)
+    depth, height, width = (missing,) * (3 - len(found)) + found
+    return depth, height, width
 
 
 def tiling(p: ConvProblem, c: Config) -> Tiling:
@@ -48,20 +81,24 @@ def tiling(p: ConvProblem, c: Config) -> Tiling:
     m, lanes, vectors, shares = (integer(c, name) for name in ("tile", "lanes", "vectors", "shares"))
     if min(rows, columns) < 1:
         raise ValueError(f"block={c['block']!r}: two positive integers would do")
-    if m not in TILES or vectors > 4 or lanes not in (4, 8, 16):
-        raise ValueError(f"tile={m}, vectors={vectors}, lanes={lanes}: a tile of {TILES}, up to 4 vectors would do")
-    return _tiling(p, m, lanes, vectors, (rows, columns), shares)
+    if m not in sizes(p) or vectors > 4 or lanes not in (4, 8, 16):
+        raise ValueError(f"tile={m}, vectors={vectors}, lanes={lanes}: a tile of {sizes(p)}, up to 4 vectors would do")
+    found = replace(_tiling(p, m, lanes, vectors), rows=rows, columns=columns, shares=shares)
+    parts = integer(c, "parts", 1)
+    if parts > (found.blocks if p.pass_ is Pass.WGRAD else 1):
+        raise ValueError(f"parts={parts}: up to {found.blocks} blocks of a filter's gradient, else one, would do")
+    return replace(found, parts=parts)
 
 
-def _tiling(p: ConvProblem, m: int, lanes: int, vectors: int, block: tuple[int, int], shares: int) -> Tiling:
+def _tiling(p: ConvProblem, tile: int, lanes: int, vectors: int) -> Tiling:
+    """In blocks of one tile."""
     inputs, outputs = p.in_channels // p.groups, p.out_channels // p.groups
     if p.pass_ is Pass.DGRAD:
         inputs, outputs = outputs, inputs
-    height, width = p.shape("x" if p.pass_ is Pass.DGRAD else "y")[2:]
+    image = _three(p.shape("x" if p.pass_ is Pass.DGRAD else "y")[2:])
+    m, r = _three(_outputs(p, tile)), _three(axis.kernel for axis in p.axes)
     kind = GradientTiling if p.pass_ is Pass.WGRAD else Tiling
-    return kind(
-        m, p.axes[0].kernel, lanes, vectors, p.batch, p.groups, inputs, outputs, (height, width), *block, shares
-    )
+    return kind(m, r, lanes, vectors, p.batch, p.groups, inputs, outputs, image, 1, 1)
 
 
 def forms(p: ConvProblem) -> Iterable[Config]:
@@ -69,38 +106,55 @@ def forms(p: ConvProblem) -> Iterable[Config]:
     lanes = WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4)
     threads = torch.get_num_threads()
     teams = ("openmp", "own") if has_openmp() else ("own",)
-    for m in TILES:
-        vectors = _vectors(p, lanes)
-        one = _tiling(p, m, lanes, vectors, (1, 1), 1)
-        block, shares = _gradient(one, threads) if isinstance(one, GradientTiling) else _best(one, threads)
-        base = Config(tile=m, block=block, lanes=lanes, vectors=vectors, shares=shares, threads=threads)
+    for m in sizes(p):
+        ones = [_tiling(p, m, lanes, vectors) for vectors in _vectors(p, lanes)]
+        _, best = min((_best(one, threads) for one in ones), key=lambda found: found[0])
+        base = Config(tile=m, lanes=lanes, threads=threads, **best)
         yield from [base] if threads == 1 else (Config(**base, team=team) for team in teams)
 
 
-def _vectors(p: ConvProblem, lanes: int) -> int:
-    """Vectors that are summed at a time: as many as there are registers for, and as even as there can be."""
-    one = _tiling(p, TILES[0], lanes, 1, (1, 1), 1)
-    return -(-one.chunks // -(-one.chunks // max(ROWS)))
+def _vectors(p: ConvProblem, lanes: int) -> list[int]:
+    """Vectors that are summed at a time: as many as there are registers for, and as even as there can be.
+
+    One less may suit the rows of a small block better.
+    """
+    chunks = _tiling(p, TILES[0], lanes, 1).chunks
+    most = -(-chunks // -(-chunks // max(ROWS)))
+    return [most, most - 1] if most == max(ROWS) and p.pass_ is not Pass.WGRAD else [most]
 
 
-def _gradient(one: GradientTiling, threads: int) -> tuple[tuple[int, int], int]:
-    """Blocks and shares of outputs whose sums and tiles fit a cache."""
+def _best(one: Tiling, threads: int) -> tuple[float, dict[str, Any]]:
+    """The time that it should take, and the rest of the config."""
+    if isinstance(one, GradientTiling):
+        time, parts, shares, block = _gradient(one, threads)
+        more = {} if parts == 1 else {"parts": parts}
+    else:
+        time, shares, _, block = _blocks(one, threads)
+        more = {}
+    return time, {"block": block, "shares": shares, "vectors": one.vectors, **more}
+
+
+def _gradient(one: GradientTiling, threads: int) -> tuple[float, int, int, tuple[int, int]]:
+    """Parts of the blocks, shares of outputs, and blocks whose sums and tiles fit a cache, behind their time."""
     found = []
-    for shares in range(1, -(-one.outputs // one.lanes) + 1):
+    for shares, parts in itertools.product(range(1, -(-one.outputs // one.lanes) + 1), range(1, threads + 1)):
         t = replace(one, shares=shares)
         if t.shares > 1 and -(-t.outputs // t.share) < shares:
             continue
-        room = int(GRADIENT_OCCUPIED * CPU_CACHE) - t.n**2 * t.sum_frequency
-        tiles = room // (t.n**2 * (t.tile + t.other_tile))
+        room = int(GRADIENT_OCCUPIED * CPU_CACHE) - t.points * t.sum_frequency
+        tiles = room // (t.points * (t.tile + t.other_tile))
         if tiles < LEAST_TILES and shares * t.lanes < one.outputs:
             continue
         block = _within(t, max(tiles, 4))
+        t = replace(t, rows=block[0], columns=block[1], parts=parts)
+        if parts > t.blocks:
+            continue
         rounds = -(-t.units // threads) if t.units < MOST_UNITS * threads else t.units / threads
         inputs, outputs = t.vectors * t.lanes, t.share
         per_tile = outputs * inputs * (1 + ACCESS / (block[0] * block[1])) + TRANSFORM * (inputs + outputs)
-        found.append((rounds * per_tile, shares, block))
-    _, shares, block = min(found)
-    return block, shares
+        added = ADD * (parts > 1) * inputs * outputs
+        found.append((rounds * (per_tile * -(-t.tiles[0] * t.tiles[1] // parts) + added), parts, shares, block))
+    return min(found)
 
 
 def _within(t: Tiling, most: int) -> tuple[int, int]:
@@ -110,9 +164,13 @@ def _within(t: Tiling, most: int) -> tuple[int, int]:
     return max(1, min(down, most // columns)), columns
 
 
-def _best(one: Tiling, threads: int) -> tuple[tuple[int, int], int]:
-    """Rows and columns of blocks, and shares of outputs, for threads equally busy with blocks that fit a cache."""
+def _blocks(one: Tiling, threads: int) -> tuple[float, int, int, tuple[int, int]]:
+    """Rows and columns of blocks, for threads equally busy with blocks that fit a cache.
+
+    Behind their time, shares of outputs and, below zero, tiles of a block.
+    """
     down, across = one.tiles
+    _, high, wide = (r - 1 for r in one.r)
     filters = one.filters // one.groups
     stays = filters <= CPU_CACHE // 2
     room = OCCUPIED * CPU_CACHE - (filters if stays else 0)
@@ -123,20 +181,18 @@ def _best(one: Tiling, threads: int) -> tuple[tuple[int, int], int]:
         tallest = max(1, min(down, most // columns))
         for rows in range(tallest, tallest // 4, -1):
             tiles = rows * columns
-            high = rows_of(one.vectors, tiles)
-            multiplied = OVERHEAD + max(-(-tiles // high) * high, 0 if stays else STREAM)
+            whole = rows_of(one.vectors, tiles)
+            multiplied = OVERHEAD + max(-(-tiles // whole) * whole, 0 if stays else STREAM)
             blocks = -(-down // rows) * -(-across // columns) * one.groups
             for shares in range(1, min(threads, one.chunks) + 1):
                 units = blocks * shares
                 rounds = -(-units // threads) if units < MOST_UNITS * threads else units / threads
                 outputs = -(-one.chunks // shares) * one.vectors * one.lanes
-                over = one.r - 1
-                short = 1 + (over + BEGIN) / (columns * one.m)
-                transforms = TRANSFORM * short * ((1 + over / (rows * one.m)) * one.inputs + outputs) * tiles
+                short = 1 + (wide + BEGIN) / (columns * one.m[2])
+                transforms = TRANSFORM * short * ((1 + high / (rows * one.m[1])) * one.inputs + outputs) * tiles
                 time = rounds * (one.inputs * outputs * multiplied + transforms)
                 found.append((time, shares, -tiles, (rows, columns)))
-    _, shares, _, block = min(found)
-    return block, shares
+    return min(found)
 
 
 class Tiles:
@@ -145,25 +201,32 @@ class Tiles:
     :meth:`prepare` is a :data:`~tilewise.solvers.base.Prepare`.
     """
 
-    __slots__ = ("_distances", "_filters", "_openmp", "_own_filters", "_run", "_threads", "_units")
+    __slots__ = ("_distances", "_filters", "_openmp", "_own_filters", "_parts", "_run", "_threads", "_units")
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` are bytes between each tensor's neighbours. Raises ``SolverUnavailable`` with Numba's reason."""
         t = tiling(p, c)
         backward, gradient = p.pass_ is Pass.DGRAD, p.pass_ is Pass.WGRAD
         self._own_filters = not (p.constant_weight or gradient)
+        self._parts = (t.parts, *p.shape("w")) if t.parts > 1 else None
         self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
         self._distances = np.array(t.distances(), dtype=np.int64)  # as long as its address is in use
         self._run, *functions = _compiled(t, gradient)
         x, y = ("y", "x") if backward else ("x", "y")
-        outer, inner, row, column = apart["w"]
+        if self._parts is not None:
+            apart = {**apart, "w": strides(torch.empty(self._parts[1:], device="meta"))}
+        outer, inner, *between = apart["w"]
+        taps = _taps(between, t.r)
         ahead = [a.kernel - 1 - a.before if backward else a.before for a in p.axes]
-        numbers = dict(zip(range(of.X_HEIGHT, of.PRODUCTS + 1), (
-            *p.shape(x)[2:], *ahead, *apart[x], *p.shape(y)[2:], *apart[y],
-            (t.inputs if backward else t.outputs) * outer, *((inner, outer) if backward else (outer, inner)),
-            row, column, int(backward), *functions,
+        numbers = dict(zip(range(of.X_DEPTH, of.W_PART), (
+            *_three(p.shape(x)[2:]), *_three(ahead, 0), *apart[x][:2], *_three(apart[x][2:], 0),
+            *_three(p.shape(y)[2:]), *apart[y][:2], *_three(apart[y][2:], 0),
+            (t.inputs if backward else t.outputs) * outer,
+            *((inner, outer) if backward else (outer, inner)), *taps, int(backward), *functions,
         ), strict=True))  # fmt: skip
-        numbers |= t.numbers() | {of.KIND: 2 * gradient, of.DISTANCES: self._distances.ctypes.data}
+        numbers |= t.numbers() | {
+            of.KIND: 2 * gradient, of.DISTANCES: self._distances.ctypes.data, of.W_PART: p.nbytes("w"),
+        }  # fmt: skip
         found = np.zeros(HEADER + of.NUMBERS, dtype=np.int64)
         found[3:6] = t.units, len(found), t.scratch
         for index, value in numbers.items():
@@ -181,8 +244,13 @@ class Tiles:
         if self._own_filters:
             second = workspace.data_ptr() + int(self._units[5]) * self._threads
             self._start(self._filters, workspace, 0, b.data_ptr(), second)
-        self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr())
-        return out
+        if self._parts is None:
+            self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr())
+            return out
+        begin, size = int(self._units[5]) * self._threads, 4 * math.prod(self._parts)
+        parts = workspace[begin : begin + size].view(torch.float32).view(self._parts)
+        self._start(self._units, workspace, a.data_ptr(), second, parts.data_ptr())
+        return torch.sum(parts, 0, out=out)
 
     def prepare(self, weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
         """All transformed filters into ``kept``."""
@@ -195,6 +263,14 @@ class Tiles:
         data[1] = threads
         data[6:HEADER] = workspace.data_ptr(), *addresses
         share_out(self._run, data.ctypes.data, threads, self._openmp)
+
+
+def _taps(apart: Sequence[int], r: Sizes) -> Sizes:
+    """Bytes between a filter's neighbours along depth, height and width, dense along axes that it does not have."""
+    found = list(apart)
+    while len(found) < 3:
+        found.insert(0, r[3 - len(found)] * found[0])
+    return _three(found)
 
 
 def _compiled(t: Tiling, gradient: bool) -> tuple[int, ...]:

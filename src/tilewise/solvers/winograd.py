@@ -8,42 +8,51 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._costs import CPU_CACHE
 from tilewise.solvers._depthwise_cpu import missing, strides
 from tilewise.solvers._tiles import integer
-from tilewise.solvers._winograd import Tiles, forms, tiling
+from tilewise.solvers._winograd import TAPS, TILES, Tiles, forms, sizes, tiling
 from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
 
 __all__ = ["Winograd"]
 
-TAPS = 3
 EFFICIENCY = 0.7
 """Share of a matrix product's rate that products and transforms reach together."""
 
+SHARED = 0.25
+"""What a byte costs that comes from a cache that cores share, beside one through memory."""
+
 
 class Winograd(Solver):
-    """Winograd convolution F(m x m, 3 x 3) (Lavin and Gray 2016) whose blocks of tiles stay in a core's cache.
+    """Winograd convolution F(m, r) along each axis (Lavin and Gray 2016) whose blocks of tiles stay in a core's cache.
 
-    ``tile`` is m, ``block`` the tile rows and columns of a block, ``vectors`` so many vectors of ``lanes`` outputs are
-    summed at a time, each block's outputs go in ``shares``; ``threads`` bounds threads, and ``team`` says whether they
-    are torch's. Transformed filters that are constant are kept.
+    ``tile`` is m, along axes with more than one tap; ``block`` the tile rows and columns of a block, ``vectors`` so
+    many vectors of ``lanes`` outputs are summed at a time, each block's outputs go in ``shares``. A filter's gradient
+    may be summed over ``parts`` of the blocks, which are added up. ``threads`` bounds threads, and ``team`` says
+    whether they are torch's. Transformed filters that are constant are kept.
     """
 
-    name, version = "winograd", 1
+    name, version = "winograd", 2
     passes = frozenset(Pass)
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
-    dims = frozenset({2})
+    dims = frozenset({1, 2, 3})
     error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
 
     def unsupported(self, p: ConvProblem) -> list[str]:
-        """The absent Numba, other kernels than 3x3 ones, strides, dilation, results of 16 bits."""
+        """The absent Numba, strides, dilation, long kernels, no tile that is accurate enough, results of 16 bits."""
         reasons = missing()
         for name, axis in zip(p.space, p.axes, strict=True):
-            if (axis.kernel, axis.stride, axis.dilation) != (TAPS, 1, 1):
+            if axis.kernel > TAPS or (axis.stride, axis.dilation) != (1, 1):
                 reasons.append(
-                    f"takes kernels of {TAPS} without stride or dilation along {name}, not {axis.kernel} with "
+                    f"takes kernels of up to {TAPS} without stride or dilation along {name}, not {axis.kernel} with "
                     f"{axis.stride} and {axis.dilation}"
                 )
+        kernel = "x".join(str(axis.kernel) for axis in p.axes)
+        if all(axis.kernel == 1 for axis in p.axes):
+            reasons.append(f"has no multiplications to save with a kernel of {kernel}")
+        elif not reasons and not sizes(p):
+            reasons.append(f"tiles of {', '.join(map(str, sorted(TILES)))} round too much with a kernel of {kernel}")
         if p.out_dtype != "fp32":
             reasons.append(f"gives fp32, not {p.out_dtype}")
         return reasons
@@ -52,9 +61,12 @@ class Winograd(Solver):
         return forms(p)
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
-        """A block of every thread, and transformed filters that are not kept."""
+        """A block of every thread, and transformed filters that are not kept or gradients that are added up."""
         t = tiling(p, c)
-        return integer(c, "threads") * t.scratch + (0 if p.constant_weight or p.pass_ is Pass.WGRAD else t.filters)
+        own = integer(c, "threads") * t.scratch
+        if p.pass_ is Pass.WGRAD:
+            return own + (t.parts * p.nbytes("w") if t.parts > 1 else 0)
+        return own + (0 if p.constant_weight else t.filters)
 
     def constant(self, p: ConvProblem, c: Config) -> int:
         """Transformed filters that are constant."""
@@ -62,16 +74,21 @@ class Winograd(Solver):
 
     def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
         """Transforms of filters."""
-        return Tiles(p, c, {"x": [0] * 4, "w": strides(weight), "y": [0] * 4}).prepare
+        return Tiles(p, c, {"x": [0] * 5, "w": strides(weight), "y": [0] * 5}).prepare
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
-        """Products of whole tiles, transforms, and filters once a block from memory that cores share."""
+        """Products of whole tiles, transforms, and what blocks read again, from a cache that cores share."""
         t = tiling(p, c)
-        tiles, n = p.groups * t.tiles[0] * t.tiles[1], t.n
-        products = 2 * tiles * n * n * t.inputs * t.chunks * t.vectors * t.lanes
-        transforms = 4 * tiles * n * n * n * (t.inputs * t.shares + t.outputs)
-        moved = p.bytes + 2 * t.filters * (1 + t.blocks // 4)
-        return Cost(products + transforms, moved, 1 if p.constant_weight else 2, EFFICIENCY)
+        points = p.groups * t.tiles[0] * t.tiles[1] * t.points
+        products = 2 * points * t.inputs * t.chunks * t.vectors * t.lanes
+        transforms = 2 * points * sum(n for n in t.n if n > 1) * (t.inputs * t.shares + t.outputs)
+        if p.pass_ is Pass.WGRAD:
+            again = p.nbytes("x") * (t.shares - 1) + p.nbytes("y") * (t.chunks - 1)
+            moved = p.bytes + (2 * t.parts * p.nbytes("w") if t.parts > 1 else 0)
+        else:
+            again = 0 if t.filters <= p.groups * CPU_CACHE // 2 else t.filters * (t.blocks - 1)
+            moved = p.bytes - p.nbytes("w") + t.filters if p.constant_weight else p.bytes + 2 * t.filters
+        return Cost(products + transforms, moved + int(SHARED * again), 1 if p.constant_weight else 2, EFFICIENCY)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""

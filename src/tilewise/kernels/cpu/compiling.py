@@ -120,10 +120,11 @@ def _winograd(lanes: int) -> Any:
 
 
 @functools.cache
-def _sandwiches(lanes: int, name: str, m: int, r: int, back: bool) -> Any:
-    matrix = getattr(transforms(m, r), name)
-    words = f"{name}_{m}_{r}_{'back' if back else 'to'}"
-    return _callback(sandwiches(lanes, words, turned(matrix) if back else matrix), *[types.int64] * 9)
+def _sandwiches(lanes: int, name: str, rows: tuple[int, int], columns: tuple[int, int], back: bool) -> Any:
+    left, right = (getattr(transforms(*axis), name) for axis in (rows, columns))
+    words = "_".join(map(str, (name, *rows, *columns, "back" if back else "to")))
+    return _callback(sandwiches(lanes, words, *((turned(left), turned(right)) if back else (left, right))),
+                     *[types.int64] * 9)  # fmt: skip
 
 
 @functools.cache
@@ -131,18 +132,23 @@ def _products(lanes: int, vectors: int, rows: int) -> Any:
     return _callback(products(lanes, vectors, rows), *[types.int64] * 8)
 
 
-def load_winograd(lanes: int, m: int, r: int, vectors: int, rows: int, gradient: bool) -> tuple[int, ...]:
+def load_winograd(
+    lanes: int, m: tuple[int, int, int], r: tuple[int, int, int], vectors: int, rows: int, gradient: bool
+) -> tuple[int, ...]:
     """Addresses of the worker and of the functions that it calls, as :func:`load` has it.
 
-    Those are transforms of inputs, of filters (or of outputs' gradients) and of sums for tiles of m, and products.
+    Those are transforms of inputs, of filters (or of outputs' gradients) and of sums for tiles of ``m`` outputs of
+    ``r`` taps along depth, height and width, each of planes; the same along the depth alone, 0 where tiles have none;
+    and products.
     """
     there, back = ("output", "filter") if gradient else ("filter", "output")
+    depth, height, width = zip(m, r, strict=True)
+    kinds = (("input", False), (there, False), (back, True))
     with LOCK:
-        found = (
-            _winograd(lanes), _sandwiches(lanes, "input", m, r, False), _sandwiches(lanes, there, m, r, False),
-            _sandwiches(lanes, back, m, r, True), _products(lanes, vectors, rows),
-        )  # fmt: skip
-        return tuple(function.address for function in found)
+        found = [_winograd(lanes), *(_sandwiches(lanes, name, height, width, turn) for name, turn in kinds)]
+        found += [_sandwiches(lanes, name, depth, (1, 1), turn) if depth != (1, 1) else None for name, turn in kinds]
+        found.append(_products(lanes, vectors, rows))
+        return tuple(0 if function is None else function.address for function in found)
 
 
 @functools.cache

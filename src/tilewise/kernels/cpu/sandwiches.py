@@ -13,12 +13,12 @@ from tilewise.kernels.cpu.vectors import Code, Values, intrinsic_of, named
 __all__ = ["sandwich", "sandwiches"]
 
 
-def sandwiches(lanes: int, name: str, matrix: Matrix) -> Callable[..., None]:
+def sandwiches(lanes: int, name: str, rows: Matrix, columns: Matrix) -> Callable[..., None]:
     """``(source, row, column, next, target, to_row, to_column, to_next, count)``: :func:`sandwich` of several tiles.
 
-    They lie ``next`` bytes apart and go ``to_next`` apart. ``name`` is the matrix's.
+    They lie ``next`` bytes apart and go ``to_next`` apart. ``name`` is the matrices'.
     """
-    one = sandwich(lanes, matrix)
+    one = sandwich(lanes, rows, columns)
 
     def run(source, row, column, next, target, to_row, to_column, to_next, count):
         for i in range(count):
@@ -28,22 +28,21 @@ def sandwiches(lanes: int, name: str, matrix: Matrix) -> Callable[..., None]:
 
 
 @functools.cache
-def sandwich(lanes: int, matrix: Matrix) -> Callable[..., None]:
-    """``(source, row, column, target, to_row, to_column)``: ``matrix tile matrix^T``.
+def sandwich(lanes: int, rows: Matrix, columns: Matrix) -> Callable[..., None]:
+    """``(source, row, column, target, to_row, to_column)``: ``rows tile columns^T``.
 
     A tile's vectors lie ``row`` and ``column`` bytes apart, those of the result ``to_row`` and ``to_column``.
     """
 
     def emit(code: Code, arguments: Values) -> None:
         source, row, column, target, to_row, to_column = arguments
-        height, width = len(matrix), len(matrix[0])
         half = []
-        for j in range(width):
+        for j in range(len(columns[0])):
             start = code.at(source, j, column)
-            half.append(_multiplied(code, matrix, [code.load(code.at(start, i, row)) for i in range(width)]))
-        for i in range(height):
+            half.append(_multiplied(code, rows, [code.load(code.at(start, i, row)) for i in range(len(rows[0]))]))
+        for i in range(len(rows)):
             start = code.at(target, i, to_row)
-            for j, value in enumerate(_multiplied(code, matrix, [values[i] for values in half])):
+            for j, value in enumerate(_multiplied(code, columns, [values[i] for values in half])):
                 code.store(value, code.at(start, j, to_column))
 
     return intrinsic_of(6, lanes, emit)

@@ -1,7 +1,8 @@
-"""How a plane's tiles go in blocks, and where in a thread's scratch what lies. Knows nothing of Numba."""
+"""How an image's tiles go in blocks, and where in a thread's scratch what lies. Knows nothing of Numba."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tilewise.kernels.cpu.sizes import PAGE
@@ -11,13 +12,18 @@ __all__ = ["ROWS", "GradientTiling", "Tiling", "rows_of"]
 # What the worker calls v: sizes of the problem, of blocks and of tiles; the image, what it is convolved to and the
 # filter, with bytes between neighbours; addresses of functions; places in scratch and bytes between neighbours there.
 (
-    KIND, INPUTS, OUTPUTS, TILE_ROWS, IMAGE_ROWS, ACROSS, ROWS_, COLUMNS, SEGMENTS, BLOCKS, SHARES, SHARE, CHUNKS,
-    VECTORS, M, R, N, X_HEIGHT, X_WIDTH, LEAD, BEFORE, X_IMAGE, X_CHANNEL, X_ROW, X_COLUMN, Y_HEIGHT, Y_WIDTH, Y_IMAGE,
-    Y_CHANNEL, Y_ROW, Y_COLUMN, W_GROUP, W_OUTPUT, W_INPUT, W_ROW, W_COLUMN, TURNED, FORWARD, FILTER, BACKWARD,
-    PRODUCTS, BLOCK_ROWS, DISTANCES, LINE, PANEL, TILE, FREQUENCY, OTHER_TILE, OTHER_FREQUENCY, SUM_TILE, SUM_FREQUENCY,
-    OTHERS, SUMS, STRIP, NUMBERS,
-) = range(55)  # fmt: skip
+    KIND, INPUTS, OUTPUTS, TILE_ROWS, SLICE_ROWS, SLICES, ACROSS, ROWS_, COLUMNS, SEGMENTS, BLOCKS, SHARES, SHARE,
+    CHUNKS, PARTS, VECTORS, M_DEPTH, M_HEIGHT, M_WIDTH, R_DEPTH, R_HEIGHT, R_WIDTH, N_DEPTH, N_HEIGHT, N_WIDTH,
+    X_DEPTH, X_HEIGHT, X_WIDTH, LEAD_DEPTH, LEAD_HEIGHT, LEAD_WIDTH, X_IMAGE, X_CHANNEL, X_SLICE, X_ROW, X_COLUMN,
+    Y_DEPTH, Y_HEIGHT, Y_WIDTH, Y_IMAGE, Y_CHANNEL, Y_SLICE, Y_ROW, Y_COLUMN,
+    W_GROUP, W_OUTPUT, W_INPUT, W_SLICE, W_ROW, W_COLUMN, TURNED,
+    FORWARD, FILTER, BACKWARD, DEEP_FORWARD, DEEP_FILTER, DEEP_BACKWARD, PRODUCTS, W_PART, BLOCK_ROWS, DISTANCES,
+    LINE, PANEL, TILE, FREQUENCY, OTHER_TILE, OTHER_FREQUENCY, SUM_TILE, SUM_FREQUENCY, OTHERS, SUMS, STRIP, BETWEEN,
+    NUMBERS,
+) = range(74)  # fmt: skip
 
+Sizes = tuple[int, int, int]
+"""Along depth, height and width; 1 where there is no such axis."""
 NUMBER = 4
 """Bytes of an fp32 number."""
 ROWS = {1: (12, 8, 4), 2: (12, 10, 8, 6, 4), 3: (8, 6, 4), 4: (6, 5, 4, 3)}
@@ -32,34 +38,48 @@ def rows_of(vectors: int, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Planes of ``plane`` outputs in tiles of ``m``, from filters of ``r`` taps; of each of ``groups`` groups.
+    """Images of ``image`` outputs in tiles of ``m``, from filters of ``r`` taps; of each of ``groups`` groups.
 
-    A block has tiles of up to ``rows`` tile rows, counted through all of ``batch`` images, and ``columns`` columns;
-    outputs go ``vectors`` vectors of ``lanes`` at a time, in so many ``shares``.
+    A block has tiles of up to ``rows`` tile rows, counted through all slices of all of ``batch`` images, and
+    ``columns`` columns; outputs go ``vectors`` vectors of ``lanes`` at a time, in so many ``shares``.
     """
 
-    m: int
-    r: int
+    m: Sizes
+    r: Sizes
     lanes: int
     vectors: int
     batch: int
     groups: int
     inputs: int
     outputs: int
-    plane: tuple[int, int]
+    image: Sizes
     rows: int
     columns: int
     shares: int = 1
+    parts: int = 1
 
     @property
-    def n(self) -> int:
+    def n(self) -> Sizes:
         """Points of a tile along each axis."""
-        return self.m + self.r - 1
+        depth, height, width = (m + r - 1 for m, r in zip(self.m, self.r, strict=True))
+        return depth, height, width
+
+    @property
+    def points(self) -> int:
+        """All of them: frequencies."""
+        return math.prod(self.n)
+
+    @property
+    def along(self) -> Sizes:
+        """Tiles of an image along each axis."""
+        depth, height, width = (-(-size // m) for size, m in zip(self.image, self.m, strict=True))
+        return depth, height, width
 
     @property
     def tiles(self) -> tuple[int, int]:
         """Tile rows of all images, and tiles to a row."""
-        return self.batch * -(-self.plane[0] // self.m), -(-self.plane[1] // self.m)
+        slices, rows, columns = self.along
+        return self.batch * slices * rows, columns
 
     @property
     def segments(self) -> int:
@@ -99,7 +119,7 @@ class Tiling:
     @property
     def filters(self) -> int:
         """Bytes of all transformed filters."""
-        return self.groups * self.chunks * self.n**2 * self.panel
+        return self.groups * self.chunks * self.points * self.panel
 
     @property
     def block_rows(self) -> int:
@@ -114,7 +134,7 @@ class Tiling:
     @property
     def tile(self) -> int:
         """Bytes from a tile's inputs to the next one's: of all frequencies, which a transform writes side by side."""
-        return self._odd(self.n**2 * self.frequency)
+        return self._odd(self.points * self.frequency)
 
     @property
     def frequency(self) -> int:
@@ -124,7 +144,7 @@ class Tiling:
     @property
     def sum_tile(self) -> int:
         """The same of a tile's sums."""
-        return self._odd(self.n**2 * self.line)
+        return self._odd(self.points * self.line)
 
     @property
     def sum_frequency(self) -> int:
@@ -142,12 +162,18 @@ class Tiling:
         return self.sums + self._room * self.sum_tile
 
     @property
+    def between(self) -> int:
+        """Where what is transformed along height and width alone begins, of tiles that have depth: behind the strip."""
+        rows = min(self.rows, self.along[1]) * self.m[1] + self.r[1] - 1
+        taps = math.prod(self.r) + self.lanes
+        return self.strip + max(rows * (self.columns * self.m[2] + self.r[2] - 1 + self.lanes), taps) * self.vector
+
+    @property
     def scratch(self) -> int:
         """Bytes of a thread's scratch."""
-        over = self.r - 1
-        rows = min(self.rows, -(-self.plane[0] // self.m)) * self.m + over
-        strip = max(rows * (self.columns * self.m + over + self.lanes), self.r**2 + self.lanes)
-        return -(-(self.strip + strip * self.vector) // PAGE) * PAGE
+        deep, height, width = self.n
+        planes = max(self.rows * self.columns * deep, self.r[0]) if deep > 1 else 0
+        return -(-(self.between + planes * height * width * self.vector) // PAGE) * PAGE
 
     def _whole(self, size: int) -> int:
         return -(-size // self.vector) * self.vector
@@ -159,13 +185,13 @@ class Tiling:
     def numbers(self) -> dict[int, int]:
         """What the worker takes of it, by index."""
         return {
-            INPUTS: self.inputs, OUTPUTS: self.outputs, TILE_ROWS: self.tiles[0],
-            IMAGE_ROWS: self.tiles[0] // self.batch, ACROSS: self.tiles[1], ROWS_: self.rows, COLUMNS: self.columns,
-            SEGMENTS: self.segments, BLOCKS: self.blocks, SHARES: self.shares, CHUNKS: self.chunks,
-            VECTORS: self.vectors, M: self.m, R: self.r, N: self.n, BLOCK_ROWS: self.block_rows, LINE: self.line,
-            PANEL: self.panel,
+            INPUTS: self.inputs, OUTPUTS: self.outputs, TILE_ROWS: self.tiles[0], SLICE_ROWS: self.along[1],
+            SLICES: self.along[0], ACROSS: self.tiles[1], ROWS_: self.rows, COLUMNS: self.columns,
+            SEGMENTS: self.segments, BLOCKS: self.blocks, SHARES: self.shares, CHUNKS: self.chunks, PARTS: self.parts,
+            VECTORS: self.vectors, **dict(zip(range(M_DEPTH, X_DEPTH), (*self.m, *self.r, *self.n), strict=True)),
+            BLOCK_ROWS: self.block_rows, LINE: self.line, PANEL: self.panel,
             TILE: self.tile, FREQUENCY: self.frequency, SUM_TILE: self.sum_tile, SUM_FREQUENCY: self.sum_frequency,
-            SUMS: self.sums, STRIP: self.strip,
+            SUMS: self.sums, STRIP: self.strip, BETWEEN: self.between,
         }  # fmt: skip
 
     def distances(self) -> list[int]:
@@ -175,7 +201,10 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class GradientTiling(Tiling):
-    """Filters' gradients: ``vectors`` vectors of inputs and a share of the outputs at a time, from all blocks."""
+    """Filters' gradients: ``vectors`` vectors of inputs and a share of the outputs at a time.
+
+    From all blocks, or from those of one of ``parts`` that are added up in the end.
+    """
 
     @property
     def chunks(self) -> int:
@@ -184,7 +213,7 @@ class GradientTiling(Tiling):
 
     @property
     def units(self) -> int:
-        return self.groups * self.chunks * self.shares
+        return self.groups * self.chunks * self.shares * self.parts
 
     @property
     def share(self) -> int:
@@ -226,15 +255,15 @@ class GradientTiling(Tiling):
     @property
     def others(self) -> int:
         """Where transformed outputs begin in a thread's scratch: behind inputs."""
-        return self.n**2 * self.frequency
+        return self.points * self.frequency
 
     @property
     def sums(self) -> int:
-        return self.others + self.n**2 * self.other_frequency
+        return self.others + self.points * self.other_frequency
 
     @property
     def strip(self) -> int:
-        return self.sums + self.n**2 * self.sum_frequency
+        return self.sums + self.points * self.sum_frequency
 
     def numbers(self) -> dict[int, int]:
         mine = {

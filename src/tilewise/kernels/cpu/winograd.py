@@ -1,10 +1,12 @@
-"""Winograd convolution of planes: blocks of tiles that never leave a core's cache.
+"""Winograd convolution of signals, planes and volumes: blocks of tiles that never leave a core's cache.
 
-Tiles of ``n x n`` inputs, n = m + r - 1, give ``m x m`` outputs (Lavin and Gray 2016, section 4.2). A unit is a block
+Tiles of n inputs along an axis, n = m + r - 1, give m outputs (Lavin and Gray 2016, section 4.2). A unit is a block
 of tiles and a share of the outputs' channels. Its inputs are transformed ``lanes`` channels at once; then, for
-``vectors`` vectors of outputs at a time, each of n^2 frequencies is multiplied by its filters and the sums are
-transformed back. Numbers that describe a problem, ``v`` here, are those of :mod:`tilewise.kernels.cpu.tiling`, which
-also names them; transforms and products are functions at addresses that are among them.
+``vectors`` vectors of outputs at a time, each frequency is multiplied by its filters and the sums are transformed back.
+Height and width are transformed together. Of a tile that has depth each slice is, and then the depth, from what lies
+in between; a signal is a plane of one row. Numbers that describe a problem, ``v`` here, are those of
+:mod:`tilewise.kernels.cpu.tiling`, which also names them; transforms and products are functions at addresses that are
+among them.
 """
 
 from __future__ import annotations
@@ -37,47 +39,79 @@ def _clear(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _tiles_in(lanes: int) -> Callable[..., None]:
-    """``(source, plane, apart, sizes, rows, columns, valid, strip, transform, target, points, to_frequency, to_tile)``.
+def _deep(lanes: int) -> Callable[..., None]:
+    """``(function, source, slice, next, target, to_slice, to_next, count)``: a transform along the depth.
 
-    Transforms of a block's tiles, of ``valid`` channels from ``source`` on. ``plane`` is the image's height and width
-    and how far before it tiles begin, ``apart`` bytes between images, channels, rows and columns; ``sizes`` are points
-    of a tile along each axis, and from one tile to the next. ``rows`` are the first tile row, counted through all
-    images, and the one behind the last, and how many an image has; ``columns`` the first tile's and the one behind the
-    last. ``strip`` is scratch for the rows of the image that they read; ``points`` are the transform's along each axis.
+    Of ``count`` neighbours that lie ``next`` bytes apart; they go ``to_next`` apart.
     """
-    vector = NUMBER * lanes
-    clear, put, call = _clear(lanes), strip_in(lanes), pointer_call()
+    call = pointer_call()
 
     @compiled(lanes)
-    def run(source, plane, apart, sizes, rows, columns, valid, strip, transform, target, points, to_frequency, to_tile):
-        height, width, lead, before = plane
-        to_image, to_channel, to_row, to_column = apart
-        n, m = sizes
+    def run(function, source, slice, next, target, to_slice, to_next, count):
+        call(function, source, slice, 0, next, target, to_slice, 0, to_next, count)
+
+    return run
+
+
+@functools.cache
+def _tiles_in(lanes: int) -> Callable[..., None]:
+    """``(source, image, apart, window, rows, columns, valid, transforms, strip, target, v, to_frequency, to_tile)``.
+
+    Transforms of a block's tiles, of ``valid`` channels from ``source`` on. ``image`` is its depth, height and width
+    and how far before it tiles begin, ``apart`` bytes between images, channels, slices, rows and columns; ``window``
+    says how much of the image a tile has along each axis. ``rows`` are the first tile row, counted through all slices
+    of all images, and the one behind the last; ``columns`` the first tile's and the one behind the last. ``transforms``
+    are functions for planes and for the depth. ``strip`` is scratch for the rows of the image that they read.
+    """
+    vector = NUMBER * lanes
+    clear, put, call, deeply = _clear(lanes), strip_in(lanes), pointer_call(), _deep(lanes)
+
+    @compiled(lanes)
+    def run(source, image, apart, window, rows, columns, valid, transforms, strip, target, v, to_frequency, to_tile):
+        depth, height, width, ahead, lead, before = image
+        to_image, to_channel, to_slice, to_row, to_column = apart
+        slices, high, wide = window
+        m, step, across, in_slice = v[of.M_HEIGHT], v[of.M_WIDTH] * vector, v[of.N_WIDTH], v[of.SLICE_ROWS]
+        plane = v[of.N_HEIGHT] * across
         tiles = columns[1] - columns[0]
-        first = columns[0] * m - before
-        count = (tiles - 1) * m + n
+        first = columns[0] * v[of.M_WIDTH] - before
+        count = (tiles - 1) * v[of.M_WIDTH] + wide
         left = min(count, max(0, -first))
         right = max(left, min(count, width - first))
         pitch = (count + lanes) * vector
-        top = strip
-        for i in range(rows[0], rows[1]):
-            down, known = i % rows[2], 0
-            if down == 0 or i == rows[0]:
-                top = strip
-            else:
-                top, known = top + m * pitch, n - m
-            for j in range(known, n):
-                y, line = down * m - lead + j, top + j * pitch
-                if y < 0 or y >= height:
-                    clear(line, count)
+        flat, deep = transforms
+        between, to_next = strip + v[of.BETWEEN] - v[of.STRIP], slices * plane * vector
+        for z in range(slices):
+            top, place = strip, target
+            if deep:
+                place = between + z * plane * vector
+            for i in range(rows[0], rows[1]):
+                down, known = i % in_slice, 0
+                if down == 0 or i == rows[0]:
+                    top = strip
                 else:
-                    begin = source + i // rows[2] * to_image + y * to_row + (first + left) * to_column
-                    clear(line, left)
-                    put(begin, to_column, to_channel, valid, right - left, line + left * vector)
-                    clear(line + right * vector, count - right)
-            call(transform, top, pitch, vector, m * vector, target, points * to_frequency, to_frequency, to_tile, tiles)
-            target += tiles * to_tile
+                    top, known = top + m * pitch, high - m
+                inside = i // in_slice % v[of.SLICES] * v[of.M_DEPTH] - ahead + z
+                begin = source + i // (in_slice * v[of.SLICES]) * to_image + inside * to_slice
+                for j in range(known, high):
+                    y, line = down * m - lead + j, top + j * pitch
+                    if y < 0 or y >= height or inside < 0 or inside >= depth:
+                        clear(line, count)
+                    else:
+                        clear(line, left)
+                        put(begin + y * to_row + (first + left) * to_column, to_column, to_channel, valid,
+                            right - left, line + left * vector)  # fmt: skip
+                        clear(line + right * vector, count - right)
+                if deep:
+                    call(flat, top, pitch, vector, step, place, across * vector, vector, to_next, tiles)
+                    place += tiles * to_next
+                else:
+                    call(flat, top, pitch, vector, step, place, across * to_frequency, to_frequency, to_tile, tiles)
+                    place += tiles * to_tile
+        if deep:
+            for i in range((rows[1] - rows[0]) * tiles):
+                deeply(deep, between + i * to_next, plane * vector, vector, target + i * to_tile, plane * to_frequency,
+                       to_frequency, plane)  # fmt: skip
 
     return run
 
@@ -86,21 +120,71 @@ def _tiles_in(lanes: int) -> Callable[..., None]:
 def _tiles_out(lanes: int) -> Callable[..., None]:
     """``(y, v, rows, columns, valid, strip, source)``: the way back from sums, as :func:`_tiles_in` has it."""
     vector = NUMBER * lanes
-    put, call = strip_out(lanes), pointer_call()
+    put, call, deeply = strip_out(lanes), pointer_call(), _deep(lanes)
 
     @compiled(lanes)
     def run(y, v, rows, columns, valid, strip, source):
-        m, row, column, to_tile, frequency = v[of.M], v[of.Y_ROW], v[of.Y_COLUMN], v[of.SUM_TILE], v[of.SUM_FREQUENCY]
-        tiles, n = columns[1] - columns[0], v[of.N]
-        first = columns[0] * m
-        count, pitch = min(tiles * m, v[of.Y_WIDTH] - first), (tiles * m + lanes) * vector
+        m, row, column, to_tile, frequency = v[of.M_HEIGHT], v[of.Y_ROW], v[of.Y_COLUMN], v[of.SUM_TILE], v[of.LINE]
+        tiles, across, slices, deep = columns[1] - columns[0], v[of.N_WIDTH], v[of.M_DEPTH], v[of.DEEP_BACKWARD]
+        plane = v[of.N_HEIGHT] * across
+        first = columns[0] * v[of.M_WIDTH]
+        step = v[of.M_WIDTH] * vector
+        count, pitch = min(tiles * v[of.M_WIDTH], v[of.Y_WIDTH] - first), tiles * step + lanes * vector
+        between, area = strip + v[of.BETWEEN] - v[of.STRIP], plane * vector
         for i in range(rows[0], rows[1]):
-            image, top = i // rows[2], i % rows[2] * m
-            call(v[of.BACKWARD], source, n * frequency, frequency, to_tile, strip, pitch, vector, m * vector, tiles)
+            inside, top = i // v[of.SLICE_ROWS] % v[of.SLICES] * slices, i % v[of.SLICE_ROWS] * m
+            image = y + i // (v[of.SLICE_ROWS] * v[of.SLICES]) * v[of.Y_IMAGE]
+            if deep:
+                for k in range(tiles):
+                    deeply(deep, source + k * to_tile, plane * frequency, frequency, between + k * slices * area, area,
+                           vector, plane)  # fmt: skip
+            for z in range(min(slices, v[of.Y_DEPTH] - inside)):
+                if deep:
+                    call(v[of.BACKWARD], between + z * area, across * vector, vector, slices * area, strip, pitch,
+                         vector, step, tiles)  # fmt: skip
+                else:
+                    call(v[of.BACKWARD], source, across * frequency, frequency, to_tile, strip, pitch, vector, step,
+                         tiles)  # fmt: skip
+                place = image + (inside + z) * v[of.Y_SLICE] + top * row + first * column
+                for j in range(min(m, v[of.Y_HEIGHT] - top)):
+                    put(place + j * row, column, v[of.Y_CHANNEL], valid, count, strip + j * pitch)
             source += tiles * to_tile
-            for j in range(min(m, v[of.Y_HEIGHT] - top)):
-                place = y + image * v[of.Y_IMAGE] + (top + j) * row + first * column
-                put(place, column, v[of.Y_CHANNEL], valid, count, strip + j * pitch)
+
+    return run
+
+
+@functools.cache
+def _taps_in(lanes: int) -> Callable[..., None]:
+    """``(source, v, channel, valid, strip)``: a filter's taps, of ``valid`` channels ``channel`` bytes apart."""
+    vector, put = NUMBER * lanes, strip_in(lanes)
+
+    @compiled(lanes)
+    def run(source, v, channel, valid, strip):
+        high, wide, slice, row, column = v[of.R_HEIGHT], v[of.R_WIDTH], v[of.W_SLICE], v[of.W_ROW], v[of.W_COLUMN]
+        if row == wide * column and slice == high * row:
+            put(source, column, channel, valid, v[of.R_DEPTH] * high * wide, strip)
+        else:
+            for i in range(v[of.R_DEPTH] * high):
+                place = source + i // high * slice + i % high * row
+                put(place, column, channel, valid, wide, strip + i * wide * vector)
+
+    return run
+
+
+@functools.cache
+def _taps_out(lanes: int) -> Callable[..., None]:
+    """``(target, v, channel, valid, strip)``: the way back."""
+    vector, put = NUMBER * lanes, strip_out(lanes)
+
+    @compiled(lanes)
+    def run(target, v, channel, valid, strip):
+        high, wide, slice, row, column = v[of.R_HEIGHT], v[of.R_WIDTH], v[of.W_SLICE], v[of.W_ROW], v[of.W_COLUMN]
+        if row == wide * column and slice == high * row:
+            put(target, column, channel, valid, v[of.R_DEPTH] * high * wide, strip)
+        else:
+            for i in range(v[of.R_DEPTH] * high):
+                place = target + i // high * slice + i % high * row
+                put(place, column, channel, valid, wide, strip + i * wide * vector)
 
     return run
 
@@ -112,26 +196,86 @@ def _filters(lanes: int) -> Callable[..., None]:
     In order of frequency, input and output.
     """
     vector = NUMBER * lanes
-    put, call = strip_in(lanes), pointer_call()
+    take, call, deeply = _taps_in(lanes), pointer_call(), _deep(lanes)
 
     @compiled(lanes)
     def run(w, u, v, strip, unit):
-        depth, line, r, row, column = v[of.INPUTS], v[of.LINE], v[of.R], v[of.W_ROW], v[of.W_COLUMN]
-        group, chunk, n = unit // v[of.CHUNKS], unit % v[of.CHUNKS], v[of.N]
+        depth, line, panel, slices, deep = v[of.INPUTS], v[of.LINE], v[of.PANEL], v[of.R_DEPTH], v[of.DEEP_FILTER]
+        group, chunk, across = unit // v[of.CHUNKS], unit % v[of.CHUNKS], v[of.N_WIDTH]
+        wide, taps, plane = v[of.R_WIDTH], v[of.R_HEIGHT] * v[of.R_WIDTH], v[of.N_HEIGHT] * across
         # A filter that is turned is read from its last tap on.
-        start, along = (strip + (r * r - 1) * vector, -vector) if v[of.TURNED] else (strip, vector)
-        whole = row == r * column
-        target = u + unit * n * n * v[of.PANEL]
+        start, along = (strip + (slices * taps - 1) * vector, -vector) if v[of.TURNED] else (strip, vector)
+        between, area = strip + v[of.BETWEEN] - v[of.STRIP], plane * vector
+        target = u + unit * v[of.N_DEPTH] * plane * panel
         for j in range(v[of.VECTORS]):
             first = (chunk * v[of.VECTORS] + j) * lanes
             valid = min(lanes, v[of.OUTPUTS] - first)
             source = w + group * v[of.W_GROUP] + first * v[of.W_OUTPUT]
             for c in range(depth):
-                for i in range(1 if whole else r):
-                    place = source + c * v[of.W_INPUT] + i * row
-                    put(place, column, v[of.W_OUTPUT], valid, r * r if whole else r, strip + i * r * vector)
+                take(source + c * v[of.W_INPUT], v, v[of.W_OUTPUT], valid, strip)
                 place = target + c * line + j * vector
-                call(v[of.FILTER], start, r * along, along, 0, place, n * v[of.PANEL], v[of.PANEL], 0, 1)
+                if deep:
+                    for z in range(slices):
+                        call(v[of.FILTER], start + z * taps * along, wide * along, along, 0, between + z * area,
+                             across * vector, vector, 0, 1)  # fmt: skip
+                    deeply(deep, between, area, vector, place, plane * panel, panel, plane)
+                else:
+                    call(v[of.FILTER], start, wide * along, along, 0, place, across * panel, panel, 0, 1)
+
+    return run
+
+
+@functools.cache
+def _gradients_out(lanes: int) -> Callable[..., None]:
+    """``(w, v, valid, strip, source)``: a filter's gradient from its sums, of ``valid`` inputs."""
+    vector = NUMBER * lanes
+    put, call, deeply = _taps_out(lanes), pointer_call(), _deep(lanes)
+
+    @compiled(lanes)
+    def run(w, v, valid, strip, source):
+        frequency, across, slices, deep = v[of.SUM_FREQUENCY], v[of.N_WIDTH], v[of.R_DEPTH], v[of.DEEP_BACKWARD]
+        wide, taps, plane = v[of.R_WIDTH] * vector, v[of.R_HEIGHT] * v[of.R_WIDTH] * vector, v[of.N_HEIGHT] * across
+        between, area = strip + v[of.BETWEEN] - v[of.STRIP], plane * vector
+        if deep:
+            deeply(deep, source, plane * frequency, frequency, between, area, vector, plane)
+            for z in range(slices):
+                call(v[of.BACKWARD], between + z * area, across * vector, vector, 0, strip + z * taps, wide, vector, 0,
+                     1)  # fmt: skip
+        else:
+            call(v[of.BACKWARD], source, across * frequency, frequency, 0, strip, wide, vector, 0, 1)
+        put(w, v, v[of.W_INPUT], valid, strip)
+
+    return run
+
+
+@functools.cache
+def _inputs(lanes: int) -> Callable[..., None]:
+    """``(x, v, rows, columns, valid, strip, target)``: :func:`_tiles_in` of what is convolved."""
+    gather = _tiles_in(lanes)
+
+    @compiled(lanes)
+    def run(x, v, rows, columns, valid, strip, target):
+        image = (v[of.X_DEPTH], v[of.X_HEIGHT], v[of.X_WIDTH], v[of.LEAD_DEPTH], v[of.LEAD_HEIGHT], v[of.LEAD_WIDTH])
+        apart = (v[of.X_IMAGE], v[of.X_CHANNEL], v[of.X_SLICE], v[of.X_ROW], v[of.X_COLUMN])
+        window = (v[of.N_DEPTH], v[of.N_HEIGHT], v[of.N_WIDTH])
+        gather(x, image, apart, window, rows, columns, valid, (v[of.FORWARD], v[of.DEEP_FORWARD]), strip, target, v,
+               v[of.FREQUENCY], v[of.TILE])  # fmt: skip
+
+    return run
+
+
+@functools.cache
+def _others(lanes: int) -> Callable[..., None]:
+    """``(y, v, rows, columns, valid, strip, target)``: :func:`_tiles_in` of outputs' gradients."""
+    gather = _tiles_in(lanes)
+
+    @compiled(lanes)
+    def run(y, v, rows, columns, valid, strip, target):
+        image = (v[of.Y_DEPTH], v[of.Y_HEIGHT], v[of.Y_WIDTH], 0, 0, 0)
+        apart = (v[of.Y_IMAGE], v[of.Y_CHANNEL], v[of.Y_SLICE], v[of.Y_ROW], v[of.Y_COLUMN])
+        window = (v[of.M_DEPTH], v[of.M_HEIGHT], v[of.M_WIDTH])
+        gather(y, image, apart, window, rows, columns, valid, (v[of.FILTER], v[of.DEEP_FILTER]), strip, target, v,
+               v[of.OTHER_FREQUENCY], v[of.OTHER_TILE])  # fmt: skip
 
     return run
 
@@ -140,23 +284,21 @@ def _filters(lanes: int) -> Callable[..., None]:
 def _block(lanes: int) -> Callable[..., None]:
     """``(x, u, y, v, scratch, rows, columns, share, group)``: a share of the outputs of a block."""
     vector = NUMBER * lanes
-    gather, put, multiply = _tiles_in(lanes), _tiles_out(lanes), pointer_call()
+    gather, put, multiply = _inputs(lanes), _tiles_out(lanes), pointer_call()
 
     @compiled(lanes)
     def run(x, u, y, v, scratch, rows, columns, share, group):
         tiles = (rows[1] - rows[0]) * (columns[1] - columns[0])
-        depth, outputs, n, chunks = v[of.INPUTS], v[of.OUTPUTS], v[of.N], v[of.CHUNKS]
-        sums, strip, to_frequency, to_tile = scratch + v[of.SUMS], scratch + v[of.STRIP], v[of.FREQUENCY], v[of.TILE]
-        plane = (v[of.X_HEIGHT], v[of.X_WIDTH], v[of.LEAD], v[of.BEFORE])
-        apart = (v[of.X_IMAGE], v[of.X_CHANNEL], v[of.X_ROW], v[of.X_COLUMN])
+        depth, outputs, chunks = v[of.INPUTS], v[of.OUTPUTS], v[of.CHUNKS]
+        points = v[of.N_DEPTH] * v[of.N_HEIGHT] * v[of.N_WIDTH]
+        sums, strip = scratch + v[of.SUMS], scratch + v[of.STRIP]
         for c in range(0, depth, lanes):
-            source, target = x + (group * depth + c) * v[of.X_CHANNEL], scratch + c * NUMBER
-            gather(source, plane, apart, (n, v[of.M]), rows, columns, min(lanes, depth - c), strip, v[of.FORWARD],
-                   target, n, to_frequency, to_tile)  # fmt: skip
+            gather(x + (group * depth + c) * v[of.X_CHANNEL], v, rows, columns, min(lanes, depth - c), strip,
+                   scratch + c * NUMBER)  # fmt: skip
         blocks = (tiles + v[of.BLOCK_ROWS] - 1) // v[of.BLOCK_ROWS]
         for chunk in range(share * chunks // v[of.SHARES], (share + 1) * chunks // v[of.SHARES]):
-            filters = u + (group * chunks + chunk) * n * n * v[of.PANEL]
-            multiply(v[of.PRODUCTS], scratch, filters, sums, depth, 0, blocks, n * n, v[of.DISTANCES])
+            filters = u + (group * chunks + chunk) * points * v[of.PANEL]
+            multiply(v[of.PRODUCTS], scratch, filters, sums, depth, 0, blocks, points, v[of.DISTANCES])
             for j in range(v[of.VECTORS]):
                 first = (chunk * v[of.VECTORS] + j) * lanes
                 if first < outputs:
@@ -168,50 +310,51 @@ def _block(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def _gradient(lanes: int) -> Callable[..., None]:
-    """``(x, y, w, v, scratch, share, chunk, group)``: the gradients of some filters, from all tiles.
+    """``(x, y, w, v, scratch, share, chunk, group, part)``: the gradients of some filters, from a part of the blocks.
 
     Those of a share of the outputs and of ``vectors`` vectors of inputs: the sums over tiles of products of both
     images' transforms, transformed back at the end.
     """
-    vector = NUMBER * lanes
-    gather, put, call = _tiles_in(lanes), strip_out(lanes), pointer_call()
+    gather, gather_others, put, call = _inputs(lanes), _others(lanes), _gradients_out(lanes), pointer_call()
+    bounds = _bounds(lanes)
 
     @compiled(lanes)
-    def run(x, y, w, v, scratch, share, chunk, group):
-        m, n, r, line, sum_frequency = v[of.M], v[of.N], v[of.R], v[of.LINE], v[of.SUM_FREQUENCY]
+    def run(x, y, w, v, scratch, share, chunk, group, part):
+        points = v[of.N_DEPTH] * v[of.N_HEIGHT] * v[of.N_WIDTH]
         begin, end = share * v[of.SHARE], min(v[of.OUTPUTS], (share + 1) * v[of.SHARE])
         first = chunk * v[of.VECTORS] * lanes
         last = min(v[of.INPUTS], first + v[of.VECTORS] * lanes)
         others, sums, strip = scratch + v[of.OTHERS], scratch + v[of.SUMS], scratch + v[of.STRIP]
-        plane = (v[of.X_HEIGHT], v[of.X_WIDTH], v[of.LEAD], v[of.BEFORE])
-        apart = (v[of.X_IMAGE], v[of.X_CHANNEL], v[of.X_ROW], v[of.X_COLUMN])
-        other = (v[of.Y_HEIGHT], v[of.Y_WIDTH], 0, 0)
-        other_apart = (v[of.Y_IMAGE], v[of.Y_CHANNEL], v[of.Y_ROW], v[of.Y_COLUMN])
         blocks = (end - begin + v[of.BLOCK_ROWS] - 1) // v[of.BLOCK_ROWS]
-        for block in range(v[of.BLOCKS]):
-            down, along = block // v[of.SEGMENTS] * v[of.ROWS_], block % v[of.SEGMENTS] * v[of.COLUMNS]
-            rows = (down, min(v[of.TILE_ROWS], down + v[of.ROWS_]), v[of.IMAGE_ROWS])
-            columns = (along, min(v[of.ACROSS], along + v[of.COLUMNS]))
+        start = part * v[of.BLOCKS] // v[of.PARTS]
+        for block in range(start, (part + 1) * v[of.BLOCKS] // v[of.PARTS]):
+            rows, columns = bounds(v, block)
             for c in range(first, last, lanes):
-                source, target = x + (group * v[of.INPUTS] + c) * v[of.X_CHANNEL], scratch + (c - first) * NUMBER
-                gather(source, plane, apart, (n, m), rows, columns, min(lanes, last - c), strip, v[of.FORWARD],
-                       target, n, v[of.FREQUENCY], v[of.TILE])  # fmt: skip
+                gather(x + (group * v[of.INPUTS] + c) * v[of.X_CHANNEL], v, rows, columns, min(lanes, last - c), strip,
+                       scratch + (c - first) * NUMBER)  # fmt: skip
             for k in range(begin, end, lanes):
-                source, target = y + (group * v[of.OUTPUTS] + k) * v[of.Y_CHANNEL], others + (k - begin) * NUMBER
-                gather(source, other, other_apart, (m, m), rows, columns, min(lanes, end - k), strip, v[of.FILTER],
-                       target, n, v[of.OTHER_FREQUENCY], v[of.OTHER_TILE])  # fmt: skip
+                gather_others(y + (group * v[of.OUTPUTS] + k) * v[of.Y_CHANNEL], v, rows, columns, min(lanes, end - k),
+                              strip, others + (k - begin) * NUMBER)  # fmt: skip
             tiles = (rows[1] - rows[0]) * (columns[1] - columns[0])
-            call(v[of.PRODUCTS], others, scratch, sums, tiles, block, blocks, n * n, v[of.DISTANCES])
-        row, column = v[of.W_ROW], v[of.W_COLUMN]
-        whole = row == r * column
+            call(v[of.PRODUCTS], others, scratch, sums, tiles, block - start, blocks, points, v[of.DISTANCES])
+        target = w + part * v[of.W_PART] + group * v[of.OUTPUTS] * v[of.W_OUTPUT]
         for k in range(begin, end):
             for c in range(first, last, lanes):
-                source = sums + (k - begin) * line + (c - first) * NUMBER
-                call(v[of.BACKWARD], source, n * sum_frequency, sum_frequency, 0, strip, r * vector, vector, 0, 1)
-                target = w + (group * v[of.OUTPUTS] + k) * v[of.W_OUTPUT] + c * v[of.W_INPUT]
-                for i in range(1 if whole else r):
-                    put(target + i * row, column, v[of.W_INPUT], min(lanes, last - c), r * r if whole else r,
-                        strip + i * r * vector)  # fmt: skip
+                put(target + k * v[of.W_OUTPUT] + c * v[of.W_INPUT], v, min(lanes, last - c), strip,
+                    sums + (k - begin) * v[of.LINE] + (c - first) * NUMBER)  # fmt: skip
+
+    return run
+
+
+@functools.cache
+def _bounds(lanes: int) -> Callable[..., tuple[tuple[int, int], tuple[int, int]]]:
+    """``(v, block)``: a block's tile rows and columns."""
+
+    @compiled(lanes)
+    def run(v, block):
+        down, along = block // v[of.SEGMENTS] * v[of.ROWS_], block % v[of.SEGMENTS] * v[of.COLUMNS]
+        rows = (down, min(v[of.TILE_ROWS], down + v[of.ROWS_]))
+        return rows, (along, min(v[of.ACROSS], along + v[of.COLUMNS]))
 
     return run
 
@@ -221,7 +364,8 @@ def winograd(lanes: int) -> Callable[..., None]:
 
     ``v[KIND]`` is 0 for outputs, from transformed filters, 1 for these and 2 for filters' gradients.
     """
-    block, filters, gradient, count = _block(lanes), _filters(lanes), _gradient(lanes), next_number()
+    block, filters, gradient, bounds = _block(lanes), _filters(lanes), _gradient(lanes), _bounds(lanes)
+    count = next_number()
 
     def run(address):
         data = carray(address, HEADER)
@@ -233,16 +377,14 @@ def winograd(lanes: int) -> Callable[..., None]:
             while unit < data[3]:
                 share, rest = unit % v[of.SHARES], unit // v[of.SHARES]
                 if v[of.KIND] == 0:
-                    number, group = rest % v[of.BLOCKS], rest // v[of.BLOCKS]
-                    down, along = number // v[of.SEGMENTS] * v[of.ROWS_], number % v[of.SEGMENTS] * v[of.COLUMNS]
-                    rows = (down, min(v[of.TILE_ROWS], down + v[of.ROWS_]), v[of.IMAGE_ROWS])
-                    columns = (along, min(v[of.ACROSS], along + v[of.COLUMNS]))
-                    block(data[7], data[8], data[9], v, scratch, rows, columns, share, group)
+                    rows, columns = bounds(v, rest % v[of.BLOCKS])
+                    block(data[7], data[8], data[9], v, scratch, rows, columns, share, rest // v[of.BLOCKS])
                 elif v[of.KIND] == 1:
                     filters(data[8], data[9], v, scratch + v[of.STRIP], unit)
                 else:
+                    part, rest = rest % v[of.PARTS], rest // v[of.PARTS]
                     chunk, group = rest % v[of.CHUNKS], rest // v[of.CHUNKS]
-                    gradient(data[7], data[8], data[9], v, scratch, share, chunk, group)
+                    gradient(data[7], data[8], data[9], v, scratch, share, chunk, group, part)
                 unit = count(address, 2)
 
     return named(run, lanes)
