@@ -29,6 +29,12 @@ FILTERS = 0.25
 """The same of the filters that are multiplied with a strip before the next ones."""
 GRADIENT = 0.4
 """And of a filter's gradient."""
+SUMS = 0.3
+"""And of sums that wait for further channels."""
+ACCESS = 6
+"""What it costs to bring sums to registers and back, in products."""
+STREAM = 32
+"""How long filters that stay in no cache take to come by, in products with so many places."""
 MOST_UNITS = 8
 """Units to a thread from which on it matters little that some thread has one more."""
 MOVE = 2
@@ -92,9 +98,11 @@ def forms(p: ConvProblem) -> Iterable[Config]:
     teams = ("openmp", "own") if has_openmp() else ("own",)
     for kind in types(p):
         found = _best(_lowered(p, kind, _tile(p, lanes), lanes), threads)
-        base = Config(type=kind, block=tuple(found.block), tile=found.tile, lanes=lanes, threads=threads)
+        base = Config(
+            type=kind, block=tuple(found.block), channels=found.chunk, tile=found.tile, lanes=lanes, threads=threads
+        )  # fmt: skip
         if found.gradient:
-            base = Config(**base, channels=found.chunk, shares=found.shares)
+            base = Config(**base, shares=found.shares)
         yield from [base] if threads == 1 else (Config(**base, team=team) for team in teams)
 
 
@@ -115,27 +123,35 @@ def _best(one: Lowered, threads: int) -> Lowered:
     """The block, and of a filter's gradient channels and shares, for threads equally busy."""
     if one.gradient:
         return _gradient(one, threads)
-    fitting = _blocks(one, int(STRIP * CPU_CACHE), threads)
-    return min(fitting, key=lambda found: _time(found, threads))
+    found = []
+    for n in sorted({-(-one.sources // -(-one.sources // 2**e)) for e in range(one.sources.bit_length())}):
+        part = replace(one, chunk=-(-one.sources // n))
+        found += _blocks(part, int(STRIP * CPU_CACHE), threads)
+    return min(found, key=lambda each: _time(each, threads))
 
 
 def _blocks(one: Lowered, room: int, threads: int) -> list[Lowered]:
     """Blocks whose strips fit, the largest of each kind and some that go into more equal parts."""
     height, width = one.sides[1].count, one.sides[2].count
     columns = width
-    while columns > 1 and replace(one, block=Block(1, 1, columns)).strip > room:
+    while columns > 1 and _near(replace(one, block=Block(1, 1, columns))) > room:
         columns = -(-columns // 2)
-    rows = _most(height, lambda n: replace(one, block=Block(1, n, columns)).strip <= room)
+    rows = _most(height, lambda n: _near(replace(one, block=Block(1, n, columns))) <= room)
     found = [
         Block(1, -(-height // n), columns) for n in range(-(-height // rows), min(height, 4 * -(-height // rows)) + 1)
     ]
     if (rows, columns) == (height, width):
-        images = _most(one.batch, lambda n: replace(one, block=Block(n, rows, columns)).strip <= room)
+        images = _most(one.batch, lambda n: _near(replace(one, block=Block(n, rows, columns))) <= room)
         least = -(-one.batch // images)
         found += [
             Block(-(-one.batch // n), rows, columns) for n in range(least, min(one.batch, 2 * threads * least) + 1)
         ]
     return [replace(one, block=block) for block in dict.fromkeys(found)]
+
+
+def _near(found: Lowered) -> int:
+    """Bytes of a block that are read again and again."""
+    return found.strip + (found.places if found.gradient else 0)
 
 
 def _most(most: int, fits: object) -> int:
@@ -157,16 +173,22 @@ def _time(found: Lowered, threads: int) -> float:
     terms = found.chunk * found.taps
     if found.gradient:
         plane, outputs = math.prod(found.block), -(-found.outputs // width) * width
-        products = plane * outputs * -(-terms // found.tile[1]) * found.tile[1]
+        parts = -(-plane // found.most_depth)
+        products = float((plane + ACCESS * parts) * outputs * -(-terms // found.tile[1]) * found.tile[1])
         moved = found.chunk * found.variants * images * rows * (columns + BEGIN) + plane * outputs
     else:
-        products = -(-plane // width) * width * outputs * terms
-        moved = found.chunk * found.variants * images * rows * (columns + BEGIN)
+        parts = -(-terms // (len(found.phases) * found.most_depth))
+        stays = found.filters <= FILTERS * CPU_CACHE
+        summed = found.tiles(found.output_chunk(int(FILTERS * CPU_CACHE))) * outputs * found.vector
+        spilt = max(0.0, summed / (SUMS * CPU_CACHE) - 1)
+        each = found.chunks * (terms + ACCESS * len(found.phases) * parts * (1 + spilt))
+        products = (-(-plane // width) * width + (0 if stays else STREAM)) * outputs * each
+        moved = found.chunks * found.chunk * found.variants * images * rows * (columns + BEGIN)
         moved += len(found.phases) * images * found.block.rows * (found.block.columns + BEGIN) * found.outputs
     units = found.units
     rounds = -(-units // threads) if units < MOST_UNITS * threads else units / threads
-    each = -(-found.blocks // found.shares) if found.gradient else 1
-    return rounds * each * (products / found.lanes + MOVE * moved / found.lanes * 4)
+    blocks = -(-found.blocks // found.shares) if found.gradient else 1
+    return rounds * blocks * (products / found.lanes + MOVE * moved / found.lanes * 4)
 
 
 def _gradient(one: Lowered, threads: int) -> Lowered:
@@ -178,7 +200,7 @@ def _gradient(one: Lowered, threads: int) -> Lowered:
     for n in range(least, min(one.sources, least + 2 * threads) + 1):
         chunk = -(-one.sources // n)
         part = replace(one, chunk=chunk)
-        for block in _blocks(part, int(STRIP * CPU_CACHE) // 2, threads):
+        for block in _blocks(part, int(STRIP * CPU_CACHE), threads):
             found += [replace(block, shares=n) for n in {1, min(threads, block.blocks)}]
     return min(found, key=lambda each: _time(each, threads))
 
@@ -220,7 +242,7 @@ class Units:
         if found.gradient:
             self._filters[3], self._filters[HEADER + of.KIND] = found.groups * found.chunks, 3
         else:
-            self._filters[3] = found.groups * len(found.phases) * found.output_blocks
+            self._filters[3] = found.groups * found.chunks * len(found.phases) * found.output_blocks
             self._filters[HEADER + of.KIND] = 1
 
     def _address(self, numbers: object) -> int:
@@ -230,15 +252,13 @@ class Units:
         return int(found.ctypes.data)
 
     def _phases(self, found: Lowered, apart: tuple[int, ...]) -> list[int]:
-        """Each phase's numbers; of a filter's gradient those of a chunk of channels and of the last one."""
+        """Each phase's numbers, of a chunk of channels and of the last one."""
         table: list[int] = []
         place = 0
-        each = [(phase, found.chunk) for phase in found.phases]
-        if found.gradient:
-            each.append((found.phases[0], found.sources - (found.chunks - 1) * found.chunk))
-            if found.chunks == 1:
-                each[0] = each[1]
-        for phase, channels in each:
+        last = found.sources - (found.chunks - 1) * found.chunk
+        for phase, channels in [*((phase, found.chunk) for phase in found.phases), *((p, last) for p in found.phases)]:
+            if len(table) == len(found.phases) * of.PHASE_NUMBERS:
+                place = 0
             lines, filters = found.terms(phase, apart, channels)
             runs = found.runs(filters)
             more = -len(lines) % found.tile[1] if found.gradient else 0
@@ -296,7 +316,8 @@ def _numbers(found: Lowered, blocks: int) -> dict[int, int]:
         of.CHANNEL_LINES: found.variants * found.line, of.PHASES: len(found.phases), of.VECTORS: found.tile[0],
         of.TILE_ROWS: found.tile[1], of.OUTPUT_BLOCKS: found.output_blocks, of.CHUNK: blocks,
         of.FILTERS: found.filters, of.MOST_DEPTH: found.most_depth, of.SUMS: found.strip,
-        of.CHUNKS: found.chunks, of.SHARES: found.shares,
+        of.CHUNKS: found.chunks, of.SHARES: found.shares, of.CHUNK_FILTERS: found.chunk_filters,
+        of.TILE_BYTES: blocks * found.tile[1] * found.vector,
     }  # fmt: skip
     if gradient:
         numbers |= {

@@ -25,11 +25,10 @@ class FusedLowering(Solver):
     """Lowering types 1 to 3 with the three steps in one (Hadjis et al. 2015, section 2.1, Fusion).
 
     ``type`` says which axes are lowered: all, the last of several taps, or none. Of ``block`` images, rows and columns
-    of places the windows are lowered into a core's cache; products with ``tile`` vectors and rows of sums go over taps
-    too, so that they are lifted in registers. DGRAD goes by phases of the stride, so that it multiplies no zeros
-    between the gradient's elements, and WGRAD takes ``channels`` at a time, from each of ``shares`` of the blocks.
-    ``threads`` bounds threads, ``team`` says whether they are torch's. Constant filters are kept in the order of the
-    products.
+    of places the windows are lowered into a core's cache, ``channels`` at a time; products with ``tile`` vectors and
+    rows of sums go over taps too, so that they are lifted in registers. DGRAD goes by phases of the stride, so that it
+    multiplies no zeros between the gradient's elements, and WGRAD sums each of ``shares`` of the blocks. ``threads``
+    bounds threads, ``team`` says whether they are torch's. Constant filters are kept in the order of the products.
     """
 
     name, version = "fused_lowering", 1

@@ -151,42 +151,63 @@ def _tile_out(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
+def _tile(lanes: int) -> Callable[..., None]:
+    """``(v, filters, source, phase, sums, add, blocks)``: sums of some blocks of outputs at a row of places."""
+    product, piece, number = pointer_call(), pointer_call(), number_at()
+
+    @compiled(lanes)
+    def run(v, filters, source, phase, sums, add, blocks):
+        depth, table, high = number(phase, of.DEPTH), number(phase, of.TABLE), v[of.TILE_ROWS] * NUMBER
+        parts = (depth + v[of.MOST_DEPTH] - 1) // v[of.MOST_DEPTH]
+        if depth == 0 and add == 0:
+            count = blocks * v[of.TILE_ROWS] * v[of.VECTORS] * lanes
+            piece(v[of.PIECES], ZERO, 0, 0, 0, 1, count, 0, 0, sums, 0, 0)
+        for part in range(parts):
+            start = part * depth // parts
+            length = (part + 1) * depth // parts - start
+            product(
+                v[of.PRODUCTS], filters + start * high, depth * high, source, table + start * PLACE, sums, length,
+                add + part, blocks,
+            )  # fmt: skip
+
+    return run
+
+
+@functools.cache
 def _block(lanes: int) -> Callable[..., None]:
     """``(x, u, y, v, scratch, unit)``: a block of one group's outputs, of all phases."""
-    strip_in, tile_out, block_of, zeros = _strip_in(lanes), _tile_out(lanes), _block_of(), pointer_call()
-    multiply, number = pointer_call(), number_at()
+    strip_in, tile_out, block_of, multiply = _strip_in(lanes), _tile_out(lanes), _block_of(), _tile(lanes)
+    number = number_at()
 
     @compiled(lanes)
     def run(x, u, y, v, scratch, unit):
         group, block = unit // v[of.BLOCKS], block_of(v, unit % v[of.BLOCKS])
-        strip_in(x, v, block, group * v[of.CHANNELS], v[of.CHANNELS], scratch)
-        sums, width, high = scratch + v[of.SUMS], v[of.VECTORS] * lanes, v[of.TILE_ROWS]
-        for p in range(v[of.PHASES]):
-            phase = v[of.PHASE_TABLE] + p * of.PHASE_NUMBERS * PLACE
-            rows = min(block[5], number(phase, of.COUNT + 1) - block[2])
-            columns = min(block[6], number(phase, of.COUNT + 2) - block[3])
-            if rows < 1 or columns < 1 or block[1] >= number(phase, of.COUNT):
-                continue
-            places = ((block[4] - 1) * v[of.STORED_ROWS] + rows - 1) * v[of.STORED_COLUMNS] + columns
-            depth, table = number(phase, of.DEPTH), number(phase, of.TABLE)
-            parts, next = (depth + v[of.MOST_DEPTH] - 1) // v[of.MOST_DEPTH], depth * high * NUMBER
-            filters = u + group * v[of.FILTERS] + number(phase, of.FILTER)
-            for first in range(0, v[of.OUTPUT_BLOCKS], v[of.CHUNK]):
-                blocks = min(v[of.CHUNK], v[of.OUTPUT_BLOCKS] - first)
-                count = min(blocks * high, v[of.OUTPUTS] - first * high)
-                target = y + (group * v[of.OUTPUTS] + first * high) * v[of.Y + 1]
-                if depth == 0:
-                    zeros(v[of.PIECES], ZERO, 0, 0, 0, 1, blocks * high * width, 0, 0, sums, 0, 0)
-                for begin in range(0, places, width):
-                    for part in range(parts):
-                        start = part * depth // parts
-                        length = (part + 1) * depth // parts - start
-                        multiply(
-                            v[of.PRODUCTS], filters + first * next + start * high * NUMBER, next,
-                            scratch + begin * NUMBER, table + start * PLACE, sums, length, part, blocks,
-                        )  # fmt: skip
-                    end = min(places, begin + width)
-                    tile_out(target, v, block, phase, rows, columns, begin, end, count, sums)
+        high, width, size = v[of.TILE_ROWS], v[of.VECTORS] * lanes, v[of.TILE_BYTES]
+        y += group * v[of.OUTPUTS] * v[of.Y + 1]
+        for part in range(v[of.CHUNKS]):
+            channels = min(v[of.CHANNELS], v[of.SOURCES] - part * v[of.CHANNELS])
+            strip_in(x, v, block, group * v[of.SOURCES] + part * v[of.CHANNELS], channels, scratch)
+            is_last, sums = part == v[of.CHUNKS] - 1, scratch + v[of.SUMS]
+            filters = u + group * v[of.FILTERS] + part * v[of.CHUNK_FILTERS]
+            for p in range(v[of.PHASES]):
+                phase = v[of.PHASE_TABLE] + (is_last * v[of.PHASES] + p) * of.PHASE_NUMBERS * PLACE
+                rows = min(block[5], number(phase, of.COUNT + 1) - block[2])
+                columns = min(block[6], number(phase, of.COUNT + 2) - block[3])
+                if rows < 1 or columns < 1 or block[1] >= number(phase, of.COUNT):
+                    continue
+                places = ((block[4] - 1) * v[of.STORED_ROWS] + rows - 1) * v[of.STORED_COLUMNS] + columns
+                depth = number(phase, of.DEPTH)
+                for first in range(0, v[of.OUTPUT_BLOCKS], v[of.CHUNK]):
+                    blocks = min(v[of.CHUNK], v[of.OUTPUT_BLOCKS] - first)
+                    factors = filters + number(phase, of.FILTER) + first * depth * high * NUMBER
+                    for begin in range(0, places, width):
+                        multiply(v, factors, scratch + begin * NUMBER, phase, sums, part, blocks)
+                        if is_last:
+                            count = min(blocks * high, v[of.OUTPUTS] - first * high)
+                            target, end = y + first * high * v[of.Y + 1], min(places, begin + width)
+                            tile_out(target, v, block, phase, rows, columns, begin, end, count, sums)
+                        if v[of.CHUNKS] > 1:
+                            sums += size
 
     return run
 
@@ -199,13 +220,16 @@ def _filters(lanes: int) -> Callable[..., None]:
     @compiled(lanes)
     def run(w, u, v, unit):
         block, rest = unit % v[of.OUTPUT_BLOCKS], unit // v[of.OUTPUT_BLOCKS]
-        phase = v[of.PHASE_TABLE] + rest % v[of.PHASES] * of.PHASE_NUMBERS * PLACE
-        group, high, depth = rest // v[of.PHASES], v[of.TILE_ROWS], number(phase, of.DEPTH)
-        target = u + group * v[of.FILTERS] + number(phase, of.FILTER) + block * depth * high * NUMBER
+        part, group = rest // v[of.PHASES] % v[of.CHUNKS], rest // v[of.PHASES] // v[of.CHUNKS]
+        entry = (part == v[of.CHUNKS] - 1) * v[of.PHASES] + rest % v[of.PHASES]
+        phase, high = v[of.PHASE_TABLE] + entry * of.PHASE_NUMBERS * PLACE, v[of.TILE_ROWS]
+        depth = number(phase, of.DEPTH)
+        target = u + group * v[of.FILTERS] + part * v[of.CHUNK_FILTERS] + number(phase, of.FILTER)
+        target += block * depth * high * NUMBER
         valid = min(high, v[of.OUTPUTS] - block * high)
         if valid < high:
             piece(v[of.PIECES], ZERO, 0, 0, 0, 1, depth * high, 0, 0, target, 0, 0)
-        source = w + group * v[of.W_GROUP] + block * high * v[of.W_OUTPUT]
+        source = w + group * v[of.W_GROUP] + block * high * v[of.W_OUTPUT] + part * v[of.CHANNELS] * v[of.W_INPUT]
         runs = number(phase, of.RUNS)
         for i in range(number(phase, of.RUN_COUNT)):
             run = runs + 3 * i * PLACE

@@ -27,9 +27,9 @@ __all__ = ["SHAPES", "Block", "Lowered", "Side", "Tap", "side"]
     SIZES, STEPS, VARIANTS, SPREADS, APART, STARTS, STORED_ROWS, STORED_COLUMNS, PLANE, LINE, CHANNEL_LINES, PHASES,
     PHASE_TABLE, VECTORS, TILE_ROWS, OUTPUT_BLOCKS, CHUNK, FILTERS, W_GROUP, W_OUTPUT, W_INPUT, PRODUCTS, MOST_DEPTH,
     SUMS, OTHERS, SUM_LINES, SUM_BYTES, SHARES, PARTIAL, CHUNKS,
-    PIECES,
-) = itertools.chain(range(15), (19, 24, 27, 30, 33, 36), range(39, 65))  # fmt: skip
-NUMBERS = 65
+    PIECES, CHUNK_FILTERS, TILE_BYTES,
+) = itertools.chain(range(15), (19, 24, 27, 30, 33, 36), range(39, 67))  # fmt: skip
+NUMBERS = 67
 # And of a phase: the first place and how many, by axis; terms of its sums, where their lines and filters are, and runs.
 START, COUNT, DEPTH, TABLE, FILTER, RUNS, RUN_COUNT, PHASE_NUMBERS = 0, 3, 6, 7, 8, 9, 10, 11
 
@@ -41,7 +41,7 @@ SHAPES = {
     4: ((2, 6), (3, 4), (1, 12), (4, 3)),
 }
 """Vectors and rows of sums that stay in registers, by lanes."""
-FIRST_CACHE = 36864
+FIRST_CACHE = 18432
 """Bytes of a core's first cache that a product's vectors may take."""
 
 
@@ -117,8 +117,8 @@ class Block(NamedTuple):
 class Lowered:
     """A convolution of ``sources`` to ``outputs`` channels in each of ``groups``, in blocks.
 
-    ``chunk`` is how many channels lie in a strip, fewer than all in a filter's gradient alone (``gradient``), of which
-    ``shares`` are summed apart. ``tile`` is one of :data:`SHAPES`.
+    ``chunk`` is how many channels lie in a strip at a time; of a filter's gradient (``gradient``) ``shares`` of the
+    blocks are summed apart. ``tile`` is one of :data:`SHAPES`.
     """
 
     sides: tuple[Side, Side, Side]
@@ -173,8 +173,9 @@ class Lowered:
 
     @property
     def line(self) -> int:
-        """Bytes from line to line: an odd number of a cache's, so that they share it out."""
-        return (-(-self.block.images * math.prod(self.stored) * NUMBER // 64) | 1) * 64
+        """Bytes from line to line: no multiple of four of a cache's, so that they share it out."""
+        found = -(-self.block.images * math.prod(self.stored) * NUMBER // 64)
+        return 64 * (found + (found % 4 == 0))
 
     @property
     def strip(self) -> int:
@@ -204,9 +205,22 @@ class Lowered:
 
     def output_chunk(self, cache: int) -> int:
         """Blocks of outputs whose filters stay in so many bytes of a cache."""
-        deepest = max(math.prod(len(phase.taps) for phase in each) for each in self.phases) * self.sources
+        deepest = max(math.prod(len(phase.taps) for phase in each) for each in self.phases) * self.chunk
         most = max(1, cache // max(1, deepest * self.tile[1] * NUMBER))
         return -(-self.output_blocks // -(-self.output_blocks // most))
+
+    @property
+    def chunk_filters(self) -> int:
+        """Bytes of a whole chunk's."""
+        return self.chunk * self.taps * self.output_blocks * self.tile[1] * NUMBER
+
+    def tiles(self, chunk: int) -> int:
+        """Tiles of sums in scratch: one, or where channels go in several chunks all of a block's."""
+        if self.chunks == 1:
+            return 1
+        (images, high, wide), (rows, columns) = self.block, self.stored
+        places = ((images - 1) * rows + high - 1) * columns + wide
+        return len(self.phases) * -(-self.output_blocks // chunk) * -(-places // (self.tile[0] * self.lanes))
 
     @property
     def most_depth(self) -> int:
@@ -233,7 +247,7 @@ class Lowered:
         """Bytes of a thread's scratch, with ``chunk`` blocks of outputs at a time."""
         if self.gradient:
             return self.strip + self.places + (_whole(self.sum_bytes) if self.shares == 1 else 0)
-        return self.strip + _whole(chunk * self.tile[1] * self.vector)
+        return self.strip + _whole(self.tiles(chunk) * chunk * self.tile[1] * self.vector)
 
     @property
     def partial(self) -> int:
