@@ -20,13 +20,15 @@ from tilewise.solvers._costs import CPU_CACHE
 from tilewise.solvers._depthwise_cpu import WIDEST, numba_reasons
 from tilewise.solvers._tiles import integer
 
-__all__ = ["TYPES", "Units", "forms", "lowered"]
+__all__ = ["TYPES", "Units", "forms", "lowered", "smaller"]
 
 TYPES = (3, 2, 1)
-STRIP = 0.4
+STRIP = 0.25
 """Share of a core's cache that a strip may fill."""
+GRADIENT_STRIP = 0.4
+"""The same of a filter's gradient, with the places that it is multiplied with."""
 FILTERS = 0.25
-"""The same of the filters that are multiplied with a strip before the next ones."""
+"""And that filters may, which are multiplied with a strip before the next ones."""
 GRADIENT = 0.4
 """And of a filter's gradient."""
 SUMS = 0.3
@@ -56,10 +58,9 @@ def lowered(p: ConvProblem, c: Config) -> Lowered:
         raise ValueError(f"type={c['type']!r}: one of {', '.join(map(str, types(p)))} would do")
     one = _lowered(p, integer(c, "type"), (tile[0], tile[1]), lanes)
     images, rows, columns = block
-    return replace(
-        one, block=Block(images, rows, columns), chunk=min(one.sources, integer(c, "channels", one.sources)),
-        shares=integer(c, "shares", 1),
-    )  # fmt: skip
+    integer(c, "threads")
+    found = replace(one, block=Block(images, rows, columns), chunk=min(one.sources, integer(c, "channels")))
+    return replace(found, shares=min(found.blocks, integer(c, "shares", 1)))
 
 
 def types(p: ConvProblem) -> tuple[int, ...]:
@@ -104,6 +105,21 @@ def forms(p: ConvProblem) -> Iterable[Config]:
         if found.gradient:
             base = Config(**base, shares=found.shares)
         yield from [base] if threads == 1 else (Config(**base, team=team) for team in teams)
+
+
+def smaller(c: Config) -> Config | None:
+    """With half as many images, rows, channels or columns, whichever there are first; ``None`` for one place of one."""
+    block = c["block"]
+    assert isinstance(block, tuple)
+    images, rows, columns = block
+    if images > 1:
+        return Config(**{**c, "block": (-(-images // 2), rows, columns)})
+    if rows > 1:
+        return Config(**{**c, "block": (1, -(-rows // 2), columns)})
+    channels = integer(c, "channels")
+    if channels > 1:
+        return Config(**{**c, "channels": -(-channels // 2)})
+    return Config(**{**c, "block": (1, 1, -(-columns // 2))}) if columns > 1 else None
 
 
 def _tile(p: ConvProblem, lanes: int) -> tuple[int, int]:
@@ -200,7 +216,7 @@ def _gradient(one: Lowered, threads: int) -> Lowered:
     for n in range(least, min(one.sources, least + 2 * threads) + 1):
         chunk = -(-one.sources // n)
         part = replace(one, chunk=chunk)
-        for block in _blocks(part, int(STRIP * CPU_CACHE), threads):
+        for block in _blocks(part, int(GRADIENT_STRIP * CPU_CACHE), threads):
             found += [replace(block, shares=n) for n in {1, min(threads, block.blocks)}]
     return min(found, key=lambda each: _time(each, threads))
 
@@ -313,9 +329,9 @@ def _numbers(found: Lowered, blocks: int) -> dict[int, int]:
         of.CHANNELS: found.chunk, of.SOURCES: found.sources, of.OUTPUTS: found.outputs,
         of.STORED_ROWS: stored_rows, of.STORED_COLUMNS: stored_columns,
         of.PLANE: stored_rows * stored_columns * of.NUMBER, of.LINE: found.line,
-        of.CHANNEL_LINES: found.variants * found.line, of.PHASES: len(found.phases), of.VECTORS: found.tile[0],
-        of.TILE_ROWS: found.tile[1], of.OUTPUT_BLOCKS: found.output_blocks, of.CHUNK: blocks,
-        of.FILTERS: found.filters, of.MOST_DEPTH: found.most_depth, of.SUMS: found.strip,
+        of.CHANNEL_LINES: found.variants * found.line, of.PHASES: len(found.phases),
+        of.ROW: found.tile[0] * found.lanes, of.TILE_ROWS: found.tile[1], of.OUTPUT_BLOCKS: found.output_blocks,
+        of.CHUNK: blocks, of.FILTERS: found.filters, of.MOST_DEPTH: found.most_depth, of.SUMS: found.strip,
         of.CHUNKS: found.chunks, of.SHARES: found.shares, of.CHUNK_FILTERS: found.chunk_filters,
         of.TILE_BYTES: blocks * found.tile[1] * found.vector,
     }  # fmt: skip

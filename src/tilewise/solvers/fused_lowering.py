@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -11,7 +11,7 @@ from tilewise.plan import Config
 from tilewise.problem import ConvProblem
 from tilewise.solvers._costs import CPU_CACHE
 from tilewise.solvers._depthwise_cpu import missing, strides
-from tilewise.solvers._fused_lowering import FILTERS, Units, forms, lowered
+from tilewise.solvers._fused_lowering import FILTERS, Units, forms, lowered, smaller
 from tilewise.solvers._tiles import integer
 from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
 
@@ -52,6 +52,21 @@ class FusedLowering(Solver):
         found = lowered(p, c)
         kept = p.constant_weight or found.gradient
         return integer(c, "threads") * _scratch(found) + (0 if kept else p.groups * found.filters) + found.partial
+
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """Under a limit smaller blocks in place of those that break it, where there are some that keep it."""
+        for c in self.configs(p):
+            if only is not None:
+                if c in only:
+                    yield c, self.workspace(p, c)
+                continue
+            kept = c
+            while ceiling is not None and self.workspace(p, kept) > ceiling and (less := smaller(kept)) is not None:
+                kept = less
+            c = kept if ceiling is None or self.workspace(p, kept) <= ceiling else c
+            yield c, self.workspace(p, c)
 
     def constant(self, p: ConvProblem, c: Config) -> int:
         """Constant filters in the order of the products."""

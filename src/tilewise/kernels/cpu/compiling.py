@@ -149,8 +149,8 @@ def load_winograd(lanes: int, m: int, r: int, vectors: int, rows: int, gradient:
 
 
 @functools.cache
-def _fused_lowering(lanes: int) -> Any:
-    return _callback(fused_lowering(lanes), types.CPointer(types.int64))
+def _fused_lowering() -> Any:
+    return _callback(fused_lowering(), types.CPointer(types.int64))
 
 
 @functools.cache
@@ -172,7 +172,7 @@ def load_fused_lowering(lanes: int, vectors: int, rows: int, gradient: bool) -> 
     """Addresses of the worker, of the moves and of the products that it calls, as :func:`load` has it."""
     with LOCK:
         products_of = _gradients if gradient else _correlations
-        found = _fused_lowering(lanes), _pieces(lanes), products_of(lanes, vectors, rows)
+        found = _fused_lowering(), _pieces(lanes), products_of(lanes, vectors, rows)
         return found[0].address, found[1].address, found[2].address
 
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import lowered as of
-from tilewise.kernels.cpu import rows as moves
-from tilewise.kernels.cpu.pieces import IN, OUT, TURNED, ZERO
+from tilewise.kernels.cpu.pieces import ADDED, IN, OUT, TURNED, ZERO
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, number_at, pointer_call
 
@@ -43,11 +42,11 @@ def _block_of() -> Callable[..., tuple[int, ...]]:
 
 
 @functools.cache
-def _strip_in(lanes: int) -> Callable[..., None]:
+def _strip_in() -> Callable[..., None]:
     """``(x, v, block, first, count, strip)``: all lines that a block's windows are in, of ``count`` channels."""
-    piece, pixels, number = pointer_call(), _pixels_in(lanes), number_at()
+    piece, pixels, number = pointer_call(), _pixels_in(), number_at()
 
-    @compiled(lanes)
+    @compiled()
     def run(x, v, block, first, count, strip):
         image, depth, row, column, images, rows, columns = block
         starts, deep, high, wide = v[of.STARTS], v[of.VARIANTS], v[of.VARIANTS + 1], v[of.VARIANTS + 2]
@@ -93,11 +92,11 @@ def _strip_in(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _pixels_in(lanes: int) -> Callable[..., None]:
+def _pixels_in() -> Callable[..., None]:
     """``(source, v, count, columns, left, right, target)``: a row of a line of each channel, which are innermost."""
     piece = pointer_call()
 
-    @compiled(lanes)
+    @compiled()
     def run(source, v, count, columns, left, right, target):
         step, apart = v[of.STEPS + 2] * v[of.X + 4], v[of.CHANNEL_LINES]
         if count <= FEW:
@@ -114,21 +113,23 @@ def _pixels_in(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _tile_out(lanes: int) -> Callable[..., None]:
+def _tile_out() -> Callable[..., None]:
     """``(y, v, block, phase, rows, columns, begin, end, count, source)``: sums of ``count`` outputs at some places.
 
     Places are counted through the strip's plane, in which there are some behind each line and image that are none.
     """
     piece, number = pointer_call(), number_at()
 
-    @compiled(lanes)
+    @compiled()
     def run(y, v, block, phase, rows, columns, begin, end, count, source):
         image, row, column = block[0], block[2], block[3]
-        wide, high, apart = v[of.STORED_COLUMNS], v[of.STORED_ROWS], v[of.VECTORS] * lanes * NUMBER
+        wide, high, apart = v[of.STORED_COLUMNS], v[of.STORED_ROWS], v[of.ROW] * NUMBER
         channel, step = v[of.Y + 1], v[of.Y + 4] * v[of.APART + 2]
         y += image * v[of.Y] + (number(phase, of.START) + block[1] * v[of.APART]) * v[of.Y + 2]
         y += (number(phase, of.START + 1) + row * v[of.APART + 1]) * v[of.Y + 3]
         y += number(phase, of.START + 2) * v[of.Y + 4] + column * step
+        # Rows that follow each other on both sides are one.
+        together = wide == columns and v[of.Y + 3] * v[of.APART + 1] == columns * step
         place = begin
         while place < end:
             down = place // wide
@@ -138,7 +139,7 @@ def _tile_out(lanes: int) -> Callable[..., None]:
             elif across >= columns:
                 place = (down + 1) * wide
             else:
-                n = min(end - place, columns - across)
+                n = min(end - place, (rows - r if together else 1) * columns - across)
                 to = y + i * v[of.Y] + r * v[of.APART + 1] * v[of.Y + 3] + across * step
                 here = source + (place - begin) * NUMBER
                 if channel == NUMBER and step != NUMBER:
@@ -151,16 +152,16 @@ def _tile_out(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _tile(lanes: int) -> Callable[..., None]:
+def _tile() -> Callable[..., None]:
     """``(v, filters, source, phase, sums, add, blocks)``: sums of some blocks of outputs at a row of places."""
     product, piece, number = pointer_call(), pointer_call(), number_at()
 
-    @compiled(lanes)
+    @compiled()
     def run(v, filters, source, phase, sums, add, blocks):
         depth, table, high = number(phase, of.DEPTH), number(phase, of.TABLE), v[of.TILE_ROWS] * NUMBER
         parts = (depth + v[of.MOST_DEPTH] - 1) // v[of.MOST_DEPTH]
         if depth == 0 and add == 0:
-            count = blocks * v[of.TILE_ROWS] * v[of.VECTORS] * lanes
+            count = blocks * v[of.TILE_ROWS] * v[of.ROW]
             piece(v[of.PIECES], ZERO, 0, 0, 0, 1, count, 0, 0, sums, 0, 0)
         for part in range(parts):
             start = part * depth // parts
@@ -174,15 +175,15 @@ def _tile(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _block(lanes: int) -> Callable[..., None]:
+def _block() -> Callable[..., None]:
     """``(x, u, y, v, scratch, unit)``: a block of one group's outputs, of all phases."""
-    strip_in, tile_out, block_of, multiply = _strip_in(lanes), _tile_out(lanes), _block_of(), _tile(lanes)
+    strip_in, tile_out, block_of, multiply = _strip_in(), _tile_out(), _block_of(), _tile()
     number = number_at()
 
-    @compiled(lanes)
+    @compiled()
     def run(x, u, y, v, scratch, unit):
         group, block = unit // v[of.BLOCKS], block_of(v, unit % v[of.BLOCKS])
-        high, width, size = v[of.TILE_ROWS], v[of.VECTORS] * lanes, v[of.TILE_BYTES]
+        high, width, size = v[of.TILE_ROWS], v[of.ROW], v[of.TILE_BYTES]
         y += group * v[of.OUTPUTS] * v[of.Y + 1]
         for part in range(v[of.CHUNKS]):
             channels = min(v[of.CHANNELS], v[of.SOURCES] - part * v[of.CHANNELS])
@@ -213,11 +214,11 @@ def _block(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _filters(lanes: int) -> Callable[..., None]:
+def _filters() -> Callable[..., None]:
     """``(w, u, v, unit)``: a block of outputs' filters of one phase, outputs innermost."""
     piece, number = pointer_call(), number_at()
 
-    @compiled(lanes)
+    @compiled()
     def run(w, u, v, unit):
         block, rest = unit % v[of.OUTPUT_BLOCKS], unit // v[of.OUTPUT_BLOCKS]
         part, group = rest // v[of.PHASES] % v[of.CHUNKS], rest // v[of.PHASES] // v[of.CHUNKS]
@@ -241,16 +242,16 @@ def _filters(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _places_in(lanes: int) -> Callable[..., None]:
+def _places_in() -> Callable[..., None]:
     """``(y, v, block, first, target)``: of a block's places, one after the other, ``vectors`` vectors of outputs."""
     piece = pointer_call()
 
-    @compiled(lanes)
+    @compiled()
     def run(y, v, block, first, target):
         image, depth, row, column, images, rows, columns = block
-        channel, step, apart = v[of.Y + 1], v[of.Y + 4], v[of.VECTORS] * lanes * NUMBER
+        channel, step, apart = v[of.Y + 1], v[of.Y + 4], v[of.ROW] * NUMBER
         y += image * v[of.Y] + depth * v[of.Y + 2] + row * v[of.Y + 3] + column * step
-        count = min(v[of.VECTORS] * lanes, v[of.OUTPUTS] - first)
+        count = min(v[of.ROW], v[of.OUTPUTS] - first)
         for i in range(images):
             for r in range(rows):
                 there = y + i * v[of.Y] + r * v[of.Y + 3]
@@ -264,17 +265,17 @@ def _places_in(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _gradient_out(lanes: int) -> Callable[..., None]:
+def _gradient_out() -> Callable[..., None]:
     """``(w, v, chunk, group, sums)``: the sums of a chunk of channels to the filter."""
     piece, number = pointer_call(), number_at()
 
-    @compiled(lanes)
+    @compiled()
     def run(w, v, chunk, group, sums):
         phase = v[of.PHASE_TABLE] + (chunk == v[of.CHUNKS] - 1) * of.PHASE_NUMBERS * PLACE
-        apart, runs = v[of.VECTORS] * lanes * NUMBER, number(phase, of.RUNS)
+        apart, runs = v[of.ROW] * NUMBER, number(phase, of.RUNS)
         w += group * v[of.W_GROUP] + chunk * v[of.CHANNELS] * v[of.W_INPUT]
-        for first in range(0, v[of.OUTPUTS], v[of.VECTORS] * lanes):
-            count = min(v[of.VECTORS] * lanes, v[of.OUTPUTS] - first)
+        for first in range(0, v[of.OUTPUTS], v[of.ROW]):
+            count = min(v[of.ROW], v[of.OUTPUTS] - first)
             for i in range(number(phase, of.RUN_COUNT)):
                 run = runs + 3 * i * PLACE
                 place = w + first * v[of.W_OUTPUT] + number(run, 0)
@@ -286,21 +287,21 @@ def _gradient_out(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _gradient(lanes: int) -> Callable[..., None]:
+def _gradient() -> Callable[..., None]:
     """``(x, y, w, partial, v, scratch, unit)``: what a share of all blocks adds to the filters of a chunk of channels.
 
     To ``partial``, a unit's after the other's, or where there is one share to the filter.
     """
-    strip_in, places_in, block_of = _strip_in(lanes), _places_in(lanes), _block_of()
-    out, multiply, number = _gradient_out(lanes), pointer_call(), number_at()
+    strip_in, places_in, block_of = _strip_in(), _places_in(), _block_of()
+    out, multiply, number = _gradient_out(), pointer_call(), number_at()
 
-    @compiled(lanes)
+    @compiled()
     def run(x, y, w, partial, v, scratch, unit):
         share, rest = unit % v[of.SHARES], unit // v[of.SHARES]
         chunk, group = rest % v[of.CHUNKS], rest // v[of.CHUNKS]
         phase = v[of.PHASE_TABLE] + (chunk == v[of.CHUNKS] - 1) * of.PHASE_NUMBERS * PLACE
         channels = min(v[of.CHANNELS], v[of.SOURCES] - chunk * v[of.CHANNELS])
-        table, others, width = number(phase, of.TABLE), scratch + v[of.OTHERS], v[of.VECTORS] * lanes
+        table, others, width = number(phase, of.TABLE), scratch + v[of.OTHERS], v[of.ROW]
         sums = scratch + v[of.SUMS] if v[of.SHARES] == 1 else partial + unit * v[of.SUM_BYTES]
         row_blocks = (number(phase, of.DEPTH) + v[of.TILE_ROWS] - 1) // v[of.TILE_ROWS]
         y += group * v[of.OUTPUTS] * v[of.Y + 1]
@@ -332,28 +333,27 @@ def _gradient(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _shares_out(lanes: int) -> Callable[..., None]:
+def _shares_out() -> Callable[..., None]:
     """``(w, partial, v, unit)``: the sum of all shares of a chunk to the filter."""
-    out, added = _gradient_out(lanes), moves.added(lanes)
+    out, piece = _gradient_out(), pointer_call()
 
-    @compiled(lanes)
+    @compiled()
     def run(w, partial, v, unit):
         size, total = v[of.SUM_BYTES], partial + unit * v[of.SHARES] * v[of.SUM_BYTES]
         for share in range(1, v[of.SHARES]):
-            for place in range(0, size, lanes * NUMBER):
-                added(total + place, total + share * size + place)
+            piece(v[of.PIECES], ADDED, total + share * size, 0, 0, 1, size // NUMBER, 0, 0, total, 0, 0)
         out(w, v, unit % v[of.CHUNKS], unit // v[of.CHUNKS], total)
 
     return run
 
 
-def fused_lowering(lanes: int) -> Callable[..., None]:
+def fused_lowering() -> Callable[..., None]:
     """``(data)``: all units that no other thread takes, as :func:`tilewise.kernels.cpu.kernel.convolve` has it.
 
     ``v[KIND]`` is 0 for outputs, from filters in blocks, 1 for these, 2 for filters' gradients and 3 for the sum of
     their shares.
     """
-    block, filters, gradient, shares_out = _block(lanes), _filters(lanes), _gradient(lanes), _shares_out(lanes)
+    block, filters, gradient, shares_out = _block(), _filters(), _gradient(), _shares_out()
     count = next_number()
 
     def run(address):
@@ -374,4 +374,4 @@ def fused_lowering(lanes: int) -> Callable[..., None]:
                     shares_out(data[9], v[of.PARTIAL], v, unit)
                 unit = count(address, 2)
 
-    return named(run, lanes)
+    return named(run)

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from tilewise.kernels.cpu import masks
+from tilewise.kernels.cpu.rows import added
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, intrinsic_of, named, transposed
 
-__all__ = ["IN", "OUT", "TURNED", "ZERO", "pieces"]
+__all__ = ["ADDED", "IN", "OUT", "TURNED", "ZERO", "pieces"]
 
-IN, OUT, TURNED, ZERO = range(4)
+IN, OUT, TURNED, ZERO, ADDED = range(5)
 """Kinds of :func:`pieces`."""
 STEPS = (2, 4)
 """Distances, in numbers, at which whole vectors are faster than one number at a time."""
@@ -29,8 +30,10 @@ def pieces(lanes: int) -> Callable[..., None]:
     * ``TURNED``: numbers of a row are neighbours in the source, those of a column in the target, whose columns lie
       ``to_apart`` bytes apart.
     * ``ZERO``: neighbours become zero.
+    * ``ADDED``: neighbours, whole vectors of them, are added to the target's.
     """
     window, spread, zero, square = _window_in(lanes), _line_out(lanes), _zero(lanes), _square(lanes)
+    plus = added(lanes)
 
     def run(kind, source, apart, step, rows, columns, left, right, target, to_apart, to_step):
         if kind == IN:
@@ -46,6 +49,10 @@ def pieces(lanes: int) -> Callable[..., None]:
                         source + i * apart + j * NUMBER, apart, rows - i, columns - j,
                         target + j * to_apart + i * NUMBER, to_apart,
                     )  # fmt: skip
+        elif kind == ADDED:
+            for i in range(rows):
+                for j in range(0, columns, lanes):
+                    plus(target + i * to_apart + j * NUMBER, source + i * apart + j * NUMBER)
         else:
             for i in range(rows):
                 for j in range(0, columns, lanes):
@@ -57,22 +64,34 @@ def pieces(lanes: int) -> Callable[..., None]:
 @functools.cache
 def _window_in(lanes: int) -> Callable[..., None]:
     """``(source, step, left, right, count, target)``."""
-    whole, twos, fours, apart = (_window(lanes, step) for step in (1, *STEPS, 0))
+    (whole, all_whole), (twos, all_twos), (fours, all_fours) = (
+        (_window(lanes, step), _inside(lanes, step)) for step in (1, *STEPS)
+    )
+    apart = _window(lanes, 0)
 
     @compiled(lanes)
     def run(source, step, left, right, count, target):
-        if step == NUMBER:
-            for i in range(0, count, lanes):
-                whole(source + i * step, step, left - i, right - i, count - i, target + i * NUMBER)
-        elif step == 2 * NUMBER:
-            for i in range(0, count, lanes):
-                twos(source + i * step, step, left - i, right - i, count - i, target + i * NUMBER)
-        elif step == 4 * NUMBER:
-            for i in range(0, count, lanes):
-                fours(source + i * step, step, left - i, right - i, count - i, target + i * NUMBER)
-        else:
-            for i in range(0, count, lanes):
-                apart(source + i * step, step, left - i, right - i, count - i, target + i * NUMBER)
+        for i in range(0, count, lanes):
+            # Where a further number is in memory too, all between are.
+            inside = left <= i and i + lanes < right
+            there, here = source + i * step, target + i * NUMBER
+            if step == NUMBER:
+                if inside:
+                    all_whole(there, here)
+                else:
+                    whole(there, step, left - i, right - i, count - i, here)
+            elif step == 2 * NUMBER:
+                if inside:
+                    all_twos(there, here)
+                else:
+                    twos(there, step, left - i, right - i, count - i, here)
+            elif step == 4 * NUMBER:
+                if inside:
+                    all_fours(there, here)
+                else:
+                    fours(there, step, left - i, right - i, count - i, here)
+            else:
+                apart(there, step, left - i, right - i, count - i, here)
 
     return run
 
@@ -81,11 +100,16 @@ def _window_in(lanes: int) -> Callable[..., None]:
 def _line_out(lanes: int) -> Callable[..., None]:
     """``(target, step, count, source)``."""
     whole, twos, fours, apart = (_spread(lanes, step) for step in (1, *STEPS, 0))
+    all_whole = _inside(lanes, 1)
 
     @compiled(lanes)
     def run(target, step, count, source):
         if step == NUMBER:
-            for i in range(0, count, lanes):
+            full = count // lanes * lanes
+            for i in range(0, full, lanes):
+                all_whole(source + i * NUMBER, target + i * NUMBER)
+            if full < count:
+                i = full
                 whole(target + i * step, step, count - i, source + i * NUMBER)
         elif step == 2 * NUMBER:
             for i in range(0, count, lanes):
@@ -113,17 +137,30 @@ def _window(lanes: int, step: int) -> Callable[..., None]:
                 masks.load(code, code.at(source, i * NUMBER * lanes), masks.between(code, left, right, i, step))
                 for i in range(step)
             ]
-            while len(parts) > 1:
-                parts = [_evens(code, *parts[i : i + 2]) for i in range(0, len(parts), 2)]
-            (found,) = parts
+            found = _first_of_each(code, parts)
         masks.store(code, found, target, masks.below(code, count))
 
     return intrinsic_of(6, lanes, emit)
 
 
-def _evens(code: Code, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Every other number of two vectors."""
-    return _shuffled(code, a, b, [2 * i for i in range(code.lanes)])
+@functools.cache
+def _inside(lanes: int, step: int) -> Callable[..., None]:
+    """``(source, target)``: one vector, of which all is in memory."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        source, target = arguments
+        parts = [code.load(code.at(source, i * NUMBER * lanes)) for i in range(step)]
+        code.store(_first_of_each(code, parts), target)
+
+    return intrinsic_of(2, lanes, emit)
+
+
+def _first_of_each(code: Code, parts: list[ir.Value]) -> ir.Value:
+    """Of the numbers of so many vectors, a power of two, those that are so far apart."""
+    order = [2 * i for i in range(code.lanes)]
+    while len(parts) > 1:
+        parts = [_shuffled(code, parts[i], parts[i + 1], order) for i in range(0, len(parts), 2)]
+    return parts[0]
 
 
 def _shuffled(code: Code, a: ir.Value, b: ir.Value, order: list[int]) -> ir.Value:
