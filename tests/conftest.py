@@ -48,6 +48,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     folder = kernel_folder(session.config._tmp_path_factory)  # type: ignore[attr-defined]
     number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     jobs = [(load, lanes) for lanes in (16, 4) for load in (compiling.load, compiling.load_direct)]
+    jobs.append((lambda lanes: compiling.load_fused_lowering(lanes, 3, 8, gradient=False), 16))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tilewise.cache.kernel_dir", lambda: folder)
         for load, lanes in jobs[number::count]:

@@ -19,9 +19,12 @@ from numba.core.ccallback import CFunc
 from tilewise import cache
 from tilewise.kernels.cpu.butterflies import passes
 from tilewise.kernels.cpu.cook_toom import transforms, turned
+from tilewise.kernels.cpu.correlations import correlations, gradients
 from tilewise.kernels.cpu.direct import convolve_directly
+from tilewise.kernels.cpu.fused_lowering import fused_lowering
 from tilewise.kernels.cpu.kernel import convolve
 from tilewise.kernels.cpu.moves import moves
+from tilewise.kernels.cpu.pieces import pieces
 from tilewise.kernels.cpu.products import products
 from tilewise.kernels.cpu.rows import rows
 from tilewise.kernels.cpu.sandwiches import sandwiches
@@ -149,6 +152,34 @@ def load_winograd(
         found += [_sandwiches(lanes, name, depth, (1, 1), turn) if depth != (1, 1) else None for name, turn in kinds]
         found.append(_products(lanes, vectors, rows))
         return tuple(0 if function is None else function.address for function in found)
+
+
+@functools.cache
+def _fused_lowering() -> Any:
+    return _callback(fused_lowering(), types.CPointer(types.int64))
+
+
+@functools.cache
+def _pieces(lanes: int) -> Any:
+    return _callback(pieces(lanes), *[types.int64] * 11)
+
+
+@functools.cache
+def _correlations(lanes: int, vectors: int, rows: int) -> Any:
+    return _callback(correlations(lanes, vectors, rows), *[types.int64] * 8)
+
+
+@functools.cache
+def _gradients(lanes: int, vectors: int, rows: int) -> Any:
+    return _callback(gradients(lanes, vectors, rows), *[types.int64] * 10)
+
+
+def load_fused_lowering(lanes: int, vectors: int, rows: int, gradient: bool) -> tuple[int, int, int]:
+    """Addresses of the worker, of the moves and of the products that it calls, as :func:`load` has it."""
+    with LOCK:
+        products_of = _gradients if gradient else _correlations
+        found = _fused_lowering(), _pieces(lanes), products_of(lanes, vectors, rows)
+        return found[0].address, found[1].address, found[2].address
 
 
 @functools.cache

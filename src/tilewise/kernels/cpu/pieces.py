@@ -1,0 +1,217 @@
+"""Pieces of planes from any memory to lines of neighbours, back, and turned; no number beside them is touched."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from tilewise.kernels.cpu import masks
+from tilewise.kernels.cpu.rows import added
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, intrinsic_of, named, transposed
+
+__all__ = ["ADDED", "IN", "OUT", "TURNED", "ZERO", "pieces"]
+
+IN, OUT, TURNED, ZERO, ADDED = range(5)
+"""Kinds of :func:`pieces`."""
+STEPS = (2, 4)
+"""Distances, in numbers, at which whole vectors are faster than one number at a time."""
+
+
+def pieces(lanes: int) -> Callable[..., None]:
+    """``(kind, source, apart, step, rows, columns, left, right, target, to_apart, to_step)``: a piece of a plane.
+
+    Rows of the source lie ``apart`` bytes apart, their numbers ``step``; of the target ``to_apart`` and ``to_step``.
+
+    * ``IN``: the target's numbers are neighbours. Those before ``left`` and from ``right`` on are in no memory, and
+      become zero.
+    * ``OUT``: the source's are.
+    * ``TURNED``: numbers of a row are neighbours in the source, those of a column in the target, whose columns lie
+      ``to_apart`` bytes apart.
+    * ``ZERO``: neighbours become zero.
+    * ``ADDED``: neighbours, whole vectors of them, are added to the target's.
+    """
+    window, spread, zero, square = _window_in(lanes), _line_out(lanes), _zero(lanes), _square(lanes)
+    plus = added(lanes)
+
+    def run(kind, source, apart, step, rows, columns, left, right, target, to_apart, to_step):
+        if kind == IN:
+            for i in range(rows):
+                window(source + i * apart, step, left, right, columns, target + i * to_apart)
+        elif kind == OUT:
+            for i in range(rows):
+                spread(target + i * to_apart, to_step, columns, source + i * apart)
+        elif kind == TURNED:
+            for i in range(0, rows, lanes):
+                for j in range(0, columns, lanes):
+                    square(
+                        source + i * apart + j * NUMBER, apart, rows - i, columns - j,
+                        target + j * to_apart + i * NUMBER, to_apart,
+                    )  # fmt: skip
+        elif kind == ADDED:
+            for i in range(rows):
+                for j in range(0, columns, lanes):
+                    plus(target + i * to_apart + j * NUMBER, source + i * apart + j * NUMBER)
+        else:
+            for i in range(rows):
+                for j in range(0, columns, lanes):
+                    zero(target + i * to_apart + j * NUMBER, columns - j)
+
+    return named(run, lanes)
+
+
+@functools.cache
+def _window_in(lanes: int) -> Callable[..., None]:
+    """``(source, step, left, right, count, target)``."""
+    (whole, all_whole), (twos, all_twos), (fours, all_fours) = (
+        (_window(lanes, step), _inside(lanes, step)) for step in (1, *STEPS)
+    )
+    apart = _window(lanes, 0)
+
+    @compiled(lanes)
+    def run(source, step, left, right, count, target):
+        for i in range(0, count, lanes):
+            # Where a further number is in memory too, all between are.
+            inside = left <= i and i + lanes < right
+            there, here = source + i * step, target + i * NUMBER
+            if step == NUMBER:
+                if inside:
+                    all_whole(there, here)
+                else:
+                    whole(there, step, left - i, right - i, count - i, here)
+            elif step == 2 * NUMBER:
+                if inside:
+                    all_twos(there, here)
+                else:
+                    twos(there, step, left - i, right - i, count - i, here)
+            elif step == 4 * NUMBER:
+                if inside:
+                    all_fours(there, here)
+                else:
+                    fours(there, step, left - i, right - i, count - i, here)
+            else:
+                apart(there, step, left - i, right - i, count - i, here)
+
+    return run
+
+
+@functools.cache
+def _line_out(lanes: int) -> Callable[..., None]:
+    """``(target, step, count, source)``."""
+    whole, twos, fours, apart = (_spread(lanes, step) for step in (1, *STEPS, 0))
+    all_whole = _inside(lanes, 1)
+
+    @compiled(lanes)
+    def run(target, step, count, source):
+        if step == NUMBER:
+            full = count // lanes * lanes
+            for i in range(0, full, lanes):
+                all_whole(source + i * NUMBER, target + i * NUMBER)
+            if full < count:
+                i = full
+                whole(target + i * step, step, count - i, source + i * NUMBER)
+        elif step == 2 * NUMBER:
+            for i in range(0, count, lanes):
+                twos(target + i * step, step, count - i, source + i * NUMBER)
+        elif step == 4 * NUMBER:
+            for i in range(0, count, lanes):
+                fours(target + i * step, step, count - i, source + i * NUMBER)
+        else:
+            for i in range(0, count, lanes):
+                apart(target + i * step, step, count - i, source + i * NUMBER)
+
+    return run
+
+
+@functools.cache
+def _window(lanes: int, step: int) -> Callable[..., None]:
+    """``(source, step, left, right, count, target)``: one vector. 0 for any step."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        source, apart, left, right, count, target = arguments
+        if step == 0:
+            found = masks.gather(code, source, apart, masks.between(code, left, right))
+        else:
+            parts = [
+                masks.load(code, code.at(source, i * NUMBER * lanes), masks.between(code, left, right, i, step))
+                for i in range(step)
+            ]
+            found = _first_of_each(code, parts)
+        masks.store(code, found, target, masks.below(code, count))
+
+    return intrinsic_of(6, lanes, emit)
+
+
+@functools.cache
+def _inside(lanes: int, step: int) -> Callable[..., None]:
+    """``(source, target)``: one vector, of which all is in memory."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        source, target = arguments
+        parts = [code.load(code.at(source, i * NUMBER * lanes)) for i in range(step)]
+        code.store(_first_of_each(code, parts), target)
+
+    return intrinsic_of(2, lanes, emit)
+
+
+def _first_of_each(code: Code, parts: list[ir.Value]) -> ir.Value:
+    """Of the numbers of so many vectors, a power of two, those that are so far apart."""
+    order = [2 * i for i in range(code.lanes)]
+    while len(parts) > 1:
+        parts = [_shuffled(code, parts[i], parts[i + 1], order) for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def _shuffled(code: Code, a: ir.Value, b: ir.Value, order: list[int]) -> ir.Value:
+    return code.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), code.lanes), order))
+
+
+@functools.cache
+def _spread(lanes: int, step: int) -> Callable[..., None]:
+    """``(target, step, count, source)``: the way back of one vector."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        target, apart, count, source = arguments
+        value = masks.load(code, source, masks.below(code, count))
+        if step == 0:
+            masks.scatter(code, value, target, apart, masks.below(code, count))
+            return
+        for i in range(step):
+            order = [(i * lanes + j) // step for j in range(lanes)]
+            part = value if step == 1 else _shuffled(code, value, value, order)
+            mask = masks.between(code, ir.Constant(INT, 0), count, i, step)
+            masks.store(code, part, code.at(target, i * NUMBER * lanes), mask)
+
+    return intrinsic_of(4, lanes, emit)
+
+
+@functools.cache
+def _zero(lanes: int) -> Callable[..., None]:
+    """``(target, count)``: one vector."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        target, count = arguments
+        masks.store(code, code.splat(0.0), target, masks.below(code, count))
+
+    return intrinsic_of(2, lanes, emit)
+
+
+@functools.cache
+def _square(lanes: int) -> Callable[..., None]:
+    """``(source, apart, rows, columns, target, to_apart)``: as many of them as there are lanes."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        source, apart, rows, columns, target, to_apart = arguments
+        lines = [masks.load(code, code.at(source, i, apart), mask) for i, mask in enumerate(_each(code, rows, columns))]
+        turned = zip(transposed(code, lines), _each(code, columns, rows), strict=True)
+        for i, (line, mask) in enumerate(turned):
+            masks.store(code, line, code.at(target, i, to_apart), mask)
+
+    return intrinsic_of(6, lanes, emit)
+
+
+def _each(code: Code, rows: ir.Value, columns: ir.Value) -> list[ir.Value]:
+    """The lanes of every row: none from ``rows`` on."""
+    b, mask = code.builder, masks.below(code, columns)
+    return [b.select(b.icmp_signed("<", ir.Constant(INT, i), rows), mask, masks.none(code)) for i in range(code.lanes)]
