@@ -7,7 +7,6 @@ import math
 import os
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -215,30 +214,6 @@ def test_configs_of_other_problems_are_refused() -> None:
     for wrong in ({"basis": (64, 72)}, {"basis": (77, 72)}, {"lanes": 5}, {"threads": 0}):
         with pytest.raises(SolverUnavailable, match="is no config of"):
             SOLVER.bind(planes, type(c)(**{**c, **wrong}), a, b, make_result(planes))
-
-
-def test_kernels_are_kept_on_disk() -> None:
-    from tilewise import cache
-    from tilewise.kernels.cpu import compiling
-
-    compiling.load(4)
-    names = {path.name.partition("-")[0] for path in Path(cache.kernel_dir()).glob("*.nbi")}
-    assert {"butterflies.butterflies_passes_4", "moves.moves_moves_4", "kernel.kernel_convolve_4"} <= names
-    compiling._load.cache_clear()
-    assert [function.cache_hits for function in compiling._load(4)] == [1, 1, 1]
-
-
-def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.kernels.cpu import compiling, moves
-
-    (tmp_path / "file").touch()
-    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path / "file" / "kernels")
-    clear = moves.clear.__wrapped__(4)
-    from numba import types
-
-    clear._cache = compiling._KernelCache(clear.py_func)
-    with pytest.warns(RuntimeWarning, match="TILEWISE_CACHE_DIR"):
-        clear.compile((types.int64, types.int64))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 9, 16, 18, 27, 72, 81, 96, 192, 243, 256, 576, 3072])

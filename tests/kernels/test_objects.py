@@ -1,0 +1,92 @@
+"""Machine code of CPU kernels on disk: loaded without Numba, and not used where anything about it is in doubt."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("numba") is None:
+    pytest.skip("numba is not installed", allow_module_level=True)
+
+from tilewise import cache
+from tilewise.kernels import code_files
+from tilewise.kernels.cpu import compiling, objects
+
+LOAD = """
+import ctypes, sys
+from tilewise import cache
+cache.kernel_dir = lambda: __import__("pathlib").Path(sys.argv[1])
+from tilewise.kernels.cpu import compiling
+places = compiling.load(4)
+assert all(places) and len(set(places)) == 3
+assert "numba" not in sys.modules
+"""
+
+
+@pytest.fixture
+def object_file() -> Path:
+    """That of one of the kernels for 4 lanes, compiled before."""
+    compiling.load(4)
+    (found,) = (Path(cache.kernel_dir()) / "cpu").glob("moves_4-*.o")
+    return found
+
+
+def test_a_second_process_loads_kernels_without_numba(object_file: Path) -> None:
+    kernels = object_file.parent.parent
+    done = subprocess.run([sys.executable, "-c", LOAD, str(kernels)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+
+
+def test_names_that_an_object_wants_are_read_from_it(object_file: Path) -> None:
+    kept = code_files.load(object_file)
+    assert kept is not None
+    found = objects._unpacked(kept)
+    names = objects.undefined(found.code)
+    assert names is not None
+    assert names == found.wanted
+    assert all(name in ("memcpy", "memset") or name.startswith(("Py", *objects.RUNTIME)) for name in names)
+    assert found.entry not in names
+    assert objects.undefined(b"\xcf\xfa\xed\xfe" + found.code[4:]) is None
+
+
+def test_what_is_in_doubt_is_compiled_again(object_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is cut short is no file; an object that wants what nobody has, or lacks its function, is told."""
+    kept = code_files.load(object_file)
+    assert kept is not None
+    good = objects._unpacked(kept)
+    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path)
+    made: list[str] = []
+
+    def make() -> objects.Code:
+        made.append("made")
+        return good
+
+    assert objects.address("first", make)
+    assert made == ["made"]
+    assert objects.address("first", make)
+    assert made == ["made"]
+    (path,) = (tmp_path / "cpu").glob("first-*.o")
+    path.write_bytes(path.read_bytes()[:-100])
+    assert objects.address("first", make)
+    assert len(made) == 2
+    for bad in (good._replace(wanted=("no_such_name",)), good._replace(entry="no_such_function")):
+        code_files.store(path, objects._packed(bad))
+        with pytest.warns(RuntimeWarning, match="a compiled kernel cannot be read"):
+            assert objects.address("first", make)
+    assert len(made) == 4
+
+
+def test_a_directory_that_cannot_be_written_is_told(
+    object_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = code_files.load(object_file)
+    assert kept is not None
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path / "file" / "kernels")
+    with pytest.warns(RuntimeWarning, match="TILEWISE_CACHE_DIR"):
+        assert objects.address("any", lambda: objects._unpacked(kept))
