@@ -78,6 +78,7 @@ GPU = (
 CPU = (
     Layer("depthwise 31x31", 4, 64, (_same(56, 31),) * 2, least=(("fp32", (8,)), ("frozen", ()))),
     Layer("depthwise 31x31 of one image", 1, 64, (_same(56, 31),) * 2, least=(("fp32", ()), ("frozen", ()))),
+    Layer("depthwise 7x7", 8, 96, (_same(56, 7),) * 2, least=(("fp32", (0.97, 10, 10)),)),
     Layer("1-D 1025 of 8192", 2, 256, (_same(8192, 1025),), least=(("fp32", (5,)),)),
     Layer("1-D 1025 of 8192 stride 2", 2, 64, (_same(8192, 1025, 2),), least=(("fp32", ()),)),
     Layer("depthwise 31x31 stride 2", 4, 64, (_same(56, 31, 2),) * 2, least=(("fp32", ()),)),

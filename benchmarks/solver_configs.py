@@ -1,8 +1,8 @@
 """Every config of one solver on some layers: time and error beside torch, to see what a new kernel is worth.
 
 ``layers`` are names of :data:`NAMED` or texts in benchdnn's notation, separated by commas. Configs are compiled by
-``jobs`` threads before anything is timed; those that cannot run or are wrong are named in the notes. The planner's own
-choice is not asked for.
+``jobs`` threads before anything is timed; those that cannot run or are wrong are named in the notes. With
+``constant=1`` filters are constant, as with ``training=False``. The planner's own choice is not asked for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from harness.configs import LostConfig, Runnable, runnable
@@ -22,7 +23,7 @@ from harness.sides import Tensors, framework_call, race
 from tilewise.device import device_name
 from tilewise.notation import parse_layer
 from tilewise.plan import Config
-from tilewise.problem import ConvProblem
+from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import Solver
 
 DEFAULTS = {
@@ -31,6 +32,7 @@ DEFAULTS = {
     "passes": "",
     "dtype": "fp32",
     "precision": "ieee",
+    "constant": "0",
     "most": "8",
     "jobs": "8",
     "budget_ms": "80",
@@ -72,6 +74,8 @@ def run(settings: Settings) -> Result:
                 )  # fmt: skip
             except ValueError as error:
                 raise BadInput(f"layers={layer!r}: {error}") from error
+            constant = settings.integer("constant") > 0 and pass_ is not Pass.WGRAD
+            problem = replace(problem, constant_weight=constant)
             reasons = solver.why_not(problem)
             if reasons:
                 notes.append(f"{layer} {pass_.value}: {'; '.join(reasons)}")
