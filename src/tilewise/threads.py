@@ -1,8 +1,13 @@
 """Python callables at once, each on a thread of its own with its own bound on torch's threads.
 
 How many threads an operator takes is a thread's own setting in OpenMP (the ICV ``nthreads``) and in MKL, which torch
-sets once in each thread, when that first runs an operator. Threads that nobody else uses can so be given other numbers,
-and nothing of any caller has to be changed or restored; ``torch.set_num_threads`` would also tell later threads.
+sets once in each thread, when that first runs an operator; ``torch.set_num_threads`` would also tell later threads.
+Threads that nobody else uses can so be given other numbers, and nothing of any caller has to be changed.
+
+Where each callable has one thread, torch's own team takes them, through the OpenMP library that torch has loaded
+(``GOMP_parallel``, the entry that compilers call): its threads spin for some milliseconds after each of torch's
+operators, and others would wait beside them for a core. There OpenMP's setting ends with the parallel region, and MKL's
+is put back.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import torch
 
 __all__ = ["at_once", "bounds_threads", "with_threads"]
 
+BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
 
@@ -27,7 +33,8 @@ def at_once(job: Callable[[int], object], count: int, threads: int) -> None:
     """``job(0)`` to ``job(count - 1)`` at once, on ``threads`` threads together, torch's inside them included.
 
     With fewer threads than jobs some follow others, with one all run in the caller. Each has the caller's inference and
-    gradient modes. Returns when all have ended, then raises the exception of the first job that raised one.
+    gradient modes. Returns when all have ended, then raises the exception of the first job that raised one, behind
+    which none is begun on its thread.
     """
     workers = min(count, threads)
     if workers < 2:
@@ -36,7 +43,11 @@ def at_once(job: Callable[[int], object], count: int, threads: int) -> None:
         return
     share, more = divmod(threads, workers)
     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    _run([_Task(job, range(index, count, workers), share + (index < more), modes) for index in range(workers)])
+    parallel = _parallel() if share == 1 else None
+    if parallel is not None:  # a smaller team than torch's would end the threads that it leaves out
+        _run_on_team(parallel, [_Task(job, range(index, index + 1), 1, modes) for index in range(count)], threads)
+    else:
+        _run([_Task(job, range(index, count, workers), share + (index < more), modes) for index in range(workers)])
 
 
 def with_threads(job: Callable[[], object], threads: int) -> None:
@@ -68,22 +79,24 @@ class _Task:
         if not self._claim.acquire(blocking=False):
             return
         inference, grad = self._modes
+        done = 0
         try:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 for index in self._indices:
-                    self._one(index)
+                    done = index
+                    self._job(index)
+        except BaseException as error:  # the caller's
+            self._errors.append((done, error))
         finally:
             self._ended.set()
-
-    def _one(self, index: int) -> None:
-        try:
-            self._job(index)
-        except BaseException as error:  # the caller's
-            self._errors.append((index, error))
 
     def wait(self) -> None:
         """Until it has ended."""
         self._ended.wait()
+
+    def has_ended(self) -> bool:
+        """Whether all its jobs were run, or raised."""
+        return self._ended.is_set()
 
     def settle(self) -> None:
         """Have it never begin, or wait until it has ended."""
@@ -135,9 +148,32 @@ def _run(tasks: Sequence[_Task]) -> None:
         raise
     finally:
         _idle.extend(workers)
+    _raise_first(tasks)
+
+
+def _raise_first(tasks: Sequence[_Task]) -> None:
     errors = sorted((found for task in tasks for found in task.errors()), key=lambda found: found[0])
     if errors:
         raise errors[0][1]
+
+
+def _run_on_team(parallel: Callable[..., None], tasks: Sequence[_Task], threads: int) -> None:
+    """The tasks on torch's team of so many threads, the caller among them; they share them out."""
+
+    def work(_: object) -> None:
+        torch.get_num_threads()  # as in a worker
+        before = [setter(1) for setter in _setters()]
+        try:
+            for task in tasks:
+                task.run()
+        finally:
+            for setter, value in list(zip(_setters(), before, strict=True))[1:]:
+                setter(value)
+
+    parallel(BODY(work), None, threads, 0)
+    _raise_first(tasks)
+    if not all(task.has_ended() for task in tasks):
+        raise KeyboardInterrupt  # between two tasks, where no exception leaves a team
 
 
 def _take() -> _Worker:
@@ -157,16 +193,43 @@ def _setters() -> tuple[Callable[[int], Any], ...]:
     names = ["omp_set_num_threads"]
     if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         names.append("MKL_Set_Num_Threads_Local")
-    for path in (Path(torch.__file__).parent / "lib" / name for name in LIBRARIES):
-        if path.exists():
-            library = ctypes.CDLL(str(path))
-            found: list[Any] = [getattr(library, name, None) for name in names]
-            if all(setter is not None for setter in found):
-                for setter in found:
-                    setter.argtypes = [ctypes.c_int]
-                return tuple(found)
-    return ()
+    found: list[Any] = [getattr(_library(), name, None) for name in names]
+    if None in found:
+        return ()
+    for setter in found:
+        setter.argtypes = [ctypes.c_int]
+    return tuple(found)
+
+
+@functools.cache
+def _parallel() -> Callable[..., None] | None:
+    """``GOMP_parallel`` of the OpenMP library that torch uses."""
+    function: Any = getattr(_library(), "GOMP_parallel", None)
+    if _forked or not _setters() or function is None:
+        return None
+    function.argtypes = [BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    function.restype = None
+    found: Callable[..., None] = function
+    return found
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """torch's own, through which what it was linked with is found and nothing else of that name."""
+    paths = (Path(torch.__file__).parent / "lib" / name for name in LIBRARIES)
+    return next((ctypes.CDLL(str(path)) for path in paths if path.exists()), None)
+
+
+_forked = False
+
+
+def _after_fork() -> None:
+    """A child has none of its parent's threads, and OpenMP's library would wait for those of its team."""
+    global _forked
+    _forked = True
+    _parallel.cache_clear()
+    _idle.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_after_fork)

@@ -19,7 +19,7 @@ from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver, Split
 from tilewise.threads import with_threads
 
-__all__ = ["Partitions"]
+__all__ = ["Partitions", "told_as"]
 
 MOST = 2
 """Solvers that are tried on parts, save by ``patient``: those that are fastest on the whole."""
@@ -96,9 +96,9 @@ class Partitions:
     def _tried(self, sizes: tuple[int, ...], solver: Solver, configs: dict[int, Config]) -> list[Plan]:
         """The plan, unless it is lost."""
         options, known = self.trial.options, self.trial.known
-        label = Config(sizes=sizes, part=f"{solver.name} {configs[sizes[0]]}".strip())
-        key = self.solver.name, self.solver.version, label
         plan = self._plan(sizes, solver, configs)
+        label = told_as(plan)
+        key = self.solver.name, self.solver.version, label
         reason = self._unwanted(solver, configs.values())
         if not reason and options.workspace is not None and plan.workspace > options.workspace:
             needs, limit = format_bytes(plan.workspace), format_bytes(options.workspace)
@@ -108,8 +108,7 @@ class Partitions:
                 reason = UNKNOWN
             else:
                 try:
-                    m = self.trial.measure_plan(plan, self.trial.best_ms, keeps=any(c.constant for c in plan.children))
-                    known[key] = replace(m, config=label)
+                    known[key] = replace(self.trial.measure_plan(plan, self.trial.best_ms), config=label)
                 except OverLimit as over:
                     reason = str(over)
         if not reason:
@@ -159,6 +158,15 @@ class Partitions:
     def _lose(self, config: Config, reason: str, workspace: int | None = None) -> None:
         split = self.solver
         self.log.append(Measurement(split.name, split.version, config, workspace=workspace, reason=reason))
+
+
+def told_as(plan: Plan) -> Config:
+    """The config by which a plan is told of: with what its parts run where they run at once, else its own."""
+    solver = solvers.get(plan.solver)
+    if not isinstance(solver, Split) or not solver.at_once:
+        return plan.config
+    first = plan.children[0]
+    return Config(**plan.config, part=f"{first.solver} {first.config}".strip())
 
 
 def _nearest(offered: list[Config], wanted: Config) -> Config:

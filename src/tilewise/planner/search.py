@@ -25,7 +25,7 @@ from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags
 from tilewise.planner.operands import Tensors, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.pareto import front, thin
-from tilewise.planner.partitions import Partitions
+from tilewise.planner.partitions import Partitions, told_as
 from tilewise.planner.trial import UNKNOWN, Known, Trial, first_line, leaf_plan
 from tilewise.planner.verify import error_limit, errors_of
 from tilewise.problem import ConvProblem, Pass
@@ -329,7 +329,7 @@ class Search:
     def _drop(self, plan: Plan, reason: str) -> None:
         self.dropped[_choice(plan)] = reason
         self.log.append(
-            Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, plan.error, reason)
+            Measurement(plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, reason)
         )
 
     def _bias(self) -> torch.Tensor | None:
@@ -444,7 +444,7 @@ class Search:
 
     def _note(self, plan: Plan) -> None:
         base = self.baseline.time_ms if self.baseline is not None else None
-        m = Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, plan.error, "", base)
+        m = Measurement(plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, "", base)
         self.log.append(m)
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m

@@ -286,30 +286,24 @@ class Trial:
 
         One that takes much more than ``best_ms`` is not repeated.
         """
-        plan = Plan(self.problem.key, solver.name, solver.version, config)
-        new = solver.own_output and self.is_root and not self.problem.accumulate
-        scratch = solver.baseline or solver.hidden_workspace(self.problem, config) > 0
-        return self.measure_plan(plan, best_ms, new=new, scratch=scratch, keeps=self._keeps(solver, config))
+        return self.measure_plan(Plan(self.problem.key, solver.name, solver.version, config), best_ms)
 
-    def measure_plan(
-        self, plan: Plan, best_ms: float, *, new: bool = False, scratch: bool = True, keeps: bool = False
-    ) -> Measurement:
-        """As :meth:`measure`, of any plan for the problem; the measurement has the plan's own config.
-
-        ``new``: a call allocates its result; ``scratch``: libraries' own workspaces are used; ``keeps``: a first run
-        prepares a filter.
-        """
+    def measure_plan(self, plan: Plan, best_ms: float) -> Measurement:
+        """As :meth:`measure`, of any plan for the problem; the measurement has the plan's own config."""
         a, b, out = self.tensors
         try:
             ahead = self._ahead.pop((plan.solver, plan.config), None)
             bound = ahead or execute.bind(plan, self.problem, a, b, out)
             if self.options.workspace is not None and bound.workspace > self.options.workspace:
                 raise OverLimit(bound.workspace, self.options.workspace)
+            solver = solvers.get(plan.solver)
+            new = solver.own_output and self.is_root and not self.problem.accumulate
             call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
-            if keeps:
+            if self._keeps(plan):
                 call()  # a filter is prepared once: that is neither the candidate's time nor its workspace
             times: list[Took] = []
             timed = functools.partial(self._time_into, times, call)
+            scratch = solver.baseline or solver.hidden_workspace(self.problem, plan.config) > 0
             workspace = self.peak(timed, bound.workspace, new, best_ms, scratch=scratch)
             first_ms = times[0].ms
             if first_ms <= max(GIVE_UP * best_ms, SHORT_MS[self.timer.device.type]):
@@ -332,10 +326,12 @@ class Trial:
                 torch.cuda.empty_cache()
         return Measurement(plan.solver, plan.version, plan.config, reason=reason)
 
-    def _keeps(self, solver: Solver, config: Config) -> bool:
+    def _keeps(self, plan: Plan) -> bool:
         """Whether a first run on a CPU prepares a filter; on a GPU :meth:`_warm_up` is the first."""
-        on_cpu, constant = self.timer.device.type == "cpu", self.problem.constant_weight
-        return on_cpu and constant and solver.constant(self.problem, config) > 0
+        if self.timer.device.type != "cpu" or not self.problem.constant_weight:
+            return False
+        own = plan.leaf and solvers.get(plan.solver).constant(self.problem, plan.config) > 0
+        return own or any(leaf.constant for leaf in plan.leaves())
 
     def _time_into(self, times: list[Took], call: Callable[[], object]) -> None:
         # The first run is also watched for memory, of which what clears a cache would take some.
