@@ -34,8 +34,12 @@ class Runnable:
 
 def runnable(problem: ConvProblem, solver: Solver, config: Config, tensors: Tensors) -> Runnable:
     """``LostConfig`` where it does not run here, or in the memory there is, or is wrong."""
-    plan = Plan(problem.key, solver.name, solver.version, config)
-    name = f"{solver.name} {config} on {problem.key}"
+    return runnable_plan(problem, Plan(problem.key, solver.name, solver.version, config), tensors)
+
+
+def runnable_plan(problem: ConvProblem, plan: Plan, tensors: Tensors) -> Runnable:
+    """The same of any plan."""
+    name = f"{plan.solver} {plan.config} on {problem.key}"
     try:
         call = planned_call(problem, plan, tensors)
         got = call()
@@ -46,7 +50,7 @@ def runnable(problem: ConvProblem, solver: Solver, config: Config, tensors: Tens
     error = float((got.double() - want).norm() / want.double().norm())
     if not error <= (ERROR_LIMITS[problem.precision] if problem.dtype == "fp32" else HALF_LIMIT):
         raise LostConfig(f"{name}: relative error {error:.1e}")
-    return Runnable(config, call, error)
+    return Runnable(plan.config, call, error)
 
 
 def framework_result(problem: ConvProblem, tensors: Tensors) -> torch.Tensor:

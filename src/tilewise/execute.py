@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,12 +16,10 @@ from tilewise.device import is_capturing
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, Part, Range, Write, dense_strides
 from tilewise.solvers import Prepare, Run, Solver, Split
+from tilewise.threads import at_once
+from tilewise.workspaces import GRAIN, Workspaces, aligned
 
 __all__ = ["Bound", "PlanMismatch", "bind", "release_workspaces"]
-
-GRAIN = 256
-"""Bytes: every piece carved from a workspace starts at a multiple of this."""
-
 
 Addressed = Callable[[int, int, int, int], None]
 """``run(a, b, out, workspace)`` over addresses."""
@@ -28,45 +27,6 @@ Addressed = Callable[[int, int, int, int], None]
 
 class PlanMismatch(ValueError):
     """A plan that does not fit the problem or the solvers of this version; the message says which and how."""
-
-
-class Workspaces(threading.local):
-    """CPU workspaces, one a thread, grown to the largest asked for and kept: fresh pages would fault at every call.
-
-    On a GPU the caching allocator keeps memory by stream already, also while a graph is captured, and hands it to
-    other layers in between, so there a workspace is taken from it for the length of a call.
-    """
-
-    def __init__(self) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give the buffer back."""
-        self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._resident = 0
-
-    def touch(self, size: int) -> None:
-        """Write the first ``size`` bytes of the CPU's where no call of this has, so that their pages are resident."""
-        buffer = self.take(size, self.buffer.device)
-        if size > self._resident:
-            buffer[self._resident : size].fill_(0xFF)
-            self._resident = size
-
-    def take(self, size: int, device: torch.device) -> torch.Tensor:
-        """A uint8 tensor of at least ``size`` bytes, for the current thread and stream."""
-        if device.type != "cpu":
-            return torch.empty(size, dtype=torch.uint8, device=device)
-        if self.buffer.numel() < size:
-            self.release()  # first: never both at once
-            self.buffer = _aligned(size, device)
-        return self.buffer
-
-
-def _aligned(size: int, device: torch.device) -> torch.Tensor:
-    """New bytes, the first at a multiple of ``GRAIN``."""
-    with torch.inference_mode(False):  # else no later call outside that mode could write them
-        pages = torch.empty(size + GRAIN, dtype=torch.uint8, device=device)  # torch aligns a CPU's to 64 bytes only
-        return pages.narrow(0, -pages.data_ptr() % GRAIN, size)
 
 
 _workspaces = Workspaces()
@@ -226,7 +186,7 @@ class KeptFilter:
             self._kept.pop(k, None)
 
     def _prepared(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
-        kept = _aligned(self._size, weight.device)
+        kept = aligned(self._size, weight.device)
         with torch.inference_mode(False), torch.no_grad():
             self._prepare(weight, kept, workspace)
         return kept
@@ -392,6 +352,91 @@ class Parts(Node):
         return out
 
 
+class Step(NamedTuple):
+    """One of several parts at once: its ranges of operands and result, and where its workspace begins.
+
+    ``term``: where in the workspace it computes a term of a sum, ``None`` where it goes into the result itself.
+    """
+
+    a: tuple[Range, ...]
+    b: tuple[Range, ...]
+    out: tuple[Range, ...]
+    term: int | None
+    start: int
+    node: Node
+
+
+class AtOnce(Node):
+    """The parts of a split at once, each with its share of torch's threads and its own stretch of the workspace.
+
+    Terms of a sum but the first are computed apart, in fp32, and added in order: the result is the same every time.
+    """
+
+    __slots__ = ("_add_back", "_apart", "_dense", "_size", "_steps")
+
+    def __init__(
+        self,
+        problem: ConvProblem,
+        parts: Sequence[Part],
+        plans: Sequence[Plan],
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        role = problem.result
+        shape, layout = problem.shape(role), problem.layout(role)
+        self._dense = shape, dense_strides(shape, "contiguous" if layout == "view" else layout), torch.float32
+        self._size = carved(math.prod(shape) * 4)
+        self._add_back = problem.accumulate
+        sums = any(part.write is not Write.SET for part in parts)
+        self._apart = sums and problem.torch_dtype(role) is not torch.float32
+        self._steps: list[Step] = []
+        self.workspace = 0
+        nodes: dict[tuple[Plan, ConvProblem, tuple[int, ...]], Node] = {}  # as in Parts
+        for index, (part, plan) in enumerate(zip(parts, plans, strict=True)):
+            assert part.problem is not None
+            child, target, ranges = part.problem, out, part.ranges(role)
+            own = sums and (self._apart or index > 0)
+            if own:
+                target = torch.empty_strided(*self._dense[:2], dtype=torch.float32, device="meta")
+                ranges = ()
+            if own or not problem.accumulate:
+                child = replace(child, accumulate=False)
+            first, second = (part.ranges(name) for name in problem.operands)
+            views = _narrow(a, first), _narrow(b, second), _narrow(target, ranges)
+            key = plan, child, tuple(views[2].stride())
+            if key not in nodes:
+                nodes[key] = _node(plan, child, *views)
+            term, start = self.workspace, self.workspace + self._size * own
+            self.workspace = start + carved(nodes[key].workspace)
+            self._steps.append(Step(first, second, ranges, term if own else None, start, nodes[key]))
+
+    def run(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert out is not None
+        result, steps = out, self._steps
+
+        def one(index: int) -> None:
+            step = steps[index]
+            target = _narrow(result, step.out) if step.term is None else self._term(workspace, step.term)
+            own = None if workspace is None else workspace[step.start :]
+            step.node.run(_narrow(a, step.a), _narrow(b, step.b), target, own)
+
+        at_once(one, len(steps), torch.get_num_threads())
+        terms = [self._term(workspace, step.term) for step in steps if step.term is not None]
+        total = terms.pop(0) if self._apart else out
+        for term in terms:
+            total.add_(term)
+        if total is out:
+            return out
+        return out.add_(total) if self._add_back else out.copy_(total)
+
+    def _term(self, workspace: torch.Tensor | None, start: int) -> torch.Tensor:
+        assert workspace is not None
+        return _carve(workspace[start:], self._size, *self._dense)
+
+
 def _node(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Node:
     try:
         solver = solvers.get(plan.solver)
@@ -406,7 +451,8 @@ def _node(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, ou
         raise PlanMismatch(f"{plan.solver} cannot solve {problem.key}: {'; '.join(reasons)}")
     if not isinstance(solver, Split):
         return Leaf(solver, plan, problem, a, b, out)
-    return Parts(problem, *parts_of(plan, problem, solver), a, b, out)
+    kind = AtOnce if solver.at_once else Parts
+    return kind(problem, *parts_of(plan, problem, solver), a, b, out)
 
 
 def parts_of(plan: Plan, problem: ConvProblem, split: Split) -> tuple[tuple[Part, ...], list[Plan]]:

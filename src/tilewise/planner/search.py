@@ -25,6 +25,7 @@ from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags
 from tilewise.planner.operands import Tensors, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.pareto import front, thin
+from tilewise.planner.partitions import Partitions, told_as
 from tilewise.planner.trial import UNKNOWN, Known, Trial, first_line, leaf_plan
 from tilewise.planner.verify import error_limit, errors_of
 from tilewise.problem import ConvProblem, Pass
@@ -204,6 +205,12 @@ class Search:
                 if depth == 0:
                     self.log.append(Measurement(solver.name, solver.version, Config(), reason="; ".join(reasons)))
                 continue
+            if solver.at_once:
+                if depth == 0:
+                    partitions = Partitions(solver, trial, self.baseline if self.baseline_allowed else None)
+                    plans += partitions.plans()
+                    self.log += partitions.log
+                continue
             divisions = Divisions(
                 solver,
                 problem,
@@ -322,7 +329,7 @@ class Search:
     def _drop(self, plan: Plan, reason: str) -> None:
         self.dropped[_choice(plan)] = reason
         self.log.append(
-            Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, plan.error, reason)
+            Measurement(plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, reason)
         )
 
     def _bias(self) -> torch.Tensor | None:
@@ -399,6 +406,8 @@ class Search:
     def _remember_wrong(self, leaf: Plan, problem: ConvProblem, reason: str) -> None:
         """Keep a leaf out of this search, and its error for others, whose limits may be wider."""
         self.wrong[leaf.solver, leaf.config] = reason
+        if math.isnan(leaf.time_ms):
+            return  # one of several at once, on fewer threads: what is kept of the problem is of all of them
         error = leaf.error
         finite = error is not None and math.isfinite(error.l2) and math.isfinite(error.spread)
         self.store.of(problem)[(leaf.solver, leaf.version, leaf.config)] = Measurement(
@@ -435,7 +444,7 @@ class Search:
 
     def _note(self, plan: Plan) -> None:
         base = self.baseline.time_ms if self.baseline is not None else None
-        m = Measurement(plan.solver, plan.version, plan.config, plan.time_ms, plan.workspace, plan.error, "", base)
+        m = Measurement(plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, "", base)
         self.log.append(m)
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m

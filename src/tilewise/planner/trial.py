@@ -23,7 +23,7 @@ from tilewise.planner.options import Options
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver, Split
 
-__all__ = ["UNKNOWN", "Known", "Trial", "first_line", "leaf_plan"]
+__all__ = ["LOST", "UNKNOWN", "Known", "OverLimit", "Trial", "first_line", "leaf_plan"]
 
 PRUNE = 2.0
 """A candidate whose estimate is this many times the best measured time is not measured, save by ``patient``."""
@@ -68,7 +68,9 @@ class _TooSlow(Exception):
         self.workspace = workspace
 
 
-class _OverLimit(Exception):
+class OverLimit(Exception):
+    """What a candidate was bound to takes more workspace than it may."""
+
     def __init__(self, workspace: int, limit: int) -> None:
         needs, allowed = format_bytes(workspace), format_bytes(limit)
         super().__init__(f"needs {needs} of workspace, temporaries included, the limit is {allowed}")
@@ -253,7 +255,7 @@ class Trial:
         if m is None:
             try:
                 m = self.measure(solver, config, self._bound_ms(needed))
-            except _OverLimit as over:
+            except OverLimit as over:
                 self.blocked[solver.name, config] = self._estimate(solver, config)
                 self._lose(solver, config, str(over), over.workspace)
                 return
@@ -284,19 +286,24 @@ class Trial:
 
         One that takes much more than ``best_ms`` is not repeated.
         """
+        return self.measure_plan(Plan(self.problem.key, solver.name, solver.version, config), best_ms)
+
+    def measure_plan(self, plan: Plan, best_ms: float) -> Measurement:
+        """As :meth:`measure`, of any plan for the problem; the measurement has the plan's own config."""
         a, b, out = self.tensors
         try:
-            plan = Plan(self.problem.key, solver.name, solver.version, config)
-            bound = self._ahead.pop((solver.name, config), None) or execute.bind(plan, self.problem, a, b, out)
+            ahead = self._ahead.pop((plan.solver, plan.config), None)
+            bound = ahead or execute.bind(plan, self.problem, a, b, out)
             if self.options.workspace is not None and bound.workspace > self.options.workspace:
-                raise _OverLimit(bound.workspace, self.options.workspace)
+                raise OverLimit(bound.workspace, self.options.workspace)
+            solver = solvers.get(plan.solver)
             new = solver.own_output and self.is_root and not self.problem.accumulate
             call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
-            if self._keeps(solver, config):
+            if self._keeps(plan):
                 call()  # a filter is prepared once: that is neither the candidate's time nor its workspace
             times: list[Took] = []
             timed = functools.partial(self._time_into, times, call)
-            scratch = solver.baseline or solver.hidden_workspace(self.problem, config) > 0
+            scratch = solver.baseline or solver.hidden_workspace(self.problem, plan.config) > 0
             workspace = self.peak(timed, bound.workspace, new, best_ms, scratch=scratch)
             first_ms = times[0].ms
             if first_ms <= max(GIVE_UP * best_ms, SHORT_MS[self.timer.device.type]):
@@ -305,8 +312,9 @@ class Trial:
                     workspace = self.peak(call, bound.workspace, new)
                 for _ in range(_repeats(first_ms)):
                     timed()
-            return Measurement(solver.name, solver.version, config, _usual(times[1:] or times).weighed_ms, workspace)
-        except (_OverLimit, _TooSlow):
+            time_ms = _usual(times[1:] or times).weighed_ms
+            return Measurement(plan.solver, plan.version, plan.config, time_ms, workspace)
+        except (OverLimit, _TooSlow):
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
             reason = f"out of memory: {first_line(error)}"
@@ -316,12 +324,14 @@ class Trial:
             gc.collect()
             if self.timer.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return Measurement(solver.name, solver.version, config, reason=reason)
+        return Measurement(plan.solver, plan.version, plan.config, reason=reason)
 
-    def _keeps(self, solver: Solver, config: Config) -> bool:
+    def _keeps(self, plan: Plan) -> bool:
         """Whether a first run on a CPU prepares a filter; on a GPU :meth:`_warm_up` is the first."""
-        on_cpu, constant = self.timer.device.type == "cpu", self.problem.constant_weight
-        return on_cpu and constant and solver.constant(self.problem, config) > 0
+        if self.timer.device.type != "cpu" or not self.problem.constant_weight:
+            return False
+        own = plan.leaf and solvers.get(plan.solver).constant(self.problem, plan.config) > 0
+        return own or any(leaf.constant for leaf in plan.leaves())
 
     def _time_into(self, times: list[Took], call: Callable[[], object]) -> None:
         # The first run is also watched for memory, of which what clears a cache would take some.

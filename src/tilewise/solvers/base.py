@@ -154,6 +154,12 @@ class Split(Solver):
     """The axis of :meth:`ConvProblem.split` it cuts."""
     level: ClassVar[int]
     """Nesting order: ranks 0, devices 1, batch 2, space 3, channels 4. A child may only be cut at a higher level."""
+    at_once: ClassVar[bool] = False
+    """Its parts run at once, each with its share of torch's threads and a workspace of its own.
+
+    They are leaves, and either have ranges of the result of their own or are terms of the whole. What there is to try
+    is in :meth:`divisions`.
+    """
 
     @abc.abstractmethod
     def sizes(self, p: ConvProblem, policy: str) -> Sequence[int]:
@@ -164,6 +170,10 @@ class Split(Solver):
 
     def between(self, p: ConvProblem, policy: str) -> Sequence[int]:
         """Further sizes, tried with what gained at the neighbours among :meth:`sizes` alone."""
+        return ()
+
+    def divisions(self, p: ConvProblem, threads: int) -> Sequence[tuple[int, ...]]:
+        """With :attr:`at_once`, sizes of the parts of each division for so many threads, the most promising first."""
         return ()
 
     @abc.abstractmethod

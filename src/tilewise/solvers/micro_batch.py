@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tilewise.plan import Config
-from tilewise.problem import ROLES, ConvProblem, dense_strides
+from tilewise.problem import ConvProblem
+from tilewise.solvers._batch import batch_part
 from tilewise.solvers.base import Cost, Split
 
 
@@ -36,16 +35,7 @@ class MicroBatch(Split):
 
         The planner orders sizes so that all do.
         """
-        part = p.split("batch", [n for n in (size, p.batch - size) if n])[0].problem
-        assert part is not None
-        alignment = []
-        for role, layout, align in zip(ROLES, p.layouts, p.alignment, strict=True):
-            if role != "w" and size < p.batch:
-                image = 1 if layout == "view" else dense_strides(p.shape(role), layout)[0]
-                align = math.gcd(align, image * size * p.torch_dtype(role).itemsize)
-            alignment.append(align)
-        ax, aw, ay = alignment
-        return replace(part, alignment=(ax, aw, ay))
+        return batch_part(p, size, size)
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Its children's; nothing of its own."""

@@ -1,0 +1,175 @@
+"""Divisions whose parts run at once: each is measured whole, as parts share the caches and the memory's bandwidth.
+
+Parts are computed by what did best on the undivided problem, in the config for a part's threads that is most like the
+one there. What was measured is remembered on the whole problem, under the split and a config that names the part's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tilewise import solvers
+from tilewise.plan import Config, Measurement, Plan, format_bytes
+from tilewise.planner.trial import LOST, UNKNOWN, OverLimit, Trial
+from tilewise.problem import ConvProblem
+from tilewise.solvers import Solver, Split
+from tilewise.threads import with_threads
+
+__all__ = ["Partitions", "told_as"]
+
+MOST = 2
+"""Solvers that are tried on parts, save by ``patient``: those that are fastest on the whole."""
+
+
+@dataclass
+class Partitions:
+    """The divisions by ``solver`` of the problem of ``trial``, which has been run, into parts at once.
+
+    ``baseline`` is torch's own on the whole. After :meth:`plans`, :attr:`log` has what each candidate gave.
+    """
+
+    solver: Split
+    trial: Trial
+    baseline: Measurement | None
+    log: list[Measurement] = field(default_factory=list)
+
+    def plans(self) -> list[Plan]:
+        """Plans that can be used, with the time and the workspace of all parts together."""
+        rigor, threads = self.trial.options.rigor, torch.get_num_threads()
+        divisions = list(self.solver.divisions(self._problem, threads)) if rigor != "estimate" else []
+        if not divisions:
+            text = f"torch has {threads} thread here: parts at once need two"
+            self._lose(Config(), "not tried: estimates are as for the whole" if rigor == "estimate" else text)
+        patient = rigor == "patient"
+        found = []
+        for sizes in divisions if patient else divisions[:1]:
+            for solver, configs in self._candidates(sizes, max(1, threads // len(sizes))):
+                found += self._tried(sizes, solver, configs)
+        if divisions and not self.log:
+            self._lose(Config(), "nothing computed the whole that could compute a part")
+        return found
+
+    @property
+    def _problem(self) -> ConvProblem:
+        return self.trial.problem
+
+    def _candidates(self, sizes: tuple[int, ...], threads: int) -> Iterator[tuple[Solver, dict[int, Config]]]:
+        """Solvers with a config for each size, as they are offered to so many threads."""
+        patient = self.trial.options.rigor == "patient"
+        for solver, best in self._solvers():
+            offered = {size: self._offered(solver, size, threads) for size in dict.fromkeys(sizes)}
+            if not all(offered.values()):
+                continue
+            first = offered[sizes[0]]
+            for config in first if patient else [_nearest(first, best)]:
+                yield solver, {size: _nearest(configs, config) for size, configs in offered.items()}
+
+    def _solvers(self) -> list[tuple[Solver, Config]]:
+        """Those to try on parts, each with its best config on the whole; ``patient`` asks all that there are."""
+        found = [*self.trial.found, *([] if self.baseline is None else [self.baseline])]
+        usable = sorted(
+            ((m.time_ms, m.solver, m) for m in found if not m.reason and m.time_ms is not None),
+            key=lambda entry: entry[:2],
+        )
+        best = {name: m.config for _, name, m in reversed(usable)}
+        if self.trial.options.rigor == "patient":
+            return [(s, best.get(s.name, Config())) for s in solvers.all_solvers() if not isinstance(s, Split)]
+        near = dict.fromkeys(name for ms, name, _ in usable if ms <= LOST * usable[0][0])
+        return [(solvers.get(name), best[name]) for name in itertools.islice(near, MOST)]
+
+    def _offered(self, solver: Solver, size: int, threads: int) -> list[Config]:
+        """Configs for parts of ``size`` on so many threads; none where the solver cannot compute them."""
+        part = self.solver.child(self._problem, size)
+        found: list[Config] = []
+
+        def ask() -> None:
+            if not solver.why_not(part):
+                found.extend(config for config, _ in solver.offers(part, None))
+
+        with_threads(ask, threads)
+        return found
+
+    def _tried(self, sizes: tuple[int, ...], solver: Solver, configs: dict[int, Config]) -> list[Plan]:
+        """The plan, unless it is lost."""
+        options, known = self.trial.options, self.trial.known
+        plan = self._plan(sizes, solver, configs)
+        label = told_as(plan)
+        key = self.solver.name, self.solver.version, label
+        reason = self._unwanted(solver, configs.values())
+        if not reason and options.workspace is not None and plan.workspace > options.workspace:
+            needs, limit = format_bytes(plan.workspace), format_bytes(options.workspace)
+            reason = f"its parts at once need {needs} of workspace, the limit is {limit}"
+        if not reason and key not in known:
+            if options.rigor == "wisdom_only":
+                reason = UNKNOWN
+            else:
+                try:
+                    known[key] = replace(self.trial.measure_plan(plan, self.trial.best_ms), config=label)
+                except OverLimit as over:
+                    reason = str(over)
+        if not reason:
+            m = known[key]
+            reason = m.reason or self._over(m)
+            self.log.append(replace(m, reason=reason))
+            if not reason and m.time_ms is not None:
+                return [replace(plan, time_ms=m.time_ms, workspace=m.workspace or 0)]
+        else:
+            self._lose(label, reason, plan.workspace)
+        return []
+
+    def _unwanted(self, solver: Solver, configs: Iterable[Config]) -> str:
+        for config in configs:
+            if (solver.name, config) in self.trial.wrong:
+                return self.trial.wrong[solver.name, config]
+            if self.trial.options.deterministic and not solver.is_deterministic(self._problem, config):
+                return "is not deterministic"
+        return ""
+
+    def _over(self, m: Measurement) -> str:
+        limit = self.trial.options.workspace
+        if limit is None or m.workspace is None or m.workspace <= limit:
+            return ""
+        return f"took {format_bytes(m.workspace)} of workspace when run, the limit is {format_bytes(limit)}"
+
+    def _plan(self, sizes: tuple[int, ...], solver: Solver, configs: dict[int, Config]) -> Plan:
+        """Not timed yet; its workspace is what the parts declare."""
+        children, counts = [], []
+        for size, same in itertools.groupby(sizes):
+            part, config = self.solver.child(self._problem, size), configs[size]
+            children.append(
+                Plan(
+                    part.key, solver.name, solver.version, config, workspace=solver.workspace(part, config),
+                    constant=solver.constant(part, config) if part.constant_weight else 0,
+                    label=f"{config} @{size}".strip(),
+                )
+            )  # fmt: skip
+            counts.append(len(list(same)))
+        parts = " + ".join(f"{n}x{size}" if n > 1 else str(size) for size, n in zip(configs, counts, strict=True))
+        return Plan(
+            self._problem.key, self.solver.name, self.solver.version, Config(sizes=sizes), tuple(children),
+            tuple(counts), workspace=sum(n * c.workspace for n, c in zip(counts, children, strict=True)),
+            label=f"{sum(sizes)} = {parts} at once",
+        )  # fmt: skip
+
+    def _lose(self, config: Config, reason: str, workspace: int | None = None) -> None:
+        split = self.solver
+        self.log.append(Measurement(split.name, split.version, config, workspace=workspace, reason=reason))
+
+
+def told_as(plan: Plan) -> Config:
+    """The config by which a plan is told of: with what its parts run where they run at once, else its own."""
+    solver = solvers.get(plan.solver)
+    if not isinstance(solver, Split) or not solver.at_once:
+        return plan.config
+    first = plan.children[0]
+    return Config(**plan.config, part=f"{first.solver} {first.config}".strip())
+
+
+def _nearest(offered: list[Config], wanted: Config) -> Config:
+    """The config with most values as wanted, the more promising of two."""
+    items = set(wanted.items())
+    return max(offered, key=lambda config: len(items & set(config.items())))
