@@ -49,6 +49,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     jobs = [(load, lanes) for lanes in (16, 4) for load in (compiling.load, compiling.load_direct)]
     jobs.append((lambda lanes: compiling.load_fused_lowering(lanes, 3, 8, gradient=False), 16))
+    jobs += [(compiling._winograd, lanes) for lanes in (16, 4)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tilewise.cache.kernel_dir", lambda: folder)
         for load, lanes in jobs[number::count]:
@@ -61,6 +62,13 @@ def kernel_folder(factory: pytest.TempPathFactory) -> Path:
     found = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     found.mkdir(exist_ok=True)
     return found
+
+
+def share_kernels(cache: Path, kernels: Path) -> None:
+    """Have processes that keep their cache in ``cache`` find what the tests compile, and add to it."""
+    cache.mkdir(parents=True, exist_ok=True)
+    if not (cache / "kernels").exists():
+        (cache / "kernels").symlink_to(kernels)
 
 
 @pytest.fixture(scope="session")

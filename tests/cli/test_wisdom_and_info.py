@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from tests.conftest import share_kernels
 
 from tilewise.cli import settings
 from tilewise.wisdom import Wisdom
@@ -105,7 +106,8 @@ def test_version(run):
     assert tilewise.__version__ in run("--version").stdout
 
 
-def test_interrupted_planning_keeps_what_was_measured(start, tmp_path):
+def test_interrupted_planning_keeps_what_was_measured(start, tmp_path, kernels):
+    share_kernels(tmp_path / "cache", kernels)
     wisdom = Wisdom(tmp_path / "cache" / "wisdom.sqlite3")
     long = ("--batch", "64", "--batch-sizes", "all", "--rigor", "patient")
     process = start("plan", "mb64ic16ih56oc16oh56kh3ph1", "--device", "cpu", *long)
