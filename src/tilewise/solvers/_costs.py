@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LIFTED", "LOWERED", "MKL", "ONEDNN", "PLAIN_ARITHMETIC", "WRITTEN", "Blas", "cached", "efficiency"]
+__all__ = ["LIFTED", "LOWERED", "MKL", "PLAIN_ARITHMETIC", "WRITTEN", "Blas", "cached", "efficiency"]
 
 CPU_CACHE = 2**21
 """Bytes of cache a core has to itself, roughly, on processors of today."""
@@ -75,4 +75,5 @@ class Blas:
         return share
 
 
-MKL, ONEDNN = Blas((4, 12, 4), 8), Blas((4, 4, 4), 4)
+MKL = Blas((4, 12, 4), 8)
+"""What torch multiplies with on most CPUs."""
