@@ -3,28 +3,26 @@
 Hadjis et al. 2015, appendix A: which type is fastest depends on the ratio of input to output channels. A sweep over
 input channels, one over output channels and one over their ratio with the product of both fixed; in each row the
 fastest type against type 1, which is what frameworks use. ``details`` have every type's time, and how much longer than
-the fastest takes the one that the planner's cost model (Figure 6, in :mod:`tilewise.solvers`) estimates to be best.
+the fastest takes the one that the planner's cost model (``cct_fig6``) estimates to be best, as ``rigor="estimate"``
+chooses. The facts say how often that model and the paper's rule (type 3 where inputs are more than outputs, else type
+1) agree with each other and with what was measured.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from harness.configs import LostConfig, Runnable, runnable
 from harness.layers import PASSES, Layer
+from harness.lowerings import CLOSE, TYPES, measured
 from harness.picture import Figure, speedup_lines
 from harness.result import Bar, Result, Row, Side, geometric_mean
 from harness.settings import Settings
-from harness.sides import Tensors, race
 
-from tilewise import solvers
 from tilewise.device import device_name
-from tilewise.plan import Config
-from tilewise.planner.estimate import Profile, estimate_ms, measure_profile
-from tilewise.problem import ConvProblem, Pass
+from tilewise.planner.estimate import Profile, measure_profile
+from tilewise.problem import Pass
 
 DEFAULTS = {
     "passes": "fprop",
@@ -37,7 +35,6 @@ DEFAULTS = {
     "seconds": "0",
 }
 QUICK = {"batch": "1", "size": "8", "kernel": "3", "channels": "2,8", "fixed": "4", "budget_ms": "5"}
-TYPES = ("lowering_type1", "lowering_type2", "lowering_type3")
 
 
 @dataclass(frozen=True)
@@ -85,19 +82,11 @@ def _row(settings: Settings, point: Point, pass_: Pass, profile: Profile, notes:
     layer = Layer("", settings.integer("batch"), point.inputs, point.outputs, settings.integer("size"),
                   settings.integer("kernel"), padding=settings.integer("kernel") // 2)  # fmt: skip
     problem = layer.problem(pass_, settings.device)
-    tensors = Tensors(problem)
-    ready: dict[str, Runnable] = {}
-    estimates: dict[str, float] = {}
-    for name in TYPES:
-        config, estimates[name] = _best(name, problem, profile)
-        try:
-            ready[name] = runnable(problem, solvers.get(name), config, tensors)
-        except LostConfig as error:
-            notes.append(str(error))
-    if TYPES[0] not in ready:
+    found = {each.name: each for each in measured(problem, profile, float(settings.integer("budget_ms")), notes)}
+    if TYPES[0] not in found:
         return None
-    times = race(problem, [each.call for each in ready.values()], float(settings.integer("budget_ms")))
-    took = dict(zip(ready, times, strict=True))
+    took = {name: each.ms for name, each in found.items()}
+    estimates = {name: each.estimated_ms for name, each in found.items()}
     best, guess = min(took, key=took.__getitem__), min(took, key=estimates.__getitem__)
     return Row(
         f"{point.inputs} to {point.outputs} channels {pass_.value}",
@@ -108,20 +97,19 @@ def _row(settings: Settings, point: Point, pass_: Pass, profile: Profile, notes:
             "pass": pass_.value,
             "at": point.at,
             "ms": took,
-            "configs": {name: str(each.config) for name, each in ready.items()},
+            "configs": {name: str(each.config) for name, each in found.items()},
             "estimated_ms": estimates,
             "estimate_chooses": guess,
+            "rule_chooses": _by_ratio(point, pass_),
             "of_the_fastest": took[guess] / took[best],
         },
     )
 
 
-def _best(name: str, problem: ConvProblem, profile: Profile) -> tuple[Config, float]:
-    """A type's config with the least estimate."""
-    solver = solvers.get(name)
-    estimate = functools.partial(estimate_ms, problem, profile=profile)
-    config = min(solver.configs(problem), key=lambda c: estimate(solver.cost(problem, c)))
-    return config, estimate(solver.cost(problem, config))
+def _by_ratio(point: Point, pass_: Pass) -> str:
+    """Appendix A's rule for FPROP. DGRAD's inputs are the layer's outputs; WGRAD lowers either image as FPROP does."""
+    inputs, outputs = (point.outputs, point.inputs) if pass_ is Pass.DGRAD else (point.inputs, point.outputs)
+    return TYPES[2] if inputs > outputs else TYPES[0]
 
 
 def bars(rows: list[Row]) -> list[Bar]:
@@ -132,10 +120,22 @@ def bars(rows: list[Row]) -> list[Bar]:
 
 
 def facts(rows: list[Row]) -> dict[str, Any]:
-    """How often the estimate chose the fastest type, and the greatest difference between types."""
-    right = sum(row.details["estimate_chooses"] == row.ours.what for row in rows)
+    """How often estimate, rule and measurement agree, of all types and of the two that the rule knows."""
+    close = sum(row.details["of_the_fastest"] <= CLOSE for row in rows)
+    two = [{name: row.details["ms"][name] for name in TYPES[::2] if name in row.details["ms"]} for row in rows]
+    rules, either = [row.details["rule_chooses"] for row in rows], [min(ms, key=ms.__getitem__) for ms in two]
+    guesses = [min(ms, key=row.details["estimated_ms"].__getitem__) for row, ms in zip(rows, two, strict=True)]
     apart = max((max(row.details["ms"].values()) / min(row.details["ms"].values()) for row in rows), default=1.0)
-    return {"estimate_right": right, "points": len(rows), "greatest_difference": apart}
+    return {
+        "points": len(rows),
+        "estimate_right": sum(row.details["estimate_chooses"] == row.ours.what for row in rows),
+        "estimate_within_10_percent": close,
+        "rule_right": sum(row.details["rule_chooses"] == row.ours.what for row in rows),
+        "rule_right_of_types_1_and_3": sum(map(str.__eq__, rules, either)),
+        "estimate_right_of_types_1_and_3": sum(map(str.__eq__, guesses, either)),
+        "rule_and_estimate_agree_of_types_1_and_3": sum(map(str.__eq__, rules, guesses)),
+        "greatest_difference": apart,
+    }
 
 
 def draw(document: dict[str, Any]) -> Figure:

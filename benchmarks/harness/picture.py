@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
     Figure = Any
 
-__all__ = ["Figure", "heat_maps", "paired_bars", "save", "speedup_lines", "stacked_bars"]
+__all__ = ["Figure", "heat_maps", "paired_bars", "save", "scattered", "speedup_lines", "stacked_bars"]
 
 LIMIT = 16
 """Speed-ups beyond this, and below its inverse, have the colour of the limit."""
@@ -108,6 +108,28 @@ def stacked_bars(document: dict[str, Any], parts: str) -> Figure:
     panel.set(xlabel=rows[0]["unit"] if rows else "")
     if rows:
         panel.legend(fontsize="small")
+    return figure
+
+
+def scattered(document: dict[str, Any], panel: str, x: str, y: str) -> Figure:
+    """A panel for each value of the detail ``panel``: of details ``x`` and ``y``, numbers by name, one over the other.
+
+    Both axes are logarithmic and of one scale, with a line where both are equal.
+    """
+    values = list(dict.fromkeys(row["details"][panel] for row in document["rows"]))
+    figure, panels = _panels(document, max(1, len(values)))
+    for axes, value in zip(panels, values, strict=False):
+        points: dict[str, list[tuple[float, float]]] = {}
+        for row in document["rows"]:
+            if row["details"][panel] == value:
+                for name, number in row["details"][x].items():
+                    points.setdefault(name, []).append((number, row["details"][y][name]))
+        for name, pairs in points.items():
+            axes.scatter(*zip(*pairs, strict=True), s=14, label=name)
+        every = [number for pairs in points.values() for pair in pairs for number in pair]
+        axes.plot([min(every), max(every)], [min(every), max(every)], color="black", linewidth=0.8)
+        axes.set(title=value, xlabel=x, ylabel=y, xscale="log", yscale="log")
+        axes.legend(fontsize="small")
     return figure
 
 

@@ -71,7 +71,7 @@ def depthwise(
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@settings(max_examples=3, suppress_health_check=SLOW)
+@settings(max_examples=2, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_planes_of_any_size_and_memory(pass_: Pass, dtype: str, data: st.DataObject) -> None:
     check_drawn(depthwise(pass_, dtype=dtype), data)
@@ -80,7 +80,7 @@ def test_planes_of_any_size_and_memory(pass_: Pass, dtype: str, data: st.DataObj
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@settings(max_examples=3, suppress_health_check=SLOW)
+@settings(max_examples=2, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_signals_of_any_length_and_memory(pass_: Pass, dtype: str, data: st.DataObject) -> None:
     check_drawn(depthwise(pass_, 1, 700, dtype), data)

@@ -22,13 +22,15 @@ from tilewise.planner import Options, Planner
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import SolverUnavailable
+from tilewise.solvers._depthwise_cpu import WIDEST
 from tilewise.solvers.fused_lowering import FusedLowering
 
 pytest.importorskip("numba")
 SOLVER = FusedLowering()
+LANES = WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4)
 BOUND = 1e-6
 PASSES = sorted(SOLVER.passes, key=str)
-TILES = ((3, 8), (4, 3))
+TILES = ((3, 8), (4, 3)) if LANES == 16 else SHAPES[LANES][:2]
 """Few, since each is compiled."""
 
 

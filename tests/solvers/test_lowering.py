@@ -13,6 +13,7 @@ from tests.strategies import problems, with_memory
 from tilewise import solvers
 from tilewise.axis import Axis
 from tilewise.plan import Config
+from tilewise.planner.estimate import estimate_ms
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._gather import Order
 
@@ -55,3 +56,26 @@ def test_one_window_of_a_larger_image_leaves_the_rest_of_its_gradient_zero() -> 
     p = ConvProblem(Pass.DGRAD, 3, 2, 5, (Axis(7, 4, 5), Axis(6, 4, 4, 1, -1, 0)))
     for config in gemm.configs(p):
         check(gemm, p, config, (("contiguous", 0),) * 3, accumulate=False)
+
+
+@pytest.mark.parametrize(("size", "kernel", "inputs", "outputs"), [(12, 3, 5, 7), (9, 4, 1, 3)])
+def test_cost_counts_what_the_paper_counts(size: int, kernel: int, inputs: int, outputs: int) -> None:
+    """Hadjis et al. 2015, Figure 6: places by lowered taps by lifted taps."""
+    n, k, m, batch = size, kernel, size - kernel + 1, 3
+    p = ConvProblem(Pass.FPROP, batch, inputs, outputs, (Axis(n, k), Axis(n, k)))
+    for name, places in zip(TYPES, (m * m, n * m, n * n), strict=True):
+        for c in solvers.get(name).configs(p):
+            assert solvers.get(name).cost(p, c).flops == 2 * batch * places * k * k * inputs * outputs
+
+
+def test_an_estimate_chooses_by_the_channel_ratio() -> None:
+    """Appendix A: many inputs and few outputs favour lifting, the reverse lowering."""
+    profile = {"copy": 25e6, "fp32": 150e6, "tf32": 150e6, "bf16": 150e6, "fp16": 150e6, "launch": 1e-3}
+    axis = Axis(27, 5, before=2, after=2)
+    for inputs, outputs, best in ((256, 4, "lowering_type3"), (4, 256, "lowering_type1")):
+        p = ConvProblem(Pass.FPROP, 16, inputs, outputs, (axis, axis))
+        least = {
+            name: min(estimate_ms(p, solvers.get(name).cost(p, c), profile) for c in solvers.get(name).configs(p))
+            for name in TYPES
+        }
+        assert min(least, key=least.__getitem__) == best, least

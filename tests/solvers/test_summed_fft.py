@@ -62,7 +62,7 @@ def layers(draw: st.DrawFn, pass_: Pass, dtype: str) -> ConvProblem:
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@settings(max_examples=3, suppress_health_check=SLOW)
+@settings(max_examples=2, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_planes_of_any_size_and_memory(pass_: Pass, dtype: str, data: st.DataObject) -> None:
     p, forms = data.draw(with_memory(layers(pass_, dtype), lambda p: not SOLVER.unsupported(p)), "problem")

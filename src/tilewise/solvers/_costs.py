@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
-__all__ = ["PLAIN_ARITHMETIC", "cached", "efficiency"]
+__all__ = ["LIFTED", "LOWERED", "MKL", "PLAIN_ARITHMETIC", "WRITTEN", "Blas", "cached", "efficiency"]
 
 CPU_CACHE = 2**21
 """Bytes of cache a core has to itself, roughly, on processors of today."""
@@ -48,3 +49,31 @@ def efficiency(device_type: str, rows: int, columns: int, depth: int, batch: int
         share *= size / (count * tile)
         tiles *= count
     return max(share * tiles / (tiles + MULTIPROCESSORS / 4) * min(1.0, tiles / MULTIPROCESSORS), MIN_EFFICIENCY)
+
+
+LOWERED, WRITTEN, LIFTED = 18, 14, 16
+"""Bytes of a dense copy in whose time a CPU copies one element out of windows, a product writes one, and one product is
+added to the sum that it is lifted into. Measured on two cores, with buffers that no cache of theirs holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blas:
+    """A CPU's matrix products of ``rows x depth`` and ``depth x columns``: what is lost on thin ones.
+
+    ``half`` has the sizes (rows, columns, depth) at which half of the rate of large products is reached. An element of
+    an operand takes ``read`` bytes of a dense copy, beside the arithmetic: both operands are packed first.
+    """
+
+    half: tuple[int, int, int]
+    read: int
+
+    def efficiency(self, rows: int, columns: int, depth: int) -> float:
+        """Share of the rate of large products."""
+        share = 1.0
+        for size, half in zip((rows, columns, depth), self.half, strict=True):
+            share *= size / (size + half)
+        return share
+
+
+MKL = Blas((4, 12, 4), 8)
+"""What torch multiplies with on most CPUs."""

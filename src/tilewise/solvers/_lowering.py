@@ -19,7 +19,7 @@ import torch
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._buffers import Arena
-from tilewise.solvers._costs import cached, efficiency
+from tilewise.solvers._costs import LIFTED, LOWERED, MKL, WRITTEN, cached, efficiency
 from tilewise.solvers._filter import FilterMatrix
 from tilewise.solvers._gather import Blocking, Gather, Order, readings
 from tilewise.solvers._lift import Lift
@@ -69,24 +69,30 @@ class Correlation:
         self.grid = grid
 
     def cost(self) -> Cost:
-        """What the matrices and sums move, and the products' arithmetic."""
-        p, lift, blocking, size = self.p, self.lift, self.blocking, compute_dtype(self.p).itemsize
+        """What the matrices and sums move, and the products' arithmetic (Hadjis et al. 2015, A.1, Figure 6)."""
+        p, lift, blocking = self.p, self.lift, self.blocking
         taps = math.prod(lift.taps)
         rows = taps * lift.channels
         depth = self.gather.channels * math.prod(r.taps for r in self.gather.readings)
-        flops = 2 * p.batch * p.groups * rows * depth * self.places
-        lines, matrix = self.gather.elements
-        near = cached(p.device_type, self.arena.size)
-        elements = lines * blocking.rows / self.grid[0] + matrix + lift.product_elements
-        moved = p.bytes + 2 * self.filter.copies * p.nbytes("w") + near * 2 * blocking.share * elements * size
-        if taps > 1:
-            moved += near * 2 * taps * math.prod(p.shape(p.result)) * 4
-        steps = taps if taps > 1 else 0 if lift.direct else 1
-        kernels = blocking.count * ((lines > 0) + (matrix > 0) + 1 + steps) + self.filter.copies
+        products = p.batch * p.groups * self.places
         together = blocking.images if lift.flat else 1
         columns = together * self.places * blocking.rows // self.grid[0]
-        batch = p.groups * blocking.images // together
-        return Cost(flops, int(moved), kernels, efficiency(p.device_type, rows, columns, depth, batch))
+        lines, matrix = self.gather.elements
+        copied = blocking.share * (lines * blocking.rows / self.grid[0] + matrix)
+        summed = taps * math.prod(p.shape(p.result)) if taps > 1 else 0
+        near = cached(p.device_type, self.arena.size)
+        moved, apart = p.bytes + 2 * self.filter.copies * p.nbytes("w"), 0.0
+        if p.device_type == "cpu":
+            share = MKL.efficiency(rows, columns, depth)
+            apart = near * products * (MKL.read * depth + WRITTEN * rows) + (1 + near) / 2 * LOWERED * copied
+            apart += near * LIFTED * summed
+        else:
+            share = efficiency(p.device_type, rows, columns, depth, p.groups * blocking.images // together)
+            size = compute_dtype(p).itemsize
+            moved += int(near * 2 * ((copied + blocking.share * lift.product_elements) * size + summed * 4))
+        steps = taps if taps > 1 else 0 if lift.direct else 1
+        kernels = blocking.count * ((lines > 0) + (matrix > 0) + 1 + steps) + self.filter.copies
+        return Cost(2 * products * rows * depth, moved, kernels, share, int(apart))
 
     def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run:
         """``run`` for the strides of these."""

@@ -9,7 +9,7 @@ import torch
 
 from tilewise.problem import ConvProblem, dense_strides
 from tilewise.solvers._buffers import Arena, Slot, Strided, dense, fuse, fused
-from tilewise.solvers._costs import cached, efficiency
+from tilewise.solvers._costs import LOWERED, MKL, WRITTEN, cached, efficiency
 from tilewise.solvers._filter import filter_dims, grouped
 from tilewise.solvers._gather import Blocking, Gather, Order, readings
 from tilewise.solvers._matmul import add_over_images, as_matrix, compute_dtype, straight
@@ -56,20 +56,27 @@ class WeightGradient:
 
     def cost(self) -> Cost:
         """What the matrices and sums move, and the products' arithmetic."""
-        p, size = self.p, compute_dtype(self.p).itemsize
+        p = self.p
         places = math.prod(self.grid)
         rows, columns = (g.channels * math.prod(r.taps for r in g.readings) for g in (self.gradient, self.image))
         near = cached(p.device_type, self.arena.size)
-        moved, copies = float(p.bytes), 0
+        moved, apart, copied, copies = float(p.bytes), 0.0, 0.0, 0
         for gather in (self.image, self.gradient):
             lines, matrix = gather.elements
-            moved += near * 2 * self.blocking.share * (lines * self.blocking.rows / self.grid[0] + matrix) * size
+            copied += self.blocking.share * (lines * self.blocking.rows / self.grid[0] + matrix)
             copies += (lines > 0) + (matrix > 0)
-        moved += 2 * (self.products - self.direct) * math.prod(self.sizes) * 4
-        kernels = self.blocking.count * copies + self.products + (0 if self.direct else 2)
         depth = math.ceil(p.batch * places / self.products)
+        if p.device_type == "cpu":
+            share = MKL.efficiency(rows, columns, depth)
+            apart = near * MKL.read * p.batch * p.groups * places * (rows + columns)
+            apart += (1 + near) / 2 * LOWERED * copied + WRITTEN * self.products * math.prod(self.sizes)
+        else:
+            share = efficiency(p.device_type, rows, columns, depth, p.groups)
+            moved += near * 2 * copied * compute_dtype(p).itemsize
+            moved += 2 * (self.products - self.direct) * math.prod(self.sizes) * 4
+        kernels = self.blocking.count * copies + self.products + (0 if self.direct else 2)
         flops = 2 * p.batch * p.groups * rows * columns * places
-        return Cost(flops, int(moved), kernels, efficiency(p.device_type, rows, columns, depth, p.groups))
+        return Cost(flops, int(moved), kernels, share, int(apart))
 
     def _matrix(self, strides: Sequence[int], sizes: Sequence[int]) -> Strided:
         matrix = fused(sizes, strides, self.groups)

@@ -16,6 +16,8 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from tilewise.kernels.cpu import halves
+
 __all__ = [
     "INT", "NUMBER", "SIZES", "Code", "Pair", "Values", "accumulate", "compiled", "intrinsic_of", "join", "multiply",
     "named", "next_number", "number_at", "pointer_call", "scale", "separate", "square_in", "square_out", "transposed",
@@ -97,7 +99,7 @@ class Code:
         if dtype == "fp32":
             return self.builder.bitcast(bits, self.vector)
         if dtype == "fp16":
-            return self.builder.fpext(self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), self.lanes)), self.vector)
+            return halves.widened(self.builder, bits, self.lanes)
         bits = self.builder.zext(bits, ir.VectorType(ir.IntType(32), self.lanes))
         return self.builder.bitcast(self.builder.shl(bits, self.whole(16)), self.vector)
 
@@ -113,7 +115,7 @@ class Code:
         """The integers that stand for fp32 as ``dtype``, to nearest and ties to even; NaN stays NaN."""
         b, kind = self.builder, ir.VectorType(ir.IntType(16), self.lanes)
         if dtype == "fp16":
-            return b.bitcast(b.fptrunc(value, ir.VectorType(ir.HalfType(), self.lanes)), kind)
+            return halves.narrowed(b, value, self.lanes)
         bits = b.bitcast(value, ir.VectorType(ir.IntType(32), self.lanes))
         if dtype == "fp32":
             return bits
