@@ -196,3 +196,11 @@ def test_a_network_without_convolutions_has_an_empty_plan(run, check_document):
     assert document["layers"] == []
     assert document["summary"]["share_replaced"] == 0
     assert run("plan", "some_networks:none", *FAST).exit_code == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_plan_on_a_gpu(run, device):
+    result = run("plan", LAYER, "--device", device, "--batch-sizes", "undivided", "--rigor", "estimate")
+    assert result.exit_code == 0, result.stderr
+    assert "of 3 layer-passes replaced" in result.stdout

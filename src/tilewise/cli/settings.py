@@ -74,8 +74,9 @@ class Settings:
                     raise ValueError(f"{self.device!r}: torch {torch.__version__} sees no GPU here; cpu would do")
                 if (device.index or 0) >= count:
                     raise ValueError(f"{self.device!r}: GPUs here are cuda:0 to cuda:{count - 1}")
-                torch.cuda.set_device(device)
-                return torch.device("cuda", torch.cuda.current_device())
+                index = torch.cuda.current_device() if device.index is None else device.index
+                torch.cuda.set_device(index)
+                return torch.device("cuda", index)
         return _cpu()
 
     def set_precision(self, device: torch.device) -> str:
