@@ -1,16 +1,23 @@
-"""Solvers whose launches are run by the emulator: the very C++ of their kernels, on the CPU."""
+"""Solvers whose launches are run by the emulator, the very C++ of their kernels on the CPU, or checked on a GPU."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from tests.kernels.emulator import emulate
 
+from tilewise.device import device_name
+from tilewise.kernels.reference import convolve_by_transform
 from tilewise.plan import Config
+from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ConvProblem
 from tilewise.solvers._depthwise_fft import Step
 from tilewise.solvers.base import Prepare, Run, Solver
 
-__all__ = ["EmulatedSteps", "launch"]
+__all__ = ["EmulatedSteps", "check_on_gpu", "launch"]
 
 
 class EmulatedSteps(Solver):
@@ -64,3 +71,24 @@ def launch(
         addresses.append(tensor.data_ptr() + offset)
     p = step.program
     emulate(source or p.source(), p.name, step.grid, p.threads, addresses, step.scalars, backwards)
+
+
+def check_on_gpu(solver: Solver, here: ConvProblem, configs: Iterable[Config]) -> None:
+    """Configs of a problem on a GPU, of which ``here`` is the same on a CPU."""
+    p = replace(here, device=device_name(torch.device("cuda")))
+    assert not solver.why_not(p)
+    a, b = (t.cuda() for t in make_operands(here))
+    want = convolve_by_transform(p, a, b)
+    limit = {"fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-10}[p.dtype]
+    for c in configs:
+        out = make_result(here).cuda().fill_(math.nan)
+        space = torch.full((solver.workspace(p, c),), 0xFF, dtype=torch.uint8, device="cuda")
+        run, filters = solver.bind(p, c, a, b, out), b
+        if p.constant_weight:
+            filters = torch.full((solver.constant(p, c),), 0xFF, dtype=torch.uint8, device="cuda")
+            solver.prepare(p, c, b)(b, filters, space)
+        run(a, filters, out, space)
+        missing = int(out.isnan().sum())
+        assert not missing, f"{p.key} {c}: {missing} of {out.numel()} results are not written"
+        error = float((out.double() - want).norm() / want.norm())
+        assert error <= limit, f"{p.key} {c}: error {error:.1e}, at most {limit:.1e}"

@@ -31,6 +31,8 @@ MOST_SCRATCH = 2**24
 PAGE = 4096
 DTYPES = ("fp32", "bf16", "fp16")
 """As kernels number them."""
+ADDRESSES = 6
+"""Where a kernel's data have addresses."""
 UNITS = 8
 """Units to a thread from which on it matters little that some thread has one more."""
 WIDEST = {"AVX512": 16, "AVX2": 8}
@@ -125,6 +127,16 @@ def strides(tensor: torch.Tensor) -> list[int]:
     return [stride * tensor.element_size() for stride in tensor.stride()]
 
 
+def start(run: int, data: np.ndarray, threads: int, openmp: bool, *addresses: int) -> None:
+    """Have the worker at ``run`` do all that ``data`` describes, on no more threads than torch has now.
+
+    ``data`` is the call's own copy, as others count in theirs; ``addresses`` are of scratch, operands and result.
+    """
+    data[1] = count = min(threads, torch.get_num_threads())
+    data[ADDRESSES : ADDRESSES + len(addresses)] = addresses
+    share_out(run, data.ctypes.data, count, openmp)
+
+
 class Units:
     """One kernel over all units: :meth:`run` is a :data:`~tilewise.solvers.base.Run`.
 
@@ -175,11 +187,7 @@ class Units:
 
     def _start(self, workspace: torch.Tensor | None, *addresses: int) -> None:
         assert workspace is not None
-        threads = min(self._threads, torch.get_num_threads())
-        data = self._data.copy()  # other callers count in theirs
-        data[1] = threads
-        data[6:HEADER] = workspace.data_ptr(), *addresses
-        share_out(self._run, data.ctypes.data, threads, self._openmp)
+        start(self._run, self._data.copy(), self._threads, self._openmp, workspace.data_ptr(), *addresses)
 
 
 def _compiled(lanes: int) -> Kernel:

@@ -18,7 +18,7 @@ from tilewise.kernels.cpu.windows import COUNT, HEADER, MOST_COLUMNS, REGISTERS,
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._costs import CPU_CACHE
-from tilewise.solvers._depthwise_cpu import DTYPES, PAGE, UNITS, WIDEST, missing, numba_reasons, strides
+from tilewise.solvers._depthwise_cpu import DTYPES, PAGE, UNITS, WIDEST, missing, numba_reasons, start, strides
 from tilewise.solvers._tiles import integer
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 
@@ -360,13 +360,10 @@ class Units:
     ) -> torch.Tensor:
         assert out is not None
         assert workspace is not None
-        threads = min(self._threads, torch.get_num_threads())
         addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        data = self._data.copy()  # other callers count in theirs
-        data[1] = threads
-        space = workspace.data_ptr()
-        data[6:HEADER] = space, *(addresses[i] for i in self._order), space + self._partial
-        share_out(self._run, data.ctypes.data, threads, self._openmp)
+        data, space = self._data.copy(), workspace.data_ptr()
+        ordered = (addresses[i] for i in self._order)
+        start(self._run, data, self._threads, self._openmp, space, *ordered, space + self._partial)
         if self._blocks:
             data[:4] = 0, 1, 0, self._blocks
             data[HEADER] = 2

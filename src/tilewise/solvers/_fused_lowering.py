@@ -13,11 +13,11 @@ from tilewise.axis import Axis
 from tilewise.kernels.cpu import lowered as of
 from tilewise.kernels.cpu.lowered import SHAPES, Block, Lowered, Side, side
 from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.threads import has_openmp, share_out
+from tilewise.kernels.cpu.threads import has_openmp
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._costs import CPU_CACHE
-from tilewise.solvers._depthwise_cpu import WIDEST, numba_reasons
+from tilewise.solvers._depthwise_cpu import WIDEST, numba_reasons, start
 from tilewise.solvers._tiles import integer
 
 __all__ = ["TYPES", "Units", "forms", "lowered", "smaller"]
@@ -305,12 +305,9 @@ class Units:
         self._start(self._filters, workspace, 0, weight.data_ptr(), kept.data_ptr())
 
     def _start(self, numbers: np.ndarray, workspace: torch.Tensor, *addresses: int) -> None:
-        threads = min(self._threads, torch.get_num_threads())
-        data = numbers.copy()  # other callers count in theirs
-        data[1] = threads
-        data[6:HEADER] = workspace.data_ptr(), *addresses
+        data = numbers.copy()
         data[HEADER + of.PARTIAL] = workspace.data_ptr() + int(self._units[5]) * self._threads
-        share_out(self._run, data.ctypes.data, threads, self._openmp)
+        start(self._run, data, self._threads, self._openmp, workspace.data_ptr(), *addresses)
 
 
 def _three(space: list[int]) -> tuple[int, ...]:

@@ -13,12 +13,12 @@ import torch
 
 from tilewise.kernels.cpu import tiling as of
 from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.threads import has_openmp, share_out
+from tilewise.kernels.cpu.threads import has_openmp
 from tilewise.kernels.cpu.tiling import ROWS, GradientTiling, Sizes, Tiling, rows_of
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._costs import CPU_CACHE
-from tilewise.solvers._depthwise_cpu import WIDEST, numba_reasons, strides
+from tilewise.solvers._depthwise_cpu import WIDEST, numba_reasons, start, strides
 from tilewise.solvers._tiles import integer
 
 __all__ = ["TAPS", "TILES", "Tiles", "forms", "sizes", "tiling"]
@@ -258,11 +258,7 @@ class Tiles:
         self._start(self._filters, workspace, 0, weight.data_ptr(), kept.data_ptr())
 
     def _start(self, numbers: np.ndarray, workspace: torch.Tensor, *addresses: int) -> None:
-        threads = min(self._threads, torch.get_num_threads())
-        data = numbers.copy()  # other callers count in theirs
-        data[1] = threads
-        data[6:HEADER] = workspace.data_ptr(), *addresses
-        share_out(self._run, data.ctypes.data, threads, self._openmp)
+        start(self._run, numbers.copy(), self._threads, self._openmp, workspace.data_ptr(), *addresses)
 
 
 def _taps(apart: Sequence[int], r: Sizes) -> Sizes:
