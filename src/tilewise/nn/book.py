@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -52,6 +53,10 @@ class Book:
         self._planner = planner
         self.reasons: dict[ConvProblem, str] = {}
         self.times: dict[ConvProblem, float] = {}
+        self.limits: dict[ConvProblem, int] = {}
+        """Workspace in bytes that single problems may use, in place of the options' limit."""
+        self.facts: dict[str, Any] = {}
+        """What is to be told of the plans beside them, by name: plain JSON values."""
         self._plans: dict[tuple[ConvProblem, bool], Plan | None] = {}
         self._bound: dict[tuple[ConvProblem, bool, torch.device], BoundPass] = {}
 
@@ -62,9 +67,10 @@ class Book:
             self._planner = Planner()
         return self._planner
 
-    def constraints(self, deterministic: bool) -> Options:
-        """The options for a call under torch's own ``deterministic`` flag."""
-        return replace(self.options, deterministic=self.options.deterministic or deterministic)
+    def constraints(self, problem: ConvProblem, deterministic: bool) -> Options:
+        """The options for ``problem`` in a call under torch's own ``deterministic`` flag."""
+        workspace = self.limits.get(problem, self.options.workspace)
+        return replace(self.options, workspace=workspace, deterministic=self.options.deterministic or deterministic)
 
     def missing(self, problems: Iterable[ConvProblem], deterministic: bool) -> list[ConvProblem]:
         """Those not planned yet, each once."""
@@ -77,16 +83,18 @@ class Book:
         torch would break too: then ``NoPlanError`` is raised.
         """
         with _planning, undisturbed():
-            todo = self.missing(problems, deterministic)
-            options = self.constraints(deterministic)
-            try:
-                found = self.planner.plan_many(todo, options)
-            except NoPlanError:
-                if options.workspace is not None and options.rigor != "wisdom_only":
-                    raise
-                found = self._one_by_one(todo, deterministic, options)
-            for problem, plan in found.items():
-                self.learn(problem, deterministic, plan)
+            alike: dict[Options, list[ConvProblem]] = {}
+            for problem in self.missing(problems, deterministic):
+                alike.setdefault(self.constraints(problem, deterministic), []).append(problem)
+            for options, todo in alike.items():
+                try:
+                    found = self.planner.plan_many(todo, options)
+                except NoPlanError:
+                    if options.workspace is not None and options.rigor != "wisdom_only":
+                        raise
+                    found = self._one_by_one(todo, deterministic, options)
+                for problem, plan in found.items():
+                    self.learn(problem, deterministic, plan)
 
     def _one_by_one(
         self, problems: Iterable[ConvProblem], deterministic: bool, options: Options
