@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
 import time
 import warnings
@@ -111,6 +112,32 @@ def test_an_error_reaches_the_caller_when_all_have_ended(number: int) -> None:
     assert ended == [0]
     at_once(ended.append, 3, number)
     assert sorted(ended) == [0, 0, 1, 2]
+
+
+@pytest.mark.usefixtures("_either")
+@pytest.mark.parametrize("number", [2, 4])
+def test_ctrl_c_reaches_the_caller_when_all_at_work_have_ended(number: int) -> None:
+    """Parts write into what the caller owns: none may still do so when the caller goes on."""
+    working: set[int] = set()
+
+    def job(index: int) -> None:
+        working.add(index)
+        try:
+            for _ in range(20):
+                time.sleep(0.01)
+        finally:
+            working.remove(index)
+
+    torch.set_num_threads(number)
+    interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        at_once(job, 2, number)
+    interrupt.join()
+    assert not working
+    ended: list[int] = []
+    at_once(ended.append, 3, number)
+    assert sorted(ended) == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("_either")
