@@ -1,13 +1,14 @@
 """Plans that cut a problem along one axis: sizes are tried in falling order, then composed by dynamic programming.
 
 A part's candidates are those that gained at the size before, or that only now fit the limit: planning stays short
-because an engine that lost at 128 images is not run again at 64.
+because an engine that lost at 128 images is not run again at 64. Sizes between powers of two are guessed from their
+neighbours, and only those that a division wants to use are measured, until it wants no other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tilewise.execute import carved
@@ -26,6 +27,8 @@ GAIN = 0.97
 BATCH_LEVEL = 2
 HOPELESS = 2.0
 """Sizes stop falling when their time an image is this many times the best."""
+MOST_BETWEEN = 24
+"""Sizes between powers of two that are measured, save by ``patient``."""
 
 TrialOf = Callable[[ConvProblem, Tensors, Options], Trial]
 Deeper = Callable[[ConvProblem, Tensors, Trial], list[Plan]]
@@ -38,7 +41,8 @@ class Divisions:
     ``trial_of`` makes the trial of a part's leaves on given tensors under given options. ``whole_known`` is what is
     known of the undivided problem, ``best_ms`` its fastest time within the constraints (infinite where there is none)
     and ``blocked`` what the limit kept out there. ``deeper`` gives the plans that cut a part again, after its leaves
-    were tried. ``exhaustive``: every size is tried with every candidate.
+    were tried. ``exhaustive``: every size is tried with every candidate. ``for_front``: divisions that are slower and
+    take less workspace count too.
     """
 
     solver: Split
@@ -51,6 +55,7 @@ class Divisions:
     blocked: dict[tuple[str, Config], float]
     deeper: Deeper
     exhaustive: bool = False
+    for_front: bool = False
     fronts: dict[int, list[Plan]] = field(default_factory=dict)
     lost: dict[int, list[Measurement]] = field(default_factory=dict)
 
@@ -82,26 +87,26 @@ class Divisions:
         return self.problem.extent(self.solver.axis)
 
     def _try_sizes(self) -> None:
-        patient = self.exhaustive
         policy = self.options.batch_sizes
         rate = self.best_ms / self._whole
         prior, prior_size, blocked, worse = self.whole_known, self._whole, self.blocked, 0
         found = 0.0
         for size in self.solver.sizes(self.problem, policy):
-            promising = any(estimate < rate * prior_size for estimate in blocked.values())
-            if not patient and not promising and (worse or found > HOPELESS * rate):
+            promising = self.for_front or any(estimate < rate * prior_size for estimate in blocked.values())
+            if not self.exhaustive and not promising and (worse or found > HOPELESS * rate):
                 break  # smaller parts are no faster, and what the limit keeps out would not be either
-            trial = self._tried(size, rate, None if patient else (prior, prior_size), self._only())
+            trial = self._tried(size, rate, None if self.exhaustive else (prior, prior_size), self._only())
             found = min((p.time_ms for p in self.fronts[size]), default=math.inf) / size
             worse = 0 if found < GAIN * rate else worse + 1
             rate = min(rate, found)
             prior, prior_size, blocked = trial.known, size, trial.blocked
         self._try_rests()
-        for size in self.solver.between(self.problem, policy):
-            if patient:
+        between = self.solver.between(self.problem, policy)
+        if self.exhaustive:
+            for size in between:
                 self._tried(size, rate, None, None)
-            else:
-                self._try_between(size, rate)
+        else:
+            self._try_between(between, rate)
 
     def _try_rests(self) -> None:
         """What the smallest size so far leaves of the whole is made up of smaller ones, fast or not."""
@@ -119,12 +124,23 @@ class Divisions:
             return None
         return frozenset(key for key, estimate in self.blocked.items() if estimate < self.best_ms)
 
-    def _try_between(self, size: int, rate: float) -> None:
-        below, above = 1 << (size.bit_length() - 1), 1 << size.bit_length()
-        neighbours = [p for n in (below, above) for p in self.fronts.get(n, ()) if p.leaf]
-        only = frozenset((p.solver, p.config) for p in neighbours)
-        if only and min((p.time_ms for p in self.fronts.get(below, ())), default=0.0) <= HOPELESS * rate * below:
-            self._tried(size, rate, None, only)
+    def _try_between(self, sizes: Sequence[int], rate: float) -> None:
+        """Measure the sizes that divisions want by what is guessed of them, until they want no more."""
+        guesses = {size: found for size in sizes if (found := _guesses(size, self.fronts))}
+        room = MOST_BETWEEN
+        while room:
+            points = {size: [(p.time_ms, p.workspace) for p in plans] for size, plans in self.fronts.items() if plans}
+            for size, found in guesses.items():
+                points.setdefault(size, [(guess.time_ms, guess.workspace) for guess in found])
+            divisions = divide(self._whole, points, self.options.workspace)
+            wanted = {size for d in (divisions if self.for_front else divisions[:1]) for size in d.sizes}
+            missing = sorted(wanted - self.fronts.keys(), reverse=True)[:room]
+            if not missing:
+                break
+            room -= len(missing)
+            for size in missing:
+                only = frozenset((guess.solver, guess.config) for guess in guesses.pop(size))
+                self._tried(size, rate, None, only, whole=True)
 
     def _tried(
         self,
@@ -132,11 +148,14 @@ class Divisions:
         rate: float,
         prior: tuple[Known, int] | None,
         only: frozenset[tuple[str, Config]] | None,
+        *,
+        whole: bool = False,
     ) -> Trial:
+        """Try the leaves of parts of ``size``, and unless they are to stay ``whole`` their own divisions."""
         child = self.solver.child(self.problem, size)
         trial = self.trial_of(child, self._part_tensors(size), self.options)
         trial.only = only
-        if not self.exhaustive:
+        if not self.exhaustive and not self.for_front:
             trial.best_ms = rate * size
         if prior is not None:
             trial.prior_ms = {
@@ -148,7 +167,8 @@ class Divisions:
         self.lost[size] = [m for m in found if m.reason]
         usable = [m for m in found if not m.reason and m.time_ms is not None]
         plans = [leaf_plan(child, m) for m in usable]
-        plans += self.deeper(child, trial.tensors, trial)
+        if not whole:
+            plans += self.deeper(child, trial.tensors, trial)
         kept = front((plan.time_ms, plan.workspace) for plan in plans)
         self.fronts[size] = [plans[i] for i in thin(kept)]
         return trial
@@ -172,6 +192,39 @@ class Divisions:
         sizes = self.solver.sizes(self.problem, self.options.batch_sizes)
         child = self.solver.child(self.problem, sizes[0]) if sizes else self.problem
         return 0 if child.out_dtype == self.problem.out_dtype else carved(child.nbytes(self.problem.result))
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """What a leaf is expected to take at a size that was not measured."""
+
+    solver: str
+    config: Config
+    time_ms: float
+    workspace: int
+
+
+def _guesses(size: int, fronts: Mapping[int, list[Plan]]) -> list[_Guess]:
+    """Leaves of the powers of two around ``size``, on the line through two measured sizes, or through one and zero."""
+    below = 1 << (size.bit_length() - 1)
+    seen: dict[tuple[str, Config], dict[int, Plan]] = {}
+    for n in (below, 2 * below, below // 2):
+        for plan in fronts.get(n, ()):
+            if plan.leaf:
+                seen.setdefault((plan.solver, plan.config), {})[n] = plan
+    made = []
+    for (solver, config), at in seen.items():
+        ends = [n for n in (below, 2 * below, below // 2) if n in at][:2]
+        if below // 2 in ends[:1]:
+            continue  # it is not on the front at either neighbour
+        first, last = at[ends[0]], at[ends[-1]]
+        share = size / ends[0] if len(ends) < 2 else (size - ends[0]) / (ends[1] - ends[0])
+        from_ms, from_bytes = (0.0, 0) if len(ends) < 2 else (first.time_ms, first.workspace)
+        time_ms = from_ms + share * (last.time_ms - from_ms)
+        workspace = round(from_bytes + share * (last.workspace - from_bytes))
+        made.append(_Guess(solver, config, max(time_ms, 0.0), max(workspace, 0)))
+    kept = front((guess.time_ms, guess.workspace) for guess in made)
+    return [made[i] for i in thin(kept)]
 
 
 def _grouped(sizes: tuple[int, ...], parts: list[Plan]) -> Iterator[tuple[int, Plan, int]]:

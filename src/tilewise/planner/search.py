@@ -221,7 +221,8 @@ class Search:
                 trial.best_ms,
                 trial.blocked,
                 functools.partial(self._cut, level=solver.level, depth=depth + 1),
-                exhaustive=patient or (batch and self._for_front),
+                exhaustive=patient,
+                for_front=batch and self._for_front,
             )
             found = divisions.plans()
             plans += found

@@ -1,0 +1,69 @@
+"""Sizes between powers of two: which are measured, and that the best division is found among few of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import toys
+from tests.planner.simulated import Clock, search, simulated, world
+
+from tilewise.planner.divisions import MOST_BETWEEN
+from tilewise.solvers import Solver
+
+Line = tuple[int, int, int]
+"""Launch time and time an image in ms, workspace an image in KiB."""
+
+
+def solvers_of(clock: Clock, lines: list[Line]) -> list[Solver]:
+    def one(index: int, line: Line) -> Solver:
+        fixed, each, kib = line
+        return simulated(
+            clock,
+            f"line{index}",
+            lambda p, c: float(fixed + each * p.batch),
+            bytes=lambda p, c: 1024 * kib * p.batch,
+            accumulates=True,
+        )
+
+    return [one(index, line) for index, line in enumerate(lines)]
+
+
+def planned(lines: list[Line], batch: int, kib: int, rigor: str) -> tuple[float, Clock]:
+    clock = Clock()
+    with world(clock, *solvers_of(clock, lines)):
+        plan = search(
+            toys.small(batch=batch, channels=1, size=3), rigor=rigor, workspace=1024 * kib, batch_sizes="all"
+        ).best()
+    return plan.time_ms, clock
+
+
+@settings(max_examples=30)
+@given(
+    st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(1, 9)),
+    st.integers(10, 40),
+    st.integers(5, 60),
+    st.integers(1, 300),
+)
+def test_the_best_division_is_found_with_few_measurements(fast: Line, slow: int, batch: int, kib: int) -> None:
+    """Where time and workspace grow in proportion, as they nearly do, nothing is missed."""
+    lines = [fast, (0, slow, 0)]
+    exhaustive, _ = planned(lines, batch, kib, "patient")
+    found, clock = planned(lines, batch, kib, "measure")
+    assert found == pytest.approx(exhaustive)
+    between = {size for name, size in clock.runs if name.startswith("line") and size & (size - 1) and size < batch}
+    assert len(between) <= MOST_BETWEEN
+
+
+def test_a_front_has_sizes_between() -> None:
+    clock = Clock()
+    with world(clock, *solvers_of(clock, [(10, 1, 1), (0, 20, 0)])):
+        powers = search(toys.small(batch=48, channels=1, size=3), batch_sizes="powers_of_two").front()
+        every = search(toys.small(batch=48, channels=1, size=3), batch_sizes="all").front()
+
+    def within(plans: tuple[object, ...], kib: int) -> float:
+        return min(p.time_ms for p in plans if p.workspace <= 1024 * kib)  # type: ignore[attr-defined]
+
+    assert within(powers, 24) == 48 + 3 * 10  # 16 each
+    assert within(every, 24) == 48 + 2 * 10  # 24 each
+    assert all(within(every, kib) <= within(powers, kib) for kib in range(49))
