@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,35 +12,64 @@ from tilewise.cli.target import Target
 from tilewise.device import device_name, environment
 from tilewise.nn import optimize
 from tilewise.plan import Measurement
-from tilewise.planner import NoPlanError, Options, Planner
+from tilewise.planner import NoPlanError, Options, Planner, Schedule
 from tilewise.planner.measure import framework_flags
+from tilewise.planner.results import with_times
+from tilewise.planner.schedule import with_tried
 from tilewise.problem import ConvProblem
 from tilewise.report.console import progress_bar
 from tilewise.report.layer_time import time_pass
 from tilewise.report.network_time import time_training_steps
 from tilewise.report.values import LayerResult, NetworkTime, PassResult
 
-__all__ = ["explain_target", "head", "plan_target", "time_results", "time_training"]
+__all__ = ["explain_target", "head", "plan_target", "schedule_of", "time_results", "time_training"]
 
 
 def head(target: Target, settings: Settings, options: Options) -> dict[str, Any]:
     """What every document says first: for what and where it holds."""
+    return _schedule(target, settings, options, ()).head
+
+
+def _schedule(target: Target, settings: Settings, options: Options, layers: Sequence[LayerResult]) -> Schedule:
     device = device_name(target.device)
-    return {
-        "target": target.name,
-        "device": device,
-        "environment": environment(device).key,
-        "options": {
-            "batch": target.batch,
-            "dtype": settings.dtype,
-            "precision": target.precision,
-            "layout": settings.layout,
-            "workspace": options.workspace,
-            "batch_sizes": options.batch_sizes,
-            "rigor": options.rigor,
-            "deterministic": options.deterministic,
-        },
-    }
+    return Schedule(
+        target.name,
+        device,
+        environment(device).key,
+        options,
+        batch=target.batch,
+        dtype=settings.dtype,
+        precision=target.precision,
+        layout=settings.layout,
+        layers=tuple(layers),
+    )
+
+
+def schedule_of(
+    target: Target,
+    settings: Settings,
+    options: Options,
+    results: Sequence[LayerResult],
+    planner: Planner,
+    *,
+    fronts: bool = False,
+    candidates: bool = False,
+) -> Schedule:
+    """What was planned for ``target``, with the times that planning took; on request with what was tried."""
+    times = planner.torch_ms(found.problem for result in results for found in result.passes)
+    layers = [
+        replace(result, passes=tuple(with_times(found, times.get(found.problem)) for found in result.passes))
+        for result in results
+    ]
+    schedule = _schedule(target, settings, options, layers)
+    if not fronts and not candidates:
+        return schedule
+    with progress_bar("fronts" if fronts else "candidates", len(schedule.kernels)) as progress:
+
+        def step(problem: ConvProblem) -> None:
+            progress(_progress_text(target, problem))
+
+        return with_tried(schedule, planner, fronts=fronts, candidates=candidates, step=step)
 
 
 def plan_target(target: Target, options: Options, planner: Planner) -> list[LayerResult]:

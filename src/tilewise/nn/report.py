@@ -21,6 +21,7 @@ class PassReport:
 
     ``plan`` is the plan chosen, torch's own included, ``None`` with a ``reason`` where there is none; ``torch_ms`` is
     torch's time beside which it was measured, where that is known. ``replaced`` says that the plan runs in the module.
+    ``note`` says why a schedule's plan was not taken, empty where it was or there was no schedule.
     """
 
     role: str
@@ -29,6 +30,7 @@ class PassReport:
     torch_ms: float | None
     replaced: bool
     reason: str = ""
+    note: str = ""
 
     @property
     def planned_ms(self) -> float | None:
@@ -81,12 +83,13 @@ class Report:
         rows = [("layer", "input", "pass", "runs", "plan ms", "torch ms")]
         for layer, call, one in self.passes():
             ran = one.plan.solver if one.plan is not None and one.replaced else "torch"
+            said = one.reason or one.note
             rows.append(
                 (
                     layer.name,
                     "x".join(map(str, call.shape)),
                     one.role,
-                    f"{ran} ({one.reason.splitlines()[0]})" if one.reason else ran,
+                    f"{ran} ({said.splitlines()[0]})" if said else ran,
                     _ms(one.planned_ms),
                     _ms(one.torch_ms),
                 )
