@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tilewise.nn.book import Book
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem
 
-__all__ = ["CallReport", "LayerReport", "PassReport", "Report", "keep", "report"]
+__all__ = ["CallReport", "LayerReport", "PassReport", "Report", "forget", "keep", "kept", "report"]
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,17 @@ class Report:
         )
 
 
-_reports: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[nn.Module, tuple[Report, Book, bool]] = weakref.WeakKeyDictionary()
 
 
-def keep(model: nn.Module, made: Report | None) -> None:
-    """Remember the report of ``model``, or forget it."""
-    if made is None:
-        _reports.pop(model, None)
-    else:
-        _reports[model] = made
+def keep(model: nn.Module, made: Report, book: Book, deterministic: bool) -> None:
+    """Remember the report of ``model``, its plans, and whether torch's deterministic flag was on."""
+    _kept[model] = made, book, deterministic
+
+
+def forget(model: nn.Module) -> None:
+    """Remember nothing of ``model`` any more."""
+    _kept.pop(model, None)
 
 
 def report(model: nn.Module) -> Report:
@@ -117,10 +120,15 @@ def report(model: nn.Module) -> Report:
 
     Raises ``ValueError`` for a model that was not optimized, was restored since, or is a copy of an optimized one.
     """
-    made = _reports.get(model)
-    if made is None:
+    return kept(model)[0]
+
+
+def kept(model: nn.Module) -> tuple[Report, Book, bool]:
+    """What :func:`keep` was told. Raises ``ValueError`` as :func:`report`."""
+    found = _kept.get(model)
+    if found is None:
         raise ValueError(f"model={type(model).__name__}: tilewise.optimize has not been called on it, or was undone")
-    return made
+    return found
 
 
 def _ms(value: float | None) -> str:
