@@ -86,9 +86,8 @@ def plan_target(
     """
     problems = dict.fromkeys(problem for layer in target.layers for problem in layer.problems)
     if schedule is not None and problems and all(entry_of(schedule, problem) is None for problem in problems):
-        raise BadInput(
-            f"--schedule: it has nothing for {target.name}; it was made for {schedule.target}, {_made(schedule)}"
-        )
+        made = f"--batch {schedule.batch} --dtype {schedule.dtype} --layout {schedule.layout}, {schedule.precision}"
+        raise BadInput(f"--schedule: it has nothing for {target.name}; it was made for {schedule.target}, {made}")
     results: dict[ConvProblem, PassResult] = {}
     notes: Counter[str] = Counter()
     with progress_bar("planning", len(problems)) as progress:
@@ -100,16 +99,6 @@ def plan_target(
         whys = "; ".join(f"{count}: {why}" for why, count in notes.most_common())
         warnings.warn(f"{notes.total()} of {len(problems)} passes were planned anew ({whys})", stacklevel=2)
     return [LayerResult(layer, tuple(results[problem] for problem in layer.problems)) for layer in target.layers]
-
-
-def _made(schedule: Schedule) -> str:
-    words = (
-        f"--batch {schedule.batch}",
-        f"--dtype {schedule.dtype}",
-        f"--layout {schedule.layout}",
-        schedule.precision,
-    )
-    return ", ".join(words)
 
 
 def _planned(

@@ -52,7 +52,9 @@ def command(
     training steps (forward, loss and backward) with their peak memory.
 
     With --schedule the inputs are like those that the schedule was made for where nothing else is said, and its plans
-    are run by after a check. Where torch's own choice won, the layer is left to it and counts 1.00. Exits with 1 where some layer-pass has no
+    are run by after a check.
+
+    Where torch's own choice won, the layer is left to it and counts 1.00. Exits with 1 where some layer-pass has no
     plan; there, and with --pass, training steps are not timed.
     """
     from tilewise.cli.planning import head, plan_target, schedule_of, time_results, time_training

@@ -72,9 +72,9 @@ def optimize(
       wrong or too large here, is planned anew; one warning tells how many and why, the report which. With several ranks
       rank 0 reads it.
 
-    Raises ``ValueError`` naming the argument at fault or a schedule that fits no layer, ``ScheduleError`` for a document
-    that is none, ``NoPlanError`` when no solver keeps the limit for a layer, ``RankMismatch`` when ranks see different
-    layers, and what the model raises on its example.
+    Raises ``ValueError`` naming the argument at fault or a schedule that fits no layer, ``ScheduleError`` for a file
+    that holds none, ``NoPlanError`` when no solver keeps the limit for a layer, ``RankMismatch`` when ranks see
+    different layers, and what the model raises on its example.
     """
     if planner is not None and progress is not None:
         raise ValueError("progress: the planner given has its own; give one or the other")

@@ -18,7 +18,7 @@ from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver, Split
 from tilewise.threads import with_threads
 
-__all__ = ["ABSENT", "Followed", "entry_of", "follow"]
+__all__ = ["ABSENT", "Followed", "entry_of", "follow", "is_offered"]
 
 ABSENT = "not in the schedule"
 WORD = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
@@ -109,7 +109,7 @@ def _unfit(plan: Plan, problem: ConvProblem, options: Options, level: int = -1, 
             return f"its plan has parts below {plan.solver}, which has none"
         if options.deterministic and not solver.is_deterministic(problem, plan.config):
             return f"{plan.solver} is not deterministic"
-        return "" if _offered(solver, problem, plan.config, threads) else _not_offered(plan)
+        return "" if is_offered(solver, problem, plan.config, threads) else _not_offered(plan)
     except Exception as error:  # whatever a solver makes of a config that somebody wrote: the plan is refused
         return f"{_not_offered(plan)} ({type(error).__name__}: {str(error)[:200]})"
 
@@ -137,8 +137,11 @@ def _threads(parts: int) -> int:
     return max(1, torch.get_num_threads() // parts)
 
 
-def _offered(solver: Solver, problem: ConvProblem, config: Config, threads: int) -> bool:
-    """Whether the solver itself would try ``config``, perhaps under a limit that is just enough for it."""
+def is_offered(solver: Solver, problem: ConvProblem, config: Config, threads: int = 0) -> bool:
+    """Whether the solver itself would try ``config``, perhaps under a limit that is just enough for it.
+
+    ``threads`` are torch's for the part, 0 for as many as there are.
+    """
     found: list[bool] = []
 
     def ask() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Schedule:
     budget: dict[str, Any] | None = None
     step: dict[str, Any] | None = None
 
-    @property
+    @cached_property
     def kernels(self) -> dict[ConvProblem, PassResult]:
         """What came of each distinct problem."""
         return {found.problem: found for result in reversed(self.layers) for found in result.passes}
