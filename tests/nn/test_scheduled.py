@@ -106,15 +106,15 @@ def test_a_schedule_is_taken_as_it_is(made: Schedule, tmp_path: Path) -> None:
         "policy": "arena", "total": 10**9, "used": 0, "least": 0, "segments": [],
         "program": {"variables": 1, "rows": 1, "solve_ms": 1.0, "optimal": True, "method": "exact"},
     }  # fmt: skip
-    for given in (made, str(tmp_path / "s.json"), tmp_path / "s.json", replace(made, budget=budget)):
+    for each in (made, str(tmp_path / "s.json"), tmp_path / "s.json", replace(made, budget=budget)):
         model = network()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            tilewise.optimize(model, X, schedule=given, planner=Never())
+            tilewise.optimize(model, X, schedule=each, planner=Never())
         assert notes_of(model) == []
         assert solvers_of(model) == {"micro_batch"}
         again = tilewise.schedule(model)
-        assert again.budget == (budget if given is not made and isinstance(given, Schedule) else None)
+        assert again.budget == (budget if each is not made and isinstance(each, Schedule) else None)
         assert [p.plan.config for p in again.kernels.values() if p.plan] == [
             p.plan.config for p in made.kernels.values() if p.plan
         ]
