@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from tilewise import cpu, fft
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
     from tilewise.nn.optimize import optimize, restore
+    from tilewise.nn.scheduled import schedule
     from tilewise.plan import Plan
-    from tilewise.planner import NoPlanError, Options, Planner
+    from tilewise.planner import NoPlanError, Options, Planner, Schedule, ScheduleError
     from tilewise.problem import ConvProblem, Pass
     from tilewise.wisdom import Wisdom
 
@@ -31,9 +32,10 @@ _HOMES = {
         "conv_transpose3d",
         "optimize",
         "restore",
+        "schedule",
     ),
     "tilewise.plan": ("Plan",),
-    "tilewise.planner": ("NoPlanError", "Options", "Planner"),
+    "tilewise.planner": ("NoPlanError", "Options", "Planner", "Schedule", "ScheduleError"),
     "tilewise.problem": ("ConvProblem", "Pass"),
     "tilewise.wisdom": ("Wisdom",),
 }
@@ -47,6 +49,8 @@ __all__ = [
     "Pass",
     "Plan",
     "Planner",
+    "Schedule",
+    "ScheduleError",
     "Wisdom",
     "__version__",
     "conv1d",
@@ -59,6 +63,7 @@ __all__ = [
     "fft",
     "optimize",
     "restore",
+    "schedule",
 ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -32,6 +33,17 @@ ROLES = ("x", "w", "y")
 ALIGNMENT = 16
 """Bytes; the widest memory access a kernel makes, so more alignment than this makes no other problem."""
 SPACE = {1: ("w",), 2: ("h", "w"), 3: ("d", "h", "w")}
+LARGEST = 2**63 - 1
+"""Bytes that a tensor can have at all."""
+_N = r"(\d{1,18})"
+_AXES = r"((?:i[dhw]\d{1,18}k[dhw]\d{1,18}s[dhw]\d{1,18}d[dhw]\d{1,18}p[dhw]-?\d{1,18},-?\d{1,18}){1,3})"
+KEY = re.compile(
+    rf"conv (fprop|dgrad|wgrad) (\w{{4}})(?:>(\w{{4}}))? (ieee|tf32) g{_N}mb{_N}ic{_N}oc{_N}{_AXES} "
+    r"x:(co|ch|vi)(\d{1,2})w:(co|ch|vi)(\d{1,2})y:(co|ch|vi)(\d{1,2})( bias)?( accumulate)?( constant_weight)? "
+    r"(cpu|cuda:[^\n]+)"
+)
+"""The form of :attr:`ConvProblem.key`."""
+AXIS = re.compile(r"i[dhw](\d+)k[dhw](\d+)s[dhw](\d+)d[dhw](\d+)p[dhw](-?\d+),(-?\d+)")
 
 
 class Pass(enum.Enum):
@@ -253,6 +265,41 @@ class ConvProblem:
         )
         words = ["conv", self.pass_.value, dtypes, self.precision, "".join(sizes), tensors, *flags, self.device]
         return " ".join(words)
+
+    @classmethod
+    def from_key(cls, text: str) -> ConvProblem:
+        """Read :attr:`key` back, whoever wrote it. Raises ``ValueError`` for what is no problem's key."""
+        found = KEY.fullmatch(text)
+        if found is None:
+            raise ValueError(f"problem {text[:200]!r}: not a problem's key")
+        pass_, dtype, out_dtype, precision, groups, batch, into, outof, axes, *rest = found.groups()
+        lx, ax, lw, aw, ly, ay, bias, accumulate, constant_weight, device = rest
+        layouts = {name[:2]: name for name in LAYOUTS}
+        problem = cls(
+            Pass(pass_),
+            batch=int(batch),
+            in_channels=int(into),
+            out_channels=int(outof),
+            axes=tuple(
+                Axis(size, kernel, stride, dilation + 1, before, after)
+                for size, kernel, stride, dilation, before, after in (map(int, axis) for axis in AXIS.findall(axes))
+            ),
+            groups=int(groups),
+            dtype=dtype,
+            out_dtype=out_dtype or "",
+            precision=precision,
+            bias=bool(bias),
+            accumulate=bool(accumulate),
+            constant_weight=bool(constant_weight),
+            layouts=(layouts[lx], layouts[lw], layouts[ly]),
+            alignment=(int(ax), int(aw), int(ay)),
+            device=device,
+        )
+        if problem.key != text or any(n not in (1, 2, 4, 8, 16) for n in problem.alignment):
+            raise ValueError(f"problem {text[:200]!r}: not as tilewise writes a problem's key")
+        if max(problem.nbytes(role) for role in ROLES) > LARGEST:
+            raise ValueError(f"problem {text[:200]!r}: one of its tensors is beyond any memory")
+        return problem
 
     def split(self, axis: str, sizes: Sequence[int], *, scatter: bool = False) -> tuple[Part, ...]:
         """Cut along ``axis`` into parts of the given ``sizes``, in order.

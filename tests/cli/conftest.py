@@ -114,8 +114,8 @@ def check_object(value: dict[str, Any], rows: dict[str, str], where: str) -> Non
     assert {name.removesuffix("[]") for name in nested} == set(value), where
     for name, kinds in nested.items():
         found, place = value[name.removesuffix("[]")], f"{where}.{name}"
-        if name == "error[]" and found is None:
-            continue  # the one list that may be null, as its row says
+        if name in ("error[]", "front[]", "candidates[]") and found is None:
+            continue  # the lists that may be null, as their rows say
         entries = found if name.endswith("[]") else [found]
         assert isinstance(entries, list), place
         for entry in entries:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
+from tilewise import Schedule
 from tilewise.nn import optimize
 from tilewise.nn import report as nn_report
 
@@ -67,8 +70,61 @@ def test_plan_document(run, check_document):
         assert found["problem"]["layer"] == LAYER
         assert found["plan"]["workspace"] <= 64 * 2**20
         assert found["replaced"] == (found["plan"]["solver"] != "aten")
+        assert found["framework_ms"] > 0
+        assert found["planned_ms"] == (found["plan"]["time_ms"] if found["replaced"] else None)
+        assert found["front"] is found["candidates"] is None
     assert document["summary"]["passes"] == 3
-    assert document["summary"]["geometric_mean"] is None
+    assert document["summary"]["compared"] == 3
+    assert document["budget"] is document["step"] is None
+
+
+def test_plan_writes_the_document_with_what_was_tried(run, check_document, tmp_path):
+    path = tmp_path / "s.json"
+    asked = ("--candidates", "--fronts", "--pass", "fprop", "--json", "-o", str(path))
+    printed = run("plan", LAYER, *FAST, "--workspace", "1MiB", *asked).stdout
+    document = check_document(printed)
+    assert check_document(path.read_text("utf-8")) == document
+    (found,) = document["layers"][0]["passes"]
+    reasons = {candidate["solver"]: candidate["reason"] for candidate in found["candidates"]}
+    assert "cudnn" in reasons
+    assert "cuda" in reasons["cudnn"]
+    assert any(not candidate["reason"] for candidate in found["candidates"])
+    times = [plan["time_ms"] for plan in found["front"]]
+    assert times == sorted(times)
+    sizes = [plan["workspace"] for plan in found["front"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) <= 2**20
+    assert Schedule.load(path).to_json() == document
+    result = run("plan", LAYER, *FAST, "-o", str(tmp_path / "none" / "s.json"))
+    assert result.exit_code == 2
+
+
+def test_time_by_a_schedule(run, check_document, tmp_path):
+    path = tmp_path / "s.json"
+    run("plan", "some_networks:small", *FAST, "--batch", "2", "--rigor", "estimate", "-o", str(path))
+    by = ("--device", "cpu", "--schedule", str(path), "--iterations", "1")
+    document = check_document(run("time", "some_networks:small", *by, "--json").stdout)
+    assert (document["options"]["batch"], document["options"]["rigor"]) == (2, "estimate")
+    planned = {key(found): found["plan"]["config"] for found in passes(json.loads(path.read_text("utf-8")))}
+    assert {key(found): found["plan"]["config"] for found in passes(document)} == planned
+    assert document["training_step"]["planned"]["loss"] == pytest.approx(document["training_step"]["framework"]["loss"])
+    for arguments, said in (
+        (("--workspace", "1MiB"), "--workspace: the schedule has its own"),
+        (("--batch", "3"), "it has nothing for some_networks:small; it was made for some_networks:small, --batch 2"),
+    ):
+        result = run("time", "some_networks:small", *by, *arguments)
+        assert result.exit_code == 2
+        assert said in result.output
+    path.write_text("{}")
+    assert "schema=None" in run("time", LAYER, *by).output
+
+
+def passes(document):
+    return [found for layer in document["layers"] for found in layer["passes"]]
+
+
+def key(found):
+    return found["problem"]["key"]
 
 
 def test_options_reach_the_problems(run, check_document):

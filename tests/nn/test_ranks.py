@@ -117,3 +117,40 @@ except NoPlanError as error:
         tmp_path,
     )
     assert outputs == ["nothing fits\n", "rank 0 could not plan: nothing fits\n"]
+
+
+def test_rank_0_reads_the_schedule_for_all(tmp_path: Path) -> None:
+    outputs = run(
+        """
+import pathlib, warnings
+warnings.simplefilter("error")
+path = pathlib.Path(sys.argv[2]).with_name(f"schedule{rank}.json")  # rank 1 has no such file
+if rank == 0:
+    path.with_name("wrong0.json").write_text("{}")
+    dist.barrier()
+else:
+    dist.barrier()
+tilewise.optimize(model, x, planner=planner)
+made = tilewise.schedule(model)
+if rank == 0:
+    made.save(path)
+class Never(Dividing):
+    def plan(self, problem, options=None):
+        raise AssertionError
+tilewise.optimize(model, x, schedule=path, planner=Never())
+print([one.plan.to_json()["config"] for _, _, one in report(model).passes()])
+assert all(type(model(x + r).grad_fn).__name__.startswith("PlannedConv") for r in range(2))
+for given in (path.with_name(f"wrong{rank}.json"), None if rank else path):
+    try:
+        tilewise.optimize(model, x, schedule=given, planner=Never())
+    except (tilewise.ScheduleError, tilewise.nn.RankMismatch) as error:
+        print(type(error).__name__, str(error).replace(str(path.parent), ""))
+""",
+        tmp_path,
+    )
+    plans, *errors = (list(lines) for lines in zip(*(text.splitlines() for text in outputs), strict=True))
+    assert plans[0] == plans[1]
+    assert "sizes" in plans[0]
+    assert errors[0][0].startswith("ScheduleError /wrong0.json: schema=None")
+    assert errors[0][1].startswith("ScheduleError rank 0 could not read the schedule: /wrong0.json: schema=None")
+    assert all(text.startswith("RankMismatch ranks differ in the schedule") for text in errors[1])

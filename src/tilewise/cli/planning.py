@@ -3,61 +3,119 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tilewise.cli.program import BadInput
 from tilewise.cli.settings import Settings
 from tilewise.cli.target import Target
 from tilewise.device import device_name, environment
 from tilewise.nn import optimize
 from tilewise.plan import Measurement
-from tilewise.planner import NoPlanError, Options, Planner
+from tilewise.planner import NoPlanError, Options, Planner, Schedule
+from tilewise.planner.follow import entry_of, follow
 from tilewise.planner.measure import framework_flags
+from tilewise.planner.results import with_times
+from tilewise.planner.schedule import with_tried
 from tilewise.problem import ConvProblem
 from tilewise.report.console import progress_bar
 from tilewise.report.layer_time import time_pass
 from tilewise.report.network_time import time_training_steps
 from tilewise.report.values import LayerResult, NetworkTime, PassResult
 
-__all__ = ["explain_target", "head", "plan_target", "time_results", "time_training"]
+__all__ = ["explain_target", "head", "plan_target", "schedule_of", "time_results", "time_training"]
 
 
 def head(target: Target, settings: Settings, options: Options) -> dict[str, Any]:
     """What every document says first: for what and where it holds."""
+    return _schedule(target, settings, options, ()).head
+
+
+def _schedule(target: Target, settings: Settings, options: Options, layers: Sequence[LayerResult]) -> Schedule:
     device = device_name(target.device)
-    return {
-        "target": target.name,
-        "device": device,
-        "environment": environment(device).key,
-        "options": {
-            "batch": target.batch,
-            "dtype": settings.dtype,
-            "precision": target.precision,
-            "layout": settings.layout,
-            "workspace": options.workspace,
-            "batch_sizes": options.batch_sizes,
-            "rigor": options.rigor,
-            "deterministic": options.deterministic,
-        },
-    }
+    return Schedule(
+        target.name,
+        device,
+        environment(device).key,
+        options,
+        batch=target.batch,
+        dtype=settings.dtype,
+        precision=target.precision,
+        layout=settings.layout,
+        layers=tuple(layers),
+    )
 
 
-def plan_target(target: Target, options: Options, planner: Planner) -> list[LayerResult]:
-    """Every layer of ``target`` with a plan for each pass, or the reason there is none; equal problems once."""
+def schedule_of(
+    target: Target,
+    settings: Settings,
+    options: Options,
+    results: Sequence[LayerResult],
+    planner: Planner,
+    *,
+    fronts: bool = False,
+    candidates: bool = False,
+) -> Schedule:
+    """What was planned for ``target``, with the times that planning took; on request with what was tried."""
+    times = planner.torch_ms(found.problem for result in results for found in result.passes)
+    layers = [
+        replace(result, passes=tuple(with_times(found, times.get(found.problem)) for found in result.passes))
+        for result in results
+    ]
+    schedule = _schedule(target, settings, options, layers)
+    if not fronts and not candidates:
+        return schedule
+    with progress_bar("fronts" if fronts else "candidates", len(schedule.kernels)) as progress:
+
+        def step(problem: ConvProblem) -> None:
+            progress(_progress_text(target, problem))
+
+        return with_tried(schedule, planner, fronts=fronts, candidates=candidates, step=step)
+
+
+def plan_target(
+    target: Target, options: Options, planner: Planner, schedule: Schedule | None = None
+) -> list[LayerResult]:
+    """Every layer of ``target`` with a plan for each pass, or the reason there is none; equal problems once.
+
+    With ``schedule`` its plans, checked; one warning tells how many had to be planned anew, and why. Raises
+    :class:`BadInput` where it has nothing for ``target``.
+    """
     problems = dict.fromkeys(problem for layer in target.layers for problem in layer.problems)
+    if schedule is not None and problems and all(entry_of(schedule, problem) is None for problem in problems):
+        made = f"--batch {schedule.batch} --dtype {schedule.dtype} --layout {schedule.layout}, {schedule.precision}"
+        raise BadInput(f"--schedule: it has nothing for {target.name}; it was made for {schedule.target}, {made}")
     results: dict[ConvProblem, PassResult] = {}
+    notes: Counter[str] = Counter()
     with progress_bar("planning", len(problems)) as progress:
         for problem in problems:
             progress(_progress_text(target, problem))
-            results[problem] = _planned(problem, options, planner)
+            results[problem], note = _planned(problem, options, planner, schedule)
+            notes.update([note] if note else [])
+    if notes:
+        whys = "; ".join(f"{count}: {why}" for why, count in notes.most_common())
+        warnings.warn(f"{notes.total()} of {len(problems)} passes were planned anew ({whys})", stacklevel=2)
     return [LayerResult(layer, tuple(results[problem] for problem in layer.problems)) for layer in target.layers]
 
 
-def _planned(problem: ConvProblem, options: Options, planner: Planner) -> PassResult:
+def _planned(
+    problem: ConvProblem, options: Options, planner: Planner, schedule: Schedule | None = None
+) -> tuple[PassResult, str]:
+    """What came of ``problem``, and why a schedule's plan was not taken."""
+    note = ""
+    if schedule is not None:
+        found = follow(schedule, problem, options, planner)
+        if found.plan is not None:
+            return PassResult(problem, found.plan), ""
+        note = found.note.splitlines()[0]
+        options = options if found.limit is None else replace(options, workspace=found.limit)
     try:
-        return PassResult(problem, planner.plan(problem, options))
+        return PassResult(problem, planner.plan(problem, options)), note
     except NoPlanError as error:
-        return PassResult(problem, reason=str(error))
+        return PassResult(problem, reason=str(error)), note
 
 
 def explain_target(target: Target, options: Options, planner: Planner) -> tuple[LayerResult, list[Measurement]]:
@@ -67,7 +125,7 @@ def explain_target(target: Target, options: Options, planner: Planner) -> tuple[
     with progress_bar("explaining", 1) as progress:
         progress(_progress_text(target, problem))
         tried = planner.explain(problem, options)
-        return LayerResult(layer, (_planned(problem, options, planner),)), tried
+        return LayerResult(layer, (_planned(problem, options, planner)[0],)), tried
 
 
 def time_results(
@@ -83,8 +141,10 @@ def time_results(
     return [replace(result, passes=tuple(timed[found.problem] for found in result.passes)) for result in results]
 
 
-def time_training(target: Target, options: Options, planner: Planner, iterations: int | None) -> NetworkTime | None:
-    """Whole training steps, plain and with the planner's plans; ``None`` where the target is a layer."""
+def time_training(
+    target: Target, options: Options, planner: Planner, iterations: int | None, schedule: Schedule | None = None
+) -> NetworkTime | None:
+    """Whole training steps, plain and with the planner's plans or those of ``schedule``; ``None`` for a layer."""
     if target.network is None or target.inputs is None:
         return None
     plain = target.network.module
@@ -98,6 +158,7 @@ def time_training(target: Target, options: Options, planner: Planner, iterations
             rigor=options.rigor,
             deterministic=options.deterministic,
             planner=planner,
+            schedule=schedule,
         )
         return time_training_steps(plain, planned, target.inputs, target.network.loss, iterations)
 

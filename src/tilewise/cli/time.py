@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import click
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from tilewise.cli.program import NO_PLAN
+import click
+from click.core import ParameterSource
+
+from tilewise.cli.program import NO_PLAN, BadInput, bad_input
 from tilewise.cli.settings import PASSES, Settings, planning_options
 
+if TYPE_CHECKING:
+    from tilewise.planner import Options, Schedule
+
 __all__ = ["command"]
+
+INPUTS = ("batch", "dtype", "precision", "layout")
+OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic")
 
 
 @click.command("time")
@@ -19,6 +29,13 @@ __all__ = ["command"]
     metavar="N",
     help="Timed runs of each side.  [default: as many as the time taken allows, 5 or more]",
 )
+@click.option(
+    "--schedule",
+    "file",
+    type=click.Path(),
+    metavar="FILE",
+    help="Take plans from FILE, which `plan -o` wrote, with its options; checked first.",
+)
 @planning_options
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/time) instead of tables.")
 @click.pass_context
@@ -27,16 +44,20 @@ def command(
     target: str,
     passes: tuple[str, ...],
     iterations: int | None,
+    file: str | None,
     settings: Settings,
     as_json: bool,
 ) -> None:
     """Plan NET or LAYER, then time the framework and the plans in turns: every layer and pass, and for a network whole
     training steps (forward, loss and backward) with their peak memory.
 
+    With --schedule the inputs are like those that the schedule was made for where nothing else is said, and its plans
+    are run by after a check.
+
     Where torch's own choice won, the layer is left to it and counts 1.00. Exits with 1 where some layer-pass has no
     plan; there, and with --pass, training steps are not timed.
     """
-    from tilewise.cli.planning import head, plan_target, time_results, time_training
+    from tilewise.cli.planning import head, plan_target, schedule_of, time_results, time_training
     from tilewise.cli.target import resolve
     from tilewise.planner import Planner
     from tilewise.report.console import show, show_json
@@ -44,14 +65,17 @@ def command(
     from tilewise.report.tables import heading, step_table, summary_text, time_table
     from tilewise.report.values import summarize
 
-    options = settings.options()
+    schedule = None if file is None else load(file)
+    settings, options = (settings, settings.options()) if schedule is None else following(ctx, settings, schedule)
     resolved = resolve(target, settings, passes)
     planner = Planner()
-    results = time_results(resolved, plan_target(resolved, options, planner), options.deterministic, iterations)
+    plans = plan_target(resolved, options, planner, schedule)
+    results = time_results(resolved, plans, options.deterministic, iterations)
     top, summary = head(resolved, settings, options), summarize(results)
     # Not where only some passes are asked for; nor without all plans, and the table says which and why.
     whole = not passes and not summary.unplanned
-    step = time_training(resolved, options, planner, iterations) if whole else None
+    taken = None if schedule is None else schedule_of(resolved, settings, options, plans, planner)
+    step = time_training(resolved, options, planner, iterations, taken) if whole else None
     if as_json:
         show_json(time_document(top, results, summary, step))
     else:
@@ -60,3 +84,27 @@ def command(
             show("", step_table(step))
     if summary.unplanned:
         ctx.exit(NO_PLAN)
+
+
+def load(file: str) -> Schedule:
+    """The schedule in ``file``. Raises :class:`BadInput`."""
+    from tilewise.planner import Schedule
+
+    with bad_input("--schedule"):
+        try:
+            return Schedule.load(file)
+        except OSError as error:
+            raise BadInput(f"--schedule: {file!r} cannot be read: {error.strerror}") from error
+
+
+def following(ctx: click.Context, settings: Settings, schedule: Schedule) -> tuple[Settings, Options]:
+    """``settings`` with the schedule's inputs where none were given, and its options.
+
+    Raises :class:`BadInput` where options of planning were given besides.
+    """
+    given = [name for name in (*INPUTS, *OPTIONS) if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    for name in given:
+        if name in OPTIONS:
+            raise BadInput(f"--{name.replace('_', '-')}: the schedule has its own; leave it or --schedule out")
+    inputs = {name: getattr(schedule, name) for name in INPUTS if name not in given}
+    return replace(settings, **inputs), schedule.options

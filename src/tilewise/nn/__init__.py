@@ -12,6 +12,7 @@ from tilewise.nn.functional import (
 from tilewise.nn.optimize import optimize, restore
 from tilewise.nn.ranks import RankMismatch
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
+from tilewise.nn.scheduled import schedule
 
 __all__ = [
     "CallReport",
@@ -28,5 +29,6 @@ __all__ = [
     "optimize",
     "report",
     "restore",
+    "schedule",
     "set_defaults",
 ]

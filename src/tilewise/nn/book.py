@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilewise import solvers
-from tilewise.device import environment, is_capturing
+from tilewise.device import is_capturing
 from tilewise.nn.ranks import several_ranks
 from tilewise.nn.runner import BoundPass
 from tilewise.plan import Plan, parse_bytes
@@ -57,6 +57,10 @@ class Book:
         """Workspace in bytes that single problems may use, in place of the options' limit."""
         self.facts: dict[str, Any] = {}
         """What is to be told of the plans beside them, by name: plain JSON values."""
+        self.notes: dict[ConvProblem, str] = {}
+        """Why a schedule's plan was not taken, where there is a schedule."""
+        self.supply: Callable[[Book, list[ConvProblem], bool], list[ConvProblem]] | None = None
+        """Asked before anything is planned: it brings plans from elsewhere and gives back what is left to plan."""
         self._plans: dict[tuple[ConvProblem, bool], Plan | None] = {}
         self._bound: dict[tuple[ConvProblem, bool, torch.device], BoundPass] = {}
 
@@ -84,7 +88,10 @@ class Book:
         """
         with _planning, undisturbed():
             alike: dict[Options, list[ConvProblem]] = {}
-            for problem in self.missing(problems, deterministic):
+            waiting = self.missing(problems, deterministic)
+            if self.supply is not None:
+                waiting = self.supply(self, waiting, deterministic)
+            for problem in waiting:
                 alike.setdefault(self.constraints(problem, deterministic), []).append(problem)
             for options, todo in alike.items():
                 try:
@@ -128,13 +135,8 @@ class Book:
     def torch_times(self, problems: Iterable[ConvProblem]) -> dict[ConvProblem, float]:
         """torch's time in ms on each problem, as measured beside its plans, where that is known."""
         unknown = [p for p in problems if p not in self.times]
-        for device in {p.device for p in unknown}:
-            here = [p for p in unknown if p.device == device]
-            found = self.planner.wisdom.measurements_many(environment(device).key, [p.key for p in here])
-            for problem in here:
-                for m in found[problem.key]:
-                    if m.solver == solvers.baseline().name and m.time_ms is not None:
-                        self.times[problem] = m.time_ms
+        if unknown:
+            self.times |= self.planner.torch_ms(unknown)
         return self.times
 
     def ready(self, problems: Iterable[ConvProblem], deterministic: bool, device: torch.device) -> bool:

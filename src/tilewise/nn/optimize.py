@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -15,9 +16,10 @@ from tilewise.nn.geometry import Geometry, Role
 from tilewise.nn.layer import Layer
 from tilewise.nn.modules import is_convolution, is_planned, obstacle, planned_forward, swap, swap_back
 from tilewise.nn.record import Recorded, record
-from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, keep
+from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, forget, keep
+from tilewise.nn.scheduled import Source, read_schedule
 from tilewise.nn.share import plan_together
-from tilewise.planner import Planner, Progress
+from tilewise.planner import Planner, Progress, Schedule
 from tilewise.problem import ConvProblem
 
 __all__ = ["optimize", "restore"]
@@ -41,6 +43,7 @@ def optimize(
     unplanned: str = "plan",
     progress: Progress | None = None,
     planner: Planner | None = None,
+    schedule: Schedule | str | os.PathLike[str] | None = None,
 ) -> Model:
     """Plan the convolutions of ``model`` for the shapes that ``example_inputs`` give them, and run what gains by plan.
 
@@ -64,16 +67,24 @@ def optimize(
       while a CUDA graph is captured, under ``torch.compile``, or in one of several ranks.
     - ``progress(done, total, text)``: called as problems are planned.
     - ``planner``: the planner, with its wisdom and its own progress; a new one by default.
+    - ``schedule``: a :class:`Schedule`, or a file that holds one, to run by under its own options. Its plans are
+      checked, not timed. What it does not have, or what was planned for another device, other versions or turns out
+      wrong or too large here, is planned anew; one warning tells how many and why, the report which. With several ranks
+      rank 0 reads it.
 
-    Raises ``ValueError`` naming the argument at fault, ``NoPlanError`` when no solver keeps the limit for a layer,
-    ``RankMismatch`` when ranks see different layers, and what the model raises on its example.
+    Raises ``ValueError`` naming the argument at fault or a schedule that fits no layer, ``ScheduleError`` for a file
+    that holds none, ``NoPlanError`` when no solver keeps the limit for a layer, ``RankMismatch`` when ranks see
+    different layers, and what the model raises on its example.
     """
     if planner is not None and progress is not None:
         raise ValueError("progress: the planner given has its own; give one or the other")
     if planner is None and progress is not None:
         planner = Planner(progress=progress)
     options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
-    book = Book(options, unplanned, planner)
+    read = read_schedule(schedule)
+    source = None if read is None else Source(read, schedule)
+    book = Book(options if source is None else source.options(options), unplanned, planner)
+    book.supply = None if source is None else source.supply
     inner = _unwrapped(model)
     modules = {name: module for name, module in inner.named_modules() if is_convolution(module)}
     reasons = {name: _reason(name, module, filter_fn) for name, module in modules.items()}
@@ -83,7 +94,10 @@ def optimize(
 
     def recorded() -> list[Recorded]:
         found = [record(inner, candidates, example, layers, training=training) for example in examples]
-        return list(dict.fromkeys(one for calls in found for one in calls))
+        calls = list(dict.fromkeys(one for calls in found for one in calls))
+        if source is not None:
+            source.require_any(problems_of(calls), inner)
+        return calls
 
     def problems_of(calls: list[Recorded]) -> list[ConvProblem]:
         return [problem for one in calls for problem in _problems(one, training).values()]
@@ -95,13 +109,15 @@ def optimize(
         calls = recorded()
         book.plan(problems_of(calls), now)
     book.torch_times(problems_of(calls))
+    if source is not None:
+        source.conclude(book, problems_of(calls))
     for name, module in candidates.items():
         swap_back(module)
         if _gains([one for one in calls if one.name == name], book, training):
             swap(module, planned_forward(module, layers[name]))
     made = Report(tuple(_layer_report(n, m, reasons[n], calls, book, training) for n, m in modules.items()))
-    keep(model, made)
-    keep(inner, made)
+    keep(model, made, book, now)
+    keep(inner, made, book, now)
     return model
 
 
@@ -111,8 +127,8 @@ def restore(model: Model) -> Model:
     for module in inner.modules():
         if is_planned(module):
             swap_back(module)
-    keep(model, None)
-    keep(inner, None)
+    forget(model)
+    forget(inner)
     return model
 
 
@@ -177,7 +193,8 @@ def _layer_report(
             plan = book.chosen(problem, one.call.deterministic)
             replaced = is_planned(module) and book.replacement(problem, one.call.deterministic) is not None
             why = book.reasons.get(problem, "")
-            passes.append(PassReport(role.value, problem, plan, times.get(problem), replaced, why))
+            note = book.notes.get(problem, "")
+            passes.append(PassReport(role.value, problem, plan, times.get(problem), replaced, why, note))
         made.append(CallReport(one.call.x.shape, tuple(passes)))
     if not reason and not any(call.passes for call in made):
         reason = "not a call that can be planned" if made else "not called with tensors that can be planned"

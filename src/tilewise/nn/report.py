@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tilewise.nn.book import Book
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem
 
-__all__ = ["CallReport", "LayerReport", "PassReport", "Report", "keep", "report"]
+__all__ = ["CallReport", "LayerReport", "PassReport", "Report", "forget", "keep", "kept", "report"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class PassReport:
 
     ``plan`` is the plan chosen, torch's own included, ``None`` with a ``reason`` where there is none; ``torch_ms`` is
     torch's time beside which it was measured, where that is known. ``replaced`` says that the plan runs in the module.
+    ``note`` says why a schedule's plan was not taken, empty where it was or there was no schedule.
     """
 
     role: str
@@ -29,6 +31,7 @@ class PassReport:
     torch_ms: float | None
     replaced: bool
     reason: str = ""
+    note: str = ""
 
     @property
     def planned_ms(self) -> float | None:
@@ -81,12 +84,13 @@ class Report:
         rows = [("layer", "input", "pass", "runs", "plan ms", "torch ms")]
         for layer, call, one in self.passes():
             ran = one.plan.solver if one.plan is not None and one.replaced else "torch"
+            said = one.reason or one.note
             rows.append(
                 (
                     layer.name,
                     "x".join(map(str, call.shape)),
                     one.role,
-                    f"{ran} ({one.reason.splitlines()[0]})" if one.reason else ran,
+                    f"{ran} ({said.splitlines()[0]})" if said else ran,
                     _ms(one.planned_ms),
                     _ms(one.torch_ms),
                 )
@@ -98,15 +102,17 @@ class Report:
         )
 
 
-_reports: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[nn.Module, tuple[Report, Book, bool]] = weakref.WeakKeyDictionary()
 
 
-def keep(model: nn.Module, made: Report | None) -> None:
-    """Remember the report of ``model``, or forget it."""
-    if made is None:
-        _reports.pop(model, None)
-    else:
-        _reports[model] = made
+def keep(model: nn.Module, made: Report, book: Book, deterministic: bool) -> None:
+    """Remember the report of ``model``, its plans, and whether torch's deterministic flag was on."""
+    _kept[model] = made, book, deterministic
+
+
+def forget(model: nn.Module) -> None:
+    """Remember nothing of ``model`` any more."""
+    _kept.pop(model, None)
 
 
 def report(model: nn.Module) -> Report:
@@ -114,10 +120,15 @@ def report(model: nn.Module) -> Report:
 
     Raises ``ValueError`` for a model that was not optimized, was restored since, or is a copy of an optimized one.
     """
-    made = _reports.get(model)
-    if made is None:
+    return kept(model)[0]
+
+
+def kept(model: nn.Module) -> tuple[Report, Book, bool]:
+    """What :func:`keep` was told. Raises ``ValueError`` as :func:`report`."""
+    found = _kept.get(model)
+    if found is None:
         raise ValueError(f"model={type(model).__name__}: tilewise.optimize has not been called on it, or was undone")
-    return made
+    return found
 
 
 def _ms(value: float | None) -> str:

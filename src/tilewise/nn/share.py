@@ -62,7 +62,8 @@ def _plan_and_send(book: Book, problems: list[ConvProblem], deterministic: bool)
         rows = []
         for problem in problems:
             plan = book.chosen(problem, deterministic)
-            rows.append([None if plan is None else plan.to_json(), book.reasons.get(problem, ""), times.get(problem)])
+            told = book.reasons.get(problem, ""), times.get(problem), book.notes.get(problem, "")
+            rows.append([None if plan is None else plan.to_json(), *told])
     except BaseException as error:
         ranks.send({"error": str(error) or type(error).__name__})
         raise
@@ -72,10 +73,12 @@ def _plan_and_send(book: Book, problems: list[ConvProblem], deterministic: bool)
 def _take(book: Book, problems: list[ConvProblem], deterministic: bool, data: Any) -> None:
     if "error" in data:
         raise NoPlanError(f"rank 0 could not plan: {data['error']}")
-    for problem, (plan, reason, time_ms) in zip(problems, data["plans"], strict=True):
+    for problem, (plan, reason, time_ms, note) in zip(problems, data["plans"], strict=True):
         if plan is None:
             book.refuse(problem, deterministic, reason)
         else:
             book.learn(problem, deterministic, Plan.from_json(plan))
         if time_ms is not None:
             book.times[problem] = time_ms
+        if note:
+            book.notes[problem] = note

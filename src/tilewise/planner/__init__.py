@@ -1,6 +1,7 @@
-"""Finds plans: estimates, measures, keeps the time/workspace Pareto front."""
+"""Finds plans: estimates, measures, keeps the time/workspace Pareto front; schedules of whole networks."""
 
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.planner import Planner, Progress
+from tilewise.planner.schedule import Schedule, ScheduleError
 
-__all__ = ["NoPlanError", "Options", "Planner", "Progress"]
+__all__ = ["NoPlanError", "Options", "Planner", "Progress", "Schedule", "ScheduleError"]

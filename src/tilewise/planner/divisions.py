@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tilewise import solvers
 from tilewise.execute import carved
 from tilewise.plan import Config, Measurement, Plan, format_bytes
 from tilewise.planner.operands import Tensors, make_result, narrow
@@ -20,7 +21,7 @@ from tilewise.planner.trial import Known, Trial, leaf_plan
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Split
 
-__all__ = ["BATCH_LEVEL", "Divisions", "part_plans"]
+__all__ = ["BATCH_LEVEL", "Choice", "Divisions", "choice_of", "leaf_parts", "part_plans"]
 
 GAIN = 0.97
 """Smaller parts are looked at further when their time an image falls below this share of the best."""
@@ -29,6 +30,9 @@ HOPELESS = 2.0
 """Sizes stop falling when their time an image is this many times the best."""
 MOST_BETWEEN = 24
 """Sizes between powers of two that are measured, save by ``patient``."""
+
+Choice = tuple[str, Config, tuple["Choice", ...]]
+"""What a plan does: solver, config and the same of its parts."""
 
 TrialOf = Callable[[ConvProblem, Tensors, Options], Trial]
 Deeper = Callable[[ConvProblem, Tensors, Trial], list[Plan]]
@@ -261,3 +265,19 @@ def part_plans(plan: Plan, problem: ConvProblem, solver: Split) -> list[tuple[Co
         found.append((solver.child(problem, sizes[start]), child))
         start += count
     return found
+
+
+def choice_of(plan: Plan) -> Choice:
+    """What ``plan`` does, whatever it takes."""
+    return plan.solver, plan.config, tuple(choice_of(child) for child in plan.children)
+
+
+def leaf_parts(plan: Plan, problem: ConvProblem, solver: Split) -> Iterator[tuple[ConvProblem, Plan]]:
+    """Every distinct leaf of a division with its problem."""
+    for part, child in part_plans(plan, problem, solver):
+        if child.leaf:
+            yield part, child
+        else:
+            inner = solvers.get(child.solver)
+            assert isinstance(inner, Split)
+            yield from leaf_parts(child, part, inner)

@@ -15,6 +15,7 @@ from tilewise import solvers
 from tilewise.device import environment, is_capturing, torch_device
 from tilewise.execute import parts_of
 from tilewise.plan import Measurement, Plan
+from tilewise.planner.divisions import Choice, choice_of
 from tilewise.planner.estimate import Profile, is_profile, measure_profile
 from tilewise.planner.options import RIGORS, NoPlanError, Options
 from tilewise.planner.search import Search, Store
@@ -50,6 +51,7 @@ class Planner:
         self._saved: dict[tuple[str, str], Known] = {}
         self._plans: dict[tuple[str, str, str], Plan] = {}
         self._profiles: dict[str, Profile] = {}
+        self._refused: set[tuple[str, str, Choice]] = set()
         self._saved_at = time.monotonic()
 
     def plan(self, problem: ConvProblem, options: Options | None = None) -> Plan:
@@ -67,6 +69,7 @@ class Planner:
                 raise NoPlanError(f"no wisdom for {problem.key} with {_constraints(options)}")
             plan = self._searched(problem, options, Search.best)
             self._plans[self._plan_key(problem, options)] = plan
+            self._refused.discard((environment(problem.device).key, problem.key, choice_of(plan)))  # checked just now
             self.wisdom.remember(
                 environment(problem.device).key, problem.key, f"rigor={options.rigor} {_constraints(options)}", plan
             )
@@ -114,14 +117,44 @@ class Planner:
 
         return self._searched(problem, options, explained)
 
-    def _searched(self, problem: ConvProblem, options: Options, work: Callable[[Search], T]) -> T:
+    def confirm(self, problem: ConvProblem, plan: Plan, options: Options | None = None) -> tuple[Plan, str]:
+        """A plan from elsewhere with its workspace and error here, and why it may not be used; empty when it may.
+
+        It is run and checked as one found here would be, but not timed. What is refused is not taken from wisdom either
+        any more.
+        """
+        options = options or Options()
+        with self._lock:
+            checked, reason = self._searched(problem, options, lambda search: search.confirm(plan), timed=False)
+            if reason:
+                self._refused.add((environment(problem.device).key, problem.key, choice_of(plan)))
+            return checked, reason
+
+    def torch_ms(self, problems: Iterable[ConvProblem]) -> dict[ConvProblem, float]:
+        """torch's time on each problem in ms, as measured last beside its plans; only those where that is known."""
+        found: dict[ConvProblem, float] = {}
+        name = solvers.baseline().name
+        distinct = list(dict.fromkeys(problems))
+        for device in {p.device for p in distinct}:
+            here = [p for p in distinct if p.device == device]
+            known = self.wisdom.measurements_many(environment(device).key, [p.key for p in here])
+            for problem in here:
+                times = [m.time_ms for m in known[problem.key] if m.solver == name and m.time_ms is not None]
+                if times:
+                    found[problem] = times[-1]
+        return found
+
+    def _searched(
+        self, problem: ConvProblem, options: Options, work: Callable[[Search], T], *, timed: bool = True
+    ) -> T:
         if is_capturing(torch_device(problem.device)):
             raise RuntimeError("nothing can be planned while a CUDA graph is being captured: plan before the capture")
         with self._lock:
             key = environment(problem.device).key
             store = self._stores.setdefault(key, Store(functools.partial(self._load, key)))
             try:
-                return work(Search(problem, options, self.profile(problem.device), store))
+                profile = self.profile(problem.device) if timed else {}
+                return work(Search(problem, options, profile, store))
             except torch.OutOfMemoryError as error:
                 text = str(error).splitlines()[0]
                 raise NoPlanError(f"no plan for {problem.key}: no memory to measure with: {text}") from error
@@ -193,7 +226,11 @@ class Planner:
             plan = self._plans.get(entry)
             if plan is None:
                 plan = self.wisdom.plan(key, problem.key, f"rigor={rigor} {_constraints(options)}")
-            if plan is not None and _fits(plan, problem, options):
+            if (
+                plan is not None
+                and _fits(plan, problem, options)
+                and (*entry[:2], choice_of(plan)) not in self._refused
+            ):
                 self._plans[entry] = plan
                 return plan
         return None

@@ -19,14 +19,14 @@ from tilewise import execute, solvers
 from tilewise.device import torch_device
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner import replacing
-from tilewise.planner.divisions import BATCH_LEVEL, Divisions, part_plans
+from tilewise.planner.divisions import BATCH_LEVEL, Choice, Divisions, choice_of, leaf_parts
 from tilewise.planner.estimate import Profile
 from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, rounds
 from tilewise.planner.operands import Tensors, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.pareto import front, thin
 from tilewise.planner.partitions import Partitions, told_as
-from tilewise.planner.trial import UNKNOWN, Known, Trial, first_line, leaf_plan
+from tilewise.planner.trial import UNKNOWN, Known, OverLimit, Trial, first_line, leaf_plan
 from tilewise.planner.verify import error_limit, errors_of
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import Split
@@ -40,10 +40,6 @@ NEAR = 1.15
 MOST_NESTED = 2
 BEHIND = {"cuda": 2.0, "cpu": 1.3}
 """Plans whose estimate is this many times torch's time are not run whole. A GPU's small parts are overestimated."""
-
-
-Choice = tuple[str, Config, tuple["Choice", ...]]
-"""What a plan does: solver, config and the same of its parts."""
 
 
 class Store:
@@ -121,6 +117,31 @@ class Search:
             self._measure_baseline()
             self._ranked()
 
+    def confirm(self, plan: Plan) -> tuple[Plan, str]:
+        """A plan found elsewhere with its workspace and error here, and why it may not be used, empty when it may.
+
+        It is run whole and checked like one found here, not timed.
+        """
+        own, limit = solvers.baseline(), self.options.workspace
+        with self._undisturbed():
+            if not own.why_not(self.problem):  # its errors are what others' are held to, save in fp32
+                self.baseline = Measurement(own.name, own.version, Config())
+            try:
+                needed = execute.bind(plan, self.problem, *self.tensors).workspace
+                if limit is not None and needed > limit:
+                    raise OverLimit(needed, limit)
+                _, workspace = self._run_whole(plan)
+            except OverLimit as over:
+                return plan, str(over)
+            except Exception as error:  # as in a trial
+                return plan, f"raised {type(error).__name__} when run whole: {first_line(error)}"
+            plan = replace(plan, workspace=workspace)
+            reason = self._over_limit(workspace)
+            if reason or (self._is_baseline(plan) and self.options.error_limit is None):
+                return plan, reason
+            distance, reason = self._checked(plan, self.problem)
+            return replace(plan, error=distance), reason
+
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """torch's flags as the problem wants them, and no autograd or autocast of the caller's."""
@@ -186,7 +207,7 @@ class Search:
             trial.best_ms = self.baseline.time_ms
         plans = [leaf_plan(self.problem, m) for m in self._usable(trial)]
         plans += self._cut(self.problem, self.tensors, trial, -1)
-        kept = (plan for plan in plans if _choice(plan) not in self.dropped)
+        kept = (plan for plan in plans if choice_of(plan) not in self.dropped)
         return sorted(kept, key=lambda plan: plan.time_ms)
 
     def _cut(self, problem: ConvProblem, tensors: Tensors, trial: Trial, level: int, depth: int = 0) -> list[Plan]:
@@ -286,10 +307,8 @@ class Search:
                 self._drop(plan, f"raised {type(error).__name__} when run whole: {first_line(error)}")
                 self._look_for_wrong_parts(plan)
                 continue
-            limit = self.options.workspace
-            if limit is not None and workspace > limit:
-                text = f"took {format_bytes(workspace)} of workspace when run whole, the limit is {format_bytes(limit)}"
-                self._drop(replace(plan, workspace=workspace), text)
+            if over := self._over_limit(workspace):
+                self._drop(replace(plan, workspace=workspace), over)
                 continue
             # Timed as a layer runs it: like torch, each call allocates its result.
             calls.append(functools.partial(bound, a, b, self._bias()))
@@ -310,7 +329,7 @@ class Search:
         if self.baseline is not None:
             for plan, values in zip(kept, times, strict=False):
                 pairs = zip(values, times[-1], strict=True)
-                self.shares[_choice(plan)] = sorted(replacing.share(own, its, a.device.type) for own, its in pairs)
+                self.shares[choice_of(plan)] = sorted(replacing.share(own, its, a.device.type) for own, its in pairs)
             self.baseline = replace(self.baseline, time_ms=replacing.median_ms(times[-1]))
             self.store.of(self.problem)[(self.baseline.solver, self.baseline.version, Config())] = self.baseline
         return [replace(plan, time_ms=replacing.median_ms(values)) for plan, values in zip(kept, times, strict=False)]
@@ -327,8 +346,14 @@ class Search:
             workspace = trial.peak(call, bound.workspace, new)  # as in a trial
         return bound, workspace
 
+    def _over_limit(self, workspace: int) -> str:
+        limit = self.options.workspace
+        if limit is None or workspace <= limit:
+            return ""
+        return f"took {format_bytes(workspace)} of workspace when run whole, the limit is {format_bytes(limit)}"
+
     def _drop(self, plan: Plan, reason: str) -> None:
-        self.dropped[_choice(plan)] = reason
+        self.dropped[choice_of(plan)] = reason
         self.log.append(
             Measurement(plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, reason)
         )
@@ -357,14 +382,14 @@ class Search:
     def _keeps_baseline(self, plan: Plan) -> bool:
         if not self.baseline_allowed or self.baseline is None or self.baseline.time_ms is None:
             return False
-        shares = self.shares[_choice(plan)]
+        shares = self.shares[choice_of(plan)]
         return not replacing.wins(shares, self.problem.device_type)
 
     def _gains_again(self, plan: Plan) -> bool:
         """Whether a small gain on a CPU comes out a second time, some seconds later: its load changes."""
-        if self.problem.device_type != "cpu" or not self.baseline_allowed or _choice(plan) not in self.shares:
+        if self.problem.device_type != "cpu" or not self.baseline_allowed or choice_of(plan) not in self.shares:
             return True
-        if statistics.median(self.shares[_choice(plan)]) < replacing.SURE:
+        if statistics.median(self.shares[choice_of(plan)]) < replacing.SURE:
             return True
         return bool(self._time_whole([plan])) and not self._keeps_baseline(plan)
 
@@ -425,7 +450,7 @@ class Search:
         """Remember the parts of a division that are wrong by themselves."""
         solver = solvers.get(plan.solver)
         if isinstance(solver, Split):
-            for problem, child in _leaf_parts(plan, self.problem, solver):
+            for problem, child in leaf_parts(plan, self.problem, solver):
                 error, reason = self._checked(child, problem)
                 if reason:
                     self._remember_wrong(replace(child, error=error), problem, f"{reason}, as a part")
@@ -449,20 +474,6 @@ class Search:
         self.log.append(m)
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m
-
-
-def _choice(plan: Plan) -> Choice:
-    return plan.solver, plan.config, tuple(_choice(child) for child in plan.children)
-
-
-def _leaf_parts(plan: Plan, problem: ConvProblem, solver: Split) -> Iterator[tuple[ConvProblem, Plan]]:
-    for part, child in part_plans(plan, problem, solver):
-        if child.leaf:
-            yield part, child
-        else:
-            inner = solvers.get(child.solver)
-            assert isinstance(inner, Split)
-            yield from _leaf_parts(child, part, inner)
 
 
 class _Dropped(Exception):

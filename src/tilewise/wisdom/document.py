@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,7 @@ def read(path: Path) -> tuple[dict[str, list[Row]], list[str]]:
 def write(path: Path, document: dict[str, Any]) -> None:
     """Write the document; ``path`` holds the old one or all of the new. Raises ``OSError``."""
     target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
         with partial.open("x", encoding="utf-8") as file:
             json.dump(document, file, indent=1, allow_nan=False)

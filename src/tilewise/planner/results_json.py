@@ -1,0 +1,131 @@
+"""Results as JSON: the parts that the planning documents of ``docs/json.md`` share.
+
+A document's ``schema`` names its kind; ``version`` rises when a field changes its meaning or goes away. Fields may be
+added at any time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from tilewise.notation import format_layer
+from tilewise.plan import Measurement
+from tilewise.planner.options import Options
+from tilewise.planner.results import LayerResult, PassResult, Summary
+from tilewise.problem import ConvProblem
+from tilewise.version import VERSION
+
+__all__ = [
+    "VERSIONS",
+    "document",
+    "head_json",
+    "layers_json",
+    "measurement_json",
+    "number",
+    "pass_json",
+    "problem_json",
+    "summary_json",
+]
+
+VERSIONS = {"plan": 1, "time": 1, "explain": 1, "wisdom": 1, "info": 1}
+"""Version of every schema."""
+
+
+def document(kind: str, **fields: Any) -> dict[str, Any]:
+    """A document of ``kind`` with the fields that all have."""
+    return {"schema": f"tilewise/{kind}", "version": VERSIONS[kind], "tilewise": VERSION, **fields}
+
+
+def head_json(
+    target: str,
+    device: str,
+    environment: str,
+    options: Options,
+    *,
+    batch: int,
+    dtype: str,
+    precision: str,
+    layout: str,
+) -> dict[str, Any]:
+    """What every planning document says first: for what and where it holds."""
+    return {
+        "target": target,
+        "device": device,
+        "environment": environment,
+        "options": {"batch": batch, "dtype": dtype, "precision": precision, "layout": layout, **asdict(options)},
+    }
+
+
+def layers_json(results: Iterable[LayerResult]) -> list[dict[str, Any]]:
+    """Layers with what came of their passes."""
+    return [
+        {
+            "names": list(result.layer.names),
+            "transposed": result.layer.transposed,
+            "left": result.layer.left,
+            "passes": [pass_json(found) for found in result.passes],
+        }
+        for result in results
+    ]
+
+
+def pass_json(result: PassResult) -> dict[str, Any]:
+    """One pass."""
+    front, candidates = result.front, result.candidates
+    return {
+        "problem": problem_json(result.problem),
+        "replaced": result.replaced,
+        "plan": None if result.plan is None else result.plan.to_json(),
+        "reason": result.reason,
+        "framework_ms": number(result.framework_ms),
+        "planned_ms": number(result.planned_ms),
+        "ratio": number(result.ratio),
+        "front": None if front is None else [plan.to_json() for plan in front],
+        "candidates": None if candidates is None else [measurement_json(m) for m in candidates],
+    }
+
+
+def summary_json(summary: Summary) -> dict[str, Any]:
+    """Totals."""
+    return {**asdict(summary), "share_replaced": summary.share_replaced}
+
+
+def problem_json(problem: ConvProblem) -> dict[str, Any]:
+    """A problem; ``layer`` is null where benchdnn's notation has no text for it, ``key`` always names it."""
+    try:
+        layer: str | None = format_layer(problem)
+    except ValueError:
+        layer = None
+    return {
+        "key": problem.key,
+        "layer": layer,
+        "pass": problem.pass_.value,
+        "dtype": problem.dtype,
+        "precision": problem.precision,
+        "layouts": list(problem.layouts),
+        "device": problem.device,
+        "flops": problem.flops,
+        "bytes": problem.bytes,
+    }
+
+
+def measurement_json(m: Measurement) -> dict[str, Any]:
+    """One candidate; ``reason`` is empty unless it was lost."""
+    return {
+        "solver": m.solver,
+        "version": m.version,
+        "config": m.config.to_json(),
+        "time_ms": number(m.time_ms),
+        "framework_ms": number(m.baseline_ms),
+        "workspace": m.workspace,
+        "error": None if m.error is None else {"l2": number(m.error.l2), "spread": number(m.error.spread)},
+        "reason": m.reason,
+    }
+
+
+def number(value: float | None) -> float | None:
+    """JSON has no NaN or infinity: null stands for what was not measured."""
+    return None if value is None or not math.isfinite(value) else value
