@@ -79,9 +79,10 @@ def bars(rows: list[Row]) -> list[Bar]:
         tensors, before, after = (
             math.fsum(row.details[name] for row in own) for name in ("tensors", "baseline_workspace", "workspace")
         )
+        share = after / before if before else math.nan
         slower = max(row.details["ours_ms"] / row.details["baseline_ms"] for row in own)
         found += [
-            Bar(f"{network}: share of the baseline's summed workspace", after / before, most=1 / 6),
+            Bar(f"{network}: share of the baseline's summed workspace", share, most=1 / 6),
             Bar(f"{network}: operands, results and workspace over operands and results", 1 + after / tensors, most=1.1),
             Bar(f"{network}: greatest time of a kernel over its baseline", slower, most=MOST_TIME),
         ]
