@@ -330,3 +330,44 @@ def test_a_front_is_a_front(clock: Clock, path: Path, pass_: Pass) -> None:
     assert [(plan.time_ms, plan.workspace) for plan in bounded] == [
         (plan.time_ms, plan.workspace) for plan in points if plan.workspace <= LIMIT
     ]
+
+
+def test_a_front_from_wisdom_measures_and_runs_nothing(clock: Clock, path: Path, measured: list[int]) -> None:
+    other = toys.small(batch=16, channels=1, size=3)
+    seen: list[int] = []
+    first = Planner(Wisdom(path), lambda done, total, text: seen.append(done))
+    fronts = first.fronts([SMALL, other, SMALL], Options(workspace=LIMIT))
+    assert seen == [0, 1, 2]
+    assert list(fronts) == [SMALL, other]
+    assert len(fronts[SMALL]) > 2
+    assert measured[0] > 0
+    measured[0], runs = 0, clock.total
+    for one in (first, planner(path), planner(path)):
+        assert one.fronts([SMALL, other], Options(workspace=LIMIT)) == fronts
+        assert one.front(SMALL, Options(workspace=LIMIT)) == fronts[SMALL]
+        for rigor in ("estimate", "wisdom_only"):
+            assert one.front(SMALL, Options(workspace=LIMIT, rigor=rigor)) == fronts[SMALL]
+    assert (measured[0], clock.total) == (0, runs)
+
+
+def test_a_front_of_a_solver_that_changed_is_found_again(clock: Clock, path: Path, measured: list[int]) -> None:
+    assert len(planner(path).front(SMALL, Options(workspace=LIMIT))) > 2
+    faster = simulated(clock, "fft", lambda p, c: 0.5, version=2, accumulates=True)
+    with world(clock, faster):
+        (plan,) = planner(path).front(SMALL, Options(workspace=LIMIT))
+        assert (plan.solver, plan.version) == ("fft", 2)
+        measured[0] = 0  # and what the longer front left behind is no part of it
+        assert planner(path).front(SMALL, Options(workspace=LIMIT)) == (plan,)
+        assert measured[0] == 0
+
+
+def test_a_plan_is_as_fast_as_the_front(clock: Clock, path: Path) -> None:
+    """Sizes that a search for one plan gives up, a front tries: here parts of 2 are fast, larger ones gain nothing."""
+    odd = simulated(
+        clock, "odd", lambda p, c: 1.0 if p.batch == 2 else 4.0 * p.batch, bytes=lambda p, c: p.batch, accumulates=True
+    )
+    with world(clock, odd):
+        one = planner(path)
+        fastest = one.front(SMALL, Options(batch_sizes="all"))[0]
+        assert set(fastest.config["sizes"]) == {2}
+        assert one.plan(SMALL, Options(batch_sizes="all")).time_ms <= fastest.time_ms

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -50,6 +52,7 @@ class Planner:
         self._stores: dict[str, Store] = {}
         self._saved: dict[tuple[str, str], Known] = {}
         self._plans: dict[tuple[str, str, str], Plan] = {}
+        self._fronts: dict[tuple[str, str], dict[Options, tuple[Plan, ...]]] = {}
         self._profiles: dict[str, Profile] = {}
         self._refused: set[tuple[str, str, Choice]] = set()
         self._saved_at = time.monotonic()
@@ -95,9 +98,71 @@ class Planner:
     def front(self, problem: ConvProblem, options: Options | None = None) -> tuple[Plan, ...]:
         """The desirable plans (Oyama et al. 2018, III-C1), fastest first, each in less workspace than the one before.
 
-        Times of divisions are the sums of their parts'. ``options.workspace`` bounds the front.
+        Times of divisions are the sums of their parts'. ``options.workspace`` bounds the front; it is empty where
+        nothing keeps the constraints. What was found once is remembered.
         """
-        return self._searched(problem, options or Options(), Search.front)
+        options = options or Options()
+        return self.fronts([problem], options, progress=False)[problem]
+
+    def fronts(
+        self, problems: Iterable[ConvProblem], options: Options | None = None, *, progress: bool = True
+    ) -> dict[ConvProblem, tuple[Plan, ...]]:
+        """:meth:`front` of each distinct problem; progress is reported. Ctrl-C keeps what was measured until then."""
+        options = options or Options()
+        distinct = list(dict.fromkeys(problems))
+        report = self.progress if progress and self.progress is not None else lambda done, total, text: None
+        found: dict[ConvProblem, tuple[Plan, ...]] = {}
+        with self._lock:
+            self._preload_fronts(distinct, options)
+            for done, problem in enumerate(distinct):
+                report(done, len(distinct), problem.key)
+                found[problem] = self._front(problem, options)
+        report(len(distinct), len(distinct), "")
+        return found
+
+    def _front(self, problem: ConvProblem, options: Options) -> tuple[Plan, ...]:
+        key = environment(problem.device).key
+        kept = self._fronts.setdefault((key, problem.key), {})
+        for rigor in _satisfying(options.rigor):
+            known = kept.get(replace(options, rigor=rigor), ())
+            if known and all(_fits(plan, problem, options) for plan in known):
+                return known
+        found = self._searched(problem, options, Search.front)
+        if options.rigor != "wisdom_only":  # which knows more from one time to the next
+            kept[options] = found
+            for place, plan in enumerate([*found, *found[-1:]]):  # the last one twice: that is its end
+                self.wisdom.remember(key, problem.key, _place_text(place, options), plan)
+        return found
+
+    def _preload_fronts(self, problems: list[ConvProblem], options: Options) -> None:
+        """Read the fronts of all problems, which are kept as plans are, place by place.
+
+        The last plan follows itself: what is behind it was left by a longer front, and one that was not written to its
+        end is no front.
+        """
+        for device, rigor in itertools.product({p.device for p in problems}, _satisfying(options.rigor)):
+            key, asked = environment(device).key, replace(options, rigor=rigor)
+            here = dict.fromkeys(p.key for p in problems if p.device == device)
+            fronts: dict[str, list[Plan]] = {k: [] for k in here if asked not in self._fronts.get((key, k), {})}
+            for place in itertools.count():
+                found = self.wisdom.plans_many(key, fronts, _place_text(place, asked)) if fronts else {}
+                fronts = {problem: [*fronts[problem], plan] for problem, plan in found.items()}
+                for problem, plans in list(fronts.items()):
+                    if plans[-2:-1] == plans[-1:]:
+                        self._fronts.setdefault((key, problem), {})[asked] = tuple(fronts.pop(problem)[:-1])
+                if not fronts:
+                    break
+
+    def _also(self, problem: ConvProblem, options: Options) -> tuple[Plan, ...]:
+        """Divisions within the limit from fronts of ``problem`` that were asked for with all else the same."""
+        fronts = self._fronts.get((environment(problem.device).key, problem.key), {})
+        return tuple(
+            plan
+            for asked, plans in fronts.items()
+            if replace(asked, workspace=options.workspace) == options
+            for plan in plans
+            if not plan.leaf and _fits(plan, problem, options)
+        )
 
     def explain(self, problem: ConvProblem, options: Options | None = None) -> list[Measurement]:
         """Every solver and config tried on ``problem``: time, workspace and error, or the reason it was lost.
@@ -154,7 +219,8 @@ class Planner:
             store = self._stores.setdefault(key, Store(functools.partial(self._load, key)))
             try:
                 profile = self.profile(problem.device) if timed else {}
-                return work(Search(problem, options, profile, store))
+                also = self._also(problem, options) if timed else ()
+                return work(Search(problem, options, profile, store, also))
             except torch.OutOfMemoryError as error:
                 text = str(error).splitlines()[0]
                 raise NoPlanError(f"no plan for {problem.key}: no memory to measure with: {text}") from error
@@ -239,6 +305,11 @@ class Planner:
 def _satisfying(rigor: str) -> list[str]:
     """Rigors whose plans serve a request for ``rigor``, the most thorough first."""
     return sorted((r for r in RIGORS if r != "wisdom_only" and EFFORT[r] >= EFFORT[rigor]), key=lambda r: -EFFORT[r])
+
+
+def _place_text(place: int, options: Options) -> str:
+    """What the plan at one place of a front is kept under."""
+    return f"front={place} rigor={options.rigor} {_constraints(options)}"
 
 
 def _constraints(options: Options) -> str:

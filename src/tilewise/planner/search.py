@@ -68,6 +68,8 @@ class Search:
     options: Options
     profile: Profile
     store: Store
+    also: tuple[Plan, ...] = ()
+    """Divisions that an earlier search found for a front, which may have tried more sizes."""
 
     def __post_init__(self) -> None:
         self.log: list[Measurement] = []
@@ -207,6 +209,8 @@ class Search:
             trial.best_ms = self.baseline.time_ms
         plans = [leaf_plan(self.problem, m) for m in self._usable(trial)]
         plans += self._cut(self.problem, self.tensors, trial, -1)
+        found = {choice_of(plan) for plan in plans}
+        plans += [plan for plan in self.also if choice_of(plan) not in found]
         kept = (plan for plan in plans if choice_of(plan) not in self.dropped)
         return sorted(kept, key=lambda plan: plan.time_ms)
 

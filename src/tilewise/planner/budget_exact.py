@@ -1,0 +1,161 @@
+"""Exact methods for a budget's program without a solver: where HiGHS has no proof at its time limit.
+
+Sums are solved stage by stage over the front of (workspace, time) pairs, which bounds by Lagrange's multiplier keep
+short. Groups that share kernels are searched best first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tilewise.planner.budget_bound import ROUNDING, Points, Relaxed
+from tilewise.planner.budget_program import Branches, Limits
+from tilewise.planner.pareto import front
+
+__all__ = ["cheapest"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def cheapest(points: Sequence[Points], limits: Limits, total: int) -> list[int]:
+    """The index of each kernel's point in a fastest choice within ``total`` bytes.
+
+    ``points`` are fronts, fastest first; their last points together keep the total.
+    """
+    if limits.summed:
+        return cheapest_sum(limits.sized(points), total)
+    chosen = [0] * len(points)
+    for component in _components(limits.groups):
+        for k, i in _cheapest_at_once(points, component, total).items():
+            chosen[k] = i
+    return chosen
+
+
+def cheapest_sum(points: Sequence[Points], total: int) -> list[int]:
+    """One point of each front with the least time among those whose workspaces sum to at most ``total``.
+
+    Each stage adds a kernel to the sums so far. A sum stays if none is as fast in as little, and if its time and what
+    the rest takes at least, memory priced at Lagrange's multiplier, do not exceed a solution that is known.
+    """
+    if not points:
+        return []
+    relaxed = Relaxed(points, total)
+    price, best = relaxed.price, relaxed.time_ms(relaxed.good)
+    rest_ms = _suffixes([own[i][0] for own, i in zip(points, relaxed.priced, strict=True)])
+    rest_bytes = _suffixes([own[i][1] for own, i in zip(points, relaxed.priced, strict=True)])
+    least_bytes = _suffixes([own[-1][1] for own in points])
+    bytes_, ms = np.zeros(1, np.int64), np.zeros(1)
+    stages: list[tuple[Array, Array]] = []
+    for k, own in enumerate(points):
+        added = np.array([workspace for _, workspace in own], np.int64)
+        all_bytes = (bytes_[:, None] + added).ravel()
+        all_ms = (ms[:, None] + np.array([t for t, _ in own])).ravel()
+        completed = all_ms[all_bytes + rest_bytes[k + 1] <= total]
+        if completed.size:
+            best = min(best, float(completed.min()) + rest_ms[k + 1])
+        bound = all_ms + rest_ms[k + 1] + price * (all_bytes + float(rest_bytes[k + 1] - total))
+        kept = (all_bytes + least_bytes[k + 1] <= total) & (bound <= best * (1 + ROUNDING))
+        kept = _undominated(np.flatnonzero(kept), all_bytes, all_ms)
+        bytes_, ms = all_bytes[kept], all_ms[kept]
+        stages.append((kept // len(own), kept % len(own)))
+    state, chosen = int(np.argmin(ms)), []
+    for before, taken in reversed(stages):
+        chosen.append(int(taken[state]))
+        state = int(before[state])
+    return chosen[::-1]
+
+
+def _undominated(among: Array, bytes_: Array, ms: Array) -> Array:
+    """Those of the indices ``among`` that are faster than all that take no more."""
+    ordered = among[np.lexsort((ms[among], bytes_[among]))]
+    if ordered.size < 2:
+        return ordered
+    faster = np.ones(ordered.size, np.bool_)
+    faster[1:] = ms[ordered][1:] < np.minimum.accumulate(ms[ordered])[:-1]
+    kept: Array = ordered[faster]
+    return kept
+
+
+def _suffixes(values: Sequence[Any]) -> list[Any]:
+    """Sums from each place to the end, and 0 behind it."""
+    return list(itertools.accumulate(reversed(values), initial=0))[::-1]
+
+
+def _components(groups: Sequence[Branches]) -> list[list[Branches]]:
+    """Groups that share kernels, together: all others are independent of them."""
+    found: list[tuple[set[int], list[Branches]]] = []
+    for group in groups:
+        kernels = {k for branch in group for k in branch}
+        touching = [entry for entry in found if entry[0] & kernels]
+        merged = set().union(kernels, *(own for own, _ in touching))
+        found = [entry for entry in found if entry not in touching]
+        found.append((merged, [*(each for _, own in touching for each in own), group]))
+    return [own for _, own in found]
+
+
+def _cheapest_at_once(points: Sequence[Points], groups: list[Branches], total: int) -> dict[int, int]:
+    """The choices of all kernels in groups that share kernels."""
+    kernels = list(dict.fromkeys(k for group in groups for branch in group for k in branch))
+    if len(groups) == 1 and sum(map(len, groups[0])) == len(kernels):
+        return _cheapest_branches(points, groups[0], total)
+    return _best_first(points, groups, kernels, total)
+
+
+def _cheapest_branches(points: Sequence[Points], group: Branches, total: int) -> dict[int, int]:
+    """One group whose branches share no kernel: a sum over the branches' own fronts of (time, segment)."""
+    fronts, choices = [], []
+    for branch in group:
+        least = max(points[k][-1][1] for k in branch)
+        segments = sorted({workspace for k in branch for _, workspace in points[k] if workspace >= least})
+        within = [{k: _fastest(points[k], segment) for k in branch} for segment in segments]
+        listed = [
+            (sum(points[k][i][0] for k, i in own.items()), size) for own, size in zip(within, segments, strict=True)
+        ]
+        kept = front(listed)
+        fronts.append([listed[i] for i in kept])
+        choices.append([within[i] for i in kept])
+    taken = cheapest_sum(fronts, total)
+    return {k: i for own, index in zip(choices, taken, strict=True) for k, i in own[index].items()}
+
+
+def _fastest(own: Points, segment: int) -> int:
+    return next(i for i, (_, workspace) in enumerate(own) if workspace <= segment)
+
+
+def _best_first(points: Sequence[Points], groups: list[Branches], kernels: list[int], total: int) -> dict[int, int]:
+    """From everybody's fastest point down; the first choice met that keeps the total is a fastest one.
+
+    Where a group takes too much, in every solution at least one of its branches has a smaller segment: each is tried.
+    Times only rise on the way, so what is met first is the fastest.
+    """
+    place = {k: n for n, k in enumerate(kernels)}
+
+    def time_of(state: tuple[int, ...]) -> float:
+        return sum(points[k][i][0] for k, i in zip(kernels, state, strict=True))
+
+    first = (0,) * len(kernels)
+    waiting, seen = [(time_of(first), first)], {first}
+    while True:  # ends: the smallest workspaces keep the total, and every state is met once
+        _, state = heapq.heappop(waiting)
+        sizes = {k: points[k][i][1] for k, i in zip(kernels, state, strict=True)}
+        held = [[max(sizes[k] for k in branch) for branch in group] for group in groups]
+        over, segments, group = max(
+            ((sum(own), own, group) for own, group in zip(held, groups, strict=True)), key=lambda entry: entry[0]
+        )
+        if over <= total:
+            return dict(zip(kernels, state, strict=True))
+        for branch, segment in zip(group, segments, strict=True):
+            smaller = list(state)
+            for k in branch:
+                while smaller[place[k]] < len(points[k]) and points[k][smaller[place[k]]][1] >= segment:
+                    smaller[place[k]] += 1
+            if all(i < len(points[k]) for k, i in zip(kernels, smaller, strict=True)):
+                entry = tuple(smaller)
+                if entry not in seen:
+                    seen.add(entry)
+                    heapq.heappush(waiting, (time_of(entry), entry))
