@@ -18,7 +18,8 @@ from tilewise.plan import Config, Measurement
 from tilewise.planner import measure, trial
 from tilewise.planner import search as search_module
 from tilewise.planner.options import Options
-from tilewise.planner.search import Search, Store
+from tilewise.planner.search import Search
+from tilewise.planner.store import Store
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Cost, Run, Solver
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import toys
 from tests.planner.simulated import Clock, search, simulated, world
 
+from tilewise.plan import Config
 from tilewise.planner.divisions import MOST_BETWEEN
+from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver
 
 Line = tuple[int, int, int]
 """Launch time and time an image in ms, workspace an image in KiB."""
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 def solvers_of(clock: Clock, lines: list[Line]) -> list[Solver]:
@@ -55,8 +64,7 @@ def test_the_best_division_is_found_with_few_measurements(fast: Line, slow: int,
     assert len(between) <= MOST_BETWEEN
 
 
-def test_a_front_has_sizes_between() -> None:
-    clock = Clock()
+def test_a_front_has_sizes_between(clock: Clock) -> None:
     with world(clock, *solvers_of(clock, [(10, 1, 1), (0, 20, 0)])):
         powers = search(toys.small(batch=48, channels=1, size=3), batch_sizes="powers_of_two").front()
         every = search(toys.small(batch=48, channels=1, size=3), batch_sizes="all").front()
@@ -67,3 +75,22 @@ def test_a_front_has_sizes_between() -> None:
     assert within(powers, 24) == 48 + 3 * 10  # 16 each
     assert within(every, 24) == 48 + 2 * 10  # 24 each
     assert all(within(every, kib) <= within(powers, kib) for kib in range(49))
+
+
+def test_a_front_has_what_a_solver_offers_within_less(clock: Clock) -> None:
+    """One that blocks its work to fit a limit offers no blocks where there is none."""
+
+    def blocks(p: ConvProblem, limit: int | None) -> Iterator[tuple[Config, int]]:
+        size = next(n for n in (64, 16, 4, 1) if limit is None or 1024 * 1024 * n <= limit)
+        yield Config(block=size), 1024 * 1024 * size
+
+    blocked = simulated(
+        clock,
+        "blocked",
+        lambda p, c: 10.0 + 64 / int(c["block"]) if p.batch == 8 else 90.0,  # type: ignore[call-overload]
+        bytes=lambda p, c: 1024 * 1024 * int(c["block"]),  # type: ignore[call-overload]
+    )
+    type(blocked).offers = lambda self, p, limit, only=None: blocks(p, limit)  # type: ignore[method-assign]
+    with world(clock, blocked):
+        points = search(toys.small(batch=8, channels=1, size=3), batch_sizes="undivided").front()
+    assert [(plan.time_ms, plan.workspace >> 20) for plan in points[:4]] == [(11, 64), (14, 16), (26, 4), (74, 1)]

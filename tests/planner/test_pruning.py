@@ -8,7 +8,7 @@ from tests import toys
 from tests.planner.simulated import Clock, Simulated, reasons, search, simulated, world
 
 from tilewise.plan import Config
-from tilewise.planner.search import Store
+from tilewise.planner.store import Store
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Prepare, Run, Solver
 

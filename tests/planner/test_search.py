@@ -17,7 +17,7 @@ from tests.planner.simulated import Clock, Simulated, reasons, search, simulated
 from tilewise.plan import Config, Plan
 from tilewise.planner.options import NoPlanError
 from tilewise.planner.pareto import front
-from tilewise.planner.search import Store
+from tilewise.planner.store import Store
 from tilewise.planner.trial import Trial
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import Solver

@@ -20,7 +20,8 @@ from tilewise.plan import Measurement, Plan
 from tilewise.planner.divisions import Choice, choice_of
 from tilewise.planner.estimate import Profile, is_profile, measure_profile
 from tilewise.planner.options import RIGORS, NoPlanError, Options
-from tilewise.planner.search import Search, Store
+from tilewise.planner.search import Search
+from tilewise.planner.store import Store
 from tilewise.planner.trial import Known
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Split

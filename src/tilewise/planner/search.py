@@ -21,43 +21,28 @@ from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner import replacing
 from tilewise.planner.divisions import BATCH_LEVEL, Choice, Divisions, choice_of, leaf_parts
 from tilewise.planner.estimate import Profile
-from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, rounds
+from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, peak_is_known, rounds
 from tilewise.planner.operands import Tensors, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.pareto import front, thin
 from tilewise.planner.partitions import Partitions, told_as
-from tilewise.planner.trial import UNKNOWN, Known, OverLimit, Trial, first_line, leaf_plan
+from tilewise.planner.store import Store
+from tilewise.planner.trial import UNKNOWN, OverLimit, Trial, first_line, leaf_plan
 from tilewise.planner.verify import error_limit, errors_of
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import Split
 
-__all__ = ["Search", "Store"]
+__all__ = ["Search"]
 
 FINALISTS = 3
 """Plans measured whole against the baseline."""
 NEAR = 1.15
 """Plans whose estimate is within this of the best are finalists."""
 MOST_NESTED = 2
+LEAST_LIMIT = 1 << 20
+"""A front is looked for under limits of half, a quarter and so on of its fastest plan's workspace, down to this."""
 BEHIND = {"cuda": 2.0, "cpu": 1.3}
 """Plans whose estimate is this many times torch's time are not run whole. A GPU's small parts are overestimated."""
-
-
-class Store:
-    """Measurements known of each problem; ``load`` brings those of earlier searches when a problem is first met."""
-
-    def __init__(self, load: Callable[[ConvProblem], Known]) -> None:
-        self.known: dict[str, Known] = {}
-        self.asked: set[str] = set()
-        """Keys of the problems that were asked for, which a caller may clear."""
-        self._load = load
-
-    def of(self, problem: ConvProblem) -> Known:
-        """Measurements of ``problem`` by solver, version and config; grows as candidates are tried."""
-        key = problem.key
-        if key not in self.known:
-            self.known[key] = self._load(problem)
-        self.asked.add(key)  # after loading, which may record and forget what was asked for
-        return self.known[key]
 
 
 @dataclass
@@ -207,12 +192,28 @@ class Search:
         allowed = self.baseline_allowed and self.options.rigor != "estimate"
         if allowed and self.baseline is not None and self.baseline.time_ms is not None:
             trial.best_ms = self.baseline.time_ms
-        plans = [leaf_plan(self.problem, m) for m in self._usable(trial)]
+        usable = self._usable(trial)
+        if self._for_front:
+            usable += self._within_less(usable)
+        plans = [leaf_plan(self.problem, m) for m in usable]
         plans += self._cut(self.problem, self.tensors, trial, -1)
         found = {choice_of(plan) for plan in plans}
         plans += [plan for plan in self.also if choice_of(plan) not in found]
         kept = (plan for plan in plans if choice_of(plan) not in self.dropped)
         return sorted(kept, key=lambda plan: plan.time_ms)
+
+    def _within_less(self, usable: list[Measurement]) -> list[Measurement]:
+        """What solvers offer under lower and lower limits: some block their work to fit, and only as much as is asked."""
+        if not usable or not peak_is_known(self.timer.device):
+            return []
+        limit = min(usable, key=lambda m: m.time_ms or math.inf).workspace or 0
+        found: list[Measurement] = []
+        while (limit := limit // 2) >= LEAST_LIMIT:
+            trial = self._trial(self.problem, self.tensors, replace(self.options, workspace=limit))
+            trial.beside = [*usable, *found]
+            known = {(m.solver, m.config) for m in trial.beside}
+            found += [m for m in self._usable(trial) if (m.solver, m.config) not in known]
+        return found
 
     def _cut(self, problem: ConvProblem, tensors: Tensors, trial: Trial, level: int, depth: int = 0) -> list[Plan]:
         """Plans that cut ``problem`` by splits of a higher level, each axis once and at most two nested."""

@@ -99,6 +99,8 @@ class Trial:
     for_front: bool = False
     """Whether slower candidates count that take less workspace."""
     best_ms: float = float("inf")
+    beside: Sequence[Measurement] = ()
+    """For a front, what was found under other limits."""
     found: list[Measurement] = field(default_factory=list)
     only: frozenset[tuple[str, Config]] | None = None
     """The solvers and configs to try; ``None``: all."""
@@ -278,7 +280,8 @@ class Trial:
         """The time to beat: for a front, that of what is found in no more workspace."""
         if not self.for_front:
             return self.best_ms
-        found = (m for m in self.found if not m.reason and (m.workspace or 0) <= workspace)
+        every = (*self.beside, *self.found)
+        found = (m for m in every if not m.reason and (m.workspace or 0) <= workspace)
         return min((m.time_ms for m in found if m.time_ms is not None), default=float("inf"))
 
     def measure(self, solver: Solver, config: Config, best_ms: float = float("inf")) -> Measurement:
