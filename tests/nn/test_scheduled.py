@@ -236,9 +236,9 @@ def test_a_refused_plan_is_not_taken_from_wisdom_either() -> None:
     factor = [1.0]
     turning = toys.toy(name="turning", compute=lambda self, p, a, b: p.reference(a, b) * factor[0])
     problem, planner = toys.small(batch=2), tilewise.Planner()
-    planner.wisdom.remember_profile(environment("cpu").key, PROFILE)
     others = [solver.name for solver in solvers.all_solvers() if not solver.baseline]
     with toys.installed(turning, without=others), toys.one_thread():
+        planner.wisdom.remember_profile(environment("cpu").key, PROFILE)
         plan = Plan(problem.key, "turning", 1, time_ms=1.0)
         key, options = environment("cpu").key, Options(rigor="estimate", batch_sizes="undivided")
         text = "workspace=None batch_sizes=undivided deterministic=False error_limit=None strict=False"
