@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from tests.planner.simulated import PROFILE
 from torch import nn
 
-from tilewise import Schedule
+from tilewise import Schedule, Wisdom
+from tilewise.device import environment
 from tilewise.nn import optimize
 from tilewise.nn import report as nn_report
 
@@ -80,7 +82,8 @@ def test_plan_document(run, check_document):
 
 def test_plan_writes_the_document_with_what_was_tried(run, check_document, tmp_path):
     path = tmp_path / "s.json"
-    asked = ("--candidates", "--fronts", "--pass", "fprop", "--json", "-o", str(path))
+    asked = ("--rigor", "estimate", "--candidates", "--fronts", "--pass", "fprop", "--json", "-o", str(path))
+    Wisdom().remember_profile(environment("cpu").key, PROFILE)
     printed = run("plan", LAYER, *FAST, "--workspace", "1MiB", *asked).stdout
     document = check_document(printed)
     assert check_document(path.read_text("utf-8")) == document
@@ -101,6 +104,7 @@ def test_plan_writes_the_document_with_what_was_tried(run, check_document, tmp_p
 
 def test_time_by_a_schedule(run, check_document, tmp_path):
     path = tmp_path / "s.json"
+    Wisdom().remember_profile(environment("cpu").key, PROFILE)
     run("plan", "some_networks:small", *FAST, "--batch", "2", "--rigor", "estimate", "-o", str(path))
     by = ("--device", "cpu", "--schedule", str(path), "--iterations", "1")
     document = check_document(run("time", "some_networks:small", *by, "--json").stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -18,15 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests import toys
 from tests.nn.dividing import Dividing
+from tests.planner.simulated import PROFILE
 from torch import nn
 
 import tilewise
 from tilewise import Options, Schedule, solvers
-from tilewise.device import environment
+from tilewise.device import device_name, environment
 from tilewise.nn import report
 from tilewise.plan import Config, Plan
 from tilewise.planner.follow import is_offered
-from tilewise.problem import ConvProblem
+from tilewise.problem import ConvProblem, Pass
+from tilewise.threads import with_threads
 
 
 class Never(Dividing):
@@ -235,6 +238,7 @@ def test_a_refused_plan_is_not_taken_from_wisdom_either() -> None:
     problem, planner = toys.small(batch=2), tilewise.Planner()
     others = [solver.name for solver in solvers.all_solvers() if not solver.baseline]
     with toys.installed(turning, without=others), toys.one_thread():
+        planner.wisdom.remember_profile(environment("cpu").key, PROFILE)
         plan = Plan(problem.key, "turning", 1, time_ms=1.0)
         key, options = environment("cpu").key, Options(rigor="estimate", batch_sizes="undivided")
         text = "workspace=None batch_sizes=undivided deterministic=False error_limit=None strict=False"
@@ -280,6 +284,46 @@ def test_what_is_offered_here_is_known_again(problem: ConvProblem, ceiling: int 
         if not solver.why_not(problem):
             for config, _ in solver.offers(problem, ceiling):
                 assert is_offered(solver, problem, config), (solver.name, config)
+
+
+@pytest.mark.parametrize("name", ["winograd", "fused_lowering", "depthwise_fft"])
+def test_what_is_offered_to_fewer_threads_is_known_again(name: str) -> None:
+    problem = toys.small(batch=2, channels=8, groups=8 if name == "depthwise_fft" else 1)
+    solver, found = solvers.get(name), list[Config]()
+    with_threads(lambda: found.extend(config for config, _ in solver.offers(problem, None)), 3)
+    assert found
+    assert all(is_offered(solver, problem, config, 3) for config in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_what_is_offered_on_a_gpu_is_known_again(pass_: Pass) -> None:
+    device = device_name("cuda")
+    for problem in (
+        toys.small(pass_, device=device),
+        toys.small(pass_, channels=16, groups=16, size=16, device=device),
+    ):
+        for solver in solvers.all_solvers():
+            for ceiling in (None, 2**12, 2**16, 2**20):
+                offered = [] if solver.why_not(problem) else list(solver.offers(problem, ceiling))
+                assert all(is_offered(solver, problem, config) for config, _ in offered), solver.name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workspace", [None, "64KiB"])
+def test_a_schedule_on_a_gpu(workspace: str | None, tmp_path: Path) -> None:
+    x = torch.randn(16, 3, 32, 32, device="cuda")
+    wide = nn.Sequential(nn.Conv2d(3, 32, 5), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 64, 3)).cuda()
+    model = tilewise.optimize(copy.deepcopy(wide), x, workspace=workspace)
+    tilewise.schedule(model).save(tmp_path / "s.json")
+    fresh = Never()
+    fresh.wisdom = tilewise.Wisdom(tmp_path / "other.sqlite3")
+    again = tilewise.optimize(copy.deepcopy(wide), x, schedule=tmp_path / "s.json", planner=fresh)
+    assert notes_of(again) == []
+    assert choices(tilewise.schedule(again)) == choices(Schedule.load(tmp_path / "s.json"))
+    with torch.no_grad():
+        exact = copy.deepcopy(wide).double()(x.double())
+        assert (again(x).double() - exact).norm() <= 1e-4 * exact.norm()
 
 
 SCRIPT = """
