@@ -1,5 +1,6 @@
 """Planned layers in torch models."""
 
+from tilewise.nn.branch_times import BranchReport, groups
 from tilewise.nn.functional import (
     conv1d,
     conv2d,
@@ -14,6 +15,7 @@ from tilewise.nn.ranks import RankMismatch
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
 
 __all__ = [
+    "BranchReport",
     "CallReport",
     "LayerReport",
     "PassReport",
@@ -25,6 +27,7 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "groups",
     "optimize",
     "report",
     "restore",
