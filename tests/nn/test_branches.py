@@ -412,11 +412,8 @@ def test_optimize_tells_of_branches_and_leaves_them_on_a_cpu() -> None:
     model.insert(2, nn.Conv2d(12, 4, 1))
     tilewise.optimize(model, x, planner=Dividing(), branches="measured")
     said = report(model).branches
-    assert [(one.name, len(one.regions), one.on_streams) for one in said] == [
-        ("0", 1, False),
-        ("3", 0, False),
-        ("4", 1, False),
-    ]
+    assert [(one.name, len(one.regions)) for one in said] == [("0", 1), ("3", 0), ("4", 1)]
+    assert not any(one.on_streams for one in said)
     assert [one.reason for one in said] == [ELSEWHERE, "its forward changes its own attributes", ELSEWHERE]
     assert said[0].workspace is not None
     assert "0: 4 branches in sequence" in str(report(model))
@@ -446,11 +443,8 @@ def test_what_is_measured_faster_runs_on_lanes(training: bool) -> None:
         return None if in_sequence_now() else InSequence()
 
     told = branch_times.settle(model, [x], "measured", training=training, workspaces={}, lanes_of=lanes_of)
-    assert [(one.name, one.on_streams, one.reason) for one in told] == [
-        ("0", True, ""),
-        ("3", False, ""),
-        ("4", True, ""),
-    ]
+    assert [(one.name, one.on_streams) for one in told] == [("0", True), ("3", False), ("4", True)]
+    assert not any(one.reason for one in told)
     assert all(one.streams_ms is not None and one.sequence_ms is not None for one in told)
     assert [is_forked(module) for module in model] == [True, False, False, False, True]
     assert tilewise.nn.groups(model) == [[["0.a"], ["0.b"]], [["4.a"], ["4.b"]]]
