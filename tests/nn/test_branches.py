@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.nn.dividing import Dividing
+from tests.nn.forking import Forms, counts, inception, programmed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,11 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from tilewise.frontends.networks import load_network
-from tilewise.frontends.zoo.googlenet import INCEPTIONS, Inception
-from tilewise.nn import branch_times, report
+from tilewise.frontends.zoo.googlenet import INCEPTIONS
 from tilewise.nn.branches import MAIN, Program, Untraceable, find, program_of
 from tilewise.nn.modules import swap, swap_back
-from tilewise.nn.streams import InSequence, execute, fork, forked_forward, in_sequence_now, is_forked
+from tilewise.nn.streams import execute, fork, forked_forward, is_forked
 
 
 class Watched(TorchDispatchMode):
@@ -79,12 +77,6 @@ class Watched(TorchDispatchMode):
         assert len(values) >= width
 
 
-def programmed(module: nn.Module) -> Program:
-    program = program_of(module)
-    assert program is not None
-    return program
-
-
 def outcome(module: nn.Module, forward: Callable[[torch.Tensor], Any], x: torch.Tensor, grad: bool) -> list[Any]:
     """Result, gradients, buffers and random state after one call with the same random numbers."""
     with torch.random.fork_rng():
@@ -116,11 +108,6 @@ def assert_program_is_forward(module: nn.Module, x: torch.Tensor) -> Watched:
         assert lanes.lane == MAIN
         assert lanes.joined == lanes.epoch == len(program.forks)
     return lanes
-
-
-def inception(channels: int = 6) -> Inception:
-    torch.manual_seed(0)
-    return Inception(channels, (3, 2, 4, 2, 3, 2))
 
 
 def test_inception_runs_its_four_branches() -> None:
@@ -208,20 +195,6 @@ def test_drawn_branches(branches: list[list[str]], join: str, in_turns: bool, sk
     assert region.in_place is (join == "add_")
 
 
-class Forms(nn.Module):
-    def __init__(self, form: Callable[[Any, torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
-        self.norm = nn.BatchNorm2d(4)
-        self.scale = nn.Parameter(torch.rand(1))
-        self.factor = 2.0
-        self.calls = 0
-        self._form = [form]
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self._form[0](self, x)
-
-
 def two_regions(m: Any, x: torch.Tensor) -> torch.Tensor:
     x = torch.cat([m.a(x), m.b(x)], 1)[:, 2:6]
     n = x.size(0)
@@ -243,11 +216,6 @@ def test_forms(form: Callable[..., Any], regions: int) -> None:
 def beside(m: Any, x: torch.Tensor) -> Any:
     y = m.a(x)
     return torch.cat([y, m.b(x)], 1), y
-
-
-def counts(m: Any, x: torch.Tensor) -> Any:
-    m.calls += 1
-    return m.a(x) + m.b(x)
 
 
 def differs(m: Any, x: torch.Tensor) -> Any:
@@ -285,27 +253,6 @@ def test_what_a_trace_would_not_repeat(reason: str) -> None:
 def test_no_branches(form: Callable[..., Any]) -> None:
     assert program_of(Forms(form)) is None
     assert find(nn.Sequential(Forms(form))) == []
-
-
-def test_a_forward_that_a_trace_misreads_is_found_out() -> None:
-    module = Forms(lambda m, x: m.a(x) + m.b(x) if isinstance(x, torch.Tensor) else m.a(x) + m.b(x) * 2)
-    x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    assert "something else" in branch_times.disagreement(module, programmed(module), x, training=True)
-    written = Forms(lambda m, x: m.a(F.relu(x, inplace=True)) + m.b(x))
-    assert "writes into" in branch_times.disagreement(written, programmed(written), x, training=True)
-    adding = Forms(lambda m, x: (lambda y: m.a(y) + m.b(y))(F.relu(x, inplace=True)))
-    assert not branch_times.disagreement(adding, programmed(adding), x, training=True)
-
-    def augmented(m: Any, x: torch.Tensor) -> torch.Tensor:
-        y = m.a(x) + m.b(x)
-        x += 1
-        return y + x
-
-    left = Forms(augmented)
-    assert "writes into its input" in branch_times.disagreement(left, programmed(left), x, training=False)
-    for good in (inception(4), Drawn([["conv", "drop"], ["drop", "conv"]], "add", True, True)):
-        for training in (True, False):
-            assert not branch_times.disagreement(good, programmed(good), x, training=training)
 
 
 def forked(module: nn.Module) -> tuple[nn.Module, list[int]]:
@@ -398,101 +345,3 @@ def test_compiled_forwards_are_the_classs_own() -> None:
     x = torch.randn(1, 6, 5, 5)
     torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="eager")(x), inception()(x))
     assert not used
-
-
-ELSEWHERE = "there are no streams on a CPU"
-
-
-def test_optimize_tells_of_branches_and_leaves_them_on_a_cpu() -> None:
-    model = nn.Sequential(
-        inception(), nn.ReLU(), Forms(counts), Drawn([["conv"], ["norm", "conv"]], "add", False, True)
-    )
-    x = torch.randn(3, 6, 5, 5)
-    model[2] = Forms(counts)
-    model.insert(2, nn.Conv2d(12, 4, 1))
-    tilewise.optimize(model, x, planner=Dividing(), branches="measured")
-    said = report(model).branches
-    assert [(one.name, len(one.regions)) for one in said] == [("0", 1), ("3", 0), ("4", 1)]
-    assert not any(one.on_streams for one in said)
-    assert [one.reason for one in said] == [ELSEWHERE, "its forward changes its own attributes", ELSEWHERE]
-    assert said[0].workspace is not None
-    assert "0: 4 branches in sequence" in str(report(model))
-    assert tilewise.nn.groups(model) == []
-    assert model[3].calls == 2
-    tilewise.optimize(model, x, planner=Dividing())
-    assert report(model).branches == ()
-    with pytest.raises(ValueError, match="branches='streams': one of sequence, measured"):
-        tilewise.optimize(model, x, branches="streams")
-
-
-def slow(m: Any, x: torch.Tensor) -> torch.Tensor:
-    time.sleep(0.004)  # not traced: the program is the faster one
-    return m.a(x) + m.b(x)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_what_is_measured_faster_runs_on_lanes(training: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Forms(slow), nn.Dropout(0.5), nn.BatchNorm2d(4), Forms(lambda m, x: m.a(x) + m.b(x)))
-    model.append(Forms(slow))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    x = torch.randn(2, 4, 5, 5)
-    random = torch.get_rng_state()
-
-    def lanes_of(value: torch.Tensor) -> InSequence | None:
-        return None if in_sequence_now() else InSequence()
-
-    told = branch_times.settle(model, [x], "measured", training=training, workspaces={}, lanes_of=lanes_of)
-    assert [(one.name, one.on_streams) for one in told] == [("0", True), ("3", False), ("4", True)]
-    assert not any(one.reason for one in told)
-    assert all(one.streams_ms is not None and one.sequence_ms is not None for one in told)
-    assert [is_forked(module) for module in model] == [True, False, False, False, True]
-    assert tilewise.nn.groups(model) == [[["0.a"], ["0.b"]], [["4.a"], ["4.b"]]]
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    assert "0: 2 branches on streams" in str(told[0])
-
-
-def test_a_whole_step_that_is_slower_runs_in_sequence() -> None:
-    model = nn.Sequential(Forms(slow))
-
-    class Waiting(InSequence):
-        def join(self, width: int) -> None:
-            super().join(width)
-            time.sleep(0.012 if is_forked(model[0]) else 0.0)
-
-    def lanes_of(value: torch.Tensor) -> InSequence | None:
-        return None if in_sequence_now() else Waiting()
-
-    x = torch.randn(2, 4, 5, 5)
-    (one,) = branch_times.settle(model, [x], "measured", training=True, workspaces={}, lanes_of=lanes_of)
-    assert one.reason.startswith("the whole step took")
-    assert not one.on_streams
-    assert not is_forked(model[0])
-
-
-def test_groups_are_the_regions_that_run_at_once() -> None:
-    model = nn.Sequential(inception(), nn.Conv2d(12, 6, 1), inception())
-    fork(model[2], programmed(model[2]))
-    (region,) = tilewise.nn.groups(model)
-    assert region == [
-        ["2.branch1.0"],
-        ["2.branch3.0.0", "2.branch3.1.0"],
-        ["2.branch5.0.0", "2.branch5.1.0"],
-        ["2.branch_pool.1.0"],
-    ]
-    tilewise.restore(model)
-    assert tilewise.nn.groups(model) == []
-
-
-def test_a_region_beyond_the_budget_runs_in_sequence() -> None:
-    model = nn.Sequential(inception())
-    sizes = {"branch1.0": 5, "branch3.0.0": 7, "branch3.1.0": 9, "branch5.1.0": 1, "branch_pool.1.0": 2}
-    sizes = {f"0.{name}": size for name, size in sizes.items()}
-    x = torch.randn(1, 6, 5, 5)
-    for budget, reason in ((16, "17 B at once, the budget 16 B"), (17, ELSEWHERE)):
-        (one,) = branch_times.settle(model, [x], "measured", training=True, workspaces=sizes, budget=budget)
-        assert one.workspace == 5 + 9 + 1 + 2
-        assert reason in one.reason
-        assert not one.on_streams
