@@ -1,5 +1,6 @@
 """Planned layers in torch models."""
 
+from tilewise.nn.branch_times import BranchReport, groups
 from tilewise.nn.functional import (
     conv1d,
     conv2d,
@@ -15,6 +16,7 @@ from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, repo
 from tilewise.nn.scheduled import schedule
 
 __all__ = [
+    "BranchReport",
     "CallReport",
     "LayerReport",
     "PassReport",
@@ -26,6 +28,7 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "groups",
     "optimize",
     "report",
     "restore",

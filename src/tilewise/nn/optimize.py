@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from tilewise.nn import ranks
+from tilewise.nn import branch_times, ranks
 from tilewise.nn.book import Book, make_options
 from tilewise.nn.geometry import Geometry, Role
 from tilewise.nn.layer import Layer
@@ -41,6 +41,7 @@ def optimize(
     error_limit: float | None = None,
     strict: bool = False,
     unplanned: str = "plan",
+    branches: str = "sequence",
     progress: Progress | None = None,
     planner: Planner | None = None,
     schedule: Schedule | str | os.PathLike[str] | None = None,
@@ -65,6 +66,8 @@ def optimize(
     - ``error_limit``, ``strict``: the relative L2 error allowed, and whether an outlier's spread is held to it.
     - ``unplanned``: what a shape seen later does: ``"plan"`` on sight, or ``"torch"``. Nothing is planned on sight
       while a CUDA graph is captured, under ``torch.compile``, or in one of several ranks.
+    - ``branches``: parallel branches, such as an Inception module's, run in ``"sequence"``, or on streams at once where
+      that is ``"measured"`` faster with the plans in place: the region by itself, and the model's whole step.
     - ``progress(done, total, text)``: called as problems are planned.
     - ``planner``: the planner, with its wisdom and its own progress; a new one by default.
     - ``schedule``: a :class:`Schedule`, or a file that holds one, to run by under its own options. Its plans are
@@ -78,6 +81,7 @@ def optimize(
     """
     if planner is not None and progress is not None:
         raise ValueError("progress: the planner given has its own; give one or the other")
+    branch_times.check(branches)
     if planner is None and progress is not None:
         planner = Planner(progress=progress)
     options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
@@ -115,7 +119,8 @@ def optimize(
         swap_back(module)
         if _gains([one for one in calls if one.name == name], book, training):
             swap(module, planned_forward(module, layers[name]))
-    made = Report(tuple(_layer_report(n, m, reasons[n], calls, book, training) for n, m in modules.items()))
+    told = tuple(_layer_report(n, m, reasons[n], calls, book, training) for n, m in modules.items())
+    made = Report(told, branch_times.settle(inner, examples, branches, training=training, workspaces=_workspaces(told)))
     keep(model, made, book, now)
     keep(inner, made, book, now)
     return model
@@ -127,6 +132,7 @@ def restore(model: Model) -> Model:
     for module in inner.modules():
         if is_planned(module):
             swap_back(module)
+    branch_times.unfork(inner)
     forget(model)
     forget(inner)
     return model
@@ -178,6 +184,15 @@ def _gains(calls: list[Recorded], book: Book, training: bool) -> bool:
             kinds = {one.call.needs if training else NO_GRADIENTS, NO_GRADIENTS}
             runners += [one.layer.resolve(replace(one.call, needs=needs)) for needs in kinds]
     return any(runner is not None and runner.planned for runner in runners)
+
+
+def _workspaces(layers: Iterable[LayerReport]) -> dict[str, int]:
+    """Bytes that each layer's plans take at most."""
+    plans = ((layer.name, one.plan) for layer in layers for one in layer.passes())
+    found: dict[str, int] = {}
+    for name, plan in plans:
+        found[name] = max(found.get(name, 0), 0 if plan is None else plan.workspace)
+    return found
 
 
 def _layer_report(

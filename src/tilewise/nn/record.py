@@ -17,7 +17,7 @@ from tilewise.nn.geometry import Geometry
 from tilewise.nn.layer import Layer
 from tilewise.nn.modules import tensors_of
 
-__all__ = ["Recorded", "arguments_of", "record"]
+__all__ = ["Recorded", "arguments_of", "record", "state_kept"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def record(
 
     args, kwargs = arguments_of(example)
     with ExitStack() as stack:
-        stack.enter_context(_state_kept(model))
+        stack.enter_context(state_kept(model))
         stack.enter_context(_watched(modules, note))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -126,7 +126,7 @@ def _watched(
 
 
 @contextmanager
-def _state_kept(model: nn.Module) -> Iterator[None]:
+def state_kept(model: nn.Module) -> Iterator[None]:
     """Buffers and random states come back as they were; lazy ones stay initialised."""
     buffers = [
         (module, name, buffer, buffer.detach().clone())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tilewise.nn.book import Book
+from tilewise.nn.branch_times import BranchReport
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem
 
@@ -69,9 +70,10 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Every convolution of a model. Prints as a table."""
+    """Every convolution of a model, and its parallel branches where they were asked for. Prints as a table."""
 
     layers: tuple[LayerReport, ...]
+    branches: tuple[BranchReport, ...] = ()
 
     def passes(self) -> Iterator[tuple[LayerReport, CallReport, PassReport]]:
         """Every pass with its call and layer."""
@@ -97,9 +99,8 @@ class Report:
             )
         rows += [(layer.name, "", "", f"torch ({layer.reason})", "", "") for layer in self.layers if layer.reason]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, *map(str, self.branches)])
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, tuple[Report, Book, bool]] = weakref.WeakKeyDictionary()

@@ -203,7 +203,7 @@ class Search:
         return sorted(kept, key=lambda plan: plan.time_ms)
 
     def _within_less(self, usable: list[Measurement]) -> list[Measurement]:
-        """What solvers offer under lower and lower limits: some block their work to fit, and only as much as is asked."""
+        """What solvers offer under lower and lower limits: some block their work to fit one, and only then."""
         if not usable or not peak_is_known(self.timer.device):
             return []
         limit = min(usable, key=lambda m: m.time_ms or math.inf).workspace or 0
