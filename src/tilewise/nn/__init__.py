@@ -12,6 +12,7 @@ from tilewise.nn.functional import (
 from tilewise.nn.optimize import optimize, restore
 from tilewise.nn.ranks import RankMismatch
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
+from tilewise.nn.transparent import Session, disable, enable, enabled
 
 __all__ = [
     "CallReport",
@@ -19,12 +20,16 @@ __all__ = [
     "PassReport",
     "RankMismatch",
     "Report",
+    "Session",
     "conv1d",
     "conv2d",
     "conv3d",
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "disable",
+    "enable",
+    "enabled",
     "optimize",
     "report",
     "restore",

@@ -123,6 +123,8 @@ def _on_sight(dims: int, transposed: bool) -> Planned:
         groups: Any,
         extra: Any = 0,
     ) -> Any:
+        if not isinstance(w, torch.Tensor):
+            return NotImplemented
         arguments = (dims, stride, padding, dilation, groups, w.shape[2:], transposed, extra)
         if torch.compiler.is_dynamo_compiling():
             return traced_by(_defaults, arguments, x, w, b)
@@ -145,10 +147,9 @@ def convolution(dims: int, planned: Planned) -> Callable[..., torch.Tensor]:
         dilation: Ints = 1,
         groups: int = 1,
     ) -> torch.Tensor:
-        if isinstance(weight, torch.Tensor):
-            y = planned(input, weight, bias, stride, padding, dilation, groups)
-            if y is not NotImplemented:
-                return y  # type: ignore[no-any-return]
+        y = planned(input, weight, bias, stride, padding, dilation, groups)
+        if y is not NotImplemented:
+            return y  # type: ignore[no-any-return]
         return by_torch(input, weight, bias, stride, padding, dilation, groups)
 
     conv.__name__ = conv.__qualname__ = f"conv{dims}d"
@@ -169,10 +170,9 @@ def transposed_convolution(dims: int, planned: Planned) -> Callable[..., torch.T
         groups: int = 1,
         dilation: Ints = 1,
     ) -> torch.Tensor:
-        if isinstance(weight, torch.Tensor):
-            y = planned(input, weight, bias, stride, padding, dilation, groups, output_padding)
-            if y is not NotImplemented:
-                return y  # type: ignore[no-any-return]
+        y = planned(input, weight, bias, stride, padding, dilation, groups, output_padding)
+        if y is not NotImplemented:
+            return y  # type: ignore[no-any-return]
         return by_torch(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
     conv_transpose.__name__ = conv_transpose.__qualname__ = f"conv_transpose{dims}d"

@@ -51,16 +51,42 @@ class Noted:
 class Site(Layer):
     """A layer as one weight meets it: the same calls, with a last call and inner layers of its own.
 
-    ``closed``: calls not seen before are torch's, at the cost of telling that they are new.
+    ``closed``: calls not seen before are torch's. ``misses`` counts calls of another kind than the one before.
     """
 
-    __slots__ = ("arguments", "closed")
+    __slots__ = ("arguments", "closed", "misses", "shapes", "whole")
     book: Recorder
 
     def __init__(self, layer: Layer, arguments: tuple[object, ...]) -> None:
         super().__init__(layer.geometry, layer.book, layer.known, frozen=layer.frozen)
         self.runners, self._entries = layer.runners, layer._entries
         self.arguments, self.closed = arguments, False
+        self.misses = 0
+        self.whole = self
+        self.shapes: dict[tuple[int, ...], Site] = {}
+
+    def at(self, x: object) -> Site | None:
+        """This layer for inputs shaped as ``x``, with a last call of its own; ``None`` where such a one is torch's."""
+        if type(x) is not torch.Tensor:
+            return self
+        found = self.shapes.get(x.shape)
+        if found is None:
+            if self.closed or self.book.full:
+                return None
+            if len(self.shapes) >= MOST_KINDS:
+                return self
+            found = self.shapes[x.shape] = Site(self, self.arguments)
+            found.whole = self
+        return found
+
+    def close(self) -> None:
+        """Leave to torch what is not known by now."""
+        self.closed = self.whole.closed = True
+        self.whole.shapes = {shape: site for shape, site in self.whole.shapes.items() if site._last is not None}
+
+    def entry(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
+        self.misses += 1
+        return super().entry(x, w, b)
 
     def _enter(self, call: object, tensors: Tensors) -> Entry | None:
         if self.closed or self.book.full:
@@ -152,7 +178,7 @@ class Recorder(Book):
 
     def _leave(self, key: tuple[str, int], kinds: dict[Noted, None], noted: Noted, site: Site) -> None:
         """Give up a layer whose calls keep changing, and what is recorded of it alone."""
-        site.closed = True
+        site.close()
         for kind in kinds:
             places = self._pending.get(kind, {})
             places.pop(key[1], None)

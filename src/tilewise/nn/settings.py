@@ -10,9 +10,8 @@ from typing import Any
 from tilewise.plan import parse_bytes
 from tilewise.planner.options import BATCH_SIZES, RIGORS
 
-__all__ = ["ENABLE", "MOST_PLANS", "VARIABLES", "Unset", "asked_for", "settled"]
+__all__ = ["MOST_PLANS", "VARIABLES", "Unset", "settled"]
 
-ENABLE = "TILEWISE_ENABLE"
 MOST_PLANS = 512
 """Problems planned in one session at most, by default."""
 
@@ -84,8 +83,3 @@ def settled(given: dict[str, Any]) -> dict[str, Any]:
         values[argument] = value
     return values
 
-
-def asked_for() -> bool:
-    """Whether ``TILEWISE_ENABLE`` asks for planning. Raises ``ValueError`` when it says neither 1 nor 0."""
-    text = os.environ.get(ENABLE, "").strip()
-    return bool(text) and _flag(ENABLE, text)

@@ -24,10 +24,12 @@ from tilewise.nn.report import Report
 from tilewise.nn.settings import Unset, settled
 from tilewise.planner import Planner, Progress
 
-__all__ = ["Session", "disable", "enable", "enable_if_asked", "enabled"]
+__all__ = ["Session", "disable", "enable", "enabled"]
 
 MOST_SITES = 8192
 """Weights whose last call is remembered."""
+FEW = 8
+"""Calls of other kinds than the last before a weight is taken to meet several in turns."""
 ENVIRONMENT: Any = Unset.ENVIRONMENT
 
 
@@ -70,6 +72,8 @@ class Session:
 
     def site(self, arguments: tuple[Any, ...], weight: torch.Tensor) -> Site | None:
         """The layer of these arguments as ``weight`` meets it from now on; ``None`` where torch must judge them."""
+        if not isinstance(weight, torch.Tensor):
+            return None
         dims, stride, padding, dilation, groups, transposed, extra = arguments
         if type(padding) is tuple and padding and type(padding[0]) is str:
             padding = padding[0]
@@ -99,6 +103,7 @@ _switching = threading.RLock()
 def _entrance(dims: int, transposed: bool) -> Planned:
     """What a replaced function asks first. A weight's ``id`` only leads to a guess, which the layer checks."""
     function = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
+    compiling = torch.compiler.is_dynamo_compiling
 
     def planned(
         x: torch.Tensor,
@@ -113,15 +118,19 @@ def _entrance(dims: int, transposed: bool) -> Planned:
         session = _current
         if session is None:
             return NotImplemented
-        if torch.compiler.is_dynamo_compiling():
+        if compiling():
             arguments = (dims, stride, padding, dilation, groups, w.shape[2:], transposed, extra)
             return traced_by(session.table, arguments, x, w, b)
-        if type(padding) is str:  # what it stands for depends on the kernel
+        if type(padding) is str and isinstance(w, torch.Tensor):  # what it stands for depends on the kernel
             padding = (padding, w.shape[2:])
         arguments = (dims, stride, padding, dilation, groups, transposed, extra)
         site = session.sites.get(id(w))
         if site is None or site.arguments != arguments:
             site = session.site(arguments, w)
+            if site is None:
+                return NotImplemented
+        if site.misses > FEW:
+            site = site.at(x)
             if site is None:
                 return NotImplemented
         y = site(x, w, b)
@@ -200,11 +209,6 @@ def disable() -> None:
         if _of_process is not None:
             _pop(_of_process)
         _of_process = None
-
-
-def enable_if_asked() -> None:
-    """What ``import tilewise`` does where ``TILEWISE_ENABLE`` is 1."""
-    enable()
 
 
 def _push(session: Session) -> None:
