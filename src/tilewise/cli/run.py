@@ -26,9 +26,7 @@ __all__ = ["command"]
 @click.option("--report", "tell", is_flag=True, help="Print what was planned to stderr when the program ends.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(
-    as_module: bool, tell: bool, script: str, arguments: tuple[str, ...], **given: Any
-) -> Callable[[], None]:
+def command(as_module: bool, tell: bool, script: str, arguments: tuple[str, ...], **given: Any) -> Callable[[], None]:
     """Run SCRIPT with its ARGUMENTS as python would, with tilewise.enable() called first.
 
     Options left out are taken from TILEWISE_WORKSPACE and the like.
@@ -41,7 +39,9 @@ def command(
     asked = {name: value for name, value in given.items() if value is not None}
     with bad_input():
         if "workspace" in asked:
-            asked["workspace"] = None if asked["workspace"] == "none" else parse_bytes(asked["workspace"], "--workspace")
+            asked["workspace"] = (
+                None if asked["workspace"] == "none" else parse_bytes(asked["workspace"], "--workspace")
+            )
         session = enable(**asked)
 
     def run() -> None:

@@ -103,7 +103,9 @@ def set_defaults(
     _defaults = Table(Book(options, unplanned, planner))
 
 
-def traced_by(table: Table, arguments: tuple[Any, ...], x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
+def traced_by(
+    table: Table, arguments: tuple[Any, ...], x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
+) -> Any:
     """What Dynamo traces for a call: a plan known in ``table``, or ``NotImplemented``."""
     known = table.traced(*arguments)
     traced = None if known is None else trace(known, x, w, b)

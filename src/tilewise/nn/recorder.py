@@ -71,7 +71,7 @@ class Site(Layer):
             return self
         found = self.shapes.get(x.shape)
         if found is None:
-            if self.closed or self.book.full:
+            if self.closed:
                 return None
             if len(self.shapes) >= MOST_KINDS:
                 return self
@@ -89,7 +89,7 @@ class Site(Layer):
         return super().entry(x, w, b)
 
     def _enter(self, call: object, tensors: Tensors) -> Entry | None:
-        if self.closed or self.book.full:
+        if self.closed:
             return None
         return super()._enter(call, tensors)  # type: ignore[arg-type]
 
@@ -141,6 +141,9 @@ class Recorder(Book):
         """
         refused = self.waiting.pop(threading.get_ident(), None)
         if refused is None:
+            return False
+        if self.full:
+            site.close()
             return False
         with self._lock:
             over = self._record(Noted(function, *refused), site, weight.data_ptr())

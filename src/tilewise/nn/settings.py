@@ -82,4 +82,3 @@ def settled(given: dict[str, Any]) -> dict[str, Any]:
             value = read(name, text) if text else default
         values[argument] = value
     return values
-

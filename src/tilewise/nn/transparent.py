@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.jit._builtins import _register_builtin
 
 from tilewise.nn.book import make_options
 from tilewise.nn.functional import BY_TORCH, Planned, Table, convolution, traced_by, transposed_convolution
@@ -70,7 +71,7 @@ class Session:
         """Every kind of call recorded: its plans and times, whether they run in place of torch, and why not."""
         return self.book.report()
 
-    def site(self, arguments: tuple[Any, ...], weight: torch.Tensor) -> Site | None:
+    def site(self, arguments: tuple[Any, ...], weight: object) -> Site | None:
         """The layer of these arguments as ``weight`` meets it from now on; ``None`` where torch must judge them."""
         if not isinstance(weight, torch.Tensor):
             return None
@@ -105,22 +106,13 @@ def _entrance(dims: int, transposed: bool) -> Planned:
     function = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
     compiling = torch.compiler.is_dynamo_compiling
 
-    def planned(
-        x: torch.Tensor,
-        w: torch.Tensor,
-        b: torch.Tensor | None,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        groups: Any,
-        extra: Any = 0,
-    ) -> Any:
+    def planned(x: Any, w: Any, b: Any, stride: Any, padding: Any, dilation: Any, groups: Any, extra: Any = 0) -> Any:
         session = _current
         if session is None:
             return NotImplemented
         if compiling():
-            arguments = (dims, stride, padding, dilation, groups, w.shape[2:], transposed, extra)
-            return traced_by(session.table, arguments, x, w, b)
+            traced = (dims, stride, padding, dilation, groups, w.shape[2:], transposed, extra)
+            return traced_by(session.table, traced, x, w, b)
         if type(padding) is str and isinstance(w, torch.Tensor):  # what it stands for depends on the kernel
             padding = (padding, w.shape[2:])
         arguments = (dims, stride, padding, dilation, groups, transposed, extra)
@@ -148,6 +140,7 @@ REPLACEMENTS = {
 for _name, _function in REPLACEMENTS.items():
     _function.__doc__ = BY_TORCH[_name].__doc__
     _function.__module__ = F.__name__  # pickled by name, it loads as torch's
+    _register_builtin(_function, f"aten::{_name}")  # what torch.jit.script makes of it
 
 
 def enabled(
