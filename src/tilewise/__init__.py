@@ -7,6 +7,7 @@ in place of the framework's own choice.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from tilewise.version import VERSION as __version__
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
     from tilewise.nn.optimize import optimize, restore
     from tilewise.nn.scheduled import schedule
+    from tilewise.nn.transparent import disable, enable, enabled
     from tilewise.plan import Plan
     from tilewise.planner import NoPlanError, Options, Planner, Schedule, ScheduleError
     from tilewise.problem import ConvProblem, Pass
@@ -30,6 +32,9 @@ _HOMES = {
         "conv_transpose1d",
         "conv_transpose2d",
         "conv_transpose3d",
+        "disable",
+        "enable",
+        "enabled",
         "optimize",
         "restore",
         "schedule",
@@ -60,6 +65,9 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "cpu",
+    "disable",
+    "enable",
+    "enabled",
     "fft",
     "optimize",
     "restore",
@@ -81,3 +89,15 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _enable_if_asked() -> None:
+    """Enable planning where ``TILEWISE_ENABLE`` is 1. Raises ``ValueError`` when it is anything but 1, 0 or empty."""
+    asked = os.environ.get("TILEWISE_ENABLE", "").strip()
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"TILEWISE_ENABLE={asked!r}: 1 or 0 would do")
+    if asked == "1":
+        importlib.import_module("tilewise.nn.transparent").enable()
+
+
+_enable_if_asked()

@@ -23,7 +23,7 @@ __all__ = [
     "one_line",
 ]
 
-COMMANDS = ("plan", "time", "explain", "wisdom", "info")
+COMMANDS = ("plan", "time", "explain", "run", "wisdom", "info")
 """Each is ``command`` in the module of its name, in the order ``--help`` lists them."""
 NO_PLAN, BAD_INPUT, INTERRUPTED = 1, 2, 130
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
@@ -74,6 +74,8 @@ class Program(click.Group):
         except click.Abort:
             click.echo("tilewise: interrupted", err=True)
             code = INTERRUPTED
+        if callable(code):  # a program of somebody else's: its errors and warnings are its own
+            code = code()
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -14,6 +14,7 @@ from tilewise.nn.optimize import optimize, restore
 from tilewise.nn.ranks import RankMismatch
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
 from tilewise.nn.scheduled import schedule
+from tilewise.nn.transparent import Session, disable, enable, enabled
 
 __all__ = [
     "BranchReport",
@@ -22,12 +23,16 @@ __all__ = [
     "PassReport",
     "RankMismatch",
     "Report",
+    "Session",
     "conv1d",
     "conv2d",
     "conv3d",
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "disable",
+    "enable",
+    "enabled",
     "groups",
     "optimize",
     "report",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,16 @@ UNPLANNED = ("plan", "torch")
 
 _planning = threading.RLock()
 """torch's flags and a device's clocks are the process's own: one thread plans at a time."""
+
+
+def _nobody_plans() -> None:
+    """A thread that was planning when the process forked does not live in the child."""
+    global _planning
+    _planning = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_nobody_plans)
 
 
 def make_options(
@@ -97,11 +108,15 @@ class Book:
                 try:
                     found = self.planner.plan_many(todo, options)
                 except NoPlanError:
-                    if options.workspace is not None and options.rigor != "wisdom_only":
+                    if self.must_plan(options):
                         raise
                     found = self._one_by_one(todo, deterministic, options)
                 for problem, plan in found.items():
                     self.learn(problem, deterministic, plan)
+
+    def must_plan(self, options: Options) -> bool:
+        """Whether a problem without a plan is an error: torch would break the limit too."""
+        return options.workspace is not None and options.rigor != "wisdom_only"
 
     def _one_by_one(
         self, problems: Iterable[ConvProblem], deterministic: bool, options: Options

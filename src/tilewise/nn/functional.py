@@ -19,23 +19,39 @@ from tilewise.nn.layer import Layer
 from tilewise.planner import Options, Planner
 
 __all__ = [
+    "BY_TORCH",
+    "Planned",
+    "Table",
     "conv1d",
     "conv2d",
     "conv3d",
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "convolution",
     "set_defaults",
+    "traced_by",
+    "transposed_convolution",
 ]
 
 Ints = int | Sequence[int]
 
+BY_TORCH: dict[str, Callable[..., torch.Tensor]] = {
+    name: getattr(F, name)
+    for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+}
+"""torch's own functions, whatever stands in their place later."""
 
-class Defaults:
-    """The options of the functional operators, and their layers by torch's arguments."""
 
-    def __init__(self, options: Options, unplanned: str, planner: Planner | None) -> None:
-        self._book = Book(options, unplanned, planner)
+Planned = Callable[..., Any]
+"""``planned(x, w, b, stride, padding, dilation, groups, output_padding)``: a result, or ``NotImplemented``."""
+
+
+class Table:
+    """The layers of one book by torch's arguments."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
         self._layers: dict[Geometry, Layer] = {}
         self._by_arguments: dict[tuple[Any, ...], Layer | None] = {}
         self._lock = threading.Lock()
@@ -64,7 +80,7 @@ class Defaults:
         return None
 
 
-_defaults = Defaults(Options(), "plan", None)
+_defaults = Table(Book(Options(), "plan"))
 
 
 def set_defaults(
@@ -84,20 +100,46 @@ def set_defaults(
     """
     global _defaults
     options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
-    _defaults = Defaults(options, unplanned, planner)
+    _defaults = Table(Book(options, unplanned, planner))
 
 
-def _planned(arguments: tuple[Any, ...], x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
-    """The planned result, or ``NotImplemented`` where torch is to do it."""
-    if torch.compiler.is_dynamo_compiling():
-        known = _defaults.traced(*arguments)
-        traced = None if known is None else trace(known, x, w, b)
-        return NotImplemented if traced is None else traced
-    layer = _defaults.layer(*arguments)
-    return NotImplemented if layer is None else layer(x, w, b)
+def traced_by(
+    table: Table, arguments: tuple[Any, ...], x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
+) -> Any:
+    """What Dynamo traces for a call: a plan known in ``table``, or ``NotImplemented``."""
+    known = table.traced(*arguments)
+    traced = None if known is None else trace(known, x, w, b)
+    return NotImplemented if traced is None else traced
 
 
-def _convolution(dims: int, by_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_sight(dims: int, transposed: bool) -> Planned:
+    """The planned result under the options of :func:`set_defaults`."""
+
+    def planned(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        b: torch.Tensor | None,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        groups: Any,
+        extra: Any = 0,
+    ) -> Any:
+        if not isinstance(w, torch.Tensor):
+            return NotImplemented
+        arguments = (dims, stride, padding, dilation, groups, w.shape[2:], transposed, extra)
+        if torch.compiler.is_dynamo_compiling():
+            return traced_by(_defaults, arguments, x, w, b)
+        layer = _defaults.layer(*arguments)
+        return NotImplemented if layer is None else layer(x, w, b)
+
+    return planned
+
+
+def convolution(dims: int, planned: Planned) -> Callable[..., torch.Tensor]:
+    """A function with the signature of ``torch.nn.functional.conv{dims}d`` that asks ``planned`` first."""
+    by_torch = BY_TORCH[f"conv{dims}d"]
+
     def conv(
         input: torch.Tensor,
         weight: torch.Tensor,
@@ -107,16 +149,19 @@ def _convolution(dims: int, by_torch: Callable[..., torch.Tensor]) -> Callable[.
         dilation: Ints = 1,
         groups: int = 1,
     ) -> torch.Tensor:
-        if isinstance(weight, torch.Tensor):
-            y = _planned((dims, stride, padding, dilation, groups, weight.shape[2:]), input, weight, bias)
-            if y is not NotImplemented:
-                return y  # type: ignore[no-any-return]
+        y = planned(input, weight, bias, stride, padding, dilation, groups)
+        if y is not NotImplemented:
+            return y  # type: ignore[no-any-return]
         return by_torch(input, weight, bias, stride, padding, dilation, groups)
 
-    return _named(conv, f"conv{dims}d")
+    conv.__name__ = conv.__qualname__ = f"conv{dims}d"
+    return conv
 
 
-def _transposed_convolution(dims: int, by_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def transposed_convolution(dims: int, planned: Planned) -> Callable[..., torch.Tensor]:
+    """:func:`convolution` for ``torch.nn.functional.conv_transpose{dims}d``."""
+    by_torch = BY_TORCH[f"conv_transpose{dims}d"]
+
     def conv_transpose(
         input: torch.Tensor,
         weight: torch.Tensor,
@@ -127,19 +172,17 @@ def _transposed_convolution(dims: int, by_torch: Callable[..., torch.Tensor]) ->
         groups: int = 1,
         dilation: Ints = 1,
     ) -> torch.Tensor:
-        if isinstance(weight, torch.Tensor):
-            arguments = (dims, stride, padding, dilation, groups, weight.shape[2:], True, output_padding)
-            y = _planned(arguments, input, weight, bias)
-            if y is not NotImplemented:
-                return y  # type: ignore[no-any-return]
+        y = planned(input, weight, bias, stride, padding, dilation, groups, output_padding)
+        if y is not NotImplemented:
+            return y  # type: ignore[no-any-return]
         return by_torch(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
-    return _named(conv_transpose, f"conv_transpose{dims}d")
+    conv_transpose.__name__ = conv_transpose.__qualname__ = f"conv_transpose{dims}d"
+    return conv_transpose
 
 
-def _named(function: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"""As :func:`torch.nn.functional.{name}`, by a plan where one is faster.
+def _documented(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    function.__doc__ = f"""As :func:`torch.nn.functional.{function.__name__}`, by a plan where one is faster.
 
     A shape seen for the first time is planned on sight, under the options of :func:`set_defaults`. Raises what torch
     raises for its arguments, and ``NoPlanError`` when no solver keeps a memory limit.
@@ -147,9 +190,7 @@ def _named(function: Callable[..., torch.Tensor], name: str) -> Callable[..., to
     return function
 
 
-conv1d = _convolution(1, F.conv1d)
-conv2d = _convolution(2, F.conv2d)
-conv3d = _convolution(3, F.conv3d)
-conv_transpose1d = _transposed_convolution(1, F.conv_transpose1d)
-conv_transpose2d = _transposed_convolution(2, F.conv_transpose2d)
-conv_transpose3d = _transposed_convolution(3, F.conv_transpose3d)
+conv1d, conv2d, conv3d = (_documented(convolution(dims, _on_sight(dims, False))) for dims in (1, 2, 3))
+conv_transpose1d, conv_transpose2d, conv_transpose3d = (
+    _documented(transposed_convolution(dims, _on_sight(dims, True))) for dims in (1, 2, 3)
+)

@@ -376,7 +376,7 @@ def _environment() -> dict[str, str]:
     """A worker's: this process's as it is now, Triton's settings among it, with the modules found here and no GPU."""
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = (os.path.abspath(place) for place in sys.path if isinstance(place, str))
-    return found | {"PYTHONPATH": os.pathsep.join(places), "CUDA_VISIBLE_DEVICES": ""}
+    return found | {"PYTHONPATH": os.pathsep.join(places), "CUDA_VISIBLE_DEVICES": "", "TILEWISE_ENABLE": "0"}
 
 
 def _processors() -> int:

@@ -1,0 +1,285 @@
+"""A book that takes calls down until a step is over and then plans them all at once (Oyama et al. 2018, III-E).
+
+A step is over when a call comes again: the same problems with a weight at the same place in memory. A network whose
+layers share a weight only has that come earlier; what it had not called by then is planned at the next repeat.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from tilewise.device import is_capturing
+from tilewise.nn.book import Book
+from tilewise.nn.geometry import Role
+from tilewise.nn.layer import Entry, Layer, Tensors
+from tilewise.nn.ranks import several_ranks
+from tilewise.nn.report import CallReport, LayerReport, PassReport, Report
+from tilewise.notation import format_layer
+from tilewise.planner import Options, Planner
+from tilewise.problem import ConvProblem, Pass
+
+__all__ = ["MOST_KINDS", "MOST_RECORDED", "Noted", "Recorder", "Site", "plan_recorded"]
+
+MOST_KINDS = 16
+"""Kinds of call (shapes, needs for gradients, flags) of one layer before it is left to torch as ever changing."""
+MOST_RECORDED = 4096
+"""Calls taken down without one that comes again before no more are."""
+OFTEN = 64
+"""So many calls of one kind are a repeat whatever their weights: some networks make their weights anew each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """One kind of call: the problems of its computations, the forward's first, and torch's deterministic flag."""
+
+    function: str
+    problems: tuple[ConvProblem, ...]
+    deterministic: bool
+
+    def roles(self) -> Iterator[tuple[Role, ConvProblem]]:
+        """What each problem is to the layer."""
+        for index, problem in enumerate(self.problems):
+            gradient = Role.GRAD_WEIGHT if problem.pass_ is Pass.WGRAD else Role.GRAD_INPUT
+            yield (gradient if index else Role.FORWARD), problem
+
+
+class Site(Layer):
+    """A layer as one weight meets it: the same calls, with a last call and inner layers of its own.
+
+    ``closed``: calls not seen before are torch's. ``misses`` counts calls of another kind than the one before.
+    """
+
+    __slots__ = ("arguments", "closed", "misses", "shapes", "whole")
+    book: Recorder
+
+    def __init__(self, layer: Layer, arguments: tuple[object, ...]) -> None:
+        super().__init__(layer.geometry, layer.book, layer.known, frozen=layer.frozen)
+        self.runners, self._entries = layer.runners, layer._entries
+        self.arguments, self.closed = arguments, False
+        self.misses = 0
+        self.whole = self
+        self.shapes: dict[tuple[int, ...], Site] = {}
+
+    def at(self, x: object) -> Site | None:
+        """This layer for inputs shaped as ``x``, with a last call of its own; ``None`` where such a one is torch's."""
+        if type(x) is not torch.Tensor:
+            return self
+        found = self.shapes.get(x.shape)
+        if found is None:
+            if self.closed:
+                return None
+            if len(self.shapes) >= MOST_KINDS:
+                return self
+            found = self.shapes[x.shape] = Site(self, self.arguments)
+            found.whole = self
+        return found
+
+    def close(self) -> None:
+        """Leave to torch what is not known by now."""
+        self.closed = self.whole.closed = True
+        self.whole.shapes = {shape: site for shape, site in self.whole.shapes.items() if site._last is not None}
+
+    def entry(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
+        self.misses += 1
+        return super().entry(x, w, b)
+
+    def _enter(self, call: object, tensors: Tensors) -> Entry | None:
+        if self.closed:
+            return None
+        return super()._enter(call, tensors)  # type: ignore[arg-type]
+
+
+class Recorder(Book):
+    """Plans of calls that were recorded; at most ``most_plans`` problems.
+
+    ``waiting`` holds, by thread, the problems of a call that :meth:`ready` has just refused. ``full``: no call that is
+    not known yet is planned any more.
+    """
+
+    def __init__(self, options: Options, planner: Planner | None, most_plans: int) -> None:
+        super().__init__(options, "plan", planner)
+        self.most_plans = most_plans
+        self.full = False
+        self.waiting: dict[int, tuple[tuple[ConvProblem, ...], bool]] = {}
+        self.calls: dict[Noted, int] = {}
+        """Kinds of call that were planned, and how many weights met each before."""
+        self.restless: dict[tuple[str, int], Noted] = {}
+        """Layers left to torch as ever changing, with one of their calls."""
+        self._pending: dict[Noted, dict[int, None]] = {}
+        self._kinds: dict[tuple[str, int], dict[Noted, None]] = {}
+        self._often: dict[Noted, int] = {}
+        self._recorded = 0
+        self._planning = False
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+
+    def constraints(self, problem: ConvProblem, deterministic: bool) -> Options:
+        options = super().constraints(problem, deterministic)
+        return replace(options, rigor="wisdom_only") if several_ranks() else options
+
+    def must_plan(self, options: Options) -> bool:
+        """Never: the step that was recorded ran by torch, and so may the next."""
+        return False
+
+    def ready(self, problems: Iterable[ConvProblem], deterministic: bool, device: torch.device) -> bool:
+        wanted = tuple(problems)
+        if not self.missing(wanted, deterministic):
+            return super().ready(wanted, deterministic, device)
+        if not is_capturing(device):
+            self.waiting[threading.get_ident()] = wanted, deterministic
+        return False
+
+    def note(self, function: str, site: Site, weight: torch.Tensor) -> bool:
+        """Take down the call that :meth:`ready` has just refused to this thread.
+
+        ``True`` when a step was over with it and all that was recorded is planned now.
+        """
+        refused = self.waiting.pop(threading.get_ident(), None)
+        if refused is None:
+            return False
+        if self.full:
+            site.close()
+            return False
+        with self._lock:
+            over = self._record(Noted(function, *refused), site, weight.data_ptr())
+            if not over or self._planning:
+                return False
+            self._planning = True
+            recorded = dict(self._pending)
+        try:
+            self._plan_within_bounds(recorded)
+        finally:
+            with self._lock:
+                self._planning = False
+        return True
+
+    def _record(self, noted: Noted, site: Site, place: int) -> bool:
+        """Whether a step was over before this call."""
+        key = (noted.function, place)
+        if len(self._kinds) > MOST_RECORDED:
+            self._kinds.clear()
+        kinds = self._kinds.setdefault(key, {})
+        if noted in kinds:
+            self._pending.setdefault(noted, {})[place] = None
+            return True
+        if len(kinds) >= MOST_KINDS:
+            self._leave(key, kinds, noted, site)
+            return False
+        kinds[noted] = None
+        self._pending.setdefault(noted, {})[place] = None
+        self._often[noted] = self._often.get(noted, 0) + 1
+        self._recorded += 1
+        if self._recorded > MOST_RECORDED:
+            self._forget()
+            self._fill(f"{MOST_RECORDED} calls were recorded and none came again")
+        return self._often.get(noted, 0) >= OFTEN
+
+    def _leave(self, key: tuple[str, int], kinds: dict[Noted, None], noted: Noted, site: Site) -> None:
+        """Give up a layer whose calls keep changing, and what is recorded of it alone."""
+        site.close()
+        for kind in kinds:
+            places = self._pending.get(kind, {})
+            places.pop(key[1], None)
+            if not places:
+                self._pending.pop(kind, None)
+        if len(self.restless) < MOST_RECORDED:
+            self.restless[key] = noted
+        self._tell(
+            "restless",
+            f"layers whose shapes keep changing ({MOST_KINDS} kinds of call) are left to torch from then on",
+        )
+
+    def _forget(self) -> None:
+        self._pending.clear()
+        self._often.clear()
+        self._recorded = 0
+
+    def _plan_within_bounds(self, recorded: dict[Noted, dict[int, None]]) -> None:
+        left = self.most_plans - len(self._plans)
+        todo: list[Noted] = []
+        for noted in recorded:
+            wanted = self.missing([p for one in [*todo, noted] for p in one.problems], noted.deterministic)
+            if len(wanted) > left:
+                self._fill(f"most_plans={self.most_plans} problems are planned")
+                break
+            todo.append(noted)
+        plan_recorded(self, todo)
+        with self._lock:
+            for noted in recorded:
+                places = self._pending.pop(noted, {})
+                if noted in todo:
+                    self.calls[noted] = len(places)
+            self._often.clear()
+            self._recorded = len(self._pending)
+        if several_ranks() and any(self.reasons.get(p) for noted in todo for p in noted.problems):
+            self._tell(
+                "ranks",
+                "one rank of several plans nothing; what wisdom has no plan for is left to torch "
+                "(run one process alone first, or call tilewise.optimize on every rank)",
+            )
+
+    def _fill(self, why: str) -> None:
+        self.full = True
+        self._tell("full", f"{why}; shapes not seen until now are left to torch")
+
+    def _tell(self, what: str, text: str) -> None:
+        """Warn, once for each thing to tell."""
+        if what not in self._told:
+            self._told.add(what)
+            warnings.warn(f"tilewise: {text}", stacklevel=2)
+
+    def report(self) -> Report:
+        """Every kind of call that was recorded, as a layer named by its text in benchdnn's notation."""
+        times = self.torch_times(())
+        with self._lock:
+            planned, pending, restless = dict(self.calls), dict(self._pending), dict(self.restless)
+        layers = [_layer_report(self, noted, count, times) for noted, count in planned.items()]
+        layers += [_unplanned(noted, len(places), "not seen a second time") for noted, places in pending.items()]
+        layers += [_unplanned(noted, 1, "its shapes keep changing") for noted in restless.values()]
+        return Report(tuple(layers))
+
+
+def plan_recorded(book: Book, recorded: Iterable[Noted]) -> None:
+    """Plan every problem of the calls ``recorded`` in ``book``, each once, and note torch's times beside the plans."""
+    calls = list(recorded)
+    for deterministic in dict.fromkeys(noted.deterministic for noted in calls):
+        problems = [p for noted in calls if noted.deterministic is deterministic for p in noted.problems]
+        book.plan(problems, deterministic)
+        book.torch_times(problems)
+
+
+def _layer_report(book: Book, noted: Noted, count: int, times: dict[ConvProblem, float]) -> LayerReport:
+    passes = tuple(
+        PassReport(
+            role.value,
+            problem,
+            book.chosen(problem, noted.deterministic),
+            times.get(problem),
+            book.replacement(problem, noted.deterministic) is not None,
+            book.reasons.get(problem, ""),
+        )
+        for role, problem in noted.roles()
+    )
+    return LayerReport(_name(noted, count), noted.function, (CallReport(_input(noted), passes),))
+
+
+def _unplanned(noted: Noted, count: int, reason: str) -> LayerReport:
+    return LayerReport(_name(noted, count), noted.function, (CallReport(_input(noted), ()),), reason)
+
+
+def _input(noted: Noted) -> tuple[int, ...]:
+    forward = noted.problems[0]
+    return forward.shape(forward.operands[0])
+
+
+def _name(noted: Noted, count: int) -> str:
+    try:
+        text = format_layer(noted.problems[0])
+    except ValueError:  # uneven padding has no text in that notation
+        text = noted.problems[0].key
+    return f"{text} x{count}" if count > 1 else text
