@@ -323,7 +323,7 @@ def test_a_schedule_on_a_gpu(workspace: str | None, tmp_path: Path) -> None:
     assert choices(tilewise.schedule(again)) == choices(Schedule.load(tmp_path / "s.json"))
     with torch.no_grad():
         exact = copy.deepcopy(wide).double()(x.double())
-        assert (again(x).double() - exact).norm() <= 1e-4 * exact.norm()
+        assert (again(x).double() - exact).norm() <= 1e-3 * exact.norm()  # torch's flag allows TF32
 
 
 SCRIPT = """

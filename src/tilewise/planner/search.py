@@ -39,6 +39,8 @@ FINALISTS = 3
 NEAR = 1.15
 """Plans whose estimate is within this of the best are finalists."""
 MOST_NESTED = 2
+MOST_WITHIN_LESS = 2
+"""Configs of each solver that are measured under each of the limits below."""
 LEAST_LIMIT = 1 << 20
 """A front is looked for under limits of half, a quarter and so on of its fastest plan's workspace, down to this."""
 BEHIND = {"cuda": 2.0, "cpu": 1.3}
@@ -210,7 +212,7 @@ class Search:
         found: list[Measurement] = []
         while (limit := limit // 2) >= LEAST_LIMIT:
             trial = self._trial(self.problem, self.tensors, replace(self.options, workspace=limit))
-            trial.beside = [*usable, *found]
+            trial.beside, trial.most = [*usable, *found], MOST_WITHIN_LESS
             known = {(m.solver, m.config) for m in trial.beside}
             found += [m for m in self._usable(trial) if (m.solver, m.config) not in known]
         return found

@@ -101,6 +101,8 @@ class Trial:
     best_ms: float = float("inf")
     beside: Sequence[Measurement] = ()
     """For a front, what was found under other limits."""
+    most: int | None = None
+    """Configs of a solver to measure at most, when that is fewer than its own number."""
     found: list[Measurement] = field(default_factory=list)
     only: frozenset[tuple[str, Config]] | None = None
     """The solvers and configs to try; ``None``: all."""
@@ -174,7 +176,7 @@ class Trial:
             known = (solver.name, solver.version, config) in self.known
             if known or patient or not self._hopeless(solver, config, estimate, needed, self.best_ms):
                 tried[solver.name] = tried.get(solver.name, 0) + 1  # as in _pruned
-                if not known and (patient or tried[solver.name] <= solver.most(self.problem)):
+                if not known and (patient or tried[solver.name] <= self._most(solver)):
                     wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
         return wanted
 
@@ -224,11 +226,15 @@ class Trial:
             self._lose(solver, config, text)
             return True
         tried[solver.name] = tried.get(solver.name, 0) + 1
-        most = solver.most(self.problem)
+        most = self._most(solver)
         if tried[solver.name] > most:
             self._lose(solver, config, f"not measured: {most} of this solver with better estimates were")
             return True
         return False
+
+    def _most(self, solver: Solver) -> int:
+        own = solver.most(self.problem)
+        return own if self.most is None else min(own, self.most)
 
     def _hopeless(self, solver: Solver, config: Config, estimate: float, needed: int, best_ms: float) -> str:
         """Why a candidate that is not known yet is not worth a measurement; empty when it is."""
