@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,11 @@ from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.problem import ConvProblem
 from tilewise.solvers import SolverUnavailable
 
-__all__ = ["UNPLANNED", "Book", "make_options"]
+__all__ = ["UNPLANNED", "Book", "make_options", "planning", "undisturbed"]
 
 UNPLANNED = ("plan", "torch")
 
-_planning = threading.RLock()
+planning = threading.RLock()
 """torch's flags and a device's clocks are the process's own: one thread plans at a time."""
 
 
@@ -45,6 +45,9 @@ class Book:
 
     Raises ``ValueError`` naming ``unplanned`` when it is neither ``"plan"`` nor ``"torch"``.
     """
+
+    traced = True
+    """Whether ``torch.compile`` may find the layers of this book."""
 
     def __init__(self, options: Options, unplanned: str, planner: Planner | None = None) -> None:
         if unplanned not in UNPLANNED:
@@ -82,7 +85,7 @@ class Book:
         Where no solver will do, torch keeps the problem and the reason is kept, unless there is a memory limit that
         torch would break too: then ``NoPlanError`` is raised.
         """
-        with _planning, undisturbed():
+        with planning, undisturbed():
             alike: dict[Options, list[ConvProblem]] = {}
             for problem in self.missing(problems, deterministic):
                 alike.setdefault(self.constraints(problem, deterministic), []).append(problem)
@@ -110,6 +113,13 @@ class Book:
     def learn(self, problem: ConvProblem, deterministic: bool, plan: Plan) -> None:
         """Take a plan, from this planner or another rank's."""
         self._plans[problem, deterministic] = plan
+
+    def follow(self, other: Book, plans: Mapping[tuple[ConvProblem, bool], Plan]) -> None:
+        """Have the plans of ``other``, but ``plans`` for the problems and deterministic flags that they are of."""
+        self._bound.clear()
+        self._plans = {**other._plans, **plans}
+        self.reasons, self.times = other.reasons, other.times
+        self.limits = {problem: plan.workspace for (problem, _), plan in plans.items()}
 
     def refuse(self, problem: ConvProblem, deterministic: bool, reason: str) -> None:
         """Leave a problem to torch."""

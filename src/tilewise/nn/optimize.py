@@ -17,6 +17,8 @@ from tilewise.nn.modules import is_convolution, is_planned, obstacle, planned_fo
 from tilewise.nn.record import Recorded, record
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, keep
 from tilewise.nn.share import plan_together
+from tilewise.nn.step import Step
+from tilewise.nn.within import Schedule, Within, memory_bytes
 from tilewise.planner import Planner, Progress
 from tilewise.problem import ConvProblem
 
@@ -41,6 +43,8 @@ def optimize(
     unplanned: str = "plan",
     progress: Progress | None = None,
     planner: Planner | None = None,
+    memory_limit: int | str | None = None,
+    memory_step: Callable[[Model], object] | None = None,
 ) -> Model:
     """Plan the convolutions of ``model`` for the shapes that ``example_inputs`` give them, and run what gains by plan.
 
@@ -64,12 +68,23 @@ def optimize(
       while a CUDA graph is captured, under ``torch.compile``, or in one of several ranks.
     - ``progress(done, total, text)``: called as problems are planned.
     - ``planner``: the planner, with its wisdom and its own progress; a new one by default.
+    - ``memory_limit``: bytes that a whole step may take on the device, parameters, activations and gradients included,
+      as a number, text (``"16GiB"``) or a share of the device's memory (``"80%"``). A step is run to see what is alive
+      when each kernel runs; each gets the rest, and the schedule is run and its peak measured.
+    - ``memory_step(model)``: one step as the program does it, with its own loss and optimizer, for ``memory_limit``.
+      What it does to parameters, buffers, gradients and random states is undone; other objects' state, an optimizer's
+      say, is its own. By default: forward, the mean square of the outputs, and backward, for each example in turn.
 
-    Raises ``ValueError`` naming the argument at fault, ``NoPlanError`` when no solver keeps the limit for a layer,
+    Raises ``ValueError`` naming the argument at fault, ``NoPlanError`` when no solver keeps the limit for a layer, or
+    no schedule ``memory_limit`` (it says what the step needs at least),
     ``RankMismatch`` when ranks see different layers, and what the model raises on its example.
     """
     if planner is not None and progress is not None:
         raise ValueError("progress: the planner given has its own; give one or the other")
+    if memory_step is not None and memory_limit is None:
+        raise ValueError("memory_step: it is the step that memory_limit is of; give both")
+    if memory_limit is not None and ranks.several_ranks():
+        raise ValueError(f"memory_limit={memory_limit!r}: one process only; workspace would do for several ranks")
     if planner is None and progress is not None:
         planner = Planner(progress=progress)
     options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
@@ -78,8 +93,13 @@ def optimize(
     modules = {name: module for name, module in inner.named_modules() if is_convolution(module)}
     reasons = {name: _reason(name, module, filter_fn) for name, module in modules.items()}
     candidates = {name: module for name, module in modules.items() if not reasons[name]}
-    layers = {name: Layers(book, frozen=not training) for name in candidates}
+    books = {name: book if memory_limit is None else Book(options, unplanned, book.planner) for name in candidates}
+    layers = {name: Layers(books[name], frozen=not training) for name in candidates}
     examples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    step, limit = None, 0
+    if memory_limit is not None:
+        step = Step(model, examples, memory_step, training=training)
+        limit = memory_bytes(memory_limit, step.device)
 
     def recorded() -> list[Recorded]:
         found = [record(inner, candidates, example, layers, training=training) for example in examples]
@@ -95,11 +115,23 @@ def optimize(
         calls = recorded()
         book.plan(problems_of(calls), now)
     book.torch_times(problems_of(calls))
-    for name, module in candidates.items():
-        swap_back(module)
-        if _gains([one for one in calls if one.name == name], book, training):
-            swap(module, planned_forward(module, layers[name]))
-    made = Report(tuple(_layer_report(n, m, reasons[n], calls, book, training) for n, m in modules.items()))
+
+    def install(schedule: Schedule) -> None:
+        for name, module in candidates.items():
+            if books[name] is not book:
+                books[name].follow(book, {key[1:]: plan for key, plan in schedule.items() if key[0] == name})
+                layers[name].forget()
+            swap_back(module)
+            if _gains([one for one in calls if one.name == name], books[name], training):
+                swap(module, planned_forward(module, layers[name]))
+
+    if step is None:
+        install({})
+    else:
+        within = Within(step, candidates, book, books, install, limit, not training)
+        book.facts["step"] = within.fit()
+    told = (_layer_report(n, m, reasons[n], calls, books.get(n, book), training) for n, m in modules.items())
+    made = Report(tuple(told), book.facts)
     keep(model, made)
     keep(inner, made)
     return model
@@ -129,6 +161,11 @@ class Layers:
         if layer is None:
             layer = self._layers[geometry] = Layer(geometry, self._book, frozen=self._frozen)
         return layer
+
+    def forget(self) -> None:
+        """Resolve every call anew."""
+        for layer in self._layers.values():
+            layer.forget()
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
