@@ -13,6 +13,7 @@ from tilewise.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from tilewise import cpu, fft
+    from tilewise.nn.batch import largest_batch
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
     from tilewise.nn.optimize import optimize, restore
     from tilewise.plan import Plan
@@ -29,6 +30,7 @@ _HOMES = {
         "conv_transpose1d",
         "conv_transpose2d",
         "conv_transpose3d",
+        "largest_batch",
         "optimize",
         "restore",
     ),
@@ -57,6 +59,7 @@ __all__ = [
     "conv_transpose3d",
     "cpu",
     "fft",
+    "largest_batch",
     "optimize",
     "restore",
 ]

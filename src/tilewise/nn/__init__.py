@@ -1,5 +1,6 @@
 """Planned layers in torch models."""
 
+from tilewise.nn.batch import LargestBatch, largest_batch
 from tilewise.nn.functional import (
     conv1d,
     conv2d,
@@ -12,19 +13,23 @@ from tilewise.nn.functional import (
 from tilewise.nn.optimize import optimize, restore
 from tilewise.nn.ranks import RankMismatch
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
+from tilewise.nn.within import StepTooLarge
 
 __all__ = [
     "CallReport",
+    "LargestBatch",
     "LayerReport",
     "PassReport",
     "RankMismatch",
     "Report",
+    "StepTooLarge",
     "conv1d",
     "conv2d",
     "conv3d",
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "largest_batch",
     "optimize",
     "report",
     "restore",

@@ -38,10 +38,21 @@ class Ladder:
         rungs = self._below(free)
         fitting = (self._at(rung) for rung in rungs if rung <= room)
         found = next((plan for plan in fitting if plan is not None), None) or self._at(0)
-        if found is not None:
-            return found
-        lean = (self._at(rung) for rung in reversed(rungs))
-        return next((plan for plan in lean if plan is not None), free)
+        return found or self._leaner(rungs, free, room)
+
+    def _leaner(self, rungs: list[int], free: Plan, room: int) -> Plan:
+        """The plan in the least, or one within ``room`` on the way there. Below the desirable plans, limits are halved:
+
+        only a limit that keeps something out has the planner cut more than the batch.
+        """
+        plans = (self._at(rung) for rung in reversed(rungs))
+        lean = next((plan for plan in plans if plan is not None), free)
+        while lean.workspace > room:
+            found = self._at(lean.workspace // 2)
+            if found is None:
+                return lean
+            lean = found
+        return lean
 
     def _free(self) -> Plan:
         plan = self._at(self.options.workspace)

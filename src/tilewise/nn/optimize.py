@@ -22,7 +22,7 @@ from tilewise.nn.within import Schedule, Within, memory_bytes
 from tilewise.planner import Planner, Progress
 from tilewise.problem import ConvProblem
 
-__all__ = ["optimize", "restore"]
+__all__ = ["optimize", "restore", "unwrapped"]
 
 Model = TypeVar("Model", bound=nn.Module)
 NO_GRADIENTS = (False, False, False)
@@ -89,7 +89,7 @@ def optimize(
         planner = Planner(progress=progress)
     options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
     book = Book(options, unplanned, planner)
-    inner = _unwrapped(model)
+    inner = unwrapped(model)
     modules = {name: module for name, module in inner.named_modules() if is_convolution(module)}
     reasons = {name: _reason(name, module, filter_fn) for name, module in modules.items()}
     candidates = {name: module for name, module in modules.items() if not reasons[name]}
@@ -139,7 +139,7 @@ def optimize(
 
 def restore(model: Model) -> Model:
     """Give every module of ``model`` torch's own computation back and return the model."""
-    inner = _unwrapped(model)
+    inner = unwrapped(model)
     for module in inner.modules():
         if is_planned(module):
             swap_back(module)
@@ -168,7 +168,7 @@ class Layers:
             layer.forget()
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model itself behind DistributedDataParallel or ``torch.compile``."""
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, nn.parallel.DistributedDataParallel):

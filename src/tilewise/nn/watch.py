@@ -87,7 +87,7 @@ class Watch:
             self._ran, self._on = [], True
             step()
 
-        step()  # torch's choice, bound, may hold a stand-in for an operand, which is not there when torch runs by itself
+        step()  # torch's choice, bound, may hold a stand-in for an operand: it is not there when torch runs by itself
         try:
             trace = self._meter.traced(step, noted)
         finally:

@@ -29,9 +29,19 @@ def document(kind: str, **fields: Any) -> dict[str, Any]:
     return {"schema": f"tilewise/{kind}", "version": VERSIONS[kind], "tilewise": VERSION, **fields}
 
 
-def plan_document(head: dict[str, Any], results: Sequence[LayerResult], summary: Summary) -> dict[str, Any]:
-    """What ``tilewise plan`` found; ``head`` says for what: ``target``, ``device``, ``environment``, ``options``."""
-    return document("plan", **head, layers=_layers(results), summary=_summary(summary))
+def plan_document(
+    head: dict[str, Any],
+    results: Sequence[LayerResult],
+    summary: Summary,
+    step: dict[str, Any] | None = None,
+    largest: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What ``tilewise plan`` found; ``head`` says for what: ``target``, ``device``, ``environment``, ``options``.
+
+    ``step`` is what a limit of the whole step came to, ``largest`` the largest batch where that was asked for.
+    """
+    layers, totals = _layers(results), _summary(summary)
+    return document("plan", **head, layers=layers, summary=totals, step=step, largest_batch=largest)
 
 
 def time_document(
