@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from tilewise.cli.program import NO_PLAN, BadInput
@@ -50,11 +52,15 @@ def command(
     if max_batch and memory_limit is None:
         raise BadInput("--max-batch: of which limit? --memory-limit 16GiB would do")
     options = settings.options()
-    resolved = resolve(target, settings, passes)
     if memory_limit is None:
+        resolved = resolve(target, settings, passes)
         found = Found(resolved, plan_target(resolved, options, Planner()))
+    elif max_batch:  # inputs of another batch are not to count
+        resolved = replace(resolve(target, settings, passes), inputs=None)
+        found = plan_step(resolved, options, Planner(), memory_limit, passes)
     else:
-        found = plan_step(resolved, settings, options, Planner(), memory_limit, passes if max_batch else None)
+        resolved = resolve(target, settings, passes)
+        found = plan_step(resolved, options, Planner(), memory_limit, None)
     top, summary = head(found.target, settings, options), summarize(found.results)
     if as_json:
         show_json(plan_document(top, found.results, summary, found.step, found.largest))

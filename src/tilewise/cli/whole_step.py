@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from tilewise.cli.program import BadInput, bad_input, one_line
-from tilewise.cli.settings import Settings
 from tilewise.cli.target import Target, layers_of
-from tilewise.nn import Report, StepTooLarge, largest_batch, optimize
+from tilewise.nn import LargestBatch, Report, StepTooLarge, largest_batch, optimize, restore
 from tilewise.nn import report as report_of
 from tilewise.nn.within import memory_bytes
 from tilewise.plan import format_bytes
@@ -34,7 +33,6 @@ class Found:
 
 def plan_step(
     target: Target,
-    settings: Settings,
     options: Options,
     planner: Planner,
     memory_limit: str,
@@ -49,23 +47,22 @@ def plan_step(
         raise BadInput(f"--memory-limit: it is of a network's step, and {target.name!r} is a layer; NET would do")
     with bad_input():
         limit = memory_bytes(memory_limit, target.device, "--memory-limit")
-    given = {
+    given: dict[str, Any] = {
         "workspace": options.workspace,
         "batch_sizes": options.batch_sizes,
         "rigor": options.rigor,
         "deterministic": options.deterministic,
         "planner": planner,
     }
-    module, largest = target.network.module, None
+    module, make_inputs = target.network.module, target.make_inputs
+    fits: LargestBatch | None = None
     with progress_bar("planning a step", None) as progress, framework_flags(target.precision, options.deterministic):
         progress(target.name)
         try:
             if passes is None:
                 optimize(module, target.inputs, memory_limit=limit, **given)
             else:
-                target = replace(target, inputs=None)  # it is not to count
-                fits = largest_batch(module, target.make_inputs or _never, limit, **given)
-                largest = {"batch": fits.batch, "step_ms": fits.step_ms, "image_ms": fits.image_ms}
+                fits = largest_batch(module, make_inputs, limit, **given)
         except StepTooLarge as error:
             hint = "" if passes is not None else "; --max-batch finds the largest batch that fits"
             raise click.ClickException(
@@ -75,15 +72,15 @@ def plan_step(
         except NoPlanError as error:
             raise click.ClickException(one_line(str(error))) from error
     made = report_of(module)
-    if largest is not None and target.make_inputs is not None:
-        inputs = target.make_inputs(largest["batch"])
-        layers = layers_of(module, inputs, target.precision, passes or ())
-        target = replace(target, batch=largest["batch"], inputs=inputs, layers=layers)
-    return Found(target, _results(target, made), dict(made.facts["step"]), largest)
-
-
-def _never(_: int) -> Any:
-    raise AssertionError
+    step = dict(made.facts["step"])
+    if fits is None:
+        return Found(target, _results(target, made), step)
+    restore(module)  # what is swapped is no layer of torch's
+    inputs = make_inputs(fits.batch)
+    layers = layers_of(module, inputs, target.precision, passes or ())
+    target = replace(target, batch=fits.batch, inputs=inputs, layers=layers)
+    largest = {"batch": fits.batch, "step_ms": fits.step_ms, "image_ms": fits.image_ms}
+    return Found(target, _results(target, made), step, largest)
 
 
 def _results(target: Target, made: Report) -> list[LayerResult]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,7 +70,6 @@ class GpuMeter(Meter):
         self._most: list[int] = []
 
     def traced(self, warm: Call, step: Call) -> Trace:
-        gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -117,7 +115,6 @@ class CpuMeter(Meter):
     def traced(self, warm: Call, step: Call) -> Trace:
         if autograd._profiler_enabled():
             raise RuntimeError("a profiler is running, and a CPU's memory is counted by torch's: stop it first")
-        gc.collect()
         release_workspaces()
         before = storage_bytes(self._held())
         config = profiler.ProfilerConfig(

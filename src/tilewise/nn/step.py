@@ -27,7 +27,7 @@ class Step:
     """A step of ``model``: ``own(model)`` where that is given, else forward, :func:`loss_of` and backward.
 
     Without ``own`` each example is a step of its own that starts from the gradients the model has now. With
-    ``training`` off it is a forward without autograd. Raises ``ValueError`` where the model's tensors lie on several devices.
+    ``training`` off it is a forward without autograd. Raises ``ValueError`` where the model lies on several devices.
     """
 
     def __init__(

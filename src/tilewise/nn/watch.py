@@ -21,7 +21,7 @@ from tilewise.plan import Config, Plan
 from tilewise.planner import Options
 from tilewise.problem import ConvProblem, Pass
 
-__all__ = ["Kernel", "Moment", "Watch", "swaps_kept"]
+__all__ = ["Kernel", "Moment", "Watch", "saved_swaps", "swaps_kept"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +161,25 @@ class WatchedPass(BoundPass):
         return self._watch.run(self._kernel, lambda: self._inner.bound(a, b, bias))
 
 
-@contextmanager
-def swaps_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What the modules compute with comes back as it was, planned or not."""
+def saved_swaps(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """What has the modules compute as they do now, planned or not, whenever it is called."""
     names = ("forward", "_replicate_for_data_parallel")
     saved = [(module, {n: module.__dict__[n] for n in names if n in module.__dict__}) for module in modules]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for module, own in saved:
             for name in names:
                 module.__dict__.pop(name, None)
             module.__dict__.update(own)
+
+    return put_back
+
+
+@contextmanager
+def swaps_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """The modules compute as they did before when it ends."""
+    put_back = saved_swaps(modules)
+    try:
+        yield
+    finally:
+        put_back()

@@ -6,8 +6,8 @@ runs, so what a kernel may use is the limit less what is alive just then.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from tilewise.device import total_memory
 from tilewise.nn.book import Book
 from tilewise.nn.ladder import ladder_of
 from tilewise.nn.meter import Meter, allocator_cap, meter_of
+from tilewise.nn.modules import swap_back
 from tilewise.nn.step import Step
-from tilewise.nn.watch import Moment, Watch, swaps_kept
+from tilewise.nn.watch import Moment, Watch, saved_swaps
 from tilewise.plan import Plan, format_bytes, parse_bytes
 from tilewise.planner import NoPlanError
 from tilewise.planner.measure import without_benchmark
@@ -98,6 +99,7 @@ def profile(step: Step, modules: Mapping[str, nn.Module], *, frozen: bool) -> Ne
     """
     meter = meter_of(step.device, step.held)
     watch = Watch(meter, {})
+    gc.collect()  # what planning left
     try:
         with step.repeatable(), watch.over(modules, frozen=frozen), without_benchmark():
             _, moments, rest = watch.traced(step)
@@ -129,22 +131,26 @@ class Within:
         Raises :class:`StepTooLarge` where even the least schedule is above the limit, and what the step raises; the
         modules then compute as they did before.
         """
-        with ExitStack() as stack:
-            stack.enter_context(swaps_kept(self.modules.values()))
-            for module in self.modules.values():
-                for name in ("forward", "_replicate_for_data_parallel"):
-                    module.__dict__.pop(name, None)
-            needs = profile(self.step, self.modules, frozen=self.frozen)
-            self._base = needs.base()
-            self._grain = needs.meter.granularity
-            for deterministic in {key[2] for key in self._base}:
-                self.book.plan([p for _, p, d in self._base if d == deterministic], deterministic)
-            lean = self._least(needs.floor)
-            least = self._needed(self._chosen(lean, {}), lean, needs.floor)
-            if least > self.limit and self.limit < NEAR * needs.floor:
-                raise StepTooLarge(self.limit, least, self._too_large(least))
-            schedule, peak = self._fitted(lean, least)
-            stack.pop_all()
+        put_back = saved_swaps(self.modules.values())
+        try:
+            return self._fit()
+        except BaseException:
+            put_back()
+            raise
+
+    def _fit(self) -> dict[str, Any]:
+        for module in self.modules.values():
+            swap_back(module)
+        needs = profile(self.step, self.modules, frozen=self.frozen)
+        self._base = needs.base()
+        self._grain = needs.meter.granularity
+        for deterministic in {key[2] for key in self._base}:
+            self.book.plan([p for _, p, d in self._base if d == deterministic], deterministic)
+        lean = self._least(needs.floor)
+        least = self._needed(self._chosen(lean, {}), lean, needs.floor)
+        if least > self.limit and self.limit < NEAR * needs.floor:
+            raise StepTooLarge(self.limit, least, self._too_large(least))
+        schedule, peak = self._fitted(lean, least)
         moments = [self._told(m, schedule) for m in needs.moments]
         return {"limit": self.limit, "peak": peak, "least": min(least, peak), "moments": moments}
 
@@ -262,18 +268,25 @@ class Within:
                 with self.step.repeatable(), allocator_cap(cap, self.step.device):
                     return meter.traced(self.step, self.step).peak
             except torch.OutOfMemoryError:
+                gc.collect()
                 return None
         watch = Watch(meter, self.books)
-        with self.step.repeatable(), watch.over(self.modules, frozen=self.frozen):
-            trace, moments, _ = watch.traced(self.step)
+        with self.step.repeatable():
+            peak = meter.traced(self.step, self.step).peak
+            with watch.over(self.modules, frozen=self.frozen):
+                _, moments, _ = watch.traced(self.step)
         hidden = []
         for m in moments:
             plan = self.books[m.kernel.layer].chosen(m.kernel.problem, m.kernel.deterministic)
-            hidden.append(_total(m, plan))
-        return max([trace.peak, *hidden])
+            hidden.append(m.alive + m.result + _hidden(m, plan))
+        return max([peak, *hidden])
 
 
 def _total(m: Moment, plan: Plan | None) -> int:
     """Bytes while a kernel ran: as counted, or with what its library took by itself where the planner saw more."""
-    hidden = 0 if plan is None else max(0, plan.workspace - m.kernel.declared)
-    return max(m.most, m.alive + m.result + hidden)
+    return max(m.most, m.alive + m.result + _hidden(m, plan))
+
+
+def _hidden(m: Moment, plan: Plan | None) -> int:
+    """What the planner saw a library take by itself."""
+    return 0 if plan is None else max(0, plan.workspace - m.kernel.declared)

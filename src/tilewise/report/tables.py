@@ -182,7 +182,7 @@ def summary_text(summary: Summary) -> str:
 
 
 def memory_text(step: Mapping[str, Any], largest: Mapping[str, Any] | None) -> str:
-    """A step's limit, what it took and when, what it needs at least, and the largest batch where that was looked for."""
+    """A step's limit, what it took, what it needs at least, and the largest batch where that was looked for."""
     line = f"step: peak {format_bytes(step['peak'])}, limit {format_bytes(step['limit'])}, needs at least "
     line += format_bytes(step["least"])
     moment = max(step["moments"], key=lambda m: m["alive"] + m["result"] + m["workspace"], default=None)
