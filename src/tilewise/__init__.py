@@ -14,6 +14,7 @@ from tilewise.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from tilewise import cpu, fft
+    from tilewise.nn.batch import largest_batch
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
     from tilewise.nn.optimize import optimize, restore
     from tilewise.nn.scheduled import schedule
@@ -35,6 +36,7 @@ _HOMES = {
         "disable",
         "enable",
         "enabled",
+        "largest_batch",
         "optimize",
         "restore",
         "schedule",
@@ -69,6 +71,7 @@ __all__ = [
     "enable",
     "enabled",
     "fft",
+    "largest_batch",
     "optimize",
     "restore",
     "schedule",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-__all__ = ["Environment", "device_name", "environment", "torch_device"]
+__all__ = ["Environment", "device_name", "environment", "torch_device", "total_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,19 @@ def _distribution_version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory that ``device`` has; a CPU's is the machine's, or the control group's where that allows less."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            text = file.read().strip()
+    except OSError:
+        text = "max"
+    return min(total, int(text)) if text.isdigit() else total
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,12 @@ __all__ = ["command"]
 @click.command("plan")
 @click.argument("target", metavar="NET|LAYER")
 @click.option("--pass", "passes", type=click.Choice(PASSES), multiple=True, help="Only this pass; may be repeated.")
+@click.option(
+    "--memory-limit",
+    metavar="SIZE",
+    help="Limit of a whole training step of NET on its device, such as 16GiB or 80%.  [default: none]",
+)
+@click.option("--max-batch", is_flag=True, help="Find the largest mini-batch that keeps --memory-limit, and plan that.")
 @planning_options
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/plan) instead of tables.")
 @click.option(
@@ -31,6 +38,8 @@ def command(
     ctx: click.Context,
     target: str,
     passes: tuple[str, ...],
+    memory_limit: str | None,
+    max_batch: bool,
     settings: Settings,
     as_json: bool,
     output: str | None,
@@ -39,32 +48,48 @@ def command(
 ) -> None:
     """Find and print a plan for every layer and pass of NET or LAYER.
 
-    Plans are remembered: what was measured once, here or in a program, is not measured again. Exits with 1 where some
-    layer-pass has no plan within the limit, with the reasons. What -o writes is a schedule, which `tilewise.optimize`
-    and `tilewise time --schedule` run by.
+    Plans are remembered: what was measured once, here or in a program, is not measured again. With --memory-limit a
+    training step is run (forward, a loss and backward, without an optimizer), each kernel may use what is left at its
+    moment, and the step's peak is measured. Exits with 1 where some layer-pass has no plan within the limit, with the
+    reasons, or where no schedule keeps the step's. What -o writes is a schedule, which `tilewise.optimize` and
+    `tilewise time --schedule` run by.
     """
     from tilewise.cli.planning import head, plan_target, schedule_of
     from tilewise.cli.target import resolve
+    from tilewise.cli.whole_step import Found, plan_step
     from tilewise.planner import Planner
     from tilewise.report.console import show, show_json
-    from tilewise.report.tables import heading, plan_table, summary_text
+    from tilewise.report.tables import heading, memory_text, plan_table, summary_text
     from tilewise.report.values import summarize
 
     if output is not None and not Path(output).absolute().parent.is_dir():
         raise BadInput(f"-o: {output!r} lies in no folder that there is")
-    options = settings.options()
+    if max_batch and memory_limit is None:
+        raise BadInput("--max-batch: of which limit? --memory-limit 16GiB would do")
+    options, planner = settings.options(), Planner()
     resolved = resolve(target, settings, passes)
-    planner = Planner()
-    results = plan_target(resolved, options, planner)
-    summary = summarize(results)
+    if memory_limit is None:
+        found = Found(resolved, plan_target(resolved, options, planner))
+    elif max_batch:  # inputs of another batch are not to count
+        resolved = replace(resolved, inputs=None)
+        found = plan_step(resolved, options, planner, memory_limit, passes)
+    else:
+        found = plan_step(resolved, options, planner, memory_limit, None)
+    summary = summarize(found.results)
     if as_json or output is not None:
-        schedule = schedule_of(resolved, settings, options, results, planner, fronts=fronts, candidates=candidates)
+        schedule = schedule_of(
+            found.target, settings, options, found.results, planner, fronts=fronts, candidates=candidates
+        )
+        schedule = replace(schedule, step=found.step, largest_batch=found.largest)
         if output is not None:
             save(schedule, output)
         if as_json:
             show_json(schedule.to_json())
     if not as_json:
-        show(heading(head(resolved, settings, options)), plan_table(results), "", summary_text(summary))
+        top = head(found.target, settings, options)
+        show(heading(top), plan_table(found.results), "", summary_text(summary))
+        if found.step is not None:
+            show("", memory_text(found.step, found.largest))
     if summary.unplanned:
         ctx.exit(NO_PLAN)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ __all__ = ["Target", "network_target", "resolve"]
 class Target:
     """A network or layer on a device: ``layers`` in the order they run, equal ones once.
 
-    ``network`` and its ``inputs`` are ``None`` for a layer.
+    ``network`` and its ``inputs`` are ``None`` for a layer. ``make_inputs`` gives those of other batches.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Target:
     layers: tuple[Layer, ...]
     network: Network | None = None
     inputs: torch.Tensor | None = None
+    make_inputs: Callable[[int], torch.Tensor] | None = None
 
 
 def resolve(text: str, settings: Settings, passes: tuple[str, ...] = ()) -> Target:
@@ -86,7 +88,11 @@ def network_target(text: str, settings: Settings, passes: tuple[str, ...] = ()) 
             )
         order = orders[len(network.input_shape)]
     network.module.to(device, dtype).to(memory_format=order)  # type: ignore[call-overload]
-    inputs = network.example_inputs(batch, device, dtype).contiguous(memory_format=order)
+
+    def make_inputs(batch: int) -> torch.Tensor:
+        return network.example_inputs(batch, device, dtype).contiguous(memory_format=order)
+
+    inputs = make_inputs(batch)
     precision = settings.set_precision(device)
     try:
         layers = layers_of(network.module.train(), inputs, precision, passes)
@@ -95,7 +101,7 @@ def network_target(text: str, settings: Settings, passes: tuple[str, ...] = ()) 
             raise
         reason = one_line(f"{type(error).__name__}: {error}")[:300]
         raise BadInput(f"NET|LAYER: {text!r} does not run on an input of {tuple(inputs.shape)}: {reason}") from error
-    return Target(text, batch, device, precision, layers, network, inputs)
+    return Target(text, batch, device, precision, layers, network, inputs, make_inputs)
 
 
 def layers_of(

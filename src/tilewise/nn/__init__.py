@@ -1,5 +1,6 @@
 """Planned layers in torch models."""
 
+from tilewise.nn.batch import LargestBatch, largest_batch
 from tilewise.nn.branch_times import BranchReport, groups
 from tilewise.nn.functional import (
     conv1d,
@@ -15,15 +16,18 @@ from tilewise.nn.ranks import RankMismatch
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
 from tilewise.nn.scheduled import schedule
 from tilewise.nn.transparent import Session, disable, enable, enabled
+from tilewise.nn.within import StepTooLarge
 
 __all__ = [
     "BranchReport",
     "CallReport",
+    "LargestBatch",
     "LayerReport",
     "PassReport",
     "RankMismatch",
     "Report",
     "Session",
+    "StepTooLarge",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -34,6 +38,7 @@ __all__ = [
     "enable",
     "enabled",
     "groups",
+    "largest_batch",
     "optimize",
     "report",
     "restore",

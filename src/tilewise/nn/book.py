@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,11 @@ from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.problem import ConvProblem
 from tilewise.solvers import SolverUnavailable
 
-__all__ = ["UNPLANNED", "Book", "make_options"]
+__all__ = ["UNPLANNED", "Book", "make_options", "planning", "undisturbed"]
 
 UNPLANNED = ("plan", "torch")
 
 _planning = threading.RLock()
-"""torch's flags and a device's clocks are the process's own: one thread plans at a time."""
 
 
 def _nobody_plans() -> None:
@@ -36,6 +35,11 @@ def _nobody_plans() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_nobody_plans)
+
+
+def planning() -> AbstractContextManager[object]:
+    """torch's flags and a device's clocks are the process's own: one thread plans at a time."""
+    return _planning
 
 
 def make_options(
@@ -56,6 +60,9 @@ class Book:
 
     Raises ``ValueError`` naming ``unplanned`` when it is neither ``"plan"`` nor ``"torch"``.
     """
+
+    traced = True
+    """Whether ``torch.compile`` may find the layers of this book."""
 
     def __init__(self, options: Options, unplanned: str, planner: Planner | None = None) -> None:
         if unplanned not in UNPLANNED:
@@ -97,7 +104,7 @@ class Book:
         Where no solver will do, torch keeps the problem and the reason is kept, unless there is a memory limit that
         torch would break too: then ``NoPlanError`` is raised.
         """
-        with _planning, undisturbed():
+        with planning(), undisturbed():
             alike: dict[Options, list[ConvProblem]] = {}
             waiting = self.missing(problems, deterministic)
             if self.supply is not None:
@@ -132,6 +139,13 @@ class Book:
     def learn(self, problem: ConvProblem, deterministic: bool, plan: Plan) -> None:
         """Take a plan, from this planner or another rank's."""
         self._plans[problem, deterministic] = plan
+
+    def follow(self, other: Book, plans: Mapping[tuple[ConvProblem, bool], Plan]) -> None:
+        """Have the plans of ``other``, but ``plans`` for the problems and deterministic flags that they are of."""
+        self._bound.clear()
+        self._plans = {**other._plans, **plans}
+        self.reasons, self.times = other.reasons, other.times
+        self.limits = {problem: plan.workspace for (problem, _), plan in plans.items()}
 
     def refuse(self, problem: ConvProblem, deterministic: bool, reason: str) -> None:
         """Leave a problem to torch."""

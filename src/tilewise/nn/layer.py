@@ -181,7 +181,7 @@ class Layer:
             direct=call.x == call.x.settled(call.backend_layout) and call.w == call.w.settled(call.backend_layout),
             device=call.device,
         )
-        if runner.planned:
+        if runner.planned and self.book.traced:
             forward = problems[Role.FORWARD]
             self.known.append(publish(runner, call, forward.shape(forward.result)))
         return runner
@@ -212,6 +212,15 @@ class Layer:
             )
             for role in wanted(call.needs)
         }
+
+    def forget(self) -> None:
+        """Resolve every call anew: the book's plans have changed."""
+        self.runners.clear()
+        self.known.clear()
+        self._entries.clear()
+        self._last = None
+        for inner in self._inner.values():
+            inner.forget()
 
     def visit(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Iterator[tuple[Layer, Call]]:
         """The layer and call that a call comes down to, without planning; nothing where it is torch's own affair."""

@@ -19,10 +19,12 @@ from tilewise.nn.record import Recorded, record
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, forget, keep
 from tilewise.nn.scheduled import Source, read_schedule
 from tilewise.nn.share import plan_together
+from tilewise.nn.step import Step
+from tilewise.nn.within import Choices, Within, memory_bytes
 from tilewise.planner import Planner, Progress, Schedule
 from tilewise.problem import ConvProblem
 
-__all__ = ["optimize", "restore"]
+__all__ = ["optimize", "restore", "unwrapped"]
 
 Model = TypeVar("Model", bound=nn.Module)
 NO_GRADIENTS = (False, False, False)
@@ -45,6 +47,8 @@ def optimize(
     progress: Progress | None = None,
     planner: Planner | None = None,
     schedule: Schedule | str | os.PathLike[str] | None = None,
+    memory_limit: int | str | None = None,
+    memory_step: Callable[[Model], object] | None = None,
 ) -> Model:
     """Plan the convolutions of ``model`` for the shapes that ``example_inputs`` give them, and run what gains by plan.
 
@@ -74,14 +78,27 @@ def optimize(
       checked, not timed. What it does not have, or what was planned for another device, other versions or turns out
       wrong or too large here, is planned anew; one warning tells how many and why, the report which. With several ranks
       rank 0 reads it.
+    - ``memory_limit``: bytes that a whole step may take on the device, parameters, activations and gradients included,
+      as a number, text (``"16GiB"``) or a share of the device's memory (``"80%"``). A step is run to see what is alive
+      when each kernel runs; each gets the rest, and the schedule is run and its peak measured.
+    - ``memory_step(model)``: one step as the program does it, with its own loss and optimizer, for ``memory_limit``.
+      What it does to parameters, buffers, gradients and random states is undone; other objects' state, an optimizer's
+      say, is its own. By default: forward, the mean square of the outputs, and backward, for each example in turn.
 
     Raises ``ValueError`` naming the argument at fault or a schedule that fits no layer, ``ScheduleError`` for a file
-    that holds none, ``NoPlanError`` when no solver keeps the limit for a layer, ``RankMismatch`` when ranks see
-    different layers, and what the model raises on its example.
+    that holds none, ``NoPlanError`` when no solver keeps the limit for a layer, or no schedule ``memory_limit`` (it
+    says what the step needs at least), ``RankMismatch`` when ranks see different layers, and what the model raises on
+    its example.
     """
     if planner is not None and progress is not None:
         raise ValueError("progress: the planner given has its own; give one or the other")
     branch_times.check(branches)
+    if memory_limit is not None and schedule is not None:
+        raise ValueError(f"memory_limit={memory_limit!r}: a schedule has limits of its own; give one or the other")
+    if memory_step is not None and memory_limit is None:
+        raise ValueError("memory_step: it is the step that memory_limit is of; give both")
+    if memory_limit is not None and ranks.several_ranks():
+        raise ValueError(f"memory_limit={memory_limit!r}: one process only; workspace would do for several ranks")
     if planner is None and progress is not None:
         planner = Planner(progress=progress)
     options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
@@ -89,12 +106,17 @@ def optimize(
     source = None if read is None else Source(read, schedule)
     book = Book(options if source is None else source.options(options), unplanned, planner)
     book.supply = None if source is None else source.supply
-    inner = _unwrapped(model)
+    inner = unwrapped(model)
     modules = {name: module for name, module in inner.named_modules() if is_convolution(module)}
     reasons = {name: _reason(name, module, filter_fn) for name, module in modules.items()}
     candidates = {name: module for name, module in modules.items() if not reasons[name]}
-    layers = {name: Layers(book, frozen=not training) for name in candidates}
+    books = {name: book if memory_limit is None else Book(options, unplanned, book.planner) for name in candidates}
+    layers = {name: Layers(books[name], frozen=not training) for name in candidates}
     examples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    step, limit = None, 0
+    if memory_limit is not None:
+        step = Step(model, examples, memory_step, training=training)
+        limit = memory_bytes(memory_limit, step.device)
 
     def recorded() -> list[Recorded]:
         found = [record(inner, candidates, example, layers, training=training) for example in examples]
@@ -115,12 +137,24 @@ def optimize(
     book.torch_times(problems_of(calls))
     if source is not None:
         source.conclude(book, problems_of(calls))
-    for name, module in candidates.items():
-        swap_back(module)
-        if _gains([one for one in calls if one.name == name], book, training):
-            swap(module, planned_forward(module, layers[name]))
-    told = tuple(_layer_report(n, m, reasons[n], calls, book, training) for n, m in modules.items())
-    made = Report(told, branch_times.settle(inner, examples, branches, training=training, workspaces=_workspaces(told)))
+
+    def install(schedule: Choices) -> None:
+        for name, module in candidates.items():
+            if books[name] is not book:
+                books[name].follow(book, {key[1:]: plan for key, plan in schedule.items() if key[0] == name})
+                layers[name].forget()
+            swap_back(module)
+            if _gains([one for one in calls if one.name == name], books[name], training):
+                swap(module, planned_forward(module, layers[name]))
+
+    if step is None:
+        install({})
+    else:
+        within = Within(step, candidates, book, books, install, limit, not training)
+        book.facts["step"] = within.fit()
+    told = tuple(_layer_report(n, m, reasons[n], calls, books.get(n, book), training) for n, m in modules.items())
+    forks = branch_times.settle(inner, examples, branches, training=training, workspaces=_workspaces(told))
+    made = Report(told, forks, book.facts)
     keep(model, made, book, now)
     keep(inner, made, book, now)
     return model
@@ -128,7 +162,7 @@ def optimize(
 
 def restore(model: Model) -> Model:
     """Give every module of ``model`` torch's own computation back and return the model."""
-    inner = _unwrapped(model)
+    inner = unwrapped(model)
     for module in inner.modules():
         if is_planned(module):
             swap_back(module)
@@ -152,8 +186,13 @@ class Layers:
             layer = self._layers[geometry] = Layer(geometry, self._book, frozen=self._frozen)
         return layer
 
+    def forget(self) -> None:
+        """Resolve every call anew."""
+        for layer in self._layers.values():
+            layer.forget()
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model itself behind DistributedDataParallel or ``torch.compile``."""
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, nn.parallel.DistributedDataParallel):

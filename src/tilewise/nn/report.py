@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -70,10 +71,14 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Every convolution of a model, and its parallel branches where they were asked for. Prints as a table."""
+    """Every convolution of a model, and its parallel branches where they were asked for. Prints as a table.
+
+    ``facts``: what else was found, by name (``docs/json.md``).
+    """
 
     layers: tuple[LayerReport, ...]
     branches: tuple[BranchReport, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def passes(self) -> Iterator[tuple[LayerReport, CallReport, PassReport]]:
         """Every pass with its call and layer."""

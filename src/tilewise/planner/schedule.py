@@ -27,7 +27,8 @@ class Schedule:
     ``target`` is the network as given; ``device`` and ``environment`` say where the plans were found, ``options`` under
     which constraints. ``batch``, ``dtype``, ``precision`` and ``layout`` describe the inputs. ``layers`` are in the
     order they first run, equal ones once. ``budget`` says how one budget was divided among the kernels, ``step`` what
-    memory a training step takes, both as ``docs/json.md`` describes them; ``None`` where nobody asked.
+    memory a training step takes, ``largest_batch`` which is the largest that keeps to it, all as ``docs/json.md``
+    describes them; ``None`` where nobody asked.
     """
 
     target: str
@@ -41,11 +42,18 @@ class Schedule:
     layers: tuple[LayerResult, ...]
     budget: dict[str, Any] | None = None
     step: dict[str, Any] | None = None
+    largest_batch: dict[str, Any] | None = None
 
     @cached_property
     def kernels(self) -> dict[ConvProblem, PassResult]:
-        """What came of each distinct problem."""
-        return {found.problem: found for result in reversed(self.layers) for found in result.passes}
+        """What came of each distinct problem: of several, as a limit of a whole step has, that in least workspace."""
+        found: dict[ConvProblem, PassResult] = {}
+        for result in self.layers:
+            for one in result.passes:
+                kept = found.get(one.problem, one)
+                less = kept.plan is not None and one.plan is not None and one.plan.workspace < kept.plan.workspace
+                found[one.problem] = one if less else kept
+        return found
 
     @property
     def summary(self) -> Summary:
@@ -75,6 +83,7 @@ class Schedule:
             summary=summary_json(self.summary),
             budget=self.budget,
             step=self.step,
+            largest_batch=self.largest_batch,
         )
 
     @classmethod

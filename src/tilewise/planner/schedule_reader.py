@@ -81,7 +81,9 @@ def read_fields(data: object) -> dict[str, Any]:
     device = _name(document.get("device"), "device")
     listed = _list(document.get("layers"), "layers", MOST_LAYERS)
     layers = tuple(_layer(entry, f"layers[{i}]", device) for i, entry in enumerate(listed))
-    _check_agreement(layers)
+    step = _step(document.get("step"))
+    if step is None:
+        _check_agreement(layers)
     return {
         "target": _name(document.get("target"), "target"),
         "device": device,
@@ -93,7 +95,8 @@ def read_fields(data: object) -> dict[str, Any]:
         "layout": _one_of(given.get("layout"), "options.layout", LAYOUTS),
         "layers": layers,
         "budget": _budget(document.get("budget")),
-        "step": _step(document.get("step")),
+        "step": step,
+        "largest_batch": _largest_batch(document.get("largest_batch")),
     }
 
 
@@ -348,3 +351,14 @@ def _time(value: object, where: str) -> float | None:
     if not LEAST_MS <= number <= MOST_MS:
         raise _wrong(where, value, f"milliseconds, from {LEAST_MS} to {MOST_MS:.0e}, or null")
     return number
+
+
+def _largest_batch(data: object) -> dict[str, Any] | None:
+    """The largest batch that keeps to a step's limit; fields that are not known here are kept."""
+    if data is None:
+        return None
+    largest = _object(data, "largest_batch")
+    _integer(largest.get("batch"), "largest_batch.batch", least=1)
+    for name in ("step_ms", "image_ms"):
+        _number(largest.get(name), f"largest_batch.{name}")
+    return largest

@@ -19,6 +19,7 @@ __all__ = [
     "format_ms",
     "format_ratio",
     "heading",
+    "memory_text",
     "plan_name",
     "plan_table",
     "step_table",
@@ -178,6 +179,20 @@ def summary_text(summary: Summary) -> str:
         f"{format_ms(summary.planned_ms)} ms; speed-up: geometric mean {format_ratio(summary.geometric_mean)}, "
         f"worst {format_ratio(summary.worst)} (left to torch counts 1.00)"
     )
+
+
+def memory_text(step: Mapping[str, Any], largest: Mapping[str, Any] | None) -> str:
+    """A step's limit, what it took, what it needs at least, and the largest batch where that was looked for."""
+    line = f"step: peak {format_bytes(step['peak'])}, limit {format_bytes(step['limit'])}, needs at least "
+    line += format_bytes(step["least"])
+    moment = max(step["moments"], key=lambda m: m["alive"] + m["result"] + m["workspace"], default=None)
+    if moment is not None:
+        parts = ", ".join(f"{format_bytes(moment[name])} {name}" for name in ("alive", "result", "workspace"))
+        line += f"\nlargest kernel: {escape(moment['layer'])} {moment['pass']} ({parts})"
+    if largest is not None:
+        line += f"\nlargest batch: {largest['batch']}, step {format_ms(largest['step_ms'])} ms, "
+        line += f"{format_ms(largest['image_ms'])} ms an image"
+    return line
 
 
 def step_table(time: NetworkTime) -> Table:

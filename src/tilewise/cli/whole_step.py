@@ -1,0 +1,101 @@
+"""Planning a network for a whole training step under one limit of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import click
+
+from tilewise.cli.program import BadInput, bad_input, one_line
+from tilewise.cli.target import Target, layers_of
+from tilewise.nn import LargestBatch, Report, StepTooLarge, largest_batch, optimize, restore
+from tilewise.nn import report as report_of
+from tilewise.nn.within import memory_bytes
+from tilewise.plan import format_bytes
+from tilewise.planner import NoPlanError, Options, Planner
+from tilewise.planner.measure import framework_flags
+from tilewise.report.console import progress_bar
+from tilewise.report.values import LayerResult, PassResult
+
+__all__ = ["Found", "plan_step"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Plans of a target. ``step`` and ``largest`` are those fields of the document, ``None`` where not asked for."""
+
+    target: Target
+    results: list[LayerResult]
+    step: dict[str, Any] | None = None
+    largest: dict[str, Any] | None = None
+
+
+def plan_step(
+    target: Target,
+    options: Options,
+    planner: Planner,
+    memory_limit: str,
+    passes: tuple[str, ...] | None,
+) -> Found:
+    """Plan ``target`` for its batch, or, where ``passes`` to tell of are given, for the largest that keeps the limit.
+
+    torch's flags are those its own times are measured with. Raises :class:`BadInput` for a layer and for a limit that
+    is none, ``click.ClickException`` where no schedule keeps the limit.
+    """
+    if target.network is None or target.make_inputs is None:
+        raise BadInput(f"--memory-limit: it is of a network's step, and {target.name!r} is a layer; NET would do")
+    with bad_input():
+        limit = memory_bytes(memory_limit, target.device, "--memory-limit")
+    given: dict[str, Any] = {
+        "workspace": options.workspace,
+        "batch_sizes": options.batch_sizes,
+        "rigor": options.rigor,
+        "deterministic": options.deterministic,
+        "planner": planner,
+    }
+    module, make_inputs = target.network.module, target.make_inputs
+    fits: LargestBatch | None = None
+    with progress_bar("planning a step", None) as progress, framework_flags(target.precision, options.deterministic):
+        progress(target.name)
+        try:
+            if passes is None:
+                optimize(module, target.inputs, memory_limit=limit, **given)
+            else:
+                fits = largest_batch(module, make_inputs, limit, **given)
+        except StepTooLarge as error:
+            hint = "" if passes is not None else "; --max-batch finds the largest batch that fits"
+            raise click.ClickException(
+                f"--memory-limit {memory_limit}: a step of {target.name} needs {format_bytes(error.least)} at least "
+                f"({error.least} bytes){hint}"
+            ) from error
+        except NoPlanError as error:
+            raise click.ClickException(one_line(str(error))) from error
+    made = report_of(module)
+    step = dict(made.facts["step"])
+    if fits is None:
+        return Found(target, _results(target, made), step)
+    restore(module)  # what is swapped is no layer of torch's
+    inputs = make_inputs(fits.batch)
+    layers = layers_of(module, inputs, target.precision, passes or ())
+    target = replace(target, batch=fits.batch, inputs=inputs, layers=layers)
+    largest = {"batch": fits.batch, "step_ms": fits.step_ms, "image_ms": fits.image_ms}
+    return Found(target, _results(target, made), step, largest)
+
+
+def _results(target: Target, made: Report) -> list[LayerResult]:
+    """The plans of each layer; equal ones with equal plans are one."""
+    plans = {(layer.name, one.problem): one for layer, _, one in made.passes()}
+    results = []
+    for layer in target.layers:
+        alike: dict[tuple[PassResult, ...], list[str]] = {}
+        for name in layer.names:
+            module = name.partition(" (call ")[0]
+            found = []
+            for problem in layer.problems:
+                one = plans.get((module, problem))
+                reason = "" if one is not None and one.plan is not None else "not planned in the step"
+                found.append(PassResult(problem, None if one is None else one.plan, reason))
+            alike.setdefault(tuple(found), []).append(name)
+        results += [LayerResult(replace(layer, names=tuple(names)), found) for found, names in alike.items()]
+    return results
