@@ -84,7 +84,7 @@ def _whole(budget: Budget) -> Markup | None:
         shapes.append(line(budget.least / total, budget.least / total, 0, 28, "least"))
     said = f"{size(budget.used)} used of {size(budget.total)}"
     used = [key(kind, name) for name, kind in KINDS.items()] if budget.policy == "paper_wd" else [key("ws", "used")]
-    legend = [*used, key("room", "free"), key("leastkey", "least that works") if budget.least else None]
+    legend = [*used, key("room", "free"), key("least", "least that works") if budget.least else None]
     ends = tag("span", tag("span", "0"), tag("span", size(total)), class_="ends")
     return tag("figure", tag("ul", legend, class_="legend"), svg(said, shapes, height=28), ends, class_="wide")
 
@@ -99,7 +99,9 @@ def _bar(segment: Segment, scale: int) -> Markup:
         "div",
         tag("span", tag("b", name), " ", tag("i", segment.pass_), class_="who"),
         svg(f"{name} {segment.pass_}: {said}", rect(0, segment.workspace / scale, 1, 14, KINDS.get(segment.pass_, "k1")), height=16),
-        tag("span", said, class_="num"),
+        tag("span", taken, class_="num"),
+        tag("span", milliseconds(segment.time_ms), class_="num"),
+        tag("span"),
         class_="bar",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -147,7 +148,7 @@ class Step:
     moments: tuple[Moment, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """All that the page shows. ``options`` are (name, text) pairs; ``workspace`` is the limit per kernel."""
 
@@ -164,12 +165,12 @@ class Report:
     budget: Budget | None
     step: Step | None
 
-    @property
+    @functools.cached_property
     def parts(self) -> list[Part]:
         """Every pass of every layer."""
         return [part for layer in self.layers for part in layer.parts]
 
-    @property
+    @functools.cached_property
     def compared(self) -> bool:
         """Whether some pass has the framework's time and that of what runs."""
         return any(part.saved_ms is not None for part in self.parts)

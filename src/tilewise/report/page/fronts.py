@@ -25,10 +25,10 @@ from tilewise.report.page.words import (
 __all__ = ["fronts_section"]
 
 SHOWN, LISTED = 12, 60
-LEFT, RIGHT, TOP, BOTTOM = 44.0, 252.0, 8.0, 138.0
+LEFT, RIGHT, TOP, BOTTOM = 40.0, 250.0, 14.0, 138.0
 """Edges of the plot in a panel of 260 x 160."""
-ZERO = 16.0
-"""From the left edge to workspaces of nothing, which a logarithmic axis has no place for."""
+ZERO = 24.0
+"""Room left of the axis for workspaces of nothing, which a logarithm has no place for."""
 
 Point = tuple[float, int]
 
@@ -41,18 +41,18 @@ def fronts_section(report: Report) -> list[Child]:
         return [tag("p", words, class_="note")]
     choice = [part for part in parts if len(_points(part)) > 1]
     choice.sort(key=lambda part: -(part.plan_ms or 0.0))
-    sizes = [w for part in choice for _, w in [*_points(part), *_chosen(part)] if w > 0]
-    span = _decades(sizes)
-    drawn = [_panel(part, span, report.workspace) for part in choice[:LISTED]]
+    sizes = [workspace for part in choice for _, workspace in [*_points(part), *_chosen(part)]]
+    span, zero = _decades([workspace for workspace in sizes if workspace]), 0 in sizes
+    drawn = [_panel(part, span, report.workspace, zero) for part in choice[:LISTED]]
     alone, beyond = len(parts) - len(choice), len(choice) - len(drawn)
     notes = ["Down and to the left is better. Workspace has one logarithmic scale in all panels, time one in each."]
     if alone:
         notes.append(f"{count(alone, 'layer-pass has', 'layer-passes have')} one point alone, which is in the table.")
     if beyond:
         notes.append(f"{count(beyond, 'further front is', 'further fronts are')} in the table.")
-    legend = [key("dotkey", "desirable plan"), key("chosenkey", "chosen plan")]
-    if report.workspace is not None and any(low <= report.workspace <= high for low, high in [span]):
-        legend.append(key("limitkey", f"limit per kernel, {size(report.workspace)}"))
+    legend = [key("dots", "desirable plan"), key("chosen", "chosen plan")]
+    if report.workspace is not None and span[0] <= report.workspace <= span[1]:
+        legend.append(key("limit", f"limit per kernel, {size(report.workspace)}"))
     return [
         tag("p", " ".join(notes), class_="note"),
         tag("ul", legend, class_="legend") if drawn else None,
@@ -78,7 +78,7 @@ def _decades(sizes: list[int]) -> tuple[int, int]:
     return 2**first, 2 ** max(last, first + 1)
 
 
-def _panel(part: Part, span: tuple[int, int], limit: int | None) -> Markup:
+def _panel(part: Part, span: tuple[int, int], limit: int | None, zero: bool) -> Markup:
     points, chosen = _points(part), _chosen(part)
     times = [ms for ms, _ in points + chosen]
     low, high = min(times) / 1.15, max(times) * 1.15
@@ -86,11 +86,13 @@ def _panel(part: Part, span: tuple[int, int], limit: int | None) -> Markup:
         middle = math.sqrt(low * high)
         low, high = middle / math.sqrt(2), middle * math.sqrt(2)
 
+    start = LEFT + 8 + ZERO * zero
+
     def x(workspace: float) -> float:
         if workspace <= 0:
-            return LEFT + ZERO / 2
+            return LEFT + 8
         share = (math.log2(workspace) - math.log2(span[0])) / (math.log2(span[1]) - math.log2(span[0]))
-        return LEFT + ZERO + 4 + share * (RIGHT - LEFT - ZERO - 10)
+        return start + share * (RIGHT - 8 - start)
 
     def y(ms: float) -> float:
         return BOTTOM - (math.log(ms) - math.log(low)) / (math.log(high) - math.log(low)) * (BOTTOM - TOP)
@@ -100,7 +102,8 @@ def _panel(part: Part, span: tuple[int, int], limit: int | None) -> Markup:
         shapes.append(f'<path class="grid" d="M{LEFT:.0f} {y(tick):.1f}H{RIGHT:.0f}"/>')
         shapes.append(f'<text x="{LEFT - 4:.0f}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
     shapes.append(f'<path class="axis" d="M{LEFT:.0f} {TOP:.0f}V{BOTTOM:.0f}H{RIGHT:.0f}"/>')
-    for workspace in (0, *_ticks(span)):
+    shapes.append(f'<text x="{LEFT - 4:.0f}" y="{TOP - 4:.0f}" text-anchor="end">ms</text>')
+    for workspace in (*([0] if zero else []), *_ticks(span)):
         label = "0" if not workspace else clean_size(workspace)
         shapes.append(f'<path class="axis" d="M{x(workspace):.1f} {BOTTOM:.0f}v4"/>')
         shapes.append(f'<text x="{x(workspace):.1f}" y="{BOTTOM + 16:.0f}" text-anchor="middle">{label}</text>')

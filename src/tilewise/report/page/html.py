@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 __all__ = ["Child", "Markup", "escaped", "join", "table", "tag"]
@@ -33,8 +33,10 @@ Child: TypeAlias = "str | Iterable[Child] | None"
 
 def escaped(text: str) -> Markup:
     """``text`` as HTML that shows it, in an element or a quoted attribute; markup as it stands."""
-    if isinstance(text, Markup):
+    if type(text) is Markup:
         return text
+    if text.isalnum() and text.isascii() and len(text) <= LONGEST:
+        return Markup(text)
     if len(text) > LONGEST:
         text = text[:LONGEST] + "…"
     return Markup(html.escape(UNSHOWN.sub("\ufffd", text)))
@@ -72,19 +74,24 @@ def tag(name: str, *children: Child, **attributes: str | int | bool | None) -> M
     return Markup(f"<{start}>{inside}</{name}>")
 
 
-def table(caption: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Markup:
-    """A table in a box that scrolls by itself. Columns whose name starts with ``#`` hold numbers; each row's first cell
-    is its heading."""
-    names = [(name.removeprefix("#"), "num" if name.startswith("#") else None) for name in columns]
-    kinds = [kind for _, kind in names]
-    head = tag("tr", [tag("th", name, scope="col", class_=kind) for name, kind in names])
-    body: list[Markup] = []
+def table(caption: str, columns: Sequence[str], rows: Iterable[str | Sequence[str]]) -> Markup:
+    """A table in a box that scrolls by itself.
+
+    Columns whose name starts with ``#`` hold numbers. Each row's first cell is its heading; a row that is mere text
+    heads those below it.
+    """
+    kinds = " ".join(f"n{i}" for i, name in enumerate(columns, 1) if name.startswith("#"))
+    head = "".join(f"<th>{escaped(name.removeprefix('#'))}</th>" for name in columns)
+    body = []
     for row in rows:
-        cells = [
-            f'<td class="num">{escaped(cell)}</td>' if kind else f"<td>{escaped(cell)}</td>"
-            for cell, kind in zip(row, kinds, strict=True)
-        ]
-        cells[0] = '<th scope="row">' + cells[0].partition(">")[2].removesuffix("</td>") + "</th>"
-        body.append(Markup(f"<tr>{''.join(cells)}</tr>"))
-    inside = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body))
-    return tag("div", inside, class_="scroll", tabindex=0, role="region", aria_label=caption)
+        if isinstance(row, str):
+            span = f'<tr><th colspan="{len(columns)}" scope="rowgroup">{escaped(row)}</th></tr>'
+            body.append(f"</tbody><tbody>{span}" if body else span)
+        else:
+            cells = "</td><td>".join([escaped(cell) for cell in row[1:]])
+            body.append(f"<tr><th>{escaped(row[0])}</th><td>{cells}</td></tr>")
+    inside = (
+        f'<table class="{kinds}"><caption><span>{escaped(caption)}</span></caption><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table>"
+    )
+    return tag("div", Markup(inside), class_="scroll", tabindex=0, role="region", aria_label=caption)

@@ -33,7 +33,7 @@ def layers_section(report: Report) -> list[Child]:
         return [tag("p", "The document has no layers.", class_="note")]
     times = [ms for part in parts for ms in (part.framework_ms, _shown_ms(part, report)) if ms is not None]
     greatest = max(times, default=0.0)
-    most = max(4, min(24, 4000 // max(len(parts), 1)))
+    most = max(2, min(24, 1500 // max(len(parts), 1)))
     rows: list[Child] = []
     for layer in report.layers:
         if not layer.parts:
@@ -43,7 +43,8 @@ def layers_section(report: Report) -> list[Child]:
         tag("p", _scale(report, greatest), class_="note"),
         _legend(report),
         TOOLS,
-        tag("ol", rows, class_="rows", id="rows"),
+        _columns(report),
+        tag("ol", rows, class_=_kind("rows", report), id="rows"),
         numbers(_table(report)),
     ]
 
@@ -58,6 +59,15 @@ def _scale(report: Report, greatest: float) -> str:
         words.append(f"To compare: tilewise time {short(report.target) or 'NET'} --json.")
     words.append("A row opens to the plan and what was tried.")
     return " ".join(words)
+
+
+def _columns(report: Report) -> Markup:
+    names = ["layer, pass", "plan", "time", "ms", "speed-up" if report.compared else "", "workspace"]
+    return tag("div", [tag("span", name) for name in names if name], class_=_kind("columns", report), aria_hidden="true")
+
+
+def _kind(kind: str, report: Report) -> str:
+    return kind if report.compared else f"{kind} alone"
 
 
 def _legend(report: Report) -> Markup:
@@ -101,9 +111,9 @@ def _row(part: Part, layer: Layer, report: Report, greatest: float, most: int) -
     said = [f"{word} {milliseconds(ms)}" for word, ms in zip(("framework", "planned"), values) if ms is not None]
     if not report.compared:
         said = [f"plan {milliseconds(planned)}"]
-    height = 7 if len(kinds) == 2 else 10
+    height = 8 if len(kinds) == 2 else 10
     bars = [
-        rect(0, ms / greatest, 2 + 9 * i, height, kind)
+        rect(0, ms / greatest, 2 + 13 * i, height, kind)
         for i, (ms, kind) in enumerate(zip(values, kinds, strict=True))
         if ms is not None and greatest
     ]
@@ -114,7 +124,7 @@ def _row(part: Part, layer: Layer, report: Report, greatest: float, most: int) -
     cells = [
         tag("span", tag("b", short(part.title, 40)), " ", tag("i", part.pass_), class_="who"),
         tag("span", root_text(part), class_="what" + ("" if part.plan is not None else " bad")),
-        svg(f"{name_of(part)}: {', '.join(said)}", bars, height=20 if len(kinds) == 2 else 14, kind="bars"),
+        svg(f"{name_of(part)}: {', '.join(said)}", bars, height=26 if len(kinds) == 2 else 14, kind="bars"),
         tag("span", [tag("span", text, class_="under" if i == 0 and len(shown) == 2 else None)
                      for i, text in enumerate(shown)], class_="ms"),
         tag("span", format_ratio(part.ratio), class_=_gain_class(part.ratio)) if report.compared else None,
@@ -122,7 +132,7 @@ def _row(part: Part, layer: Layer, report: Report, greatest: float, most: int) -
     ]  # fmt: skip
     details = tag("details", tag("summary", cells), tag("div", inside(part, layer, report, most), class_="inside"))
     return Markup(
-        f'<li id="pass-{part.number}" data-order="{part.number}" data-saved="{_key(part.saved_ms)}"'
+        f'<li id="pass-{part.number}" data-saved="{_key(part.saved_ms)}"'
         f' data-gain="{_key(part.ratio)}" data-time="{_key(part.ran_ms if report.compared else part.plan_ms)}"'
         f' data-workspace="{part.plan.workspace if part.plan is not None else -1}">{details}</li>'
     )

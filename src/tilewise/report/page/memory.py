@@ -12,7 +12,7 @@ from tilewise.report.page.words import NOTHING, clean_size, count, numbers, shor
 __all__ = ["layer_memory_section", "step_section"]
 
 SHOWN, LISTED = 24, 300
-HEIGHT, TOP = 240.0, 18.0
+HEIGHT, TOP = 240.0, 20.0
 """Of the plot of a step, in pixels: the plot itself, and what is above it."""
 
 
@@ -62,14 +62,15 @@ def _workspace(layer: Layer) -> tuple[int, str]:
 def _bar(layer: Layer, greatest: int) -> Markup:
     data, (extra, which) = _data(layer), _workspace(layer)
     share = data / greatest
-    said = f"{format_bytes(data)} + {format_bytes(extra)}" + (f" {which}" if which else "")
     shapes = [rect(0, share, 1, 14, "rs"), rect(share, extra / greatest, 1, 14, "ws")]
     name = short(layer.title, 40)
     return tag(
         "div",
         tag("span", tag("b", name), class_="who"),
         svg(f"{name}: operands and results {format_bytes(data)}, workspace {format_bytes(extra)}", shapes, height=16),
-        tag("span", said, class_="num"),
+        tag("span", format_bytes(data), class_="num"),
+        tag("span", f"+ {format_bytes(extra)}" if extra else NOTHING, class_="num"),
+        tag("i", which if extra else ""),
         class_="bar",
     )
 
@@ -85,7 +86,7 @@ def step_section(step: Step) -> list[Child]:
             key("al", "alive"),
             key("rs", "result"),
             key("ws", "workspace"),
-            key("limitkey", "limit") if step.limit is not None else None,
+            key("limit", "limit") if step.limit is not None else None,
             class_="legend",
         ),
         _plot(step),
@@ -103,7 +104,7 @@ def _facts(step: Step) -> str:
     return ", ".join(words) + f"; {count(len(step.moments), 'kernel')} in the order they ran."
 
 
-MOST_MOMENTS = 800
+MOST_MOMENTS = 400
 
 
 def _binned(moments: tuple[Moment, ...]) -> list[Moment]:
@@ -124,6 +125,7 @@ def _plot(step: Step) -> Markup:
     def y(value: float) -> float:
         return TOP + HEIGHT * (1 - value / full)
 
+    labels = [write("100%", y(tick) + 4, clean_size(tick), "", "end") for tick in ticks]
     shapes: list[Child] = [line(0, 1, y(tick), y(tick), "grid") for tick in ticks]
     width = 1 / len(moments)
     drawn = width * (0.86 if len(moments) <= 80 else 1.02)
@@ -137,28 +139,26 @@ def _plot(step: Step) -> Markup:
             if high > low
         ]
         shapes.append(tag("g", tag("title", title), bars))
-    shapes += [write("2", y(tick) - 3, clean_size(tick), "halo") for tick in ticks[1:]]
     if fits and step.limit is not None:
         shapes.append(line(0, 1, y(step.limit), y(step.limit), "limit"))
-        shapes.append(write("100%", y(step.limit) - 4, f"limit {format_bytes(step.limit)}", "halo strong", "end"))
+        shapes.append(write("4", y(step.limit) - 5, f"limit {format_bytes(step.limit)}", "halo strong"))
     i = max(range(len(moments)), key=lambda i: moments[i].total)
     high = moments[i]
-    mark = f"{100 * (i + 0.5) / len(moments):.5g}%"
-    where = "start" if i < len(moments) / 3 else "end" if i > 2 * len(moments) / 3 else "middle"
-    text = f"{short(high.layer, 24)} {high.pass_}: {format_bytes(high.total)}"
-    shapes.append(write(mark, y(high.total) + 14, text, "halo strong", where))
+    shapes.append(write(f"{100 * (i + 0.5) / len(moments):.5g}%", y(high.total) - 3, "▼", "halo", "middle"))
     shapes.append(line(0, 1, TOP + HEIGHT, TOP + HEIGHT, "axis"))
-    said = f"Memory over {count(len(step.moments), 'kernel')} of a step; most while {text}"
-    picture = svg(said, shapes, height=int(TOP + HEIGHT + 2), kind="step")
-    first, last = step.moments[0], step.moments[-1]
-    ends = tag(
-        "span",
-        tag("span", f"{short(first.layer, 24)} {first.pass_}"),
-        tag("span", f"{short(last.layer, 24)} {last.pass_}"),
-        class_="ends",
+    text = f"{short(high.layer)} {high.pass_}, {format_bytes(high.total)}"
+    picture = svg(
+        f"Memory over {count(len(step.moments), 'kernel')} of a step; most in {text}", shapes, height=int(TOP + HEIGHT + 2)
     )
-    beyond = tag("p", f"The limit, {format_bytes(step.limit or 0)}, is above the drawing.", class_="note")
-    return tag("figure", picture, ends, beyond if step.limit is not None and not fits else None, class_="wide")
+    axis = Markup(f'<svg width="100%" height="{TOP + HEIGHT + 2:.0f}" aria-hidden="true">{"".join(labels)}</svg>')
+    ends = tag("span", *(tag("span", f"{short(m.layer, 24)} {m.pass_}") for m in (step.moments[0], step.moments[-1])), class_="ends")
+    beyond = step.limit is not None and not fits
+    return tag(
+        "figure",
+        tag("div", axis, tag("div", picture, ends), class_="step"),
+        tag("figcaption", "▼ most: ", text, f"; the limit, {format_bytes(step.limit or 0)}, is above the drawing" if beyond else ""),
+        class_="wide",
+    )
 
 
 def _moments_table(step: Step) -> Markup:

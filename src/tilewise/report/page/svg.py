@@ -8,13 +8,22 @@ from tilewise.report.page.html import Child, Markup, escaped, join, tag
 
 __all__ = ["KEYS", "key", "line", "log_ticks", "patterns", "percent", "rect", "size_ticks", "svg", "write"]
 
+BOX = '<rect class="{}" x="1" y="1" width="20" height="12"/>'
+SWATCHES = {
+    "limit": '<path class="{}" d="M0 7h22"/>',
+    "least": '<path class="{}" d="M11 0v14"/>',
+    "dots": '<path class="{}" d="M11 7h0"/>',
+    "chosen": '<path class="{}" d="M11 0l7 7-7 7-7-7z"/>',
+}
+"""What stands for a class in a legend where that is no box."""
+
 KEYS = 6
 """Kinds that a drawing tells apart by tint and pattern; letters go on from there."""
 
 
 def percent(fraction: float) -> str:
     """``0.125`` as ``12.5%``, kept within the drawing."""
-    return f"{100 * min(max(fraction, 0.0), 1.0):.6g}%"
+    return f"{100 * min(max(fraction, 0.0), 1.0):.4g}%"
 
 
 def rect(x: float, width: float, y: float, height: float, kind: str, title: str = "") -> Markup:
@@ -42,7 +51,7 @@ def svg(title: str, *children: Child, height: int, kind: str = "") -> Markup:
 
 def key(kind: str, text: Child) -> Markup:
     """An entry of a legend: a swatch of class ``kind`` and what it stands for."""
-    swatch = f'<svg class="swatch" aria-hidden="true"><title></title><rect class="{kind}" width="100%" height="100%"/></svg>'
+    swatch = f'<svg class="swatch" width="22" height="14" aria-hidden="true">{SWATCHES.get(kind, BOX).format(kind)}</svg>'
     return tag("li", Markup(swatch), text)
 
 
@@ -78,7 +87,7 @@ def size_ticks(greatest: float, most: int = 5) -> list[int]:
 def log_ticks(low: float, high: float, most: int = 4) -> list[float]:
     """Round values within a range on a logarithmic axis: 1, 2 and 5 of each decade, or fewer."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
+    for steps in ((1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
         found = [step * 10.0**n for n in decades for step in steps if low <= step * 10.0**n <= high]
         if len(found) <= most:
             return found

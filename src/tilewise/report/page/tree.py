@@ -16,6 +16,7 @@ from tilewise.report.page.words import (
     format_ms,
     format_ratio,
     milliseconds,
+    name_of,
     plan_text,
     rate,
     short,
@@ -26,73 +27,85 @@ from tilewise.report.tables import walk
 __all__ = ["inside"]
 
 
+COLUMNS = ("plan", "#ms", "#of plan's time", "#workspace", "#L2 error", "#spread", "")
+
+
 def inside(part: Part, layer: Layer, report: Report, most: int) -> list[Child]:
     """All about one pass; at most ``most`` measured and as many lost candidates are listed."""
-    return [_problem(part, layer), *_tree(part, report), *_tried(part, most)]
+    found: list[Child] = [_problem(part, layer)]
+    if part.plan is None:
+        found.append(tag("p", "No plan: ", part.reason or "the document does not say why.", class_="why bad"))
+    rows, note = _tried(part, most) if part.candidates is not None else ([], _where_to_look(part))
+    if part.plan is not None or rows:
+        estimated = ", times estimated" if report.rigor == "estimate" else ""
+        found.append(table(f"{name_of(part)}{estimated}", COLUMNS, [*_tree(part), *rows]))
+    return [*found, note]
 
 
 def _problem(part: Part, layer: Layer) -> Markup:
-    facts: list[tuple[str, Child]] = [("problem", tag("code", part.text or part.key)) if part.text or part.key else ("", "")]
+    facts: list[Child] = [tag("code", part.text or part.key)] if part.text or part.key else []
     if layer.transposed:
-        facts.append(("transposed", "its forward is dgrad"))
-    if len(part.names) > 1:
-        facts.append(("equal layers", short(", ".join(part.names), 600)))
+        facts.append("transposed: its forward is dgrad")
     if part.flops is not None:
-        facts.append(("work", f"{part.flops / 1e9:.4g} GFLOP by the direct method; {rate(part.flops, part.ran_ms or part.plan_ms)}"))
+        facts.append(f"{part.flops / 1e9:.4g} GFLOP by the direct method, {rate(part.flops, part.ran_ms or part.plan_ms)}")
     if part.bytes is not None:
-        facts.append(("operands and result", size(part.bytes)))
+        facts.append(f"operands and result {size(part.bytes)}")
     if part.saved_ms is not None and part.replaced:
         words = "saves" if part.saved_ms >= 0 else "loses"
-        each = " in all" if len(part.names) > 1 else ""
-        facts.append(("against the framework", f"{words} {milliseconds(abs(part.saved_ms))}{each}"))
-    return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts if name], class_="facts")
+        each = f" in {len(part.names)} layers" if len(part.names) > 1 else ""
+        facts.append(f"{words} {milliseconds(abs(part.saved_ms))}{each}")
+    if len(part.names) > 1:
+        facts.append("equal layers: " + short(", ".join(part.names), 600))
+    return tag("ul", [tag("li", fact) for fact in facts], class_="line")
 
 
-def _tree(part: Part, report: Report) -> list[Child]:
-    if part.plan is None:
-        return [tag("p", "No plan: ", part.reason or "the document does not say why.", class_="why bad")]
+def _tree(part: Part) -> list[list[str]]:
     rows = []
-    for depth, times, plan in walk(part.plan):
+    for depth, times, plan in walk(part.plan) if part.plan is not None else ():
         name = f"{times} x {plan_text(plan)}" if times > 1 else plan_text(plan)
+        if depth == 0 and not part.replaced:
+            name += " (left to torch)"
         rows.append(
             [
-                tag("span", name, class_=f"d{min(depth, 8)}"),
+                tag("span", name, class_=f"d{min(depth, 8)}") if depth else tag("b", name),
                 format_ms(plan.time_ms),
+                "",
                 size(plan.workspace),
-                size(plan.constant) if plan.constant else NOTHING,
                 distance(plan.error),
                 distance(plan.error, "spread"),
+                f"keeps {size(plan.constant)} between calls" if plan.constant else "",
             ]
         )
-    head = "Plan (left to torch)" if not part.replaced else "Plan"
-    if report.rigor == "estimate":
-        head += ", times estimated"
-    return [table(head, ("step", "#ms", "#workspace", "#kept", "#L2 error", "#spread"), rows)]
+    return rows
 
 
-def _tried(part: Part, most: int) -> list[Child]:
-    if part.candidates is None:
-        if not part.text:
-            return [tag("p", "The document does not say what else was tried.", class_="note")]
-        command = tag("code", f"tilewise explain {part.text} --pass {part.pass_}")
-        return [tag("p", "The document does not say what else was tried; ", command, " does.", class_="note")]
-    won = [m for m in part.candidates if not m.reason]
-    lost = _grouped(m for m in part.candidates if m.reason)
+def _where_to_look(part: Part) -> Markup:
+    if not part.text:
+        return tag("p", "The document does not say what else was tried.", class_="note")
+    command = tag("code", f"tilewise explain {part.text} --pass {part.pass_}")
+    return tag("p", "The document does not say what else was tried; ", command, " does.", class_="note")
+
+
+def _tried(part: Part, most: int) -> tuple[list[str | list[str]], Markup | None]:
+    candidates = part.candidates or ()
+    won = [m for m in candidates if not m.reason]
+    lost = _grouped(m for m in candidates if m.reason)
     won.sort(key=lambda m: (math.inf if m.time_ms is None else m.time_ms, m.solver))
     chosen = next((m for m in won if _chosen(m, part)), None)
-    rows = [_measured(m, m is chosen, part) for m in won[:most]]
-    if chosen is not None and chosen not in won[:most]:
+    rows: list[str | list[str]] = [
+        f"Tried: {count(len(won), 'candidate')} measured, {len(candidates) - len(won)} lost"
+    ]
+    rows += [_measured(m, m is chosen, part) for m in won[:most]]
+    if chosen is not None and not any(m is chosen for m in won[:most]):
         rows.append(_measured(chosen, True, part))
     rows += [_lost(m, times) for m, times in lost[:most]]
     notes = []
     if len(won) > most:
-        notes.append(f"{len(won) - most} slower ones that were measured")
+        notes.append(f"{len(won) - most} that were measured and slower")
     if len(lost) > most:
-        notes.append(f"{sum(times for _, times in lost[most:])} lost ones")
-    columns = ("solver", "config", "#ms", "#of plan's time", "#workspace", "#L2 error", "why it lost")
-    caption = f"Tried: {count(len(won), 'candidate')} measured, {len(part.candidates) - len(won)} lost"
+        notes.append(f"{sum(times for _, times in lost[most:])} lost")
     more = tag("p", f"Not listed: {' and '.join(notes)}; the document has them.", class_="note") if notes else None
-    return [table(caption, columns, rows), more]
+    return rows, more
 
 
 def _chosen(m: Measurement, part: Part) -> bool:
@@ -104,22 +117,18 @@ def _measured(m: Measurement, chosen: bool, part: Part) -> list[str]:
     why = "chosen" if chosen else "slower" if ratio is not None and ratio > 1 else NOTHING
     if why == NOTHING and part.plan is not None and m.workspace is not None and m.workspace > part.plan.workspace:
         why = "takes more workspace than the plan"
-    return [
-        tag("b", m.solver) if chosen else m.solver,
-        short(str(m.config), 160),
-        format_ms(m.time_ms),
-        format_ratio(ratio),
-        size(m.workspace),
-        distance(m.error),
-        tag("b", why) if chosen else why,
-    ]
+    cells = [_name(m), format_ms(m.time_ms), format_ratio(ratio), size(m.workspace)]
+    return [*cells, distance(m.error), distance(m.error, "spread"), tag("b", why) if chosen else why]
 
 
 def _lost(m: Measurement, times: int) -> list[str]:
-    config = short(str(m.config), 160)
-    if times > 1:
-        config += f" and {count(times - 1, 'other')}"
-    return [m.solver, config, format_ms(m.time_ms), NOTHING, size(m.workspace), distance(m.error), short(m.reason, 400)]
+    name = _name(m) + (f" and {count(times - 1, 'other')}" if times > 1 else "")
+    cells = [name, format_ms(m.time_ms), NOTHING, size(m.workspace), distance(m.error), distance(m.error, "spread")]
+    return [*cells, short(m.reason, 400)]
+
+
+def _name(m: Measurement) -> str:
+    return " ".join(word for word in (short(m.solver), short(str(m.config), 160)) if word)
 
 
 def _grouped(lost: Iterable[Measurement]) -> list[tuple[Measurement, int]]:
