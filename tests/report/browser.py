@@ -91,7 +91,9 @@ class Browser:
         self.send("Emulation.setScriptExecutionDisabled", value=not script)
         self.send("Page.navigate", url=path.as_uri())
         end = time.monotonic() + PATIENCE_S
-        while not self.run(f"document.readyState === 'complete' && location.href.split('#')[0] === {json.dumps(path.as_uri())}"):
+        while not self.run(
+            f"document.readyState === 'complete' && location.href.split('#')[0] === {json.dumps(path.as_uri())}"
+        ):
             assert time.monotonic() < end, f"{path} does not load"
         url = f"request: {path.as_uri()}"
         self.messages = [message for message in self.messages if message != url]
@@ -111,7 +113,9 @@ class Browser:
         """A click of the mouse on the middle of an element, scrolled into view."""
         found = json.dumps(selector)
         self.run(f"document.querySelector({found}).scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        box = self.run(f"(r => [r.x + r.width / 2, r.y + r.height / 2])(document.querySelector({found}).getBoundingClientRect())")
+        box = self.run(
+            f"(r => [r.x + r.width / 2, r.y + r.height / 2])(document.querySelector({found}).getBoundingClientRect())"
+        )
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
@@ -124,5 +128,7 @@ class Browser:
     def picture(self, path: Path, whole: bool = True, clip: dict[str, float] | None = None) -> None:
         """A screenshot as PNG."""
         more = {"clip": {**clip, "scale": 1}} if clip else {}
-        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole or bool(clip), **more)["data"]
+        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole or bool(clip), **more)[
+            "data"
+        ]
         path.write_bytes(base64.b64decode(data))

@@ -22,7 +22,13 @@ REASONS = (
 
 
 def schedule(
-    layers: int = 5, *, kind: str = "plan", extras: bool = True, policy: str = "arena", candidates: int = 9, seed: int = 0
+    layers: int = 5,
+    *,
+    kind: str = "plan",
+    extras: bool = True,
+    policy: str = "arena",
+    candidates: int = 9,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """A document of ``layers`` layers; ``kind`` is ``plan`` or ``time``, ``extras`` the fields only schedules have."""
     rng = random.Random(seed)
@@ -61,11 +67,15 @@ def _pass(problem: Any, number: int, index: int, rng: random.Random, timed: bool
     base = rng.uniform(0.3, 12.0)
     which = (index + number) % 4
     if which == 3 and index % 5 == 4:
-        return PassResult(problem, None, "no plan within 0 B:\n  aten: takes 11 MiB\n  fft: takes 48 MiB", base if timed else None)
+        return PassResult(
+            problem, None, "no plan within 0 B:\n  aten: takes 11 MiB\n  fft: takes 48 MiB", base if timed else None
+        )
     plan = plan_of(problem.key, which, base / rng.uniform(0.97, 3.5), rng)
     if not timed:
         return PassResult(problem, plan)
-    return PassResult(problem, plan, "", base, None if plan.solver == "aten" else plan.time_ms * rng.uniform(0.98, 1.02))
+    return PassResult(
+        problem, plan, "", base, None if plan.solver == "aten" else plan.time_ms * rng.uniform(0.98, 1.02)
+    )
 
 
 def plan_of(key: str, which: int, time_ms: float, rng: random.Random) -> Plan:

@@ -17,7 +17,7 @@ from tilewise.report.page.layers import layers_section
 from tilewise.report.page.memory import layer_memory_section, step_section
 from tilewise.report.page.summary import summary_section
 from tilewise.report.page.svg import patterns
-from tilewise.report.page.words import short
+from tilewise.report.page.words import short, size
 
 __all__ = ["page"]
 
@@ -25,8 +25,8 @@ __all__ = ["page"]
 def page(document: object) -> str:
     """One self-contained HTML page of a ``tilewise/plan`` or ``tilewise/time`` document (``docs/json.md``).
 
-    Everything is rendered here; the script only sorts, filters and opens. The page's policy lets nothing run or load but
-    its own style and script, by their hashes. Raises :class:`DocumentError` naming what is wrong in the document.
+    Everything is rendered here; the script only sorts, filters and opens. The page's policy lets nothing run or load
+    but its own style and script, by their hashes. Raises :class:`DocumentError` naming what is wrong in the document.
     """
     report = read(document)
     sections = _sections(report)
@@ -71,7 +71,9 @@ def _line(report: Report) -> str:
     options = dict(report.options)
     words = ["tilewise schedule", f"batch {options['mini-batch']}" if "mini-batch" in options else ""]
     words += [" ".join(options[name] for name in ("operands", "products") if name in options), report.device]
-    words += [f"workspace {options['workspace per kernel']}" if "workspace per kernel" in options else ""]
+    if "workspace per kernel" in options:
+        limit = "" if report.workspace is None else f" of {size(report.workspace)} per kernel"
+        words.append(f"workspace limit{limit}" if limit else "no workspace limit")
     return " · ".join(short(word, 120) for word in words if word)
 
 
@@ -82,7 +84,9 @@ def _foot(report: Report) -> str:
 
 def _head(title: str) -> Markup:
     style, script = _asset("style.css"), _asset("script.js")
-    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    )
     return tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -90,7 +94,7 @@ def _head(title: str) -> Markup:
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name_="color-scheme", content="light dark"),
         tag("meta", name_="referrer", content="no-referrer"),
-        tag("title", f"{title} – tilewise"),
+        tag("title", f"{title}: tilewise schedule"),
         tag("style", style),
     )
 

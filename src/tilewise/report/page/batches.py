@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from tilewise import solvers
 from tilewise.plan import Plan
 from tilewise.report.page.contents import Part, Report
-from tilewise.report.page.html import Child, Markup, escaped, table, tag
-from tilewise.report.page.svg import KEYS, key, line, rect, svg
+from tilewise.report.page.html import Child, Markup, table, tag
+from tilewise.report.page.svg import KEYS, key, line, percent, rect, svg
 from tilewise.report.page.words import (
     anchor,
     format_ms,
@@ -66,7 +66,11 @@ def batches_section(report: Report) -> list[Child]:
     drawn = [_figure(part, every[part.number], names) for part in divided[:LISTED]]
     beyond = len(divided) - len(drawn)
     return [
-        tag("p", "Each line has its own scale. Parts run from left to right; a letter stands for the solver.", class_="note"),
+        tag(
+            "p",
+            "Each line has its own scale. Parts run from left to right; a letter stands for the solver.",
+            class_="note",
+        ),
         tag("ul", [key(_kind(i), f"{_letter(i)} {short(name)}") for i, name in enumerate(names)], class_="legend"),
         few(drawn, SHOWN, "divided plans", "lines"),
         tag("p", f"{beyond} more divided plans are in the table.", class_="note") if beyond else None,
@@ -155,7 +159,14 @@ def _figure(part: Part, found: list[Run], names: list[str]) -> Markup:
     ends = tag("span", tag("span", "0"), tag("span", milliseconds(scale)), class_="ends") if timed else None
     return tag(
         "figure",
-        tag("figcaption", anchor(part), " ", tag("span", plan_text(part.plan), class_="plan"), " ", tag("span", said, class_="said")),
+        tag(
+            "figcaption",
+            anchor(part),
+            " ",
+            tag("span", plan_text(part.plan), class_="plan"),
+            " ",
+            tag("span", said, class_="said"),
+        ),
         svg(f"{name_of(part)}: {plan_text(part.plan)}; {said}", shapes, height=height),
         ends,
     )
@@ -175,12 +186,15 @@ def _segment(run: Run, x: float, width: float, y: float, height: float, names: l
     title = f"{run.label} {plan_text(run.plan)}: {milliseconds(run.time_ms)}".strip()
     shapes: list[Child] = [rect(x, width, y, height, f"{_kind(index)} seg", title)]
     if 1 < run.times <= MOST_LINES:
-        shapes += [line(x + width * i / run.times, x + width * i / run.times, y, y + height, "cut") for i in range(1, run.times)]
+        shapes += [
+            line(x + width * i / run.times, x + width * i / run.times, y, y + height, "cut")
+            for i in range(1, run.times)
+        ]
     if width >= 0.03:
-        text = f"{_letter(index)} {run.label}".strip()
-        box = f'<svg x="{100 * x:.5g}%" width="{100 * width:.5g}%" y="{y:.5g}" height="{height:.5g}" aria-hidden="true"><title>{{}}</title>'
-        inner = tag("text", text, x=5, y=f"{height / 2 + 4.5:.5g}", class_="on")
-        shapes.append(Markup(box.format(escaped(title)) + inner + "</svg>"))
+        text = tag("text", f"{_letter(index)} {run.label}".strip(), x=5, y=f"{height / 2 + 4.5:.5g}", class_="on")
+        place = f'x="{percent(x)}" width="{percent(width)}" y="{y:.5g}" height="{height:.5g}"'
+        # A drawing in the drawing cuts off what is longer than the segment; the pointer finds the segment below.
+        shapes.append(Markup(f'<svg {place} class="cut-off" aria-hidden="true">{text}</svg>'))
     return shapes
 
 

@@ -7,7 +7,7 @@ from tilewise.report.page.batches import few
 from tilewise.report.page.contents import Budget, Segment
 from tilewise.report.page.html import Child, Markup, table, tag
 from tilewise.report.page.svg import key, line, rect, svg
-from tilewise.report.page.words import NOTHING, count, format_ms, milliseconds, numbers, short, size
+from tilewise.report.page.words import NOTHING, breakable, count, format_ms, milliseconds, numbers, short, size
 
 __all__ = ["budget_section"]
 
@@ -22,10 +22,7 @@ def budget_section(budget: Budget) -> list[Child]:
     """Segments by size, the total, and what the 0-1 program was."""
     segments = sorted(budget.segments, key=lambda s: -s.workspace)
     taken = [s for s in segments if s.workspace]
-    scale = max([budget.total or 0, budget.used or 0, *(s.workspace for s in segments)]) or 1
-    if budget.policy == "arena":
-        # In an arena the segments lie over each other; each is drawn against the largest, which is nearer than the total.
-        scale = max([budget.used or 0, *(s.workspace for s in segments)]) or 1
+    scale = max((s.workspace for s in segments), default=0) or 1
     rows = [_bar(segment, scale) for segment in taken[:LISTED]]
     none = len(segments) - len(taken)
     notes = [f"Bars are on one scale from 0 to {format_bytes(scale)}."]
@@ -35,7 +32,7 @@ def budget_section(budget: Budget) -> list[Child]:
         _facts(budget),
         _whole(budget),
         tag("p", " ".join(notes), class_="note") if rows else None,
-        few(rows, SHOWN, "segments", "bars-list") if rows else None,
+        few(rows, SHOWN, "segments", "bars-list flat") if rows else None,
         numbers(_table(budget)),
     ]
 
@@ -52,7 +49,7 @@ def _facts(budget: Budget) -> Markup:
         {True: "proven optimal", False: "not proven optimal", None: ""}[budget.optimal],
     ]
     facts = {
-        "policy": " – ".join(word for word in (budget.policy, policy) if word),
+        "policy": ": ".join(word for word in (budget.policy, policy) if word),
         "budget": size(budget.total),
         "used": size(budget.used) + (f" ({budget.used / budget.total:.0%})" if budget.used and budget.total else ""),
         "least that works": size(budget.least),
@@ -93,22 +90,31 @@ KINDS = {"fprop": "k1", "dgrad": "k2", "wgrad": "k3"}
 
 
 def _bar(segment: Segment, scale: int) -> Markup:
-    name, taken = short(segment.layer, 40), format_bytes(segment.workspace)
+    taken = format_bytes(segment.workspace)
     said = f"{taken}, {milliseconds(segment.time_ms)}" if segment.time_ms is not None else taken
     return tag(
         "div",
-        tag("span", tag("b", name), " ", tag("i", segment.pass_), class_="who"),
-        svg(f"{name} {segment.pass_}: {said}", rect(0, segment.workspace / scale, 1, 14, KINDS.get(segment.pass_, "k1")), height=16),
+        tag("span", tag("b", breakable(segment.layer)), " ", tag("i", segment.pass_), class_="who"),
+        svg(
+            f"{short(segment.layer)} {segment.pass_}: {said}",
+            rect(0, segment.workspace / scale, 1, 14, KINDS.get(segment.pass_, "k1")),
+            height=16,
+        ),
         tag("span", taken, class_="num"),
         tag("span", milliseconds(segment.time_ms), class_="num"),
-        tag("span"),
         class_="bar",
     )
 
 
 def _table(budget: Budget) -> Markup:
     rows = [
-        [short(s.layer), s.pass_, size(s.workspace), NOTHING if not budget.total else f"{s.workspace / budget.total:.1%}", format_ms(s.time_ms)]
+        [
+            short(s.layer),
+            s.pass_,
+            size(s.workspace),
+            NOTHING if not budget.total else f"{s.workspace / budget.total:.1%}",
+            format_ms(s.time_ms),
+        ]
         for s in budget.segments
     ]
     return table("Segments in the order of the network", ("layer", "pass", "#workspace", "#of budget", "#ms"), rows)

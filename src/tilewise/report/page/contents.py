@@ -13,7 +13,7 @@ __all__ = ["Budget", "Layer", "Moment", "Part", "Report", "Segment", "Side", "St
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One pass of a layer, the ``number``-th of the page; ``title`` is the layer's name and how many are equal to it."""
+    """One pass of a layer, the ``number``-th; ``title`` is the layer's name and how many are equal to it."""
 
     number: int
     title: str
@@ -34,7 +34,7 @@ class Part:
 
     @property
     def ran_ms(self) -> float | None:
-        """The time of what runs: the plan in turns with the framework, or the framework's own where it is left to it."""
+        """The time of what runs: the plan's in turns with the framework's, or the latter where it is left to it."""
         return self.planned_ms if self.planned_ms is not None or self.replaced else self.framework_ms
 
     @property

@@ -91,7 +91,7 @@ class Fields:
             raise self._refuse(name, "a whole number from 0 on")
         return value
 
-    def object(self, name: str) -> Fields | None:
+    def part(self, name: str) -> Fields | None:
         """An object in it."""
         value = self._data.get(name)
         return None if value is None else Fields(value, self.where(name))
@@ -131,7 +131,7 @@ def read(document: object) -> Report:
         raise DocumentError(f"schema={_shown(schema)}: {' or '.join(SCHEMAS)} would do")
     if top.integer("version") != SCHEMAS[schema]:
         raise DocumentError(f"version={top.integer('version')}: this tilewise reads version {SCHEMAS[schema]}")
-    options = top.object("options") or Fields({}, "options")
+    options = top.part("options") or Fields({}, "options")
     numbers = itertools.count()
     return Report(
         target=top.text("target"),
@@ -142,10 +142,10 @@ def read(document: object) -> Report:
         workspace=options.integer("workspace"),
         rigor=options.text("rigor"),
         layers=tuple(_layer(fields, numbers) for fields in top.objects("layers")),
-        totals=_totals(top.object("summary")),
-        training=_training(top.object("training_step")),
-        budget=_budget(top.object("budget")),
-        step=_step(top.object("step")),
+        totals=_totals(top.part("summary")),
+        training=_training(top.part("training_step")),
+        budget=_budget(top.part("budget")),
+        step=_step(top.part("step")),
     )
 
 
@@ -179,7 +179,7 @@ def _layer(fields: Fields, numbers: Iterator[int]) -> Layer:
 
 
 def _part(fields: Fields, number: int, title: str, names: tuple[str, ...]) -> Part:
-    problem = fields.object("problem") or Fields({}, fields.where("problem"))
+    problem = fields.part("problem") or Fields({}, fields.where("problem"))
     front, candidates = fields.entries("front"), fields.entries("candidates")
     return Part(
         number=number,
@@ -231,7 +231,7 @@ def _config(data: object, place: str) -> Config:
 
 
 def _candidate(fields: Fields) -> Measurement:
-    error = fields.object("error")
+    error = fields.part("error")
     distances = [] if error is None else [error.number(name) for name in ("l2", "spread")]
     return Measurement(
         fields.text("solver"),
@@ -256,21 +256,21 @@ def _totals(fields: Fields | None) -> Totals | None:
 def _training(fields: Fields | None) -> Training | None:
     if fields is None:
         return None
-    sides = [_side(fields.object(name)) for name in ("framework", "planned")]
+    sides = [_side(fields.part(name)) for name in ("framework", "planned")]
     return Training(fields.integer("iterations"), fields.number("ratio"), *sides)
 
 
 def _side(fields: Fields | None) -> Side:
     if fields is None:
         return Side(None, None, None, None)
-    times = (fields.number(name) for name in ("forward_ms", "backward_ms", "step_ms"))
-    return Side(*times, fields.integer("peak"))
+    forward, backward, step = (fields.number(name) for name in ("forward_ms", "backward_ms", "step_ms"))
+    return Side(forward, backward, step, fields.integer("peak"))
 
 
 def _budget(fields: Fields | None) -> Budget | None:
     if fields is None:
         return None
-    program = fields.object("program") or Fields({}, fields.where("program"))
+    program = fields.part("program") or Fields({}, fields.where("program"))
     return Budget(
         policy=fields.text("policy"),
         total=fields.integer("total"),
@@ -292,7 +292,9 @@ def _step(fields: Fields | None) -> Step | None:
     if fields is None:
         return None
     moments = (
-        Moment(one.text("layer"), one.text("pass"), *(one.integer(name) or 0 for name in ("alive", "result", "workspace")))
+        Moment(
+            one.text("layer"), one.text("pass"), *(one.integer(name) or 0 for name in ("alive", "result", "workspace"))
+        )
         for one in fields.objects("moments")
     )
     limit, peak, least = (fields.integer(name) for name in ("limit", "peak", "least"))

@@ -24,7 +24,7 @@ from tilewise.report.page.words import (
 
 __all__ = ["fronts_section"]
 
-SHOWN, LISTED = 12, 60
+SHOWN, LISTED = 8, 60
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 250.0, 14.0, 138.0
 """Edges of the plot in a panel of 260 x 160."""
 ZERO = 24.0

@@ -56,8 +56,8 @@ def join(children: Iterable[Child]) -> Markup:
 def tag(name: str, *children: Child, **attributes: str | int | bool | None) -> Markup:
     """An element: ``tag("td", "a < b", class_="num")``.
 
-    In attributes' names a trailing underscore is dropped and any other becomes a hyphen. ``None`` and ``False`` leave an
-    attribute out, ``True`` gives it without a value.
+    In attributes' names a trailing underscore is dropped and any other becomes a hyphen. ``None`` and ``False`` leave
+    an attribute out, ``True`` gives it without a value.
     """
     head = [name]
     for key, value in attributes.items():
@@ -74,15 +74,15 @@ def tag(name: str, *children: Child, **attributes: str | int | bool | None) -> M
     return Markup(f"<{start}>{inside}</{name}>")
 
 
-def table(caption: str, columns: Sequence[str], rows: Iterable[str | Sequence[str]]) -> Markup:
+def table(caption: str, columns: Sequence[str], rows: Iterable[str | Sequence[str]], told: bool = True) -> Markup:
     """A table in a box that scrolls by itself.
 
     Columns whose name starts with ``#`` hold numbers. Each row's first cell is its heading; a row that is mere text
-    heads those below it.
+    heads those below it. The caption names the box; ``told`` says that it is also shown.
     """
     kinds = " ".join(f"n{i}" for i, name in enumerate(columns, 1) if name.startswith("#"))
     head = "".join(f"<th>{escaped(name.removeprefix('#'))}</th>" for name in columns)
-    body = []
+    body: list[str] = []
     for row in rows:
         if isinstance(row, str):
             span = f'<tr><th colspan="{len(columns)}" scope="rowgroup">{escaped(row)}</th></tr>'
@@ -91,7 +91,8 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[str | Sequence[st
             cells = "</td><td>".join([escaped(cell) for cell in row[1:]])
             body.append(f"<tr><th>{escaped(row[0])}</th><td>{cells}</td></tr>")
     inside = (
-        f'<table class="{kinds}"><caption><span>{escaped(caption)}</span></caption><thead><tr>{head}</tr></thead>'
+        f'<table class="{kinds}">{f"<caption><span>{escaped(caption)}</span></caption>" if told else ""}'
+        f"<thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(body)}</tbody></table>"
     )
     return tag("div", Markup(inside), class_="scroll", tabindex=0, role="region", aria_label=caption)

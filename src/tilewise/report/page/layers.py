@@ -10,6 +10,7 @@ from tilewise.report.page.tree import inside
 from tilewise.report.page.words import (
     LEFT,
     NOTHING,
+    breakable,
     count,
     distance,
     format_ms,
@@ -63,7 +64,9 @@ def _scale(report: Report, greatest: float) -> str:
 
 def _columns(report: Report) -> Markup:
     names = ["layer, pass", "plan", "time", "ms", "speed-up" if report.compared else "", "workspace"]
-    return tag("div", [tag("span", name) for name in names if name], class_=_kind("columns", report), aria_hidden="true")
+    return tag(
+        "div", [tag("span", name) for name in names if name], class_=_kind("columns", report), aria_hidden="true"
+    )
 
 
 def _kind(kind: str, report: Report) -> str:
@@ -108,7 +111,11 @@ def _row(part: Part, layer: Layer, report: Report, greatest: float, most: int) -
     planned = _shown_ms(part, report)
     values = (part.framework_ms, planned) if report.compared else (planned,)
     kinds = ("fw", "pl") if report.compared else ("pl",)
-    said = [f"{word} {milliseconds(ms)}" for word, ms in zip(("framework", "planned"), values) if ms is not None]
+    said = [
+        f"{word} {milliseconds(ms)}"
+        for word, ms in zip(("framework", "planned"), values, strict=False)
+        if ms is not None
+    ]
     if not report.compared:
         said = [f"plan {milliseconds(planned)}"]
     height = 8 if len(kinds) == 2 else 10
@@ -122,7 +129,7 @@ def _row(part: Part, layer: Layer, report: Report, greatest: float, most: int) -
     if same:
         shown[1] = "same"
     cells = [
-        tag("span", tag("b", short(part.title, 40)), " ", tag("i", part.pass_), class_="who"),
+        tag("span", tag("b", breakable(part.title)), " ", tag("i", part.pass_), class_="who"),
         tag("span", root_text(part), class_="what" + ("" if part.plan is not None else " bad")),
         svg(f"{name_of(part)}: {', '.join(said)}", bars, height=26 if len(kinds) == 2 else 14, kind="bars"),
         tag("span", [tag("span", text, class_="under" if i == 0 and len(shown) == 2 else None)
@@ -130,7 +137,7 @@ def _row(part: Part, layer: Layer, report: Report, greatest: float, most: int) -
         tag("span", format_ratio(part.ratio), class_=_gain_class(part.ratio)) if report.compared else None,
         tag("span", size(part.plan.workspace if part.plan is not None else None), class_="mem"),
     ]  # fmt: skip
-    details = tag("details", tag("summary", cells), tag("div", inside(part, layer, report, most), class_="inside"))
+    details = tag("details", tag("summary", cells), tag("div", inside(part, layer, most), class_="inside"))
     return Markup(
         f'<li id="pass-{part.number}" data-saved="{_key(part.saved_ms)}"'
         f' data-gain="{_key(part.ratio)}" data-time="{_key(part.ran_ms if report.compared else part.plan_ms)}"'
@@ -150,7 +157,7 @@ def _key(value: float | None) -> str:
 
 def _left(layer: Layer) -> Markup:
     text = f"{LEFT}: {layer.left}" if layer.left else "no passes"
-    row = tag("div", tag("span", tag("b", short(layer.title, 40)), class_="who"), tag("span", text, class_="why"))
+    row = tag("div", tag("span", tag("b", breakable(layer.title)), class_="who"), tag("span", text, class_="why"))
     return tag("li", row, class_="left")
 
 

@@ -7,7 +7,7 @@ from tilewise.report.page.batches import few
 from tilewise.report.page.contents import Layer, Moment, Report, Step
 from tilewise.report.page.html import Child, Markup, table, tag
 from tilewise.report.page.svg import key, line, rect, size_ticks, svg, write
-from tilewise.report.page.words import NOTHING, clean_size, count, numbers, short, size
+from tilewise.report.page.words import NOTHING, breakable, clean_size, count, numbers, short, size
 
 __all__ = ["layer_memory_section", "step_section"]
 
@@ -28,9 +28,9 @@ def layer_memory_section(report: Report) -> list[Child]:
         for value in (_data, lambda layer: _workspace(layer)[0])
     )
     note = (
-        f"All layers together: {format_bytes(data)} of operands and results, {format_bytes(extra)} of workspace if each "
-        "layer held its own. Passes of a layer share their tensors and run one after the other: the workspace drawn is "
-        f"that of the pass that takes most. Bars are on one scale from 0 to {format_bytes(greatest)}."
+        f"All layers together: {format_bytes(data)} of operands and results, {format_bytes(extra)} of workspace if "
+        "each layer held its own. Passes of a layer share their tensors and run one after the other: the workspace "
+        f"drawn is that of the pass that takes most. Bars are on one scale from 0 to {format_bytes(greatest)}."
     )
     table_rows = [
         [short(part.title), part.pass_, size(part.bytes), size(part.plan.workspace if part.plan else None),
@@ -63,11 +63,14 @@ def _bar(layer: Layer, greatest: int) -> Markup:
     data, (extra, which) = _data(layer), _workspace(layer)
     share = data / greatest
     shapes = [rect(0, share, 1, 14, "rs"), rect(share, extra / greatest, 1, 14, "ws")]
-    name = short(layer.title, 40)
     return tag(
         "div",
-        tag("span", tag("b", name), class_="who"),
-        svg(f"{name}: operands and results {format_bytes(data)}, workspace {format_bytes(extra)}", shapes, height=16),
+        tag("span", tag("b", breakable(layer.title)), class_="who"),
+        svg(
+            f"{short(layer.title)}: operands and results {format_bytes(data)}, workspace {format_bytes(extra)}",
+            shapes,
+            height=16,
+        ),
         tag("span", format_bytes(data), class_="num"),
         tag("span", f"+ {format_bytes(extra)}" if extra else NOTHING, class_="num"),
         tag("i", which if extra else ""),
@@ -148,15 +151,26 @@ def _plot(step: Step) -> Markup:
     shapes.append(line(0, 1, TOP + HEIGHT, TOP + HEIGHT, "axis"))
     text = f"{short(high.layer)} {high.pass_}, {format_bytes(high.total)}"
     picture = svg(
-        f"Memory over {count(len(step.moments), 'kernel')} of a step; most in {text}", shapes, height=int(TOP + HEIGHT + 2)
+        f"Memory over {count(len(step.moments), 'kernel')} of a step; most in {text}",
+        shapes,
+        height=int(TOP + HEIGHT + 2),
     )
     axis = Markup(f'<svg width="100%" height="{TOP + HEIGHT + 2:.0f}" aria-hidden="true">{"".join(labels)}</svg>')
-    ends = tag("span", *(tag("span", f"{short(m.layer, 24)} {m.pass_}") for m in (step.moments[0], step.moments[-1])), class_="ends")
+    ends = tag(
+        "span",
+        *(tag("span", f"{short(m.layer, 24)} {m.pass_}") for m in (step.moments[0], step.moments[-1])),
+        class_="ends",
+    )
     beyond = step.limit is not None and not fits
     return tag(
         "figure",
         tag("div", axis, tag("div", picture, ends), class_="step"),
-        tag("figcaption", "▼ most: ", text, f"; the limit, {format_bytes(step.limit or 0)}, is above the drawing" if beyond else ""),
+        tag(
+            "figcaption",
+            "▼ most: ",
+            text,
+            f"; the limit, {format_bytes(step.limit or 0)}, is above the drawing" if beyond else "",
+        ),
         class_="wide",
     )
 

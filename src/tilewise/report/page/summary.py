@@ -32,7 +32,8 @@ def summary_section(report: Report) -> list[Child]:
 
 
 def _cards(report: Report) -> list[Child]:
-    totals, cards = report.totals, []
+    totals = report.totals
+    cards: list[Child] = []
     if totals is not None:
         if totals.framework_ms is not None and totals.planned_ms:
             ratio = format_ratio(totals.framework_ms / totals.planned_ms)
@@ -47,7 +48,13 @@ def _cards(report: Report) -> list[Child]:
         if totals.divided is not None:
             cards.append(_card("divided", str(totals.divided), "layer-passes run in parts"))
         if totals.unplanned:
-            cards.append(_card("without a plan", str(totals.unplanned), "layer-passes that nothing keeps the limits for"))
+            cards.append(
+                _card("without a plan", str(totals.unplanned), "layer-passes that nothing keeps the limits for")
+            )
+    own = [part.plan_ms * len(part.names) for part in report.parts if part.plan_ms is not None]
+    if own and not report.compared:
+        how = "estimated" if report.rigor == "estimate" else "as timed when planning"
+        cards.insert(0, _card("plans in all", milliseconds(sum(own)), how))
     if report.training is not None and report.training.ratio is not None:
         sides = (report.training.framework.step_ms, report.training.planned.step_ms)
         text = f"framework {milliseconds(sides[0])}, planned {milliseconds(sides[1])}"
@@ -87,7 +94,11 @@ def _gain(part: Part) -> list[Child]:
     words = f"{'saves' if saved >= 0 else 'loses'} {milliseconds(abs(saved))}" + (
         f" in {len(part.names)} layers" if len(part.names) > 1 else ""
     )
-    return [tag("span", f"{words}, {format_ratio(part.ratio)}", class_="num"), " ", tag("span", root_text(part), class_="plan")]
+    return [
+        tag("span", f"{words}, {format_ratio(part.ratio)}", class_="num"),
+        " ",
+        tag("span", root_text(part), class_="plan"),
+    ]
 
 
 def _training(training: Training) -> list[Child]:
@@ -112,6 +123,11 @@ def _times(side: Side) -> tuple[float | None, float | None, float | None]:
 
 
 def _settings(report: Report) -> Markup:
-    facts = [*report.options, ("device", report.device), ("environment", report.environment), ("tilewise", report.version)]
+    facts = [
+        *report.options,
+        ("device", report.device),
+        ("environment", report.environment),
+        ("tilewise", report.version),
+    ]
     pairs = [tag("div", tag("dt", name), tag("dd", short(text, 300))) for name, text in facts if text]
     return tag("details", tag("summary", "Settings and versions"), tag("dl", pairs, class_="facts"), class_="numbers")

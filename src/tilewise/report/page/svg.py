@@ -28,7 +28,8 @@ def percent(fraction: float) -> str:
 
 def rect(x: float, width: float, y: float, height: float, kind: str, title: str = "") -> Markup:
     """A rectangle of class ``kind``: ``x`` and ``width`` in shares of the drawing, ``y`` and ``height`` in pixels."""
-    shape = f'<rect class="{kind}" x="{percent(x)}" width="{percent(width)}" y="{y:.5g}" height="{height:.5g}"'
+    left = f' x="{percent(x)}"' if x > 0 else ""
+    shape = f'<rect class="{kind}"{left} width="{percent(width)}" y="{y:.5g}" height="{height:.5g}"'
     return Markup(f"{shape}><title>{escaped(title)}</title></rect>" if title else f"{shape}/>")
 
 
@@ -51,7 +52,9 @@ def svg(title: str, *children: Child, height: int, kind: str = "") -> Markup:
 
 def key(kind: str, text: Child) -> Markup:
     """An entry of a legend: a swatch of class ``kind`` and what it stands for."""
-    swatch = f'<svg class="swatch" width="22" height="14" aria-hidden="true">{SWATCHES.get(kind, BOX).format(kind)}</svg>'
+    swatch = (
+        f'<svg class="swatch" width="22" height="14" aria-hidden="true">{SWATCHES.get(kind, BOX).format(kind)}</svg>'
+    )
     return tag("li", Markup(swatch), text)
 
 
@@ -87,7 +90,13 @@ def size_ticks(greatest: float, most: int = 5) -> list[int]:
 def log_ticks(low: float, high: float, most: int = 4) -> list[float]:
     """Round values within a range on a logarithmic axis: 1, 2 and 5 of each decade, or fewer."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
+    for steps in (
+        (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0),
+        (1.0, 1.5, 2.0, 3.0, 5.0, 7.0),
+        (1.0, 2.0, 5.0),
+        (1.0, 3.0),
+        (1.0,),
+    ):
         found = [step * 10.0**n for n in decades for step in steps if low <= step * 10.0**n <= high]
         if len(found) <= most:
             return found

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from tilewise.plan import Measurement
-from tilewise.report.page.contents import Layer, Part, Report
+from tilewise.report.page.contents import Layer, Part
 from tilewise.report.page.html import Child, Markup, table, tag
 from tilewise.report.page.words import (
     NOTHING,
@@ -30,15 +30,14 @@ __all__ = ["inside"]
 COLUMNS = ("plan", "#ms", "#of plan's time", "#workspace", "#L2 error", "#spread", "")
 
 
-def inside(part: Part, layer: Layer, report: Report, most: int) -> list[Child]:
+def inside(part: Part, layer: Layer, most: int) -> list[Child]:
     """All about one pass; at most ``most`` measured and as many lost candidates are listed."""
     found: list[Child] = [_problem(part, layer)]
     if part.plan is None:
         found.append(tag("p", "No plan: ", part.reason or "the document does not say why.", class_="why bad"))
     rows, note = _tried(part, most) if part.candidates is not None else ([], _where_to_look(part))
     if part.plan is not None or rows:
-        estimated = ", times estimated" if report.rigor == "estimate" else ""
-        found.append(table(f"{name_of(part)}{estimated}", COLUMNS, [*_tree(part), *rows]))
+        found.append(table(f"Plan of {name_of(part)}", COLUMNS, [*_tree(part), *rows], told=False))
     return [*found, note]
 
 
@@ -47,7 +46,9 @@ def _problem(part: Part, layer: Layer) -> Markup:
     if layer.transposed:
         facts.append("transposed: its forward is dgrad")
     if part.flops is not None:
-        facts.append(f"{part.flops / 1e9:.4g} GFLOP by the direct method, {rate(part.flops, part.ran_ms or part.plan_ms)}")
+        facts.append(
+            f"{part.flops / 1e9:.4g} GFLOP by the direct method, {rate(part.flops, part.ran_ms or part.plan_ms)}"
+        )
     if part.bytes is not None:
         facts.append(f"operands and result {size(part.bytes)}")
     if part.saved_ms is not None and part.replaced:
@@ -92,19 +93,17 @@ def _tried(part: Part, most: int) -> tuple[list[str | list[str]], Markup | None]
     lost = _grouped(m for m in candidates if m.reason)
     won.sort(key=lambda m: (math.inf if m.time_ms is None else m.time_ms, m.solver))
     chosen = next((m for m in won if _chosen(m, part)), None)
-    rows: list[str | list[str]] = [
-        f"Tried: {count(len(won), 'candidate')} measured, {len(candidates) - len(won)} lost"
-    ]
+    rows: list[str | list[str]] = [f"Tried: {count(len(won), 'candidate')} measured, {len(candidates) - len(won)} lost"]
     rows += [_measured(m, m is chosen, part) for m in won[:most]]
     if chosen is not None and not any(m is chosen for m in won[:most]):
         rows.append(_measured(chosen, True, part))
     rows += [_lost(m, times) for m, times in lost[:most]]
     notes = []
     if len(won) > most:
-        notes.append(f"{len(won) - most} that were measured and slower")
+        notes.append(f"{len(won) - most} slower")
     if len(lost) > most:
         notes.append(f"{sum(times for _, times in lost[most:])} lost")
-    more = tag("p", f"Not listed: {' and '.join(notes)}; the document has them.", class_="note") if notes else None
+    more = tag("p", f"Not listed: {' and '.join(notes)}.", class_="note") if notes else None
     return rows, more
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from tilewise.plan import Error, Plan, format_bytes
 from tilewise.report.page.contents import Part
-from tilewise.report.page.html import Markup, tag
+from tilewise.report.page.html import Markup, escaped, tag
 from tilewise.report.tables import LEFT, NOTHING, format_ms, format_ratio, plan_name
 from tilewise.report.values import BASELINE
 
 __all__ = [
-    "LEFT", "NOTHING", "anchor", "clean_size", "count", "distance", "format_ms", "format_ratio", "milliseconds",
-    "name_of", "numbers", "plan_text", "rate", "root_text", "short", "size",
+    "LEFT", "NOTHING", "anchor", "breakable", "clean_size", "count", "distance", "format_ms", "format_ratio",
+    "milliseconds", "name_of", "numbers", "plan_text", "rate", "root_text", "short", "size",
 ]  # fmt: skip
 
 
@@ -56,6 +55,11 @@ def short(text: str, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def breakable(name: str) -> Markup:
+    """A layer's name, that may go on in the next line after a dot."""
+    return Markup(escaped(short(name, 48)).replace(".", ".<wbr>"))
+
+
 def plan_text(plan: Plan) -> str:
     """A plan's first line; one of hundreds of sizes is not shown in full."""
     return short(plan_name(plan), 160)
@@ -81,5 +85,3 @@ def anchor(part: Part, text: str = "") -> Markup:
 def numbers(picture: Markup) -> Markup:
     """A table behind a button of its own, for those who want the numbers of a picture."""
     return tag("details", tag("summary", "Numbers as a table"), picture, class_="numbers")
-
-
