@@ -6,8 +6,8 @@ import json
 
 import pytest
 from click.testing import CliRunner
-
 from tests.report.schedules import schedule
+
 from tilewise.cli import cli
 from tilewise.cli import report as report_command
 from tilewise.report.page import page
@@ -39,12 +39,13 @@ def test_stdin_and_stdout():
 
 
 def test_what_plan_prints_makes_a_page(run, tmp_path):
-    arguments = ("mb4ic3ih12oc8oh12kh3ph1", "--device", "cpu", "--batch-sizes", "undivided", "--rigor", "estimate")
+    arguments = ("mb4ic3ih12oc8oh12kh3ph1", "--device", "cpu", "--rigor", "wisdom_only", "--json")
     source = tmp_path / "plan.json"
-    source.write_text(run("plan", *arguments, "--json").stdout, "utf-8")
+    source.write_text(run("plan", *arguments).stdout, "utf-8")
     result = run("report", str(source), "-o", "-")
     assert result.exit_code == 0
-    assert "estimated, not measured" in result.stdout
+    assert "no wisdom" in result.stdout
+    assert "mb4ic3ih12oc8oh12kh3ph1" in result.stdout
 
 
 @pytest.mark.parametrize(

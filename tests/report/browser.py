@@ -26,7 +26,7 @@ class Browser:
         command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
                    "--remote-debugging-pipe", "--disable-background-networking", "--hide-scrollbars",
                    f"--user-data-dir={self._folder.name}"]  # fmt: skip
-        wrapped = ["sh", "-c", f'exec 3<&{to_read} 4>&{to_write}; exec "$@"', "sh", *command]
+        wrapped = ["bash", "-c", f'exec 3<&{to_read} 4>&{to_write}; exec "$@"', "bash", *command]
         self._process = subprocess.Popen(
             wrapped, pass_fds=(to_read, to_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
