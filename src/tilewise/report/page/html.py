@@ -35,11 +35,10 @@ def escaped(text: str) -> Markup:
     """``text`` as HTML that shows it, in an element or a quoted attribute; markup as it stands."""
     if type(text) is Markup:
         return text
-    if text.isalnum() and text.isascii() and len(text) <= LONGEST:
-        return Markup(text)
     if len(text) > LONGEST:
         text = text[:LONGEST] + "…"
-    return Markup(html.escape(UNSHOWN.sub("\ufffd", text)))
+    # What Python calls printable holds none of those.
+    return Markup(html.escape(text if text.isprintable() else UNSHOWN.sub("\ufffd", text)))
 
 
 def join(children: Iterable[Child]) -> Markup:
