@@ -1,0 +1,77 @@
+"""``tilewise report``: a schedule as one HTML page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from tilewise.cli.program import BadInput, bad_input
+from tilewise.plan import format_bytes
+
+__all__ = ["command"]
+
+LARGEST = 64 * 2**20
+"""Bytes of a document that is read; one of a large network with everything that was tried has a few million."""
+
+
+@click.command("report")
+@click.argument("schedule", metavar="SCHEDULE", type=click.Path(path_type=Path, allow_dash=True))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="Where the page goes, '-' for stdout.  [default: SCHEDULE's name with .html]",
+)
+def command(schedule: Path, output: Path | None) -> None:
+    """Write SCHEDULE, a document of 'tilewise plan --json' or 'tilewise time --json', as one HTML page.
+
+    The page shows what was planned and gained, each plan and what was tried, micro-batches, fronts of time against
+    workspace, memory and budgets. It asks the network for nothing and can be sent to anybody. SCHEDULE '-' is stdin.
+    """
+    from tilewise.report.page import page
+
+    name = "stdin" if str(schedule) == "-" else str(schedule)
+    if output is None:
+        output = Path("-") if name == "stdin" else schedule.with_suffix(".html")
+    if output == schedule and name != "stdin":
+        raise BadInput(f"-o: {str(output)!r} is SCHEDULE itself; another name would do")
+    with bad_input(f"SCHEDULE: {name!r}"):
+        text = page(_parsed(_read(schedule, name)))
+    if str(output) == "-":
+        click.echo(text, nl=False)
+        return
+    try:
+        size = output.write_text(text, "utf-8", newline="\n")
+    except OSError as error:
+        raise BadInput(f"-o: {str(output)!r} cannot be written: {error.strerror}") from error
+    click.echo(f"{format_bytes(size)} written to {output}")
+
+
+def _read(schedule: Path, name: str) -> bytes:
+    """The file's bytes. Raises :class:`BadInput` where it cannot be read or is too large."""
+    try:
+        with click.open_file(str(schedule), "rb") as file:
+            data: bytes = file.read(LARGEST + 1)
+    except OSError as error:
+        raise BadInput(f"SCHEDULE: {name!r} cannot be read: {error.strerror}") from error
+    if len(data) > LARGEST:
+        raise BadInput(f"SCHEDULE: {name!r} has more than {format_bytes(LARGEST)}, no schedule does")
+    return data
+
+
+def _parsed(data: bytes) -> Any:
+    """The document in ``data``: strict JSON. Raises ``ValueError``."""
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("is nested deeper than any schedule") from error
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number in JSON")

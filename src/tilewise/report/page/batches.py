@@ -1,0 +1,218 @@
+"""Time lines of divided plans: their parts in the order they run (Oyama et al. 2018, mu-cuDNN, Figure 9)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tilewise import solvers
+from tilewise.plan import Plan
+from tilewise.report.page.contents import Part, Report
+from tilewise.report.page.html import Child, Markup, table, tag
+from tilewise.report.page.svg import KEYS, key, line, percent, rect, svg
+from tilewise.report.page.words import (
+    anchor,
+    format_ms,
+    milliseconds,
+    name_of,
+    numbers,
+    plan_text,
+    short,
+    size,
+)
+from tilewise.report.tables import NOTHING
+
+__all__ = ["batches_section", "few"]
+
+MOST_RUNS = 96
+"""Runs of equal parts that a time line draws; inner splits are drawn whole where there are more."""
+MOST_LINES = 200
+"""Parts of a run that are told apart by a line."""
+MOST_LANES = 8
+SHOWN, LISTED = 8, 60
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``times`` parts in a row with one plan; ``size`` along the axis that is cut, ``None`` where it is not known."""
+
+    plan: Plan
+    times: int
+    size: int | None
+
+    @property
+    def label(self) -> str:
+        """``3x64``."""
+        if self.size is None:
+            return f"{self.times}x" if self.times > 1 else ""
+        return str(self.size) if self.times == 1 else f"{self.times}x{self.size}"
+
+    @property
+    def time_ms(self) -> float | None:
+        """Of all its parts."""
+        return self.plan.time_ms * self.times if math.isfinite(self.plan.time_ms) else None
+
+
+def batches_section(report: Report) -> list[Child]:
+    """A time line for each divided plan, the longest first."""
+    divided = [part for part in report.parts if part.plan is not None and not part.plan.leaf]
+    if not divided:
+        return [tag("p", "No plan divides its layer: each runs in one piece.", class_="note")]
+    divided.sort(key=lambda part: -(part.plan_ms or 0.0))
+    every = {part.number: list(runs(part.plan)) for part in divided if part.plan is not None}
+    names = list(dict.fromkeys(run.plan.solver for found in every.values() for run in found))
+    drawn = [_figure(part, every[part.number], names) for part in divided[:LISTED]]
+    beyond = len(divided) - len(drawn)
+    return [
+        tag(
+            "p",
+            "Each line has its own scale. Parts run from left to right; a letter stands for the solver.",
+            class_="note",
+        ),
+        tag("ul", [key(_kind(i), f"{_letter(i)} {short(name)}") for i, name in enumerate(names)], class_="legend"),
+        few(drawn, SHOWN, "divided plans", "lines"),
+        tag("p", f"{beyond} more divided plans are in the table.", class_="note") if beyond else None,
+        numbers(_table(divided, every)),
+    ]
+
+
+def few(figures: Sequence[Child], first: int, what: str, kind: str) -> list[Child]:
+    """Figures, those beyond the ``first`` behind a button."""
+    shown: list[Child] = [tag("div", figures[:first], class_=kind)]
+    if len(figures) > first:
+        rest = tag("div", figures[first:], class_=kind)
+        shown.append(tag("details", tag("summary", f"{len(figures) - first} more {what}"), rest, class_="more"))
+    return shown
+
+
+def runs(plan: Plan) -> Iterator[Run]:
+    """Runs of equal leaf parts in the order they run, those of inner splits too where they are few."""
+    found = list(itertools.islice(_runs(plan), MOST_RUNS + 1))
+    yield from found if len(found) <= MOST_RUNS else itertools.islice(_own_runs(plan), MOST_RUNS)
+
+
+def _own_runs(plan: Plan) -> Iterator[Run]:
+    sizes = plan.config.get("sizes")
+    first = 0
+    for child, times in zip(plan.children, plan.counts, strict=True):
+        known = isinstance(sizes, tuple) and first + times <= len(sizes)
+        yield Run(child, times, sizes[first] if known and isinstance(sizes, tuple) else None)
+        first += times
+
+
+def _runs(plan: Plan) -> Iterator[Run]:
+    for run in _own_runs(plan):
+        if run.plan.leaf or at_once(run.plan):
+            yield run
+        else:
+            for _ in range(min(run.times, MOST_RUNS + 1)):
+                yield from _runs(run.plan)
+
+
+def at_once(plan: Plan) -> bool:
+    """Whether a split's parts run at the same time."""
+    return any(solver.name == plan.solver and getattr(solver, "at_once", False) for solver in solvers.all_solvers())
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index) if index < 26 else f"{chr(ord('A') + index // 26 % 26)}{index % 26}"
+
+
+def _kind(index: int) -> str:
+    return f"k{index % KEYS + 1}"
+
+
+def _figure(part: Part, found: list[Run], names: list[str]) -> Markup:
+    assert part.plan is not None
+    together = at_once(part.plan)
+    lanes = [Run(run.plan, 1, run.size) for run in found for _ in range(min(run.times, MOST_LANES))] if together else []
+    spans = [_span(run, found) for run in (lanes or found)]
+    length = max(spans, default=0.0) if together else sum(spans)
+    timed = all(run.time_ms is not None for run in found)
+    scale = max(length, part.framework_ms or 0.0) if timed else length
+    scale = scale or 1.0
+    shapes: list[Child] = []
+    top = 0.0
+    if timed and part.framework_ms is not None:
+        shapes.append(rect(0, part.framework_ms / scale, 0, 8, "fw", f"framework {milliseconds(part.framework_ms)}"))
+        top = 11.0
+    if together:
+        for i, (run, span) in enumerate(zip(lanes[:MOST_LANES], spans, strict=False)):
+            shapes += _segment(run, 0.0, span / scale, top + 19 * i, 17, names)
+        height = int(top + 19 * min(len(lanes), MOST_LANES))
+    else:
+        at = 0.0
+        for run, span in zip(found, spans, strict=True):
+            shapes += _segment(run, at / scale, span / scale, top, 24, names)
+            at += span
+        height = int(top + 25)
+    words = [f"plan {milliseconds(part.ran_ms if part.planned_ms is not None else part.plan_ms)}"]
+    if part.framework_ms is not None:
+        words.append(f"framework {milliseconds(part.framework_ms)}")
+    if together:
+        words.append("parts at once")
+    if not timed:
+        words.append("parts not timed, drawn by size")
+    said = ", ".join(words)
+    ends = tag("span", tag("span", "0"), tag("span", milliseconds(scale)), class_="ends") if timed else None
+    return tag(
+        "figure",
+        tag(
+            "figcaption",
+            anchor(part),
+            " ",
+            tag("span", plan_text(part.plan), class_="plan"),
+            " ",
+            tag("span", said, class_="said"),
+        ),
+        svg(f"{name_of(part)}: {plan_text(part.plan)}; {said}", shapes, height=height),
+        ends,
+    )
+
+
+def _span(run: Run, found: list[Run]) -> float:
+    """Its length: time where all parts have one, else its share of the sizes, else of the number of parts."""
+    if all(one.time_ms is not None for one in found):
+        return run.time_ms or 0.0
+    if all(one.size for one in found):
+        return float((run.size or 1) * run.times)
+    return float(run.times)
+
+
+def _segment(run: Run, x: float, width: float, y: float, height: float, names: list[str]) -> list[Child]:
+    index = names.index(run.plan.solver)
+    title = f"{run.label} {plan_text(run.plan)}: {milliseconds(run.time_ms)}".strip()
+    shapes: list[Child] = [rect(x, width, y, height, f"{_kind(index)} seg", title)]
+    if 1 < run.times <= MOST_LINES:
+        shapes += [
+            line(x + width * i / run.times, x + width * i / run.times, y, y + height, "cut")
+            for i in range(1, run.times)
+        ]
+    if width >= 0.03:
+        text = tag("text", f"{_letter(index)} {run.label}".strip(), x=5, y=f"{height / 2 + 4.5:.5g}", class_="on")
+        place = f'x="{percent(x)}" width="{percent(width)}" y="{y:.5g}" height="{height:.5g}"'
+        # A drawing in the drawing cuts off what is longer than the segment; the pointer finds the segment below.
+        shapes.append(Markup(f'<svg {place} class="cut-off" aria-hidden="true">{text}</svg>'))
+    return shapes
+
+
+def _table(divided: list[Part], every: dict[int, list[Run]]) -> Markup:
+    rows = []
+    for part in divided:
+        for i, run in enumerate(every[part.number]):
+            rows.append(
+                [
+                    short(part.title) if i == 0 else "",
+                    part.pass_ if i == 0 else "",
+                    str(run.times),
+                    NOTHING if run.size is None else str(run.size),
+                    plan_text(run.plan),
+                    format_ms(run.plan.time_ms),
+                    format_ms(run.time_ms),
+                    size(run.plan.workspace),
+                ]
+            )
+    columns = ("layer", "pass", "#parts", "#size", "solver", "#ms each", "#ms together", "#workspace")
+    return table("Parts of divided plans in the order they run", columns, rows)

@@ -1,0 +1,97 @@
+"""HTML as text that is safe by construction: whatever is not :class:`Markup` is escaped where it enters."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+__all__ = ["Child", "Markup", "escaped", "join", "table", "tag"]
+
+LONGEST = 2000
+"""Characters shown of one text: names and reasons are far shorter, and a page must not be all one of them."""
+UNSHOWN = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff"
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
+"""Control characters, halves of surrogate pairs, non-characters, and those that turn the direction of what follows."""
+VOID = frozenset({"br", "col", "input", "meta"})
+SHAPES = frozenset({"circle", "line", "path", "rect"})
+"""SVG elements that are written as empty elements where they have no children."""
+
+
+class Markup(str):
+    """HTML that is right as it stands."""
+
+    __slots__ = ()
+
+
+Child: TypeAlias = "str | Iterable[Child] | None"
+"""Text, which is escaped; markup; several of either; or nothing."""
+
+
+def escaped(text: str) -> Markup:
+    """``text`` as HTML that shows it, in an element or a quoted attribute; markup as it stands."""
+    if type(text) is Markup:
+        return text
+    if len(text) > LONGEST:
+        text = text[:LONGEST] + "…"
+    # What Python calls printable holds none of those.
+    return Markup(html.escape(text if text.isprintable() else UNSHOWN.sub("\ufffd", text)))
+
+
+def join(children: Iterable[Child]) -> Markup:
+    """Children one after the other."""
+    parts: list[str] = []
+    for child in children:
+        if isinstance(child, str):
+            parts.append(escaped(child))
+        elif child is not None:
+            parts.append(join(child))
+    return Markup("".join(parts))
+
+
+def tag(name: str, *children: Child, **attributes: str | int | bool | None) -> Markup:
+    """An element: ``tag("td", "a < b", class_="num")``.
+
+    In attributes' names a trailing underscore is dropped and any other becomes a hyphen. ``None`` and ``False`` leave
+    an attribute out, ``True`` gives it without a value.
+    """
+    head = [name]
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        key = key.removesuffix("_").replace("_", "-")
+        head.append(key if value is True else f'{key}="{escaped(str(value))}"')
+    start = " ".join(head)
+    if name in VOID:
+        return Markup(f"<{start}>")
+    inside = join(children)
+    if not inside and name in SHAPES:
+        return Markup(f"<{start}/>")
+    return Markup(f"<{start}>{inside}</{name}>")
+
+
+def table(caption: str, columns: Sequence[str], rows: Iterable[str | Sequence[str]], told: bool = True) -> Markup:
+    """A table in a box that scrolls by itself.
+
+    Columns whose name starts with ``#`` hold numbers. Each row's first cell is its heading; a row that is mere text
+    heads those below it. The caption names the box; ``told`` says that it is also shown.
+    """
+    kinds = " ".join(f"n{i}" for i, name in enumerate(columns, 1) if name.startswith("#"))
+    head = "".join(f"<th>{escaped(name.removeprefix('#'))}</th>" for name in columns)
+    body: list[str] = []
+    for row in rows:
+        if isinstance(row, str):
+            span = f'<tr><th colspan="{len(columns)}" scope="rowgroup">{escaped(row)}</th></tr>'
+            body.append(f"</tbody><tbody>{span}" if body else span)
+        else:
+            cells = "</td><td>".join([escaped(cell) for cell in row[1:]])
+            body.append(f"<tr><th>{escaped(row[0])}</th><td>{cells}</td></tr>")
+    inside = (
+        f'<table class="{kinds}">{f"<caption><span>{escaped(caption)}</span></caption>" if told else ""}'
+        f"<thead><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(body)}</tbody></table>"
+    )
+    return tag("div", Markup(inside), class_="scroll", tabindex=0, role="region", aria_label=caption)
