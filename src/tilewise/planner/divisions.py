@@ -51,6 +51,8 @@ class Divisions:
     blocked: dict[tuple[str, Config], float]
     deeper: Deeper
     exhaustive: bool = False
+    share: tuple[int, int] = (0, 1)
+    """Index and count: of the sizes between, one in so many is tried, beginning with that one."""
     fronts: dict[int, list[Plan]] = field(default_factory=dict)
     lost: dict[int, list[Measurement]] = field(default_factory=dict)
 
@@ -97,7 +99,8 @@ class Divisions:
             rate = min(rate, found)
             prior, prior_size, blocked = trial.known, size, trial.blocked
         self._try_rests()
-        for size in self.solver.between(self.problem, policy):
+        first, step = self.share
+        for size in self.solver.between(self.problem, policy)[first::step]:
             if patient:
                 self._tried(size, rate, None, None)
             else:

@@ -88,6 +88,7 @@ class Search:
         a, b = make_operands(self.problem)
         self.tensors: Tensors = (a, b, make_result(self.problem))
         self._for_front = False
+        self._share = (0, 1)
 
     def best(self) -> Plan:
         """The fastest plan that keeps every constraint, checked against float64 and timed whole against torch.
@@ -120,6 +121,11 @@ class Search:
         with self._undisturbed():
             self._measure_baseline()
             self._ranked()
+
+    def measure_share(self, index: int, count: int) -> None:
+        """As :meth:`survey`, but of the sizes between powers of two only one in ``count``, from ``index`` on."""
+        self._share = (index, count)
+        self.survey()
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -222,6 +228,7 @@ class Search:
                 trial.blocked,
                 functools.partial(self._cut, level=solver.level, depth=depth + 1),
                 exhaustive=patient or (batch and self._for_front),
+                share=self._share,
             )
             found = divisions.plans()
             plans += found
