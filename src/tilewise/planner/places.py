@@ -11,7 +11,7 @@ import torch
 from tilewise.device import cpu_count, device_name, torch_device
 from tilewise.kernels.triton import workers as compilers
 
-__all__ = ["Devices", "Place", "environment_of", "find_places", "identity"]
+__all__ = ["Devices", "Place", "environment_of", "find_places", "identity", "own_place"]
 
 Devices = str | Iterable[str | int | torch.device]
 """``"all"``, or devices of one kind."""
@@ -93,6 +93,11 @@ def identity(place: Place) -> str:
     if place.index is None:
         return "cpu"
     return f"GPU-{torch.cuda.get_device_properties(place.index).uuid}"
+
+
+def own_place(name: str) -> str:
+    """The :func:`identity` of the device on which this process plans for the device called ``name``."""
+    return identity(Place(name, torch_device(name).index))
 
 
 def environment_of(place: Place, processes: int) -> dict[str, str]:

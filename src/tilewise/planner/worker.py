@@ -40,7 +40,7 @@ class _Link:
 
     def __init__(self, parent: int) -> None:
         self.lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self.ending = self.ended = False
+        self.ending = False
         self._parent = parent
         self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)  # what libraries print is no answer
@@ -56,7 +56,7 @@ class _Link:
             raise KeyboardInterrupt from None
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        if self.ending and not self.ended:
+        if self.ending:
             raise KeyboardInterrupt
 
     def _read(self) -> None:
@@ -79,19 +79,17 @@ class _Link:
 
 def main() -> None:
     """Serve until standard input ends or the parent is gone; what was measured by then is kept."""
-    link = _Link(int(sys.argv[1]))
+    status = 0
     try:
+        link = _Link(int(sys.argv[1]))
         first = link.lines.get()
-        if first is None:
-            return
-        planner = _begin(link, json.loads(first))
-        while (line := link.lines.get()) is not None:
-            if not _answer(link, planner, line):
-                sys.exit(1)
+        planner = None if first is None else _begin(link, json.loads(first))
+        while not status and planner is not None and (line := link.lines.get()) is not None:
+            status = 0 if _answer(link, planner, line) else 1
     except KeyboardInterrupt:
         pass
-    finally:
-        link.ended = True
+    sys.stderr.flush()
+    os._exit(status)  # libraries take seconds to let go of a device, which the system does at once
 
 
 def _begin(link: _Link, told: dict[str, Any]) -> Planner:
