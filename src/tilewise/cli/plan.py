@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from tilewise.cli.program import NO_PLAN
-from tilewise.cli.settings import PASSES, Settings, planning_options
+from tilewise.cli.settings import PASSES, Settings, devices_option, make_planner, planning_options
 
 __all__ = ["command"]
 
@@ -14,9 +14,12 @@ __all__ = ["command"]
 @click.argument("target", metavar="NET|LAYER")
 @click.option("--pass", "passes", type=click.Choice(PASSES), multiple=True, help="Only this pass; may be repeated.")
 @planning_options
+@devices_option
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/plan) instead of tables.")
 @click.pass_context
-def command(ctx: click.Context, target: str, passes: tuple[str, ...], settings: Settings, as_json: bool) -> None:
+def command(
+    ctx: click.Context, target: str, passes: tuple[str, ...], settings: Settings, devices: str | None, as_json: bool
+) -> None:
     """Find and print a plan for every layer and pass of NET or LAYER.
 
     Plans are remembered: what was measured once, here or in a program, is not measured again. Exits with 1 where some
@@ -24,7 +27,6 @@ def command(ctx: click.Context, target: str, passes: tuple[str, ...], settings: 
     """
     from tilewise.cli.planning import head, plan_target
     from tilewise.cli.target import resolve
-    from tilewise.planner import Planner
     from tilewise.report.console import show, show_json
     from tilewise.report.documents import plan_document
     from tilewise.report.tables import heading, plan_table, summary_text
@@ -32,7 +34,7 @@ def command(ctx: click.Context, target: str, passes: tuple[str, ...], settings: 
 
     options = settings.options()
     resolved = resolve(target, settings, passes)
-    results = plan_target(resolved, options, Planner())
+    results = plan_target(resolved, options, make_planner(devices))
     top, summary = head(resolved, settings, options), summarize(results)
     if as_json:
         show_json(plan_document(top, results, summary))

@@ -47,8 +47,17 @@ def plan_target(target: Target, options: Options, planner: Planner) -> list[Laye
     problems = dict.fromkeys(problem for layer in target.layers for problem in layer.problems)
     results: dict[ConvProblem, PassResult] = {}
     with progress_bar("planning", len(problems)) as progress:
-        for problem in problems:
+        begun: set[ConvProblem] = set()
+
+        def tell(problem: ConvProblem) -> None:
             progress(_progress_text(target, problem))
+            begun.add(problem)
+
+        planner.plan_ahead(list(problems), options, tell)
+        planner.close()  # nothing else is to run beside what is measured next
+        for problem in problems:
+            if problem not in begun:
+                tell(problem)
             results[problem] = _planned(problem, options, planner)
     return [LayerResult(layer, tuple(results[problem] for problem in layer.problems)) for layer in target.layers]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from tilewise.cli.program import NO_PLAN
-from tilewise.cli.settings import PASSES, Settings, planning_options
+from tilewise.cli.settings import PASSES, Settings, devices_option, make_planner, planning_options
 
 __all__ = ["command"]
 
@@ -20,6 +20,7 @@ __all__ = ["command"]
     help="Timed runs of each side.  [default: as many as the time taken allows, 5 or more]",
 )
 @planning_options
+@devices_option
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/time) instead of tables.")
 @click.pass_context
 def command(
@@ -28,6 +29,7 @@ def command(
     passes: tuple[str, ...],
     iterations: int | None,
     settings: Settings,
+    devices: str | None,
     as_json: bool,
 ) -> None:
     """Plan NET or LAYER, then time the framework and the plans in turns: every layer and pass, and for a network whole
@@ -38,7 +40,6 @@ def command(
     """
     from tilewise.cli.planning import head, plan_target, time_results, time_training
     from tilewise.cli.target import resolve
-    from tilewise.planner import Planner
     from tilewise.report.console import show, show_json
     from tilewise.report.documents import time_document
     from tilewise.report.tables import heading, step_table, summary_text, time_table
@@ -46,7 +47,7 @@ def command(
 
     options = settings.options()
     resolved = resolve(target, settings, passes)
-    planner = Planner()
+    planner = make_planner(devices)
     results = time_results(resolved, plan_target(resolved, options, planner), options.deterministic, iterations)
     top, summary = head(resolved, settings, options), summarize(results)
     # Not where only some passes are asked for; nor without all plans, and the table says which and why.

@@ -91,7 +91,7 @@ def select_all(db: sqlite3.Connection, table: str) -> Iterator[Found]:
 
 
 def insert(db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only: bool = False) -> int:
-    """Keep rows in place of those with equal keys, or only of those that :func:`rank` puts before; returns how many."""
+    """Keep rows in place of those with equal keys, or only of those :func:`rank` puts lower; returns how many."""
     keyed = table != "profile"
     names = dict.fromkeys(name for row in new for name in (row.environment, row.problem)[: 1 + keyed])
     ids = {name: key_id(name) for name in names}
