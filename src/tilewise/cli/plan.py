@@ -34,7 +34,7 @@ def command(
 
     options = settings.options()
     resolved = resolve(target, settings, passes)
-    results = plan_target(resolved, options, make_planner(devices))
+    results = plan_target(resolved, options, make_planner(devices, resolved.device))
     top, summary = head(resolved, settings, options), summarize(results)
     if as_json:
         show_json(plan_document(top, results, summary))

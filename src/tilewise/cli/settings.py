@@ -103,15 +103,20 @@ def devices_option(function: Function) -> Function:
     return click.option("--devices", metavar="all|N,N", help=text)(function)
 
 
-def make_planner(devices: str | None) -> Planner:
-    """The planner on the devices asked for. Raises :class:`BadInput`."""
+def make_planner(devices: str | None, device: torch.device) -> Planner:
+    """The planner for ``device`` on all the devices asked for. Raises :class:`BadInput`."""
+    from tilewise.device import device_name
     from tilewise.planner import Planner
 
     with bad_input("--devices"):
-        if devices is None or devices == "all":
-            return Planner(devices=devices)
+        if devices is None or (devices == "all" and device.type == "cpu"):
+            return Planner()
         words = [word.strip() for word in devices.split(",")]
-        return Planner(devices=[int(word) if word.isdecimal() else word for word in words])
+        numbers = [int(word) if word.isdecimal() else word for word in words]
+        planner = Planner(devices="all" if devices == "all" else numbers)
+        if planner.workers is not None and planner.workers.name != device_name(device):
+            raise ValueError(f"{devices!r} is {planner.workers.name}, and it is planned for {device_name(device)}")
+        return planner
 
 
 def planning_options(function: Function) -> Function:

@@ -47,7 +47,7 @@ def command(
 
     options = settings.options()
     resolved = resolve(target, settings, passes)
-    planner = make_planner(devices)
+    planner = make_planner(devices, resolved.device)
     results = time_results(resolved, plan_target(resolved, options, planner), options.deterministic, iterations)
     top, summary = head(resolved, settings, options), summarize(results)
     # Not where only some passes are asked for; nor without all plans, and the table says which and why.

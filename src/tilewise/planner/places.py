@@ -76,16 +76,15 @@ def _own_first(places: list[Place]) -> tuple[Place, ...]:
 def _place(device: str | int | torch.device) -> Place:
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        if found.type == "cuda":
-            count = torch.cuda.device_count()
-            index = found.index if found.index is not None else torch.cuda.current_device() if count else 0
-            if index >= count:
-                raise ValueError(f"torch sees {count} GPUs")
-            return Place(device_name(torch.device("cuda", index)), index)
-        return Place(device_name(found))
-    except (RuntimeError, TypeError, ValueError) as error:
-        text = str(error).splitlines()[0]
-        raise ValueError(f"devices has {device!r}: cpu, cuda:N or N would do ({text})") from error
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    if found.type == "cpu":
+        return Place("cpu")
+    count = torch.cuda.device_count()
+    index = found.index if found.index is not None else torch.cuda.current_device() if count else 0
+    if found.type != "cuda" or index >= count:
+        raise ValueError(f"devices has {device!r}: cpu, or the number of one of {count} GPUs here would do")
+    return Place(device_name(torch.device("cuda", index)), index)
 
 
 def identity(place: Place) -> str:

@@ -115,7 +115,6 @@ def _begin(link: _Link, told: dict[str, Any]) -> Planner:
     x = torch.ones(1, 1, 4, 4, device=device)
     torch.nn.functional.conv2d(x, x).sum().item()
     found = Telling(Wisdom(Path(told["wisdom"])))
-    found.profile(name)
     place = Place(name, device.index)
     link.say({"ready": os.getpid(), "environment": environment(name).key, "identity": identity(place)})
     return found
