@@ -9,21 +9,15 @@ one has compiled nothing.
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
-import time
-from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from harness.layers import ALEXNET, by_name
+from harness.planning import kernels, seconds, start_device
 from harness.result import Bar, Result, Row, Side
 from harness.settings import Progress, Settings, parse_size
 
-from tilewise import cache
-from tilewise.planner import Options, Planner
 from tilewise.problem import ConvProblem, Pass
-from tilewise.wisdom import Wisdom
 
 DEFAULTS = {
     "layers": "",
@@ -44,7 +38,7 @@ def run(settings: Settings) -> Result:
         for layer in settings.chosen("layers", by_name(ALEXNET))
         for pass_ in Pass
     ]
-    _start_device(settings.device)
+    start_device(settings.device)
     rows = [_row(settings, limit, problems) for limit in settings.words("limits")]
     return Result(rows, bars(rows, settings))
 
@@ -58,10 +52,10 @@ def _row(settings: Settings, limit: str, problems: list[ConvProblem]) -> Row:
         took: list[float] = []
         compiled: list[int] = []
         while len(took) < 2 or (len(took) <= runs and compiled[-1]):
-            path, before = Path(folder) / f"{len(took)}.sqlite3", _kernels()
-            took.append(_seconds(path, problems, options))
-            compiled.append(_kernels() - before)
-        known_s = min(_seconds(path, problems, options) for _ in range(3))
+            path, before = Path(folder) / f"{len(took)}.sqlite3", kernels()
+            took.append(seconds(path, problems, options, Progress()))
+            compiled.append(kernels() - before)
+        known_s = min(seconds(path, problems, options, Progress()) for _ in range(3))
     cold_s = min(took[1:])
     return Row(
         f"{len(problems)} kernels, limit {limit}",
@@ -77,33 +71,6 @@ def _row(settings: Settings, limit: str, problems: list[ConvProblem]) -> Row:
             "limit": limit,
         },
     )
-
-
-def _seconds(path: Path, problems: Iterable[ConvProblem], options: Options) -> float:
-    """Wall time of planning with the wisdom at ``path``, opening and closing it included."""
-    start = time.perf_counter()
-    wisdom = Wisdom(path)
-    Planner(wisdom, Progress()).plan_many(problems, options)
-    wisdom.close()
-    return time.perf_counter() - start
-
-
-def _kernels() -> int:
-    """Compiled kernels on disk: Triton's and our own."""
-    places = [cache.kernel_dir()]
-    if importlib.util.find_spec("triton") is not None:
-        from triton import knobs
-
-        places.append(Path(knobs.cache.dir))
-    return sum(1 for place in places if place.is_dir() for _ in place.rglob("*.cubin"))
-
-
-def _start_device(device: torch.device) -> None:
-    """A first convolution: context and libraries of the framework itself are no part of planning."""
-    x = torch.randn(1, 4, 8, 8, device=device)
-    torch.nn.functional.conv2d(x, x)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def bars(rows: list[Row], settings: Settings) -> list[Bar]:

@@ -17,8 +17,8 @@ from torch import nn
 import tilewise
 from tilewise.nn import report
 from tests.nn.dividing import Dividing
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+rank, ranks = int(sys.argv[1]), int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=ranks)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
 x = torch.randn(4, 3, 9, 9)
@@ -26,18 +26,18 @@ planner = Dividing()
 """
 
 
-def run(script: str, tmp_path: Path) -> list[str]:
-    """Both ranks' outputs; a hang is a failure."""
+def run(script: str, tmp_path: Path, ranks: int = 2) -> list[str]:
+    """All ranks' outputs; a hang is a failure."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
     whole = PRELUDE + script + "\ndist.destroy_process_group()\n"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", whole, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-c", whole, str(rank), str(tmp_path / "store"), str(ranks)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**environment, "TILEWISE_CACHE_DIR": str(tmp_path / f"cache{rank}")},
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]  # fmt: skip
     try:
         results = [process.communicate(timeout=120) for process in processes]
@@ -154,3 +154,69 @@ for given in (path.with_name(f"wrong{rank}.json"), None if rank else path):
     assert errors[0][0].startswith("ScheduleError /wrong0.json: schema=None")
     assert errors[0][1].startswith("ScheduleError rank 0 could not read the schedule: /wrong0.json: schema=None")
     assert all(text.startswith("RankMismatch ranks differ in the schedule") for text in errors[1])
+
+
+def test_each_rank_measures_a_share_and_all_hear_of_what_fails(tmp_path: Path) -> None:
+    """As if each had a device of its own but the last, which shares rank 0's."""
+    outputs = run(
+        """
+from tests.planner.simulated import PROFILE
+from tilewise.device import environment
+from tilewise.nn import measured, share
+from tilewise.plan import Plan
+from tilewise.planner import Planner
+import dataclasses, pathlib
+measured.own_place = lambda device: f"device {rank % 2}"
+asked = []
+class Counting(Planner):
+    def plan(self, problem, options=None):
+        asked.append(problem)
+        return super().plan(problem, options)
+measured.Planner = Counting
+model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 3)).bfloat16()
+x = torch.randn(4, 3, 9).bfloat16()
+torch.set_num_threads(1)
+planner = Counting()
+if rank == 0:
+    planner.wisdom.remember_profile(environment("cpu").key, PROFILE)
+tilewise.optimize(model, x, planner=planner)
+first = len(asked)
+assert first == (5 + 3 if rank == 0 else 2 if rank == 1 else 0), first
+kept = planner.wisdom.to_json()["environments"]
+assert len(kept) == (rank == 0)
+for _, _, one in report(model).passes():
+    print(one.plan.to_json())
+tilewise.optimize(model, x, planner=planner)
+assert len(asked) == first + (5 if rank == 0 else 0)  # from wisdom, and no rank measures
+def failing(self, problem, options=None):
+    raise RuntimeError("the device fell off")
+if rank == 1:
+    Counting.plan = failing
+try:
+    tilewise.optimize(model, x[:3], planner=planner)
+except RuntimeError as error:
+    print(error)
+learn = share.Book.learn
+if rank == 2:
+    share.Book.learn = lambda self, p, d, plan: learn(self, p, d, dataclasses.replace(plan, workspace=7))
+for example in (x, x):
+    try:
+        tilewise.optimize(model, example, planner=planner)
+    except tilewise.nn.RankMismatch as error:
+        print(error)
+    def broken(*_):
+        raise ValueError("no such plan")
+    if rank == 2:
+        share.Book.learn = broken
+""",
+        tmp_path,
+        ranks=3,
+    )
+    lines = [output.splitlines() for output in outputs]
+    assert lines[0][:5] == lines[1][:5] == lines[2][:5]
+    assert all(line.startswith("{'format'") for line in lines[0][:5])
+    fault = "the device fell off"
+    assert [rest[5] for rest in lines] == [f"rank 1 could not measure its share: {fault}", fault, lines[0][5]]
+    for rest in lines:
+        assert rest[6].startswith("ranks differ in the plans that tilewise.optimize found: rank 0 has")
+        assert "rank 2 has 'failed: no such plan'" in rest[7]

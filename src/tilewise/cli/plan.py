@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tilewise.cli.program import NO_PLAN, BadInput
-from tilewise.cli.settings import PASSES, Settings, planning_options
+from tilewise.cli.settings import PASSES, Settings, devices_option, make_planner, planning_options
 
 if TYPE_CHECKING:
     from tilewise.planner import Schedule
@@ -27,6 +27,7 @@ __all__ = ["command"]
 )
 @click.option("--max-batch", is_flag=True, help="Find the largest mini-batch that keeps --memory-limit, and plan that.")
 @planning_options
+@devices_option
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/plan) instead of tables.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the document to FILE."
@@ -41,6 +42,7 @@ def command(
     memory_limit: str | None,
     max_batch: bool,
     settings: Settings,
+    devices: str | None,
     as_json: bool,
     output: str | None,
     candidates: bool,
@@ -57,7 +59,6 @@ def command(
     from tilewise.cli.planning import head, plan_target, schedule_of
     from tilewise.cli.target import resolve
     from tilewise.cli.whole_step import Found, plan_step
-    from tilewise.planner import Planner
     from tilewise.report.console import show, show_json
     from tilewise.report.tables import heading, memory_text, plan_table, summary_text
     from tilewise.report.values import summarize
@@ -66,8 +67,9 @@ def command(
         raise BadInput(f"-o: {output!r} lies in no folder that there is")
     if max_batch and memory_limit is None:
         raise BadInput("--max-batch: of which limit? --memory-limit 16GiB would do")
-    options, planner = settings.options(), Planner()
+    options = settings.options()
     resolved = resolve(target, settings, passes)
+    planner = make_planner(devices, resolved.device)
     if memory_limit is None:
         found = Found(resolved, plan_target(resolved, options, planner))
     elif max_batch:  # inputs of another batch are not to count

@@ -91,8 +91,18 @@ def plan_target(
     results: dict[ConvProblem, PassResult] = {}
     notes: Counter[str] = Counter()
     with progress_bar("planning", len(problems)) as progress:
-        for problem in problems:
+        begun: set[ConvProblem] = set()
+
+        def tell(problem: ConvProblem) -> None:
             progress(_progress_text(target, problem))
+            begun.add(problem)
+
+        if schedule is None:
+            planner.plan_ahead(list(problems), options, tell)
+            planner.close()  # nothing else is to run beside what is measured next
+        for problem in problems:
+            if problem not in begun:
+                tell(problem)
             results[problem], note = _planned(problem, options, planner, schedule)
             notes.update([note] if note else [])
     if notes:

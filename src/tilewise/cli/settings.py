@@ -14,9 +14,9 @@ from tilewise.cli.program import bad_input, enough_memory
 if TYPE_CHECKING:
     import torch
 
-    from tilewise.planner import Options
+    from tilewise.planner import Options, Planner
 
-__all__ = ["DEFAULT_BATCH", "PASSES", "Settings", "planning_options"]
+__all__ = ["DEFAULT_BATCH", "PASSES", "Settings", "devices_option", "make_planner", "planning_options"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -95,6 +95,28 @@ def _cpu() -> torch.device:
     import torch
 
     return torch.device("cpu")
+
+
+def devices_option(function: Function) -> Function:
+    """Add ``--devices``; the command receives it as ``devices``, for :func:`make_planner`."""
+    text = "Measure on these GPUs at once: all of the model, or numbers such as 0,1.  [default: on one]"
+    return click.option("--devices", metavar="all|N,N", help=text)(function)
+
+
+def make_planner(devices: str | None, device: torch.device) -> Planner:
+    """The planner for ``device`` on all the devices asked for. Raises :class:`BadInput`."""
+    from tilewise.device import device_name
+    from tilewise.planner import Planner
+
+    with bad_input("--devices"):
+        if devices is None or (devices == "all" and device.type == "cpu"):
+            return Planner()
+        words = [word.strip() for word in devices.split(",")]
+        numbers = [int(word) if word.isdecimal() else word for word in words]
+        planner = Planner(devices="all" if devices == "all" else numbers)
+        if planner.workers is not None and planner.workers.name != device_name(device):
+            raise ValueError(f"{devices!r} is {planner.workers.name}, and it is planned for {device_name(device)}")
+        return planner
 
 
 def planning_options(function: Function) -> Function:

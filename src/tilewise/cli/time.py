@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
-from tilewise.cli.settings import PASSES, Settings, planning_options
+from tilewise.cli.settings import PASSES, Settings, devices_option, make_planner, planning_options
 
 if TYPE_CHECKING:
     from tilewise.planner import Options, Schedule
@@ -37,6 +37,7 @@ OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic")
     help="Take plans from FILE, which `plan -o` wrote, with its options; checked first.",
 )
 @planning_options
+@devices_option
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/time) instead of tables.")
 @click.pass_context
 def command(
@@ -46,6 +47,7 @@ def command(
     iterations: int | None,
     file: str | None,
     settings: Settings,
+    devices: str | None,
     as_json: bool,
 ) -> None:
     """Plan NET or LAYER, then time the framework and the plans in turns: every layer and pass, and for a network whole
@@ -59,7 +61,6 @@ def command(
     """
     from tilewise.cli.planning import head, plan_target, schedule_of, time_results, time_training
     from tilewise.cli.target import resolve
-    from tilewise.planner import Planner
     from tilewise.report.console import show, show_json
     from tilewise.report.documents import time_document
     from tilewise.report.tables import heading, step_table, summary_text, time_table
@@ -68,7 +69,7 @@ def command(
     schedule = None if file is None else load(file)
     settings, options = (settings, settings.options()) if schedule is None else following(ctx, settings, schedule)
     resolved = resolve(target, settings, passes)
-    planner = Planner()
+    planner = make_planner(devices, resolved.device)
     plans = plan_target(resolved, options, planner, schedule)
     results = time_results(resolved, plans, options.deterministic, iterations)
     top, summary = head(resolved, settings, options), summarize(results)

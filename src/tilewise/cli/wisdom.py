@@ -50,15 +50,34 @@ def export_wisdom(file: Path) -> None:
 
 
 @command.command("import")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-def import_wisdom(file: Path) -> None:
-    """Merge FILE, an exported document; of two rows for the same thing the newer is kept."""
-    with _store() as wisdom, bad_input(f"FILE: {str(file)!r}"):
-        try:
-            rows = wisdom.import_(file)
-        except OSError as error:
-            raise BadInput(f"FILE: {str(file)!r} cannot be read: {error.strerror}") from error
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
+def import_wisdom(files: tuple[Path, ...]) -> None:
+    """Merge FILEs, exported documents; of two rows for the same thing the newer is kept."""
+    rows = 0
+    with _store() as wisdom:
+        for file in files:
+            with bad_input(f"FILE: {str(file)!r}"):
+                try:
+                    rows += wisdom.import_(file)
+                except OSError as error:
+                    raise BadInput(f"FILE: {str(file)!r} cannot be read: {error.strerror}") from error
     click.echo(f"{rows} rows new or newer")
+
+
+@command.command("merge")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="What to write.")
+def merge_wisdom(files: tuple[Path, ...], output: Path) -> None:
+    """Write FILEs, exported documents, as one; of two rows for the same thing the newer is kept."""
+    from tilewise.wisdom import Wisdom
+
+    with bad_input("FILE"):
+        try:
+            rows = Wisdom.merge_files(files, output)
+        except OSError as error:
+            what = "written" if error.filename is None or Path(error.filename) not in files else "read"
+            raise BadInput(f"{str(error.filename or output)!r} cannot be {what}: {error.strerror}") from error
+    click.echo(f"{rows} rows written to {output}")
 
 
 @command.command("forget")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankMismatch", "agree", "receive", "send", "several_ranks"]
+__all__ = ["RankMismatch", "agree", "gather", "receive", "send", "several_ranks"]
 
 
 class RankMismatch(RuntimeError):
@@ -50,7 +51,12 @@ def receive() -> object:
     dist.broadcast(size, 0)
     payload = torch.empty(int(size.item()), dtype=torch.uint8, device=size.device)
     dist.broadcast(payload, 0)
-    return json.loads(bytes(payload.cpu().tolist()))
+    return json.loads(_text(payload))
+
+
+def gather(data: object) -> list[Any]:
+    """What each rank gives, by rank, read as JSON; every rank calls it."""
+    return [json.loads(text) for text in _gather_text(json.dumps(data))]
 
 
 def _gather_text(text: str) -> list[str]:
@@ -63,7 +69,11 @@ def _gather_text(text: str) -> list[str]:
     padded[: data.numel()] = data
     texts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(texts, padded)
-    return [bytes(t[: int(n.item())].cpu().tolist()).decode() for t, n in zip(texts, sizes, strict=True)]
+    return [_text(t[: int(n.item())]) for t, n in zip(texts, sizes, strict=True)]
+
+
+def _text(data: torch.Tensor) -> str:
+    return data.cpu().numpy().tobytes().decode()
 
 
 def _device() -> torch.device:

@@ -1,7 +1,8 @@
-"""Planning by rank 0 for all ranks: they compare what is to be planned, then take its plans."""
+"""Planning for all ranks: they compare what is to be planned, measure a share each, and take what rank 0 decides."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 from tilewise.device import environment
 from tilewise.nn import ranks
 from tilewise.nn.book import Book
+from tilewise.nn.measured import measure_together
 from tilewise.plan import Plan
 from tilewise.planner import NoPlanError
 from tilewise.problem import ConvProblem
@@ -28,7 +30,7 @@ def plan_together(
     """Run ``record`` on every rank and fill every rank's ``book`` with rank 0's plans for what it found.
 
     A rank that fails tells the others before it raises. Raises :class:`RankMismatch` where ranks differ, what
-    ``record`` raises, and ``NoPlanError`` where rank 0 finds no plan.
+    ``record`` raises, ``NoPlanError`` where rank 0 finds no plan, and ``RuntimeError`` where a rank cannot measure.
     """
     failure: Exception | None = None
     problems: list[ConvProblem] = []
@@ -48,15 +50,20 @@ def plan_together(
             raise
     if failure is not None:
         raise failure
+    measured = measure_together(book, problems, deterministic)
     if torch.distributed.get_rank() == 0:
-        _plan_and_send(book, problems, deterministic)
+        _plan_and_send(book, problems, deterministic, measured)
+        told = _told(book, problems, deterministic)
     else:
-        _take(book, problems, deterministic, ranks.receive())
+        told = _take(book, problems, deterministic, ranks.receive())
+    ranks.agree(told, "the plans that tilewise.optimize found")
     return calls
 
 
-def _plan_and_send(book: Book, problems: list[ConvProblem], deterministic: bool) -> None:
+def _plan_and_send(book: Book, problems: list[ConvProblem], deterministic: bool, measured: list[Any]) -> None:
     try:
+        for document in measured:
+            book.planner.wisdom.merge(document)
         book.plan(problems, deterministic)
         times = book.torch_times(problems)
         rows = []
@@ -70,9 +77,18 @@ def _plan_and_send(book: Book, problems: list[ConvProblem], deterministic: bool)
     ranks.send({"plans": rows})
 
 
-def _take(book: Book, problems: list[ConvProblem], deterministic: bool, data: Any) -> None:
+def _take(book: Book, problems: list[ConvProblem], deterministic: bool, data: Any) -> str:
+    """Learn rank 0's plans; what :func:`_told` says of them, or why they cannot be taken, for all to compare."""
     if "error" in data:
         raise NoPlanError(f"rank 0 could not plan: {data['error']}")
+    try:
+        _learn(book, problems, deterministic, data)
+        return _told(book, problems, deterministic)
+    except Exception as error:  # the others wait: they hear of it as a difference
+        return f"failed: {error}"
+
+
+def _learn(book: Book, problems: list[ConvProblem], deterministic: bool, data: Any) -> None:
     for problem, (plan, reason, time_ms, note) in zip(problems, data["plans"], strict=True):
         if plan is None:
             book.refuse(problem, deterministic, reason)
@@ -82,3 +98,9 @@ def _take(book: Book, problems: list[ConvProblem], deterministic: bool, data: An
             book.times[problem] = time_ms
         if note:
             book.notes[problem] = note
+
+
+def _told(book: Book, problems: list[ConvProblem], deterministic: bool) -> str:
+    """The plans as text, a line each, to compare."""
+    plans = (book.chosen(problem, deterministic) for problem in problems)
+    return "\n".join("torch's own" if plan is None else json.dumps(plan.to_json(), sort_keys=True) for plan in plans)

@@ -60,6 +60,8 @@ class Divisions:
     deeper: Deeper
     exhaustive: bool = False
     for_front: bool = False
+    share: tuple[int, int] = (0, 1)
+    """Index and count: of the sizes between, one in so many is tried, beginning with that one."""
     fronts: dict[int, list[Plan]] = field(default_factory=dict)
     lost: dict[int, list[Measurement]] = field(default_factory=dict)
 
@@ -107,7 +109,8 @@ class Divisions:
         self._try_rests()
         between = self.solver.between(self.problem, policy)
         if self.exhaustive:
-            for size in between:
+            first, step = self.share
+            for size in between[first::step]:
                 self._tried(size, rate, None, None)
         else:
             self._try_between(between, rate)
@@ -138,7 +141,7 @@ class Divisions:
                 points.setdefault(size, [(guess.time_ms, guess.workspace) for guess in found])
             divisions = divide(self._whole, points, self.options.workspace)
             wanted = {size for d in (divisions if self.for_front else divisions[:1]) for size in d.sizes}
-            missing = sorted(wanted - self.fronts.keys(), reverse=True)[:room]
+            missing = sorted(wanted - self.fronts.keys(), reverse=True)[self.share[0] :: self.share[1]][:room]
             if not missing:
                 break
             room -= len(missing)

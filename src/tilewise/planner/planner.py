@@ -7,7 +7,8 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -19,10 +20,13 @@ from tilewise.execute import parts_of
 from tilewise.plan import Measurement, Plan
 from tilewise.planner.divisions import Choice, choice_of
 from tilewise.planner.estimate import Profile, is_profile, measure_profile
+from tilewise.planner.messages import Job
 from tilewise.planner.options import RIGORS, NoPlanError, Options
+from tilewise.planner.places import Devices
 from tilewise.planner.search import Search
 from tilewise.planner.store import Store
 from tilewise.planner.trial import Known
+from tilewise.planner.workers import Workers, WorkersWarning
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Split
 from tilewise.wisdom import Wisdom
@@ -35,6 +39,9 @@ Progress = Callable[[int, int, str], None]
 
 SAVE_EVERY_S = 2.0
 
+ALONE = 3
+"""So few problems are planned before a worker has started, unless each has every size to measure."""
+MEASURING = ("measure", "patient")
 EFFORT = {"estimate": 0, "wisdom_only": 0, "measure": 1, "patient": 2}
 
 
@@ -42,13 +49,19 @@ class Planner:
     """Finds plans and remembers them.
 
     ``wisdom`` is where measurements and plans are kept (``None``: the user's cache directory); ``progress`` is called
-    by :meth:`plan_many`. Threads may share a planner, which then plans for one after the other: measuring sets torch's
-    convolution flags for its length, so no other thread should use them meanwhile.
+    by :meth:`plan_many`. ``devices``: where :meth:`plan_many` measures at once, in a process for each beside this one:
+    ``"all"`` GPUs of the current one's model, or a list (``[0, 1]``); ``None``, here alone.
+
+    Threads may share a planner, which then plans for one after the other: measuring sets torch's convolution flags for
+    its length, so no other thread should use them meanwhile. Raises ``ValueError`` naming ``devices``.
     """
 
-    def __init__(self, wisdom: Wisdom | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self, wisdom: Wisdom | None = None, progress: Progress | None = None, *, devices: Devices | None = None
+    ) -> None:
         self.wisdom = Wisdom() if wisdom is None else wisdom
         self.progress = progress
+        self.workers = None if devices is None else Workers(devices, self.wisdom.path)
         self._lock = threading.RLock()
         self._stores: dict[str, Store] = {}
         self._saved: dict[tuple[str, str], Known] = {}
@@ -66,7 +79,7 @@ class Planner:
         """
         options = options or Options()
         with self._lock:
-            known = self._remembered(problem, options)
+            known = self.remembered(problem, options)
             if known is not None:
                 return known
             if options.rigor == "wisdom_only":
@@ -87,14 +100,63 @@ class Planner:
         options = options or Options()
         distinct = list(dict.fromkeys(problems))
         self._preload(distinct, options)
+        tell = self.progress or _silent
+        begun: dict[ConvProblem, None] = {}
+
+        def told(problem: ConvProblem) -> None:
+            tell(len(begun), len(distinct), problem.key)
+            begun[problem] = None
+
+        self.plan_ahead(distinct, options, told)
         plans: dict[ConvProblem, Plan] = {}
-        for done, problem in enumerate(distinct):
-            if self.progress is not None:
-                self.progress(done, len(distinct), problem.key)
+        for problem in distinct:
+            if problem not in begun:
+                told(problem)
             plans[problem] = self.plan(problem, options)
-        if self.progress is not None:
-            self.progress(len(distinct), len(distinct), "")
+        tell(len(distinct), len(distinct), "")
         return plans
+
+    def plan_ahead(
+        self, problems: Sequence[ConvProblem], options: Options, told: Callable[[ConvProblem], None]
+    ) -> None:
+        """Measure on all devices at once what :meth:`plan` would measure here; ``told`` hears of each when it is done.
+
+        Nothing where the planner has no further device, where fewer than four problems are unknown (unless
+        ``batch_sizes`` is ``all``) or nothing is to be measured. What has no plan is for :meth:`plan` to say.
+        """
+        workers = self.workers
+        if workers is None or not workers.others or options.rigor not in MEASURING:
+            return
+        with self._lock:
+            missing = [p for p in problems if p.device == workers.name and self.remembered(p, options) is None]
+            if not missing or (len(missing) <= ALONE and options.batch_sizes != "all"):
+                return
+            if self.wisdom.in_memory:
+                text = "wisdom is kept in memory, which no other process sees: planned on one device"
+                warnings.warn(text, WorkersWarning, stacklevel=3)
+                return
+            self.profile(workers.name)  # workers read it from wisdom
+
+            def own(job: Job) -> None:
+                with contextlib.suppress(NoPlanError):  # said when the plan is asked for
+                    if job.share is None:
+                        self.plan(job.problem, job.options)
+                    else:
+                        self.measure_share(job.problem, job.options, *job.share)
+
+            workers.plan([Job(problem, options) for problem in missing], own, told)
+            self._preload(missing, options)
+
+    def measure_share(self, problem: ConvProblem, options: Options, index: int, count: int) -> None:
+        """Measure what a plan may be made of, of the sizes between powers of two only one in ``count``, 0 for none."""
+        if not count:
+            options, count = replace(options, batch_sizes="powers_of_two"), 1
+        self._searched(problem, options, lambda search: search.measure_share(index, count))
+
+    def close(self) -> None:
+        """End the processes of other devices, if there are any; they end by themselves ten seconds after their last."""
+        if self.workers is not None:
+            self.workers.close()
 
     def front(self, problem: ConvProblem, options: Options | None = None) -> tuple[Plan, ...]:
         """The desirable plans (Oyama et al. 2018, III-C1), fastest first, each in less workspace than the one before.
@@ -285,8 +347,11 @@ class Planner:
                     if plan is not None:
                         self._plans.setdefault((key, problem, f"{rigor} {_constraints(options)}"), plan)
 
-    def _remembered(self, problem: ConvProblem, options: Options) -> Plan | None:
-        """A plan made with at least the effort asked for, if it still fits the solvers and the limit."""
+    def remembered(self, problem: ConvProblem, options: Options) -> Plan | None:
+        """A plan made with at least the effort asked for, if it still fits the solvers and the limit.
+
+        ``None`` where there is none; nothing is measured.
+        """
         key = environment(problem.device).key
         for rigor in _satisfying(options.rigor):
             entry = (key, problem.key, f"{rigor} {_constraints(options)}")
@@ -301,6 +366,10 @@ class Planner:
                 self._plans[entry] = plan
                 return plan
         return None
+
+
+def _silent(done: int, total: int, text: str) -> None:
+    """No progress is asked for."""
 
 
 def _satisfying(rigor: str) -> list[str]:

@@ -73,6 +73,7 @@ class Search:
         a, b = make_operands(self.problem)
         self.tensors: Tensors = (a, b, make_result(self.problem))
         self._for_front = False
+        self._share = (0, 1)
 
     def best(self) -> Plan:
         """The fastest plan that keeps every constraint, checked against float64 and timed whole against torch.
@@ -130,6 +131,11 @@ class Search:
                 return plan, reason
             distance, reason = self._checked(plan, self.problem)
             return replace(plan, error=distance), reason
+
+    def measure_share(self, index: int, count: int) -> None:
+        """As :meth:`survey`, but of the sizes between powers of two only one in ``count``, from ``index`` on."""
+        self._share = (index, count)
+        self.survey()
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -251,6 +257,7 @@ class Search:
                 functools.partial(self._cut, level=solver.level, depth=depth + 1),
                 exhaustive=patient,
                 for_front=batch and self._for_front,
+                share=self._share,
             )
             found = divisions.plans()
             plans += found

@@ -6,22 +6,22 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tilewise.plan import PlanFormatError
-from tilewise.wisdom import rows
+from tilewise.wisdom import rows, tables
 from tilewise.wisdom.tables import Row
 
-__all__ = ["FORMAT", "KIND", "compose", "parse", "read", "write"]
+__all__ = ["FORMAT", "KIND", "compose", "merged", "parse", "read", "write"]
 
 FORMAT = 1
 KIND = "tilewise wisdom"
 
 
-def compose(tables: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
-    """The document of valid rows, by table name; :func:`parse` reads it back."""
+def compose(kept: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
+    """The document of valid rows, by table name: the same whatever their order. :func:`parse` reads it back."""
     environments: dict[str, dict[str, Any]] = {}
 
     def problem_of(row: Row) -> dict[str, Any]:
@@ -29,13 +29,13 @@ def compose(tables: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
         entry: dict[str, Any] = problems.setdefault(row.problem, {"measurements": [], "plans": []})
         return entry
 
-    for row in tables["measurement"]:
+    for row in _sorted("measurement", kept):
         problem_of(row)["measurements"].append(_measurement_entry(row.values))
-    for row in tables["plan"]:
+    for row in _sorted("plan", kept):
         constraints, text, recorded = row.values
         entry = {"constraints": constraints, "plan": json.loads(text), "recorded": recorded}
         problem_of(row)["plans"].append(entry)
-    for row in tables["profile"]:
+    for row in _sorted("profile", kept):
         text, recorded = row.values
         entry = {"values": json.loads(text), "recorded": recorded}
         environments.setdefault(row.environment, {"problems": {}})["profile"] = entry
@@ -52,6 +52,21 @@ def compose(tables: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
             for environment, found in sorted(environments.items())
         ],
     }
+
+
+def _sorted(table: str, kept: dict[str, list[Row]]) -> list[Row]:
+    return sorted(kept[table], key=lambda row: tables.key_of(table, row))
+
+
+def merged(documents: Iterable[dict[str, list[Row]]]) -> dict[str, list[Row]]:
+    """One row for each key of what :func:`parse` gave of several documents, as a store keeps them that imports all."""
+    best: dict[str, dict[tuple[Any, ...], Row]] = {table: {} for table in tables.COLUMNS}
+    for document in documents:
+        for table, found in document.items():
+            for row in found:
+                key = tables.key_of(table, row)
+                best[table][key] = max(best[table].get(key, row), row, key=tables.rank)
+    return {table: list(rows_of.values()) for table, rows_of in best.items()}
 
 
 def _measurement_entry(values: tuple[Any, ...]) -> dict[str, Any]:

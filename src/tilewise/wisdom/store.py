@@ -170,16 +170,45 @@ class Wisdom:
     def import_(self, path: Path | str) -> int:
         """Merge a document of :meth:`export`, the newer row winning; returns the rows that changed.
 
+        Of rows of the same moment that differ one wins by its checksum, so that the order of imports does not matter.
+
         All of it is merged or nothing. Entries that do not pass validation are ignored with a
         warning. Raises ``OSError`` when the file cannot be read and
         :class:`~tilewise.plan.PlanFormatError` (a ``ValueError``) when it is no such document.
         """
         new, faults = document.read(Path(path))
+        return self._merge(new, faults, Path(path))
+
+    def merge(self, data: object) -> int:
+        """As :meth:`import_`, of a document that :meth:`to_json` gave, here or in another process.
+
+        Raises :class:`~tilewise.plan.PlanFormatError` when it is no such document.
+        """
+        return self._merge(*document.parse(data), self.path)
+
+    def _merge(self, new: dict[str, list[Row]], faults: list[str], origin: Path) -> int:
         changed = self._database.write(
             lambda db: sum(tables.insert(db, table, found, newer_only=True) for table, found in new.items())
         )
-        _warn(Path(path), faults)
+        _warn(origin, faults)
         return changed
+
+    @staticmethod
+    def merge_files(sources: Iterable[Path | str], target: Path | str) -> int:
+        """Write the documents ``sources`` as one, the newer row winning as in :meth:`import_`; returns its rows.
+
+        What comes out does not depend on the order of ``sources``, and a document merged with itself is itself. No
+        store is touched; ``target`` may be one of ``sources``. Raises as :meth:`import_`, and ``OSError`` when the
+        target cannot be written.
+        """
+        found = []
+        for source in map(Path, sources):
+            kept, faults = document.read(source)
+            _warn(source, faults)
+            found.append(kept)
+        whole = document.merged(found)
+        document.write(Path(target), document.compose(whole, f"tilewise {VERSION}"))
+        return sum(map(len, whole.values()))
 
     def forget(
         self,

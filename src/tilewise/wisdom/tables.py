@@ -11,7 +11,20 @@ from tilewise.wisdom import rows
 if TYPE_CHECKING:
     import sqlite3
 
-__all__ = ["Found", "Row", "counts", "delete", "delete_plans", "insert", "key_id", "select", "select_all", "sweep"]
+__all__ = [
+    "Found",
+    "Row",
+    "counts",
+    "delete",
+    "delete_plans",
+    "insert",
+    "key_id",
+    "key_of",
+    "rank",
+    "select",
+    "select_all",
+    "sweep",
+]
 
 COLUMNS = {"measurement": rows.MEASUREMENT, "plan": rows.PLAN, "profile": rows.PROFILE}
 KEYS = {
@@ -78,7 +91,7 @@ def select_all(db: sqlite3.Connection, table: str) -> Iterator[Found]:
 
 
 def insert(db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only: bool = False) -> int:
-    """Keep rows in place of those with equal keys, or only of older ones; returns how many."""
+    """Keep rows in place of those with equal keys, or only of those :func:`rank` puts lower; returns how many."""
     keyed = table != "profile"
     names = dict.fromkeys(name for row in new for name in (row.environment, row.problem)[: 1 + keyed])
     ids = {name: key_id(name) for name in names}
@@ -90,7 +103,7 @@ def insert(db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only
         f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {changed}"
     )
     if newer_only:
-        query += f" WHERE excluded.recorded > {table}.recorded"
+        query += f" WHERE (excluded.recorded, excluded.crc) > ({table}.recorded, {table}.crc)"  # as rank has it
     parameters = [
         (
             *(ids[name] for name in (row.environment, row.problem)[: 1 + keyed]),
@@ -103,6 +116,25 @@ def insert(db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only
         return 0
     db.executemany("REPLACE INTO name (text, id) VALUES (?, ?)", ids.items())
     return db.executemany(query, parameters).rowcount
+
+
+def rank(row: Row) -> tuple[float, int]:
+    """Of rows with equal keys the greatest is kept, whoever merges them in what order: the newest.
+
+    Rows of one moment that differ, which clocks hardly give, are told apart by their checksums.
+    """
+    recorded: float = row.values[-1]
+    return recorded, rows.checksum(row.environment, row.problem, *row.values)
+
+
+def key_of(table: str, row: Row) -> tuple[Any, ...]:
+    """The values of :data:`KEYS`: one row of a table is kept for each."""
+    named = {
+        "environment": row.environment,
+        "problem": row.problem,
+        **dict(zip(COLUMNS[table], row.values, strict=True)),
+    }
+    return tuple(named[column] for column in KEYS[table])
 
 
 def delete(

@@ -1,0 +1,146 @@
+"""A process that plans what it is asked on one device, into the wisdom that it shares, until its standard input ends.
+
+It reads lines of JSON: first what to be, ``{"device": ..., "wisdom": path, "threads": n}``, answered by ``{"ready":
+process id, "environment": key, "identity": ...}``, then jobs (see ``messages.py``). Each is answered by ``{"done":
+seconds}``, or by ``{"failed": reason}``, after which the process ends: what failed may have been its device. Between
+them come ``{"at": problem}``, as parts of the problem are met. ``workers.py`` runs it, as
+``python -m tilewise.planner.worker PARENT``.
+"""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewise.planner import Planner
+    from tilewise.problem import ConvProblem
+
+__all__ = ["main"]
+
+LOOK_S = 1.0
+"""How often to see whether the parent is still there: a fork of it may hold the pipe open."""
+ENDING_S = 3.0
+"""To keep what was measured, once the parent is gone."""
+MOST_TEXT = 2000
+
+
+class _Link:
+    """The pipes to the parent: lines in, answers out, and the end of both."""
+
+    def __init__(self, parent: int) -> None:
+        self.lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.ending = False
+        self._parent = parent
+        self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)  # what libraries print is no answer
+        signal.signal(signal.SIGINT, self._interrupted)  # a terminal sends it to all; the parent decides
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def say(self, what: dict[str, Any]) -> None:
+        """Answer; end where nobody reads any more."""
+        try:
+            self._answers.write(json.dumps(what) + "\n")
+            self._answers.flush()
+        except OSError:
+            raise KeyboardInterrupt from None
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self.ending:
+            raise KeyboardInterrupt
+
+    def _read(self) -> None:
+        pending = b""
+        while os.getppid() == self._parent:
+            if not select.select([0], [], [], LOOK_S)[0]:
+                continue
+            more = os.read(0, 1 << 16)
+            if not more:
+                break
+            *lines, pending = (pending + more).split(b"\n")
+            for line in lines:
+                self.lines.put(line)
+        self.ending = True
+        self.lines.put(None)
+        _thread.interrupt_main()  # what was measured is kept on the way out, as after Ctrl-C
+        time.sleep(ENDING_S)
+        os._exit(1)
+
+
+def main() -> None:
+    """Serve until standard input ends or the parent is gone; what was measured by then is kept."""
+    status = 0
+    try:
+        link = _Link(int(sys.argv[1]))
+        first = link.lines.get()
+        planner = None if first is None else _begin(link, json.loads(first))
+        while not status and planner is not None and (line := link.lines.get()) is not None:
+            status = 0 if _answer(link, planner, line) else 1
+    except KeyboardInterrupt:
+        pass
+    sys.stderr.flush()
+    os._exit(status)  # libraries take seconds to let go of a device, which the system does at once
+
+
+def _begin(link: _Link, told: dict[str, Any]) -> Planner:
+    """Load what planning needs, wake the device, and say on what measurements made here will depend."""
+    import torch
+
+    from tilewise.device import environment, torch_device
+    from tilewise.planner.places import Place, identity
+    from tilewise.planner.planner import Planner
+    from tilewise.wisdom import Wisdom
+
+    class Telling(Planner):
+        """Says which problem it is at."""
+
+        def _load(self, environment_key: str, problem: ConvProblem) -> Any:
+            link.say({"at": problem.key})
+            return super()._load(environment_key, problem)
+
+    name = told["device"]
+    if told["threads"] is not None:
+        torch.set_num_threads(told["threads"])
+    device = torch_device(name)
+    x = torch.ones(1, 1, 4, 4, device=device)
+    torch.nn.functional.conv2d(x, x).sum().item()
+    found = Telling(Wisdom(Path(told["wisdom"])))
+    place = Place(name, device.index)
+    link.say({"ready": os.getpid(), "environment": environment(name).key, "identity": identity(place)})
+    return found
+
+
+def _answer(link: _Link, planner: Planner, line: bytes) -> bool:
+    """Do one job; whether others may follow."""
+    from tilewise.planner.messages import Job
+    from tilewise.planner.options import NoPlanError
+
+    start = time.perf_counter()
+    try:
+        job = Job.from_json(json.loads(line))
+        try:
+            if job.share is None:
+                planner.plan(job.problem, job.options)
+            else:
+                planner.measure_share(job.problem, job.options, *job.share)
+        except NoPlanError:
+            pass  # what was tried is in wisdom, from which the parent tells the reasons
+    except Exception as error:  # whatever a device or a library does: the parent gives the problem to another
+        link.say({"failed": f"{type(error).__name__}: {error}"[:MOST_TEXT]})
+        return False
+    link.say({"done": time.perf_counter() - start})
+    return True
+
+
+if __name__ == "__main__":
+    main()
