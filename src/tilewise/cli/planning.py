@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tilewise.cli.settings import Settings
+import click
+
+from tilewise.cli.settings import POLICIES, Settings
 from tilewise.cli.target import Target
 from tilewise.device import device_name, environment
 from tilewise.nn import optimize
+from tilewise.nn.budget import Budget, Divided, divide
 from tilewise.plan import Measurement
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.measure import framework_flags
@@ -19,7 +23,7 @@ from tilewise.report.layer_time import time_pass
 from tilewise.report.network_time import time_training_steps
 from tilewise.report.values import LayerResult, NetworkTime, PassResult
 
-__all__ = ["explain_target", "head", "plan_target", "time_results", "time_training"]
+__all__ = ["divide_target", "explain_target", "head", "plan_target", "time_results", "time_training"]
 
 
 def head(target: Target, settings: Settings, options: Options) -> dict[str, Any]:
@@ -42,14 +46,43 @@ def head(target: Target, settings: Settings, options: Options) -> dict[str, Any]
     }
 
 
-def plan_target(target: Target, options: Options, planner: Planner) -> list[LayerResult]:
-    """Every layer of ``target`` with a plan for each pass, or the reason there is none; equal problems once."""
+def divide_target(target: Target, options: Options, planner: Planner, budget: Budget | None) -> Divided:
+    """``budget`` divided among the layers and passes of ``target``; no limits where there is none.
+
+    Raises ``ClickException`` (exit status 1) with the least budget that works.
+    """
+    if budget is None:
+        return Divided({}, {"budget": None})
+    names: dict[ConvProblem, list[str]] = {}
+    for layer in target.layers:
+        for problem in layer.problems:
+            names.setdefault(problem, []).extend(layer.names)
+    before = planner.progress
+    with progress_bar("searching", len(names)) as progress:
+        planner.progress = lambda done, total, text: progress(text) if done < total else None
+        try:
+            return divide(planner, names, options, budget)
+        except NoPlanError as error:
+            raise click.ClickException(str(error)) from error
+        finally:
+            planner.progress = before
+
+
+def plan_target(
+    target: Target, options: Options, planner: Planner, limits: Mapping[ConvProblem, int] | None = None
+) -> list[LayerResult]:
+    """Every layer of ``target`` with a plan for each pass, or the reason there is none; equal problems once.
+
+    ``limits`` are workspaces of single problems, in place of the options'.
+    """
+    own = limits or {}
     problems = dict.fromkeys(problem for layer in target.layers for problem in layer.problems)
     results: dict[ConvProblem, PassResult] = {}
     with progress_bar("planning", len(problems)) as progress:
         for problem in problems:
             progress(_progress_text(target, problem))
-            results[problem] = _planned(problem, options, planner)
+            within = replace(options, workspace=own.get(problem, options.workspace))
+            results[problem] = _planned(problem, within, planner)
     return [LayerResult(layer, tuple(results[problem] for problem in layer.problems)) for layer in target.layers]
 
 
@@ -83,7 +116,9 @@ def time_results(
     return [replace(result, passes=tuple(timed[found.problem] for found in result.passes)) for result in results]
 
 
-def time_training(target: Target, options: Options, planner: Planner, iterations: int | None) -> NetworkTime | None:
+def time_training(
+    target: Target, options: Options, planner: Planner, iterations: int | None, budget: Budget | None = None
+) -> NetworkTime | None:
     """Whole training steps, plain and with the planner's plans; ``None`` where the target is a layer."""
     if target.network is None or target.inputs is None:
         return None
@@ -94,6 +129,8 @@ def time_training(target: Target, options: Options, planner: Planner, iterations
             copy.deepcopy(plain),
             target.inputs,
             workspace=options.workspace,
+            total_workspace=None if budget is None else budget.total,
+            policy=POLICIES[0] if budget is None else budget.policy,
             batch_sizes=options.batch_sizes,
             rigor=options.rigor,
             deterministic=options.deterministic,

@@ -12,6 +12,7 @@ import torch
 
 from tilewise import solvers
 from tilewise.device import environment, is_capturing
+from tilewise.nn.budget import Budget, GroupsOf, Names, divide
 from tilewise.nn.ranks import several_ranks
 from tilewise.nn.runner import BoundPass
 from tilewise.plan import Plan, parse_bytes
@@ -95,6 +96,17 @@ class Book:
                     found = self._one_by_one(todo, deterministic, options)
                 for problem, plan in found.items():
                     self.learn(problem, deterministic, plan)
+
+    def divide(self, names: Names, budget: Budget, deterministic: bool, groups_of: GroupsOf | None = None) -> None:
+        """Divide ``budget`` among the problems of ``names`` as limits for :meth:`plan`; its facts are ``budget``.
+
+        Raises ``NoPlanError`` with the least budget that works.
+        """
+        options = replace(self.options, deterministic=self.options.deterministic or deterministic)
+        with _planning, undisturbed():
+            divided = divide(self.planner, names, options, budget, groups_of)
+        self.limits.update(divided.limits)
+        self.facts.update(divided.facts)
 
     def _one_by_one(
         self, problems: Iterable[ConvProblem], deterministic: bool, options: Options

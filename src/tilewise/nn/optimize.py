@@ -11,6 +11,7 @@ from torch import nn
 
 from tilewise.nn import ranks
 from tilewise.nn.book import Book, make_options
+from tilewise.nn.budget import make_budget
 from tilewise.nn.geometry import Geometry, Role
 from tilewise.nn.layer import Layer
 from tilewise.nn.modules import is_convolution, is_planned, obstacle, planned_forward, swap, swap_back
@@ -31,6 +32,8 @@ def optimize(
     example_inputs: object,
     *,
     workspace: int | str | None = None,
+    total_workspace: int | str | None = None,
+    policy: str = "arena",
     batch_sizes: str = "powers_of_two",
     rigor: str = "measure",
     training: bool = True,
@@ -53,6 +56,10 @@ def optimize(
       single value, or a list of such examples.
     - ``workspace``: bytes that each kernel may use beyond operands and result, as a number or text (``"64MiB"``);
       ``None`` for no limit.
+    - ``total_workspace``: bytes for all kernels of a step together, divided so that the step is fastest; a
+      ``workspace`` holds beside it. ``policy`` says what adds up: ``"arena"``: what may run at once, since a workspace
+      lives only during its call; ``"paper_wd"``: everything, a segment for each layer and pass (Oyama et al. 2018,
+      III-C). Kernels that no example shows have the whole as a limit of their own.
     - ``batch_sizes``: the micro-batches to try: ``"undivided"``, ``"powers_of_two"`` or ``"all"``.
     - ``rigor``: ``"estimate"``, ``"measure"``, ``"patient"`` or ``"wisdom_only"``.
     - ``training``: plan the gradients that the calls need, too. If ``False``, what is computed from a weight alone (its
@@ -65,7 +72,8 @@ def optimize(
     - ``progress(done, total, text)``: called as problems are planned.
     - ``planner``: the planner, with its wisdom and its own progress; a new one by default.
 
-    Raises ``ValueError`` naming the argument at fault, ``NoPlanError`` when no solver keeps the limit for a layer,
+    Raises ``ValueError`` naming the argument at fault, ``NoPlanError`` when no solver keeps the limit for a layer, or
+    with the least total that works when the one given does not,
     ``RankMismatch`` when ranks see different layers, and what the model raises on its example.
     """
     if planner is not None and progress is not None:
@@ -73,6 +81,9 @@ def optimize(
     if planner is None and progress is not None:
         planner = Planner(progress=progress)
     options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
+    budget = make_budget(total_workspace, policy, options.workspace)
+    if budget is not None:
+        options = replace(options, workspace=budget.limit)
     book = Book(options, unplanned, planner)
     inner = _unwrapped(model)
     modules = {name: module for name, module in inner.named_modules() if is_convolution(module)}
@@ -88,18 +99,23 @@ def optimize(
     def problems_of(calls: list[Recorded]) -> list[ConvProblem]:
         return [problem for one in calls for problem in _problems(one, training).values()]
 
+    def divide(calls: list[Recorded]) -> None:
+        if budget is not None:
+            book.divide(_names(calls, training), budget, now)
+
     now = torch.are_deterministic_algorithms_enabled()
     if ranks.several_ranks():
-        calls = plan_together(book, recorded, problems_of, now)
+        calls = plan_together(book, recorded, problems_of, now, divide, f"{budget}")
     else:
         calls = recorded()
+        divide(calls)
         book.plan(problems_of(calls), now)
     book.torch_times(problems_of(calls))
     for name, module in candidates.items():
         swap_back(module)
         if _gains([one for one in calls if one.name == name], book, training):
             swap(module, planned_forward(module, layers[name]))
-    made = Report(tuple(_layer_report(n, m, reasons[n], calls, book, training) for n, m in modules.items()))
+    made = Report(tuple(_layer_report(n, m, reasons[n], calls, book, training) for n, m in modules.items()), book.facts)
     keep(model, made)
     keep(inner, made)
     return model
@@ -151,6 +167,16 @@ def _problems(one: Recorded, training: bool) -> dict[Role, ConvProblem]:
         return one.layer.problems(one.call if training else replace(one.call, needs=NO_GRADIENTS))
     except ValueError:  # torch computed it, so it is an empty result or the like: nothing to plan
         return {}
+
+
+def _names(calls: list[Recorded], training: bool) -> dict[ConvProblem, list[str]]:
+    """The layers that pose each problem, a name for every call."""
+    names: dict[ConvProblem, list[str]] = {}
+    for one in calls:
+        every = [one.name, *(f"{one.name} (call {n})" for n in range(2, one.times + 1))]
+        for problem in _problems(one, training).values():
+            names.setdefault(problem, []).extend(every)
+    return names
 
 
 def _gains(calls: list[Recorded], book: Book, training: bool) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -66,9 +67,10 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Every convolution of a model. Prints as a table."""
+    """Every convolution of a model, and ``facts`` of the whole by name. Prints as a table."""
 
     layers: tuple[LayerReport, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def passes(self) -> Iterator[tuple[LayerReport, CallReport, PassReport]]:
         """Every pass with its call and layer."""

@@ -24,15 +24,18 @@ def plan_together(
     record: Callable[[], Calls],
     problems_of: Callable[[Calls], Iterable[ConvProblem]],
     deterministic: bool,
+    divide: Callable[[Calls], None] | None = None,
+    asked: str = "",
 ) -> Calls:
     """Run ``record`` on every rank and fill every rank's ``book`` with rank 0's plans for what it found.
 
-    A rank that fails tells the others before it raises. Raises :class:`RankMismatch` where ranks differ, what
-    ``record`` raises, and ``NoPlanError`` where rank 0 finds no plan.
+    ``divide`` is rank 0's work between the two: it gives problems limits of their own. ``asked`` is what else was
+    asked for, which all ranks must agree on. A rank that fails tells the others before it raises. Raises
+    :class:`RankMismatch` where ranks differ, what ``record`` raises, and ``NoPlanError`` where rank 0 finds no plan.
     """
     failure: Exception | None = None
     problems: list[ConvProblem] = []
-    lines = [f"torch {torch.__version__}", f"{book.options}", f"deterministic={deterministic}"]
+    lines = [f"torch {torch.__version__}", f"{book.options}", f"deterministic={deterministic}", asked]
     try:
         calls = record()
         problems = list(dict.fromkeys(problems_of(calls)))
@@ -49,33 +52,38 @@ def plan_together(
     if failure is not None:
         raise failure
     if torch.distributed.get_rank() == 0:
-        _plan_and_send(book, problems, deterministic)
+        _plan_and_send(book, problems, deterministic, lambda: None if divide is None else divide(calls))
     else:
         _take(book, problems, deterministic, ranks.receive())
     return calls
 
 
-def _plan_and_send(book: Book, problems: list[ConvProblem], deterministic: bool) -> None:
+def _plan_and_send(book: Book, problems: list[ConvProblem], deterministic: bool, divide: Callable[[], None]) -> None:
     try:
+        divide()
         book.plan(problems, deterministic)
         times = book.torch_times(problems)
         rows = []
         for problem in problems:
             plan = book.chosen(problem, deterministic)
-            rows.append([None if plan is None else plan.to_json(), book.reasons.get(problem, ""), times.get(problem)])
+            reason, limit = book.reasons.get(problem, ""), book.limits.get(problem)
+            rows.append([None if plan is None else plan.to_json(), reason, times.get(problem), limit])
     except BaseException as error:
         ranks.send({"error": str(error) or type(error).__name__})
         raise
-    ranks.send({"plans": rows})
+    ranks.send({"plans": rows, "facts": book.facts})
 
 
 def _take(book: Book, problems: list[ConvProblem], deterministic: bool, data: Any) -> None:
     if "error" in data:
         raise NoPlanError(f"rank 0 could not plan: {data['error']}")
-    for problem, (plan, reason, time_ms) in zip(problems, data["plans"], strict=True):
+    book.facts.update(data["facts"])
+    for problem, (plan, reason, time_ms, limit) in zip(problems, data["plans"], strict=True):
         if plan is None:
             book.refuse(problem, deterministic, reason)
         else:
             book.learn(problem, deterministic, Plan.from_json(plan))
+        if limit is not None:
+            book.limits[problem] = limit
         if time_ms is not None:
             book.times[problem] = time_ms

@@ -29,13 +29,22 @@ def document(kind: str, **fields: Any) -> dict[str, Any]:
     return {"schema": f"tilewise/{kind}", "version": VERSIONS[kind], "tilewise": VERSION, **fields}
 
 
-def plan_document(head: dict[str, Any], results: Sequence[LayerResult], summary: Summary) -> dict[str, Any]:
-    """What ``tilewise plan`` found; ``head`` says for what: ``target``, ``device``, ``environment``, ``options``."""
-    return document("plan", **head, layers=_layers(results), summary=_summary(summary))
+def plan_document(
+    head: dict[str, Any], results: Sequence[LayerResult], summary: Summary, budget: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What ``tilewise plan`` found; ``head`` says for what: ``target``, ``device``, ``environment``, ``options``.
+
+    ``budget`` says how one workspace budget was divided, as :mod:`tilewise.nn.budget` tells it.
+    """
+    return document("plan", **head, layers=_layers(results), summary=_summary(summary), budget=budget)
 
 
 def time_document(
-    head: dict[str, Any], results: Sequence[LayerResult], summary: Summary, step: NetworkTime | None
+    head: dict[str, Any],
+    results: Sequence[LayerResult],
+    summary: Summary,
+    step: NetworkTime | None,
+    budget: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What ``tilewise time`` measured; ``step`` is ``None`` for a single layer."""
     fields = None
@@ -46,7 +55,8 @@ def time_document(
             "planned": _step(step.planned),
             "ratio": number(step.ratio),
         }
-    return document("time", **head, layers=_layers(results), summary=_summary(summary), training_step=fields)
+    rest = {"summary": _summary(summary), "training_step": fields, "budget": budget}
+    return document("time", **head, layers=_layers(results), **rest)
 
 
 def explain_document(head: dict[str, Any], result: PassResult, tried: Iterable[Measurement]) -> dict[str, Any]:
