@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from tests.planner.simulated import PROFILE
+from tests.planner.simulated import PROFILE, Clock, simulated, torchs_own, world
 from torch import nn
 
 from tilewise import Schedule, Wisdom
@@ -264,3 +264,46 @@ def test_plan_on_a_gpu(run, device):
     result = run("plan", LAYER, "--device", device, "--batch-sizes", "undivided", "--rigor", "estimate")
     assert result.exit_code == 0, result.stderr
     assert "of 3 layer-passes replaced" in result.stdout
+
+
+@pytest.fixture
+def simulated_solvers():
+    """A fast algorithm that wants a KiB an image and a slow one that wants 64 bytes; torch's takes more than both."""
+    clock = Clock()
+    fast = simulated(clock, "fft", lambda p, c: 1.0 + p.batch, bytes=lambda p, c: 1024 * p.batch, accumulates=True)
+    slow = simulated(clock, "direct", lambda p, c: 8.0 * p.batch, bytes=lambda p, c: 64, accumulates=True)
+    torchs = torchs_own(clock, lambda p, c: 100.0 * p.batch, bytes=lambda p, c: 2**16)
+    with world(clock, fast, slow, torchs):
+        yield
+
+
+@pytest.mark.parametrize(("policy", "total"), [("arena", "2KiB"), ("paper_wd", "9KiB")])
+def test_a_budget_for_all_layers(run, check_document, simulated_solvers, policy, total):
+    arguments = ("plan", "some_networks:small", "--device", "cpu", "--batch", "2", "--policy", policy)
+    document = check_document(run(*arguments, "--total-workspace", total, "--json").stdout)
+    budget = document["budget"]
+    assert (budget["policy"], budget["total"]) == (policy, 1024 * int(total[0]))
+    passes = [(n, p) for layer in document["layers"] for n in layer["names"] for p in layer["passes"]]
+    places = [(segment["layer"], segment["pass"]) for segment in budget["segments"]]
+    assert sorted(places) == sorted((name, found["problem"]["pass"]) for name, found in passes)
+    taken = [segment["workspace"] for segment in budget["segments"]]
+    assert budget["used"] == (sum(taken) if policy == "paper_wd" else max(taken)) <= budget["total"]
+    planned = [found["plan"]["workspace"] for _, found in passes]
+    assert 64 < (sum(planned) if policy == "paper_wd" else max(planned)) <= budget["total"]
+    result = run(*arguments, "--total-workspace", total)
+    assert result.exit_code == 0
+    for word in (f"of {total[0]}.0 KiB of workspace used", policy, "largest segments", "variables"):
+        assert word in result.stdout
+    least = budget["least"]
+    assert least == (64 if policy == "arena" else 64 * len(taken))
+    result = run(*arguments, "--total-workspace", str(least - 1))
+    assert result.exit_code == 1
+    assert f"the least total that works is {least} bytes" in result.stderr
+    assert run(*arguments, "--total-workspace", str(least)).exit_code == 0
+
+
+def test_time_within_a_budget(run, check_document):
+    arguments = ("--total-workspace", "1MiB", "--rigor", "estimate", "--iterations", "1", "--json")
+    document = check_document(run("time", "some_networks:small", *FAST, "--batch", "2", *arguments).stdout)
+    assert document["budget"]["policy"] == "arena"
+    assert document["training_step"]["iterations"] == 1

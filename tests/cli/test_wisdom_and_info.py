@@ -74,10 +74,12 @@ def test_info(run, check_document):
 
 
 def test_choices_are_the_libraries():
+    from tilewise.planner.budget import POLICIES
     from tilewise.planner.options import BATCH_SIZES, RIGORS
     from tilewise.problem import DTYPES, PRECISIONS, Pass
 
     assert settings.RIGORS == RIGORS
+    assert settings.POLICIES == POLICIES
     assert settings.BATCH_SIZES == BATCH_SIZES
     assert tuple(DTYPES) == settings.DTYPES
     assert settings.PRECISIONS == PRECISIONS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tilewise.cli.program import NO_PLAN, BadInput
-from tilewise.cli.settings import PASSES, Settings, devices_option, make_planner, planning_options
+from tilewise.cli.settings import PASSES, Settings, budget_options, devices_option, make_planner, planning_options
 
 if TYPE_CHECKING:
     from tilewise.planner import Schedule
@@ -28,6 +28,7 @@ __all__ = ["command"]
 @click.option("--max-batch", is_flag=True, help="Find the largest mini-batch that keeps --memory-limit, and plan that.")
 @planning_options
 @devices_option
+@budget_options
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/plan) instead of tables.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the document to FILE."
@@ -43,6 +44,8 @@ def command(
     max_batch: bool,
     settings: Settings,
     devices: str | None,
+    total_workspace: str | None,
+    policy: str | None,
     as_json: bool,
     output: str | None,
     candidates: bool,
@@ -53,14 +56,14 @@ def command(
     Plans are remembered: what was measured once, here or in a program, is not measured again. With --memory-limit a
     training step is run (forward, a loss and backward, without an optimizer), each kernel may use what is left at its
     moment, and the step's peak is measured. Exits with 1 where some layer-pass has no plan within the limit, with the
-    reasons, or where no schedule keeps the step's. What -o writes is a schedule, which `tilewise.optimize` and
+    reasons, or where nothing keeps the step's or the total. What -o writes is a schedule, which `tilewise.optimize` and
     `tilewise time --schedule` run by.
     """
-    from tilewise.cli.planning import head, plan_target, schedule_of
+    from tilewise.cli.planning import divide_target, head, plan_target, schedule_of
     from tilewise.cli.target import resolve
     from tilewise.cli.whole_step import Found, plan_step
     from tilewise.report.console import show, show_json
-    from tilewise.report.tables import heading, memory_text, plan_table, summary_text
+    from tilewise.report.tables import budget_table, heading, memory_text, plan_table, summary_text
     from tilewise.report.values import summarize
 
     if output is not None and not Path(output).absolute().parent.is_dir():
@@ -68,10 +71,14 @@ def command(
     if max_batch and memory_limit is None:
         raise BadInput("--max-batch: of which limit? --memory-limit 16GiB would do")
     options = settings.options()
+    budget = settings.budget(total_workspace, policy)
+    if budget is not None and memory_limit is not None:
+        raise BadInput("--total-workspace: --memory-limit gives every kernel its own limit; leave one of them out")
     resolved = resolve(target, settings, passes)
     planner = make_planner(devices, resolved.device)
+    divided = divide_target(resolved, options, planner, budget)
     if memory_limit is None:
-        found = Found(resolved, plan_target(resolved, options, planner))
+        found = Found(resolved, plan_target(resolved, options, planner, limits=divided.limits))
     elif max_batch:  # inputs of another batch are not to count
         resolved = replace(resolved, inputs=None)
         found = plan_step(resolved, options, planner, memory_limit, passes)
@@ -82,7 +89,7 @@ def command(
         schedule = schedule_of(
             found.target, settings, options, found.results, planner, fronts=fronts, candidates=candidates
         )
-        schedule = replace(schedule, step=found.step, largest_batch=found.largest)
+        schedule = replace(schedule, budget=divided.facts["budget"], step=found.step, largest_batch=found.largest)
         if output is not None:
             save(schedule, output)
         if as_json:
@@ -90,6 +97,8 @@ def command(
     if not as_json:
         top = head(found.target, settings, options)
         show(heading(top), plan_table(found.results), "", summary_text(summary))
+        if divided.facts["budget"] is not None:
+            show("", budget_table(divided.facts["budget"]))
         if found.step is not None:
             show("", memory_text(found.step, found.largest))
     if summary.unplanned:

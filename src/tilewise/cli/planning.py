@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import click
+
 from tilewise.cli.program import BadInput
-from tilewise.cli.settings import Settings
+from tilewise.cli.settings import POLICIES, Settings
 from tilewise.cli.target import Target
 from tilewise.device import device_name, environment
 from tilewise.nn import optimize
+from tilewise.nn.budget import Budget, Divided, divide
 from tilewise.plan import Measurement
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
 from tilewise.planner.follow import entry_of, follow
@@ -26,7 +29,7 @@ from tilewise.report.layer_time import time_pass
 from tilewise.report.network_time import time_training_steps
 from tilewise.report.values import LayerResult, NetworkTime, PassResult
 
-__all__ = ["explain_target", "head", "plan_target", "schedule_of", "time_results", "time_training"]
+__all__ = ["divide_target", "explain_target", "head", "plan_target", "schedule_of", "time_results", "time_training"]
 
 
 def head(target: Target, settings: Settings, options: Options) -> dict[str, Any]:
@@ -47,6 +50,28 @@ def _schedule(target: Target, settings: Settings, options: Options, layers: Sequ
         layout=settings.layout,
         layers=tuple(layers),
     )
+
+
+def divide_target(target: Target, options: Options, planner: Planner, budget: Budget | None) -> Divided:
+    """``budget`` divided among the layers and passes of ``target``; no limits where there is none.
+
+    Raises ``ClickException`` (exit status 1) with the least budget that works.
+    """
+    if budget is None:
+        return Divided({}, {"budget": None})
+    names: dict[ConvProblem, list[str]] = {}
+    for layer in target.layers:
+        for problem in layer.problems:
+            names.setdefault(problem, []).extend(layer.names)
+    before = planner.progress
+    with progress_bar("searching", len(names)) as progress:
+        planner.progress = lambda done, total, text: progress(text) if done < total else None
+        try:
+            return divide(planner, names, options, budget)
+        except NoPlanError as error:
+            raise click.ClickException(str(error)) from error
+        finally:
+            planner.progress = before
 
 
 def schedule_of(
@@ -77,13 +102,19 @@ def schedule_of(
 
 
 def plan_target(
-    target: Target, options: Options, planner: Planner, schedule: Schedule | None = None
+    target: Target,
+    options: Options,
+    planner: Planner,
+    schedule: Schedule | None = None,
+    limits: Mapping[ConvProblem, int] | None = None,
 ) -> list[LayerResult]:
     """Every layer of ``target`` with a plan for each pass, or the reason there is none; equal problems once.
 
     With ``schedule`` its plans, checked; one warning tells how many had to be planned anew, and why. Raises
-    :class:`BadInput` where it has nothing for ``target``.
+    :class:`BadInput` where it has nothing for ``target``. ``limits`` are workspaces of single problems, in place of the
+    options'.
     """
+    own = limits or {}
     problems = dict.fromkeys(problem for layer in target.layers for problem in layer.problems)
     if schedule is not None and problems and all(entry_of(schedule, problem) is None for problem in problems):
         made = f"--batch {schedule.batch} --dtype {schedule.dtype} --layout {schedule.layout}, {schedule.precision}"
@@ -97,13 +128,14 @@ def plan_target(
             progress(_progress_text(target, problem))
             begun.add(problem)
 
-        if schedule is None:
+        if schedule is None and not own:
             planner.plan_ahead(list(problems), options, tell)
             planner.close()  # nothing else is to run beside what is measured next
         for problem in problems:
             if problem not in begun:
                 tell(problem)
-            results[problem], note = _planned(problem, options, planner, schedule)
+            within = replace(options, workspace=own.get(problem, options.workspace))
+            results[problem], note = _planned(problem, within, planner, schedule)
             notes.update([note] if note else [])
     if notes:
         whys = "; ".join(f"{count}: {why}" for why, count in notes.most_common())
@@ -152,7 +184,12 @@ def time_results(
 
 
 def time_training(
-    target: Target, options: Options, planner: Planner, iterations: int | None, schedule: Schedule | None = None
+    target: Target,
+    options: Options,
+    planner: Planner,
+    iterations: int | None,
+    schedule: Schedule | None = None,
+    budget: Budget | None = None,
 ) -> NetworkTime | None:
     """Whole training steps, plain and with the planner's plans or those of ``schedule``; ``None`` for a layer."""
     if target.network is None or target.inputs is None:
@@ -164,6 +201,8 @@ def time_training(
             copy.deepcopy(plain),
             target.inputs,
             workspace=options.workspace,
+            total_workspace=None if budget is None else budget.total,
+            policy=POLICIES[0] if budget is None else budget.policy,
             batch_sizes=options.batch_sizes,
             rigor=options.rigor,
             deterministic=options.deterministic,

@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tilewise.cli.program import bad_input, enough_memory
+from tilewise.cli.program import BadInput, bad_input, enough_memory
 
 if TYPE_CHECKING:
     import torch
 
+    from tilewise.nn.budget import Budget
     from tilewise.planner import Options, Planner
 
-__all__ = ["DEFAULT_BATCH", "PASSES", "Settings", "devices_option", "make_planner", "planning_options"]
+__all__ = [
+    "DEFAULT_BATCH",
+    "PASSES",
+    "Settings",
+    "budget_options",
+    "devices_option",
+    "make_planner",
+    "planning_options",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,6 +35,7 @@ BATCH_SIZES = ("undivided", "powers_of_two", "all")
 PRECISIONS = ("ieee", "tf32")
 DTYPES = ("fp32", "bf16", "fp16")
 LAYOUTS = ("contiguous", "channels_last")
+POLICIES = ("arena", "paper_wd")
 PASSES = ("fprop", "dgrad", "wgrad")
 DEFAULT_BATCH = 32
 
@@ -54,6 +64,19 @@ class Settings:
             with bad_input():
                 limit = parse_bytes(self.workspace, "--workspace")
         return Options(limit, self.batch_sizes, self.rigor, self.deterministic)
+
+    def budget(self, total_workspace: str | None, policy: str | None) -> Budget | None:
+        """The budget of all kernels together, if one was given. Raises :class:`BadInput`."""
+        if total_workspace is None:
+            if policy is not None:
+                raise BadInput(f"--policy {policy!r}: it divides a --total-workspace; give one, such as 120MiB")
+            return None
+        from tilewise.nn.budget import make_budget
+        from tilewise.plan import parse_bytes
+
+        with bad_input():
+            total = parse_bytes(total_workspace, "--total-workspace")
+        return make_budget(total, policy or POLICIES[0], self.options().workspace)
 
     def torch_device(self) -> torch.device:
         """The device to plan for, made the current one. Raises :class:`BadInput`."""
@@ -134,6 +157,23 @@ def planning_options(function: Function) -> Function:
         wrapped = option(wrapped)
     result: Function = wrapped
     return result
+
+
+def budget_options(function: Function) -> Function:
+    """Add ``--total-workspace`` and ``--policy``, as the arguments ``total_workspace`` and ``policy``."""
+    policy = click.option(
+        "--policy",
+        type=click.Choice(POLICIES),
+        help="What adds up to the total: workspaces in use at once, or a segment for every layer and pass.  "
+        "[default: arena]",
+    )
+    total = click.option(
+        "--total-workspace",
+        metavar="SIZE",
+        help="Memory for the workspaces of all kernels together, such as 120MiB.  [default: none]",
+    )
+    wrapped: Function = total(policy(function))
+    return wrapped
 
 
 def _options() -> list[Callable[[Any], Any]]:

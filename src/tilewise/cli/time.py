@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
-from tilewise.cli.settings import PASSES, Settings, devices_option, make_planner, planning_options
+from tilewise.cli.settings import PASSES, Settings, budget_options, devices_option, make_planner, planning_options
 
 if TYPE_CHECKING:
     from tilewise.planner import Options, Schedule
@@ -38,6 +38,7 @@ OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic")
 )
 @planning_options
 @devices_option
+@budget_options
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/time) instead of tables.")
 @click.pass_context
 def command(
@@ -48,6 +49,8 @@ def command(
     file: str | None,
     settings: Settings,
     devices: str | None,
+    total_workspace: str | None,
+    policy: str | None,
     as_json: bool,
 ) -> None:
     """Plan NET or LAYER, then time the framework and the plans in turns: every layer and pass, and for a network whole
@@ -59,30 +62,36 @@ def command(
     Where torch's own choice won, the layer is left to it and counts 1.00. Exits with 1 where some layer-pass has no
     plan; there, and with --pass, training steps are not timed.
     """
-    from tilewise.cli.planning import head, plan_target, schedule_of, time_results, time_training
+    from tilewise.cli.planning import divide_target, head, plan_target, schedule_of, time_results, time_training
     from tilewise.cli.target import resolve
     from tilewise.report.console import show, show_json
     from tilewise.report.documents import time_document
-    from tilewise.report.tables import heading, step_table, summary_text, time_table
+    from tilewise.report.tables import budget_table, heading, step_table, summary_text, time_table
     from tilewise.report.values import summarize
 
     schedule = None if file is None else load(file)
+    budget = settings.budget(total_workspace, policy)
+    if budget is not None and schedule is not None:
+        raise BadInput("--total-workspace: the schedule has limits of its own; leave it or --schedule out")
     settings, options = (settings, settings.options()) if schedule is None else following(ctx, settings, schedule)
     resolved = resolve(target, settings, passes)
     planner = make_planner(devices, resolved.device)
-    plans = plan_target(resolved, options, planner, schedule)
+    divided = divide_target(resolved, options, planner, budget)
+    plans = plan_target(resolved, options, planner, schedule, divided.limits)
     results = time_results(resolved, plans, options.deterministic, iterations)
     top, summary = head(resolved, settings, options), summarize(results)
     # Not where only some passes are asked for; nor without all plans, and the table says which and why.
     whole = not passes and not summary.unplanned
     taken = None if schedule is None else schedule_of(resolved, settings, options, plans, planner)
-    step = time_training(resolved, options, planner, iterations, taken) if whole else None
+    step = time_training(resolved, options, planner, iterations, taken, budget) if whole else None
     if as_json:
-        show_json(time_document(top, results, summary, step))
+        show_json(time_document(top, results, summary, step, divided.facts["budget"]))
     else:
         show(heading(top), time_table(results), "", summary_text(summary))
         if step is not None:
             show("", step_table(step))
+        if divided.facts["budget"] is not None:
+            show("", budget_table(divided.facts["budget"]))
     if summary.unplanned:
         ctx.exit(NO_PLAN)
 

@@ -13,6 +13,7 @@ import torch
 
 from tilewise import solvers
 from tilewise.device import is_capturing
+from tilewise.nn.budget import Budget, GroupsOf, Names, divide
 from tilewise.nn.ranks import several_ranks
 from tilewise.nn.runner import BoundPass
 from tilewise.plan import Plan, parse_bytes
@@ -124,6 +125,17 @@ class Book:
     def must_plan(self, options: Options) -> bool:
         """Whether a problem without a plan is an error: torch would break the limit too."""
         return options.workspace is not None and options.rigor != "wisdom_only"
+
+    def divide(self, names: Names, budget: Budget, deterministic: bool, groups_of: GroupsOf | None = None) -> None:
+        """Divide ``budget`` among the problems of ``names`` as limits for :meth:`plan`; its facts are ``budget``.
+
+        Raises ``NoPlanError`` with the least budget that works.
+        """
+        options = replace(self.options, deterministic=self.options.deterministic or deterministic)
+        with planning(), undisturbed():
+            divided = divide(self.planner, names, options, budget, groups_of)
+        self.limits.update(divided.limits)
+        self.facts.update(divided.facts)
 
     def _one_by_one(
         self, problems: Iterable[ConvProblem], deterministic: bool, options: Options

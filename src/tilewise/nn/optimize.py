@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,6 +12,8 @@ from torch import nn
 
 from tilewise.nn import branch_times, ranks
 from tilewise.nn.book import Book, make_options
+from tilewise.nn.branches import find as branches_in
+from tilewise.nn.budget import GroupsOf, make_budget
 from tilewise.nn.geometry import Geometry, Role
 from tilewise.nn.layer import Layer
 from tilewise.nn.modules import is_convolution, is_planned, obstacle, planned_forward, swap, swap_back
@@ -35,6 +37,8 @@ def optimize(
     example_inputs: object,
     *,
     workspace: int | str | None = None,
+    total_workspace: int | str | None = None,
+    policy: str = "arena",
     batch_sizes: str = "powers_of_two",
     rigor: str = "measure",
     training: bool = True,
@@ -61,6 +65,10 @@ def optimize(
       single value, or a list of such examples.
     - ``workspace``: bytes that each kernel may use beyond operands and result, as a number or text (``"64MiB"``);
       ``None`` for no limit.
+    - ``total_workspace``: bytes for all kernels of a step together, divided so that the step is fastest; a
+      ``workspace`` holds beside it. ``policy`` says what adds up: ``"arena"``: what may run at once, since a workspace
+      lives only during its call; ``"paper_wd"``: everything, a segment for each layer and pass (Oyama et al. 2018,
+      III-C). Kernels that no example shows have the whole as a limit of their own.
     - ``batch_sizes``: the micro-batches to try: ``"undivided"``, ``"powers_of_two"`` or ``"all"``.
     - ``rigor``: ``"estimate"``, ``"measure"``, ``"patient"`` or ``"wisdom_only"``.
     - ``training``: plan the gradients that the calls need, too. If ``False``, what is computed from a weight alone (its
@@ -86,9 +94,9 @@ def optimize(
       say, is its own. By default: forward, the mean square of the outputs, and backward, for each example in turn.
 
     Raises ``ValueError`` naming the argument at fault or a schedule that fits no layer, ``ScheduleError`` for a file
-    that holds none, ``NoPlanError`` when no solver keeps the limit for a layer, or no schedule ``memory_limit`` (it
-    says what the step needs at least), ``RankMismatch`` when ranks see different layers, and what the model raises on
-    its example.
+    that holds none, ``NoPlanError`` when no solver keeps the limit for a layer, or no schedule ``memory_limit`` or
+    ``total_workspace`` (it says what is needed at least), ``RankMismatch`` when ranks see different layers, and what
+    the model raises on its example.
     """
     if planner is not None and progress is not None:
         raise ValueError("progress: the planner given has its own; give one or the other")
@@ -104,6 +112,13 @@ def optimize(
     options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
     read = read_schedule(schedule)
     source = None if read is None else Source(read, schedule)
+    budget = make_budget(total_workspace, policy, options.workspace)
+    if budget is not None and schedule is not None:
+        raise ValueError(
+            f"total_workspace={total_workspace!r}: a schedule has limits of its own; give one or the other"
+        )
+    if budget is not None:
+        options = replace(options, workspace=budget.limit)
     book = Book(options if source is None else source.options(options), unplanned, planner)
     book.supply = None if source is None else source.supply
     inner = unwrapped(model)
@@ -128,11 +143,17 @@ def optimize(
     def problems_of(calls: list[Recorded]) -> list[ConvProblem]:
         return [problem for one in calls for problem in _problems(one, training).values()]
 
+    def divide(calls: list[Recorded]) -> None:
+        if budget is not None:
+            names = _names(calls, training)
+            book.divide(names, budget, now, _groups_of(inner, names) if branches == "measured" else None)
+
     now = torch.are_deterministic_algorithms_enabled()
     if ranks.several_ranks():
-        calls = plan_together(book, recorded, problems_of, now)
+        calls = plan_together(book, recorded, problems_of, now, divide, f"{budget}")
     else:
         calls = recorded()
+        divide(calls)
         book.plan(problems_of(calls), now)
     book.torch_times(problems_of(calls))
     if source is not None:
@@ -153,7 +174,10 @@ def optimize(
         within = Within(step, candidates, book, books, install, limit, not training)
         book.facts["step"] = within.fit()
     told = tuple(_layer_report(n, m, reasons[n], calls, books.get(n, book), training) for n, m in modules.items())
-    forks = branch_times.settle(inner, examples, branches, training=training, workspaces=_workspaces(told))
+    total = None if budget is None else budget.total
+    forks = branch_times.settle(
+        inner, examples, branches, training=training, workspaces=_workspaces(told), budget=total
+    )
     made = Report(told, forks, book.facts)
     keep(model, made, book, now)
     keep(inner, made, book, now)
@@ -212,6 +236,31 @@ def _problems(one: Recorded, training: bool) -> dict[Role, ConvProblem]:
         return one.layer.problems(one.call if training else replace(one.call, needs=NO_GRADIENTS))
     except ValueError:  # torch computed it, so it is an empty result or the like: nothing to plan
         return {}
+
+
+def _names(calls: list[Recorded], training: bool) -> dict[ConvProblem, list[str]]:
+    """The layers that pose each problem, a name for every call."""
+    names: dict[ConvProblem, list[str]] = {}
+    for one in calls:
+        every = [one.name, *(f"{one.name} (call {n})" for n in range(2, one.times + 1))]
+        for problem in _problems(one, training).values():
+            names.setdefault(problem, []).extend(every)
+    return names
+
+
+def _groups_of(model: nn.Module, names: Mapping[ConvProblem, Sequence[str]]) -> GroupsOf:
+    """What may run at once where branches may run on streams: the kernels of each branch are in sequence."""
+    regions = [group for one in branches_in(model) for group in one.groups]
+
+    def groups_of(problems: Sequence[ConvProblem]) -> list[list[list[int]]]:
+        def posed(branch: Sequence[str]) -> list[int]:
+            return [
+                i for i, p in enumerate(problems) if any(name.partition(" (call")[0] in branch for name in names[p])
+            ]
+
+        return [[posed(branch) for branch in region] for region in regions]
+
+    return groups_of
 
 
 def _gains(calls: list[Recorded], book: Book, training: bool) -> bool:

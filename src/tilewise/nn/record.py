@@ -6,7 +6,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ __all__ = ["Recorded", "arguments_of", "record", "state_kept"]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A module was called so that its convolution is ``call`` of ``layer``."""
+    """A module was called so that its convolution is ``call`` of ``layer``, and how often in one run."""
 
     name: str
     layer: Layer
     call: Call
+    times: int = field(default=1, compare=False)
 
 
 class _Differentiates(Exception):
@@ -65,7 +66,9 @@ def record(
             if training and not torch.is_grad_enabled():  # a reentrant checkpoint: gradients come when it runs again
                 wants = (True, w.requires_grad, b is not None and b.requires_grad)
                 call = replace(call, needs=wants)
-            found.setdefault((name, id(layer), call), Recorded(name, layer, call))
+            key = name, id(layer), call
+            times = found[key].times + 1 if key in found else 1
+            found[key] = Recorded(name, layer, call, times)
 
     args, kwargs = arguments_of(example)
     with ExitStack() as stack:

@@ -26,15 +26,19 @@ def plan_together(
     record: Callable[[], Calls],
     problems_of: Callable[[Calls], Iterable[ConvProblem]],
     deterministic: bool,
+    divide: Callable[[Calls], None] | None = None,
+    asked: str = "",
 ) -> Calls:
     """Run ``record`` on every rank and fill every rank's ``book`` with rank 0's plans for what it found.
 
-    A rank that fails tells the others before it raises. Raises :class:`RankMismatch` where ranks differ, what
-    ``record`` raises, ``NoPlanError`` where rank 0 finds no plan, and ``RuntimeError`` where a rank cannot measure.
+    Every rank measures a share. ``divide`` is rank 0's work between recording and planning: it gives problems limits of
+    their own. ``asked`` is what else was asked for, which all ranks must agree on. A rank that fails tells the others
+    before it raises. Raises :class:`RankMismatch` where ranks differ, what ``record`` raises, ``NoPlanError`` where
+    rank 0 finds no plan, and ``RuntimeError`` where a rank cannot measure.
     """
     failure: Exception | None = None
     problems: list[ConvProblem] = []
-    lines = [f"torch {torch.__version__}", f"{book.options}", f"deterministic={deterministic}"]
+    lines = [f"torch {torch.__version__}", f"{book.options}", f"deterministic={deterministic}", asked]
     try:
         calls = record()
         problems = list(dict.fromkeys(problems_of(calls)))
@@ -52,7 +56,7 @@ def plan_together(
         raise failure
     measured = measure_together(book, problems, deterministic)
     if torch.distributed.get_rank() == 0:
-        _plan_and_send(book, problems, deterministic, measured)
+        _plan_and_send(book, problems, deterministic, measured, lambda: None if divide is None else divide(calls))
         told = _told(book, problems, deterministic)
     else:
         told = _take(book, problems, deterministic, ranks.receive())
@@ -60,21 +64,24 @@ def plan_together(
     return calls
 
 
-def _plan_and_send(book: Book, problems: list[ConvProblem], deterministic: bool, measured: list[Any]) -> None:
+def _plan_and_send(
+    book: Book, problems: list[ConvProblem], deterministic: bool, measured: list[Any], divide: Callable[[], None]
+) -> None:
     try:
         for document in measured:
             book.planner.wisdom.merge(document)
+        divide()
         book.plan(problems, deterministic)
         times = book.torch_times(problems)
         rows = []
         for problem in problems:
             plan = book.chosen(problem, deterministic)
             told = book.reasons.get(problem, ""), times.get(problem), book.notes.get(problem, "")
-            rows.append([None if plan is None else plan.to_json(), *told])
+            rows.append([None if plan is None else plan.to_json(), *told, book.limits.get(problem)])
     except BaseException as error:
         ranks.send({"error": str(error) or type(error).__name__})
         raise
-    ranks.send({"plans": rows})
+    ranks.send({"plans": rows, "facts": book.facts})
 
 
 def _take(book: Book, problems: list[ConvProblem], deterministic: bool, data: Any) -> str:
@@ -89,11 +96,14 @@ def _take(book: Book, problems: list[ConvProblem], deterministic: bool, data: An
 
 
 def _learn(book: Book, problems: list[ConvProblem], deterministic: bool, data: Any) -> None:
-    for problem, (plan, reason, time_ms, note) in zip(problems, data["plans"], strict=True):
+    book.facts.update(data["facts"])
+    for problem, (plan, reason, time_ms, note, limit) in zip(problems, data["plans"], strict=True):
         if plan is None:
             book.refuse(problem, deterministic, reason)
         else:
             book.learn(problem, deterministic, Plan.from_json(plan))
+        if limit is not None:
+            book.limits[problem] = limit
         if time_ms is not None:
             book.times[problem] = time_ms
         if note:

@@ -134,7 +134,7 @@ class Search:
 
     def measure_share(self, index: int, count: int) -> None:
         """As :meth:`survey`, but of the sizes between powers of two only one in ``count``, from ``index`` on."""
-        self._share = (index, count)
+        self._share = index, count
         self.survey()
 
     @contextlib.contextmanager
@@ -278,8 +278,7 @@ class Search:
 
     def _choose(self, ranked: list[Plan]) -> Plan:
         """Time the finalists whole beside torch and take the fastest that is right."""
-        limit = self.options.workspace
-        ranked = [p for p in ranked if limit is None or p.workspace <= limit]
+        ranked = [p for p in ranked if not self._over_limit(p.workspace)]
         if ranked and not self._is_behind(ranked[0]):
             timed = self._time_whole(self._finalists(ranked))
             gaining = [plan for plan in timed if not self._keeps_baseline(plan)]

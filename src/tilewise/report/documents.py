@@ -23,7 +23,11 @@ __all__ = ["document", "explain_document", "measurement_json", "problem_json", "
 
 
 def time_document(
-    head: dict[str, Any], results: Sequence[LayerResult], summary: Summary, step: NetworkTime | None
+    head: dict[str, Any],
+    results: Sequence[LayerResult],
+    summary: Summary,
+    step: NetworkTime | None,
+    budget: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What ``tilewise time`` measured; ``head`` says for what: ``target``, ``device``, ``environment``, ``options``.
 
@@ -37,7 +41,8 @@ def time_document(
             "planned": _step(step.planned),
             "ratio": number(step.ratio),
         }
-    return document("time", **head, layers=layers_json(results), summary=summary_json(summary), training_step=fields)
+    totals = summary_json(summary)
+    return document("time", **head, layers=layers_json(results), summary=totals, training_step=fields, budget=budget)
 
 
 def explain_document(head: dict[str, Any], result: PassResult, tried: Iterable[Measurement]) -> dict[str, Any]:

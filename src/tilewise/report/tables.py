@@ -15,6 +15,7 @@ from tilewise.plan import Measurement, Plan, format_bytes
 from tilewise.report.values import BASELINE, Layer, LayerResult, NetworkTime, PassResult, Summary, describe
 
 __all__ = [
+    "budget_table",
     "explain_table",
     "format_ms",
     "format_ratio",
@@ -28,6 +29,8 @@ __all__ = [
     "wisdom_table",
 ]
 
+LARGEST = 10
+"""Segments of a budget that are listed."""
 NOTHING = "-"
 LEFT = "left to torch"
 
@@ -211,6 +214,28 @@ def step_table(time: NetworkTime) -> Table:
         time.ratio,
     )
     table.add_row("speed-up", *(_coloured(ratio) for ratio in ratios), "", f"medians of {time.iterations}")
+    return table
+
+
+def budget_table(budget: Mapping[str, Any]) -> Table:
+    """How a workspace budget was divided: its sums and the largest segments."""
+    total, used, least = (format_bytes(budget[name]) for name in ("total", "used", "least"))
+    program = budget["program"]
+    title = (
+        f"{used} of {total} of workspace used ({budget['policy']}), at least {least} would do; "
+        f"{program['variables']} variables, {program['rows']} rows, {format_ms(program['solve_ms'])} ms"
+    )
+    table = _table(("largest segments", ""), ("pass", ""), ("workspace", "right"), ("ms", "right"), title=title)
+    segments = sorted(budget["segments"], key=lambda segment: -segment["workspace"])
+    for segment in segments[:LARGEST]:
+        table.add_row(
+            escape(segment["layer"]),
+            segment["pass"],
+            format_bytes(segment["workspace"]),
+            format_ms(segment["time_ms"]),
+        )
+    if len(segments) > LARGEST:
+        table.add_row(f"[dim]and {len(segments) - LARGEST} others[/]")
     return table
 
 
