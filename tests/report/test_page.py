@@ -265,6 +265,17 @@ def test_time_lines_show_every_part_in_sequence():
     assert [(row["parts"], row["size"], row["solver"].split()[0]) for row in rows] == wanted
 
 
+def test_parts_at_once_lie_below_each_other():
+    document = schedule(1, extras=False)
+    leaf = document["layers"][0]["passes"][1]["plan"]
+    whole = {**leaf, "solver": "partition", "config": {"sizes": [128, 128]}, "children": [leaf], "counts": [2]}
+    document["layers"][0]["passes"][1]["plan"] = whole
+    (line,) = [n for n in Reader(page(document)).find("figure") if "parts at once" in text_of(n)]
+    places = [(n["attributes"].get("x", "0%"), float(n["attributes"]["y"])) for n in inner(line, "rect")]
+    assert [x for x, _ in places] == ["0%", "0%"]
+    assert places[0][1] < places[1][1]
+
+
 def test_counts_of_any_size_are_drawn_by_runs():
     document = schedule(1)
     leaf = document["layers"][0]["passes"][1]["plan"]

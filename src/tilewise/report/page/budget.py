@@ -12,7 +12,7 @@ from tilewise.report.page.words import NOTHING, breakable, count, format_ms, mil
 __all__ = ["budget_section"]
 
 POLICIES = {
-    "arena": "one arena: kernels that cannot overlap share it, so it is as large as the most that runs at once",
+    "arena": "kernels that cannot overlap share it, so it is as large as the most that runs at once",
     "paper_wd": "a segment for each kernel, all held at once (the paper's rule), so their sum is what is used",
 }
 SHOWN, LISTED = 20, 200
