@@ -342,8 +342,8 @@ def test_inference_is_a_forward_alone() -> None:
 
 
 def test_the_planner_itself_keeps_a_limit() -> None:
-    model, planner = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)), Planner()
-    x = torch.randn(4, 4, 16, 16)
+    model, planner = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)).bfloat16(), Planner()
+    x = torch.randn(4, 4, 16, 16, dtype=torch.bfloat16)
     options = {"planner": planner, "rigor": "estimate", "batch_sizes": "undivided"}
     facts = report(tilewise.optimize(model, x, memory_limit="1GiB", **options)).facts["step"]
     model = tilewise.optimize(model, x, memory_limit=facts["least"], **options)
@@ -385,7 +385,7 @@ def test_largest_is_the_largest(per_example: int, constant: int, grain: int, lim
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     model = Residual()
-    limit = 4 << 20
+    limit = 5 << 18
     found = tilewise.largest_batch(model, example, limit, planner=Lowering())
     assert found.step["peak"] <= limit
     assert counted(model, example(found.batch)) <= limit
