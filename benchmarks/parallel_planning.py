@@ -49,7 +49,7 @@ QUICK = {
     "parts": "network",
     "layers": "conv5",
     "batch": "2",
-    "network": "mb16ic2oc2iw6kw3",
+    "network": "mb4ic2oc2iw6kw3",
     "dtype": "bf16",
     "devices": "1,2",
     "runs": "1",
@@ -132,7 +132,7 @@ def network(settings: Settings) -> Result:
     found: dict[tuple[int, bool], dict[str, Any]] = {}
     for count in counts:
         devices: list[int | str] = list(range(count)) if here else ["cpu"] * count
-        for started in (True, False) if count > 1 else (True,):
+        for started in (True, False) if count > 1 and not settings.quick else (True,):
             settings.say(f"{settings.text('network')}: {len(problems)} kernels, all, {count} devices, {started=}")
             runs = [apart(problems, options, devices, profile, started=started)]
             while runs[-1]["compiled"] and len(runs) <= settings.integer("runs"):

@@ -12,8 +12,8 @@ from tilewise.problem import ConvProblem, Pass
 
 __all__ = ["Job", "effort", "largest_first", "options_from_json", "problem_from_json", "problem_to_json"]
 
-CALL_FLOPS, BYTE_FLOPS = 1e9, 20.0
-"""What a call and a byte moved take, in flops: enough to tell which problems take longer to measure."""
+CALL_FLOPS, BYTE_FLOPS = 1e10, 20.0
+"""What trying a size and a byte moved take, in flops: enough to tell which problems take longer to measure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilewise.planner import Planner
-    from tilewise.problem import ConvProblem
 
 __all__ = ["main"]
 
@@ -96,15 +95,19 @@ def _begin(link: _Link, told: dict[str, Any]) -> Planner:
     """Load what planning needs, wake the device, and say on what measurements made here will depend."""
     import torch
 
+    from tilewise.axis import Axis
     from tilewise.device import environment, torch_device
+    from tilewise.planner.options import Options
     from tilewise.planner.places import Place, identity
     from tilewise.planner.planner import Planner
+    from tilewise.planner.search import Search, Store
+    from tilewise.problem import ConvProblem, Pass
     from tilewise.wisdom import Wisdom
 
     class Telling(Planner):
         """Says which problem it is at."""
 
-        def _load(self, environment_key: str, problem: ConvProblem) -> Any:
+        def _load(self, environment_key: str, problem: Any) -> Any:
             link.say({"at": problem.key})
             return super()._load(environment_key, problem)
 
@@ -112,9 +115,10 @@ def _begin(link: _Link, told: dict[str, Any]) -> Planner:
     if told["threads"] is not None:
         torch.set_num_threads(told["threads"])
     device = torch_device(name)
-    x = torch.ones(1, 1, 4, 4, device=device)
-    torch.nn.functional.conv2d(x, x).sum().item()
     found = Telling(Wisdom(Path(told["wisdom"])))
+    small = ConvProblem(Pass.FPROP, 2, 4, 4, (Axis(8, 3),) * 2, device=name)
+    # Every solver is asked, and torch's own is run: libraries are loaded before anything is to be planned.
+    Search(small, Options(rigor="estimate"), found.profile(name), Store(lambda problem: {})).survey()
     place = Place(name, device.index)
     link.say({"ready": os.getpid(), "environment": environment(name).key, "identity": identity(place)})
     return found
