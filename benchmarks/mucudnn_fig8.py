@@ -15,7 +15,7 @@ from harness.settings import NothingToMeasure, Settings
 from harness.sides import Tensors, framework_call, peak_workspace, plan_line, planned_call, race
 
 DEFAULTS = {"layer": "conv2", "pass": "fprop", "batch": "0", "limit": "120MiB", "policy": "all", "rigor": "measure"}
-QUICK = {"batch": "8", "limit": "32MiB", "policy": "powers_of_two"}
+QUICK = {"batch": "2", "limit": "32MiB", "policy": "undivided", "rigor": "estimate"}
 
 
 def run(settings: Settings) -> Result:
