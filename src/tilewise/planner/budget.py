@@ -102,7 +102,8 @@ def allocate(
         worth = Relaxed(limits.sized(weighed), total).worth()
         kept = [[own[i] for i in some] for own, some in zip(kept, worth, strict=True)]
         weighed = _weighed(kernels, kept)
-    solved = try_milp(weighed, limits, total, time_limit_s if kernels else 0.0)
+    shared = limits.summed or listed  # else no kernel's choice bears on another's, and each takes its fastest
+    solved = try_milp(weighed, limits, total, time_limit_s if kernels and shared else 0.0)
     chosen = cheapest(weighed, limits, total) if solved.choices is None else solved.choices
     took_ms = (time.perf_counter() - start) * 1e3
     method = "exact" if solved.choices is None else "milp"
