@@ -100,7 +100,8 @@ def _begin(link: _Link, told: dict[str, Any]) -> Planner:
     from tilewise.planner.options import Options
     from tilewise.planner.places import Place, identity
     from tilewise.planner.planner import Planner
-    from tilewise.planner.search import Search, Store
+    from tilewise.planner.search import Search
+    from tilewise.planner.store import Store
     from tilewise.problem import ConvProblem, Pass
     from tilewise.wisdom import Wisdom
 
