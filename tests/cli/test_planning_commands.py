@@ -13,7 +13,6 @@ from tilewise import Schedule, Wisdom
 from tilewise.device import environment
 from tilewise.nn import optimize
 from tilewise.nn import report as nn_report
-from tilewise.wisdom import Wisdom
 
 LAYER = "mb4ic3ih12oc8oh12kh3ph1"
 """Small enough that planning all its passes takes well under a second."""
