@@ -97,13 +97,10 @@ def allocate(
     start = time.perf_counter()
     most = limits.most(smallest, total)
     kept = [_desirable(kernel, limit) for kernel, limit in zip(kernels, most, strict=True)]
+    kept = _worth(kernels, kept, limits, total)
     weighed = _weighed(kernels, kept)
-    if limits.summed and kernels:
-        worth = Relaxed(limits.sized(weighed), total).worth()
-        kept = [[own[i] for i in some] for own, some in zip(kept, worth, strict=True)]
-        weighed = _weighed(kernels, kept)
-    shared = limits.summed or listed  # else no kernel's choice bears on another's, and each takes its fastest
-    solved = try_milp(weighed, limits, total, time_limit_s if kernels and shared else 0.0)
+    left_to_choose = any(len(own) > 1 for own in kept)
+    solved = try_milp(weighed, limits, total, time_limit_s if left_to_choose else 0.0)
     chosen = cheapest(weighed, limits, total) if solved.choices is None else solved.choices
     took_ms = (time.perf_counter() - start) * 1e3
     method = "exact" if solved.choices is None else "milp"
@@ -118,6 +115,17 @@ def allocate(
         tuple(limits.segments(workspaces, total)),
         Program(solved.variables, solved.rows, took_ms, True, method),
     )
+
+
+def _worth(kernels: Sequence[Kernel], kept: list[list[int]], limits: Limits, total: int) -> list[list[int]]:
+    """Of the points ``kept`` those that a solution may need: the fastest of what runs alone, and what a bound leaves."""
+    if not kernels:
+        return []
+    if limits.summed:
+        worth = Relaxed(limits.sized(_weighed(kernels, kept)), total).worth()
+        return [[own[i] for i in some] for own, some in zip(kept, worth, strict=True)]
+    grouped = {k for group in limits.groups for branch in group for k in branch}
+    return [own if k in grouped else own[:1] for k, own in enumerate(kept)]
 
 
 def _branches(group: Group) -> Branches:
