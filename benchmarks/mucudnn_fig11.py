@@ -26,8 +26,16 @@ DEFAULTS = {
     "limits": "8MiB,64MiB,512MiB",
     "policies": "undivided,powers_of_two",
     "rigor": "measure",
+    "kernels": "0",
 }
-QUICK = {"networks": "alexnet", "batch": "2", "limits": "64MiB", "policies": "undivided", "rigor": "estimate"}
+QUICK = {
+    "networks": "alexnet",
+    "batch": "2",
+    "limits": "64MiB",
+    "policies": "undivided",
+    "rigor": "estimate",
+    "kernels": "2",
+}
 BATCHES = {"alexnet": 256, "resnet50": 64, "densenet40": 256}
 UNDIVIDED = "undivided"
 
@@ -37,7 +45,9 @@ def run(settings: Settings) -> Result:
     planner, rows, notes = settings.planner(), [], []
     policies = list(dict.fromkeys((UNDIVIDED, *settings.policies("policies"))))
     for network in settings.chosen("networks", {name: name for name in BATCHES}):
-        kernels = kernels_of(network, settings.integer("batch") or BATCHES[network], settings.device)
+        kernels = kernels_of(
+            network, settings.integer("batch") or BATCHES[network], settings.device, settings.integer("kernels")
+        )
         problems = [kernel.problem for kernel in kernels]
         for text, limit in settings.sizes("limits").items():
             plans = {}

@@ -24,8 +24,22 @@ from tilewise.planner.budget import POLICIES, Allocation, allocate
 from tilewise.planner.budget import Kernel as Item
 from tilewise.problem import ConvProblem
 
-DEFAULTS = {"networks": "", "batch": "0", "budgets": "", "batch_sizes": "powers_of_two", "rigor": "measure"}
-QUICK = {"networks": "alexnet", "batch": "2", "budgets": "960MiB", "batch_sizes": "undivided", "rigor": "estimate"}
+DEFAULTS = {
+    "networks": "",
+    "batch": "0",
+    "budgets": "",
+    "batch_sizes": "powers_of_two",
+    "rigor": "measure",
+    "kernels": "0",
+}
+QUICK = {
+    "networks": "alexnet",
+    "batch": "2",
+    "budgets": "960MiB",
+    "batch_sizes": "undivided",
+    "rigor": "estimate",
+    "kernels": "2",
+}
 MIB = 2**20
 
 
@@ -63,7 +77,7 @@ def _network(settings: Settings, network: str) -> tuple[list[Row], list[Bar]]:
     (batch_sizes,) = settings.policies("batch_sizes")
     asked = [size // MIB for size in settings.sizes("budgets").values()] if settings.text("budgets") else []
     budgets = [pair for pair in case.budgets if not asked or pair[0] in asked]
-    kernels = kernels_of(network, settings.integer("batch") or case.batch, settings.device)
+    kernels = kernels_of(network, settings.integer("batch") or case.batch, settings.device, settings.integer("kernels"))
     planner, fronts = settings.planner(), {}
     for kernel in kernels:
         fronts[kernel.problem] = planner.front(kernel.problem, settings.planning(batch_sizes=batch_sizes))

@@ -21,15 +21,18 @@ DEFAULTS = {
     "budget": "120MiB",
     "batch_sizes": "powers_of_two",
     "rigor": "measure",
+    "kernels": "0",
 }
-QUICK = {"batch": "2", "budget": "960MiB", "batch_sizes": "undivided", "rigor": "estimate"}
+QUICK = {"batch": "2", "budget": "960MiB", "batch_sizes": "undivided", "rigor": "estimate", "kernels": "2"}
 
 
 def run(settings: Settings) -> Result:
     """One row a kernel; ResNet-50 with ``network=resnet50``, ``batch=32`` and ``budget=2544MiB``."""
     (batch_sizes,) = settings.policies("batch_sizes")
     options = settings.planning(batch_sizes=batch_sizes)
-    kernels = kernels_of(settings.text("network"), settings.integer("batch"), settings.device)
+    kernels = kernels_of(
+        settings.text("network"), settings.integer("batch"), settings.device, settings.integer("kernels")
+    )
     planner, total = settings.planner(), settings.size("budget")
     fronts = [planner.front(kernel.problem, options) for kernel in kernels]
     items = [

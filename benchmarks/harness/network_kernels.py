@@ -20,14 +20,18 @@ class Kernel:
     count: int
 
 
-def kernels_of(network: str, batch: int, device: torch.device) -> list[Kernel]:
-    """What a training step of ``network`` in true fp32 computes, in the order of the layers; nothing is allocated."""
+def kernels_of(network: str, batch: int, device: torch.device, most: int = 0) -> list[Kernel]:
+    """What a training step of ``network`` in true fp32 computes, in the order of the layers; nothing is allocated.
+
+    The last ``most`` of them, all where that is 0.
+    """
     loaded = load_network(network)
     loaded.module.to(device)
     inputs = loaded.example_inputs(batch, device)
     layers = layers_of(loaded.module.train(), inputs, "ieee", ())
-    return [
+    found = [
         Kernel(f"{layer.title} {problem.pass_.value}", problem, len(layer.names))
         for layer in layers
         for problem in layer.problems
     ]
+    return found[-most:]
