@@ -3,9 +3,9 @@
 Of each network ``limits`` limits lie evenly from the least that its step needs to what torch takes with its benchmark
 mode; a row's ratio is the limit over the peak of a step run afterwards, not below 1. The largest batch is found by
 ``tilewise.largest_batch`` and, for torch, by halving over steps run in an allocator that has no more; each is timed at
-its own batch, one after the other. One planner serves all, so that a limit costs little after the first. ``largest`` is empty
-where only the sweep is wanted, ``networks`` is ``none`` where only the largest batch is. On a CPU, what is counted is
-tensors and workspaces.
+its own batch, one after the other. One planner serves all, so that a limit costs little after the first. ``largest`` is
+empty where only the sweep is wanted, ``networks`` is ``none`` where only the largest batch is. On a CPU, what is
+counted is tensors and workspaces.
 """
 
 from __future__ import annotations
