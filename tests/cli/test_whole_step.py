@@ -15,8 +15,8 @@ FAST = ("--device", "cpu", "--batch-sizes", "undivided", "--rigor", "estimate")
 @pytest.fixture(scope="module", autouse=True)
 def _factory() -> Iterator[None]:
     module = types.ModuleType("stepping_networks")
-    layers = lambda: nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv1d(4, 4, 3, padding=1))  # noqa: E731
-    module.two = lambda: (layers(), (4, 100))
+    layers = lambda: nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))  # noqa: E731
+    module.two = lambda: (layers(), (4, 10, 10))
     sys.modules["stepping_networks"] = module
     yield
     del sys.modules["stepping_networks"]
