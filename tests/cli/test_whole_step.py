@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-FAST = ("--device", "cpu", "--batch-sizes", "undivided", "--rigor", "estimate", "--dtype", "bf16")
+FAST = ("--device", "cpu", "--batch-sizes", "undivided", "--rigor", "estimate")
 
 
 @pytest.fixture(scope="module", autouse=True)

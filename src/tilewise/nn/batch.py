@@ -84,20 +84,29 @@ def largest_batch(
                 return math.inf
 
     batch, per_example = _largest(floor, limit)
+    good, bad, facts = 0, None, {}
     for _ in range(PLANNED):
-        step = step_of(batch)
+        step_of(batch)
         own = None if memory_step is None else _with(memory_step, inputs[batch])
         try:
             optimize(model, inputs[batch], memory_limit=limit, memory_step=own, training=training, **options)
         except StepTooLarge as error:
             if batch == 1:
                 raise
-            batch = max(1, batch - max(1, math.ceil((error.least - limit) / per_example)))
-            continue
-        with step.repeatable():
-            (step_ms,) = interleaved([step], step.device, budget_ms=2000.0, least=3, most=21)
-        return LargestBatch(batch, report(model).facts["step"], step_ms)
-    raise NoPlanError(f"memory_limit={memory_limit!r}: no batch was found in {PLANNED} that were planned")
+            bad = batch
+            batch = max(good + 1, batch - max(1, math.ceil((error.least - limit) / per_example)))
+        else:  # where a larger one fails, the model is left as it is now
+            good, facts = batch, dict(report(model).facts["step"])
+            batch += math.floor((limit - facts["least"]) / per_example)
+            batch = good if bad is None else min(batch, bad - 1)
+        if batch in (good, bad):
+            break
+    if not good:
+        raise NoPlanError(f"memory_limit={memory_limit!r}: no batch was found in {PLANNED} that were planned")
+    step = step_of(good)
+    with step.repeatable():
+        (step_ms,) = interleaved([step], step.device, budget_ms=2000.0, least=3, most=21)
+    return LargestBatch(good, facts, step_ms)
 
 
 def _largest(floor: Callable[[int], float], limit: int) -> tuple[int, float]:
