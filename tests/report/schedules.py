@@ -7,8 +7,10 @@ from typing import Any
 
 from tilewise.notation import parse_layer
 from tilewise.plan import Config, Error, Measurement, Plan
+from tilewise.planner.results_json import document as document_of
+from tilewise.planner.results_json import layers_json, summary_json
 from tilewise.problem import Pass
-from tilewise.report.documents import measurement_json, plan_document, time_document
+from tilewise.report.documents import measurement_json, time_document
 from tilewise.report.values import Layer, LayerResult, NetworkTime, PassResult, StepTime, summarize
 
 MIB = 2**20
@@ -44,7 +46,14 @@ def schedule(
         "options": options,
     }
     if kind == "plan":
-        document = plan_document(head, results, summarize(results))
+        document = document_of(
+            "plan",
+            **head,
+            layers=layers_json(results),
+            summary=summary_json(summarize(results)),
+            budget=None,
+            step=None,
+        )
     else:
         sides = (StepTime(31.5, 66.25, 5200 * MIB, 6.91), StepTime(20.75, 43.5, 5360 * MIB, 6.91))
         document = time_document(head, results, summarize(results), NetworkTime(*sides, 21))
