@@ -118,7 +118,7 @@ def allocate(
 
 
 def _worth(kernels: Sequence[Kernel], kept: list[list[int]], limits: Limits, total: int) -> list[list[int]]:
-    """Of the points ``kept`` those a solution may need: the fastest of what runs alone, else what a bound leaves."""
+    """Of the points ``kept`` those that a solution may need: the fastest of what runs alone, what a bound leaves."""
     if not kernels:
         return []
     if limits.summed:
