@@ -404,7 +404,7 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
         tilewise.largest_batch(model, example, 1000, planner=Lowering())
 
 
-def on_gpu(limit: int | str, planner: Planner, batch: int = 32) -> tuple[nn.Module, torch.Tensor, dict[str, Any]]:
+def on_gpu(limit: int | str, planner: Planner, batch: int = 512) -> tuple[nn.Module, torch.Tensor, dict[str, Any]]:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1)]
     for _ in range(4):
