@@ -38,7 +38,7 @@ DEFAULTS = {
     "rigor": "measure",
     "batch_sizes": "powers_of_two",
 }
-QUICK = {"networks": "photonet", "batches": "2", "limits": "3", "largest": "photonet", "limit": "48MiB"}
+QUICK = {"networks": "photonet", "batches": "2", "limits": "1", "largest": "", "limit": "48MiB"}
 QUICK |= {"rigor": "estimate", "batch_sizes": "undivided"}
 MIB = 1 << 20
 NONE = "none"

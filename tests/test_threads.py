@@ -129,11 +129,15 @@ def test_ctrl_c_reaches_the_caller_when_all_at_work_have_ended(number: int) -> N
             working.remove(index)
 
     torch.set_num_threads(number)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        at_once(job, 2, number)
-    interrupt.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            at_once(job, 2, number)
+        interrupt.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not working
     ended: list[int] = []
     at_once(ended.append, 3, number)

@@ -19,7 +19,11 @@ from harness.result import SCHEMA
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = [entry.name for entry in entries()]
-NOTHING_ON_A_CPU = {"fft_own_vs_library": "transform=own"}
+NOTHING_ON_A_CPU = {
+    "branches": "streams",
+    "fft_own_vs_library": "transform=own",
+    "mucudnn_fig12": "legacy algorithms",
+}
 """Benchmarks without a second side on a CPU, and what their message names."""
 
 

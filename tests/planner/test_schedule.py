@@ -285,13 +285,19 @@ def test_unknown_fields_are_ignored_and_those_added_later_may_be_missing() -> No
     assert found.budget is found.step is None
 
 
-def test_a_problem_with_two_plans_is_refused() -> None:
-    document = copy.deepcopy(example().to_json())
+def test_a_problem_with_two_plans_is_refused_unless_a_step_gave_them_their_room() -> None:
+    document = copy.deepcopy(example().to_json()) | {"step": None}
     again = copy.deepcopy(document["layers"][0])
     again["passes"][0]["plan"]["label"] = "another"
     document["layers"].append(again)
     with pytest.raises(ScheduleError, match=r"layers\[2\]\.passes\[0\]\.plan: another than that of layers\[0\]"):
         Schedule.from_json(document)
+    own = document["layers"][0]["passes"][0]["plan"]["workspace"]
+    again["passes"][0]["plan"]["workspace"] = own + 1
+    found = Schedule.from_json(document | {"step": example().to_json()["step"]})
+    problem = found.layers[0].passes[0].problem
+    assert [found.layers[i].passes[0].plan.workspace for i in (0, 2)] == [own, own + 1]
+    assert found.kernels[problem].plan.workspace == own
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
