@@ -17,7 +17,7 @@ from tilewise.nn.geometry import Geometry
 from tilewise.nn.layer import Layer
 from tilewise.nn.modules import tensors_of
 
-__all__ = ["Recorded", "arguments_of", "record", "state_kept"]
+__all__ = ["Recorded", "arguments_of", "buffers_kept", "record", "state_kept"]
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,24 @@ def _watched(
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Buffers and random states come back as they were; lazy ones stay initialised."""
+    devices = {t.device.index for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
+    with buffers_kept(model, torch.clone), torch.random.fork_rng(sorted(d for d in devices if d is not None)):
+        yield
+
+
+@contextmanager
+def buffers_kept(model: nn.Module, copied: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """The same buffers, with their values, come back; ``copied`` says where those wait. Lazy ones stay initialised."""
     buffers = [
-        (module, name, buffer, buffer.detach().clone())
+        (module, name, buffer, copied(buffer.detach()))
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and not nn.parameter.is_lazy(buffer)
     ]
-    devices = {t.device.index for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
-    with torch.random.fork_rng(sorted(d for d in devices if d is not None)):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for module, name, buffer, value in buffers:
-                    buffer.copy_(value)
-                    module._buffers[name] = buffer
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                buffer.copy_(value)
+                module._buffers[name] = buffer

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tilewise.nn.record import arguments_of
+from tilewise.nn.record import arguments_of, buffers_kept
 
 __all__ = ["Step", "loss_of"]
 
@@ -81,16 +81,11 @@ class Step:
         They wait in the host's memory, where a GPU's limit does not count them. Compiled modules run uncompiled.
         """
         parameters = [p for p in self._model.parameters() if not nn.parameter.is_lazy(p)]
-        buffers = [
-            (module, name, buffer, _aside(buffer))
-            for module in self._model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not nn.parameter.is_lazy(buffer)
-        ]
         grads = [(t, t.grad, None if t.grad is None else _aside(t.grad)) for t in (*parameters, *self._leaves)]
         values = [(p, _aside(p)) for p in parameters] if self._own is not None else []
         index = {self.device.index} - {None} if self.device.type == "cuda" else set()
         with ExitStack() as stack:
+            stack.enter_context(buffers_kept(self._model, _aside))
             stack.enter_context(torch.random.fork_rng(sorted(i for i in index if i is not None)))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -98,9 +93,6 @@ class Step:
                 yield
             finally:
                 with torch.no_grad():
-                    for module, name, buffer, value in buffers:
-                        buffer.copy_(value)
-                        module._buffers[name] = buffer
                     for parameter, value in values:
                         parameter.copy_(value)
                     for tensor, grad, saved in grads:
