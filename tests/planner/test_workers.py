@@ -28,7 +28,7 @@ from tilewise.planner import Options, Planner, WorkersWarning
 from tilewise.planner import worker as worker_module
 from tilewise.planner import workers as workers_module
 from tilewise.planner.board import TRIES, Board
-from tilewise.planner.messages import Job, effort, options_from_json, problem_from_json, problem_to_json
+from tilewise.planner.messages import Job, effort, options_from_json
 from tilewise.planner.places import environment_of, find_places
 from tilewise.planner.workers import Workers
 from tilewise.problem import ConvProblem, Pass
@@ -64,16 +64,22 @@ def test_jobs_go_over_a_pipe(problem: ConvProblem, share: tuple[int, int] | None
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
 
 
+KEY = TINY[0].key
+LAYOUTS = KEY[KEY.index("x:") : KEY.index("y:")]
+
+
 @pytest.mark.parametrize(
-    "change",
+    "problem",
     [
-        {"batch": 0}, {"batch": "4"}, {"batch": True}, {"pass_": "sideways"}, {"axes": [{"size": 4}]}, {"axes": 3},
-        {"layouts": ["contiguous"]}, {"more": 1}, {"dtype": "fp8"}, {"alignment": [16, 16, 2.0]},
+        KEY.replace(f"mb{TINY[0].batch}", "mb0"), KEY.replace(f"mb{TINY[0].batch}", f"mb0{TINY[0].batch}"), None, 3,
+        KEY.replace(TINY[0].pass_.value, "sideways"), KEY.replace("kw", "k"), KEY.replace(LAYOUTS, ""), f"{KEY} more\n",
+        KEY.replace("bf16", "fp8 "), KEY.replace("y:co16", "y:co3"), {"batch": 4},
     ],
 )  # fmt: skip
-def test_what_is_no_problem_is_refused(change: dict[str, Any]) -> None:
+def test_what_is_no_problem_is_refused(problem: object) -> None:
+    assert problem != KEY
     with pytest.raises(ValueError, match=r".+"):
-        problem_from_json({**problem_to_json(TINY[0]), **change})
+        Job.from_json({**Job(TINY[0], Options()).to_json(), "problem": problem})
     with pytest.raises(ValueError, match="rigor"):
         options_from_json({**Job(TINY[0], Options()).to_json()["options"], "rigor": "wild"})
 
