@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankMismatch", "agree", "gather", "receive", "send", "several_ranks"]
-
-if TYPE_CHECKING:
-    Group = dist.ProcessGroup | None
+__all__ = ["RankMismatch", "agree", "difference", "gather", "receive", "send", "several_ranks"]
 
 
 class RankMismatch(RuntimeError):
@@ -24,19 +21,16 @@ def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def agree(text: str, what: str, group: Group = None) -> None:
-    """Compare ``text`` among the ranks of ``group`` (all ranks, where not given).
-
-    Every one of them calls it, and raises :class:`RankMismatch` where any two differ.
-    """
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(_device(group))
-    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(digests, digest, group)
+def agree(text: str, what: str) -> None:
+    """Compare ``text`` among all ranks; every rank calls it, and raises :class:`RankMismatch` where any two differ."""
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(_device())
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, digest)
     if all(bool((other == digests[0]).all()) for other in digests):
         return
-    lines = [other.splitlines() for other in _gather_text(text, group)]
+    lines = [other.splitlines() for other in _gather_text(text)]
     rank = next(i for i, other in enumerate(digests) if not bool((other == digests[0]).all()))
-    raise RankMismatch(difference(what, lines[0], lines[rank], *_named(group, rank)))
+    raise RankMismatch(difference(what, lines[0], lines[rank], 0, rank))
 
 
 def difference(what: str, own: list[str], others: list[str], rank: int, other: int) -> str:
@@ -44,13 +38,6 @@ def difference(what: str, own: list[str], others: list[str], rank: int, other: i
     index = next((i for i, (a, b) in enumerate(zip(own, others, strict=False)) if a != b), min(len(own), len(others)))
     a, b = (lines[index] if index < len(lines) else "nothing more" for lines in (own, others))
     return f"ranks differ in {what}: rank {rank} has {a!r} where rank {other} has {b!r}"
-
-
-def _named(group: Group, index: int) -> tuple[int, int]:
-    """Global ranks of the group's first and of its rank ``index``."""
-    if group is None:
-        return 0, index
-    return dist.get_global_rank(group, 0), dist.get_global_rank(group, index)
 
 
 def send(data: object) -> None:
@@ -69,21 +56,21 @@ def receive() -> object:
     return json.loads(_text(payload))
 
 
-def gather(data: object, group: Group = None) -> list[Any]:
+def gather(data: object) -> list[Any]:
     """What each rank gives, by rank, read as JSON; every rank calls it."""
-    return [json.loads(text) for text in _gather_text(json.dumps(data), group)]
+    return [json.loads(text) for text in _gather_text(json.dumps(data))]
 
 
-def _gather_text(text: str, group: Group) -> list[str]:
-    data = torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8).to(_device(group))
+def _gather_text(text: str) -> list[str]:
+    data = torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8).to(_device())
     size = torch.tensor([data.numel()], device=data.device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
     longest = max(int(n.item()) for n in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8, device=data.device)
     padded[: data.numel()] = data
     texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded, group)
+    dist.all_gather(texts, padded)
     return [_text(t[: int(n.item())]) for t, n in zip(texts, sizes, strict=True)]
 
 
@@ -91,8 +78,6 @@ def _text(data: torch.Tensor) -> str:
     return data.cpu().numpy().tobytes().decode()
 
 
-def _device(group: Group = None) -> torch.device:
-    """Where the group's tensors live."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _device() -> torch.device:
+    """Where the default group's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")

@@ -77,6 +77,8 @@ class Link:
         self._in_group = tuple(sorted(self.ranks).index(rank) for rank in self.ranks)
         number = next(_links.setdefault(self.ranks, itertools.count()))
         self._key = f"tilewise/{'-'.join(map(str, self.ranks))}/{number}"
+        self.told: set[bytes] = set()
+        """Digests of texts that this rank has written for the others with :meth:`tell_words`."""
         self._exchanges = 0
         self._broken: PeerError | None = None
         if on_gpu:
@@ -180,6 +182,14 @@ class Link:
         except BaseException as error:
             self.tell(what, error)
             raise
+
+    def tell_words(self, name: str, text: str) -> None:
+        """Write ``text`` where the other ranks find it by ``name``."""
+        distributed_c10d._get_default_store().set(f"{self._key}/words/{name}", text)
+
+    def words(self, name: str) -> str:
+        """The text that another rank wrote as ``name``."""
+        return distributed_c10d._get_default_store().get(f"{self._key}/words/{name}").decode()
 
     def tell(self, what: str, error: BaseException) -> None:
         """Write why this rank fails, once, and break its connections. A rank that only heard of it tells nothing."""

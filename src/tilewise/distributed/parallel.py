@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.comm.agreement import agree
+from tilewise.comm.comparison import Comparison
 from tilewise.comm.link import Link
 from tilewise.distributed import layers
 from tilewise.distributed.layout import NAMES, Cuts, Grid, Layout, even_cuts
@@ -61,7 +61,7 @@ class SpatialParallel(nn.Module):
         self._agreed: set[str] = set()
         self._wrap(module)
         with link.telling("SpatialParallel"):
-            agree(_description(module, mesh, names), "their models, meshes or dims", link.sums)
+            Comparison(link, _description(module, mesh, names), "their models, meshes or dims").finish()
 
     def _wrap(self, module: nn.Module) -> None:
         object.__setattr__(self, "module", module)
@@ -75,18 +75,23 @@ class SpatialParallel(nn.Module):
         """The module's own forward; inputs that are images are :class:`Shard`."""
         link = self.space.link
         with link.telling("forward"):
-            self._agree_on((*args, *kwargs.values()))
+            text = self._about((*args, *kwargs.values()))
+            inputs = Comparison(link, text, "their inputs")
+            # The first time, and where waiting costs nothing beside the work, nothing is sent before all agree.
+            late = text in self._agreed and link.control is not link.sums
+            if not late:
+                inputs.finish()
+                self._agreed.add(text)
             self.space.parameters = Parameters(link, list(self.module.parameters()))
-            return self.module(*args, **kwargs)
+            result = self.module(*args, **kwargs)
+            if late:
+                inputs.finish()
+            return result
 
-    def _agree_on(self, inputs: tuple[Any, ...]) -> None:
+    def _about(self, inputs: tuple[Any, ...]) -> str:
         shards = [value for value in inputs if isinstance(value, Shard)]
-        text = "\n".join(f"{tuple(s.shape)} {s.dtype} cut at {s.spatial.cuts}" for s in shards)
-        if text not in self._agreed:
-            agree(
-                f"{text} training={self.training} grad={torch.is_grad_enabled()}", "their inputs", self.space.link.sums
-            )
-            self._agreed.add(text)
+        modes = f"training={self.training} grad={torch.is_grad_enabled()}"
+        return "\n".join([f"{tuple(s.shape)} {s.dtype} cut at {s.spatial.cuts}" for s in shards] + [modes])
 
     def layout(self, shape: Sequence[int], cuts: Mapping[str, Cuts] | None = None, multiple: int = 1) -> Layout:
         """How a tensor of ``shape`` is cut: at ``cuts`` by dimension, else evenly at multiples of ``multiple``.

@@ -66,17 +66,27 @@ def _set_requires_grad(x: Shard, value: bool) -> None:
 
 
 @handles(Tensor.grad.__get__)  # type: ignore[union-attr]
-def _grad(x: Shard) -> Shard | None:
+def _grad(x: Shard) -> Tensor | None:
+    """The gradient of the part, a plain tensor, as all gradients are on their way."""
     with torch._C.DisableTorchFunctionSubclass():
-        found = x.grad
-    return None if found is None else x.like(found)
+        return x.grad
 
 
 @handles(Tensor.backward)
 def _backward(x: Shard, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
     """From parts: each rank gives the gradient of its own."""
-    with torch._C.DisableTorchFunctionSubclass():
-        x.local.backward(local(gradient), *args, **kwargs)  # type: ignore[no-untyped-call]
+    _backward_of(x, gradient, *args, **kwargs)
+
+
+@handles(torch.autograd.backward)
+def _backward_of(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """What backward computes again, as in checkpointing, is computed by parts: functions stay as they are meanwhile."""
+    if grad_tensors is not None and not isinstance(grad_tensors, Tensor):
+        grad_tensors = [local(gradient) for gradient in grad_tensors]
+    several = (tensors,) if isinstance(tensors, Tensor) else tensors
+    with torch.enable_grad():  # a backward within a backward is without
+        parts = [local(tensor) for tensor in several]
+    torch.autograd.backward(parts, local(grad_tensors), *args, **kwargs)
 
 
 def free(x: Shard, dim: int, what: str) -> int:
