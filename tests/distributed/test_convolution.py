@@ -28,7 +28,7 @@ def many(ranks: int, seed: int, count: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_convolutions(ranks: int) -> None:
-    run(ranks, many, ranks, 0, 60)
+    run(ranks, many, ranks, 0, 70 - 8 * ranks)
 
 
 def network() -> None:
