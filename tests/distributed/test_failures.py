@@ -67,7 +67,7 @@ def step(kind: str, timeout: float) -> tuple[float, str]:
     [
         ("model", ["RankMismatch", "2.weight (2, 2, 3, 3)", "rank 2 has 'parameter 2.weight (2, 2, 5, 5)"], 3),
         ("size", ["rank 1", "(1, 2, 12, 6)", "(1, 2, 11, 6)"], 5),
-        ("raises", ["rank 1 failed in forward", "OSError: the disk is full"], 3),
+        ("raises", ["rank 1 failed in '1' (Faulty)", "OSError: the disk is full"], 3),
         ("dies", ["rank 1 ended or gave no answer", "'2' (Conv2d)"], 3),
         ("backward", ["rank 1 ended or gave no answer", "the backward of"], 3),
         ("hangs", ["rank 1 ended or gave no answer for 2 s", "'2' (Conv2d)"], 5),

@@ -63,19 +63,20 @@ class Pending:
 class Link:
     """Ranks ``ranks`` (global, in the order of their index), of which this process is one.
 
-    ``timeout`` is in seconds: what another rank has not answered by then is an error. Every one of the ranks makes its
-    ``Link`` at the same point of the program. Raises ``ValueError`` where this process is none of them.
+    ``timeout`` is in seconds: what another rank has not answered by then is an error. Tensors are on devices of
+    ``device_type``. Every one of the ranks makes its ``Link`` at the same point of the program. Raises ``ValueError``
+    where this process is none of them.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+    def __init__(self, ranks: Sequence[int], timeout: float, device_type: str = "cpu") -> None:
         self.ranks = tuple(ranks)
         if dist.get_rank() not in self.ranks:
             raise ValueError(f"ranks={self.ranks}: rank {dist.get_rank()} is not among them")
         if timeout <= 0:
             raise ValueError(f"timeout={timeout!r}: seconds above 0 would do")
         self.index, self.timeout = self.ranks.index(dist.get_rank()), timeout
+        self._on_gpu = device_type != "cpu"
         self.group, self.sums = self._new_group(None), self._new_group(None)
-        self._on_gpu = "nccl" in dist.get_backend(self.group)
         self.control = self._new_group("gloo") if self._on_gpu else self.sums
         self._in_group = tuple(sorted(self.ranks).index(rank) for rank in self.ranks)
         number = next(_links.setdefault(self.ranks, itertools.count()))
@@ -93,8 +94,8 @@ class Link:
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:
         # Where NCCL runs out of time it ends the process: the watch comes before it.
-        on_gpu = "nccl" in (backend or dist.get_backend())
-        limit = timedelta(seconds=self.timeout + (NCCL_LATER_S if on_gpu else 0))
+        late = self._on_gpu and backend is None
+        limit = timedelta(seconds=self.timeout + (NCCL_LATER_S if late else 0))
         group = dist.new_group(list(self.ranks), timeout=limit, backend=backend, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -270,7 +271,7 @@ class Link:
     def _break(self) -> None:
         """End every connection, so that whoever waits at the other end wakes."""
         for group in dict.fromkeys((self.group, self.sums, self.control)):
-            if "nccl" in dist.get_backend(group):
+            if self._on_gpu and group is not self.control:
                 group.abort()
             elif self.size > 1:
                 # Gloo has no abort: a receive that runs out of time ends the connections of its group.
