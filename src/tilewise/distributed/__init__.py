@@ -3,7 +3,18 @@
 from tilewise.comm.agreement import RankMismatch
 from tilewise.comm.link import PeerError
 from tilewise.distributed.layout import Grid, Layout
+from tilewise.distributed.optimize import optimize
 from tilewise.distributed.parallel import SpatialParallel
 from tilewise.distributed.shard import Shard, UnknownLayer, handles
 
-__all__ = ["Grid", "Layout", "PeerError", "RankMismatch", "Shard", "SpatialParallel", "UnknownLayer", "handles"]
+__all__ = [
+    "Grid",
+    "Layout",
+    "PeerError",
+    "RankMismatch",
+    "Shard",
+    "SpatialParallel",
+    "UnknownLayer",
+    "handles",
+    "optimize",
+]

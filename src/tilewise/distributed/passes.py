@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tilewise.axis import Axis
 
-__all__ = ["Passes", "TorchPasses"]
+__all__ = ["Passes", "Settled", "TorchPasses", "settle"]
 
 Axes = tuple[Axis, ...]
 
@@ -34,7 +34,7 @@ class Passes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Settled:
+class Settled:
     """How torch is to compute axes: ``pads`` for :func:`torch.nn.functional.pad` first, then ``native`` ones."""
 
     pads: tuple[int, ...] | None
@@ -46,7 +46,7 @@ class _Settled:
 
 
 @functools.lru_cache(maxsize=4096)
-def _settle(axes: Axes) -> _Settled:
+def settle(axes: Axes) -> Settled:
     """Pad natively where the same padding on both sides gives the same outputs."""
     explicit: list[tuple[int, int]] = []
     native: list[int] = []
@@ -59,7 +59,7 @@ def _settle(axes: Axes) -> _Settled:
         explicit.append((a.before - both, a.after - both))
         native.append(both)
     pads = tuple(side for pair in reversed(explicit) for side in pair)
-    return _Settled(
+    return Settled(
         pads if any(pads) else None,
         tuple(native),
         tuple(a.size + before + after for a, (before, after) in zip(axes, explicit, strict=True)),
@@ -74,14 +74,14 @@ class TorchPasses:
 
     def fprop(self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
         """``y`` of ``x`` and ``w``."""
-        s = _settle(axes)
+        s = settle(axes)
         if s.pads is not None:
             x = F.pad(x, s.pads)
         return torch.convolution(x, w, None, s.stride, s.native, s.dilation, False, s.zeros, groups)
 
     def dgrad(self, y: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
         """``x`` of ``y`` and ``w``."""
-        s = _settle(axes)
+        s = settle(axes)
         # Of the input no more than its shape is read.
         x = y.new_empty(1).expand(y.shape[0], w.shape[1] * groups, *s.padded)
         dx, _, _ = self._backward(y, x, w, s, groups, (True, False, False))
@@ -90,7 +90,7 @@ class TorchPasses:
 
     def wgrad(self, x: torch.Tensor, y: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
         """``w`` of ``x`` and ``y``."""
-        s = _settle(axes)
+        s = settle(axes)
         if s.pads is not None:
             x = F.pad(x, s.pads)
         shape = (y.shape[1], x.shape[1] // groups, *(a.kernel for a in axes))
@@ -100,7 +100,7 @@ class TorchPasses:
 
     @staticmethod
     def _backward(
-        y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, s: _Settled, groups: int, mask: Sequence[bool]
+        y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, s: Settled, groups: int, mask: Sequence[bool]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         found: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
         found = torch.ops.aten.convolution_backward.default(
