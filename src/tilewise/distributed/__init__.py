@@ -2,6 +2,7 @@
 
 from tilewise.comm.agreement import RankMismatch
 from tilewise.comm.link import PeerError
+from tilewise.distributed.channels import sum_gradient_over, sum_over
 from tilewise.distributed.layout import Grid, Layout
 from tilewise.distributed.optimize import optimize
 from tilewise.distributed.parallel import SpatialParallel
@@ -17,4 +18,6 @@ __all__ = [
     "UnknownLayer",
     "handles",
     "optimize",
+    "sum_gradient_over",
+    "sum_over",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,10 @@ from tilewise.distributed.replicated import Parameters
 from tilewise.distributed.shard import Shard, Space
 from tilewise.distributed.whole import gather, scatter
 
-__all__ = ["SpatialParallel"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["SpatialParallel", "among"]
 
 
 class SpatialParallel(nn.Module):
@@ -62,10 +65,10 @@ class SpatialParallel(nn.Module):
         super().__init__()
         layers.load()
         names = tuple(dims)
-        ranks, grid = _among(mesh, names)
+        ranks, grid = among(mesh, names)
         self.dims = names
         link = Link(ranks, timeout, mesh.device_type)
-        self.space = Space(link, grid, passes)
+        self.space = Space(link, grid, passes, _spatial(mesh, names))
         self._agreed: set[str] = set()
         self._wrap(module)
         with link.telling("SpatialParallel"):
@@ -133,6 +136,16 @@ class SpatialParallel(nn.Module):
         """``part``, which this rank has loaded itself, as its part of a tensor of ``shape``."""
         return Shard.of(part, self.layout(shape, cuts), self.space)
 
+    def from_dtensor(self, tensor: DTensor) -> Shard:
+        """This rank's part of ``tensor``, a ``DTensor`` on the same ranks; differentiable.
+
+        Its placements are ``Shard(dim)`` of the dimension that is cut there, or ``Replicate()``. Raises ``ValueError``;
+        see :func:`tilewise.distributed.dtensor.from_dtensor`.
+        """
+        from tilewise.distributed.dtensor import from_dtensor
+
+        return from_dtensor(tensor, self.space)
+
     def gather(self, shard: Shard) -> torch.Tensor:
         """The whole of ``shard``, on every rank; differentiable: see :meth:`Shard.gather`."""
         return gather(shard)
@@ -152,7 +165,7 @@ class SpatialParallel(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
 
-def _among(mesh: DeviceMesh, dims: tuple[str, ...]) -> tuple[list[int], Grid]:
+def among(mesh: DeviceMesh, dims: tuple[str, ...]) -> tuple[list[int], Grid]:
     """The ranks that share this rank's images, by index, and their grid."""
     if not dims or any(dim not in NAMES for dim in dims) or len(set(dims)) != len(dims):
         raise ValueError(f"dims={dims}: different ones of {', '.join(NAMES)} would do")
@@ -171,6 +184,12 @@ def _among(mesh: DeviceMesh, dims: tuple[str, ...]) -> tuple[list[int], Grid]:
     ranks = ranks.permute([sorted(picked).index(i) for i in picked])
     grid = Grid(tuple(NAMES[dim] for dim in dims), tuple(ranks.shape), tuple(here[i] for i in picked))
     return [int(rank) for rank in ranks.flatten()], grid
+
+
+def _spatial(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of ``dims`` alone, in the order that they have in ``mesh``."""
+    names = mesh.mesh_dim_names
+    return mesh if names is None or len(names) == len(dims) else mesh[tuple(name for name in names if name in dims)]
 
 
 def _description(module: nn.Module, mesh: DeviceMesh, dims: tuple[str, ...]) -> str:

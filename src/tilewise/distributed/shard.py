@@ -7,7 +7,7 @@ compute by parts are looked up in a registry, filled by :func:`handles`. Any oth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,6 +17,10 @@ from tilewise.distributed.layout import Cuts, Grid, Layout
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.passes import Passes, TorchPasses
 from tilewise.distributed.replicated import Parameters, sum_gradient
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Shard", "Space", "UnknownLayer", "aligned", "handles", "local", "operand", "space_of"]
 
@@ -31,11 +35,12 @@ class UnknownLayer(NotImplementedError):
 class Space:
     """What the parts of one model's images have in common: ranks, grid, and what computes a rank's convolutions.
 
-    ``parameters`` stands for the parameters of the forward under way, or last begun.
+    ``mesh`` is that of the grid's ranks alone. ``parameters`` stands for the parameters of the forward under way, or
+    last begun.
     """
 
-    def __init__(self, link: Link, grid: Grid, passes: Passes | None = None) -> None:
-        self.link, self.grid = link, grid
+    def __init__(self, link: Link, grid: Grid, passes: Passes | None = None, mesh: DeviceMesh | None = None) -> None:
+        self.link, self.grid, self.mesh = link, grid, mesh
         self.passes: Passes = passes or TorchPasses()
         self.parameters: Parameters | None = None
 
@@ -94,6 +99,15 @@ class Shard(torch.Tensor):
         from tilewise.distributed.whole import gather
 
         return gather(self)
+
+    def to_dtensor(self) -> DTensor:
+        """The same tensor as a ``DTensor`` on the mesh, cut as ``torch.chunk`` cuts; differentiable.
+
+        Parts that are cut elsewhere move between ranks; see :func:`tilewise.distributed.dtensor.to_dtensor`.
+        """
+        from tilewise.distributed.dtensor import to_dtensor
+
+        return to_dtensor(self)
 
     @classmethod
     def __torch_function__(

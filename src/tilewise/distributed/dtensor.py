@@ -1,0 +1,110 @@
+"""Shards from and to ``torch.distributed.tensor.DTensor``: the same parts, under torch's own name for them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Cut
+
+from tilewise.distributed.layout import NAMES, Cuts, Layout
+from tilewise.distributed.names import current_layer
+from tilewise.distributed.parallel import among
+from tilewise.distributed.shard import Shard, Space, recut
+
+__all__ = ["chunk_cuts", "from_dtensor", "to_dtensor"]
+
+_NAME_OF = {dim: name for name, dim in NAMES.items()}
+
+
+def chunk_cuts(size: int, ranks: int) -> Cuts:
+    """Cut points of ``size`` elements as ``torch.chunk`` and ``DTensor`` cut: the last parts are short, or empty."""
+    step = -(-size // ranks)
+    return tuple(min(size, step * rank) for rank in range(ranks + 1))
+
+
+def from_dtensor(tensor: DTensor, space: Space) -> Shard:
+    """This rank's part of ``tensor`` among the ranks of ``space``; differentiable.
+
+    The tensor's mesh has the dimensions of the space by name, over the same ranks. Along each, it is placed as
+    ``Shard(dim)`` of the dimension that is cut there (``h``: the last but one), or as ``Replicate()``, of which each
+    rank takes its part. Along other dimensions of its mesh it is ``Replicate()``, and so is its gradient. Raises
+    ``ValueError`` for anything else.
+    """
+    if not isinstance(tensor, DTensor):
+        raise ValueError(f"tensor of type {type(tensor).__name__}: a DTensor would do; scatter() takes a plain tensor")
+    dims = tuple(_NAME_OF[dim] for dim in space.grid.dims)
+    mesh = tensor.device_mesh
+    ranks, grid = among(mesh, dims)
+    if (tuple(ranks), grid) != (space.link.ranks, space.grid):
+        raise ValueError(
+            f"tensor's mesh has ranks {ranks} in a grid of {grid.shape}: {space.link.ranks} in {space.grid.shape}, "
+            "those of the SpatialParallel, would do"
+        )
+    placements = [
+        _placement(tensor, index, name, name in dims) for index, name in enumerate(mesh.mesh_dim_names or dims)
+    ]
+    if tuple(placements) != tuple(tensor.placements):
+        tensor = tensor.redistribute(mesh, placements)
+    shape = tuple(tensor.shape)
+    layout = Layout(grid, tuple(chunk_cuts(shape[dim], n) for dim, n in zip(grid.dims, grid.shape, strict=True)))
+    part: torch.Tensor = tensor.to_local()
+    if type(part) is not torch.Tensor:
+        # A parameter, or the result of a collective under way, which is waited for where it is used.
+        part = part.clone()
+    return Shard.of(part.view(layout.part(shape)) if not part.numel() else part, layout, space)
+
+
+def _placement(tensor: DTensor, index: int, name: str, cut: bool) -> Any:
+    """How ``tensor`` is to be placed along dimension ``index`` of its mesh, called ``name``."""
+    placement = tensor.placements[index]
+    if not cut:
+        if placement.is_replicate():
+            return placement
+        raise ValueError(
+            f"tensor has {placement!r} on mesh dimension {name!r}, which cuts no image: Replicate() would do"
+        )
+    dim = tensor.dim() + NAMES[name]
+    if dim < 0:
+        raise ValueError(f"tensor of {tensor.dim()} dimensions has no dimension {name!r}, which is cut")
+    wanted = Cut(dim)
+    if not placement.is_replicate() and placement != wanted:
+        raise ValueError(f"tensor has {placement!r} on mesh dimension {name!r}: Shard({dim}) or Replicate() would do")
+    return wanted
+
+
+def to_dtensor(shard: Shard) -> DTensor:
+    """``shard`` as a ``DTensor`` with ``Shard(dim)`` on each dimension of the mesh; differentiable.
+
+    The mesh is that of the spatial dimensions alone, such as ``mesh["h"]``. Where the shard is not cut as
+    ``torch.chunk`` cuts, as ``DTensor`` does, its parts move first, and gradients move back. Raises ``ValueError``
+    where it has no mesh.
+    """
+    space, layout = shard.space, shard.spatial
+    if space.mesh is None:
+        raise ValueError("shard belongs to no mesh: one that SpatialParallel made would do")
+    cuts = {
+        dim: chunk_cuts(points[-1], len(points) - 1) for dim, points in zip(layout.grid.dims, layout.cuts, strict=True)
+    }
+    moved = recut(shard, cuts, current_layer("to_dtensor"))
+    shape = tuple(shard.shape)
+    behind = itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), lambda a, b: a * b, initial=1)
+    made: DTensor = DTensor.from_local(
+        moved.local.contiguous(),
+        space.mesh,
+        _placements(space.mesh, space, shard),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(behind)[::-1],
+    )
+    return made
+
+
+def _placements(mesh: DeviceMesh, space: Space, shard: Shard) -> list[Cut | Replicate]:
+    """A shard's dimensions that are cut may have moved since; those of its grid are in the order of the space's."""
+    places = {_NAME_OF[dim]: now for dim, now in zip(space.grid.dims, shard.spatial.grid.dims, strict=True)}
+    names = mesh.mesh_dim_names or tuple(places)
+    return [Cut(shard.dim() + places[name]) for name in names]
