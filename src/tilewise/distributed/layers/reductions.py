@@ -1,4 +1,4 @@
-"""Sums and means, over an image to what every rank gets, or over channels."""
+"""Sums, means, counts and variances, over an image to what every rank gets, or over channels."""
 
 from __future__ import annotations
 
@@ -8,40 +8,55 @@ from typing import Any
 
 import torch
 
+from tilewise.distributed.layers.views import fronts, moved
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.shard import Shard, handles
 from tilewise.distributed.whole import sum_over_ranks
 
 
-def reduced(x: Shard, dim: Any, keepdim: bool, what: str, dtype: torch.dtype | None) -> torch.Tensor | Shard:
-    """The sum over ``dim`` (``None``: over all): whole on every rank where all dimensions that are cut are summed.
-
-    Raises ``ValueError`` where some of them are and some not, or where one that is cut would change its place.
-    """
+def axes_of(x: Shard, dim: Any, what: str) -> list[int]:
+    """The dimensions that ``dim`` names (``None``: all), counted from the front."""
     dims = x.dim()
-    summed = (
-        set(range(dims)) if dim is None or dim == [] or dim == () else {_front(d, dims, what) for d in _several(dim)}
-    )
-    cut = {dims + d for d in x.spatial.grid.dims}
-    axes = sorted(summed)
-    total = x.local.sum(axes, keepdim, dtype=dtype)
-    if cut <= summed:
-        return sum_over_ranks(x.space.link, what, total)
-    if cut & summed:
-        raise ValueError(f"{what}: dim={dim}: sums some of the dimensions that are cut across ranks, and not others")
-    if not keepdim and any(d > min(cut) for d in summed):
-        raise ValueError(f"{what}: dim={dim} without keepdim=True would move dimensions that are cut across ranks")
-    return x.like(total)
-
-
-def _several(dim: int | Sequence[int]) -> Sequence[int]:
-    return (dim,) if isinstance(dim, int) else dim
+    if dim is None or dim == [] or dim == ():
+        return list(range(dims))
+    return sorted({_front(d, dims, what) for d in ((dim,) if isinstance(dim, int) else dim)})
 
 
 def _front(dim: int, dims: int, what: str) -> int:
     if not -dims <= dim < dims:
         raise ValueError(f"{what}: dim={dim}: the image has {dims} dimensions")
     return dim % dims
+
+
+def whole(x: Shard, axes: Sequence[int], what: str) -> bool:
+    """Whether reducing ``axes`` leaves nothing cut. Raises ``ValueError`` where it leaves some of what is cut."""
+    cut = set(fronts(x))
+    if cut <= set(axes):
+        return True
+    if cut & set(axes):
+        raise ValueError(
+            f"{what}: dim={tuple(axes)}: reduces some of the dimensions that are cut across ranks, {sorted(cut)}, and "
+            "not others: all or none would do"
+        )
+    return False
+
+
+def remaining(x: Shard, part: torch.Tensor, axes: Sequence[int], keepdim: bool) -> Shard:
+    """The shard of which ``part`` is left when ``axes``, none of which is cut, are reduced."""
+    if keepdim:
+        return x.like(part)
+    return x.like(part, moved(x.spatial, [p - sum(a < p for a in axes) for p in fronts(x)], part.dim()))
+
+
+def reduced(x: Shard, dim: Any, keepdim: bool, what: str, dtype: torch.dtype | None = None) -> torch.Tensor | Shard:
+    """The sum over ``dim`` (``None``: over all): whole on every rank where all dimensions that are cut are summed.
+
+    Raises ``ValueError`` where some of them are and some not.
+    """
+    axes = axes_of(x, dim, what)
+    all_cut = whole(x, axes, what)
+    total = x.local.sum(axes, keepdim, dtype=dtype)
+    return sum_over_ranks(x.space.link, what, total) if all_cut else remaining(x, total, axes, keepdim)
 
 
 @handles(torch.sum, torch.Tensor.sum)
@@ -56,7 +71,37 @@ def _mean(
     input: Shard, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Any = None
 ) -> torch.Tensor:
     dim = axis if dim is None else dim
-    total = reduced(input, dim, keepdim, current_layer("mean"), dtype)
-    shape = input.shape
-    over = shape if dim is None or dim == [] or dim == () else [shape[d] for d in _several(dim)]
-    return total / math.prod(over)
+    what = current_layer("mean")
+    return reduced(input, dim, keepdim, what, dtype) / _count(input, axes_of(input, dim, what))
+
+
+def _count(x: Shard, axes: Sequence[int]) -> int:
+    return math.prod(x.shape[axis] for axis in axes)
+
+
+@handles(torch.count_nonzero, torch.Tensor.count_nonzero)
+def _count_nonzero(input: Shard, dim: Any = None) -> torch.Tensor:
+    return reduced(input.like(input.local != 0), dim, False, current_layer("count_nonzero"))
+
+
+@handles(torch.var, torch.Tensor.var)
+def _var(
+    input: Shard, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *,
+    correction: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Of the distances to the mean, which is found first: in one pass rounding would spoil it."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    what = current_layer("var")
+    axes = axes_of(input, dim, what)
+    correction = correction if correction is not None else 1.0 if unbiased is None else float(unbiased)
+    all_cut = whole(input, axes, what)
+    if not all_cut:
+        return remaining(input, input.local.var(axes, correction=correction, keepdim=keepdim), axes, keepdim)
+    distances: Any = (input - input.mean(axes, keepdim=True)).square()
+    return reduced(distances, axes, keepdim, what) / max(_count(input, axes) - correction, 0.0)
+
+
+@handles(torch.std, torch.Tensor.std)
+def _std(input: Shard, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _var(input, *args, **kwargs).sqrt()
