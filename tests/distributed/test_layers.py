@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed import models
-from tests.distributed.ranks import against_one_device, parallel, run
+from tests.distributed.ranks import against_one_device, close, parallel, run
 from torch import nn
 from torch.nn import functional as F
 
 from tilewise.distributed import Shard, UnknownLayer
+from tilewise.distributed.whole import scatter
 
 
 def pools(ranks: int, count: int) -> None:
@@ -87,6 +88,48 @@ def functions(ranks: int) -> None:
         against_one_device(case, name)
 
 
+def unpooling(ranks: int) -> None:
+    """Indices are those of the whole plane, ties and infinities too, and values go back there."""
+    draw = random.Random(f"unpooling {ranks}")
+    for number in range(14):
+        torch.manual_seed(number)
+        dims = draw.choice((1, 2, 2, 3))
+        sizes = tuple(draw.randint(3, {1: 30, 2: 12, 3: 6}[dims]) for _ in range(dims))
+        kernel, stride = draw.choice((1, 2, 3)), draw.choice((1, 2, 3))
+        options = {"kernel_size": kernel, "stride": stride, "padding": draw.randint(0, kernel // 2)}
+        dilation = 1 if number % 2 else 2
+        case = models.placed(draw, ranks, nn.Identity(), 2, sizes)
+        full = torch.randn(case.shape, dtype=torch.float64).mul(2).round().div(2)
+        full[..., : number % 4] = -float("inf")
+        p = parallel(case.layer, *case.mesh)
+        x = p.scatter(full, case.cuts)
+        what = f"{case.shape} {case.cuts} {options} {dilation}"
+        pool, unpool = getattr(F, f"max_pool{dims}d"), getattr(F, f"max_unpool{dims}d")
+        if min(sizes) + 2 * options["padding"] > dilation * (kernel - 1):
+            y, where = pool(x, **options, dilation=dilation, return_indices=True)
+            expected, places = pool(full, **options, dilation=dilation, return_indices=True)
+            close(y.gather(), expected, what)
+            close(where.gather(), places, what)
+        expected, places = pool(full, **options, return_indices=True)
+        _, where = pool(x, **options, return_indices=True)
+        values = torch.randn(expected.shape, dtype=torch.float64)
+        if stride < kernel:
+            # Overlapping windows may have one maximum: then values for one place are to be one value.
+            values = torch.ones_like(values)
+        own, plain = values.clone().requires_grad_(), values.clone().requires_grad_()
+        usual = tuple((n - 1) * stride + kernel - 2 * options["padding"] for n in expected.shape[-dims:])
+        size = None if usual == sizes and number % 3 else sizes
+        again = unpool(plain, places, **options, output_size=size)
+        layout = p.layout(expected.shape, dict(zip(case.mesh[1], where.spatial.cuts, strict=True)))
+        found = unpool(scatter(own, layout, p.space), where, **options, output_size=size)
+        upstream = torch.randn_like(again)
+        again.backward(upstream)
+        whole = found.gather()
+        whole.backward(upstream)
+        close(whole, again, f"unpool {what}")
+        close(own.grad, plain.grad, f"unpool's gradient {what}")
+
+
 def randomness() -> tuple[float, float]:
     """Each rank drops other elements, and all draw the same numbers afterwards."""
     torch.manual_seed(3)
@@ -121,6 +164,9 @@ def refusals() -> None:
         (lambda: p.scatter(torch.ones(3), None), ValueError, "no dimension 'h'"),
         (lambda: p.scatter(torch.ones(1, 1, 8, 8), {"h": (0, 9)}), ValueError, "cuts="),
         (lambda: F.conv2d(x, torch.ones(2, 3, 1, 1)), ValueError, "input has 2 channels"),
+        (lambda: F.max_unpool2d(x, x.long(), 2, output_size=(9, 20)), ValueError, r"output_size=\(9, 20\): \(16, 16\)"),
+        (lambda: F.max_unpool2d(x, x.long(), 2), RuntimeError, "an index lies outside of its window"),
+        (lambda: F.max_unpool2d(x, torch.ones(1, 2, 8, 8).long(), 2), ValueError, "indices are a whole tensor"),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             call()
@@ -129,6 +175,7 @@ def refusals() -> None:
 def everything(ranks: int) -> Any:
     pools(ranks, 50)
     functions(ranks)
+    unpooling(ranks)
     if ranks < 4:
         refusals()
         return randomness()

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from tilewise.axis import Axis
 from tilewise.distributed.halo import windows
 from tilewise.distributed.layers.convolution import Ints, each, spatial
+from tilewise.distributed.layers.unpooling import global_indices
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.shard import Shard, handles
 from tilewise.distributed.whole import sum_over_ranks
 
 MAX = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+MAX_WITH_INDICES = (F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices)
 AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 ADAPTIVE_MAX = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
 ADAPTIVE_AVERAGE = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
@@ -58,7 +60,7 @@ def _pooled(
     return pool(source, pads), out
 
 
-def _max(dims: int) -> Callable[..., Shard]:
+def _max(dims: int, with_indices: bool = False) -> Callable[..., Any]:
     def max_pool(
         input: Any,
         kernel_size: Ints,
@@ -67,17 +69,28 @@ def _max(dims: int) -> Callable[..., Shard]:
         dilation: Ints = 1,
         ceil_mode: bool = False,
         return_indices: bool = False,
-    ) -> Shard:
+    ) -> Any:
         what = current_layer(f"max_pool{dims}d")
         x = spatial(input, dims, what)
         kernel = each(kernel_size, dims, "kernel_size")
         axes = _axes(x, kernel, stride, padding, dilation, ceil_mode, what)
         strides, dilations = [a.stride for a in axes], [a.dilation for a in axes]
         lowest = -float("inf") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-        y, out = _pooled(
-            x, axes, lowest, what, lambda t, pads: MAX[dims - 1](t, kernel, strides, pads, dilations, ceil_mode)
-        )
-        return x.like(y, out)
+        planes: list[tuple[torch.Tensor, torch.Size]] = []
+
+        def pool(t: torch.Tensor, pads: list[int]) -> torch.Tensor:
+            if not with_indices:
+                plain: torch.Tensor = MAX[dims - 1](t, kernel, strides, pads, dilations, ceil_mode)
+                return plain
+            found, flat = MAX_WITH_INDICES[dims - 1](t, kernel, strides, pads, dilations, ceil_mode)
+            planes.append((flat, t.shape[-dims:]))
+            return found
+
+        y, out = _pooled(x, axes, lowest, what, pool)
+        if not with_indices:
+            return x.like(y, out)
+        indices = global_indices(*planes[0], axes, out) if planes else y.new_empty(y.shape, dtype=torch.int64)
+        return x.like(y, out), x.like(indices, out)
 
     return max_pool
 
@@ -205,6 +218,7 @@ def _adaptive_max(dims: int) -> Callable[..., torch.Tensor]:
 
 for _dims in (1, 2, 3):
     handles(MAX[_dims - 1], getattr(torch, f"max_pool{_dims}d"))(_max(_dims))
+    handles(MAX_WITH_INDICES[_dims - 1])(_max(_dims, with_indices=True))
     handles(AVERAGE[_dims - 1])(_average(_dims))
     handles(LP[_dims - 1])(_lp(_dims))
     handles(ADAPTIVE_AVERAGE[_dims - 1])(_adaptive_average(_dims))
