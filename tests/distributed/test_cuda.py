@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed import test_convolution, test_failures, test_layers
+from tests.distributed import test_convolution, test_dtensor, test_failures, test_layers, test_losses
 from tests.distributed.ranks import run
 
 pytestmark = [
@@ -29,6 +29,14 @@ def test_networks() -> None:
 
 def test_layers_too() -> None:
     run(ranks(), test_layers.everything, ranks(), device="cuda", timeout=300)
+
+
+def test_losses_too() -> None:
+    run(ranks(), test_losses.everything, ranks(), device="cuda", timeout=300)
+
+
+def test_dtensor_too() -> None:
+    run(ranks(), test_dtensor.everything, ranks(), device="cuda", timeout=120)
 
 
 @pytest.mark.parametrize("kind", ["model", "size", "raises", "dies", "hangs"])

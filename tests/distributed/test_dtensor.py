@@ -70,7 +70,7 @@ def there_and_back(ranks: int) -> None:
 def refused(mesh: DeviceMesh) -> None:
     p = SpatialParallel(nn.Identity(), mesh, dims=("h",), timeout=20)
     whole = torch.ones(1, 2, 4, 6)
-    other = init_device_mesh("cpu", (4,), mesh_dim_names=("h",))
+    other = init_device_mesh(torch.get_default_device().type, (4,), mesh_dim_names=("h",))
     for tensor, words in (
         (whole, "type Tensor: a DTensor would do"),
         (distribute_tensor(whole, mesh["h"], [Cut(3)]), r"\(dim=3\) on mesh dimension 'h': Shard\(2\) or Replicate"),
@@ -160,7 +160,7 @@ def channels_beside_space(mesh: DeviceMesh) -> None:
 def everything(ranks: int) -> Any:
     there_and_back(ranks)
     if ranks == 4:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("c", "h"))
+        mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("c", "h"))
         refused(mesh)
         channels_beside_space(mesh)
 

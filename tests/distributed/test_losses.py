@@ -41,23 +41,24 @@ def image(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-WEIGHT = torch.tensor([0.5, 2.0, 0.1, 1.5], dtype=torch.float64)
+def weights() -> Tensor:
+    return torch.tensor([0.5, 2.0, 0.1, 1.5], dtype=torch.float64)
 
 
 def by_channel(x: Tensor) -> Tensor:
-    return WEIGHT.view(-1, *(1,) * (x.dim() - 2))
+    return weights().view(-1, *(1,) * (x.dim() - 2))
 
 
 LOSSES: dict[str, tuple[Make, Callable[[Tensor, Tensor], Tensor]]] = {
     "cross_entropy": (classes, F.cross_entropy),
     "ignored": (half_ignored, F.cross_entropy),
     "ignored class": (classes, lambda x, t: F.cross_entropy(x, t, ignore_index=3)),
-    "weighted": (half_ignored, lambda x, t: F.cross_entropy(x, t, WEIGHT) + nn.CrossEntropyLoss(WEIGHT)(x, t)),
-    "smooth": (classes, lambda x, t: F.cross_entropy(x, t, WEIGHT, ignore_index=3, label_smoothing=0.2)),
-    "likely": (likely, lambda x, t: F.cross_entropy(x, t, WEIGHT, label_smoothing=0.1)),
-    "ce sum": (half_ignored, lambda x, t: F.cross_entropy(x, t, WEIGHT, reduction="sum")),
-    "ce none": (half_ignored, lambda x, t: F.cross_entropy(x, t, WEIGHT, reduction="none").square().sum()),
-    "nll": (half_ignored, lambda x, t: F.nll_loss(F.log_softmax(x, 1), t, WEIGHT)),
+    "weighted": (half_ignored, lambda x, t: F.cross_entropy(x, t, weights()) + nn.CrossEntropyLoss(weights())(x, t)),
+    "smooth": (classes, lambda x, t: F.cross_entropy(x, t, weights(), ignore_index=3, label_smoothing=0.2)),
+    "likely": (likely, lambda x, t: F.cross_entropy(x, t, weights(), label_smoothing=0.1)),
+    "ce sum": (half_ignored, lambda x, t: F.cross_entropy(x, t, weights(), reduction="sum")),
+    "ce none": (half_ignored, lambda x, t: F.cross_entropy(x, t, weights(), reduction="none").square().sum()),
+    "nll": (half_ignored, lambda x, t: F.nll_loss(F.log_softmax(x, 1), t, weights())),
     "legacy": (image, lambda x, t: F.mse_loss(x, t, size_average=False)),
     "bce": (likely, lambda x, t: F.binary_cross_entropy(x.sigmoid(), t, by_channel(x))),
     "logits": (likely, lambda x, t: F.binary_cross_entropy_with_logits(x, t, pos_weight=by_channel(x))),
