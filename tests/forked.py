@@ -14,7 +14,7 @@ from pathlib import Path
 
 __all__ = ["ForkedScript", "run_script", "server"]
 
-PRELOADED = ["torch", "scipy.optimize", "tests.wisdom_workers", *(["numba"] if sys.platform == "linux" else [])]
+PRELOADED = ["torch", "scipy.optimize", "sqlite3", *(["numba"] if sys.platform == "linux" else [])]
 
 
 def server() -> ForkServerContext:
