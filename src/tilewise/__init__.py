@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tilewise.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from tilewise import cpu, fft
+    from tilewise import cpu, distributed, fft
     from tilewise.nn.batch import largest_batch
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
     from tilewise.nn.optimize import optimize, restore
@@ -46,7 +46,7 @@ _HOMES = {
     "tilewise.problem": ("ConvProblem", "Pass"),
     "tilewise.wisdom": ("Wisdom",),
 }
-_MODULES = ("cpu", "fft")
+_MODULES = ("cpu", "distributed", "fft")
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "conv_transpose3d",
     "cpu",
     "disable",
+    "distributed",
     "enable",
     "enabled",
     "fft",

@@ -1,0 +1,83 @@
+"""Ranks that agree: what differs is an error on every rank before anything waits for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankMismatch", "agree", "difference", "gather", "receive", "send", "several_ranks"]
+
+
+class RankMismatch(RuntimeError):
+    """Ranks that would compute different things; the message says which rank differs and how."""
+
+
+def several_ranks() -> bool:
+    """Whether this process is one of several in ``torch.distributed``."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def agree(text: str, what: str) -> None:
+    """Compare ``text`` among all ranks; every rank calls it, and raises :class:`RankMismatch` where any two differ."""
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(_device())
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, digest)
+    if all(bool((other == digests[0]).all()) for other in digests):
+        return
+    lines = [other.splitlines() for other in _gather_text(text)]
+    rank = next(i for i, other in enumerate(digests) if not bool((other == digests[0]).all()))
+    raise RankMismatch(difference(what, lines[0], lines[rank], 0, rank))
+
+
+def difference(what: str, own: list[str], others: list[str], rank: int, other: int) -> str:
+    """Where the lines of two ranks part, in words."""
+    index = next((i for i, (a, b) in enumerate(zip(own, others, strict=False)) if a != b), min(len(own), len(others)))
+    a, b = (lines[index] if index < len(lines) else "nothing more" for lines in (own, others))
+    return f"ranks differ in {what}: rank {rank} has {a!r} where rank {other} has {b!r}"
+
+
+def send(data: object) -> None:
+    """Rank 0's side of :func:`receive`: broadcast ``data`` as JSON."""
+    payload = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8).to(_device())
+    dist.broadcast(torch.tensor([payload.numel()], device=payload.device), 0)
+    dist.broadcast(payload, 0)
+
+
+def receive() -> object:
+    """What rank 0 sent, read as JSON."""
+    size = torch.zeros(1, dtype=torch.int64, device=_device())
+    dist.broadcast(size, 0)
+    payload = torch.empty(int(size.item()), dtype=torch.uint8, device=size.device)
+    dist.broadcast(payload, 0)
+    return json.loads(_text(payload))
+
+
+def gather(data: object) -> list[Any]:
+    """What each rank gives, by rank, read as JSON; every rank calls it."""
+    return [json.loads(text) for text in _gather_text(json.dumps(data))]
+
+
+def _gather_text(text: str) -> list[str]:
+    data = torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8).to(_device())
+    size = torch.tensor([data.numel()], device=data.device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    longest = max(int(n.item()) for n in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=data.device)
+    padded[: data.numel()] = data
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [_text(t[: int(n.item())]) for t, n in zip(texts, sizes, strict=True)]
+
+
+def _text(data: torch.Tensor) -> str:
+    return data.cpu().numpy().tobytes().decode()
+
+
+def _device() -> torch.device:
+    """Where the default group's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")

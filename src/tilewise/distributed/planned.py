@@ -1,0 +1,138 @@
+"""A rank's own convolutions by plans: found together by all ranks, for the problems that each meets in one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tilewise.comm.agreement import gather
+from tilewise.device import conv_precision, device_name
+from tilewise.distributed.passes import Axes, TorchPasses, settle
+from tilewise.nn.book import Book
+from tilewise.nn.call import Operand, suggested_layout
+from tilewise.nn.runner import BoundPass
+from tilewise.nn.share import plan_together
+from tilewise.problem import DTYPE_NAMES, ConvProblem, Pass, layout_of
+
+__all__ = ["PlannedPasses"]
+
+Key = tuple[Any, ...]
+MOST_KEPT = 4096
+"""Kinds of calls that are looked up by their tensors; more, as where shapes change every step, are described anew."""
+
+
+class PlannedPasses(TorchPasses):
+    """Passes by the plans of ``book``; what it has no plan for, and what torch does best, is torch's.
+
+    A problem is one rank's own: a rank at the image's border pads on one side, one inside it does not. Nothing is
+    planned while a step runs, since other ranks would wait for it: :meth:`record` notes what a step asks for, and
+    :meth:`plan` plans it.
+    """
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+        self._bound: dict[Key, BoundPass | None] = {}
+        self._seen: dict[ConvProblem, torch.device] | None = None
+        self._deterministic = False
+
+    def record(self, step: Callable[[], object]) -> None:
+        """Run ``step`` by torch and note its problems."""
+        self._seen = {}
+        try:
+            step()
+        except BaseException:
+            self._seen = None
+            raise
+
+    def plan(self, deterministic: bool) -> list[ConvProblem]:
+        """Plan what was recorded, each rank a share of all ranks' problems; gives this rank's own.
+
+        Every rank calls it. Raises :class:`~tilewise.comm.agreement.RankMismatch` where ranks end with other plans, and
+        as :meth:`~tilewise.nn.book.Book.plan`.
+        """
+        seen = {} if self._seen is None else self._seen
+        self._seen = None
+        own = list(seen)
+
+        def everyones() -> list[ConvProblem]:
+            keys = [key for each in gather([p.key for p in own]) for key in each]
+            return [ConvProblem.from_key(key) for key in dict.fromkeys(keys)]
+
+        plan_together(self.book, everyones, lambda problems: problems, deterministic)
+        for problem, device in seen.items():
+            self.book.ready([problem], deterministic, device)
+        self._bound.clear()
+        self._deterministic = deterministic
+        return own
+
+    def fprop(self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
+        """``y`` of ``x`` and ``w``."""
+        bound = self._found(Pass.FPROP, x, w, axes, groups)
+        return super().fprop(x, w, axes, groups) if bound is None else bound(x, w)
+
+    def dgrad(self, y: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
+        """``x`` of ``y`` and ``w``."""
+        bound = self._found(Pass.DGRAD, y, w, axes, groups)
+        return super().dgrad(y, w, axes, groups) if bound is None else bound(y, w)
+
+    def wgrad(self, x: torch.Tensor, y: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
+        """``w`` of ``x`` and ``y``."""
+        bound = self._found(Pass.WGRAD, x, y, axes, groups)
+        return super().wgrad(x, y, axes, groups) if bound is None else bound(x, y)
+
+    def _found(self, pass_: Pass, a: torch.Tensor, b: torch.Tensor, axes: Axes, groups: int) -> BoundPass | None:
+        precision = conv_precision() if a.is_cuda and a.dtype is torch.float32 else "ieee"
+        key = (pass_, a.shape, a.stride(), b.shape, b.stride(), a.dtype, a.device, axes, groups, precision)
+        if self._seen is None and key in self._bound:
+            return self._bound[key]
+        problem = _problem(pass_, a, b, axes, groups, precision)
+        if self._seen is not None:
+            if problem is not None:
+                self._seen[problem] = a.device
+            return None
+        found = None if problem is None else self.book.bound(problem, self._deterministic, a.device)
+        if len(self._bound) < MOST_KEPT:
+            self._bound[key] = found
+        return found
+
+
+def _problem(
+    pass_: Pass, a: torch.Tensor, b: torch.Tensor, axes: Axes, groups: int, precision: str
+) -> ConvProblem | None:
+    """What two operands ask for, in the layouts in which they come or would be copied to; ``None``: torch's affair."""
+    if a.dtype not in DTYPE_NAMES or a.dtype is not b.dtype or not a.numel() or not b.numel():
+        return None
+    settled = settle(axes)
+    if settled.pads is not None:
+        return None  # torch pads first, so that there would be nothing to measure against
+    axes = tuple(replace(axis, before=p, after=p) for axis, p in zip(axes, settled.native, strict=True))
+    channels_last = any(suggested_layout(t.shape, t.stride()) == "channels_last" for t in (a, b))
+    layout = "channels_last" if channels_last else "contiguous"
+    first, second = (Operand.of(t).settled(layout) for t in (a, b))
+    if pass_ is Pass.FPROP:
+        channels = b.shape[1] * groups, b.shape[0]
+    elif pass_ is Pass.DGRAD:
+        channels = b.shape[1] * groups, a.shape[1]
+    else:
+        channels = a.shape[1], b.shape[1]
+    result = layout, 16
+    own = [(layout_of(o.shape, o.strides), o.alignment) for o in (first, second)]
+    places = {Pass.FPROP: (own[0], own[1], result), Pass.DGRAD: (result, own[1], own[0])}
+    x, w, y = places.get(pass_, (own[0], result, own[1]))
+    return ConvProblem(
+        pass_,
+        batch=a.shape[0],
+        in_channels=channels[0],
+        out_channels=channels[1],
+        axes=axes,
+        groups=groups,
+        dtype=DTYPE_NAMES[a.dtype],
+        precision=precision,
+        layouts=(x[0], w[0], y[0]),
+        alignment=tuple(math.gcd(one[1], 16) for one in (x, w, y)),  # type: ignore[arg-type]
+        device=device_name(a.device),
+    )

@@ -1,0 +1,97 @@
+"""Plans inside: what each rank's own convolutions run by, found by all ranks together."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.ranks import parallel, run
+from tests.nn.dividing import Dividing
+from torch import nn
+
+from tilewise.distributed import RankMismatch, optimize
+from tilewise.distributed.planned import PlannedPasses
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(),
+        nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(4, 2, 5, stride=2, padding=2),
+    )  # fmt: skip
+
+
+def same_as_one_device(shape: tuple[int, ...], dims: tuple[str, ...]) -> None:
+    plain = network()
+    layer = copy.deepcopy(plain)
+    x = torch.randn(4, 3, 10, 13)
+    own = x.clone().requires_grad_()
+    p = parallel(layer, shape, dims)
+    planner = Dividing()
+    shard = p.scatter(own)
+    state = torch.get_rng_state()
+    assert optimize(p, shard, planner=planner) is p
+    assert torch.equal(torch.get_rng_state(), state)
+    assert own.grad is None
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    assert bool(planner.planned) == (dist.get_rank() == 0), "one decides"
+    passes = p.space.passes
+    assert isinstance(passes, PlannedPasses)
+    bound = list(passes.book._bound.values())
+    assert {one.problem.pass_.value for one in bound} == {"fprop", "dgrad", "wgrad"}
+    assert all(one.plan.solver == "micro_batch" for one in bound)
+    ran: list[str] = []
+    for one in bound:
+        inner = one.bound
+        one.bound = lambda *given, inner=inner, one=one: (ran.append(one.problem.key), inner(*given))[1]  # type: ignore[assignment]
+    y = p.gather(p(shard))
+    y.square().sum().backward()
+    assert set(ran) == {one.problem.key for one in bound}
+    exact = plain.double()
+    full = x.double().requires_grad_()
+    expected = exact(full)
+    expected.square().sum().backward()
+    pairs = [(y, expected), (own.grad, full.grad)]
+    pairs += [(a.grad, b.grad) for a, b in zip(layer.parameters(), exact.parameters(), strict=True)]
+    for got, want in pairs:
+        assert got is not None
+        assert want is not None
+        assert (got.double() - want).norm() <= 1e-5 * want.norm()
+    ran.clear()
+    with torch.no_grad():
+        other = p.gather(p(p.scatter(x[:3])))
+    assert not ran, "another batch is torch's"
+    torch.testing.assert_close(other.double(), exact(x[:3].double()), rtol=1e-4, atol=1e-4)
+
+
+def different_options() -> str:
+    p = parallel(network(), (2,), ("h",))
+    try:
+        optimize(p, p.scatter(torch.randn(4, 3, 10, 13)), planner=Dividing(), workspace=1 + dist.get_rank())
+    except RankMismatch as error:
+        return str(error)
+    return "agreed"
+
+
+def cases() -> list[str]:
+    os.environ["TILEWISE_CACHE_DIR"] = f"{os.environ['TILEWISE_CACHE_DIR']}/{dist.get_rank()}"
+    same_as_one_device((2,), ("h",))
+    return [different_options()]
+
+
+def test_two_ranks_plan_and_run_alike() -> None:
+    for (text,) in run(2, cases):
+        assert "workspace=1" in text
+        assert "workspace=2" in text
+
+
+def blocks() -> None:
+    same_as_one_device((2, 2), ("h", "w"))
+
+
+@pytest.mark.parametrize("function", [blocks])
+def test_four_ranks_in_blocks(function: object) -> None:
+    run(4, blocks)
