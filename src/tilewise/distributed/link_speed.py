@@ -63,7 +63,8 @@ def measure_link(group: dist.ProcessGroup | None = None, *, nbytes: int = LARGE,
     times = torch.tensor([small, large], dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     small, large = times.tolist()
-    return Link(2 * (nbytes - SMALL) / max(large - small, 1e-9), small)
+    moved_s = max(large - small, large / 2)  # where a small message takes as long, its time is noise
+    return Link(2 * nbytes / moved_s, small)
 
 
 def _exchange_s(

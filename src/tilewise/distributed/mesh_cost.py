@@ -378,10 +378,10 @@ def local_problem(problem: ConvProblem, readers: Sequence[Reader], parts: Sequen
     """The largest of the problems that ranks have of ``problem``; ``None`` where none computes anything."""
     axes: list[Axis] = []
     for reader, n, whole in zip(readers, parts, problem.axes, strict=False):
-        found = [g.axis for g in ghosts(reader, n) if g.axis is not None]
+        found = [g.axis for g in ghosts(reader, n) if g.axis is not None] if n > 1 else [whole]
         if not found:
             return None
-        axes.append(max(found, key=lambda a: (a.out * a.kernel, a.size)) if n > 1 else whole)
+        axes.append(max(found, key=lambda a: (a.out, a.size)))
     return replace(problem, axes=tuple(axes)) if axes else problem
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from tilewise.distributed.mesh_cost import (
 )
 from tilewise.distributed.step_trace import StepTrace, trace_step
 from tilewise.nn.within import memory_bytes
-from tilewise.plan import Config, format_bytes
+from tilewise.plan import Config, Plan, format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.options import RIGORS
@@ -84,8 +85,7 @@ class PlannerClock:
         """A rank's part of ``whole``. Raises :class:`~tilewise.planner.NoPlanError` while measuring."""
         known = self._remembered(problem)
         if known is None and self.measuring:
-            plan = self._planner.plan(problem, self._options)
-            known = self._known[problem] = Timed(plan.time_ms, plan.workspace, "measured")
+            known = self._known[problem] = _timed(self._planner.plan(problem, self._options))
         if known is not None:
             return known
         roofline, of_whole = self._roofline(problem), self._remembered(whole)
@@ -102,10 +102,14 @@ class PlannerClock:
 
     def _remembered(self, problem: ConvProblem) -> Timed | None:
         if problem not in self._known:
-            plan = self._planner.remembered(problem, self._options)
-            usable = plan is not None and plan.time_ms == plan.time_ms
-            self._known[problem] = Timed(plan.time_ms, plan.workspace, "measured") if plan and usable else None
+            self._known[problem] = _timed(self._planner.remembered(problem, self._options))
         return self._known[problem]
+
+
+def _timed(plan: Plan | None) -> Timed | None:
+    if plan is None or not math.isfinite(plan.time_ms):
+        return None
+    return Timed(plan.time_ms, plan.workspace, "measured")
 
 
 def choose_mesh(

@@ -298,7 +298,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._convolution(layer, args[0], args[1], results[0], args[2] is not None, args[3:9], arrays)
         if name == "convolution_backward":
             return self._convolution_backward(args, arrays)
-        readers, halo = self._readers(name, args, results)
+        readers, halo = self._readers(name, named_arguments(func, args, kwargs), operands, results)
         largest = max((*operands, *results), key=lambda t: t.nbytes)
         count = flop_registry.get(func.overloadpacket)
         return Kernel(
@@ -374,22 +374,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(Sliding(axis, geometry.transposed) for axis in problem.axes)
 
     def _readers(
-        self, name: str, args: Any, results: Sequence[torch.Tensor]
+        self, name: str, named: dict[str, Any], operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
     ) -> tuple[tuple[Reader, ...], torch.Tensor | None]:
         """Windows of pooling and interpolation, and the tensor that is exchanged for them."""
         back = name.endswith("_backward")
         if name.startswith(("max_pool", "avg_pool")):
-            x = args[1] if back else args[0]
-            small = args[0] if back else results[0]
-            kernel, stride, padding, *rest = [*args[2 if back else 1 :], None, None][:4]
-            dilation = rest[0] if name.startswith("max") else 1
-            return self._pool(x, small, kernel, stride or kernel, padding or 0, dilation or 1), (
-                results[0] if back else x
+            x = named["self"]
+            kernel = named["kernel_size"]
+            readers = self._pool(
+                x,
+                named["grad_output"] if back else results[0],
+                kernel,
+                named["stride"] or kernel,
+                named["padding"],
+                named.get("dilation", 1),
             )
+            return readers, results[0] if back else x
         if name.startswith(("upsample_", "_upsample_")):
             kind = name.strip("_").removeprefix("upsample_").removesuffix("_backward").rstrip("0123456789d")
             taps = TAPS.get(kind, 4)
-            small, large = (results[0], args[0]) if back else (args[0], results[0])
+            small, large = (results[0], named["grad_output"]) if back else (operands[0], results[0])
             sizes = zip(small.shape[2:], large.shape[2:], strict=True)
             return tuple(Resized(int(n), int(m), taps) for n, m in sizes), small
         return (), None
@@ -422,3 +426,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.backward or not whole or not any(array.split for array in operands):
             return 0  # gradients of parameters are added up over all ranks at once
         return sum(t.nbytes for t in results)
+
+
+def named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """An operator's arguments by name; those at their defaults are left out of ``args``."""
+    found = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    found |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+    found |= kwargs
+    return found
