@@ -82,3 +82,20 @@ class Axis:
             # The taps step over these inputs (dilation): no output reads them after all.
             return None
         return o0, o1, Axis(stop - start, self.kernel, self.stride, self.dilation, before, after)
+
+    def trimmed(self) -> tuple[int, int, Axis] | None:
+        """Taps ``[r0, r1)`` that meet an input in some output, and the axis of the convolution by those alone.
+
+        ``None`` where every tap meets padding. The outputs are the same ones; a thin strip of a halo is met by few of
+        the taps, and multiplies no zeros with the others.
+        """
+        last = (self.out - 1) * self.stride
+        r0 = max(-(-(self.before - last) // self.dilation), 0)
+        r1 = min((self.size - 1 + self.before) // self.dilation + 1, self.kernel)
+        if r0 >= r1:
+            return None
+        before = self.before - r0 * self.dilation
+        after = self.after - (self.kernel - r1) * self.dilation
+        if self.size + min(before, 0) + min(after, 0) < 1:
+            return None
+        return r0, r1, Axis(self.size, r1 - r0, self.stride, self.dilation, before, after)

@@ -1,0 +1,98 @@
+"""Ranks that agree: what differs is an error on every rank before anything waits for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankMismatch", "agree", "gather", "receive", "send", "several_ranks"]
+
+if TYPE_CHECKING:
+    Group = dist.ProcessGroup | None
+
+
+class RankMismatch(RuntimeError):
+    """Ranks that would compute different things; the message says which rank differs and how."""
+
+
+def several_ranks() -> bool:
+    """Whether this process is one of several in ``torch.distributed``."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def agree(text: str, what: str, group: Group = None) -> None:
+    """Compare ``text`` among the ranks of ``group`` (all ranks, where not given).
+
+    Every one of them calls it, and raises :class:`RankMismatch` where any two differ.
+    """
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(_device(group))
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, digest, group)
+    if all(bool((other == digests[0]).all()) for other in digests):
+        return
+    lines = [other.splitlines() for other in _gather_text(text, group)]
+    rank = next(i for i, other in enumerate(digests) if not bool((other == digests[0]).all()))
+    raise RankMismatch(difference(what, lines[0], lines[rank], *_named(group, rank)))
+
+
+def difference(what: str, own: list[str], others: list[str], rank: int, other: int) -> str:
+    """Where the lines of two ranks part, in words."""
+    index = next((i for i, (a, b) in enumerate(zip(own, others, strict=False)) if a != b), min(len(own), len(others)))
+    a, b = (lines[index] if index < len(lines) else "nothing more" for lines in (own, others))
+    return f"ranks differ in {what}: rank {rank} has {a!r} where rank {other} has {b!r}"
+
+
+def _named(group: Group, index: int) -> tuple[int, int]:
+    """Global ranks of the group's first and of its rank ``index``."""
+    if group is None:
+        return 0, index
+    return dist.get_global_rank(group, 0), dist.get_global_rank(group, index)
+
+
+def send(data: object) -> None:
+    """Rank 0's side of :func:`receive`: broadcast ``data`` as JSON."""
+    payload = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8).to(_device())
+    dist.broadcast(torch.tensor([payload.numel()], device=payload.device), 0)
+    dist.broadcast(payload, 0)
+
+
+def receive() -> object:
+    """What rank 0 sent, read as JSON."""
+    size = torch.zeros(1, dtype=torch.int64, device=_device())
+    dist.broadcast(size, 0)
+    payload = torch.empty(int(size.item()), dtype=torch.uint8, device=size.device)
+    dist.broadcast(payload, 0)
+    return json.loads(_text(payload))
+
+
+def gather(data: object, group: Group = None) -> list[Any]:
+    """What each rank gives, by rank, read as JSON; every rank calls it."""
+    return [json.loads(text) for text in _gather_text(json.dumps(data), group)]
+
+
+def _gather_text(text: str, group: Group) -> list[str]:
+    data = torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8).to(_device(group))
+    size = torch.tensor([data.numel()], device=data.device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group)
+    longest = max(int(n.item()) for n in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=data.device)
+    padded[: data.numel()] = data
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group)
+    return [_text(t[: int(n.item())]) for t, n in zip(texts, sizes, strict=True)]
+
+
+def _text(data: torch.Tensor) -> str:
+    return data.cpu().numpy().tobytes().decode()
+
+
+def _device(group: Group = None) -> torch.device:
+    """Where the group's tensors live."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,242 @@
+"""The ranks that share one image: their process groups, exchanges in one order on all, and what becomes of a failure.
+
+Exchanges have a group of their own, so that halos never queue behind sums of gradients, and so that this library's
+messages are never taken for the user's. A rank that fails writes its reason into the store that the ranks started
+from, then breaks its connections: whoever waits for it wakes, reads the reason and raises it as its own error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["Link", "PeerError", "Pending"]
+
+GRACE_S = 0.5
+"""How long a rank that lost another waits for what the others write of it."""
+TAGS = 2**30
+
+_links: dict[tuple[int, ...], itertools.count[int]] = {}
+
+
+class PeerError(RuntimeError):
+    """Another rank failed, ended, or said nothing in time; the message names that rank and where in the model."""
+
+
+class Pending:
+    """An exchange under way; :meth:`wait` gives what was received, in the order asked for."""
+
+    __slots__ = ("_kept", "_link", "_received", "_what", "_works")
+
+    def __init__(
+        self,
+        link: Link,
+        what: str,
+        works: list[tuple[tuple[int, ...], dist.Work]],
+        kept: list[torch.Tensor],
+        received: list[torch.Tensor],
+    ) -> None:
+        self._link, self._what, self._works, self._kept, self._received = link, what, works, kept, received
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors received. On a GPU the current stream waits, not the host. Raises :class:`PeerError`."""
+        for peers, work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._link.lost(self._what, peers, error) from error
+        self._works, self._kept = [], []
+        return self._received
+
+
+class Link:
+    """Ranks ``ranks`` (global, in the order of their index), of which this process is one.
+
+    ``timeout`` is in seconds: what another rank has not answered by then is an error. Every one of the ranks makes its
+    ``Link`` at the same point of the program. Raises ``ValueError`` where this process is none of them.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+        self.ranks = tuple(ranks)
+        if dist.get_rank() not in self.ranks:
+            raise ValueError(f"ranks={self.ranks}: rank {dist.get_rank()} is not among them")
+        if timeout <= 0:
+            raise ValueError(f"timeout={timeout!r}: seconds above 0 would do")
+        self.index, self.timeout = self.ranks.index(dist.get_rank()), timeout
+        self.group, self.sums = self._new_group(None), self._new_group(None)
+        on_gpu = "nccl" in dist.get_backend(self.group)
+        self.control = self._new_group("gloo") if on_gpu else self.sums
+        self._in_group = tuple(sorted(self.ranks).index(rank) for rank in self.ranks)
+        number = next(_links.setdefault(self.ranks, itertools.count()))
+        self._key = f"tilewise/{'-'.join(map(str, self.ranks))}/{number}"
+        self._exchanges = 0
+        self._broken: PeerError | None = None
+        if on_gpu:
+            # NCCL lets a part of a group talk only once all of it has.
+            for group in (self.group, self.sums):
+                dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
+
+    def _new_group(self, backend: str | None) -> dist.ProcessGroup:
+        limit = timedelta(seconds=self.timeout)
+        group = dist.new_group(list(self.ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def exchange(
+        self,
+        what: str,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, Sequence[int]]],
+        like: torch.Tensor,
+    ) -> Pending:
+        """Send tensors to ranks by index, and receive tensors of these shapes; all at once, and without waiting.
+
+        At most one message goes from a rank to another in one exchange. Every rank calls this for every exchange, also
+        with nothing to send: exchanges are numbered, and a number is one exchange on all ranks. ``what`` says where in
+        the model this is; ``like`` has the type and device of what is received.
+        """
+        if self._broken is not None:
+            raise self._broken
+        self._exchanges += 1
+        tag = self._exchanges % TAGS
+        kept = [tensor.contiguous() for _, tensor in sends]
+        received = [torch.empty(tuple(shape), dtype=like.dtype, device=like.device) for _, shape in receives]
+        operations = [(dist.irecv, tensor, index) for (index, _), tensor in zip(receives, received, strict=True)] + [
+            (dist.isend, tensor, index) for (index, _), tensor in zip(sends, kept, strict=True)
+        ]
+        if not operations:
+            return Pending(self, what, [], [], [])
+        peers = tuple(dict.fromkeys(index for *_, index in operations))
+        try:
+            if like.device.type == "cpu":
+                works: list[tuple[tuple[int, ...], dist.Work]] = [
+                    ((index,), self._one(operation, tensor, index, tag)) for operation, tensor, index in operations
+                ]
+            else:
+                batch = [
+                    dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=self._in_group[index])
+                    for operation, tensor, index in operations
+                ]
+                works = [(peers, work) for work in dist.batch_isend_irecv(batch)]
+        except RuntimeError as error:
+            raise self.lost(what, peers, error) from error
+        return Pending(self, what, works, kept, received)
+
+    def _one(self, operation: object, tensor: torch.Tensor, index: int, tag: int) -> dist.Work:
+        peer = self._in_group[index]
+        if operation is dist.isend:
+            work = dist.isend(tensor, group=self.group, tag=tag, group_dst=peer)
+        else:
+            work = dist.irecv(tensor, group=self.group, tag=tag, group_src=peer)
+        assert work is not None
+        return work
+
+    def sum(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, summed over the ranks in place."""
+        self.finish_sum(what, self.start_sum(what, tensor))
+        return tensor
+
+    def start_sum(self, what: str, tensor: torch.Tensor) -> dist.Work:
+        """Begin to sum ``tensor`` over the ranks in place; it may be read after :meth:`finish_sum`."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            work = dist.all_reduce(tensor, group=self.sums, async_op=True)
+        except RuntimeError as error:
+            raise self.lost(what, self.others, error) from error
+        assert isinstance(work, dist.Work)
+        return work
+
+    def finish_sum(self, what: str, work: dist.Work) -> None:
+        """Wait for a sum; on a GPU the current stream waits."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.lost(what, self.others, error) from error
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Indices of the other ranks."""
+        return tuple(index for index in range(self.size) if index != self.index)
+
+    @contextlib.contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Have the others hear of an error that leaves this block, so that none of them waits for this rank."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell(what, error)
+            raise
+
+    def tell(self, what: str, error: BaseException) -> None:
+        """Write why this rank fails, once, and break its connections. A rank that only heard of it tells nothing."""
+        if self._broken is not None:
+            return
+        text = f"rank {self.ranks[self.index]} failed in {what}: {type(error).__name__}: {error}"
+        self._post({"failed": text})
+        self._broken = PeerError(text)
+        self._break()
+
+    def lost(self, what: str, peers: Sequence[int], error: BaseException) -> PeerError:
+        """The error for an exchange in ``what`` with ``peers`` that came to nothing: who failed, as far as is known."""
+        if self._broken is not None:
+            return self._broken
+        names = " and ".join(f"rank {self.ranks[index]}" for index in peers)
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        own = f"rank {self.ranks[self.index]} waited for {names} in {what}"
+        self._post({"waited": own})
+        self._break()
+        time.sleep(GRACE_S)
+        said = self._posted()
+        failed = [entry["failed"] for entry in said.values() if "failed" in entry]
+        silent = [f"rank {self.ranks[index]}" for index in self.others if index not in said]
+        if failed:
+            text = f"{'; '.join(failed)} ({own})"
+        elif silent:
+            waited = "; ".join([own, *(entry["waited"] for index, entry in said.items() if index != self.index)])
+            text = f"{' and '.join(silent)} ended or gave no answer for {self.timeout:g} s ({waited}: {first_line})"
+        else:
+            text = "; ".join(entry["waited"] for entry in said.values()) + f": {first_line}"
+        self._broken = PeerError(text)
+        return self._broken
+
+    def _post(self, entry: dict[str, str]) -> None:
+        # Where the store went with the rank that kept it, the broken connection is all the others hear.
+        with contextlib.suppress(RuntimeError):
+            distributed_c10d._get_default_store().set(f"{self._key}/{self.index}", json.dumps(entry))
+
+    def _posted(self) -> dict[int, dict[str, str]]:
+        found: dict[int, dict[str, str]] = {}
+        with contextlib.suppress(RuntimeError):
+            store = distributed_c10d._get_default_store()
+            for index in range(self.size):
+                key = f"{self._key}/{index}"
+                if store.check([key]):
+                    found[index] = json.loads(store.get(key))
+        return found
+
+    def _break(self) -> None:
+        """End every connection, so that whoever waits at the other end wakes."""
+        for group in dict.fromkeys((self.group, self.sums, self.control)):
+            if "nccl" in dist.get_backend(group):
+                group.abort()
+            elif self.size > 1:
+                # Gloo has no abort: a receive that runs out of time ends the connections of its group.
+                with contextlib.suppress(RuntimeError):
+                    peer = self._in_group[self.others[0]]
+                    work = dist.irecv(torch.empty(1), group=group, tag=TAGS, group_src=peer)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))

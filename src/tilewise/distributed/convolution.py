@@ -1,0 +1,183 @@
+"""A convolution of a cut image: the exchange of halos, hidden behind the convolution of what a rank has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewise.axis import Axis
+from tilewise.comm.link import Link
+from tilewise.distributed.exchange import add_back, assemble, send_back, send_boxes, shape_of, view
+from tilewise.distributed.layout import Box, Layout
+from tilewise.distributed.passes import Passes
+from tilewise.distributed.share import Share, Term
+
+__all__ = ["Convolution", "Work"]
+
+
+class Work:
+    """What one call of a convolution is about: where it is in the model and what computes it."""
+
+    __slots__ = ("groups", "layout", "link", "passes", "share", "what")
+
+    def __init__(self, link: Link, passes: Passes, what: str, layout: Layout, share: Share, groups: int) -> None:
+        self.link, self.passes, self.what = link, passes, what
+        self.layout, self.share, self.groups = layout, share, groups
+
+    def forward(self, source: torch.Tensor, w: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+        """The layer's result of ``source``."""
+        run = self.passes.dgrad if self.share.transposed else self.passes.fprop
+        return run(source, w, axes, self.groups)
+
+    def backward(self, gradient: torch.Tensor, w: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+        """The gradient of the layer's input."""
+        run = self.passes.fprop if self.share.transposed else self.passes.dgrad
+        return run(gradient, w, axes, self.groups)
+
+    def weight(self, source: torch.Tensor, gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+        """The gradient of the filter."""
+        x, y = (gradient, source) if self.share.transposed else (source, gradient)
+        return self.passes.wgrad(x, y, axes, self.groups)
+
+    def needed(self, x: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
+        """All that this rank needs of the input, put together."""
+        shape = shape_of(x, self.layout.grid.dims, self.share.transfer.need)
+        return assemble(self.layout, self.share.transfer, x, boxes, x.new_empty(shape))
+
+
+class Convolution(torch.autograd.Function):
+    """``Convolution.apply(work, x, w, b)``: this rank's part of a convolution, of its part ``x`` of the input.
+
+    Backward is the exact adjoint: the gradients of the boxes go home while this rank's own are computed, and are added
+    there (the halo reduction of Jin et al. 2018, section 2.2). The filter's gradient is this rank's share of the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        ctx.work, ctx.has_bias = work, b is not None
+        with work.link.telling(work.what):
+            pending = send_boxes(work.link, work.what, work.layout, work.share.transfer, x)
+            y, boxes = _assembled(work, x, w, pending) if work.share.assembled else _by_terms(work, x, w, pending)
+            if b is not None:
+                y.add_(b.view(-1, *(1,) * len(work.share.sizes)))
+        ctx.save_for_backward(x, w, *boxes)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        work: Work = ctx.work
+        x, w, *boxes = ctx.saved_tensors
+        _, want_x, want_w, want_b = ctx.needs_input_grad
+        with work.link.telling(f"the backward of {work.what}"):
+            run = _assembled_back if work.share.assembled else _terms_back
+            dx, dw = run(work, x, w, boxes, dy, want_x, want_w)
+            db = dy.sum((0, *range(2, dy.dim()))) if want_b else None
+        return None, dx, dw, db
+
+
+def _by_terms(work: Work, x: torch.Tensor, w: torch.Tensor, pending: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    share = work.share
+    own = share.own
+    y = None
+    if own is not None:
+        part = work.forward(x, _along(w, own.taps), own.axes)
+        if _fills(own, share):
+            y = part
+        else:
+            y = _zeros(work, part)
+            _along(y, own.target).add_(part)
+    boxes: list[torch.Tensor] = pending.wait()
+    if y is None:
+        channels = w.shape[1] * work.groups if share.transposed else w.shape[0]
+        y = x.new_zeros((x.shape[0], channels, *share.sizes))
+    for term, box in zip(share.boxes, boxes, strict=True):
+        if term is not None:
+            part = work.forward(box, _along(w, term.taps), term.axes)
+            _along(y, term.target).add_(part)
+    return y, boxes
+
+
+def _terms_back(
+    work: Work, x: torch.Tensor, w: torch.Tensor, boxes: list[torch.Tensor], dy: torch.Tensor, want_x: bool,
+    want_w: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    share = work.share
+    dx = dw = pending = None
+    if want_x:
+        home = [_of_box(work, term, box, w, dy) for term, box in zip(share.boxes, boxes, strict=True)]
+        pending = send_back(work.link, f"the backward of {work.what}", work.layout.grid, share.transfer, home, x)
+    if want_w:
+        dw = _weight_gradient(work, x, w, boxes, dy)
+    if pending is not None:
+        dx = _of_box(work, share.own, x, w, dy)
+        add_back(work.layout, share.transfer, pending.wait(), dx)
+    return dx, dw
+
+
+def _of_box(work: Work, term: Term | None, box: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """The gradient of a box of input."""
+    if term is None:
+        return torch.zeros_like(box)
+    return work.backward(_along(dy, term.target), _along(w, term.taps), term.axes)
+
+
+def _weight_gradient(
+    work: Work, x: torch.Tensor, w: torch.Tensor, boxes: list[torch.Tensor], dy: torch.Tensor
+) -> torch.Tensor:
+    dw = None
+    for term, box in zip((work.share.own, *work.share.boxes), (x, *boxes), strict=True):
+        if term is None:
+            continue
+        part = work.weight(box, _along(dy, term.target), term.axes)
+        if dw is None and part.shape == w.shape:
+            dw = part
+            continue
+        dw = torch.zeros_like(w) if dw is None else dw
+        _along(dw, term.taps).add_(part)
+    return torch.zeros_like(w) if dw is None else dw
+
+
+def _assembled(work: Work, x: torch.Tensor, w: torch.Tensor, pending: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    assert work.share.assembled is not None
+    boxes: list[torch.Tensor] = pending.wait()
+    return work.forward(work.needed(x, boxes), w, work.share.assembled), boxes
+
+
+def _assembled_back(
+    work: Work, x: torch.Tensor, w: torch.Tensor, boxes: list[torch.Tensor], dy: torch.Tensor, want_x: bool,
+    want_w: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    share, dims = work.share, work.layout.grid.dims
+    assert share.assembled is not None
+    moves = share.transfer
+    origin = [start for start, _ in moves.need]
+    dx = dw = pending = whole = None
+    if want_x:
+        whole = work.backward(dy, w, share.assembled)
+        home = [view(whole, dims, box, origin) for _, box in moves.receives]
+        pending = send_back(work.link, f"the backward of {work.what}", work.layout.grid, moves, home, x)
+    if want_w:
+        dw = work.weight(work.needed(x, boxes), dy, share.assembled)
+    if pending is not None and whole is not None:
+        dx = torch.zeros_like(x)
+        if moves.own is not None:
+            view(dx, dims, moves.own, [start for start, _ in work.layout.own]).copy_(
+                view(whole, dims, moves.own, origin)
+            )
+        add_back(work.layout, moves, pending.wait(), dx)
+    return dx, dw
+
+
+def _fills(term: Term, share: Share) -> bool:
+    return all((start, stop) == (0, size) for (start, stop), size in zip(term.target, share.sizes, strict=True))
+
+
+def _zeros(work: Work, like: torch.Tensor) -> torch.Tensor:
+    return like.new_zeros((*like.shape[:2], *work.share.sizes))
+
+
+def _along(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The elements of ``box`` along the spatial dimensions."""
+    return view(tensor, range(2, tensor.dim()), box)

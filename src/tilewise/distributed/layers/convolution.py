@@ -1,0 +1,131 @@
+"""Convolutions and transposed ones of any kernel, stride, dilation, padding and groups, in 1 to 3 dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tilewise.axis import Axis
+from tilewise.distributed.convolution import Convolution, Work
+from tilewise.distributed.names import current_layer
+from tilewise.distributed.shard import Shard, handles
+from tilewise.distributed.share import share_of
+
+Ints = int | Sequence[int]
+
+
+def each(value: Ints, dims: int, what: str) -> tuple[int, ...]:
+    """``value`` for each of ``dims`` spatial dimensions. Raises ``ValueError`` for another number of them."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    values = values * dims if len(values) == 1 else values
+    if len(values) != dims:
+        raise ValueError(f"{what}={value}: one number, or {dims} of them, would do")
+    return values
+
+
+def spatial(x: Any, dims: int, what: str) -> Shard:
+    """``x`` as an image with ``dims`` spatial dimensions. Raises ``ValueError`` where it is none, or cut otherwise."""
+    if not isinstance(x, Shard):
+        raise ValueError(f"{what}: its weight is cut across ranks and its input is not")
+    if x.spatial.grid.dims and min(x.spatial.grid.dims) < -dims:
+        raise ValueError(
+            f"{what}: its image has {dims} dimensions and is cut along dimension {min(x.spatial.grid.dims)}"
+        )
+    return x
+
+
+def _pads(
+    padding: str | Ints, dims: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], what: str
+) -> list[tuple[int, int]]:
+    if padding == "valid":
+        return [(0, 0)] * dims
+    if padding == "same":
+        if any(s != 1 for s in stride):
+            raise ValueError(f"{what}: padding='same' is for stride 1, not {tuple(stride)}")
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    if isinstance(padding, str):
+        raise ValueError(f"{what}: padding={padding!r}: a number, 'same' or 'valid' would do")
+    return [(p, p) for p in each(padding, dims, "padding")]
+
+
+def _apply(
+    what: str, x: Shard, w: torch.Tensor, b: torch.Tensor | None, axes: tuple[Axis, ...], groups: int, transposed: bool
+) -> Shard:
+    space, part = x.space, x.local
+    channels = w.shape[0] if transposed else w.shape[1] * groups
+    batched = part.dim() == len(axes) + 2
+    part = part if batched else part.unsqueeze(0)
+    if part.shape[1] != channels:
+        raise ValueError(f"{what}: its input has {part.shape[1]} channels, its weight is for {channels}")
+    w = space.replicated(what, w)
+    b = None if b is None else space.replicated(what, b)
+    device = part.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        part, w, b = part.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+    share = share_of(x.spatial, axes, transposed)
+    y = Convolution.apply(Work(space.link, space.passes, what, x.spatial, share, groups), part, w, b)  # type: ignore[no-untyped-call]
+    return x.like(y if batched else y.squeeze(0), share.out)
+
+
+def _sizes(x: Shard, dims: int) -> tuple[int, ...]:
+    return x.spatial.whole(x.local.shape)[-dims:]
+
+
+def _convolution(dims: int) -> Callable[..., Shard]:
+    def conv(
+        input: Any,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Ints = 1,
+        padding: str | Ints = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+    ) -> Shard:
+        what = current_layer(f"conv{dims}d")
+        x = spatial(input, dims, what)
+        strides, dilations = each(stride, dims, "stride"), each(dilation, dims, "dilation")
+        kernel = weight.shape[2:]
+        pads = _pads(padding, dims, kernel, strides, dilations, what)
+        axes = tuple(
+            Axis(n, k, s, d, before, after)
+            for n, k, s, d, (before, after) in zip(_sizes(x, dims), kernel, strides, dilations, pads, strict=True)
+        )
+        return _apply(what, x, weight, bias, axes, groups, False)
+
+    return conv
+
+
+def _transposed(dims: int) -> Callable[..., Shard]:
+    def conv_transpose(
+        input: Any,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Ints = 1,
+        padding: Ints = 0,
+        output_padding: Ints = 0,
+        groups: int = 1,
+        dilation: Ints = 1,
+    ) -> Shard:
+        what = current_layer(f"conv_transpose{dims}d")
+        x = spatial(input, dims, what)
+        strides, dilations = each(stride, dims, "stride"), each(dilation, dims, "dilation")
+        pads, extra = each(padding, dims, "padding"), each(output_padding, dims, "output_padding")
+        axes = []
+        for n, k, s, d, p, e in zip(_sizes(x, dims), weight.shape[2:], strides, dilations, pads, extra, strict=True):
+            if e >= max(s, d):
+                raise ValueError(f"{what}: output_padding={e}: less than stride {s} or dilation {d} would do")
+            # Outputs behind the last that the convolution's windows reach are read by none of them.
+            axes.append(Axis((n - 1) * s - 2 * p + (k - 1) * d + 1 + e, k, s, d, p, p - e))
+        return _apply(what, x, weight, bias, tuple(axes), groups, True)
+
+    return conv_transpose
+
+
+for _dims in (1, 2, 3):
+    handles(getattr(F, f"conv{_dims}d"))(_convolution(_dims))
+    handles(getattr(F, f"conv_transpose{_dims}d"))(_transposed(_dims))

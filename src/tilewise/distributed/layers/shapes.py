@@ -1,0 +1,132 @@
+"""What a tensor tells of itself, and operations on the dimensions that are never cut: batch and channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilewise.distributed.names import current_layer
+from tilewise.distributed.shard import Shard, aligned, handles, local, space_of
+
+Tensor = torch.Tensor
+SAME = (
+    "dtype device requires_grad is_leaf grad_fn layout ndim dim is_floating_point is_complex is_cuda is_quantized "
+    "is_sparse is_mkldnn is_meta is_nested is_mps is_xpu get_device element_size itemsize _version output_nr "
+    "retain_grad retains_grad register_hook is_inference data_ptr is_shared is_contiguous"
+)
+"""What is the same of a part and of the whole, or is the part's own affair."""
+
+
+@handles(Tensor.shape.__get__)  # type: ignore[attr-defined]
+def _shape(x: Shard) -> torch.Size:
+    return torch.Size(x.spatial.whole(x.local.shape))
+
+
+@handles(Tensor.size)
+def _size(x: Shard, dim: int | None = None) -> torch.Size | int:
+    return _shape(x) if dim is None else _shape(x)[dim]
+
+
+@handles(Tensor.numel, torch.numel, Tensor.nelement)
+def _numel(x: Shard) -> int:
+    return _shape(x).numel()
+
+
+def _of_part(name: str) -> None:
+    """What is the same of a part and of the whole."""
+    found = getattr(Tensor, name)
+    function = found if callable(found) else found.__get__
+
+    @handles(function)
+    def tell(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+
+for _name in SAME.split():
+    _of_part(_name)
+
+
+@handles(torch.is_floating_point)
+def _is_floating_point(x: Shard) -> bool:
+    return bool(x.dtype.is_floating_point)
+
+
+@handles(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def _set_requires_grad(x: Shard, value: bool) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        x.requires_grad = value
+
+
+@handles(Tensor.grad.__get__)  # type: ignore[union-attr]
+def _grad(x: Shard) -> Shard | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        found = x.grad
+    return None if found is None else x.like(found)
+
+
+@handles(Tensor.backward)
+def _backward(x: Shard, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
+    """From parts: each rank gives the gradient of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        x.local.backward(local(gradient), *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def free(x: Shard, dim: int, what: str) -> int:
+    """``dim`` counted from the front. Raises ``ValueError`` where it is out of range or a dimension that is cut."""
+    dims = x.dim()
+    if not -dims <= dim < dims:
+        raise ValueError(f"{what}: dim={dim}: the image has {dims} dimensions")
+    front = dim % dims
+    if front - dims in x.spatial.grid.dims:
+        raise ValueError(f"{what}: dim={dim} is cut across ranks: gather() first, or cut along another dimension")
+    return front
+
+
+@handles(torch.cat, torch.concat, torch.concatenate)
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Shard:
+    what = current_layer("cat")
+    like = space_of(*tensors)
+    dim = free(like, dim, what)
+    if not all(isinstance(tensor, Shard) for tensor in tensors):
+        raise ValueError(f"{what}: some of its tensors are cut across ranks and some are whole: scatter() those")
+    return like.like(torch.cat([aligned(like, tensor, what) for tensor in tensors], dim))
+
+
+@handles(torch.stack)
+def _stack(tensors: Sequence[Any], dim: int = 0) -> Shard:
+    what = current_layer("stack")
+    like = space_of(*tensors)
+    dims = like.dim() + 1
+    if not 0 <= dim % dims <= dims + min(like.spatial.grid.dims) - 1:
+        raise ValueError(f"{what}: dim={dim} would come behind a dimension that is cut across ranks")
+    if not all(isinstance(tensor, Shard) for tensor in tensors):
+        raise ValueError(f"{what}: some of its tensors are cut across ranks and some are whole: scatter() those")
+    return like.like(torch.stack([aligned(like, tensor, what) for tensor in tensors], dim))
+
+
+def _along(function: Callable[..., Any], name: str, default: int | None) -> None:
+    """A function of one dimension, the second argument or ``dim``, which gives one tensor or several."""
+
+    @handles(function)
+    def compute(x: Shard, *args: Any, **kwargs: Any) -> Any:
+        what = current_layer(name)
+        position = 1 if name in ("chunk", "split", "tensor_split") else 0
+        given = kwargs.get("dim", args[position] if len(args) > position else default)
+        if not isinstance(given, int):
+            raise ValueError(f"{what}: dim={given!r}: one dimension would do")
+        free(x, given, what)
+        found = function(x.local, *(local(value) for value in args), **kwargs)
+        return x.like(found) if isinstance(found, Tensor) else type(found)(x.like(part) for part in found)
+
+
+for _owner in (torch, Tensor):
+    for _name, _default in (
+        ("chunk", 0), ("split", 0), ("tensor_split", 0), ("narrow", None), ("index_select", None), ("softmax", None),
+        ("log_softmax", None), ("cumsum", None), ("unbind", 0),
+    ):  # fmt: skip
+        _along(getattr(_owner, _name), _name, _default)
+for _name in ("softmax", "log_softmax", "glu"):
+    _along(getattr(torch.nn.functional, _name), _name, -1)

@@ -1,0 +1,168 @@
+"""Models that compute on images cut across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewise.comm.agreement import agree
+from tilewise.comm.link import Link
+from tilewise.distributed import layers
+from tilewise.distributed.layout import NAMES, Cuts, Grid, Layout, even_cuts
+from tilewise.distributed.names import remember
+from tilewise.distributed.replicated import Parameters
+from tilewise.distributed.shard import Shard, Space
+from tilewise.distributed.whole import gather, scatter
+
+__all__ = ["SpatialParallel"]
+
+
+class SpatialParallel(nn.Module):
+    """``module``, computed on images that are cut along ``dims`` and shared by the ranks of ``mesh``.
+
+    ``dims`` are of ``"d"``, ``"h"`` and ``"w"``, the last three dimensions of a tensor. ``mesh`` is a ``DeviceMesh``
+    with dimensions of those names, or as many without names; its other dimensions are somebody else's, such as data
+    parallelism's. A rank that does not answer within ``timeout`` seconds is an error on all others.
+
+    Every rank makes it of the same module with the same weights, and computes the same program::
+
+        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("h",))
+        parallel = SpatialParallel(model, mesh, dims=("h",))
+        y = parallel(parallel.scatter(x))        # x, the same on every rank, or put together by ``shard``
+        loss = criterion(parallel.gather(y), target)
+        loss.backward()                          # weights have the same gradients as on one device
+
+    The module's forward runs as it is, on :class:`Shard`; parameters, buffers and ``state_dict`` are the module's own,
+    under their own names. Gradients of parameters are those of the whole image, on every rank. Random numbers are to
+    be the same on all ranks (``torch.manual_seed``).
+
+    Raises ``ValueError`` naming the argument at fault, :class:`~tilewise.comm.agreement.RankMismatch` on every rank
+    where their models, meshes or dims differ, and :class:`~tilewise.comm.link.PeerError` where a rank fails or is
+    silent, here or in any step.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, dims: Sequence[str] = ("h",), *, timeout: float = 60.0
+    ) -> None:
+        super().__init__()
+        layers.load()
+        names = tuple(dims)
+        ranks, grid = _among(mesh, names)
+        self.dims = names
+        link = Link(ranks, timeout)
+        self.space = Space(link, grid)
+        self._agreed: set[str] = set()
+        self._wrap(module)
+        with link.telling("SpatialParallel"):
+            agree(_description(module, mesh, names), "their models, meshes or dims", link.sums)
+
+    def _wrap(self, module: nn.Module) -> None:
+        object.__setattr__(self, "module", module)
+        # One set of dictionaries, so that everything that walks a module finds the same names in both.
+        self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        self.training = module.training
+        remember(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward; inputs that are images are :class:`Shard`."""
+        link = self.space.link
+        with link.telling("forward"):
+            self._agree_on((*args, *kwargs.values()))
+            self.space.parameters = Parameters(link, list(self.module.parameters()))
+            return self.module(*args, **kwargs)
+
+    def _agree_on(self, inputs: tuple[Any, ...]) -> None:
+        shards = [value for value in inputs if isinstance(value, Shard)]
+        text = "\n".join(f"{tuple(s.shape)} {s.dtype} cut at {s.spatial.cuts}" for s in shards)
+        if text not in self._agreed:
+            agree(
+                f"{text} training={self.training} grad={torch.is_grad_enabled()}", "their inputs", self.space.link.sums
+            )
+            self._agreed.add(text)
+
+    def layout(self, shape: Sequence[int], cuts: Mapping[str, Cuts] | None = None, multiple: int = 1) -> Layout:
+        """How a tensor of ``shape`` is cut: at ``cuts`` by dimension, else evenly at multiples of ``multiple``.
+
+        Cut points are 0, ..., the size, one more than there are ranks along the dimension. Raises ``ValueError``.
+        """
+        given = {} if cuts is None else dict(cuts)
+        if unknown := set(given) - set(self.dims):
+            raise ValueError(f"cuts={cuts}: {sorted(unknown)} not in dims={self.dims}")
+        grid, found = self.space.grid, []
+        for name, dim, ranks in zip(self.dims, grid.dims, grid.shape, strict=True):
+            if len(shape) < -dim:
+                raise ValueError(f"shape={tuple(shape)}: has no dimension {name!r}")
+            points = tuple(given[name]) if name in given else even_cuts(shape[dim], ranks, multiple)
+            if points[-1:] != (shape[dim],):
+                raise ValueError(f"cuts={cuts}: dimension {name!r} has {shape[dim]} elements")
+            found.append(points)
+        return Layout(grid, tuple(found))
+
+    def scatter(self, full: torch.Tensor, cuts: Mapping[str, Cuts] | None = None, *, multiple: int = 1) -> Shard:
+        """This rank's part of ``full``, a tensor that is the same on every rank; differentiable.
+
+        Its last dimensions are the spatial ones: images (N, C, H, W), targets (N, H, W). See :meth:`layout`.
+        """
+        return scatter(full, self.layout(full.shape, cuts, multiple), self.space)
+
+    def shard(self, part: torch.Tensor, shape: Sequence[int], cuts: Mapping[str, Cuts] | None = None) -> Shard:
+        """``part``, which this rank has loaded itself, as its part of a tensor of ``shape``."""
+        return Shard.of(part, self.layout(shape, cuts), self.space)
+
+    def gather(self, shard: Shard) -> torch.Tensor:
+        """The whole of ``shard``, on every rank; differentiable: see :meth:`Shard.gather`."""
+        return gather(shard)
+
+    def train(self, mode: bool = True) -> SpatialParallel:
+        """Set the module's mode."""
+        super().train(mode)
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+def _among(mesh: DeviceMesh, dims: tuple[str, ...]) -> tuple[list[int], Grid]:
+    """The ranks that share this rank's images, by index, and their grid."""
+    if not dims or any(dim not in NAMES for dim in dims) or len(set(dims)) != len(dims):
+        raise ValueError(f"dims={dims}: different ones of {', '.join(NAMES)} would do")
+    names = mesh.mesh_dim_names
+    if names is None:
+        if mesh.ndim != len(dims):
+            raise ValueError(f"mesh has {mesh.ndim} dimensions without names: {len(dims)} for dims={dims} would do")
+        names = dims
+    if missing := [dim for dim in dims if dim not in names]:
+        raise ValueError(f"mesh has dimensions {names}, not {', '.join(missing)}")
+    here = mesh.get_coordinate()
+    if here is None:
+        raise ValueError(f"mesh: rank {dist.get_rank()} is not in it")
+    picked = [names.index(dim) for dim in dims]
+    ranks = mesh.mesh[tuple(slice(None) if i in picked else here[i] for i in range(mesh.ndim))]
+    ranks = ranks.permute([sorted(picked).index(i) for i in picked])
+    grid = Grid(tuple(NAMES[dim] for dim in dims), tuple(ranks.shape), tuple(here[i] for i in picked))
+    return [int(rank) for rank in ranks.flatten()], grid
+
+
+def _description(module: nn.Module, mesh: DeviceMesh, dims: tuple[str, ...]) -> str:
+    return "\n".join((f"dims={dims} mesh={mesh.mesh.tolist()} {mesh.mesh_dim_names}", *_parameters(module)))
+
+
+def _parameters(module: nn.Module) -> Iterator[str]:
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            wanted = " requires_grad" if tensor.requires_grad else ""
+            yield f"{kind} {name} {tuple(tensor.shape)} {tensor.dtype}{wanted}"

@@ -1,0 +1,109 @@
+"""The passes of a convolution with signed padding that may differ by side, by torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from tilewise.axis import Axis
+
+__all__ = ["Passes", "TorchPasses"]
+
+Axes = tuple[Axis, ...]
+
+
+class Passes(Protocol):
+    """What computes one rank's convolutions. Axes are exact: they give the result's sizes."""
+
+    def fprop(self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
+        """``y``."""
+        ...
+
+    def dgrad(self, y: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
+        """``x``, of the axes' sizes."""
+        ...
+
+    def wgrad(self, x: torch.Tensor, y: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
+        """``w``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """How torch is to compute axes: ``pads`` for :func:`torch.nn.functional.pad` first, then ``native`` ones."""
+
+    pads: tuple[int, ...] | None
+    native: tuple[int, ...]
+    padded: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    zeros: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _settle(axes: Axes) -> _Settled:
+    """Pad natively where the same padding on both sides gives the same outputs."""
+    explicit: list[tuple[int, int]] = []
+    native: list[int] = []
+    for a in axes:
+        if a.before >= 0 and (a.size + 2 * a.before - a.reach) // a.stride + 1 == a.out:
+            explicit.append((0, 0))
+            native.append(a.before)
+            continue
+        both = max(min(a.before, a.after), 0)
+        explicit.append((a.before - both, a.after - both))
+        native.append(both)
+    pads = tuple(side for pair in reversed(explicit) for side in pair)
+    return _Settled(
+        pads if any(pads) else None,
+        tuple(native),
+        tuple(a.size + before + after for a, (before, after) in zip(axes, explicit, strict=True)),
+        tuple(a.stride for a in axes),
+        tuple(a.dilation for a in axes),
+        (0,) * len(axes),
+    )
+
+
+class TorchPasses:
+    """Passes by torch's own convolutions."""
+
+    def fprop(self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
+        """``y`` of ``x`` and ``w``."""
+        s = _settle(axes)
+        if s.pads is not None:
+            x = F.pad(x, s.pads)
+        return torch.convolution(x, w, None, s.stride, s.native, s.dilation, False, s.zeros, groups)
+
+    def dgrad(self, y: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
+        """``x`` of ``y`` and ``w``."""
+        s = _settle(axes)
+        # Of the input no more than its shape is read.
+        x = y.new_empty(1).expand(y.shape[0], w.shape[1] * groups, *s.padded)
+        dx, _, _ = self._backward(y, x, w, s, groups, (True, False, False))
+        assert dx is not None
+        return dx if s.pads is None else F.pad(dx, [-n for n in s.pads])
+
+    def wgrad(self, x: torch.Tensor, y: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
+        """``w`` of ``x`` and ``y``."""
+        s = _settle(axes)
+        if s.pads is not None:
+            x = F.pad(x, s.pads)
+        shape = (y.shape[1], x.shape[1] // groups, *(a.kernel for a in axes))
+        _, dw, _ = self._backward(y, x, x.new_empty(1).expand(shape), s, groups, (False, True, False))
+        assert dw is not None
+        return dw
+
+    @staticmethod
+    def _backward(
+        y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, s: _Settled, groups: int, mask: Sequence[bool]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        found: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+        found = torch.ops.aten.convolution_backward.default(
+            y, x, w, None, s.stride, s.native, s.dilation, False, s.zeros, groups, mask
+        )
+        return found

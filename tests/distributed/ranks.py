@@ -1,0 +1,125 @@
+"""Groups of ranks, forked from one server process that has imported torch once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tilewise.distributed import Shard, SpatialParallel, layers
+
+layers.load()
+
+BY_BACKWARD = "torch.fx.experimental.symbolic_shapes"
+"""torch imports it at the first backward."""
+
+_forking = multiprocessing.get_context("forkserver")
+
+
+def _start_server() -> None:
+    """Have the server import what ranks import before it forks; it takes its path from the environment."""
+    _forking.set_forkserver_preload(
+        ["tests.distributed.ranks", "tests.distributed.models", "torch.distributed.tensor", BY_BACKWARD]
+    )
+    root = Path(__file__).parents[2]
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def _rank(pipe: Connection, function: Callable[..., Any], rank: int, ranks: int, store: str, args: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        # Without a host name to look up, whatever the network here.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
+        )
+        pipe.send((True, function(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        # Other ranks may be gone: what closes connections in order would wait for them.
+        os._exit(0)
+
+
+def run(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60, may_die: bool = False) -> list[Any]:
+    """What ``function(*args)`` gives on each rank; a hang is a failure. A rank that may die gives ``None``."""
+    _start_server()
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            ours, theirs = _forking.Pipe(duplex=False)
+            process = _forking.Process(
+                target=_rank, args=(theirs, function, rank, ranks, str(Path(folder) / "store"), args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        try:
+            while len(found) < ranks:
+                waiting = [pipe for i, pipe in enumerate(pipes) if i not in found]
+                ready = wait(waiting, deadline - time.monotonic())
+                assert ready, f"ranks {sorted(set(range(ranks)) - set(found))} of {ranks} hang"
+                for pipe in ready:
+                    rank = pipes.index(pipe)  # type: ignore[arg-type]
+                    try:
+                        found[rank] = pipe.recv()  # type: ignore[union-attr]
+                    except EOFError:
+                        found[rank] = (may_die, None if may_die else "the process ended")
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    failures = [f"rank {rank}: {found[rank][1]}" for rank in range(ranks) if not found[rank][0]]
+    assert not failures, "\n".join(failures)
+    return [found[rank][1] for rank in range(ranks)]
+
+
+_meshes: dict[Any, DeviceMesh] = {}
+_parallels: dict[Any, SpatialParallel] = {}
+
+
+def parallel(module: torch.nn.Module, shape: tuple[int, ...], dims: tuple[str, ...]) -> SpatialParallel:
+    """``module`` on a mesh of all ranks; connections are made once for a mesh, as they take longest."""
+    key = (shape, dims)
+    if key not in _parallels:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims)
+        _parallels[key] = SpatialParallel(torch.nn.Identity(), mesh, dims, timeout=20)
+    made = SpatialParallel.__new__(SpatialParallel)
+    torch.nn.Module.__init__(made)
+    made.__dict__.update({k: v for k, v in _parallels[key].__dict__.items() if k in ("space", "dims", "_agreed")})
+    made._wrap(module)
+    return made
+
+
+def local(value: Any) -> torch.Tensor:
+    return value.local if isinstance(value, Shard) else value
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")

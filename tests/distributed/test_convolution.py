@@ -1,0 +1,90 @@
+"""Convolutions on 2 to 5 ranks against one device in float64, with all gradients."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed import models
+from tests.distributed.ranks import close, parallel, run
+
+from tilewise.distributed import share as share_module
+
+
+def against_one_device(case: models.Case, what: str) -> None:
+    torch.manual_seed(0)
+    plain, layer = case.layer, copy.deepcopy(case.layer)
+    full = torch.randn(case.shape, dtype=torch.float64, requires_grad=True)
+    expected = plain(full)
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+    p = parallel(layer, *case.mesh)
+    own = full.detach().clone().requires_grad_()
+    y = p(p.scatter(own, case.cuts))
+    what = f"{what} {plain} {case.shape} {case.cuts}"
+    assert tuple(y.shape) == tuple(expected.shape), what
+    found = p.gather(y)
+    found.backward(upstream)
+    close(found, expected, what)
+    close(own.grad, full.grad, f"dx of {what}")
+    for (name, a), (_, b) in zip(layer.named_parameters(), plain.named_parameters(), strict=True):
+        close(a.grad, b.grad, f"d {name} of {what}")
+
+
+def many(ranks: int, seed: int, count: int) -> None:
+    draw = random.Random(f"{seed} {ranks}")
+    decide = share_module._assembles
+    for number in range(count):
+        torch.manual_seed(number)
+        form = draw.choice(("terms", "assembled", "auto"))
+        share_module.share_of.cache_clear()
+        share_module._assembles = lambda _, *rest, form=form: decide(form, *rest)
+        case = models.convolution(draw, ranks, transposed=number % 3 == 2)
+        against_one_device(case, f"case {number} by {form}:")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_convolutions(ranks: int) -> None:
+    run(ranks, many, ranks, 0, 60)
+
+
+def network() -> None:
+    ranks = dist.get_world_size()
+    for seed in range(len(models.MESHES[ranks])):
+        for sizes in ((16, 12), (6, 10), (8, 22)):
+            torch.manual_seed(seed)
+            draw = random.Random(seed)
+            net = models.Net()
+            case = models.placed(draw, ranks, net, 2, sizes)
+            against_one_device(case, "net")
+
+
+def tail() -> None:
+    ranks = dist.get_world_size()
+    for shape, dims in models.MESHES[ranks]:
+        torch.manual_seed(1)
+        sizes = {"h": 8, "w": 6}
+        cuts = {d: (*(sizes[d] * r // n for r in range(n)), sizes[d]) for d, n in zip(dims, shape, strict=True)}
+        plain = models.Tailed().double()
+        layer = copy.deepcopy(plain)
+        full = torch.randn(3, 2, 8, 6, dtype=torch.float64, requires_grad=True)
+        own = full.detach().clone().requires_grad_()
+        plain(full).square().sum().backward()
+        p = parallel(layer, shape, dims)
+        p(p.scatter(own, cuts)).square().sum().backward()
+        close(own.grad, full.grad, "dx")
+        for (name, a), (_, b) in zip(layer.named_parameters(), plain.named_parameters(), strict=True):
+            close(a.grad, b.grad, name)
+
+
+def networks() -> None:
+    network()
+    tail()
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_networks(ranks: int) -> None:
+    run(ranks, networks)
