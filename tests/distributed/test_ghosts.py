@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,9 @@ from tests.strategies import axes
 
 from tilewise.axis import Axis
 from tilewise.distributed.ghosts import Resized, Sliding, ghosts, obstacle, received, shares
+from tilewise.distributed.layout import Grid, Layout, even_cuts
 from tilewise.distributed.mesh_cost import local_problem
+from tilewise.distributed.share import share_of
 from tilewise.problem import ConvProblem, Pass
 
 
@@ -120,3 +123,27 @@ def test_what_cannot_be_split_is_said() -> None:
     wide = obstacle(Sliding(Axis(8, 7, 1, 1, 3, 3)), 4, "h")
     assert wide == "along h a halo of 3 is wider than the neighbour's shard of 2"
     assert obstacle(Sliding(Axis(8, 5, 1, 1, 2, 2)), 4, "h") == ""
+
+
+@pytest.mark.parametrize(
+    ("axis", "transposed"),
+    [
+        (Axis(64, 3, 1, 1, 1, 1), False),
+        (Axis(64, 3, 2, 1, 1, 1), False),
+        (Axis(64, 7, 2, 1, 3, 3), False),
+        (Axis(64, 3, 1, 3, 3, 3), False),
+        (Axis(64, 2, 2), False),
+        (Axis(64, 2, 2), True),
+        (Axis(64, 4, 2, 1, 1, 1), True),
+    ],
+)
+@pytest.mark.parametrize("parts", [(2, 1), (4, 1), (2, 2)])
+def test_what_the_ranks_do_receive_is_what_the_model_says(axis: Axis, transposed: bool, parts: tuple[int, int]) -> None:
+    size = axis.out if transposed else axis.size
+    most = 0
+    for coords in itertools.product(*map(range, parts)):
+        layout = Layout(Grid((-2, -1), parts, coords), (even_cuts(size, parts[0]), even_cuts(size, parts[1])))
+        moves = share_of(layout, (axis, axis), transposed).transfer
+        most = max(most, sum(math.prod(stop - start for start, stop in box) for _, box in moves.receives))
+    reader = Sliding(axis, transposed)
+    assert received([ghosts(reader, n) for n in parts]) == most

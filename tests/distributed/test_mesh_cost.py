@@ -15,7 +15,7 @@ from torch import nn
 from tilewise.distributed.ghosts import shares
 from tilewise.distributed.mesh_cost import (
     Cluster,
-    Link,
+    LinkSpeed,
     MeshShape,
     StepCost,
     Timed,
@@ -91,7 +91,7 @@ def test_halo_bytes_are_those_of_the_indices(trace: StepTrace, parts: tuple[int,
 def test_an_all_reduce_is_no_slower_than_a_ring_or_a_tree(
     n: int, nbytes: int, bandwidth: float, latency: float
 ) -> None:
-    link = Link(bandwidth, latency)
+    link = LinkSpeed(bandwidth, latency)
     found = all_reduce_ms(nbytes, n, link)
     ring = tree = 0.0
     for _ in range(2 * (n - 1)):  # scatter, then gather: each step moves one piece to the next rank
@@ -108,7 +108,11 @@ def test_a_better_link_is_never_slower(
 ) -> None:
     slow, wide, quick = (
         cost_of(trace, parts, Cluster(link, 64))
-        for link in (Link(bandwidth, latency), Link(bandwidth * factor, latency), Link(bandwidth, latency / factor))
+        for link in (
+            LinkSpeed(bandwidth, latency),
+            LinkSpeed(bandwidth * factor, latency),
+            LinkSpeed(bandwidth, latency / factor),
+        )
     )
     assert wide.step_ms <= slow.step_ms * (1 + 1e-9)
     assert quick.step_ms <= slow.step_ms * (1 + 1e-9)
@@ -116,10 +120,10 @@ def test_a_better_link_is_never_slower(
 
 
 def test_a_perfect_link_shows_nothing(trace: StepTrace) -> None:
-    perfect = cost_of(trace, (4, 1), Cluster(Link(1e30, 0.0), 64))
+    perfect = cost_of(trace, (4, 1), Cluster(LinkSpeed(1e30, 0.0), 64))
     assert perfect.exchange_ms == pytest.approx(0, abs=1e-9)
     assert perfect.reduce_ms + perfect.sum_ms == pytest.approx(0, abs=1e-9)
-    real = cost_of(trace, (4, 1), Cluster(Link(1e9, 1e-5), 64))
+    real = cost_of(trace, (4, 1), Cluster(LinkSpeed(1e9, 1e-5), 64))
     shown = real.exchange_ms + real.sum_ms + real.reduce_ms
     assert real.step_ms == pytest.approx(perfect.step_ms + shown)
     assert shown > 0
@@ -143,7 +147,7 @@ def test_memory_is_shared_out_and_no_more(trace: StepTrace, parts: tuple[int, in
 
 
 def test_more_ranks_compute_less_each(trace: StepTrace) -> None:
-    perfect = Cluster(Link(1e30, 0.0), 64)
+    perfect = Cluster(LinkSpeed(1e30, 0.0), 64)
     times = [cost_of(trace, (n, 1), perfect).step_ms for n in (1, 2, 4)]
     assert times == sorted(times, reverse=True)
     assert times[0] / 4 < times[2]
@@ -153,7 +157,7 @@ def test_gradients_hide_behind_backward_only() -> None:
     model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1))
     trace = trace_step(model, torch.empty(2, 3, 64, 64, device="meta"), device="cpu")
     mesh = MeshShape(4, (("h", 1), ("w", 1)))
-    slow = step_cost(trace, mesh, Cluster(Link(1e6, 0.0), 8), Roofline(), 8)
+    slow = step_cost(trace, mesh, Cluster(LinkSpeed(1e6, 0.0), 8), Roofline(), 8)
     alone = step_cost(trace, replace(mesh, data=1), Cluster(), Roofline(), 2)
     assert slow.reduce_ms == pytest.approx(1.5 * trace.gradients / 1e6 * 1e3)
     assert slow.step_ms == pytest.approx(alone.step_ms + slow.reduce_ms)
@@ -175,8 +179,8 @@ def test_meshes_are_all_factorisations(gpus: int, space: int) -> None:
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: Link(0, 1e-6), "bandwidth=0"),
-        (lambda: Link(1e9, -1), "latency=-1"),
+        (lambda: LinkSpeed(0, 1e-6), "bandwidth=0"),
+        (lambda: LinkSpeed(1e9, -1), "latency=-1"),
         (lambda: Cluster(node=0), "node=0"),
         (lambda: meshes(0, 2), "gpus=0"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tilewise.distributed.mesh_cost import Cluster, Link
+from tilewise.distributed.mesh_cost import Cluster, LinkSpeed
 from tilewise.distributed.meshes import MeshChoice, choose_mesh
 from tilewise.distributed.step_trace import Kernel, trace_step
 from tilewise.plan import Plan
@@ -51,7 +51,9 @@ def test_one_image_is_cut() -> None:
 
 
 def test_a_slow_link_keeps_images_whole() -> None:
-    slow, quick = (choose((2, 3, 64, 64), 2, cluster=Cluster(link)) for link in (Link(1e7, 1e-3), Link(1e12, 1e-7)))
+    slow, quick = (
+        choose((2, 3, 64, 64), 2, cluster=Cluster(link)) for link in (LinkSpeed(1e7, 1e-3), LinkSpeed(1e12, 1e-7))
+    )
     for found in (slow, quick):
         assert found.best is not None
         assert found.best.mesh.data == 2

@@ -37,12 +37,12 @@ class MeshAsked:
     def cluster(self) -> Cluster:
         """The links. Raises :class:`BadInput`."""
         from tilewise.distributed.link_speed import parse_bandwidth, parse_latency
-        from tilewise.distributed.mesh_cost import Cluster, Link
+        from tilewise.distributed.mesh_cost import Cluster, LinkSpeed
 
         default = Cluster()
 
-        def link(known: Link, bandwidth: str | None, latency: str | None, name: str) -> Link:
-            return Link(
+        def link(known: LinkSpeed, bandwidth: str | None, latency: str | None, name: str) -> LinkSpeed:
+            return LinkSpeed(
                 known.bandwidth if bandwidth is None else parse_bandwidth(bandwidth, f"--{name}-bandwidth"),
                 known.latency if latency is None else parse_latency(latency, f"--{name}-latency"),
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tilewise.distributed.mesh_cost import Link
+from tilewise.distributed.mesh_cost import LinkSpeed
 from tilewise.plan import parse_bytes
 
 __all__ = ["measure_link", "parse_bandwidth", "parse_latency"]
@@ -43,7 +43,7 @@ def parse_latency(text: str, argument: str = "latency") -> float:
     return value
 
 
-def measure_link(group: dist.ProcessGroup | None = None, *, nbytes: int = LARGE, repeats: int = 7) -> Link:
+def measure_link(group: dist.ProcessGroup | None = None, *, nbytes: int = LARGE, repeats: int = 7) -> LinkSpeed:
     """The link between neighbours of ``group``, the same on every rank; all its ranks call it.
 
     Each rank exchanges with both neighbours of a ring at once, as halos are: 1 KiB for the latency, ``nbytes`` for the
@@ -64,7 +64,7 @@ def measure_link(group: dist.ProcessGroup | None = None, *, nbytes: int = LARGE,
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     small, large = times.tolist()
     moved_s = max(large - small, large / 2)  # where a small message takes as long, its time is noise
-    return Link(2 * nbytes / moved_s, small)
+    return LinkSpeed(2 * nbytes / moved_s, small)
 
 
 def _exchange_s(

@@ -30,7 +30,7 @@ __all__ = [
     "NVLINK",
     "Clock",
     "Cluster",
-    "Link",
+    "LinkSpeed",
     "MeshMemory",
     "MeshShape",
     "StepCost",
@@ -45,7 +45,7 @@ BUCKET = 25 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpeed:
     """How fast a GPU talks to others: ``bandwidth`` in bytes/s each way at once, ``latency`` in seconds a message."""
 
     bandwidth: float
@@ -62,10 +62,10 @@ class Link:
         return 1e3 * (messages * self.latency + nbytes / self.bandwidth)
 
 
-NVLINK = Link(450e9, 4e-6)
+NVLINK = LinkSpeed(450e9, 4e-6)
 """NVLink 4 of an H100 or H200 SXM: 900 GB/s both ways together by NVIDIA's data sheet; NCCL's send and receive of a
 small message takes 3.7 us on a GPU of that kind (github.com/NVIDIA/nccl/issues/1984)."""
-INFINIBAND = Link(50e9, 10e-6)
+INFINIBAND = LinkSpeed(50e9, 10e-6)
 """One 400 Gb/s adapter a GPU, as a DGX H200's data sheet has it; the latency is an assumption."""
 
 
@@ -73,15 +73,15 @@ INFINIBAND = Link(50e9, 10e-6)
 class Cluster:
     """Nodes of ``node`` GPUs: ``inside`` a node one link, ``across`` nodes another."""
 
-    inside: Link = NVLINK
+    inside: LinkSpeed = NVLINK
     node: int = 8
-    across: Link = INFINIBAND
+    across: LinkSpeed = INFINIBAND
 
     def __post_init__(self) -> None:
         if self.node < 1:
             raise ValueError(f"node={self.node}: GPUs a node, 1 or more, would do")
 
-    def link(self, ranks: int) -> Link:
+    def link(self, ranks: int) -> LinkSpeed:
         """The slowest link among so many ranks in a row."""
         return self.inside if ranks <= self.node and self.node % ranks == 0 else self.across
 
@@ -188,7 +188,7 @@ class StepCost:
         return self.step_ms / self.batch
 
 
-def all_reduce_ms(nbytes: float, ranks: int, link: Link) -> float:
+def all_reduce_ms(nbytes: float, ranks: int, link: LinkSpeed) -> float:
     """Milliseconds to add ``nbytes`` up on every one of ``ranks``."""
     if ranks == 1 or not nbytes:
         return 0.0

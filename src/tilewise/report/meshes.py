@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from tilewise.distributed.mesh_cost import Link
+from tilewise.distributed.mesh_cost import LinkSpeed
 from tilewise.distributed.meshes import MeshChoice, MeshResult
 from tilewise.plan import format_bytes
 from tilewise.planner.results_json import document
@@ -79,7 +79,7 @@ def mesh_document(head: dict[str, Any], choice: MeshChoice) -> dict[str, Any]:
     )
 
 
-def _link(link: Link) -> dict[str, float]:
+def _link(link: LinkSpeed) -> dict[str, float]:
     return {"bandwidth": link.bandwidth, "latency_ms": 1e3 * link.latency}
 
 
