@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-MESHES = {
+Mesh = tuple[tuple[int, ...], tuple[str, ...]]
+MESHES: dict[int, list[Mesh]] = {
     2: [((2,), ("h",)), ((2,), ("w",))],
     3: [((3,), ("h",)), ((3,), ("w",))],
     4: [((4,), ("h",)), ((2, 2), ("h", "w")), ((4, 1), ("w", "h"))],
@@ -44,8 +45,10 @@ def mesh_of(draw: random.Random, ranks: int, dims: int) -> tuple[tuple[int, ...]
     return draw.choice(found) if found else ((ranks,), ("w",))
 
 
-def placed(draw: random.Random, ranks: int, layer: nn.Module, channels: int, sizes: tuple[int, ...]) -> Case:
-    mesh = mesh_of(draw, ranks, len(sizes))
+def placed(
+    draw: random.Random, ranks: int, layer: nn.Module, channels: int, sizes: tuple[int, ...], mesh: Mesh | None = None
+) -> Case:
+    mesh = mesh or mesh_of(draw, ranks, len(sizes))
     shape = (2, channels, *sizes)
     cuts = {name: cuts_of(draw, shape[{"d": -3, "h": -2, "w": -1}[name]], n) for n, name in zip(*mesh, strict=True)}
     return Case(layer.double(), shape, cuts, mesh)
@@ -117,3 +120,36 @@ class Tailed(nn.Module):
             y = y.gather()
         y = self.conv(y)
         return self.head(y.flatten(1))
+
+
+def pooling(draw: random.Random, ranks: int) -> Case:
+    """Windows with any padding, stride, dilation and rounding; averages and maxima over bins."""
+    while True:
+        dims = draw.choice((1, 2, 2, 3))
+        sizes = tuple(draw.randint(1, {1: 30, 2: 14, 3: 6}[dims]) for _ in range(dims))
+        kernel = tuple(draw.choice((1, 2, 3, 3, 5)) for _ in range(dims))
+        stride = draw.choice((None, tuple(draw.choice((1, 2, 3)) for _ in range(dims))))
+        padding = tuple(draw.randint(0, k // 2) for k in kernel)
+        ceil = draw.random() < 0.5
+        kind = draw.choice(("max", "max", "average", "average", "lp", "adaptive_average", "adaptive_max"))
+        bins = tuple(draw.choice((1, 1, 2, None)) for _ in range(dims))
+        if kind == "max":
+            dilation = draw.choice((1, 1, 2))
+            layer = getattr(nn, f"MaxPool{dims}d")(kernel, stride, padding, dilation, ceil_mode=ceil)
+        elif kind == "average":
+            include = draw.random() < 0.5
+            if dims == 1:
+                layer = nn.AvgPool1d(kernel, stride, padding, ceil, include)
+            else:
+                divisor = draw.choice((None, None, 3))
+                layer = getattr(nn, f"AvgPool{dims}d")(kernel, stride, padding, ceil, include, divisor)
+        elif kind == "lp":
+            layer = getattr(nn, f"LPPool{dims}d")(2, kernel if dims > 1 else kernel[0], ceil_mode=ceil)
+        else:
+            name = "Avg" if kind == "adaptive_average" else "Max"
+            layer = getattr(nn, f"Adaptive{name}Pool{dims}d")(bins if dims > 1 else bins[0] or 1)
+        try:
+            layer(torch.zeros(2, 3, *sizes, dtype=torch.float64))
+        except RuntimeError:
+            continue
+        return placed(draw, ranks, layer, 3, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.distributed.models import Case
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilewise.distributed import Shard, SpatialParallel, layers
@@ -64,8 +66,18 @@ def _rank(pipe: Connection, function: Callable[..., Any], rank: int, ranks: int,
         os._exit(0)
 
 
-def run(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60, may_die: bool = False) -> list[Any]:
-    """What ``function(*args)`` gives on each rank; a hang is a failure. A rank that may die gives ``None``."""
+def run(
+    ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    may_die: bool = False,
+    without: int | None = None,
+) -> list[Any]:
+    """What ``function(*args)`` gives on each rank; a hang is a failure.
+
+    A rank that may die, and the one that is done without, give ``None``.
+    """
     _start_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -78,7 +90,7 @@ def run(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 6
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        found: dict[int, Any] = {}
+        found: dict[int, Any] = {} if without is None else {without: (True, None)}
         deadline = time.monotonic() + timeout
         try:
             while len(found) < ranks:
@@ -123,3 +135,23 @@ def local(value: Any) -> torch.Tensor:
 
 def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+
+
+def against_one_device(case: Case, what: str) -> None:
+    torch.manual_seed(0)
+    plain, layer = case.layer, copy.deepcopy(case.layer)
+    full = torch.randn(case.shape, dtype=torch.float64, requires_grad=True)
+    expected = plain(full)
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+    p = parallel(layer, *case.mesh)
+    own = full.detach().clone().requires_grad_()
+    y = p(p.scatter(own, case.cuts))
+    what = f"{what} {plain} {case.shape} {case.cuts}"
+    assert tuple(y.shape) == tuple(expected.shape), what
+    found = p.gather(y) if isinstance(y, Shard) else y
+    found.backward(upstream)
+    close(found, expected, what)
+    close(own.grad, full.grad, f"dx of {what}")
+    for (name, a), (_, b) in zip(layer.named_parameters(), plain.named_parameters(), strict=True):
+        close(a.grad, b.grad, f"d {name} of {what}")

@@ -9,29 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed import models
-from tests.distributed.ranks import close, parallel, run
+from tests.distributed.ranks import against_one_device, close, parallel, run
 
 from tilewise.distributed import share as share_module
-
-
-def against_one_device(case: models.Case, what: str) -> None:
-    torch.manual_seed(0)
-    plain, layer = case.layer, copy.deepcopy(case.layer)
-    full = torch.randn(case.shape, dtype=torch.float64, requires_grad=True)
-    expected = plain(full)
-    upstream = torch.randn_like(expected)
-    expected.backward(upstream)
-    p = parallel(layer, *case.mesh)
-    own = full.detach().clone().requires_grad_()
-    y = p(p.scatter(own, case.cuts))
-    what = f"{what} {plain} {case.shape} {case.cuts}"
-    assert tuple(y.shape) == tuple(expected.shape), what
-    found = p.gather(y)
-    found.backward(upstream)
-    close(found, expected, what)
-    close(own.grad, full.grad, f"dx of {what}")
-    for (name, a), (_, b) in zip(layer.named_parameters(), plain.named_parameters(), strict=True):
-        close(a.grad, b.grad, f"d {name} of {what}")
 
 
 def many(ranks: int, seed: int, count: int) -> None:

@@ -121,7 +121,11 @@ class Shard(torch.Tensor):
 def _name(func: Any) -> str:
     name = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func)))
     owner = getattr(func, "__self__", None)  # a property is known by its getter
-    return f"Tensor.{getattr(owner, '__name__', owner)}" if name.endswith("__get__") else name
+    return (
+        f"Tensor.{getattr(owner, '__name__', owner)}"
+        if name.endswith("__get__")
+        else name.replace("TensorBase", "Tensor")
+    )
 
 
 def handles(*functions: Any) -> Callable[[Handler], Handler]:

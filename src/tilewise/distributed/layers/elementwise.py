@@ -24,10 +24,10 @@ BINARY = (
     "add addcdiv addcmul atan2 bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max clamp_min clip "
     "copysign div divide eq float_power floor_divide fmax fmin fmod ge greater greater_equal gt hypot le lerp less "
     "less_equal logical_and logical_or logical_xor lt masked_fill maximum minimum mul multiply ne not_equal pow "
-    "prelu remainder rsub sub subtract true_divide where xlogy copy_ __add__ __radd__ __iadd__ __sub__ __rsub__ "
+    "remainder rsub sub subtract true_divide where xlogy copy_ __add__ __radd__ __iadd__ __sub__ __rsub__ "
     "__isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ "
-    "__floordiv__ __pow__ __rpow__ __ipow__ __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ "
-    "__xor__"
+    "__floordiv__ __pow__ __rpow__ __ipow__ __mod__ __rmod__ __imod__ __rfloordiv__ __ifloordiv__ __rand__ __ror__ "
+    "__rxor__ __iand__ __ior__ __ixor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__"
 )
 
 
@@ -78,6 +78,12 @@ def _register() -> None:
 
 
 _register()
+
+
+@handles(torch.prelu, torch.Tensor.prelu)
+def _prelu(input: Shard, weight: torch.Tensor) -> Shard:
+    """The weight belongs to channels, whatever its place among dimensions."""
+    return input.like(torch.prelu(input.local, input.space.replicated(current_layer("prelu"), weight)))
 
 
 @handles(F.dropout, torch.dropout)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, aligned, handles, local, space_of
+from tilewise.distributed.shard import Shard, handles, local, operand, space_of
 
 Tensor = torch.Tensor
 SAME = (
@@ -32,6 +32,11 @@ def _size(x: Shard, dim: int | None = None) -> torch.Size | int:
 @handles(Tensor.numel, torch.numel, Tensor.nelement)
 def _numel(x: Shard) -> int:
     return _shape(x).numel()
+
+
+@handles(Tensor.__len__)
+def _len(x: Shard) -> int:
+    return _shape(x)[0]
 
 
 def _of_part(name: str) -> None:
@@ -90,9 +95,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Shard:
     what = current_layer("cat")
     like = space_of(*tensors)
     dim = free(like, dim, what)
-    if not all(isinstance(tensor, Shard) for tensor in tensors):
-        raise ValueError(f"{what}: some of its tensors are cut across ranks and some are whole: scatter() those")
-    return like.like(torch.cat([aligned(like, tensor, what) for tensor in tensors], dim))
+    return like.like(torch.cat([operand(like, tensor, what) for tensor in tensors], dim))
 
 
 @handles(torch.stack)
@@ -102,9 +105,7 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> Shard:
     dims = like.dim() + 1
     if not 0 <= dim % dims <= dims + min(like.spatial.grid.dims) - 1:
         raise ValueError(f"{what}: dim={dim} would come behind a dimension that is cut across ranks")
-    if not all(isinstance(tensor, Shard) for tensor in tensors):
-        raise ValueError(f"{what}: some of its tensors are cut across ranks and some are whole: scatter() those")
-    return like.like(torch.stack([aligned(like, tensor, what) for tensor in tensors], dim))
+    return like.like(torch.stack([operand(like, tensor, what) for tensor in tensors], dim))
 
 
 def _along(function: Callable[..., Any], name: str, default: int | None) -> None:

@@ -1,0 +1,161 @@
+"""Other views of a cut tensor, cropping, and linear layers: whole on every rank where what is cut would be merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tilewise.distributed.layout import Cuts, Layout
+from tilewise.distributed.names import current_layer
+from tilewise.distributed.shard import Shard, handles
+
+Tensor = torch.Tensor
+
+
+def moved(layout: Layout, places: Sequence[int], dims: int) -> Layout:
+    """The layout of a tensor with ``dims`` dimensions whose cut ones are at ``places``, counted from the front."""
+    return replace(layout, grid=replace(layout.grid, dims=tuple(place - dims for place in places)))
+
+
+def fronts(x: Shard) -> list[int]:
+    """The dimensions that are cut, counted from the front."""
+    dims = x.dim()
+    return [dims + dim for dim in x.spatial.grid.dims]
+
+
+def reshaped(x: Shard, shape: Sequence[int]) -> Tensor:
+    """``x`` in another shape: by parts where each dimension that is cut stays one, else whole, on every rank."""
+    old, new = x.shape, list(shape)
+    if -1 in new:
+        known = math.prod(n for n in new if n != -1)
+        if new.count(-1) > 1 or known == 0 or old.numel() % known:
+            raise ValueError(f"{current_layer('reshape')}: shape={tuple(shape)} does not fit an image of {tuple(old)}")
+        new[new.index(-1)] = old.numel() // known
+    if math.prod(new) != old.numel():
+        raise ValueError(f"{current_layer('reshape')}: shape={tuple(shape)} does not fit an image of {tuple(old)}")
+    places, part = [], list(new)
+    for place, (start, stop) in zip(fronts(x), x.spatial.own, strict=True):
+        behind = math.prod(old[place + 1 :])
+        found = [i for i, n in enumerate(new) if n == old[place] and math.prod(new[i + 1 :]) == behind]
+        if not found or found[-1] in places:
+            return x.gather().reshape(new)
+        places.append(found[-1])
+        part[found[-1]] = stop - start
+    return x.like(x.local.reshape(part), moved(x.spatial, places, len(new)))
+
+
+def _sizes(shape: tuple[Any, ...]) -> Sequence[int]:
+    return shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+
+
+@handles(Tensor.view, Tensor.reshape, torch.reshape)
+def _reshape(x: Shard, *shape: Any, **kwargs: Any) -> Tensor:
+    return reshaped(x, _sizes(shape) if shape else next(iter(kwargs.values())))
+
+
+@handles(Tensor.flatten, torch.flatten)
+def _flatten(x: Shard, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    shape = list(x.shape)
+    first, last = start_dim % len(shape), end_dim % len(shape)
+    return reshaped(x, [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]])
+
+
+@handles(Tensor.unflatten, torch.unflatten)
+def _unflatten(x: Shard, dim: int, sizes: Sequence[int]) -> Tensor:
+    shape = list(x.shape)
+    dim %= len(shape)
+    sizes = list(sizes)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = shape[dim] // -math.prod(sizes)
+    return reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
+
+
+def _permuted(x: Shard, order: Sequence[int]) -> Shard:
+    order = [d % x.dim() for d in order]
+    return x.like(x.local.permute(order), moved(x.spatial, [order.index(place) for place in fronts(x)], len(order)))
+
+
+@handles(Tensor.permute, torch.permute)
+def _permute(x: Shard, *dims: Any, **kwargs: Any) -> Shard:
+    return _permuted(x, _sizes(dims) if dims else kwargs["dims"])
+
+
+@handles(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims, torch.swapdims)
+def _transpose(x: Shard, first: int, second: int) -> Shard:
+    order = list(range(x.dim()))
+    order[first], order[second] = order[second], order[first]
+    return _permuted(x, order)
+
+
+@handles(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
+def _movedim(x: Shard, source: Any, destination: Any) -> Shard:
+    order = torch.empty((1,) * x.dim()).expand(*range(1, x.dim() + 1)).movedim(source, destination).shape
+    return _permuted(x, [size - 1 for size in order])
+
+
+@handles(Tensor.unsqueeze, torch.unsqueeze)
+def _unsqueeze(x: Shard, dim: int) -> Shard:
+    dims = x.dim() + 1
+    dim %= dims
+    return x.like(x.local.unsqueeze(dim), moved(x.spatial, [p + (p >= dim) for p in fronts(x)], dims))
+
+
+@handles(Tensor.squeeze, torch.squeeze)
+def _squeeze(x: Shard, dim: Any = None) -> Shard:
+    """Dimensions of size 1; one that is cut stays, though it be as small."""
+    shape, cut = x.shape, set(fronts(x))
+    given = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
+    gone = sorted(d % len(shape) for d in given if shape[d] == 1 and d % len(shape) not in cut)
+    places = [p - sum(d < p for d in gone) for p in fronts(x)]
+    return x.like(x.local.squeeze(gone), moved(x.spatial, places, len(shape) - len(gone)))
+
+
+@handles(Tensor.__getitem__)
+def _getitem(x: Shard, index: Any) -> Shard:
+    """Slices, numbers and ``None``: along dimensions that are cut, slices without a step, which crop."""
+    what, shape, cut = current_layer("indexing"), x.shape, fronts(x)
+    given = list(index) if isinstance(index, tuple) else [index]
+    real = sum(item is not None and item is not Ellipsis for item in given)
+    if Ellipsis in [item for item in given if not isinstance(item, Tensor)]:
+        at = next(i for i, item in enumerate(given) if item is Ellipsis)
+        given[at : at + 1] = [slice(None)] * (len(shape) - real)
+    given += [slice(None)] * (len(shape) - sum(item is not None for item in given))
+    taken: list[Any] = []
+    cuts: dict[int, Cuts] = {}
+    places: dict[int, int] = {}
+    dim = made = 0
+    for item in given:
+        if item is not None and not isinstance(item, (int, slice)):
+            raise ValueError(f"{what}: [{item!r}]: numbers, slices and None would do on an image cut across ranks")
+        if item is not None and dim in cut:
+            if not isinstance(item, slice) or item.step not in (None, 1):
+                raise ValueError(f"{what}: dimension {dim} is cut across ranks: a slice without a step would do")
+            start, stop, _ = item.indices(shape[dim])
+            points = x.spatial.cuts[cut.index(dim)]
+            cuts[dim] = tuple(min(max(point, start), max(stop, start)) - start for point in points)
+            first, last = x.spatial.own[cut.index(dim)]
+            item = slice(max(start - first, 0), max(min(stop, last) - first, 0))
+            places[dim] = made
+        taken.append(item)
+        dim += item is not None
+        made += not isinstance(item, int)
+    layout = replace(x.spatial, cuts=tuple(cuts[d] for d in cut))
+    return x.like(x.local[tuple(taken)], moved(layout, [places[d] for d in cut], made))
+
+
+@handles(F.linear)
+def _linear(input: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """By parts along other dimensions than the last; whole, on every rank, where that is cut."""
+    what = current_layer("linear")
+    if not isinstance(input, Shard):
+        raise ValueError(f"{what}: its weight is cut across ranks and its input is not")
+    if -1 in input.spatial.grid.dims:
+        return F.linear(input.gather(), weight, bias)
+    space = input.space
+    b = None if bias is None else space.replicated(what, bias)
+    return input.like(F.linear(input.local, space.replicated(what, weight), b))

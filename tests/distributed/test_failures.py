@@ -1,0 +1,82 @@
+"""Ranks that differ, raise, die or hang: an error on every other within the time given, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.ranks import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tilewise.distributed import SpatialParallel
+
+
+class Faulty(nn.Module):
+    """Raises, ends or sleeps on one rank, forwards or backwards."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        super().__init__()
+        self.kind, self.rank = kind, rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() != self.rank:
+            return x
+        if self.kind == "backward":
+            x.register_hook(self._fail)
+        elif self.kind == "raises":
+            raise OSError("the disk is full")
+        elif self.kind == "dies":
+            os._exit(1)
+        elif self.kind == "hangs":
+            time.sleep(60)
+        return x
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        os._exit(1)
+
+
+def step(kind: str, timeout: float) -> tuple[float, str]:
+    ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), Faulty(kind, 1), nn.Conv2d(2, 2, 3, padding=1))
+    if kind == "model" and dist.get_rank() == 2:
+        model[2] = nn.Conv2d(2, 2, 5, padding=1)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("h",))
+    began = time.monotonic()
+    try:
+        parallel = SpatialParallel(model, mesh, timeout=timeout)
+        x = torch.ones(1, 2, 12, 6, requires_grad=True)
+        for number in range(3):
+            began = time.monotonic()
+            size = 11 if kind == "size" and number == 1 and dist.get_rank() == 1 else 12
+            parallel(parallel.scatter(x[:, :, :size])).gather().sum().backward()
+    except Exception as error:
+        return time.monotonic() - began, f"{type(error).__name__}: {error}"
+    return time.monotonic() - began, "nothing happened"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "limit"),
+    [
+        ("model", ["RankMismatch", "2.weight (2, 2, 3, 3)", "rank 2 has 'parameter 2.weight (2, 2, 5, 5)"], 3),
+        ("size", ["rank 1", "(1, 2, 12, 6)", "(1, 2, 11, 6)"], 5),
+        ("raises", ["rank 1 failed in forward", "OSError: the disk is full"], 3),
+        ("dies", ["rank 1 ended or gave no answer", "'2' (Conv2d)"], 3),
+        ("backward", ["rank 1 ended or gave no answer", "the backward of"], 3),
+        ("hangs", ["rank 1 ended or gave no answer for 2 s", "'2' (Conv2d)"], 5),
+    ],
+)
+def test_every_other_rank_hears_of_it(kind: str, words: list[str], limit: float) -> None:
+    found: list[Any] = run(3, step, kind, 2.0, timeout=20, may_die=True, without=1 if kind == "hangs" else None)
+    heard = [pair for pair in found if pair is not None]
+    assert len(heard) >= 2
+    for seconds, text in heard:
+        if text.startswith("OSError"):
+            continue
+        assert all(word in text for word in words), text
+        assert seconds < limit, text

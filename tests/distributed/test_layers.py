@@ -1,0 +1,141 @@
+"""Layers other than convolutions on 2 to 5 ranks against one device in float64, with gradients."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed import models
+from tests.distributed.ranks import against_one_device, parallel, run
+from torch import nn
+from torch.nn import functional as F
+
+from tilewise.distributed import Shard, UnknownLayer
+
+
+def pools(ranks: int, count: int) -> None:
+    draw = random.Random(f"pools {ranks}")
+    for number in range(count):
+        torch.manual_seed(number)
+        against_one_device(models.pooling(draw, ranks), f"case {number}:")
+
+
+class Of(nn.Module):
+    """A function of an image and three parameters: one number a channel, one an element, and a linear layer's."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.name, self.function = name, function
+        self.scale = nn.Parameter(torch.rand(1, 4, 1, 1) + 0.5)
+        self.place = nn.Parameter(torch.rand(1, 4, 6, 8))
+        self.weight = nn.Parameter(torch.rand(5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.function(self, x)
+        return found + 0 * (self.scale.sum() + self.place.sum() + self.weight.sum())
+
+    def extra_repr(self) -> str:
+        return self.name
+
+
+def squeeze_and_excite(m: Of, x: torch.Tensor) -> torch.Tensor:
+    pooled = F.adaptive_avg_pool2d(x, 1).flatten(1)
+    return x * torch.sigmoid(F.linear(F.linear(pooled, m.weight), m.weight.mT)).view(-1, 4, 1, 1)
+
+
+def in_place(m: Of, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.scale
+    y += x
+    y.mul_(2).clamp_(-3, 3)
+    y -= m.place
+    return F.leaky_relu(y, 0.2, inplace=True)
+
+
+FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "arithmetic": lambda m, x: (2 - x) * m.scale / (x.abs() + 1) + x**2 - 3 % (x.detach() + 9) + m.place,
+    "activations": lambda m, x: F.silu(x) + F.gelu(x) + F.hardswish(x) + x.tanh() + torch.sigmoid(x) + F.elu(x),
+    "prelu": lambda m, x: F.prelu(x, m.scale.flatten()) + torch.where(x > 0, x, m.place) + torch.maximum(x, m.scale),
+    "in place": in_place,
+    "squeeze": squeeze_and_excite,
+    "cat": lambda m, x: torch.cat([x, x * m.scale, m.place.expand(2, -1, -1, -1)], dim=1),
+    "chunks": lambda m, x: sum(x.chunk(2, 1)) * x[:, :2] * torch.stack([x, x], 1)[:, 1, 2:],
+    "crop": lambda m, x: x[..., 1:5, 2:-1] * 2 + x[:, 1:2, :4, 1:-2],
+    "views": lambda m, x: x.view(2, 2, 2, 6, 8).transpose(1, 2).reshape(2, 4, 6, 8)
+    + x.flatten(0, 1).unflatten(0, (2, 4)),
+    "channels last": lambda m, x: F.linear(x.permute(0, 2, 3, 1), m.weight).softmax(-1).permute(0, 3, 1, 2),
+    "flatten": lambda m, x: F.linear(x.flatten(2).mean(2), m.weight),
+    "means": lambda m, x: x.mean((2, 3)) + (x.square() * m.place).mean(dim=[-1, -2], keepdim=True).flatten(1) + x.sum(),
+    "channel mean": lambda m, x: x - x.mean(1, keepdim=True) + x.sum((0, 1), keepdim=True),
+    "softmax": lambda m, x: F.log_softmax(x, 1) + x.softmax(dim=1) * F.glu(torch.cat([x, x], 1), 1),
+    "shapes": lambda m, x: x * x.shape[-1] + x.size(2) + x.size()[3] + x.numel() + len(x) + x.new_zeros(1)
+    if not isinstance(x, Shard) else x * x.shape[-1] + x.size(2) + x.size()[3] + x.numel() + len(x),
+    "used twice": lambda m, x: (x * m.scale).mean((2, 3)) * m.scale.flatten() + (x * m.scale).amax() * 0
+    if not isinstance(x, Shard) else (x * m.scale).mean((2, 3)) * m.scale.flatten(),
+}  # fmt: skip
+
+
+def functions(ranks: int) -> None:
+    draw = random.Random(f"functions {ranks}")
+    meshes = models.MESHES[ranks]
+    for i, (name, function) in enumerate(FUNCTIONS.items()):
+        torch.manual_seed(i)
+        case = models.placed(draw, ranks, Of(name, function), 4, (6, 8), meshes[i % len(meshes)])
+        against_one_device(case, name)
+
+
+def randomness() -> tuple[float, float]:
+    """Each rank drops other elements, and all draw the same numbers afterwards."""
+    torch.manual_seed(3)
+    p = parallel(nn.Sequential(nn.Dropout(0.3), nn.Dropout2d(0.25)), (dist.get_world_size(),), ("h",))
+    x = p.scatter(torch.ones(8, 8, 7, 40), {"h": (0, 1, 7) if dist.get_world_size() == 2 else (0, 2, 2, 7)})
+    whole = p(x).gather()
+    kept = F.dropout(p.scatter(torch.ones(8, 8, 7, 40)), 0.3).gather()
+    assert abs(kept.count_nonzero().item() / kept.numel() - 0.7) < 0.02
+    assert not torch.equal(kept[:, :, 0], kept[:, :, -1])
+    by_channel = whole.amax((2, 3))
+    assert set(by_channel.unique().tolist()) <= {0.0, by_channel.max().item()}
+    return whole.sum().item(), torch.rand(()).item()
+
+
+def refusals() -> None:
+    ranks = dist.get_world_size()
+
+    class Strange(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.rfft(x)
+
+    p = parallel(nn.Sequential(nn.ReLU(), nn.Sequential(Strange())), (ranks,), ("h",))
+    x = p.scatter(torch.ones(1, 2, 8, 8))
+    for call, error, words in (
+        (lambda: Strange()(x), UnknownLayer, "fft_rfft in forward of Strange: .*gather"),
+        (lambda: x + p.scatter(torch.ones(1, 2, 4, 8)), ValueError, "do not fit together"),
+        (lambda: x + torch.ones(3, 1), ValueError, "does not fit"),
+        (lambda: torch.cat([x, x], 2), ValueError, "dim=2 is cut across ranks"),
+        (lambda: x.unfold(2, 2, 1), UnknownLayer, "Tensor.unfold"),
+        (lambda: torch.add(x, x, out=torch.ones(1, 2, 8, 8)), ValueError, "out="),
+        (lambda: torch.ones(1, 2, 8, 8).add_(x), ValueError, "whole tensor"),
+        (lambda: p.scatter(torch.ones(3), None), ValueError, "no dimension 'h'"),
+        (lambda: p.scatter(torch.ones(1, 1, 8, 8), {"h": (0, 9)}), ValueError, "cuts="),
+        (lambda: F.conv2d(x, torch.ones(2, 3, 1, 1)), ValueError, "input has 2 channels"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            call()
+
+
+def everything(ranks: int) -> Any:
+    pools(ranks, 50)
+    functions(ranks)
+    if ranks < 4:
+        refusals()
+        return randomness()
+    return None
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_layers(ranks: int) -> None:
+    found = run(ranks, everything, ranks)
+    assert len(set(found)) == 1
