@@ -23,7 +23,7 @@ from tilewise.planner.divisions import BATCH_LEVEL, Choice, Divisions, choice_of
 from tilewise.planner.estimate import Profile
 from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, peak_is_known, rounds
 from tilewise.planner.operands import Tensors, make_operands, make_result
-from tilewise.planner.options import NoPlanError, Options
+from tilewise.planner.options import NoPlanError, Options, no_plan_text
 from tilewise.planner.pareto import front, thin
 from tilewise.planner.partitions import Partitions, told_as
 from tilewise.planner.store import Store
@@ -292,7 +292,7 @@ class Search:
             return checked
         if self.baseline_allowed:
             return self._baseline_plan()
-        raise NoPlanError(_no_plan_text(self.problem, self.options, self.log))
+        raise NoPlanError(no_plan_text(self.problem, self.options, self.log))
 
     def _is_behind(self, plan: Plan) -> bool:
         """Whether torch's choice is so much faster that running ``plan`` whole would be a waste."""
@@ -321,6 +321,10 @@ class Search:
                 continue
             if over := self._over_limit(workspace):
                 self._drop(replace(plan, workspace=workspace), over)
+                # Nobody but torch takes more than it said: its parts would be chosen again at another size.
+                self.wrong |= {
+                    (p.solver, p.config): over for p in plan.leaves() if not plan.leaf and self._is_baseline(p)
+                }
                 continue
             # Timed as a layer runs it: like torch, each call allocates its result.
             calls.append(functools.partial(bound, a, b, self._bias()))
@@ -490,10 +494,3 @@ class Search:
 
 class _Dropped(Exception):
     """The best plan was none: the search starts again without it."""
-
-
-def _no_plan_text(problem: ConvProblem, options: Options, log: list[Measurement]) -> str:
-    limit = "no workspace limit" if options.workspace is None else f"{format_bytes(options.workspace)} of workspace"
-    lines = [f"no plan for {problem.key} under {limit}:"]
-    lines += dict.fromkeys(f"  {m.solver} {m.config}: {m.reason}" for m in log if m.reason)
-    return "\n".join(lines)

@@ -28,7 +28,7 @@ MOST_KINDS = 16
 
 @dataclass(frozen=True)
 class _Tiling:
-    """One division: its parts, the problem that most are of, and the plans for that."""
+    """One division: its parts, the problem that most of the axis goes to, and the plans for that."""
 
     sizes: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -56,15 +56,14 @@ class Tilings:
     """What was lost on a part of some size, the latest last."""
 
     def plans(self) -> list[Plan]:
-        """The front of divisions, fastest first; times are sums of their parts'."""
+        """Divisions by the best sizes, each size's front; times are sums of their parts'."""
         tilings = sorted(self._tilings(), key=lambda tiling: tiling.ms)
         found: list[Plan] = []
         for completed, tiling in enumerate(tilings):
             if not self.exhaustive and (completed >= MOST_COMPLETED or tiling.ms > HOPELESS * tilings[0].ms):
                 break
             found += self._completed(tiling)
-        kept = front((plan.time_ms, plan.workspace) for plan in found)
-        return [found[i] for i in thin(kept)]
+        return found
 
     def why_none(self) -> str:
         """Why :meth:`plans` is empty."""
@@ -93,7 +92,10 @@ class Tilings:
                 break
             sizes = self.solver.cut(self._problem, size)
             parts = self.solver.children(self._problem, Config(sizes=sizes))
-            kinds = Counter(part.problem for part in parts if part.problem is not None)
+            kinds: Counter[ConvProblem] = Counter()
+            for length, part in zip(sizes, parts, strict=True):
+                if part.problem is not None:
+                    kinds[part.problem] += length
             options = self._options_beside(next(iter(kinds), None))
             if options is None or not kinds or len(kinds) > MOST_KINDS:
                 continue

@@ -68,10 +68,11 @@ class SpaceTile(Split):
         return tuple(part for length in stretches for part in _tiles(length, size))
 
     def child(self, p: ConvProblem, size: int) -> ConvProblem:
-        """The problem of most tiles of ``size``; of the first of them where as many differ."""
+        """The problem of most tiles of ``size``."""
         parts = self.children(p, Config(sizes=self.cut(p, size)))
         counts = Counter(part.problem for part in parts if part.problem is not None)
-        return counts.most_common(1)[0][0]
+        axis = self.axis_of(p)
+        return max(counts, key=lambda kind: counts[kind] * kind.extent(axis))
 
     def children(self, p: ConvProblem, c: Config) -> tuple[Part, ...]:
         """The tiles in order; those that differ in nothing else promise the alignment that all of them have."""
