@@ -206,6 +206,18 @@ def test_tiles_of_an_image_of_a_micro_batch(clock: Clock) -> None:
         assert plan.workspace <= 16 * 1024
 
 
+def test_what_blocks_the_batch_itself_is_tried_on_tiles_of_all_images(clock: Clock) -> None:
+    problem = toys.small(batch=3, channels=2, size=40)
+    with world(clock, rowwise(clock, blocks_itself=True), space_tile):
+        plan = search(problem, workspace=16 * 1024).best()
+        assert plan.solver == "space_tile"
+        assert {leaf.solver for leaf in plan.leaves()} == {"rows"}
+    with world(clock, rowwise(clock), space_tile):
+        other = search(problem, workspace=16 * 1024)
+        assert other.best().solver == "micro_batch"
+    assert reasons(other.log)["space_tile"] == "not tried: micro-batches come first, and then tiles of one image"
+
+
 def test_a_solver_that_the_border_defies_is_replaced_there(clock: Clock) -> None:
     def unsupported(self: Solver, p: ConvProblem) -> list[str]:
         return [] if p.axes[0].before == p.axes[0].after else ["uneven padding"]

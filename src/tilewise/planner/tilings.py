@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from tilewise import solvers
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.divisions import GAIN, HOPELESS, Deeper, TrialOf, division_of, sums_apart, tensors_of
 from tilewise.planner.options import Options
@@ -68,6 +69,8 @@ class Tilings:
     def why_none(self) -> str:
         """Why :meth:`plans` is empty."""
         if self._among() == frozenset():
+            if self._problem.batch > 1:
+                return "not tried: micro-batches come first, and then tiles of one image"
             return "not tried: nothing that the workspace limit kept out is estimated to be faster"
         if not self.lost:
             return "no size of parts to try"
@@ -117,10 +120,14 @@ class Tilings:
         return found
 
     def _among(self) -> frozenset[str] | None:
-        """A cut costs more than it saves, save for what the limit kept out and might gain, or where the whole asks."""
+        """A cut costs more than it saves, save for what the limit kept out and might gain, or where the whole asks.
+
+        Of several images that is what blocks the batch by itself: what does not is tried on tiles of a micro-batch.
+        """
         if self.exhaustive or not self.solver.idle(self._problem):
             return None
-        return frozenset(name for (name, _), ms in self.trial.blocked.items() if ms < self.trial.best_ms)
+        names = {name for (name, _), ms in self.trial.blocked.items() if ms < self.trial.best_ms}
+        return frozenset(n for n in names if self._problem.batch == 1 or solvers.get(n).blocks_itself)
 
     def _options_beside(self, part: ConvProblem | None) -> Options | None:
         """Those of the parts, beside the sum of parts in fp32; ``None`` where that alone is over the limit."""
