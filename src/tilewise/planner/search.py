@@ -239,9 +239,8 @@ class Search:
             if self.options.batch_sizes == "undivided":
                 reasons = reasons or ["batch_sizes=undivided"]
             batch = solver.level <= BATCH_LEVEL
-            if not batch and not patient and not trial.blocked:
-                idle = solver.idle(problem)
-                reasons = reasons or ([f"not tried: {idle}"] if idle else [])
+            if not (batch or patient or trial.blocked) and (idle := solver.idle(problem)):
+                reasons = reasons or [f"not tried: {idle}"]
             if reasons:
                 if depth == 0:
                     self.log.append(Measurement(solver.name, solver.version, Config(), reason="; ".join(reasons)))
@@ -321,10 +320,7 @@ class Search:
                 continue
             if over := self._over_limit(workspace):
                 self._drop(replace(plan, workspace=workspace), over)
-                # Nobody but torch takes more than it said: its parts would be chosen again at another size.
-                self.wrong |= {
-                    (p.solver, p.config): over for p in plan.leaves() if not plan.leaf and self._is_baseline(p)
-                }
+                self._note_torchs_parts(plan, workspace)
                 continue
             # Timed as a layer runs it: like torch, each call allocates its result.
             calls.append(functools.partial(bound, a, b, self._bias()))
@@ -483,6 +479,13 @@ class Search:
             return execute.bind(plan, problem, a, b, out)(a, b, None, out)
 
         return errors_of(problem, compute, plan)
+
+    def _note_torchs_parts(self, plan: Plan, workspace: int) -> None:
+        """Torch alone takes more than it was seen to: now in a row, so that its parts would be chosen again."""
+        for problem, leaf in leaf_parts(plan):
+            if self._is_baseline(leaf):
+                kept = Measurement(leaf.solver, leaf.version, leaf.config, leaf.time_ms, workspace)
+                self.store.of(problem)[(leaf.solver, leaf.version, leaf.config)] = kept
 
     def _note(self, plan: Plan) -> None:
         base = self.baseline.time_ms if self.baseline is not None else None

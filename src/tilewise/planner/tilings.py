@@ -58,12 +58,13 @@ class Tilings:
 
     def plans(self) -> list[Plan]:
         """Divisions by the best sizes, each size's front; times are sums of their parts'."""
-        tilings = sorted(self._tilings(), key=lambda tiling: tiling.ms)
         found: list[Plan] = []
-        for completed, tiling in enumerate(tilings):
-            if not self.exhaustive and (completed >= MOST_COMPLETED or tiling.ms > HOPELESS * tilings[0].ms):
-                break
-            found += self._completed(tiling)
+        sizes = list(self.solver.sizes(self._problem, self.trial.options.batch_sizes))
+        while sizes and not found:  # a part that differs may not keep the limit, or a measured one just so
+            for completed, tiling in enumerate(sorted(self._tilings(sizes), key=lambda tiling: tiling.ms)):
+                if completed >= MOST_COMPLETED and not self.exhaustive:
+                    break
+                found += self._completed(tiling)
         return found
 
     def why_none(self) -> str:
@@ -82,17 +83,21 @@ class Tilings:
     def _problem(self) -> ConvProblem:
         return self.trial.problem
 
-    def _tilings(self) -> list[_Tiling]:
-        """Divisions of falling size whose parts inside can be computed."""
+    def _tilings(self, left: list[int]) -> list[_Tiling]:
+        """Divisions of falling size whose parts inside can be computed, until they lose.
+
+        Sizes are those ``left``, from which what was looked at is taken.
+        """
         best, worse, found = self.trial.best_ms, 0, list[_Tiling]()
         blocked, among, prior = self.trial.blocked, self._among(), dict[tuple[str, int, Config], float]()
         if among == frozenset():
-            return found
+            left.clear()
         whole = self._problem.extent(self.solver.axis_of(self._problem))
-        for size in self.solver.sizes(self._problem, self.trial.options.batch_sizes):
+        while left:
             promising = any(estimate < best for estimate in blocked.values())
             if found and not self.exhaustive and not promising and (worse or found[-1].ms > HOPELESS * best):
                 break
+            size = left.pop(0)
             sizes = self.solver.cut(self._problem, size)
             parts = self.solver.children(self._problem, Config(sizes=sizes))
             kinds: Counter[ConvProblem] = Counter()
@@ -117,6 +122,8 @@ class Tilings:
                 found.append(_Tiling(sizes, parts, inside, plans, ms))
                 worse = 0 if ms < GAIN * best else worse + 1
                 best = min(best, ms)
+            else:
+                worse += 1
         return found
 
     def _among(self) -> frozenset[str] | None:
