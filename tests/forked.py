@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import runpy
@@ -14,11 +15,15 @@ from pathlib import Path
 
 __all__ = ["ForkedScript", "run_script", "server"]
 
-PRELOADED = ["torch", "scipy.optimize", "sqlite3", *(["numba"] if sys.platform == "linux" else [])]
+LATE = ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "torch._dynamo")
+"""What torch imports at the first backward, comparison of tensors, and checkpoint."""
+PRELOADED = ["torch", *LATE, "scipy.optimize", "sqlite3", "pytest", "hypothesis"]
+if importlib.util.find_spec("numba") is not None:
+    PRELOADED.append("numba")
 
 
 def server() -> ForkServerContext:
-    """The context whose processes share nothing with this one. What cannot be imported is left out."""
+    """The context whose processes share nothing with this one. It has imported nothing of tilewise."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

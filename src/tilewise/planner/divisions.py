@@ -121,8 +121,10 @@ class Divisions:
             first, step = self.share
             for size in between[first::step]:
                 self._tried(size, rate, None, None)
-        else:
-            self._try_between(between, rate)
+        elif between:
+            # What is left of a size between may be a power of two below those that gained.
+            untried = [size for size in self.solver.sizes(self.problem, policy) if size not in self.fronts]
+            self._try_between([*between, *untried], rate)
 
     def _try_rests(self) -> None:
         """What the smallest size so far leaves of the whole is made up of smaller ones, fast or not."""
