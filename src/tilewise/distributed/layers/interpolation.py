@@ -34,7 +34,7 @@ def _axes(
     device: str,
 ) -> tuple[Resampling, ...]:
     """The axes of an interpolation. Its errors are torch's."""
-    whole = torch.empty(shape, device="meta")
+    whole = torch.empty((0, 1, *shape[2:]))  # which costs no work
     given: dict[str, Any] = {"size": size, "scale_factor": factors, "mode": mode, "align_corners": align_corners}
     out = F.interpolate(whole, recompute_scale_factor=recompute, antialias=antialias, **given).shape[2:]
     dims = len(shape) - 2
@@ -67,14 +67,18 @@ def _plan(layout: Layout, axes: tuple[Resampling, ...]) -> _Plan:
     )
     own = all(axis.factor for axis in axes)
     needs = tuple(
-        tuple(_need(axis, *outs, *ins, own) for outs, ins in zip(*map(itertools.pairwise, cuts), strict=True))
-        for axis, *cuts in zip(cut, out.cuts, layout.cuts, strict=True)
+        tuple(
+            _need(axis, outs, ins, own)
+            for outs, ins in zip(itertools.pairwise(points), itertools.pairwise(cuts), strict=True)
+        )
+        for axis, points, cuts in zip(cut, out.cuts, layout.cuts, strict=True)
     )
     return _Plan(out, needs, own)
 
 
-def _need(axis: Resampling, first: int, last: int, start: int, stop: int, own: bool) -> Interval:
-    """The inputs that outputs ``[first, last)`` are made of, beside inputs ``[start, stop)``."""
+def _need(axis: Resampling, outs: Interval, ins: Interval, own: bool) -> Interval:
+    """The inputs that outputs ``outs`` are made of, at a rank that holds ``ins``."""
+    (first, last), (start, stop) = outs, ins
     if first == last:
         return start, start
     if own:

@@ -23,7 +23,11 @@ def _pixel_shuffle(input: Any, upscale_factor: int) -> Shard:
     out = layout.with_cuts(
         {dim: tuple(cut * r for cut in cuts) for dim, cuts in zip(layout.grid.dims, layout.cuts, strict=True)}
     )
-    return x.like(F.pixel_shuffle(part, r), out)
+    if part.numel():
+        return x.like(F.pixel_shuffle(part, r), out)
+    # Torch's own, and its backward, leave sizes of an empty part as they are.
+    *batch, channels, h, w = part.shape
+    return x.like(part.reshape(*batch, channels // (r * r), h * r, w * r), out)
 
 
 @handles(F.pixel_unshuffle)
@@ -37,7 +41,6 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> Shard:
     blocks = {dim: tuple((cut + r // 2) // r for cut in points) for dim, points in cuts.items()}
     x = recut(x, {dim: tuple(point * r for point in points) for dim, points in blocks.items()}, what)
     *batch, channels, h, w = x.local.shape
-    # Torch leaves the shape of an empty part as it is.
     blocked = x.local.reshape(*batch, channels, h // r, r, w // r, r)
     n = len(batch)
     order = [*range(n + 1), n + 2, n + 4, n + 1, n + 3]
@@ -48,7 +51,7 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> Shard:
 @handles(torch.channel_shuffle)
 def _channel_shuffle(input: Any, groups: int) -> Shard:
     what = current_layer("channel_shuffle")
-    x = input
+    x: Shard = input
     free(x, 1, what)
     if groups < 1 or x.shape[1] % groups:
         raise ValueError(f"{what}: groups={groups}: a divisor of its {x.shape[1]} channels would do")
