@@ -87,8 +87,9 @@ def interpolation(draw: random.Random, ranks: int) -> Case:
     while True:
         case = _interpolation(draw, ranks)
         out = case.layer(torch.zeros(case.shape, dtype=torch.float64))
-        # Antialiased images of width 1 have the first row in all rows: a fault of torch 2.13 on CPUs.
-        if out.shape[-1] == 1 and case.layer.plain.get("antialias"):
+        # Of torch 2.13 on CPUs: antialiased images of width 1 have the first row in all rows, and those that keep their
+        # size are copied, where backward is of a filter.
+        if case.layer.plain.get("antialias") and (out.shape[-1] == 1 or out.shape == case.shape):
             continue
         # Where the nearest are nearly twice as many, torch's backward is not of its forward, but in two dimensions.
         doubled = any(m == 2 * n for n, m in zip(case.shape[2:], out.shape[2:], strict=True))

@@ -98,9 +98,9 @@ def refusals(ranks: int) -> None:
 
 def everything(ranks: int) -> None:
     assert dist.get_world_size() == ranks
-    many(drawn.norm, ranks, 40)
-    many(drawn.interpolation, ranks, 50)
-    many(drawn.padding, ranks, 40)
+    many(drawn.norm, ranks, 25)
+    many(drawn.interpolation, ranks, 30)
+    many(drawn.padding, ranks, 25)
     many(drawn.shuffle, ranks, 15)
     networks(ranks)
     if ranks == 2:

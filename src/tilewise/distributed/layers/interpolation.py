@@ -38,6 +38,8 @@ def _axes(
     given: dict[str, Any] = {"size": size, "scale_factor": factors, "mode": mode, "align_corners": align_corners}
     out = F.interpolate(whole, recompute_scale_factor=recompute, antialias=antialias, **given).shape[2:]
     dims = len(shape) - 2
+    if antialias and out == shape[2:]:
+        return tuple(Resampling(n, n, "nearest", dims=dims, device=device) for n in out)  # torch copies it
     scales: Sequence[float | None] = [None] * dims
     if factors is not None and not recompute and mode != "area":
         scales = factors if isinstance(factors, tuple) else [factors] * dims

@@ -56,4 +56,5 @@ def _channel_shuffle(input: Any, groups: int) -> Shard:
     if groups < 1 or x.shape[1] % groups:
         raise ValueError(f"{what}: groups={groups}: a divisor of its {x.shape[1]} channels would do")
     part = x.local
-    return x.like(part.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2) if part.numel() else part)
+    split = part.reshape(part.shape[0], groups, part.shape[1] // groups, *part.shape[2:])
+    return x.like(split.transpose(1, 2).reshape(part.shape))
