@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.distributed.models import Case
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from tilewise.distributed import Shard, SpatialParallel, layers
 
 layers.load()
 
-BY_BACKWARD = "torch.fx.experimental.symbolic_shapes"
-"""torch imports it at the first backward."""
+LATE = ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "torch._dynamo")
+"""What torch imports at the first backward, comparison of tensors, and checkpoint."""
 
 _forking = multiprocessing.get_context("forkserver")
 
@@ -34,7 +34,7 @@ _forking = multiprocessing.get_context("forkserver")
 def _start_server() -> None:
     """Have the server import what ranks import before it forks; it takes its path from the environment."""
     _forking.set_forkserver_preload(
-        ["tests.distributed.ranks", "tests.distributed.models", "torch.distributed.tensor", BY_BACKWARD]
+        ["tests.distributed.ranks", "tests.distributed.models", "pytest", "hypothesis", *LATE]
     )
     root = Path(__file__).parents[2]
     before = os.environ.get("PYTHONPATH")
@@ -48,14 +48,20 @@ def _start_server() -> None:
             os.environ["PYTHONPATH"] = before
 
 
-def _rank(pipe: Connection, function: Callable[..., Any], rank: int, ranks: int, store: str, args: Any) -> None:
+def _rank(
+    pipe: Connection, function: Callable[..., Any], rank: int, ranks: int, store: str, device: str, args: Any
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
         # Without a host name to look up, whatever the network here.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+            torch.set_default_device("cuda")
+        backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
+            backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
         )
         pipe.send((True, function(*args)))
     except BaseException:
@@ -73,6 +79,7 @@ def run(
     timeout: float = 60,
     may_die: bool = False,
     without: int | None = None,
+    device: str = "cpu",
 ) -> list[Any]:
     """What ``function(*args)`` gives on each rank; a hang is a failure.
 
@@ -84,7 +91,9 @@ def run(
         for rank in range(ranks):
             ours, theirs = _forking.Pipe(duplex=False)
             process = _forking.Process(
-                target=_rank, args=(theirs, function, rank, ranks, str(Path(folder) / "store"), args), daemon=True
+                target=_rank,
+                args=(theirs, function, rank, ranks, str(Path(folder) / "store"), device, args),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -112,7 +121,6 @@ def run(
     return [found[rank][1] for rank in range(ranks)]
 
 
-_meshes: dict[Any, DeviceMesh] = {}
 _parallels: dict[Any, SpatialParallel] = {}
 
 
@@ -120,7 +128,7 @@ def parallel(module: torch.nn.Module, shape: tuple[int, ...], dims: tuple[str, .
     """``module`` on a mesh of all ranks; connections are made once for a mesh, as they take longest."""
     key = (shape, dims)
     if key not in _parallels:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims)
+        mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=dims)
         _parallels[key] = SpatialParallel(torch.nn.Identity(), mesh, dims, timeout=20)
     made = SpatialParallel.__new__(SpatialParallel)
     torch.nn.Module.__init__(made)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.distributed import models
 from tests.distributed.ranks import against_one_device, close, parallel, run
 
+from tilewise.distributed import replicated
 from tilewise.distributed import share as share_module
 
 
@@ -28,7 +29,7 @@ def many(ranks: int, seed: int, count: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_convolutions(ranks: int) -> None:
-    run(ranks, many, ranks, 0, 60)
+    run(ranks, many, ranks, 0, 70 - 8 * ranks)
 
 
 def network() -> None:
@@ -61,8 +62,33 @@ def tail() -> None:
 
 
 def networks() -> None:
-    network()
-    tail()
+    whole = replicated.BUCKET
+    for replicated.BUCKET in (whole, 200):  # all gradients in one message, and large ones alone
+        network()
+        tail()
+    replicated.BUCKET = whole
+    modes()
+
+
+def modes() -> None:
+    """Without gradients, and under autocast, as on one device."""
+    torch.manual_seed(2)
+    net = models.Net()
+    p = parallel(copy.deepcopy(net), (dist.get_world_size(),), ("h",))
+    x = torch.randn(1, 2, 12, 8)
+    expected = net(x).detach()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            torch.testing.assert_close(p(p.scatter(x)).gather(), expected)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        half = net(x)
+        found = p(p.scatter(x)).gather()
+    assert found.dtype is half.dtype is torch.bfloat16
+    torch.testing.assert_close(found, half, rtol=0.05, atol=0.05)
+    found.float().square().mean().backward()
+    half.float().square().mean().backward()
+    for a, b in zip(p.parameters(), net.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() < 0.03 * b.grad.norm() + 1e-3
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

@@ -44,9 +44,9 @@ def step(kind: str, timeout: float) -> tuple[float, str]:
     ranks = dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), Faulty(kind, 1), nn.Conv2d(2, 2, 3, padding=1))
-    if kind == "model" and dist.get_rank() == 2:
+    if kind == "model" and dist.get_rank() == ranks - 1:
         model[2] = nn.Conv2d(2, 2, 5, padding=1)
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("h",))
+    mesh = init_device_mesh(torch.get_default_device().type, (ranks,), mesh_dim_names=("h",))
     began = time.monotonic()
     try:
         parallel = SpatialParallel(model, mesh, timeout=timeout)
@@ -55,6 +55,8 @@ def step(kind: str, timeout: float) -> tuple[float, str]:
             began = time.monotonic()
             size = 11 if kind == "size" and number == 1 and dist.get_rank() == 1 else 12
             parallel(parallel.scatter(x[:, :, :size])).gather().sum().backward()
+            assert x.grad is not None
+            x.grad.sum().item()  # a GPU is waited for here
     except Exception as error:
         return time.monotonic() - began, f"{type(error).__name__}: {error}"
     return time.monotonic() - began, "nothing happened"
@@ -65,7 +67,7 @@ def step(kind: str, timeout: float) -> tuple[float, str]:
     [
         ("model", ["RankMismatch", "2.weight (2, 2, 3, 3)", "rank 2 has 'parameter 2.weight (2, 2, 5, 5)"], 3),
         ("size", ["rank 1", "(1, 2, 12, 6)", "(1, 2, 11, 6)"], 5),
-        ("raises", ["rank 1 failed in forward", "OSError: the disk is full"], 3),
+        ("raises", ["rank 1 failed in '1' (Faulty)", "OSError: the disk is full"], 3),
         ("dies", ["rank 1 ended or gave no answer", "'2' (Conv2d)"], 3),
         ("backward", ["rank 1 ended or gave no answer", "the backward of"], 3),
         ("hangs", ["rank 1 ended or gave no answer for 2 s", "'2' (Conv2d)"], 5),

@@ -18,11 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tilewise.comm.watch import Watch, raise_in_main
+
 __all__ = ["Link", "PeerError", "Pending"]
 
 GRACE_S = 0.5
 """How long a rank that lost another waits for what the others write of it."""
 TAGS = 2**30
+NCCL_LATER_S = 60.0
 
 _links: dict[tuple[int, ...], itertools.count[int]] = {}
 
@@ -60,37 +63,53 @@ class Pending:
 class Link:
     """Ranks ``ranks`` (global, in the order of their index), of which this process is one.
 
-    ``timeout`` is in seconds: what another rank has not answered by then is an error. Every one of the ranks makes its
-    ``Link`` at the same point of the program. Raises ``ValueError`` where this process is none of them.
+    ``timeout`` is in seconds: what another rank has not answered by then is an error. Tensors are on devices of
+    ``device_type``. Every one of the ranks makes its ``Link`` at the same point of the program. Raises ``ValueError``
+    where this process is none of them.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+    def __init__(self, ranks: Sequence[int], timeout: float, device_type: str = "cpu") -> None:
         self.ranks = tuple(ranks)
         if dist.get_rank() not in self.ranks:
             raise ValueError(f"ranks={self.ranks}: rank {dist.get_rank()} is not among them")
         if timeout <= 0:
             raise ValueError(f"timeout={timeout!r}: seconds above 0 would do")
         self.index, self.timeout = self.ranks.index(dist.get_rank()), timeout
+        self._on_gpu = device_type != "cpu"
         self.group, self.sums = self._new_group(None), self._new_group(None)
-        on_gpu = "nccl" in dist.get_backend(self.group)
-        self.control = self._new_group("gloo") if on_gpu else self.sums
+        self.control = self._new_group("gloo") if self._on_gpu else self.sums
         self._in_group = tuple(sorted(self.ranks).index(rank) for rank in self.ranks)
         number = next(_links.setdefault(self.ranks, itertools.count()))
-        self._key = f"tilewise/{'-'.join(map(str, self.ranks))}/{number}"
+        self.key = f"tilewise/{'-'.join(map(str, self.ranks))}/{number}"
         self.told: set[bytes] = set()
         """Digests of texts that this rank has written for the others with :meth:`tell_words`."""
-        self._exchanges = 0
+        self.progress, self.doing = 0, "nothing yet"
+        """How many exchanges and sums were begun here, and where in the model the last was."""
         self._broken: PeerError | None = None
-        if on_gpu:
+        if self._on_gpu:
             # NCCL lets a part of a group talk only once all of it has.
             for group in (self.group, self.sums):
                 dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
+            Watch(self).start()
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:
-        limit = timedelta(seconds=self.timeout)
+        # Where NCCL runs out of time it ends the process: the watch comes before it.
+        late = self._on_gpu and backend is None
+        limit = timedelta(seconds=self.timeout + (NCCL_LATER_S if late else 0))
         group = dist.new_group(list(self.ranks), timeout=limit, backend=backend, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank is lost; there are no more exchanges."""
+        return self._broken is not None
+
+    def _begin(self, what: str) -> None:
+        if self._broken is not None:
+            raise self._broken
+        self.progress += 1
+        self.doing = what
 
     @property
     def size(self) -> int:
@@ -110,10 +129,8 @@ class Link:
         with nothing to send: exchanges are numbered, and a number is one exchange on all ranks. ``what`` says where in
         the model this is; ``like`` has the type and device of what is received.
         """
-        if self._broken is not None:
-            raise self._broken
-        self._exchanges += 1
-        tag = self._exchanges % TAGS
+        self._begin(what)
+        tag = self.progress % TAGS
         kept = [tensor.contiguous() for _, tensor in sends]
         received = [torch.empty(tuple(shape), dtype=like.dtype, device=like.device) for _, shape in receives]
         operations = [(dist.irecv, tensor, index) for (index, _), tensor in zip(receives, received, strict=True)] + [
@@ -153,8 +170,7 @@ class Link:
 
     def start_sum(self, what: str, tensor: torch.Tensor) -> dist.Work:
         """Begin to sum ``tensor`` over the ranks in place; it may be read after :meth:`finish_sum`."""
-        if self._broken is not None:
-            raise self._broken
+        self._begin(what)
         try:
             work = dist.all_reduce(tensor, group=self.sums, async_op=True)
         except RuntimeError as error:
@@ -185,11 +201,11 @@ class Link:
 
     def tell_words(self, name: str, text: str) -> None:
         """Write ``text`` where the other ranks find it by ``name``."""
-        distributed_c10d._get_default_store().set(f"{self._key}/words/{name}", text)
+        distributed_c10d._get_default_store().set(f"{self.key}/words/{name}", text)
 
     def words(self, name: str) -> str:
         """The text that another rank wrote as ``name``."""
-        return distributed_c10d._get_default_store().get(f"{self._key}/words/{name}").decode()
+        return distributed_c10d._get_default_store().get(f"{self.key}/words/{name}").decode()
 
     def tell(self, what: str, error: BaseException) -> None:
         """Write why this rank fails, once, and break its connections. A rank that only heard of it tells nothing."""
@@ -205,35 +221,49 @@ class Link:
         if self._broken is not None:
             return self._broken
         names = " and ".join(f"rank {self.ranks[index]}" for index in peers)
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         own = f"rank {self.ranks[self.index]} waited for {names} in {what}"
         self._post({"waited": own})
-        self._break()
+        if not self._on_gpu:
+            self._break()
         time.sleep(GRACE_S)
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        self._broken = PeerError(self._story(own, first_line))
+        return self._broken
+
+    def _story(self, own: str, first_line: str) -> str:
         said = self._posted()
         failed = [entry["failed"] for entry in said.values() if "failed" in entry]
-        silent = [f"rank {self.ranks[index]}" for index in self.others if index not in said]
         if failed:
-            text = f"{'; '.join(failed)} ({own})"
-        elif silent:
-            waited = "; ".join([own, *(entry["waited"] for index, entry in said.items() if index != self.index)])
-            text = f"{' and '.join(silent)} ended or gave no answer for {self.timeout:g} s ({waited}: {first_line})"
-        else:
-            text = "; ".join(entry["waited"] for entry in said.values()) + f": {first_line}"
-        self._broken = PeerError(text)
-        return self._broken
+            return f"{'; '.join(failed)} ({own})"
+        waited = [own, *(entry["waited"] for index, entry in said.items() if index != self.index)]
+        silent = [f"rank {self.ranks[index]}" for index in self.others if index not in said]
+        if not silent:
+            return f"{'; '.join(waited)}: {first_line}"
+        return (
+            f"{' and '.join(silent)} ended or gave no answer for {self.timeout:g} s ({'; '.join(waited)}: {first_line})"
+        )
+
+    def give_up(self, index: int | None) -> None:
+        """From the watching thread: rank ``index`` is lost (``None``: the store is).
+
+        The main thread gets the error first and is then woken.
+        """
+        if self._broken is None:
+            said = "it went no further" if index is not None else "the ranks' store is gone"
+            raise_in_main(self.lost(self.doing, self.others if index is None else (index,), RuntimeError(said)))
+            self._break()
 
     def _post(self, entry: dict[str, str]) -> None:
         # Where the store went with the rank that kept it, the broken connection is all the others hear.
         with contextlib.suppress(RuntimeError):
-            distributed_c10d._get_default_store().set(f"{self._key}/{self.index}", json.dumps(entry))
+            distributed_c10d._get_default_store().set(f"{self.key}/{self.index}", json.dumps(entry))
 
     def _posted(self) -> dict[int, dict[str, str]]:
         found: dict[int, dict[str, str]] = {}
         with contextlib.suppress(RuntimeError):
             store = distributed_c10d._get_default_store()
             for index in range(self.size):
-                key = f"{self._key}/{index}"
+                key = f"{self.key}/{index}"
                 if store.check([key]):
                     found[index] = json.loads(store.get(key))
         return found
@@ -241,12 +271,12 @@ class Link:
     def _break(self) -> None:
         """End every connection, so that whoever waits at the other end wakes."""
         for group in dict.fromkeys((self.group, self.sums, self.control)):
-            if "nccl" in dist.get_backend(group):
+            if self._on_gpu and group is not self.control:
                 group.abort()
             elif self.size > 1:
                 # Gloo has no abort: a receive that runs out of time ends the connections of its group.
                 with contextlib.suppress(RuntimeError):
                     peer = self._in_group[self.others[0]]
-                    work = dist.irecv(torch.empty(1), group=group, tag=TAGS, group_src=peer)
+                    work = dist.irecv(torch.empty(1, device="cpu"), group=group, tag=TAGS, group_src=peer)
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))

@@ -8,7 +8,7 @@ from types import FrameType
 
 from torch import nn
 
-__all__ = ["current_layer", "remember"]
+__all__ = ["current_layer", "failed_layer", "remember"]
 
 _names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _CALL = nn.Module._call_impl.__code__
@@ -25,9 +25,21 @@ def current_layer(function: str) -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL:
-            module = frame.f_locals["self"]
-            name = _names.get(module)
-            kind = type(module).__name__
-            return f"{function} of {kind}" if not name else f"{function} of {name!r} ({kind})"
+            return f"{function} of {_described(frame.f_locals['self'])}"
         frame = frame.f_back
     return function
+
+
+def failed_layer(error: BaseException) -> str:
+    """The innermost module whose forward ``error`` left, in words."""
+    found, trace = "forward", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is _CALL:
+            found = _described(trace.tb_frame.f_locals["self"])
+        trace = trace.tb_next
+    return found
+
+
+def _described(module: nn.Module) -> str:
+    name, kind = _names.get(module), type(module).__name__
+    return f"{name!r} ({kind})" if name else kind

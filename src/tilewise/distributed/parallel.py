@@ -14,7 +14,8 @@ from tilewise.comm.comparison import Comparison
 from tilewise.comm.link import Link
 from tilewise.distributed import layers
 from tilewise.distributed.layout import NAMES, Cuts, Grid, Layout, even_cuts
-from tilewise.distributed.names import remember
+from tilewise.distributed.names import failed_layer, remember
+from tilewise.distributed.passes import Passes
 from tilewise.distributed.replicated import Parameters
 from tilewise.distributed.shard import Shard, Space
 from tilewise.distributed.whole import gather, scatter
@@ -27,7 +28,8 @@ class SpatialParallel(nn.Module):
 
     ``dims`` are of ``"d"``, ``"h"`` and ``"w"``, the last three dimensions of a tensor. ``mesh`` is a ``DeviceMesh``
     with dimensions of those names, or as many without names; its other dimensions are somebody else's, such as data
-    parallelism's. A rank that does not answer within ``timeout`` seconds is an error on all others.
+    parallelism's. A rank that does not answer within ``timeout`` seconds is an error on all others. ``passes`` computes
+    a rank's own convolutions, by torch where not given.
 
     Every rank makes it of the same module with the same weights, and computes the same program::
 
@@ -49,15 +51,21 @@ class SpatialParallel(nn.Module):
     module: nn.Module
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, dims: Sequence[str] = ("h",), *, timeout: float = 60.0
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        dims: Sequence[str] = ("h",),
+        *,
+        timeout: float = 60.0,
+        passes: Passes | None = None,
     ) -> None:
         super().__init__()
         layers.load()
         names = tuple(dims)
         ranks, grid = _among(mesh, names)
         self.dims = names
-        link = Link(ranks, timeout)
-        self.space = Space(link, grid)
+        link = Link(ranks, timeout, mesh.device_type)
+        self.space = Space(link, grid, passes)
         self._agreed: set[str] = set()
         self._wrap(module)
         with link.telling("SpatialParallel"):
@@ -74,7 +82,7 @@ class SpatialParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; inputs that are images are :class:`Shard`."""
         link = self.space.link
-        with link.telling("forward"):
+        try:
             text = self._about((*args, *kwargs.values()))
             inputs = Comparison(link, text, "their inputs")
             # The first time, and where waiting costs nothing beside the work, nothing is sent before all agree.
@@ -86,7 +94,10 @@ class SpatialParallel(nn.Module):
             result = self.module(*args, **kwargs)
             if late:
                 inputs.finish()
-            return result
+        except BaseException as error:
+            link.tell(failed_layer(error), error)
+            raise
+        return result
 
     def _about(self, inputs: tuple[Any, ...]) -> str:
         shards = [value for value in inputs if isinstance(value, Shard)]

@@ -94,7 +94,7 @@ def _transpose(x: Shard, first: int, second: int) -> Shard:
 
 @handles(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
 def _movedim(x: Shard, source: Any, destination: Any) -> Shard:
-    order = torch.empty((1,) * x.dim()).expand(*range(1, x.dim() + 1)).movedim(source, destination).shape
+    order = torch.empty((1,) * x.dim(), device="meta").expand(*range(1, x.dim() + 1)).movedim(source, destination).shape
     return _permuted(x, [size - 1 for size in order])
 
 
