@@ -81,7 +81,7 @@ def taps(axis: Resampling) -> Taps:
         else:
             found = F.interpolate(ramp, scale_factor=(axis.scale, *map(float, rest)), mode=axis.mode)
         return Taps(found.view(-1, 1).long().cpu(), None)
-    out = torch.arange(axis.out, dtype=torch.float64)
+    out = torch.arange(axis.out, dtype=torch.float64, device="cpu")
     if axis.antialias:
         return _filtered(axis, out)
     if axis.mode == "area":
@@ -131,7 +131,7 @@ def _filtered(axis: Resampling, out: torch.Tensor) -> Taps:
     centre = axis.step * (out + 0.5)
     first = (centre - half * widen + 0.5).trunc().clamp_min(0)
     last = (centre + half * widen + 0.5).trunc().clamp_max(axis.size)
-    index = first[:, None] + torch.arange(int((last - first).max()), dtype=torch.float64)
+    index = first[:, None] + torch.arange(int((last - first).max()), dtype=torch.float64, device="cpu")
     weight = function((index - centre[:, None] + 0.5).abs() / widen)
     weight = torch.where(index < last[:, None], weight, 0.0)
     return Taps(torch.minimum(index, last[:, None] - 1).long(), weight / weight.sum(1, keepdim=True))
@@ -141,7 +141,7 @@ def _bins(axis: Resampling) -> Taps:
     """Means of the inputs that lie under an output, as adaptive pooling has them."""
     bounds = [(i * axis.size // axis.out, -(-(i + 1) * axis.size // axis.out)) for i in range(axis.out)]
     longest = max(stop - start for start, stop in bounds)
-    start, stop = (torch.tensor(side).view(-1, 1) for side in zip(*bounds, strict=True))
-    index = start + torch.arange(longest)
+    start, stop = (torch.tensor(side, device="cpu").view(-1, 1) for side in zip(*bounds, strict=True))
+    index = start + torch.arange(longest, device="cpu")
     weight = (index < stop).double() / (stop - start)
     return Taps(torch.minimum(index, stop - 1), None if longest == 1 else weight)
