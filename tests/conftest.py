@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from tests import interpreter as interpreter  # before anything imports Triton: what is defined without it compiles
 
 # No deadline: a speed is never asserted in a test. In CI the drawn problems are the same every time.
 hypothesis.settings.register_profile("tilewise", deadline=None, derandomize="CI" in os.environ, print_blob=True)
