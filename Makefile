@@ -10,7 +10,7 @@ STAMP := .venv/.complete
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test unit gpu-test lint format docs clean
+.PHONY: help demo test test-all unit gpu-test lint format docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -22,6 +22,10 @@ test: lint unit ## lint, then run all tests that this machine can run
 
 unit: $(STAMP) ## the tests alone; ARGS='-k word' narrows them
 	$(BIN)/python -m pytest -n $(JOBS) --timeout $(TEST_TIMEOUT) $(ARGS)
+
+# Emulated kernels take seconds a case: make test runs a sample of their cases.
+test-all: lint ## as test, with every case of every test (half an hour)
+	TILEWISE_EVERY_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --timeout $(TEST_TIMEOUT) $(ARGS)
 
 # Uses whatever Python is current and has torch with CUDA: installs nothing, needs no network.
 gpu-test: ## the tests marked gpu, in the current environment

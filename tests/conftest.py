@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from tests import interpreter as interpreter  # before anything imports Triton: what is defined without it compiles
 
 # No deadline: a speed is never asserted in a test. In CI the drawn problems are the same every time.
 hypothesis.settings.register_profile("tilewise", deadline=None, derandomize="CI" in os.environ, print_blob=True)
@@ -23,14 +24,39 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(threads)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where torch sees no GPU."""
+EVERY = "TILEWISE_EVERY_TEST"
+"""Environment variable: set, tests marked ``sampled`` run all of their cases."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave most cases of sampled tests out, and skip GPU tests where torch sees no GPU."""
+    if not os.environ.get(EVERY):
+        left_out = _left_out(items)
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of tests marked ``sampled(n)``, all cases but n that lie evenly among them. Those for a GPU all run."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("gpu"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    found = []
+    for each in cases.values():
+        marker = each[0].get_closest_marker("sampled")
+        assert marker is not None
+        last, steps = len(each) - 1, max(1, marker.args[0] - 1)
+        kept = {round(i * last / steps) for i in range(marker.args[0])}
+        found += [item for i, item in enumerate(each) if i not in kept]
+    return found
 
 
 WHOLE = 2000
@@ -44,12 +70,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if len(session.items) < WHOLE or not worker or importlib.util.find_spec("numba") is None:
         return
     from tilewise.kernels.cpu import compiling
+    from tilewise.solvers._depthwise_cpu import WIDEST
 
     folder = kernel_folder(session.config._tmp_path_factory)  # type: ignore[attr-defined]
     number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    jobs = [(load, lanes) for lanes in (16, 4) for load in (compiling.load, compiling.load_direct)]
-    jobs.append((lambda lanes: compiling.load_fused_lowering(lanes, 3, 8, gradient=False), 16))
-    jobs += [(compiling._winograd, lanes) for lanes in (16, 4)]
+    widths = dict.fromkeys((WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4), 4))
+    jobs = [(load, lanes) for lanes in widths for load in (compiling.load, compiling._winograd, compiling.load_direct)]
+    jobs.append((lambda lanes: compiling._fused_lowering(), 4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tilewise.cache.kernel_dir", lambda: folder)
         for load, lanes in jobs[number::count]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import run_script
 
 pytest.importorskip("sklearn")
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -19,8 +19,7 @@ def demo(*arguments: str, cache: Path, kernels: Path) -> subprocess.CompletedPro
     environment = {**os.environ, "TILEWISE_CACHE_DIR": str(cache)}
     paths = [str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    command = [sys.executable, str(REPOSITORY / "examples" / "demo.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    return run_script(str(REPOSITORY / "examples" / "demo.py"), *arguments, environment=environment, timeout=280)
 
 
 def test_demo_replaces_divides_and_trains_alike(tmp_path: Path, kernels: Path) -> None:

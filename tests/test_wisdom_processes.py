@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests import wisdom_workers as workers
+from tests.forked import server
 from tests.wisdom_workers import BATCH, CONSTRAINTS, ENVIRONMENT
 
 from tilewise.wisdom import Wisdom, WisdomWarning
@@ -29,9 +29,7 @@ WRITERS = 8
 @pytest.fixture(scope="module")
 def processes() -> ForkServerContext:
     """Starts processes that share nothing with this one, quickly."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.wisdom_workers"])
-    return context
+    return server()
 
 
 @contextlib.contextmanager

@@ -8,14 +8,15 @@ import json
 import math
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import process
 from harness.registry import entries
 from harness.result import SCHEMA
+from tests.forked import ForkedScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = [entry.name for entry in entries()]
@@ -27,15 +28,17 @@ NOTHING_ON_A_CPU = {
 """Benchmarks without a second side on a CPU, and what their message names."""
 
 
-def command(*arguments: str, cache: Path) -> dict[str, Any]:
+def begin(*arguments: str, cache: Path) -> ForkedScript:
     environment = {**os.environ, "TILEWISE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    # Without these it would begin again, in a process whose memory allocator is told of them.
+    environment |= process.MALLOC
     paths = [str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return {"args": [sys.executable, str(REPOSITORY / "benchmarks" / "run.py"), *arguments], "env": environment}
+    return ForkedScript(str(REPOSITORY / "benchmarks" / "run.py"), *arguments, environment=environment)
 
 
 def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(**command(*arguments, cache=cache), capture_output=True, text=True, timeout=240, check=False)
+    return begin(*arguments, cache=cache).finished(timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +125,11 @@ def test_figures_go_on_where_they_stopped(cache: Path, tmp_path: Path) -> None:
 )
 def test_a_run_that_is_ended_keeps_its_rows(name: str, options: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
     given = [word for option in options for word in ("--set", option)]
-    process = subprocess.Popen(
-        **command(name, "--quick", "--device", "cpu", "--out", str(tmp_path), *given, cache=cache),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    begun = begin(name, "--quick", "--device", "cpu", "--out", str(tmp_path), *given, cache=cache)
     end = time.monotonic() + 120
-    while process.poll() is None and not list(tmp_path.rglob("*.json")) and time.monotonic() < end:
+    while begun.poll() is None and not list(tmp_path.rglob("*.json")) and time.monotonic() < end:
         time.sleep(0.01)
-    process.kill()
-    process.wait()
+    begun.kill()
     (saved,) = tmp_path.rglob("*.json")
     document = json.loads(saved.read_text())
     assert document["rows"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import tempfile
 import time
@@ -11,7 +10,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -19,33 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.distributed.models import Case
+from tests.forked import server
 from torch.distributed.device_mesh import init_device_mesh
 
 from tilewise.distributed import Shard, SpatialParallel, layers
 
 layers.load()
-
-LATE = ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "torch._dynamo")
-"""What torch imports at the first backward, comparison of tensors, and checkpoint."""
-
-_forking = multiprocessing.get_context("forkserver")
-
-
-def _start_server() -> None:
-    """Have the server import what ranks import before it forks; it takes its path from the environment."""
-    _forking.set_forkserver_preload(
-        ["tests.distributed.ranks", "tests.distributed.models", "pytest", "hypothesis", *LATE]
-    )
-    root = Path(__file__).parents[2]
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root), *([before] if before else [])])
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
 def _rank(
@@ -85,12 +62,11 @@ def run(
 
     A rank that may die, and the one that is done without, give ``None``.
     """
-    _start_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):
-            ours, theirs = _forking.Pipe(duplex=False)
-            process = _forking.Process(
+            ours, theirs = server().Pipe(duplex=False)
+            process = server().Process(
                 target=_rank,
                 args=(theirs, function, rank, ranks, str(Path(folder) / "store"), device, args),
                 daemon=True,

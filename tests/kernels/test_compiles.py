@@ -43,6 +43,7 @@ def check(program: Program, folder: Path) -> None:
     assert done.returncode == 0, done.stderr[:4000]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize(
     ("dims", "layout", "dtype"),
@@ -53,6 +54,7 @@ def test_transforms(dims: int, layout: str, dtype: torch.dtype, inverse: bool, t
     check(transform(dims, layout, inverse, dtype).program, tmp_path)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "axes",
     [

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.forked import ForkedScript
 
 PRELUDE = """
 import sys
@@ -31,22 +30,21 @@ def run(script: str, tmp_path: Path, ranks: int = 2) -> list[str]:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
     whole = PRELUDE + script + "\ndist.destroy_process_group()\n"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", whole, str(rank), str(tmp_path / "store"), str(ranks)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**environment, "TILEWISE_CACHE_DIR": str(tmp_path / f"cache{rank}")},
+    begun = [
+        ForkedScript(
+            "-c", whole, str(rank), str(tmp_path / "store"), str(ranks),
+            environment={**environment, "TILEWISE_CACHE_DIR": str(tmp_path / f"cache{rank}")},
         )
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        results = [process.communicate(timeout=120) for process in processes]
+        results = [process.finished(timeout=120) for process in begun]
     finally:
-        for process in processes:
+        for process in begun:
             process.kill()
-    for process, (_, err) in zip(processes, results, strict=True):
-        assert process.returncode == 0, err
-    return [out for out, _ in results]
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    return [result.stdout for result in results]
 
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")

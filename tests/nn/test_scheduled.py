@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import toys
+from tests.forked import run_script
 from tests.nn.dividing import Dividing
 from tests.planner.simulated import PROFILE
 from torch import nn
@@ -357,8 +356,5 @@ def test_two_processes(tmp_path: Path, kernels: Path) -> None:
         share_kernels(cache, kernels)
         variables = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "TILEWISE_CACHE_DIR": str(cache)}
         variables["OMP_NUM_THREADS"] = "1"
-        done = subprocess.run(
-            [sys.executable, "-W", "error:::tilewise", "-c", SCRIPT, step, str(tmp_path / "s.json")],
-            env=variables, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        done = run_script("-c", SCRIPT, step, str(tmp_path / "s.json"), environment=variables)
         assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.forked import run_script
 from tests.nn.test_ranks import run as run_ranks
 
 import tilewise
@@ -58,9 +59,7 @@ if __name__ == "__main__":
 
 def start(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TILEWISE_CACHE_DIR": str(folder / "cache")}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment | variables, capture_output=True, text=True, timeout=120
-    )
+    return run_script(*words, cwd=folder, environment=environment | variables)
 
 
 def test_a_script_as_it_is(tmp_path: Path) -> None:

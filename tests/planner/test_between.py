@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests import toys
 from tests.planner.simulated import Clock, search, simulated, world
@@ -54,6 +54,7 @@ def planned(lines: list[Line], batch: int, kib: int, rigor: str) -> tuple[float,
     st.integers(5, 60),
     st.integers(1, 300),
 )
+@example(fast=(2, 9, 1), slow=10, batch=10, kib=9)
 def test_the_best_division_is_found_with_few_measurements(fast: Line, slow: int, batch: int, kib: int) -> None:
     """Where time and workspace grow in proportion, as they nearly do, nothing is missed."""
     lines = [fast, (0, slow, 0)]

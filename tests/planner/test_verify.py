@@ -94,6 +94,43 @@ def test_each_plan_of_a_division_is_compared(pass_: Pass, monkeypatch: pytest.Mo
         assert errors_of(problem, wrong, plan).l2 > 1e-4
 
 
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+def test_of_a_large_image_stripes_are_compared(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends and both sides of a seam between plans, also below a division of the batch."""
+    monkeypatch.setattr(verify, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(verify, "REFERENCE_BYTES", 1)
+    problem = toys.small(pass_, batch=2, channels=2, size=30)
+    leaves = tuple(Plan(name, "plain", 1) for name in ("first", "inside", "last"))
+    tiles = Plan("image", "space_tile", 1, Config(sizes=(1, 10, 10, 8, 1)), leaves, (1, 3, 1))
+    plan = Plan(problem.key, "micro_batch", 1, Config(sizes=(1, 1)), (tiles,), (2,))
+    assert errors_of(problem, right(problem), plan).l2 < 1e-6
+    for row in (0, 1, 28, 29):
+        assert errors_of(problem, spoilt(problem, (slice(None), slice(None), row), 1.01), plan).l2 > 1e-4
+    assert errors_of(problem, spoilt(problem, (slice(None), slice(None), 15), 1.01), plan).l2 < 1e-6
+
+
+def test_rows_of_a_large_image_that_read_nothing_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(verify, "REFERENCE_BYTES", 1)
+    problem = toys.small(batch=1, channels=2, size=30)
+    problem = replace(problem, axes=(replace(problem.axes[0], before=9), problem.axes[1]))
+    assert errors_of(problem, right(problem)).l2 < 1e-6
+
+    def compute(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        result = right(problem)(a, b, out)
+        result[:, :, 1] = 1.0
+        return result
+
+    assert errors_of(problem, compute).l2 > 1e-3
+
+
+def test_a_filters_gradient_is_compared_in_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "REFERENCE_BYTES", 4000)
+    problem = toys.small(Pass.WGRAD, batch=2, channels=4, size=30)
+    assert errors_of(problem, right(problem)).l2 < 1e-6
+    assert errors_of(problem, spoilt(problem, (0,), 1.01)).l2 > 1e-4
+
+
 def test_setting_where_it_should_add_is_seen() -> None:
     for pass_ in Pass:
         problem = toys.small(pass_, accumulate=True)

@@ -226,7 +226,7 @@ def test_a_worker_plans_what_this_process_does_not(crew: Workers, wisdom: Wisdom
     def slowly(job: Job) -> None:
         own.append(job)
         if job.problem.device == "cpu":
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 120
             while len(told_by(wisdom)) < 5 and time.monotonic() < deadline:
                 time.sleep(0.01)
 
@@ -248,7 +248,7 @@ def test_a_worker_plans_what_this_process_does_not(crew: Workers, wisdom: Wisdom
 
     def failing(job: Job) -> None:
         own.append(job)
-        worker.wait(20)
+        worker.wait(120)
 
     with pytest.warns(WorkersWarning, match="device='cuda:no such thing'.*exit status 1.*planned elsewhere"):
         crew.plan([Job(p, Options()) for p in broken], failing, told.append)

@@ -59,6 +59,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found, splits=draw(st.integers(1, 3))) if p.pass_ is Pass.WGRAD else found
 
 
+@pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -109,6 +110,7 @@ def test_what_is_offered_runs(pass_: Pass, layout: str) -> None:
         assert error(p, out, want) < BOUND["bf16"], c
 
 
+@pytest.mark.sampled(1)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_long_kernels_are_summed_in_parts(pass_: Pass) -> None:

@@ -68,6 +68,7 @@ def depthwise(
     return ConvProblem(pass_, draw(st.integers(1, 4)), channels, channels, tuple(axes), channels, dtype=dtype)
 
 
+@pytest.mark.sampled(3)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -77,6 +78,7 @@ def test_planes_of_any_size_and_memory(pass_: Pass, dtype: str, data: st.DataObj
     check_drawn(depthwise(pass_, dtype=dtype), data)
 
 
+@pytest.mark.sampled(3)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -107,6 +109,7 @@ def check_drawn(drawn: st.SearchStrategy[ConvProblem], data: st.DataObject) -> N
     check(Emulated(data.draw(st.booleans(), "backwards")), p, c, forms, False)
 
 
+@pytest.mark.sampled(8)
 @emulated
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])  # DGRAD has FPROP's kernels
 @pytest.mark.parametrize(
@@ -139,6 +142,7 @@ def check_config(p: ConvProblem, c: Config) -> None:
         assert (out.double() - want).norm() <= 4e-7 * want.norm()
 
 
+@pytest.mark.sampled(8)
 @emulated
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])
@@ -154,6 +158,7 @@ def test_every_length(pass_: Pass, n: int) -> None:
     check_config(p, c)
 
 
+@pytest.mark.sampled(6)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(
@@ -267,6 +272,7 @@ def test_images_stay_independent(pass_: Pass, dims: int) -> None:
     assert torch.equal(finite, want)
 
 
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tilewise.cli.mesh import MeshAsked, mesh_options, plan_mesh
 from tilewise.cli.program import NO_PLAN, BadInput
 from tilewise.cli.settings import PASSES, Settings, budget_options, devices_option, make_planner, planning_options
 
 if TYPE_CHECKING:
-    from tilewise.planner import Schedule
+    from tilewise.planner import Planner, Schedule
 
 __all__ = ["command"]
 
@@ -29,6 +30,7 @@ __all__ = ["command"]
 @planning_options
 @devices_option
 @budget_options
+@mesh_options
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/plan) instead of tables.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the document to FILE."
@@ -46,6 +48,7 @@ def command(
     devices: str | None,
     total_workspace: str | None,
     policy: str | None,
+    mesh: MeshAsked,
     as_json: bool,
     output: str | None,
     candidates: bool,
@@ -55,7 +58,8 @@ def command(
 
     Plans are remembered: what was measured once, here or in a program, is not measured again. With --memory-limit a
     training step is run (forward, a loss and backward, without an optimizer), each kernel may use what is left at its
-    moment, and the step's peak is measured. Exits with 1 where some layer-pass has no plan within the limit, with the
+    moment, and the step's peak is measured. With --gpus meshes of GPUs are compared by a model of the step's time and
+    memory; nothing is planned for good. Exits with 1 where some layer-pass has no plan within the limit, with the
     reasons, or where nothing keeps the step's or the total. What -o writes is a schedule, which `tilewise.optimize` and
     `tilewise time --schedule` run by.
     """
@@ -72,6 +76,15 @@ def command(
         raise BadInput("--max-batch: of which limit? --memory-limit 16GiB would do")
     options = settings.options()
     budget = settings.budget(total_workspace, policy)
+    mesh.check()
+    if mesh.gpus is not None:
+        others = {"--pass": passes, "--max-batch": max_batch, "--total-workspace": budget, "-o": output}
+        others |= {"--candidates": candidates, "--fronts": fronts}
+        for name, value in others.items():
+            if value:
+                raise BadInput(f"{name}: --gpus compares meshes and makes no schedule; leave one of them out")
+        planner = make_planner(devices, settings.torch_device())
+        ctx.exit(run_mesh(target, mesh, settings, planner, memory_limit, as_json))
     if budget is not None and memory_limit is not None:
         raise BadInput("--total-workspace: --memory-limit gives every kernel its own limit; leave one of them out")
     resolved = resolve(target, settings, passes)
@@ -103,6 +116,22 @@ def command(
             show("", memory_text(found.step, found.largest))
     if summary.unplanned:
         ctx.exit(NO_PLAN)
+
+
+def run_mesh(
+    target: str, mesh: MeshAsked, settings: Settings, planner: Planner, memory_limit: str | None, as_json: bool
+) -> int:
+    """Compare meshes and print them; the exit status."""
+    from tilewise.report.console import show, show_json
+    from tilewise.report.meshes import mesh_document, mesh_table, mesh_text
+    from tilewise.report.tables import heading
+
+    head, choice = plan_mesh(target, mesh, settings, planner, memory_limit)
+    if as_json:
+        show_json(mesh_document(head, choice))
+    else:
+        show(heading(head), mesh_table(choice), "", mesh_text(choice))
+    return 0 if choice.best is not None else NO_PLAN
 
 
 def save(schedule: Schedule, path: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tilewise.plan import format_bytes, parse_bytes
 from tilewise.planner.budget_bound import Points, Relaxed
-from tilewise.planner.budget_exact import cheapest
+from tilewise.planner.budget_exact import TooMany, cheapest
 from tilewise.planner.budget_program import Branches, Limits, load_solver, sums_of, try_milp
 from tilewise.planner.options import NoPlanError
 from tilewise.planner.pareto import front
@@ -23,6 +23,8 @@ __all__ = ["POLICIES", "TIME_LIMIT_S", "Allocation", "Group", "Kernel", "Program
 
 POLICIES = ("arena", "paper_wd")
 TIME_LIMIT_S = 10.0
+MOST_LOOKED_AT = 1_000_000
+"""Partial choices, some 50 ns each: HiGHS takes 20 to 180 ms where there is much to choose."""
 
 Group = Sequence[Sequence[int]]
 """Branches that may run at once, each the indices of the kernels that it runs one after the other."""
@@ -73,11 +75,13 @@ def allocate(
     policy: str = "arena",
     groups: Iterable[Group] = (),
     time_limit_s: float = TIME_LIMIT_S,
+    most_looked_at: int = MOST_LOOKED_AT,
 ) -> Allocation:
     """The fastest choice of a point for each kernel that keeps ``total`` bytes; it is proven to be so.
 
-    ``groups`` say what may run at once, for ``arena``; kernels in none run alone. HiGHS gets ``time_limit_s``; where it
-    has no proof by then (or the limit is 0), an exact method of our own goes on without a limit.
+    ``groups`` say what may run at once, for ``arena``; kernels in none run alone. An exact method of our own comes
+    first, and gives up where it would look at more than ``most_looked_at`` partial choices. Then HiGHS gets
+    ``time_limit_s``; where it has no proof by then (or the limit is 0), our own goes on without a limit.
 
     Raises ``ValueError`` naming the argument at fault, and :class:`NoPlanError` with the least total that works.
     """
@@ -92,18 +96,12 @@ def allocate(
             f"no workspaces keep {format_bytes(total)} ({total} bytes) in all under {policy}: the least total that "
             f"works is {least} bytes ({format_bytes(least)})"
         )
-    if time_limit_s:
-        load_solver()
     start = time.perf_counter()
     most = limits.most(smallest, total)
     kept = [_desirable(kernel, limit) for kernel, limit in zip(kernels, most, strict=True)]
     kept = _worth(kernels, kept, limits, total)
     weighed = _weighed(kernels, kept)
-    left_to_choose = any(len(own) > 1 for own in kept)
-    solved = try_milp(weighed, limits, total, time_limit_s if left_to_choose else 0.0)
-    chosen = cheapest(weighed, limits, total) if solved.choices is None else solved.choices
-    took_ms = (time.perf_counter() - start) * 1e3
-    method = "exact" if solved.choices is None else "milp"
+    chosen, program = _solved(weighed, limits, total, time_limit_s, most_looked_at, start)
     workspaces = [own[i][1] for own, i in zip(weighed, chosen, strict=True)]
     return Allocation(
         policy,
@@ -113,8 +111,28 @@ def allocate(
         math.fsum(own[i][0] for own, i in zip(weighed, chosen, strict=True)),
         tuple(own[i] for own, i in zip(kept, chosen, strict=True)),
         tuple(limits.segments(workspaces, total)),
-        Program(solved.variables, solved.rows, took_ms, True, method),
+        program,
     )
+
+
+def _solved(
+    points: Sequence[Points], limits: Limits, total: int, time_limit_s: float, most_looked_at: int, start: float
+) -> tuple[list[int], Program]:
+    """The index of each kernel's point, and the program as it was solved since ``start``."""
+    solved = try_milp(points, limits, total, 0.0)
+    method, chosen = "exact", None
+    try:
+        chosen = cheapest(points, limits, total, most_looked_at)
+    except TooMany:
+        if time_limit_s:
+            begun = time.perf_counter()
+            load_solver()
+            start += time.perf_counter() - begun
+            chosen, method = try_milp(points, limits, total, time_limit_s).choices, "milp"
+    if chosen is None:
+        chosen, method = cheapest(points, limits, total), "exact"
+    took_ms = (time.perf_counter() - start) * 1e3
+    return chosen, Program(solved.variables, solved.rows, took_ms, True, method)
 
 
 def _worth(kernels: Sequence[Kernel], kept: list[list[int]], limits: Limits, total: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Exact methods for a budget's program without a solver: where HiGHS has no proof at its time limit.
+"""Exact methods for a budget's program without a solver: tried before it, and where it has no proof at its time limit.
 
 Sums are solved stage by stage over the front of (workspace, time) pairs, which bounds by Lagrange's multiplier keep
 short. Groups that share kernels are searched best first.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,30 +18,36 @@ from tilewise.planner.budget_bound import ROUNDING, Points, Relaxed
 from tilewise.planner.budget_program import Branches, Limits
 from tilewise.planner.pareto import front
 
-__all__ = ["cheapest"]
+__all__ = ["TooMany", "cheapest"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def cheapest(points: Sequence[Points], limits: Limits, total: int) -> list[int]:
+class TooMany(Exception):
+    """More choices are in question than were to be looked at."""
+
+
+def cheapest(points: Sequence[Points], limits: Limits, total: int, most: float = math.inf) -> list[int]:
     """The index of each kernel's point in a fastest choice within ``total`` bytes.
 
-    ``points`` are fronts, fastest first; their last points together keep the total.
+    ``points`` are fronts, fastest first; their last points together keep the total. Raises :class:`TooMany` where more
+    than ``most`` choices would be looked at.
     """
     if limits.summed:
-        return cheapest_sum(limits.sized(points), total)
+        return cheapest_sum(limits.sized(points), total, most)
     chosen = [0] * len(points)
     for component in _components(limits.groups):
-        for k, i in _cheapest_at_once(points, component, total).items():
+        for k, i in _cheapest_at_once(points, component, total, most).items():
             chosen[k] = i
     return chosen
 
 
-def cheapest_sum(points: Sequence[Points], total: int) -> list[int]:
+def cheapest_sum(points: Sequence[Points], total: int, most: float = math.inf) -> list[int]:
     """One point of each front with the least time among those whose workspaces sum to at most ``total``.
 
     Each stage adds a kernel to the sums so far. A sum stays if none is as fast in as little, and if its time and what
-    the rest takes at least, memory priced at Lagrange's multiplier, do not exceed a solution that is known.
+    the rest takes at least, memory priced at Lagrange's multiplier, do not exceed a solution that is known. Raises
+    :class:`TooMany` where all stages have more than ``most`` sums.
     """
     if not points:
         return []
@@ -53,6 +60,9 @@ def cheapest_sum(points: Sequence[Points], total: int) -> list[int]:
     stages: list[tuple[Array, Array]] = []
     for k, own in enumerate(points):
         added = np.array([workspace for _, workspace in own], np.int64)
+        most -= bytes_.size * added.size
+        if most < 0:
+            raise TooMany
         all_bytes = (bytes_[:, None] + added).ravel()
         all_ms = (ms[:, None] + np.array([t for t, _ in own])).ravel()
         completed = all_ms[all_bytes + rest_bytes[k + 1] <= total]
@@ -98,15 +108,15 @@ def _components(groups: Sequence[Branches]) -> list[list[Branches]]:
     return [own for _, own in found]
 
 
-def _cheapest_at_once(points: Sequence[Points], groups: list[Branches], total: int) -> dict[int, int]:
+def _cheapest_at_once(points: Sequence[Points], groups: list[Branches], total: int, most: float) -> dict[int, int]:
     """The choices of all kernels in groups that share kernels."""
     kernels = list(dict.fromkeys(k for group in groups for branch in group for k in branch))
     if len(groups) == 1 and sum(map(len, groups[0])) == len(kernels):
-        return _cheapest_branches(points, groups[0], total)
-    return _best_first(points, groups, kernels, total)
+        return _cheapest_branches(points, groups[0], total, most)
+    return _best_first(points, groups, kernels, total, most)
 
 
-def _cheapest_branches(points: Sequence[Points], group: Branches, total: int) -> dict[int, int]:
+def _cheapest_branches(points: Sequence[Points], group: Branches, total: int, most: float) -> dict[int, int]:
     """One group whose branches share no kernel: a sum over the branches' own fronts of (time, segment)."""
     fronts, choices = [], []
     for branch in group:
@@ -119,7 +129,7 @@ def _cheapest_branches(points: Sequence[Points], group: Branches, total: int) ->
         kept = front(listed)
         fronts.append([listed[i] for i in kept])
         choices.append([within[i] for i in kept])
-    taken = cheapest_sum(fronts, total)
+    taken = cheapest_sum(fronts, total, most)
     return {k: i for own, index in zip(choices, taken, strict=True) for k, i in own[index].items()}
 
 
@@ -127,7 +137,9 @@ def _fastest(own: Points, segment: int) -> int:
     return next(i for i, (_, workspace) in enumerate(own) if workspace <= segment)
 
 
-def _best_first(points: Sequence[Points], groups: list[Branches], kernels: list[int], total: int) -> dict[int, int]:
+def _best_first(
+    points: Sequence[Points], groups: list[Branches], kernels: list[int], total: int, most: float
+) -> dict[int, int]:
     """From everybody's fastest point down; the first choice met that keeps the total is a fastest one.
 
     Where a group takes too much, in every solution at least one of its branches has a smaller segment: each is tried.
@@ -141,6 +153,8 @@ def _best_first(points: Sequence[Points], groups: list[Branches], kernels: list[
     first = (0,) * len(kernels)
     waiting, seen = [(time_of(first), first)], {first}
     while True:  # ends: the smallest workspaces keep the total, and every state is met once
+        if len(seen) > most:
+            raise TooMany
         _, state = heapq.heappop(waiting)
         sizes = {k: points[k][i][1] for k, i in zip(kernels, state, strict=True)}
         held = [[max(sizes[k] for k in branch) for branch in group] for group in groups]

@@ -11,17 +11,29 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tilewise import solvers
 from tilewise.execute import carved
 from tilewise.plan import Config, Measurement, Plan, format_bytes
 from tilewise.planner.operands import Tensors, make_result, narrow
 from tilewise.planner.options import Options
 from tilewise.planner.pareto import divide, front, thin
 from tilewise.planner.trial import Known, Trial, leaf_plan
-from tilewise.problem import ConvProblem
+from tilewise.problem import ConvProblem, Part
 from tilewise.solvers import Split
 
-__all__ = ["BATCH_LEVEL", "Choice", "Divisions", "choice_of", "leaf_parts", "part_plans"]
+__all__ = [
+    "BATCH_LEVEL",
+    "GAIN",
+    "HOPELESS",
+    "Choice",
+    "Deeper",
+    "Divisions",
+    "TrialOf",
+    "choice_of",
+    "division_of",
+    "leaf_parts",
+    "sums_apart",
+    "tensors_of",
+]
 
 GAIN = 0.97
 """Smaller parts are looked at further when their time an image falls below this share of the best."""
@@ -35,28 +47,21 @@ Choice = tuple[str, Config, tuple["Choice", ...]]
 """What a plan does: solver, config and the same of its parts."""
 
 TrialOf = Callable[[ConvProblem, Tensors, Options], Trial]
-Deeper = Callable[[ConvProblem, Tensors, Trial], list[Plan]]
+Deeper = Callable[[Trial], list[Plan]]
 
 
 @dataclass
 class Divisions:
-    """The divisions of ``problem`` by ``solver`` into parts that each keep the limit.
+    """The divisions by ``solver`` of the problem of ``trial``, which has been run, into parts that each keep the limit.
 
-    ``trial_of`` makes the trial of a part's leaves on given tensors under given options. ``whole_known`` is what is
-    known of the undivided problem, ``best_ms`` its fastest time within the constraints (infinite where there is none)
-    and ``blocked`` what the limit kept out there. ``deeper`` gives the plans that cut a part again, after its leaves
-    were tried. ``exhaustive``: every size is tried with every candidate. ``for_front``: divisions that are slower and
-    take less workspace count too.
+    ``trial_of`` makes the trial of a part's leaves on given tensors under given options. ``deeper`` gives the plans
+    that cut a part again, after the trial of its leaves was run. ``exhaustive``: every size is tried with every
+    candidate. ``for_front``: divisions that are slower and take less workspace count too.
     """
 
     solver: Split
-    problem: ConvProblem
-    tensors: Tensors
-    options: Options
+    trial: Trial
     trial_of: TrialOf
-    whole_known: Known
-    best_ms: float
-    blocked: dict[tuple[str, Config], float]
     deeper: Deeper
     exhaustive: bool = False
     for_front: bool = False
@@ -64,6 +69,9 @@ class Divisions:
     """Index and count: of the sizes between, one in so many is tried, beginning with that one."""
     fronts: dict[int, list[Plan]] = field(default_factory=dict)
     lost: dict[int, list[Measurement]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.problem, self.tensors, self.options = self.trial.problem, self.trial.tensors, self.trial.options
 
     def plans(self) -> list[Plan]:
         """The front of divisions, fastest first; times are sums of their parts'."""
@@ -75,8 +83,9 @@ class Divisions:
         self._try_sizes()
         points = {size: [(p.time_ms, p.workspace) for p in plans] for size, plans in self.fronts.items() if plans}
         found = divide(self._whole, points, self.options.workspace)
+        picked = ([self.fronts[s][i] for s, i in zip(d.sizes, d.points, strict=True)] for d in found)
         return [
-            _division(self, d.sizes, [self.fronts[s][i] for s, i in zip(d.sizes, d.points, strict=True)]) for d in found
+            division_of(self.problem, self.solver, d.sizes, plans, sums) for d, plans in zip(found, picked, strict=True)
         ]
 
     def why_none(self) -> str:
@@ -90,12 +99,12 @@ class Divisions:
 
     @property
     def _whole(self) -> int:
-        return self.problem.extent(self.solver.axis)
+        return self.problem.extent(self.solver.axis_of(self.problem))
 
     def _try_sizes(self) -> None:
         policy = self.options.batch_sizes
-        rate = self.best_ms / self._whole
-        prior, prior_size, blocked, worse = self.whole_known, self._whole, self.blocked, 0
+        rate = self.trial.best_ms / self._whole
+        prior, prior_size, blocked, worse = self.trial.known, self._whole, self.trial.blocked, 0
         found = 0.0
         for size in self.solver.sizes(self.problem, policy):
             promising = self.for_front or any(estimate < rate * prior_size for estimate in blocked.values())
@@ -112,8 +121,10 @@ class Divisions:
             first, step = self.share
             for size in between[first::step]:
                 self._tried(size, rate, None, None)
-        else:
-            self._try_between(between, rate)
+        elif between:
+            # What is left of a size between may be a power of two below those that gained.
+            untried = [size for size in self.solver.sizes(self.problem, policy) if size not in self.fronts]
+            self._try_between([*between, *untried], rate)
 
     def _try_rests(self) -> None:
         """What the smallest size so far leaves of the whole is made up of smaller ones, fast or not."""
@@ -129,7 +140,7 @@ class Divisions:
         """Below the batch a cut costs more than it saves, save for what the limit kept out and might gain."""
         if self.solver.level <= BATCH_LEVEL or self.exhaustive:
             return None
-        return frozenset(key for key, estimate in self.blocked.items() if estimate < self.best_ms)
+        return frozenset(key for key, estimate in self.trial.blocked.items() if estimate < self.trial.best_ms)
 
     def _try_between(self, sizes: Sequence[int], rate: float) -> None:
         """Measure the sizes that divisions want by what is guessed of them, until they want no more."""
@@ -175,7 +186,7 @@ class Divisions:
         usable = [m for m in found if not m.reason and m.time_ms is not None]
         plans = [leaf_plan(child, m) for m in usable]
         if not whole:
-            plans += self.deeper(child, trial.tensors, trial)
+            plans += self.deeper(trial)
         kept = front((plan.time_ms, plan.workspace) for plan in plans)
         self.fronts[size] = [plans[i] for i in thin(kept)]
         return trial
@@ -183,22 +194,13 @@ class Divisions:
     def _part_tensors(self, size: int) -> Tensors:
         sizes = tuple(s for s in (size, self._whole - size) if s)
         part = self.solver.children(self.problem, Config(sizes=sizes))[0]
-        first, second = self.problem.operands
-        a, b, out = self.tensors
-        child = self.solver.child(self.problem, size)
-        # What is summed up in fp32 does not go where a 16-bit result goes.
-        apart = child.out_dtype != self.problem.out_dtype
-        return (
-            narrow(a, part.ranges(first)),
-            narrow(b, part.ranges(second)),
-            make_result(child) if apart else narrow(out, part.ranges(self.problem.result)),
-        )
+        return tensors_of(self.problem, self.tensors, part, self.solver.child(self.problem, size))
 
     def sum_bytes(self) -> int:
         """Bytes of the fp32 sum that stands beside a 16-bit result."""
         sizes = self.solver.sizes(self.problem, self.options.batch_sizes)
         child = self.solver.child(self.problem, sizes[0]) if sizes else self.problem
-        return 0 if child.out_dtype == self.problem.out_dtype else carved(child.nbytes(self.problem.result))
+        return sums_apart(self.problem, child)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,7 @@ def _guesses(size: int, fronts: Mapping[int, list[Plan]]) -> list[_Guess]:
     return [made[i] for i in thin(kept)]
 
 
-def _grouped(sizes: tuple[int, ...], parts: list[Plan]) -> Iterator[tuple[int, Plan, int]]:
+def _grouped(sizes: tuple[int, ...], parts: Sequence[Plan]) -> Iterator[tuple[int, Plan, int]]:
     """Runs of equal parts: size, plan, count."""
     start = 0
     for index in range(1, len(parts) + 1):
@@ -243,31 +245,39 @@ def _grouped(sizes: tuple[int, ...], parts: list[Plan]) -> Iterator[tuple[int, P
             start = index
 
 
-def _division(d: Divisions, sizes: tuple[int, ...], parts: list[Plan]) -> Plan:
+def division_of(problem: ConvProblem, solver: Split, sizes: tuple[int, ...], parts: Sequence[Plan], sums: int) -> Plan:
+    """The plan that computes each part by its own of ``parts``, beside ``sums`` bytes for their sum."""
     grouped = list(_grouped(sizes, parts))
     label = " + ".join(f"{count}x{size}" if count > 1 else str(size) for size, _, count in grouped)
     return Plan(
-        d.problem.key,
-        d.solver.name,
-        d.solver.version,
+        problem.key,
+        solver.name,
+        solver.version,
         Config(sizes=sizes),
         tuple(replace(plan, label=f"{plan.config} @{size}".strip()) for size, plan, _ in grouped),
         tuple(count for _, _, count in grouped),
         time_ms=sum(plan.time_ms for plan in parts),
-        workspace=d.sum_bytes() + max(plan.workspace for plan in parts),
+        workspace=sums + max(plan.workspace for plan in parts),
         label=f"{sum(sizes)} = {label}",
     )
 
 
-def part_plans(plan: Plan, problem: ConvProblem, solver: Split) -> list[tuple[ConvProblem, Plan]]:
-    """Each distinct part of a division with its problem."""
-    sizes = plan.config["sizes"]
-    assert isinstance(sizes, tuple)
-    found, start = [], 0
-    for child, count in zip(plan.children, plan.counts, strict=True):
-        found.append((solver.child(problem, sizes[start]), child))
-        start += count
-    return found
+def tensors_of(problem: ConvProblem, tensors: Tensors, part: Part, child: ConvProblem) -> Tensors:
+    """Tensors for ``child``, the problem of ``part``: views of the whole's."""
+    first, second = problem.operands
+    a, b, out = tensors
+    # What is summed up in fp32 does not go where a 16-bit result goes.
+    apart = child.out_dtype != problem.out_dtype
+    return (
+        narrow(a, part.ranges(first)),
+        narrow(b, part.ranges(second)),
+        make_result(child) if apart else narrow(out, part.ranges(problem.result)),
+    )
+
+
+def sums_apart(problem: ConvProblem, child: ConvProblem) -> int:
+    """Bytes of the fp32 sum of parts such as ``child`` that stands beside a 16-bit result."""
+    return 0 if child.out_dtype == problem.out_dtype else carved(child.nbytes(problem.result))
 
 
 def choice_of(plan: Plan) -> Choice:
@@ -275,12 +285,10 @@ def choice_of(plan: Plan) -> Choice:
     return plan.solver, plan.config, tuple(choice_of(child) for child in plan.children)
 
 
-def leaf_parts(plan: Plan, problem: ConvProblem, solver: Split) -> Iterator[tuple[ConvProblem, Plan]]:
+def leaf_parts(plan: Plan) -> Iterator[tuple[ConvProblem, Plan]]:
     """Every distinct leaf of a division with its problem."""
-    for part, child in part_plans(plan, problem, solver):
+    for child in plan.children:
         if child.leaf:
-            yield part, child
+            yield ConvProblem.from_key(child.problem), child
         else:
-            inner = solvers.get(child.solver)
-            assert isinstance(inner, Split)
-            yield from leaf_parts(child, part, inner)
+            yield from leaf_parts(child)

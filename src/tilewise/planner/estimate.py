@@ -18,6 +18,8 @@ Profile = dict[str, float]
 """``copy`` in bytes/ms (read and written), ``fp32``, ``tf32``, ``bf16``, ``fp16`` in flop/ms, ``launch`` in ms."""
 
 RATES = ("fp32", "tf32", "bf16", "fp16")
+SLOW = 8
+"""So many times slower than fp32, arithmetic is emulated."""
 
 
 def rate_name(problem: ConvProblem) -> str:
@@ -38,7 +40,7 @@ def is_profile(rates: Mapping[str, float]) -> bool:
 
 
 def measure_profile(device_name: str) -> Profile:
-    """Measure copy bandwidth, matrix-product rates and launch time; under a second on a GPU."""
+    """Measure copy bandwidth, matrix-product rates and launch time; well under a second."""
     device = torch_device(device_name)
     on_gpu = device.type == "cuda"
     timer = Timer(device)
@@ -53,9 +55,19 @@ def measure_profile(device_name: str) -> Profile:
     tiny: Callable[[], object] = functools.partial(small.fill_, 1)
     tiny()
     profile["launch"] = timer.median_ms(tiny, 9)
-    for name in RATES:
-        profile[name] = _product_rate(timer, name, 4096 if on_gpu else 768)
-    return profile
+    if on_gpu:
+        return profile | {name: _product_rate(timer, name, 4096) for name in RATES}
+    return profile | _product_rates_of_a_cpu(timer)
+
+
+def _product_rates_of_a_cpu(timer: Timer) -> Profile:
+    """A processor without 16-bit arithmetic takes over a second for a product that others do in milliseconds."""
+    fp32 = _product_rate(timer, "fp32", 768)
+    rates = {"fp32": fp32, "tf32": fp32}
+    for name in ("bf16", "fp16"):
+        rate = _product_rate(timer, name, 256)
+        rates[name] = rate if rate * SLOW < fp32 else _product_rate(timer, name, 768)
+    return rates
 
 
 def _product_rate(timer: Timer, name: str, n: int) -> float:
@@ -68,4 +80,5 @@ def _product_rate(timer: Timer, name: str, n: int) -> float:
 
     with fp32_precision("matmul", "tf32" if name == "tf32" else "ieee"):
         product()
-        return 2 * n**3 / timer.median_ms(product)
+        # The least of several: a thread that waits for a busy core says nothing of the rate.
+        return 2 * n**3 / min(timer.time_ms(product) for _ in range(5))

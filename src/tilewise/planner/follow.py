@@ -121,8 +121,8 @@ def _not_offered(plan: Plan) -> str:
 def _unfit_parts(plan: Plan, problem: ConvProblem, solver: Split, options: Options, level: int) -> str:
     if solver.level <= level:
         return f"its plan cuts by {plan.solver} below a split of the same level"
-    sizes = plan.config.get("sizes")
-    if not isinstance(sizes, tuple) or min(sizes, default=0) < 1 or sum(sizes) != problem.extent(solver.axis):
+    sizes, whole = plan.config.get("sizes"), problem.extent(solver.axis_of(problem))
+    if not isinstance(sizes, tuple) or min(sizes, default=0) < 1 or sum(sizes) != whole:
         return f"its plan cuts by {plan.solver} into {str(sizes)[:200]}, which is not the whole"
     parts, plans = execute.parts_of(plan, problem, solver)
     if solver.at_once and not all(child.leaf for child in plans):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilewise.plan import parse_bytes
+from tilewise.plan import Measurement, format_bytes, parse_bytes
+from tilewise.problem import ConvProblem
 
-__all__ = ["BATCH_SIZES", "RIGORS", "NoPlanError", "Options"]
+__all__ = ["BATCH_SIZES", "RIGORS", "NoPlanError", "Options", "no_plan_text"]
 
 RIGORS = ("estimate", "measure", "patient", "wisdom_only")
 BATCH_SIZES = ("undivided", "powers_of_two", "all")
@@ -49,3 +51,11 @@ class Options:
         is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
         if limit is not None and not (is_number and limit > 0):  # type: ignore[operator]
             raise ValueError(f"error_limit={limit!r}: a positive number would do")
+
+
+def no_plan_text(problem: ConvProblem, options: Options, log: Sequence[Measurement]) -> str:
+    """What a :class:`NoPlanError` says: the problem, the limit and why each candidate was lost."""
+    limit = "no workspace limit" if options.workspace is None else f"{format_bytes(options.workspace)} of workspace"
+    lines = [f"no plan for {problem.key} under {limit}:"]
+    lines += dict.fromkeys(f"  {m.solver} {m.config}: {m.reason}" for m in log if m.reason)
+    return "\n".join(lines)

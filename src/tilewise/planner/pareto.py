@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MOST_POINTS", "Division", "divide", "front", "thin"]
+__all__ = ["MOST_POINTS", "Division", "divide", "front", "in_sequence", "thin"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -76,6 +76,25 @@ def divide(whole: int, fronts: Mapping[int, Sequence[tuple[float, int]]], limit:
             found.append(Division(float(best[row, whole]), workspace, *chosen))
     kept = front((d.time_ms, d.workspace) for d in found)
     return [found[i] for i in thin(kept)]
+
+
+def in_sequence(
+    counts: Sequence[int], fronts: Sequence[Sequence[tuple[float, int]]], limit: int | None = None
+) -> list[tuple[int, ...]]:
+    """The front of kinds of parts that run one after the other, ``counts`` of each: the point of each kind's front.
+
+    Fastest first, every part within ``limit`` bytes. Empty where some kind has no point there.
+    """
+    thresholds = sorted({ws for points in fronts for _, ws in points if limit is None or ws <= limit})
+    rows = [tuple(_fastest(points, ws) for points in fronts) for ws in thresholds]
+    found = list(dict.fromkeys(row for row in rows if min(row) >= 0))
+
+    def total(row: tuple[int, ...]) -> tuple[float, int]:
+        points = [points[i] for points, i in zip(fronts, row, strict=True)]
+        times = (count * ms for count, (ms, _) in zip(counts, points, strict=True))
+        return sum(times), max(workspace for _, workspace in points)
+
+    return [found[i] for i in thin(front(map(total, found)))]
 
 
 def _fastest(points: Sequence[tuple[float, int]], limit: int) -> int:

@@ -23,10 +23,11 @@ from tilewise.planner.divisions import BATCH_LEVEL, Choice, Divisions, choice_of
 from tilewise.planner.estimate import Profile
 from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, peak_is_known, rounds
 from tilewise.planner.operands import Tensors, make_operands, make_result
-from tilewise.planner.options import NoPlanError, Options
+from tilewise.planner.options import NoPlanError, Options, no_plan_text
 from tilewise.planner.pareto import front, thin
 from tilewise.planner.partitions import Partitions, told_as
 from tilewise.planner.store import Store
+from tilewise.planner.tilings import Tilings
 from tilewise.planner.trial import UNKNOWN, OverLimit, Trial, first_line, leaf_plan
 from tilewise.planner.verify import error_limit, errors_of
 from tilewise.problem import ConvProblem, Pass
@@ -198,13 +199,17 @@ class Search:
         """Leaves and divisions, best first by measured, summed or (rigor ``estimate``) estimated time."""
         trial = self._trial(self.problem, self.tensors, self.options)
         allowed = self.baseline_allowed and self.options.rigor != "estimate"
-        if allowed and self.baseline is not None and self.baseline.time_ms is not None:
-            trial.best_ms = self.baseline.time_ms
+        if self.baseline is not None and self.baseline.time_ms is not None:
+            if allowed:
+                trial.best_ms = self.baseline.time_ms
+            elif self._over_limit(self.baseline.workspace or 0) and self.problem.device_type == "cpu":
+                # In parts it may keep the limit; on a GPU it is never held to one.
+                trial.blocked[self.baseline.solver, Config()] = self.baseline.time_ms
         usable = self._usable(trial)
         if self._for_front:
             usable += self._within_less(usable)
         plans = [leaf_plan(self.problem, m) for m in usable]
-        plans += self._cut(self.problem, self.tensors, trial, -1)
+        plans += self._cut(trial, -1)
         found = {choice_of(plan) for plan in plans}
         plans += [plan for plan in self.also if choice_of(plan) not in found]
         kept = (plan for plan in plans if choice_of(plan) not in self.dropped)
@@ -223,18 +228,19 @@ class Search:
             found += [m for m in self._usable(trial) if (m.solver, m.config) not in known]
         return found
 
-    def _cut(self, problem: ConvProblem, tensors: Tensors, trial: Trial, level: int, depth: int = 0) -> list[Plan]:
-        """Plans that cut ``problem`` by splits of a higher level, each axis once and at most two nested."""
+    def _cut(self, trial: Trial, level: int, depth: int = 0) -> list[Plan]:
+        """Plans that cut a trial's problem by splits of a higher level, each axis once and at most two nested."""
         plans: list[Plan] = []
+        problem, patient = trial.problem, self.options.rigor == "patient"
         for solver in solvers.all_solvers():
             if not isinstance(solver, Split) or solver.level <= level or depth == MOST_NESTED:
                 continue
             reasons = solver.why_not(problem)
             if self.options.batch_sizes == "undivided":
                 reasons = reasons or ["batch_sizes=undivided"]
-            patient, batch = self.options.rigor == "patient", solver.level <= BATCH_LEVEL
-            if not batch and not patient and not trial.blocked:
-                reasons = reasons or ["not tried: the workspace limit kept nothing out"]
+            batch = solver.level <= BATCH_LEVEL
+            if not (batch or patient or trial.blocked) and (idle := solver.idle(problem)):
+                reasons = reasons or [f"not tried: {idle}"]
             if reasons:
                 if depth == 0:
                     self.log.append(Measurement(solver.name, solver.version, Config(), reason="; ".join(reasons)))
@@ -245,20 +251,12 @@ class Search:
                     plans += partitions.plans()
                     self.log += partitions.log
                 continue
-            divisions = Divisions(
-                solver,
-                problem,
-                tensors,
-                trial.options,
-                functools.partial(self._trial, root=False),
-                trial.known,
-                trial.best_ms,
-                trial.blocked,
-                functools.partial(self._cut, level=solver.level, depth=depth + 1),
-                exhaustive=patient,
-                for_front=batch and self._for_front,
-                share=self._share,
-            )
+            each = functools.partial(self._trial, root=False)
+            deeper = functools.partial(self._cut, level=solver.level, depth=depth + 1)
+            divisions: Divisions | Tilings = Tilings(solver, trial, each, deeper, patient)
+            if solver.alike:
+                for_front = batch and self._for_front
+                divisions = Divisions(solver, trial, each, deeper, patient, for_front, self._share)
             found = divisions.plans()
             plans += found
             if depth == 0:
@@ -293,7 +291,7 @@ class Search:
             return checked
         if self.baseline_allowed:
             return self._baseline_plan()
-        raise NoPlanError(_no_plan_text(self.problem, self.options, self.log))
+        raise NoPlanError(no_plan_text(self.problem, self.options, self.log))
 
     def _is_behind(self, plan: Plan) -> bool:
         """Whether torch's choice is so much faster that running ``plan`` whole would be a waste."""
@@ -322,6 +320,7 @@ class Search:
                 continue
             if over := self._over_limit(workspace):
                 self._drop(replace(plan, workspace=workspace), over)
+                self._note_torchs_parts(plan, workspace)
                 continue
             # Timed as a layer runs it: like torch, each call allocates its result.
             calls.append(functools.partial(bound, a, b, self._bias()))
@@ -463,7 +462,7 @@ class Search:
         """Remember the parts of a division that are wrong by themselves."""
         solver = solvers.get(plan.solver)
         if isinstance(solver, Split):
-            for problem, child in leaf_parts(plan, self.problem, solver):
+            for problem, child in leaf_parts(plan):
                 error, reason = self._checked(child, problem)
                 if reason:
                     self._remember_wrong(replace(child, error=error), problem, f"{reason}, as a part")
@@ -481,6 +480,13 @@ class Search:
 
         return errors_of(problem, compute, plan)
 
+    def _note_torchs_parts(self, plan: Plan, workspace: int) -> None:
+        """Torch alone takes more than it was seen to: now in a row, so that its parts would be chosen again."""
+        for problem, leaf in leaf_parts(plan):
+            if self._is_baseline(leaf):
+                kept = Measurement(leaf.solver, leaf.version, leaf.config, leaf.time_ms, workspace)
+                self.store.of(problem)[(leaf.solver, leaf.version, leaf.config)] = kept
+
     def _note(self, plan: Plan) -> None:
         base = self.baseline.time_ms if self.baseline is not None else None
         m = Measurement(plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, "", base)
@@ -491,10 +497,3 @@ class Search:
 
 class _Dropped(Exception):
     """The best plan was none: the search starts again without it."""
-
-
-def _no_plan_text(problem: ConvProblem, options: Options, log: list[Measurement]) -> str:
-    limit = "no workspace limit" if options.workspace is None else f"{format_bytes(options.workspace)} of workspace"
-    lines = [f"no plan for {problem.key} under {limit}:"]
-    lines += dict.fromkeys(f"  {m.solver} {m.config}: {m.reason}" for m in log if m.reason)
-    return "\n".join(lines)

@@ -106,6 +106,10 @@ class Trial:
     found: list[Measurement] = field(default_factory=list)
     only: frozenset[tuple[str, Config]] | None = None
     """The solvers and configs to try; ``None``: all."""
+    blocks: bool = False
+    """Whether a part is worth trying for candidates that block the batch themselves: a tile is, a micro-batch not."""
+    among: frozenset[str] | None = None
+    """Names of the solvers to try; ``None``: all."""
     prior_ms: dict[tuple[str, int, Config], float] = field(default_factory=dict)
     """What candidates would take at their rate at a larger size: one that lost there by far is not run again."""
     blocked: dict[tuple[str, Config], float] = field(default_factory=dict)
@@ -122,6 +126,8 @@ class Trial:
             if isinstance(solver, Split) or (solver.baseline and self.is_root):
                 continue  # the root's baseline is measured by the search, outside the limit
             if self.only is not None and all(name != solver.name for name, _ in self.only):
+                continue
+            if self.among is not None and solver.name not in self.among:
                 continue
             try:
                 reasons = solver.why_not(self.problem) or self._policy(solver)
@@ -182,7 +188,7 @@ class Trial:
 
     def _policy(self, solver: Solver) -> list[str]:
         on_gpu = self.problem.device_type == "cuda"
-        if solver.blocks_itself and not self.is_root and self.options.rigor != "patient":
+        if solver.blocks_itself and not (self.is_root or self.blocks or self.options.rigor == "patient"):
             return ["takes the batch in blocks by itself"]
         if solver.baseline and on_gpu and self.options.workspace is not None:
             return ["torch's benchmark mode tries workspaces of any size, so as a part it cannot be held to a limit"]

@@ -1,8 +1,9 @@
 """The proof that a plan computes its problem: distance from float64 on normal and on wide-range data.
 
 A whole reference would cost more than the plan: FPROP and DGRAD are compared on whole images, the last of the batch and
-the first of each plan in a division; WGRAD on the first and last output channels, summed over the whole batch. Outputs
-start as NaN, so an element that nobody wrote anywhere shows.
+the first of each plan in a division; WGRAD on the first and last output channels, summed over the whole batch. Of an
+image too large for that, stripes are compared: at both ends and where the plan of a tile begins. Outputs start as NaN,
+so an element that nobody wrote anywhere shows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ FLOPS = {"cpu": 1e8, "cuda": 2e10}
 """Most float64 operations a check spends on its reference."""
 IMAGES = 4
 REFERENCE_BYTES = 1 << 28
+WHOLE_BYTES = 1 << 32
+"""Of an image that takes more in float64, before and after the convolution together, stripes are compared."""
 MANY_TAPS = 64
 """From so many on a depthwise reference is transformed: torch takes a CPU's float64 products one by one."""
 RESOLVED = 1e-9
@@ -57,7 +60,10 @@ def errors_of(problem: ConvProblem, compute: Compute, plan: Plan | None = None) 
             first, second = problem.operands
             got = narrow(result, sample.ranges[problem.result]).double()
             operands = narrow(a, sample.ranges[first]), narrow(b, sample.ranges[second])
-            want, scale = _reference(sample.problem, *operands)
+            if sample.problem is None:
+                want, scale = torch.zeros_like(got), torch.zeros_like(got)
+            else:
+                want, scale = _reference(sample.problem, *operands)
             want, scale = want.add_(start), scale.add_(start)
             gap = got - want
             square += float(gap.square().sum())
@@ -87,9 +93,9 @@ def error_limit(problem: ConvProblem, asked: float | None, own: Callable[[], Err
 
 @dataclass(frozen=True)
 class _Sample:
-    """A part of the problem that is compared, and the ranges of each tensor that it uses."""
+    """A part of the problem that is compared, and the ranges of each tensor that it uses; ``None``: it is zero."""
 
-    problem: ConvProblem
+    problem: ConvProblem | None
     ranges: dict[str, tuple[Range, ...]]
 
 
@@ -98,7 +104,7 @@ def _samples(problem: ConvProblem, plan: Plan | None) -> Iterator[_Sample]:
     budget = FLOPS[problem.device_type] / problem.flops
     if problem.pass_ is not Pass.WGRAD:
         for image in _telling_images(problem, plan, int(budget * problem.batch)):
-            yield _cut(whole, "batch", image, 1)
+            yield from _stripes(_cut(whole, "batch", image, 1), plan)
         return
     groups, channels = problem.groups, problem.out_channels // problem.groups
     if groups == 1 or budget * groups >= 2:
@@ -119,10 +125,39 @@ def _ends(extent: int, most: int) -> list[tuple[int, int]]:
 
 def _cut(sample: _Sample, axis: str, start: int, length: int) -> _Sample:
     """``length`` of ``sample`` along ``axis`` from ``start``."""
+    assert sample.problem is not None
     sizes = [n for n in (start, length, sample.problem.extent(axis) - start - length) if n]
     part = sample.problem.split(axis, sizes)[1 if start else 0]
-    assert part.problem is not None
     return _Sample(part.problem, {role: (*sample.ranges[role], *part.ranges(role)) for role in ROLES})
+
+
+def _stripes(image: _Sample, plan: Plan | None) -> Iterator[_Sample]:
+    """An image, or stripes of a large one along its outermost axis, each with rows on both sides of a seam."""
+    p = image.problem
+    assert p is not None
+    size = 8 * (math.prod(p.shape("x")) + math.prod(p.shape("y")))
+    if size <= WHOLE_BYTES:
+        yield image
+        return
+    axis = p.space[0]
+    whole = p.extent(axis)
+    rows = max(2, min(whole, REFERENCE_BYTES * whole // size))
+    for seam in sorted({0, whole, *_seams(plan)}):
+        yield _cut(image, axis, min(max(0, seam - rows // 2), whole - rows), rows)
+
+
+def _seams(plan: Plan | None) -> Iterator[int]:
+    """Where along space the first part of each plan begins, in a division or in the parts of one of the batch."""
+    if plan is None or plan.leaf:
+        return
+    solver = solvers.get(plan.solver)
+    sizes = plan.config.get("sizes")
+    if isinstance(solver, Split) and solver.axis == "space" and isinstance(sizes, tuple):
+        for index in itertools.accumulate(plan.counts[:-1]):
+            yield sum(sizes[:index])
+    else:
+        for child in plan.children:
+            yield from _seams(child)
 
 
 def _cuts_batch(plan: Plan) -> bool:
@@ -144,7 +179,7 @@ def _telling_images(problem: ConvProblem, plan: Plan | None, most: int) -> list[
 
 
 def _reference(problem: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result and |a| conv |b| in float64; WGRAD in chunks of the batch, so that float64 copies stay small."""
+    """The result and |a| conv |b| in float64; WGRAD in chunks of the batch and of images, so that copies stay small."""
     with without_benchmark():  # torch's search would outlast the reference
         return _float64(problem, a, b)
 
@@ -162,9 +197,14 @@ def _float64(problem: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> tuple[to
     sizes = [min(chunk, problem.batch - i) for i in range(0, problem.batch, chunk)]
     value = torch.zeros(problem.shape("w"), dtype=torch.float64, device=a.device)
     scale = torch.zeros_like(value)
-    for part in problem.split("batch", sizes):
-        assert part.problem is not None
-        x, dy = narrow(a, part.x), narrow(b, part.y)
-        value += part.problem.reference(x, dy)
-        scale += part.problem.reference(x.abs(), dy.abs())
+    rows = problem.extent(problem.space[0])
+    stripe = max(1, min(rows, REFERENCE_BYTES * rows // image))
+    stripes = [min(stripe, rows - i) for i in range(0, rows, stripe)]
+    for some in problem.split("batch", sizes):
+        assert some.problem is not None
+        for part in some.problem.split(problem.space[0], stripes):
+            if part.problem is not None:
+                x, dy = narrow(a, (*some.x, *part.x)), narrow(b, (*some.y, *part.y))
+                value += part.problem.reference(x, dy)
+                scale += part.problem.reference(x.abs(), dy.abs())
     return value, scale

@@ -151,7 +151,7 @@ class Split(Solver):
     """A solver that cuts a problem into parts and leaves each to the planner; it names children and binds nothing."""
 
     axis: ClassVar[str]
-    """The axis of :meth:`ConvProblem.split` it cuts."""
+    """What it cuts, by the name of an axis of :meth:`ConvProblem.split` where :meth:`axis_of` says no other."""
     level: ClassVar[int]
     """Nesting order: ranks 0, devices 1, batch 2, space 3, channels 4. A child may only be cut at a higher level."""
     at_once: ClassVar[bool] = False
@@ -160,6 +160,20 @@ class Split(Solver):
     They are leaves, and either have ranges of the result of their own or are terms of the whole. What there is to try
     is in :meth:`divisions`.
     """
+
+    alike: ClassVar[bool] = True
+    """All parts of one size are one problem, so that any sizes compose; else those of :meth:`cut` alone do."""
+
+    def axis_of(self, p: ConvProblem) -> str:
+        """The axis of :meth:`ConvProblem.split` along which it cuts ``p``."""
+        return self.axis
+
+    def idle(self, p: ConvProblem) -> str:
+        """Below the batch: why to leave ``p`` whole where the limit kept nothing out; empty where it calls for cuts.
+
+        Then every candidate is tried on the parts, not only what the limit kept out of the whole.
+        """
+        return "the workspace limit kept nothing out"
 
     @abc.abstractmethod
     def sizes(self, p: ConvProblem, policy: str) -> Sequence[int]:
@@ -178,14 +192,18 @@ class Split(Solver):
 
     @abc.abstractmethod
     def child(self, p: ConvProblem, size: int) -> ConvProblem:
-        """The problem of one part of ``size``, wherever it starts."""
+        """The problem of one part of ``size``, wherever it starts; of most of them unless parts are :attr:`alike`."""
+
+    def cut(self, p: ConvProblem, size: int) -> tuple[int, ...]:
+        """Unless parts are :attr:`alike`: sizes of all parts where most are of ``size``."""
+        raise NotImplementedError(f"{self.name} cuts into parts that are alike: any sizes would do")
 
     def children(self, p: ConvProblem, c: Config) -> tuple[Part, ...]:
         """The parts of ``p`` in order; ``c["sizes"]`` holds their sizes."""
         sizes = c["sizes"]
         if not isinstance(sizes, tuple):
             raise ValueError(f"sizes={sizes!r}: a split's config holds a tuple of sizes")
-        return p.split(self.axis, sizes)
+        return p.split(self.axis_of(p), sizes)
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """None: the planner composes a split's sizes by dynamic programming."""

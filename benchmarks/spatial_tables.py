@@ -1,0 +1,242 @@
+"""Tables 1 and 2 of Jin et al. 2018: one convolution split over GPUs along its rows, in time and memory of each.
+
+Batch 32, 64 channels, 3x3, dilation 1 (Table 1) and 3 (Table 2). Each row is one size, number of GPUs, precision and
+direction. The baseline is the best single GPU: torch with its benchmark mode on contiguous and on channels_last
+tensors, and our own plan. All are CUDA-graph replays over a cold L2, medians, the slowest rank of each round.
+``details`` have each single side's time, and the memory of one GPU: input, output and workspace of one forward, ghost
+zones included.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness.ranks import Clock, graphed, run_ranks, usable
+from harness.result import Bar, Result, Row, Side
+from harness.settings import NothingToMeasure, Settings
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import tilewise
+from tilewise.distributed import SpatialParallel
+from tilewise.nn.meter import meter_of
+from tilewise.planner.measure import framework_flags
+
+DEFAULTS = {
+    "sizes": "128,256,512",
+    "dilations": "1,3",
+    "gpus": "2,4",
+    "precisions": "ieee,tf32",
+    "batch": "32",
+    "channels": "64",
+    "kernel": "3",
+    "repeats": "30",
+    "rigor": "measure",
+}
+QUICK = {
+    "sizes": "16", "dilations": "1,3", "gpus": "2", "precisions": "ieee", "batch": "2", "channels": "4",
+    "repeats": "5", "rigor": "estimate",
+}  # fmt: skip
+DIRECTIONS = ("forward", "backward")
+
+PAPER = {
+    (1, 128): {2: (1.7, 1.9, 0.52), 4: (2.1, 2.8, 0.27)},
+    (1, 256): {2: (1.9, 2.3, 0.51), 4: (3.2, 3.9, 0.26)},
+    (1, 512): {2: (2.2, 2.1, 0.50), 4: (4.2, 4.7, 0.25)},
+    (3, 128): {2: (1.5, 1.7, 0.57), 4: (1.6, 2.0, 0.31)},
+    (3, 256): {2: (1.8, 1.9, 0.54), 4: (2.9, 3.5, 0.28)},
+    (3, 512): {2: (1.9, 2.0, 0.52), 4: (3.5, 4.1, 0.26)},
+}
+"""By dilation and size, and number of V100s: speed-up forward and backward, and memory over one GPU's."""
+LEAST = {
+    (128, "ieee"): (3.2, 3.4), (256, "ieee"): (3.7, 3.8), (512, "ieee"): (3.9, 3.9),
+    (128, "tf32"): (2.2, 2.8), (256, "tf32"): (3.2, 3.5), (512, "tf32"): (3.7, 3.8),
+}  # fmt: skip
+"""Speed-up to reach on four GPUs, forward and backward."""
+MOST_MEMORY = {128: 0.28, 256: 0.26, 512: 0.255}
+SLOWER_DILATED = 0.95
+
+
+@dataclass(frozen=True)
+class Case:
+    """One convolution."""
+
+    size: int
+    dilation: int
+    precision: str
+    batch: int
+    channels: int
+    kernel: int
+
+    def layer(self, device: torch.device) -> nn.Conv2d:
+        """The layer, the same on every rank."""
+        torch.manual_seed(0)
+        pad = self.dilation * (self.kernel - 1) // 2
+        return nn.Conv2d(
+            self.channels, self.channels, self.kernel, padding=pad, dilation=self.dilation, bias=False, device=device
+        )
+
+    def image(self, device: torch.device, rows: int | None = None) -> torch.Tensor:
+        """Random input, or so many rows of it, that wants a gradient."""
+        shape = (self.batch, self.channels, self.size if rows is None else rows, self.size)
+        return torch.randn(shape, device=device, requires_grad=True)
+
+
+def run(settings: Settings) -> Result:
+    """One row a size, dilation, number of GPUs, precision and direction."""
+    ranks, notes = usable(settings.integers("gpus"), settings.device)
+    if not ranks:
+        raise NothingToMeasure(f"gpus={settings.text('gpus')}: {'; '.join(notes)}")
+    cases = [
+        {"size": size, "dilation": dilation, "precision": precision}
+        | {name: settings.integer(name) for name in ("batch", "channels", "kernel")}
+        for dilation, size, precision in itertools.product(
+            settings.integers("dilations"),
+            settings.integers("sizes"),
+            settings.chosen("precisions", {name: name for name in ("ieee", "tf32")}),
+        )
+    ]
+    given = {"cases": cases, "repeats": settings.integer("repeats"), "rigor": settings.planning().rigor}
+    settings.say("one device")
+    with settings.cache_directory():
+        (alone,) = run_ranks(1, settings.device, "spatial_tables:single", given)
+    rows: list[Row] = []
+    for n in ranks:
+        settings.say(f"{n} ranks")
+        together = run_ranks(n, settings.device, "spatial_tables:several", given)
+        for index, case in enumerate(cases):
+            rows += _rows(Case(**case), n, alone[index], [found[index] for found in together])
+        settings.keep(Result(rows, notes=notes))
+    return Result(rows, bars(rows, settings), notes=notes)
+
+
+def _rows(case: Case, n: int, alone: dict[str, Any], together: list[dict[str, Any]]) -> list[Row]:
+    found = []
+    memory, most = min(side["memory"] for side in alone.values()), max(rank["memory"] for rank in together)
+    for index, direction in enumerate(DIRECTIONS):
+        what, side = min(alone.items(), key=lambda item: item[1]["ms"][index])
+        paper = PAPER.get((case.dilation, case.size), {}).get(n)
+        found.append(
+            Row(
+                f"D={case.dilation} H=W={case.size}, {n} GPUs, {case.precision}, {direction}",
+                f"{direction}, {n} GPUs, {case.precision}",
+                Side(f"one GPU: {what}", side["ms"][index]),
+                Side(f"{n} ranks", max(rank["ms"][index] for rank in together)),
+                details={
+                    "dilation": case.dilation,
+                    "size": case.size,
+                    "gpus": n,
+                    "precision": case.precision,
+                    "single_ms": {name: one["ms"][index] for name, one in alone.items()},
+                    "single_memory": {name: one["memory"] for name, one in alone.items()},
+                    "memory": most,
+                    "memory_ratio": most / memory,
+                    "paper_speedup": None if paper is None else paper[index],
+                    "paper_memory_ratio": None if paper is None else paper[2],
+                },
+            )
+        )
+    return found
+
+
+def single(device: torch.device, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Times of one device, by side: torch in either layout, and our plan."""
+    return [_alone(device, Case(**case), given) for case in given["cases"]]
+
+
+def _alone(device: torch.device, case: Case, given: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    with framework_flags(case.precision, deterministic=False):
+        for layout, order in (("contiguous", torch.contiguous_format), ("channels_last", torch.channels_last)):
+            layer = case.layer(device).to(memory_format=order)  # type: ignore[call-overload]
+            x = case.image(device).detach().contiguous(memory_format=order).requires_grad_()
+            found[f"torch, {layout}"] = _timed(device, layer, layer, x, given["repeats"])
+        layer, x = case.layer(device), case.image(device)
+        planned = copy.deepcopy(layer)
+        tilewise.optimize(planned, x, rigor=given["rigor"])
+        found["planned"] = _timed(device, planned, planned, x, given["repeats"])
+    return found
+
+
+def several(device: torch.device, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Times of this rank's part of each convolution."""
+    import torch.distributed as dist
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("h",))
+    found = []
+    for values in given["cases"]:
+        case = Case(**values)
+        layer = case.layer(device)
+        parallel = SpatialParallel(layer, mesh, dims=("h",))
+        shape = (case.batch, case.channels, case.size, case.size)
+        start, stop = parallel.layout(shape).own[0]
+        x = case.image(device, stop - start)
+        call = functools.partial(_part, parallel, shape)
+        with framework_flags(case.precision, deterministic=False):
+            found.append(_timed(device, layer, call, x, given["repeats"]))
+    return found
+
+
+def _part(parallel: SpatialParallel, shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = parallel(parallel.shard(x, shape)).local
+    return result
+
+
+def _timed(
+    device: torch.device, layer: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, repeats: int
+) -> dict[str, Any]:
+    """Milliseconds forward and backward, and bytes of input, output and workspace of one forward."""
+    (weight,) = layer.parameters()
+    made: list[torch.Tensor] = [call(x)]
+    dy = torch.randn_like(made[0])
+
+    def forward() -> None:
+        made[0] = call(x)
+
+    def backward() -> None:
+        torch.autograd.grad(made[0], (x, weight), dy, retain_graph=True)
+
+    def alone() -> None:
+        with torch.no_grad():
+            call(x)
+
+    times = Clock(device).medians_ms(graphed(device, [forward, backward]), repeats)
+    return {"ms": times, "memory": _peak(device, alone, x)}
+
+
+def _peak(device: torch.device, call: Callable[[], object], x: torch.Tensor) -> int:
+    """Most bytes alive in a second ``call``, of what it makes and of ``x``."""
+    if device.type != "cuda":
+        return meter_of(device, lambda: [x]).traced(call, call).peak
+    call()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before + x.nbytes
+
+
+def bars(rows: list[Row], settings: Settings) -> list[Bar]:
+    """What four GPUs must reach; dilation 3 within 5 % of dilation 1 in time, its wider ghost zones apart."""
+    applies = settings.device.type == "cuda" and not settings.quick
+    found = []
+    for row in rows:
+        d = row.details
+        least = LEAST.get((d["size"], d["precision"]))
+        if d["gpus"] != 4 or least is None:
+            continue
+        backward = "backward" in row.group
+        bar = least[backward] * (SLOWER_DILATED if d["dilation"] == 3 else 1)
+        found.append(Bar(f"{row.name}: speed-up", row.ratio, least=bar, applies=applies))
+        if not backward:
+            wider = 2 * (d["dilation"] - 1) / d["size"] if d["dilation"] > 1 else 0.0
+            most = MOST_MEMORY[d["size"]] + wider
+            found.append(Bar(f"{row.name}: memory of a GPU", d["memory_ratio"], most=most, applies=applies))
+    return found

@@ -1,0 +1,161 @@
+"""Normalization by statistics of a whole image of which each rank holds a part: one sum over ranks each way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tilewise.comm.link import Link
+
+__all__ = ["Normalize", "Over", "total"]
+
+Place = tuple[tuple[int, ...], tuple[slice, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """What statistics are taken over.
+
+    ``count`` is how many elements of the whole image one mean is of; ``merge`` how many channels in a row share it.
+    Where ranks hold the means of different rows, ``place`` has the shape of all rows and where this rank's are.
+    """
+
+    link: Link
+    what: str
+    count: int
+    merge: int = 1
+    place: Place | None = None
+
+
+def total(over: Over, what: str, terms: torch.Tensor) -> torch.Tensor:
+    """The sums of the ranks' ``terms`` (terms, rows), in one message; ``terms`` may be overwritten."""
+    if over.place is None:
+        return over.link.sum(what, terms)
+    shape, where = over.place
+    every = terms.new_zeros((len(terms), *shape))
+    mine = every[(slice(None), *where)]
+    mine.copy_(terms.view(mine.shape))
+    over.link.sum(what, every)
+    return mine.reshape(terms.shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """Sums of the elements and of their squares, by channel: (2, channels) in float64.
+
+    They are made of means and variances, which lose no digits, and float64 has enough for means of 1e5 deviations.
+    """
+    if x.numel() == 0:
+        return x.new_zeros((2, x.shape[1]), dtype=torch.float64)
+    if x.is_cuda:
+        mean, inverse = torch.batch_norm_stats(x, 0.0)
+        var = torch.where(inverse > 0, inverse.double().pow(-2), 0.0)
+    else:
+        var, mean = torch.var_mean(x.to(_wide(x.dtype)), [0, *range(2, x.dim())], correction=0)
+        var = var.double()
+    mean = mean.double()
+    return torch.stack([mean, var + mean * mean]).mul_(x.numel() // x.shape[1])
+
+
+class Normalize(torch.autograd.Function):
+    """Elements less their mean, over their deviation, with a weight and a bias a channel: (batch, channels, ...).
+
+    Gives means and variances too, of each row of channels that share them. Backward is the exact adjoint for the whole
+    image; gradients of weight and bias are this rank's shares.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        over: Over,
+        eps: float,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = _wide(x.dtype)
+        with over.link.telling(over.what):
+            sums = _sums(x).view(2, -1, over.merge).sum(2)
+            means = total(over, over.what, sums) / over.count
+            mean = means[0]
+            var = (means[1] - mean * mean).clamp_min_(0)
+            rows = torch.stack([mean, var]).repeat_interleave(over.merge, 1).to(wide)
+            w, b = (None if t is None else t.to(wide) for t in (weight, bias))
+            y = F.batch_norm(x, rows[0], rows[1], w, b, False, 0.0, eps) if x.numel() else x.clone()
+        ctx.over, ctx.eps = over, eps
+        ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
+        ctx.save_for_backward(x, w, rows)
+        ctx.mark_non_differentiable(mean, var)
+        return y, mean, var
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        over: Over = ctx.over
+        what = f"the backward of {over.what}"
+        x, w, rows = ctx.saved_tensors
+        rstd = (rows[1] + ctx.eps).rsqrt()
+        dy = _alike(dy, x)
+        with over.link.telling(what):
+            shares = _gradient_sums(dy, x, rows, rstd, ctx.eps)
+            db, dw = (None if t is None else s.to(t) for s, t in zip(shares, reversed(ctx.dtypes), strict=True))
+            dx = None
+            if ctx.needs_input_grad[2]:
+                weighted = shares * w if over.merge > 1 and w is not None else shares.clone()
+                terms = weighted.view(2, -1, over.merge).sum(2) if over.merge > 1 else weighted
+                means = (total(over, what, terms) / over.count).repeat_interleave(over.merge, 1)
+                dx = _gradient(dy, x, w, rows[0], rstd, means, over.merge)
+        return None, None, dx, dw, db
+
+
+def _alike(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``dy`` in the memory order of ``x``, as kernels on GPUs want it."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    form = formats.get(x.dim(), torch.contiguous_format)
+    last = not x.is_contiguous() and x.is_contiguous(memory_format=form)
+    return dy.contiguous(memory_format=form if last else torch.contiguous_format)
+
+
+def _gradient_sums(
+    dy: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, rstd: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """This part's sums of ``dy`` and of ``dy`` times the normalized elements, by channel: (2, channels)."""
+    if x.numel() == 0:
+        return torch.zeros_like(rows)
+    if x.is_cuda:
+        found = torch.batch_norm_backward_reduce(dy, x, rows[0], rstd, None, True, False, False)
+        return torch.stack([found[0], found[1] * rstd])
+    _, scaled, plain = torch.ops.aten.native_batch_norm_backward(
+        dy, x, torch.ones_like(rstd), rows[0], rows[1], None, None, False, eps, [False, True, True]
+    )
+    return torch.stack([plain, scaled])
+
+
+def _gradient(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    means: torch.Tensor,
+    merge: int,
+) -> torch.Tensor:
+    """``rstd * (w*dy - mean(w*dy) - xhat * mean(w*dy*xhat))``; ``means`` are without ``w`` where rows are channels."""
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    if x.is_cuda and merge == 1:
+        one = torch.ones(1, dtype=torch.int32, device=x.device)
+        return torch.batch_norm_backward_elemt(dy, x, mean, rstd, w, means[0], means[1] / rstd, one)
+    if merge == 1 and w is not None:
+        means = means * w
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    scale = (rstd if w is None else rstd * w).view(shape)
+    # In this order means far from zero cost no digits.
+    dx = (x.to(mean.dtype) - mean.view(shape)).mul_((-rstd * rstd * means[1]).view(shape))
+    return dx.sub_((rstd * means[0]).view(shape)).addcmul_(dy.to(mean.dtype), scale).to(x.dtype)

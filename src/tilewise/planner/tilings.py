@@ -1,0 +1,196 @@
+"""Divisions into parts that differ by where they lie, such as tiles of an image, of which those at its border do.
+
+One size serves a division. Sizes are tried in falling order on the part that most of the others equal; only those that
+are fastest there are completed by the parts that differ, each planned as the problem it is, with what gained inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from tilewise import solvers
+from tilewise.plan import Config, Measurement, Plan
+from tilewise.planner.divisions import GAIN, HOPELESS, Deeper, TrialOf, division_of, sums_apart, tensors_of
+from tilewise.planner.options import Options
+from tilewise.planner.pareto import front, in_sequence, thin
+from tilewise.planner.trial import Known, Trial, leaf_plan
+from tilewise.problem import ConvProblem, Part
+from tilewise.solvers import Split
+
+__all__ = ["Tilings"]
+
+MOST_COMPLETED = 2
+"""Sizes that are completed, save by ``patient``."""
+MOST_KINDS = 16
+"""Divisions into more problems than this are not planned: tiles far smaller than their halo."""
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """One division: its parts, the problem that most of the axis goes to, and the plans for that."""
+
+    sizes: tuple[int, ...]
+    parts: tuple[Part, ...]
+    inside: ConvProblem
+    plans: list[Plan]
+    ms: float
+    """Of the whole at the rate inside."""
+
+
+@dataclass
+class Tilings:
+    """The divisions by ``solver`` of the problem of ``trial``, which has been run, into parts that keep its limit.
+
+    ``trial_of`` makes the trial of a part's leaves on given tensors under given options; ``deeper`` gives the plans
+    that cut a part again, after the trial of its leaves was run. ``exhaustive``: every size is completed, with
+    every candidate.
+    """
+
+    solver: Split
+    trial: Trial
+    trial_of: TrialOf
+    deeper: Deeper
+    exhaustive: bool = False
+    lost: list[tuple[int, Measurement]] = field(default_factory=list)
+    """What was lost on a part of some size, the latest last."""
+
+    def plans(self) -> list[Plan]:
+        """Divisions by the best sizes, each size's front; times are sums of their parts'."""
+        found: list[Plan] = []
+        sizes = list(self.solver.sizes(self._problem, self.trial.options.batch_sizes))
+        while sizes and not found:  # a part that differs may not keep the limit, or a measured one just so
+            for completed, tiling in enumerate(sorted(self._tilings(sizes), key=lambda tiling: tiling.ms)):
+                if completed >= MOST_COMPLETED and not self.exhaustive:
+                    break
+                found += self._completed(tiling)
+        return found
+
+    def why_none(self) -> str:
+        """Why :meth:`plans` is empty."""
+        if self._among() == frozenset():
+            if self._problem.batch > 1:
+                return "not tried: micro-batches come first, and then tiles of one image"
+            return "not tried: nothing that the workspace limit kept out is estimated to be faster"
+        if not self.lost:
+            return "no size of parts to try"
+        last = self.lost[-1][0]
+        reasons = (f"{m.solver} {m.config}".strip() + f": {m.reason}" for size, m in self.lost if size == last)
+        return f"no division could be computed; parts of {last}: {'; '.join(dict.fromkeys(reasons))}"
+
+    @property
+    def _problem(self) -> ConvProblem:
+        return self.trial.problem
+
+    def _tilings(self, left: list[int]) -> list[_Tiling]:
+        """Divisions of falling size whose parts inside can be computed, until they lose.
+
+        Sizes are those ``left``, from which what was looked at is taken.
+        """
+        best, worse, found = self.trial.best_ms, 0, list[_Tiling]()
+        blocked, among, prior = self.trial.blocked, self._among(), dict[tuple[str, int, Config], float]()
+        if among == frozenset():
+            left.clear()
+        whole = self._problem.extent(self.solver.axis_of(self._problem))
+        while left:
+            promising = any(estimate < best for estimate in blocked.values())
+            if found and not self.exhaustive and not promising and (worse or found[-1].ms > HOPELESS * best):
+                break
+            size = left.pop(0)
+            sizes = self.solver.cut(self._problem, size)
+            parts = self.solver.children(self._problem, Config(sizes=sizes))
+            kinds: Counter[ConvProblem] = Counter()
+            for length, part in zip(sizes, parts, strict=True):
+                if part.problem is not None:
+                    kinds[part.problem] += length
+            options = self._options_beside(next(iter(kinds), None))
+            if options is None or not kinds or len(kinds) > MOST_KINDS:
+                continue
+            inside = max(kinds, key=lambda kind: kinds[kind])
+            times = whole / next(n for n, part in zip(sizes, parts, strict=True) if part.problem == inside)
+
+            trial = self._trial(inside, parts, options)
+            trial.among, trial.best_ms = among, math.inf if self.exhaustive else best / times
+            trial.prior_ms = {key: ms / times for key, ms in prior.items()}
+            plans = self._planned(trial)
+            blocked = {key: estimate * times for key, estimate in trial.blocked.items()}
+            if not self.exhaustive:
+                prior = _rates(trial.known, times)
+            if plans:
+                ms = times * min(plan.time_ms for plan in plans)
+                found.append(_Tiling(sizes, parts, inside, plans, ms))
+                worse = 0 if ms < GAIN * best else worse + 1
+                best = min(best, ms)
+            else:
+                worse += 1
+        return found
+
+    def _among(self) -> frozenset[str] | None:
+        """A cut costs more than it saves, save for what the limit kept out and might gain, or where the whole asks.
+
+        Of several images that is what blocks the batch by itself: what does not is tried on tiles of a micro-batch.
+        """
+        if self.exhaustive or not self.solver.idle(self._problem):
+            return None
+        names = {name for (name, _), ms in self.trial.blocked.items() if ms < self.trial.best_ms}
+        return frozenset(n for n in names if self._problem.batch == 1 or solvers.get(n).blocks_itself)
+
+    def _options_beside(self, part: ConvProblem | None) -> Options | None:
+        """Those of the parts, beside the sum of parts in fp32; ``None`` where that alone is over the limit."""
+        options = self.trial.options
+        if options.workspace is None or part is None:
+            return options
+        rest = options.workspace - sums_apart(self._problem, part)
+        return None if rest < 0 else replace(options, workspace=rest)
+
+    def _trial(self, kind: ConvProblem, parts: tuple[Part, ...], options: Options) -> Trial:
+        """The trial of the parts that are ``kind``, on the first of them."""
+        part = next(part for part in parts if part.problem == kind)
+        trial = self.trial_of(kind, tensors_of(self._problem, self.trial.tensors, part, kind), options)
+        trial.blocks = True
+        return trial
+
+    def _planned(self, trial: Trial) -> list[Plan]:
+        """The front of plans for the parts of a trial."""
+        part = trial.problem
+        measured = trial.run()
+        size = part.extent(self.solver.axis_of(part))
+        self.lost += [(size, m) for m in measured if m.reason]
+        plans = [leaf_plan(part, m) for m in measured if not m.reason and m.time_ms is not None]
+        plans += self.deeper(trial)
+        kept = front((plan.time_ms, plan.workspace) for plan in plans)
+        return [plans[i] for i in thin(kept)]
+
+    def _completed(self, tiling: _Tiling) -> list[Plan]:
+        """The tiling's plans with those of the parts that differ."""
+        options = self._options_beside(tiling.inside)
+        assert options is not None
+        kinds = Counter(part.problem for part in tiling.parts if part.problem is not None)
+        fronts = {tiling.inside: tiling.plans}
+        gained = frozenset((plan.solver, plan.config) for plan in tiling.plans if plan.leaf) or None
+
+        for kind in kinds:
+            for only in (None,) if self.exhaustive else (gained, None):
+                if not fronts.get(kind):
+                    trial = self._trial(kind, tiling.parts, options)
+                    trial.only = only
+                    fronts[kind] = self._planned(trial)
+        points = [[(plan.time_ms, plan.workspace) for plan in fronts[kind]] for kind in kinds]
+        found = []
+        for row in in_sequence(list(kinds.values()), points, options.workspace):
+            chosen = {kind: fronts[kind][i] for kind, i in zip(kinds, row, strict=True)}
+            found.append(self._division(tiling, chosen, sum(kinds[kind] * p.time_ms for kind, p in chosen.items())))
+        return found
+
+    def _division(self, tiling: _Tiling, chosen: dict[ConvProblem, Plan], ms: float) -> Plan:
+        # A part that meets no data is not run: it follows the plan of the part before it.
+        last = chosen[tiling.inside]
+        plans = [last := last if part.problem is None else chosen[part.problem] for part in tiling.parts]
+        sums = sums_apart(self._problem, tiling.inside)
+        return replace(division_of(self._problem, self.solver, tiling.sizes, plans, sums), time_ms=ms)
+
+
+def _rates(known: Known, times: float) -> dict[tuple[str, int, Config], float]:
+    """What each candidate would take for the whole."""
+    return {key: m.time_ms * times for key, m in known.items() if m.time_ms is not None and not m.reason}

@@ -1,0 +1,94 @@
+"""Processes that begin with what takes seconds to import: each is forked from a server that has done it once."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+__all__ = ["ForkedScript", "run_script", "server"]
+
+LATE = ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "torch._dynamo")
+"""What torch imports at the first backward, comparison of tensors, and checkpoint."""
+PRELOADED = ["torch", *LATE, "scipy.optimize", "sqlite3", "pytest", "hypothesis"]
+if importlib.util.find_spec("numba") is not None:
+    PRELOADED.append("numba")
+
+
+def server() -> ForkServerContext:
+    """The context whose processes share nothing with this one. It has imported nothing of tilewise."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+class ForkedScript:
+    """``python SCRIPT arguments`` as a process of its own in ``cwd`` with ``environment``, but for what is preloaded.
+
+    ``script`` is a path, ``-m NAME`` a module, ``-c CODE`` a program. Variables that are read when Python starts or
+    torch is imported have no effect, save ``PYTHONPATH`` and ``OMP_NUM_THREADS``.
+    """
+
+    def __init__(self, *words: str, environment: Mapping[str, str], cwd: Path | None = None) -> None:
+        self.args = list(words)
+        self._files = [tempfile.NamedTemporaryFile("r", encoding="utf-8") for _ in range(2)]  # noqa: SIM115
+        paths = [file.name for file in self._files]
+        self.process: ForkServerProcess = server().Process(
+            target=_main, args=(list(words), dict(environment), str(cwd or Path.cwd()), paths)
+        )
+        self.process.start()
+
+    def poll(self) -> int | None:
+        """The exit status, or ``None`` while it runs."""
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        self.process.kill()
+        self.process.join(30)
+
+    def finished(self, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Wait for its end; one that takes more than ``timeout`` seconds is killed and raises."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.kill()
+            raise subprocess.TimeoutExpired(self.args, timeout, *(file.read() for file in self._files))
+        out, err = (file.read() for file in self._files)
+        return subprocess.CompletedProcess(self.args, self.process.exitcode, out, err)
+
+
+def run_script(
+    *words: str, environment: Mapping[str, str], cwd: Path | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """A :class:`ForkedScript` to its end."""
+    return ForkedScript(*words, environment=environment, cwd=cwd).finished(timeout)
+
+
+def _main(words: list[str], environment: dict[str, str], cwd: str, paths: list[str]) -> None:
+    for descriptor, path in enumerate(paths, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    added = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    first, *arguments = words
+    named = first in ("-m", "-c")
+    sys.path[:] = ["" if named else str(Path(first).parent), *added, *(p for p in sys.path if p not in added)]
+    name, *arguments = arguments if named else [first, *arguments]
+    sys.argv[:] = [first if named else name, *arguments]
+    if first == "-c":
+        exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(first, run_name="__main__")
