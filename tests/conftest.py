@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 from tests import interpreter as interpreter  # before anything imports Triton: what is defined without it compiles
+from tests.sampling import EVERY
 
 # No deadline: a speed is never asserted in a test. In CI the drawn problems are the same every time.
 hypothesis.settings.register_profile("tilewise", deadline=None, derandomize="CI" in os.environ, print_blob=True)
@@ -24,13 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(threads)
 
 
-EVERY = "TILEWISE_EVERY_TEST"
-"""Environment variable: set, tests marked ``sampled`` run all of their cases."""
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most cases of sampled tests out, and skip GPU tests where torch sees no GPU."""
-    if not os.environ.get(EVERY):
+    if not EVERY:
         left_out = _left_out(items)
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.distributed import models
 from tests.distributed.ranks import against_one_device, close, parallel, run
+from tests.sampling import some
 from torch import nn
 from torch.nn import functional as F
 
@@ -91,7 +92,7 @@ def functions(ranks: int) -> None:
 def unpooling(ranks: int) -> None:
     """Indices are those of the whole plane, ties and infinities too, and values go back there."""
     draw = random.Random(f"unpooling {ranks}")
-    for number in range(14):
+    for number in range(some(14)):
         torch.manual_seed(number)
         dims = draw.choice((1, 2, 2, 3))
         sizes = tuple(draw.randint(3, {1: 30, 2: 12, 3: 6}[dims]) for _ in range(dims))
@@ -175,7 +176,7 @@ def refusals() -> None:
 
 
 def everything(ranks: int) -> Any:
-    pools(ranks, 50)
+    pools(ranks, some(50))
     functions(ranks)
     unpooling(ranks)
     if ranks < 4:

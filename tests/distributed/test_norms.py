@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.distributed import drawn, nets
 from tests.distributed.models import MESHES, Case, placed
 from tests.distributed.ranks import close, parallel, run
+from tests.sampling import some
 from torch import nn
 from torch.nn import functional as F
 
@@ -98,10 +99,10 @@ def refusals(ranks: int) -> None:
 
 def everything(ranks: int) -> None:
     assert dist.get_world_size() == ranks
-    many(drawn.norm, ranks, 25)
-    many(drawn.interpolation, ranks, 30)
-    many(drawn.padding, ranks, 25)
-    many(drawn.shuffle, ranks, 15)
+    many(drawn.norm, ranks, some(25))
+    many(drawn.interpolation, ranks, some(30))
+    many(drawn.padding, ranks, some(25))
+    many(drawn.shuffle, ranks, some(15))
     networks(ranks)
     if ranks == 2:
         far_from_zero(ranks)

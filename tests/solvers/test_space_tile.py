@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from tests import toys
 from tests.planner.simulated import PROFILE, Clock, reasons, search, simulated, world
 from tests.planner.test_limits import MIB, right, slack, taken
+from tests.sampling import some
 from torch import nn
 
 import tilewise
@@ -39,7 +40,7 @@ LEAVES = (
     toys.toy(name="dense_adder", writes_views=False, accumulates=True, scratch=513),
     toys.toy(name="giver", own_output=True, scratch=64),
 )
-some = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+drawn = settings(max_examples=some(40), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,7 +77,7 @@ def cases(draw: st.DrawFn) -> tuple[ConvProblem, int]:
     return problem, draw(st.integers(1, problem.extent(space_tile.axis_of(problem))))
 
 
-@some
+@drawn
 @given(cases(), st.sampled_from([leaf.name for leaf in LEAVES]))
 def test_tiles_give_the_whole(case: tuple[ConvProblem, int], leaf: str) -> None:
     """The leaf checks the alignment that it was promised of every tile."""
@@ -90,7 +91,7 @@ def test_tiles_give_the_whole(case: tuple[ConvProblem, int], leaf: str) -> None:
     assert toys.distance(out, want) <= toys.DTYPE_ERROR[problem.out_dtype]
 
 
-@some
+@drawn
 @given(cases(), st.sampled_from((1, 2, 5)))
 def test_tiles_inside_are_one_problem(case: tuple[ConvProblem, int], times: int) -> None:
     """Of a long axis: all but the rows that meet padding and what is left over, where tiles keep the stride's phase."""
