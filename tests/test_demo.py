@@ -16,7 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def demo(*arguments: str, cache: Path, kernels: Path) -> subprocess.CompletedProcess[str]:
     (cache / "kernels").symlink_to(kernels)
-    environment = {**os.environ, "TILEWISE_CACHE_DIR": str(cache)}
+    # Without these it would begin again, in a process whose memory allocator is told of them.
+    kept = {name: str(1 << 26) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")}
+    environment = {**os.environ, **kept, "TILEWISE_CACHE_DIR": str(cache)}
     paths = [str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return run_script(str(REPOSITORY / "examples" / "demo.py"), *arguments, environment=environment, timeout=280)

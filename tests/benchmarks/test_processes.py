@@ -17,9 +17,22 @@ from harness import process
 from harness.registry import entries
 from harness.result import SCHEMA
 from tests.forked import ForkedScript
+from tests.sampling import EVERY
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = [entry.name for entry in entries()]
+LONG = {
+    "call_overhead",
+    "cct_fig4",
+    "fbfft_table4",
+    "parallel_planning",
+    "patches",
+    "planner_time",
+    "spatial_scaling",
+    "step_memory",
+    "winograd_tiles",
+}
+"""Benchmarks whose quick run takes over seven seconds: left to ``make test-all``."""
 NOTHING_ON_A_CPU = {
     "branches": "streams",
     "fft_own_vs_library": "transform=own",
@@ -49,7 +62,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOTHING_ON_A_CPU])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in NOTHING_ON_A_CPU and (EVERY or name not in LONG)]
+)
 def test_quick_run_gives_both_sides_of_every_ratio(name: str, cache: Path, tmp_path: Path) -> None:
     done = run(name, "--quick", "--device", "cpu", "--json", "--out", str(tmp_path), cache=cache)
     assert done.returncode == 0, done.stderr

@@ -68,7 +68,7 @@ def check(
     assert x.untouched()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("n", "layout"), EVERY)
 def test_every_size_there_and_back(place: str, n: int, layout: str) -> None:
@@ -92,7 +92,7 @@ def test_nothing_is_padded(place: str, layout: str) -> None:
     check(place, (16, 16), (16, 16), (0, 0), layout, (1,), start=1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("s", [(16, 64), (96, 24), (8, 128)])
 @pytest.mark.parametrize("layout", ["plain", "packed"])
@@ -107,7 +107,7 @@ def test_configs(place: str, config: Config, layout: str) -> None:
     check(place, (16, 16), (14, 14), (0, 2), layout, config=config)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "config", [Config(4, cluster=2), Config(3, 2, vector=False, cluster=4), Config(2, 2, cluster=8)]

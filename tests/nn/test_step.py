@@ -168,6 +168,7 @@ def span(kind: type[nn.Module]) -> tuple[int, int]:
     return free["least"], free["peak"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", NETWORKS)
 @settings(max_examples=2)
 @given(share=st.floats(-0.3, 1.1))
@@ -193,6 +194,7 @@ def test_the_step_keeps_its_limit_or_says_what_it_needs(kind: type[nn.Module], s
         assert_same(got, own)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_what_it_needs_at_least_is_enough(kind: type[nn.Module]) -> None:
     least = span(kind)[0]

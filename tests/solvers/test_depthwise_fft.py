@@ -88,6 +88,7 @@ def test_signals_of_any_length_and_memory(pass_: Pass, dtype: str, data: st.Data
     check_drawn(depthwise(pass_, 1, 700, dtype), data)
 
 
+@pytest.mark.sampled(3)
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -109,7 +110,7 @@ def check_drawn(drawn: st.SearchStrategy[ConvProblem], data: st.DataObject) -> N
     check(Emulated(data.draw(st.booleans(), "backwards")), p, c, forms, False)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @emulated
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])  # DGRAD has FPROP's kernels
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def check_config(p: ConvProblem, c: Config) -> None:
         assert (out.double() - want).norm() <= 4e-7 * want.norm()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @emulated
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])
@@ -158,7 +159,7 @@ def test_every_length(pass_: Pass, n: int) -> None:
     check_config(p, c)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(

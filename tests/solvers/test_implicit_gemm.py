@@ -40,7 +40,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found, splits=draw(st.integers(1, 3))) if p.pass_ is Pass.WGRAD else found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(("dtype", "precision"), [("fp32", "ieee"), ("fp32", "tf32"), ("fp16", "ieee")])
@@ -58,7 +58,7 @@ def test_any_tile_and_block(pass_: Pass, dtype: str, precision: str, data: st.Da
     check(SOLVER, p, data.draw(configs(p), "config"), forms, accumulate)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @interpreted
 @pytest.mark.parametrize("product", ["fp16x3", "tf32x3"])
 @pytest.mark.parametrize("pass_", list(Pass))

@@ -102,7 +102,7 @@ def _drawn(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found)  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @interpreted
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
@@ -137,7 +137,7 @@ def test_fused_products(pass_: Pass, data: st.DataObject) -> None:
     check(SOLVER, found, Config(**kept), forms, accumulate=False)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @interpreted
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
@@ -154,7 +154,7 @@ def test_products_plane_by_plane(pass_: Pass, dims: int, data: st.DataObject) ->
     check(SOLVER, p, Config(**kept), forms, accumulate=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @interpreted
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -328,7 +328,7 @@ def test_a_kernel_of_one_point_is_left_to_matrix_products(pass_: Pass) -> None:
     assert {c.get("transform") for c, _ in FFT().offers(wide, None)} == {None, "own"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @interpreted
 @emulated
 @pytest.mark.parametrize(
