@@ -25,6 +25,8 @@ LONG = {
     "call_overhead",
     "cct_fig4",
     "fbfft_table4",
+    "mucudnn_fig1",
+    "mucudnn_fig10",
     "parallel_planning",
     "patches",
     "planner_time",

@@ -25,10 +25,18 @@ class Work:
         self.link, self.passes, self.what = link, passes, what
         self.layout, self.share, self.groups = layout, share, groups
 
-    def forward(self, source: torch.Tensor, w: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    def forward(
+        self, source: torch.Tensor, w: torch.Tensor, axes: tuple[Axis, ...], b: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The layer's result of ``source``."""
-        run = self.passes.dgrad if self.share.transposed else self.passes.fprop
-        return run(source, w, axes, self.groups)
+        if not self.share.transposed:
+            return self.passes.fprop(source, w, axes, self.groups, b)
+        y = self.passes.dgrad(source, w, axes, self.groups)
+        return y if b is None else self.biased(y, b)
+
+    def biased(self, y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """``y`` with the bias of its channels added in place."""
+        return y.add_(b.view(-1, *(1,) * len(self.share.sizes)))
 
     def backward(self, gradient: torch.Tensor, w: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
         """The gradient of the layer's input."""
@@ -58,9 +66,8 @@ class Convolution(torch.autograd.Function):
         ctx.work, ctx.has_bias = work, b is not None
         with work.link.telling(work.what):
             pending = send_boxes(work.link, work.what, work.layout, work.share.transfer, x)
-            y, boxes = _assembled(work, x, w, pending) if work.share.assembled else _by_terms(work, x, w, pending)
-            if b is not None:
-                y.add_(b.view(-1, *(1,) * len(work.share.sizes)))
+            run = _by_terms if work.share.assembled is None else _assembled
+            y, boxes = run(work, x, w, b, pending)
         ctx.save_for_backward(x, w, *boxes)
         return y
 
@@ -77,17 +84,18 @@ class Convolution(torch.autograd.Function):
         return None, dx, dw, db
 
 
-def _by_terms(work: Work, x: torch.Tensor, w: torch.Tensor, pending: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _by_terms(
+    work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, pending: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     share = work.share
     own = share.own
     y = None
-    if own is not None:
+    if own is not None and _fills(own, share):
+        y, b = work.forward(x, _along(w, own.taps), own.axes, b), None
+    elif own is not None:
         part = work.forward(x, _along(w, own.taps), own.axes)
-        if _fills(own, share):
-            y = part
-        else:
-            y = _zeros(work, part)
-            _along(y, own.target).add_(part)
+        y = _zeros(work, part)
+        _along(y, own.target).add_(part)
     boxes: list[torch.Tensor] = pending.wait()
     if y is None:
         channels = w.shape[1] * work.groups if share.transposed else w.shape[0]
@@ -96,7 +104,7 @@ def _by_terms(work: Work, x: torch.Tensor, w: torch.Tensor, pending: Any) -> tup
         if term is not None:
             part = work.forward(box, _along(w, term.taps), term.axes)
             _along(y, term.target).add_(part)
-    return y, boxes
+    return y if b is None else work.biased(y, b), boxes
 
 
 def _terms_back(
@@ -139,10 +147,12 @@ def _weight_gradient(
     return torch.zeros_like(w) if dw is None else dw
 
 
-def _assembled(work: Work, x: torch.Tensor, w: torch.Tensor, pending: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _assembled(
+    work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, pending: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     assert work.share.assembled is not None
     boxes: list[torch.Tensor] = pending.wait()
-    return work.forward(work.needed(x, boxes), w, work.share.assembled), boxes
+    return work.forward(work.needed(x, boxes), w, work.share.assembled, b), boxes
 
 
 def _assembled_back(

@@ -20,8 +20,10 @@ Axes = tuple[Axis, ...]
 class Passes(Protocol):
     """What computes one rank's convolutions. Axes are exact: they give the result's sizes."""
 
-    def fprop(self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
-        """``y``."""
+    def fprop(
+        self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int, b: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``y``, with a bias of its channels where one is given."""
         ...
 
     def dgrad(self, y: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
@@ -72,12 +74,14 @@ def settle(axes: Axes) -> Settled:
 class TorchPasses:
     """Passes by torch's own convolutions."""
 
-    def fprop(self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
-        """``y`` of ``x`` and ``w``."""
+    def fprop(
+        self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int, b: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``y`` of ``x`` and ``w``, and ``b`` of the channels."""
         s = settle(axes)
         if s.pads is not None:
             x = F.pad(x, s.pads)
-        return torch.convolution(x, w, None, s.stride, s.native, s.dilation, False, s.zeros, groups)
+        return torch.convolution(x, w, b, s.stride, s.native, s.dilation, False, s.zeros, groups)
 
     def dgrad(self, y: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
         """``x`` of ``y`` and ``w``."""

@@ -69,10 +69,12 @@ class PlannedPasses(TorchPasses):
         self._deterministic = deterministic
         return own
 
-    def fprop(self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
-        """``y`` of ``x`` and ``w``."""
-        bound = self._found(Pass.FPROP, x, w, axes, groups)
-        return super().fprop(x, w, axes, groups) if bound is None else bound(x, w)
+    def fprop(
+        self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int, b: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``y`` of ``x`` and ``w``, and ``b`` of the channels."""
+        bound = self._found(Pass.FPROP, x, w, axes, groups, b is not None)
+        return super().fprop(x, w, axes, groups, b) if bound is None else bound(x, w, b)
 
     def dgrad(self, y: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
         """``x`` of ``y`` and ``w``."""
@@ -84,12 +86,14 @@ class PlannedPasses(TorchPasses):
         bound = self._found(Pass.WGRAD, x, y, axes, groups)
         return super().wgrad(x, y, axes, groups) if bound is None else bound(x, y)
 
-    def _found(self, pass_: Pass, a: torch.Tensor, b: torch.Tensor, axes: Axes, groups: int) -> BoundPass | None:
+    def _found(
+        self, pass_: Pass, a: torch.Tensor, b: torch.Tensor, axes: Axes, groups: int, bias: bool = False
+    ) -> BoundPass | None:
         precision = conv_precision() if a.is_cuda and a.dtype is torch.float32 else "ieee"
-        key = (pass_, a.shape, a.stride(), b.shape, b.stride(), a.dtype, a.device, axes, groups, precision)
+        key = (pass_, a.shape, a.stride(), b.shape, b.stride(), a.dtype, a.device, axes, groups, precision, bias)
         if self._seen is None and key in self._bound:
             return self._bound[key]
-        problem = _problem(pass_, a, b, axes, groups, precision)
+        problem = _problem(pass_, a, b, axes, groups, precision, bias)
         if self._seen is not None:
             if problem is not None:
                 self._seen[problem] = a.device
@@ -101,7 +105,7 @@ class PlannedPasses(TorchPasses):
 
 
 def _problem(
-    pass_: Pass, a: torch.Tensor, b: torch.Tensor, axes: Axes, groups: int, precision: str
+    pass_: Pass, a: torch.Tensor, b: torch.Tensor, axes: Axes, groups: int, precision: str, bias: bool
 ) -> ConvProblem | None:
     """What two operands ask for, in the layouts in which they come or would be copied to; ``None``: torch's affair."""
     if a.dtype not in DTYPE_NAMES or a.dtype is not b.dtype or not a.numel() or not b.numel():
@@ -132,6 +136,7 @@ def _problem(
         groups=groups,
         dtype=DTYPE_NAMES[a.dtype],
         precision=precision,
+        bias=bias,
         layouts=(x[0], w[0], y[0]),
         alignment=tuple(math.gcd(one[1], 16) for one in (x, w, y)),  # type: ignore[arg-type]
         device=device_name(a.device),
