@@ -328,7 +328,8 @@ def test_a_limit_is_kept_where_no_leaf_keeps_it(wisdom: Wisdom, pass_: Pass) -> 
     limit = 4 * MIB
     lowering = solvers.get("lowering_type1")
     assert min(n for _, n in lowering.offers(problem, limit)) > limit
-    names = {"lowering_type1", "aten", "space_tile", "micro_batch"}
+    # Without torch's own: whether that keeps a limit depends on what memory the process holds from before.
+    names = {"lowering_type1", "space_tile", "micro_batch"}
     with toys.installed(without=[s.name for s in solvers.all_solvers() if s.name not in names]):
         plan = Planner(wisdom).plan(problem, Options(workspace=limit))
         assert plan.solver == "space_tile"
