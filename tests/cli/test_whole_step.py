@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -35,7 +36,11 @@ def test_a_step_within_a_limit(run, check_document):
     assert "needs at least" in result.stdout
     result = run("plan", "stepping_networks:two", *FAST, "--memory-limit", "1KiB")
     assert result.exit_code == 1
-    assert f"({step['least']} bytes)" in result.stderr
+    # Not what the first run said to the byte: plans are chosen by speed, and with them what is left to choose from.
+    least = re.search(r"needs .* at least \((\d+) bytes\)", result.stderr)
+    assert least is not None
+    alive = max(moment["alive"] + moment["result"] for moment in step["moments"])
+    assert 1024 < alive <= int(least[1]) <= step["limit"]
     assert "--max-batch" in result.stderr
 
 
