@@ -197,7 +197,8 @@ def _timed(
 ) -> dict[str, Any]:
     """Milliseconds forward and backward, and bytes of input, output and workspace of one forward."""
     (weight,) = layer.parameters()
-    made: list[torch.Tensor] = [call(x)]
+    with torch.no_grad():
+        made: list[torch.Tensor] = [call(x)]
     dy = torch.randn_like(made[0])
 
     def forward() -> None:

@@ -71,7 +71,8 @@ def _rank(rank: int, ranks: int, kind: str, function: str, arguments: dict[str, 
 def graphed(device: torch.device, calls: Sequence[Call]) -> list[Call]:
     """``calls`` as replays of CUDA graphs that share memory, captured in order; on a CPU the calls themselves.
 
-    A call may use what the one before it made.
+    A call may use what the one before it made. No graph of autograd may reach in from outside: its nodes would run on
+    the streams where they were made.
     """
     if device.type != "cuda":
         return list(calls)
@@ -87,7 +88,7 @@ def graphed(device: torch.device, calls: Sequence[Call]) -> list[Call]:
     pool = None
     for call in calls:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             call()
         pool = graph.pool()
         replays.append(graph.replay)

@@ -56,7 +56,7 @@ def there_and_back(ranks: int) -> None:
         assert found.stride() == expected.stride(), what
         close(found.full_tensor(), expected, what)
         found.backward(distribute_tensor(upstream, mesh, found.placements))
-        assert own.grad.placements == own.placements, what
+        assert own.grad.placements == own.placements, f"{own.grad.placements} {own.grad.to_local().stride()} of {what}"
         close(own.grad.full_tensor(), full.grad, f"dx of {what}")
         close(layer.weight.grad, plain.weight.grad, f"dw of {what}")
         scattered = full.detach().clone().requires_grad_()

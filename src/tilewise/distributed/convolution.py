@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewise.axis import Axis
-from tilewise.comm.link import Link
+from tilewise.comm.streams import Branch
 from tilewise.distributed.exchange import add_back, assemble, send_back, send_boxes, shape_of, view
 from tilewise.distributed.layout import Box, Layout
-from tilewise.distributed.passes import Passes
 from tilewise.distributed.share import Share, Term
+
+if TYPE_CHECKING:
+    from tilewise.distributed.shard import Space
 
 __all__ = ["Convolution", "Work"]
 
@@ -19,11 +22,11 @@ __all__ = ["Convolution", "Work"]
 class Work:
     """What one call of a convolution is about: where it is in the model and what computes it."""
 
-    __slots__ = ("groups", "layout", "link", "passes", "share", "what")
+    __slots__ = ("groups", "layout", "link", "parameters", "passes", "share", "what")
 
-    def __init__(self, link: Link, passes: Passes, what: str, layout: Layout, share: Share, groups: int) -> None:
-        self.link, self.passes, self.what = link, passes, what
-        self.layout, self.share, self.groups = layout, share, groups
+    def __init__(self, space: Space, what: str, layout: Layout, share: Share, groups: int) -> None:
+        self.link, self.passes, self.parameters = space.link, space.passes, space.parameters
+        self.what, self.layout, self.share, self.groups = what, layout, share, groups
 
     def forward(
         self, source: torch.Tensor, w: torch.Tensor, axes: tuple[Axis, ...], b: torch.Tensor | None = None
@@ -48,6 +51,11 @@ class Work:
         x, y = (gradient, source) if self.share.transposed else (source, gradient)
         return self.passes.wgrad(x, y, axes, self.groups)
 
+    def complete(self, dw: torch.Tensor) -> None:
+        """Say that the current stream adds nothing more to ``dw``, so that its sum need not wait for what follows."""
+        if self.parameters is not None:
+            self.parameters.complete(dw)
+
     def needed(self, x: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
         """All that this rank needs of the input, put together."""
         shape = shape_of(x, self.layout.grid.dims, self.share.transfer.need)
@@ -59,15 +67,15 @@ class Convolution(torch.autograd.Function):
 
     Backward is the exact adjoint: the gradients of the boxes go home while this rank's own are computed, and are added
     there (the halo reduction of Jin et al. 2018, section 2.2). The filter's gradient is this rank's share of the sum.
+    On a GPU what has to do with halos is a branch beside the rank's own passes.
     """
 
     @staticmethod
     def forward(ctx: Any, work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         ctx.work, ctx.has_bias = work, b is not None
         with work.link.telling(work.what):
-            pending = send_boxes(work.link, work.what, work.layout, work.share.transfer, x)
             run = _by_terms if work.share.assembled is None else _assembled
-            y, boxes = run(work, x, w, b, pending)
+            y, boxes = run(work, x, w, b)
         ctx.save_for_backward(x, w, *boxes)
         return y
 
@@ -85,9 +93,11 @@ class Convolution(torch.autograd.Function):
 
 
 def _by_terms(
-    work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, pending: Any
+    work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    share = work.share
+    share, beside = work.share, Branch(x.device, "halos", urgent=True)
+    with beside.begin():
+        pending = send_boxes(work.link, work.what, work.layout, share.transfer, x)
     own = share.own
     y = None
     if own is not None and _fills(own, share):
@@ -96,14 +106,19 @@ def _by_terms(
         part = work.forward(x, _along(w, own.taps), own.axes)
         y = _zeros(work, part)
         _along(y, own.target).add_(part)
-    boxes: list[torch.Tensor] = pending.wait()
+    with beside.more():
+        boxes: list[torch.Tensor] = pending.wait()
+        parts = [
+            None if term is None else work.forward(box, _along(w, term.taps), term.axes)
+            for term, box in zip(share.boxes, boxes, strict=True)
+        ]
+    beside.join()
     if y is None:
         channels = w.shape[1] * work.groups if share.transposed else w.shape[0]
         y = x.new_zeros((x.shape[0], channels, *share.sizes))
-    for term, box in zip(share.boxes, boxes, strict=True):
-        if term is not None:
-            part = work.forward(box, _along(w, term.taps), term.axes)
-            _along(y, term.target).add_(part)
+    for term, of_box in zip(share.boxes, parts, strict=True):
+        if term is not None and of_box is not None:
+            _along(y, term.target).add_(of_box)
     return y if b is None else work.biased(y, b), boxes
 
 
@@ -111,16 +126,26 @@ def _terms_back(
     work: Work, x: torch.Tensor, w: torch.Tensor, boxes: list[torch.Tensor], dy: torch.Tensor, want_x: bool,
     want_w: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    share = work.share
-    dx = dw = pending = None
-    if want_x:
-        home = [_of_box(work, term, box, w, dy) for term, box in zip(share.boxes, boxes, strict=True)]
-        pending = send_back(work.link, f"the backward of {work.what}", work.layout.grid, share.transfer, home, x)
+    share, beside = work.share, Branch(x.device, "halos", urgent=True)
+    dx: torch.Tensor | None = None
+    dw: torch.Tensor | None = None
+    pending = None
+    with beside.begin():
+        if want_x:
+            home = [_of_box(work, term, box, w, dy) for term, box in zip(share.boxes, boxes, strict=True)]
+            pending = send_back(work.link, f"the backward of {work.what}", work.layout.grid, share.transfer, home, x)
+        of_boxes = _weight_gradient(work, share.boxes, boxes, w, dy) if want_w else None
     if want_w:
-        dw = _weight_gradient(work, x, w, boxes, dy)
+        of_own = _weight_gradient(work, (share.own,), (x,), w, dy)
+        beside.join()
+        dw = _together(of_own, of_boxes, w)
+        work.complete(dw)
     if pending is not None:
         dx = _of_box(work, share.own, x, w, dy)
-        add_back(work.layout, share.transfer, pending.wait(), dx)
+        with beside.more():
+            arrived = pending.wait()
+        beside.join()
+        add_back(work.layout, share.transfer, arrived, dx)
     return dx, dw
 
 
@@ -132,10 +157,11 @@ def _of_box(work: Work, term: Term | None, box: torch.Tensor, w: torch.Tensor, d
 
 
 def _weight_gradient(
-    work: Work, x: torch.Tensor, w: torch.Tensor, boxes: list[torch.Tensor], dy: torch.Tensor
-) -> torch.Tensor:
+    work: Work, terms: Sequence[Term | None], boxes: Sequence[torch.Tensor], w: torch.Tensor, dy: torch.Tensor
+) -> torch.Tensor | None:
+    """What these boxes add to the filter's gradient; ``None``: nothing."""
     dw = None
-    for term, box in zip((work.share.own, *work.share.boxes), (x, *boxes), strict=True):
+    for term, box in zip(terms, boxes, strict=True):
         if term is None:
             continue
         part = work.weight(box, _along(dy, term.target), term.axes)
@@ -144,14 +170,21 @@ def _weight_gradient(
             continue
         dw = torch.zeros_like(w) if dw is None else dw
         _along(dw, term.taps).add_(part)
-    return torch.zeros_like(w) if dw is None else dw
+    return dw
+
+
+def _together(own: torch.Tensor | None, of_boxes: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor:
+    if own is None or of_boxes is None:
+        found = of_boxes if own is None else own
+        return torch.zeros_like(w) if found is None else found
+    return own.add_(of_boxes)
 
 
 def _assembled(
-    work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, pending: Any
+    work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     assert work.share.assembled is not None
-    boxes: list[torch.Tensor] = pending.wait()
+    boxes = send_boxes(work.link, work.what, work.layout, work.share.transfer, x).wait()
     return work.forward(work.needed(x, boxes), w, work.share.assembled, b), boxes
 
 
@@ -170,6 +203,7 @@ def _assembled_back(
         pending = send_back(work.link, f"the backward of {work.what}", work.layout.grid, moves, home, x)
     if want_w:
         dw = work.weight(work.needed(x, boxes), dy, share.assembled)
+        work.complete(dw)
     if pending is not None and whole is not None:
         dx = torch.zeros_like(x)
         if moves.own is not None:

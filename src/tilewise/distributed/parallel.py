@@ -93,6 +93,7 @@ class SpatialParallel(nn.Module):
             if not late:
                 inputs.finish()
                 self._agreed.add(text)
+            self.space.parameters = None  # and with it the last forward's graph, where nobody else keeps it
             self.space.parameters = Parameters(link, list(self.module.parameters()))
             result = self.module(*args, **kwargs)
             if late:

@@ -11,12 +11,14 @@ waited for in one node that all parameters share and that autograd reaches last,
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tilewise.comm.link import Link
+from tilewise.comm.streams import Branch
 
 __all__ = ["Parameters", "sum_gradient"]
 
@@ -38,45 +40,81 @@ class _SumNow(torch.autograd.Function):
 
 
 class Bucket:
-    """Gradients on their way: those that wait for company, and those that travel."""
+    """Gradients on their way: those that wait for company, and those that travel.
+
+    On a GPU a gradient that is known to be :meth:`complete` travels as soon as it is, whatever the stream that made it
+    has been given since.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._complete: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
         self._waiting: list[torch.Tensor] = []
-        self._bytes = 0
+        self._moments: list[torch.cuda.Event | None] = []
+        self._bytes = self._come = 0
+        self._beside: Branch | None = None
         self._travelling: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+        self.expected = 0
+        """How many gradients will come, if all do."""
+
+    def complete(self, gradient: torch.Tensor) -> None:
+        """The current stream adds nothing more to ``gradient``, nor does anybody else read it."""
+        if gradient.is_cuda and gradient.is_contiguous():
+            event = torch.cuda.current_stream(gradient.device).record_event()
+            self._complete[id(gradient)] = gradient, event
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor:
         """A tensor that will hold the sum of ``gradient`` after :meth:`finish`."""
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        if total.nbytes >= BUCKET:
-            self._travelling.append((self._link.start_sum("the sum of gradients", total), total, []))
-            return total
+        total, moment = self._complete.pop(id(gradient), (None, None))
+        if total is None:
+            total = gradient.clone(memory_format=torch.contiguous_format)
         if self._waiting and self._waiting[0].dtype != total.dtype:
             self.flush()
+        self._come += 1
         self._waiting.append(total)
+        self._moments.append(moment)
         self._bytes += total.nbytes
-        if self._bytes >= BUCKET:
+        if self._bytes >= BUCKET or self._come == self.expected:
             self.flush()
         return total
 
     def flush(self) -> None:
         """Send off what waits."""
-        if self._waiting:
-            flat = torch.cat([tensor.view(-1) for tensor in self._waiting])
-            self._travelling.append((self._link.start_sum("the sum of gradients", flat), flat, self._waiting))
-        self._waiting, self._bytes = [], 0
+        waiting, moments = self._waiting, self._moments
+        self._waiting, self._moments, self._bytes = [], [], 0
+        if not waiting:
+            return
+        with self._after(moments, waiting[0].device):
+            flat = waiting[0] if len(waiting) == 1 else torch.cat([tensor.view(-1) for tensor in waiting])
+            work = self._link.start_sum("the sum of gradients", flat)
+        self._travelling.append((work, flat, waiting))
+
+    def _after(
+        self, moments: list[torch.cuda.Event | None], device: torch.device
+    ) -> contextlib.AbstractContextManager[object]:
+        known = [moment for moment in moments if moment is not None]
+        if len(known) < len(moments):
+            return contextlib.nullcontext()
+        self._beside = Branch(device, "sums")
+        for moment in known:
+            context = self._beside.after(moment)
+        return context
 
     def finish(self) -> None:
         """Wait for all; on a GPU the current stream waits."""
         self.flush()
         travelling, self._travelling = self._travelling, []
+        self._come = 0
+        self._complete.clear()
         for work, flat, parts in travelling:
             self._link.finish_sum("the sum of gradients", work)
-            start = 0
-            for part in parts:
-                part.copy_(flat[start : start + part.numel()].view_as(part))
-                start += part.numel()
+            if len(parts) > 1:
+                start = 0
+                for part in parts:
+                    part.copy_(flat[start : start + part.numel()].view_as(part))
+                    start += part.numel()
+        if self._beside is not None:
+            self._beside.join()
 
 
 class _Sum(torch.autograd.Function):
@@ -118,6 +156,10 @@ class Parameters:
             for p, waited in zip(wanted, waiting, strict=True):
                 self._known[id(p)] = (p, waited)
 
+    def complete(self, gradient: torch.Tensor) -> None:
+        """See :meth:`Bucket.complete`."""
+        self._bucket.complete(gradient)
+
     def use(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What stands for ``parameter`` beside a part; ``None`` where it is none of those this began with."""
         known = self._known.get(id(parameter))
@@ -126,6 +168,7 @@ class Parameters:
         used = self._used.get(id(parameter))
         if used is None:
             used = self._used[id(parameter)] = _Sum.apply(self._bucket, known[1])  # type: ignore[no-untyped-call]
+            self._bucket.expected = len(self._used)
         return used
 
 

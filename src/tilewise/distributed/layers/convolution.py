@@ -68,7 +68,7 @@ def _apply(
         dtype = torch.get_autocast_dtype(device)
         part, w, b = part.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
     share = share_of(x.spatial, axes, transposed)
-    y = Convolution.apply(Work(space.link, space.passes, what, x.spatial, share, groups), part, w, b)  # type: ignore[no-untyped-call]
+    y = Convolution.apply(Work(space, what, x.spatial, share, groups), part, w, b)  # type: ignore[no-untyped-call]
     return x.like(y if batched else y.squeeze(0), share.out)
 
 

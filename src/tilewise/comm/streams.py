@@ -1,0 +1,53 @@
+"""Work beside the current stream's: on a GPU on a stream of its own, on a CPU in order."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+__all__ = ["Branch"]
+
+
+class Branch:
+    """What is begun here runs beside what the current stream is given afterwards, until :meth:`join`.
+
+    There is one stream for each device and ``name``, and ``begin`` has it wait for the current stream. So whatever the
+    two have used of each other's memory by a ``join`` may be freed after it: neither allocates anew before the other is
+    done. ``urgent`` work goes first where both could run. CUDA graphs capture it as a branch.
+    """
+
+    __slots__ = ("_device", "_stream")
+
+    def __init__(self, device: torch.device, name: str, urgent: bool = False) -> None:
+        self._device = device
+        self._stream = _stream(device, name, urgent) if device.type == "cuda" else None
+
+    def begin(self) -> contextlib.AbstractContextManager[object]:
+        """Work after all that the current stream has been given so far."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def after(self, event: torch.cuda.Event) -> contextlib.AbstractContextManager[object]:
+        """Work after ``event`` of the current stream."""
+        assert self._stream is not None
+        self._stream.wait_event(event)
+        return torch.cuda.stream(self._stream)
+
+    def more(self) -> contextlib.AbstractContextManager[object]:
+        """Work after what was begun here, without waiting for the current stream again."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """Have the current stream wait for all of it."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+@functools.cache
+def _stream(device: torch.device, name: str, urgent: bool) -> torch.cuda.Stream:
+    del name  # one stream for each
+    return torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
