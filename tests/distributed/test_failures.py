@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from typing import Any
@@ -13,6 +14,8 @@ from tests.distributed.ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tilewise.comm.link import Link, PeerError
+from tilewise.comm.watch import Watch
 from tilewise.distributed import SpatialParallel
 
 
@@ -82,3 +85,28 @@ def test_every_other_rank_hears_of_it(kind: str, words: list[str], limit: float)
             continue
         assert all(word in text for word in words), text
         assert seconds < limit, text
+
+
+def watched(kind: str) -> tuple[str, float]:
+    """What the watching thread, which GPUs have, makes of a rank that goes while nobody exchanges anything."""
+    link = Link([0, 1], 1.0)
+    Watch(link).start()
+    time.sleep(0.3)
+    if dist.get_rank() == 1:
+        if kind == "ends":
+            atexit._run_exitfuncs()
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        while time.monotonic() - began < 3:
+            time.sleep(0.01)
+    except PeerError as error:
+        return str(error), time.monotonic() - began
+    return "nothing", 0
+
+
+@pytest.mark.parametrize(("kind", "words"), [("dies", "rank 1 ended or gave no answer for 1 s"), ("ends", "nothing")])
+def test_a_rank_that_falls_silent_is_noticed_without_an_exchange(kind: str, words: str) -> None:
+    (text, seconds), _ = run(2, watched, kind, timeout=20, may_die=True)
+    assert text.startswith(words)
+    assert seconds < 3

@@ -1,18 +1,22 @@
 """Watches the other ranks where waiting for them would hold up a GPU: NCCL's kernels do not wake when a rank is lost.
 
 A thread of each rank writes into the store how many exchanges its program has begun, and reads the others' numbers. One
-that fell behind and stands still for the time given is lost, as is one that wrote that it failed. Then the
+that fell behind and stands still for the time given is lost, as is one that wrote that it failed, and one whose thread
+writes nothing more though its program has not ended in order: replays of CUDA graphs begin no exchanges. Then the
 communicators are aborted, so that the GPU goes on, and an error is raised in the main thread before it can use what was
 computed. Only the host is asked: the GPU may be capturing a graph.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import json
 import threading
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d
 
@@ -31,19 +35,23 @@ class Watch(threading.Thread):
     def __init__(self, link: Link) -> None:
         super().__init__(name="tilewise-watch", daemon=True)
         self._link, self._interval = link, min(max(link.timeout / POLLS, 0.05), 1.0)
-        self._stood: dict[int, tuple[int, float]] = {index: (-1, time.monotonic()) for index in link.others}
+        now = time.monotonic()
+        self._stood = {index: Standing(-1, -1, now, now) for index in link.others}
+        self._beat, self._over, self._writing = 0, False, threading.Lock()
 
     def run(self) -> None:
         """Look until something is lost."""
         link = self._link
         try:
             store = distributed_c10d._get_default_store()
+            atexit.register(self._ended, store)
             while not link.broken:
-                store.set(f"{link.key}/alive/{link.index}", json.dumps([link.progress, link.doing]))
+                if not self._wrote(store):
+                    return
                 for index in link.others:
                     key = f"{link.key}/alive/{index}"
-                    if store.check([f"{link.key}/{index}"]) or self._stands(
-                        index, store.get(key) if store.check([key]) else b"[0, null]"
+                    if store.check([f"{link.key}/{index}"]) or self._lost(
+                        index, store.get(key) if store.check([key]) else b"[0, 0]"
                     ):
                         link.give_up(index)
                         return
@@ -53,13 +61,39 @@ class Watch(threading.Thread):
             if not link.broken and threading.main_thread().is_alive():
                 link.give_up(None)
 
-    def _stands(self, index: int, said: bytes) -> bool:
-        number, now = int(json.loads(said)[0]), time.monotonic()
-        before, since = self._stood[index]
-        if number != before or number >= self._link.progress:
-            self._stood[index] = (number, now)
-            return False
-        return now - since > self._link.timeout
+    def _wrote(self, store: Any) -> bool:
+        """Say that this rank is there, unless it ended."""
+        with self._writing:
+            if not self._over:
+                self._beat += 1
+                store.set(f"{self._link.key}/alive/{self._link.index}", json.dumps([self._link.progress, self._beat]))
+            return not self._over
+
+    def _ended(self, store: Any) -> None:
+        """At the program's end: nobody need wait for this rank's next word, unless for an exchange."""
+        with self._writing, contextlib.suppress(RuntimeError):
+            self._over = True
+            store.set(f"{self._link.key}/alive/{self._link.index}", json.dumps([self._link.progress, None]))
+
+    def _lost(self, index: int, said: bytes) -> bool:
+        number, beat = json.loads(said)
+        stood, now = self._stood[index], time.monotonic()
+        waited = number < self._link.progress
+        if number != stood.number or not waited:
+            stood.number, stood.since = number, now
+        if beat != stood.beat or beat is None:
+            stood.beat, stood.beaten = beat, now
+        return now - min(stood.since, stood.beaten) > self._link.timeout
+
+
+@dataclass(slots=True)
+class Standing:
+    """What a rank last said, and since when: its number of exchanges while others are ahead, and its beats."""
+
+    number: int
+    beat: int | None
+    since: float
+    beaten: float
 
 
 def raise_in_main(error: Exception) -> None:
