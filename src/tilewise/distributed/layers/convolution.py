@@ -13,6 +13,7 @@ from tilewise.distributed.convolution import Convolution, Work
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.shard import Shard, handles
 from tilewise.distributed.share import share_of
+from tilewise.nn.geometry import named_padding
 
 Ints = int | Sequence[int]
 
@@ -39,17 +40,15 @@ def spatial(x: Any, dims: int, what: str) -> Shard:
 
 def _pads(
     padding: str | Ints, dims: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], what: str
-) -> list[tuple[int, int]]:
-    if padding == "valid":
-        return [(0, 0)] * dims
-    if padding == "same":
-        if any(s != 1 for s in stride):
-            raise ValueError(f"{what}: padding='same' is for stride 1, not {tuple(stride)}")
-        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    if isinstance(padding, str):
+) -> Sequence[tuple[int, int]]:
+    if not isinstance(padding, str):
+        return [(p, p) for p in each(padding, dims, "padding")]
+    pads = named_padding(padding, stride, dilation, kernel)
+    if pads is None and padding == "same":
+        raise ValueError(f"{what}: padding='same' is for stride 1, not {tuple(stride)}")
+    if pads is None:
         raise ValueError(f"{what}: padding={padding!r}: a number, 'same' or 'valid' would do")
-    return [(p, p) for p in each(padding, dims, "padding")]
+    return pads
 
 
 def _apply(
