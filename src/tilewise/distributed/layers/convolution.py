@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tilewise.axis import Axis
 from tilewise.distributed.convolution import Convolution, Work
 from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, handles
+from tilewise.distributed.shard import Shard, handles, sharded
 from tilewise.distributed.share import share_of
 from tilewise.nn.geometry import named_padding
 
@@ -29,13 +29,12 @@ def each(value: Ints, dims: int, what: str) -> tuple[int, ...]:
 
 def spatial(x: Any, dims: int, what: str) -> Shard:
     """``x`` as an image with ``dims`` spatial dimensions. Raises ``ValueError`` where it is none, or cut otherwise."""
-    if not isinstance(x, Shard):
-        raise ValueError(f"{what}: its weight is cut across ranks and its input is not")
-    if x.spatial.grid.dims and min(x.spatial.grid.dims) < -dims:
+    shard = sharded(x, what)
+    if shard.spatial.grid.dims and min(shard.spatial.grid.dims) < -dims:
         raise ValueError(
-            f"{what}: its image has {dims} dimensions and is cut along dimension {min(x.spatial.grid.dims)}"
+            f"{what}: its image has {dims} dimensions and is cut along dimension {min(shard.spatial.grid.dims)}"
         )
-    return x
+    return shard
 
 
 def _pads(
