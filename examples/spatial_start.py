@@ -1,9 +1,9 @@
-"""What the examples on several devices begin with: ranks from torchrun, a mesh of them, and a device for each."""
+"""What the examples on several devices share: ranks from torchrun, a mesh and devices for them, training, comparing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tilewise.distributed import SpatialParallel
 
-__all__ = ["say", "start", "wrapped"]
+__all__ = ["compared", "say", "start", "train", "wrapped"]
+
+TOLERANCE = 1e-4
+"""Greatest difference of losses, which start near 1: sums are added up in another order, and training grows that."""
 
 
 def start() -> torch.device:
@@ -42,3 +45,34 @@ def say(text: str) -> None:
     """One line, from one rank."""
     if dist.get_rank() == 0:
         print(text, flush=True)
+
+
+def train(
+    model: nn.Module,
+    outputs: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    target: torch.Tensor,
+    steps: int,
+    *,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    lr: float,
+) -> list[float]:
+    """The losses of ``steps`` steps on all of ``x``: ``loss`` of ``outputs`` and ``target``."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        found = loss(outputs(x), target)
+        found.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(found.detach()))
+    return losses
+
+
+def compared(split: Sequence[float], alone: Sequence[float]) -> int:
+    """The exit status, 0 where the losses of ranks and of one device agree; says both of each step."""
+    for step, (a, b) in enumerate(zip(split, alone, strict=True)):
+        say(f"step {step}: split {a:.6f}, one device {b:.6f}")
+    furthest = max(abs(a - b) for a, b in zip(split, alone, strict=True))
+    say(f"losses differ by {furthest:.1e} at most")
+    return int(not furthest <= TOLERANCE)

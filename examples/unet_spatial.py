@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
-from spatial_start import say, start, wrapped
+from spatial_start import compared, say, start, train, wrapped
 from torch import nn
 
-TOLERANCE = 1e-4
-"""Greatest difference of losses, which start near 1.1: sums are added up in another order, and training grows that."""
 AROUND = 15
 
 
@@ -61,21 +60,6 @@ def photographs(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x - x.mean((2, 3), keepdim=True), around.argmax(1)
 
 
-def train(
-    model: nn.Module, outputs: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, target: torch.Tensor, steps: int
-) -> list[float]:
-    """The losses of ``steps`` steps on all images."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(outputs(x), target)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where the losses agree."""
     parser = argparse.ArgumentParser(description="Train a U-Net on photographs split over ranks.")
@@ -91,17 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     single = copy.deepcopy(model)
     x, target = (tensor.to(device) for tensor in photographs(given.height, given.width))
     parallel = wrapped(model, device, ("h", "w"))
-    split = train(model, lambda x: parallel.gather(parallel(parallel.scatter(x, multiple=4))), x, target, given.steps)
+    trained = partial(train, x=x, target=target, steps=given.steps, loss=F.cross_entropy, lr=0.05)
+    split = trained(model, lambda x: parallel.gather(parallel(parallel.scatter(x, multiple=4))))
     if not given.alone:
         for step, loss in enumerate(split):
             say(f"step {step}: {loss:.6f}")
         return 0
-    alone = train(single, single, x, target, given.steps)  # every rank does, so that none waits for another
-    for step, (a, b) in enumerate(zip(split, alone, strict=True)):
-        say(f"step {step}: split {a:.6f}, one device {b:.6f}")
-    furthest = max(abs(a - b) for a, b in zip(split, alone, strict=True))
-    say(f"losses differ by {furthest:.1e} at most")
-    return int(not furthest <= TOLERANCE)
+    alone = trained(single, single)  # every rank does, so that none waits for another
+    return compared(split, alone)
 
 
 if __name__ == "__main__":

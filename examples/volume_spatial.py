@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from spatial_start import say, start, wrapped
+from spatial_start import compared, start, train, wrapped
 from torch import nn
 
-TOLERANCE = 1e-4
 BALLS = 6
 
 
@@ -53,21 +53,6 @@ def volumes(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (inside + noise).unsqueeze(1), inside.unsqueeze(1)
 
 
-def train(
-    model: nn.Module, outputs: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, target: torch.Tensor, steps: int
-) -> list[float]:
-    """The losses of ``steps`` steps on all volumes."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(outputs(x), target)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where the losses agree."""
     parser = argparse.ArgumentParser(description="Train on volumes split over ranks.")
@@ -82,13 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     single = copy.deepcopy(model)
     x, target = (tensor.to(device) for tensor in volumes(given.count, given.size))
     parallel = wrapped(model, device, ("d", "h"))
-    split = train(model, lambda x: parallel.gather(parallel(parallel.scatter(x, multiple=2))), x, target, given.steps)
-    alone = train(single, single, x, target, given.steps)
-    for step, (a, b) in enumerate(zip(split, alone, strict=True)):
-        say(f"step {step}: split {a:.6f}, one device {b:.6f}")
-    furthest = max(abs(a - b) for a, b in zip(split, alone, strict=True))
-    say(f"losses differ by {furthest:.1e} at most")
-    return int(not furthest <= TOLERANCE)
+    trained = partial(train, x=x, target=target, steps=given.steps, loss=F.binary_cross_entropy_with_logits, lr=0.1)
+    split = trained(model, lambda x: parallel.gather(parallel(parallel.scatter(x, multiple=2))))
+    alone = trained(single, single)
+    return compared(split, alone)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def refusals() -> None:
             return torch.fft.rfft(x)
 
     p = parallel(nn.Sequential(nn.ReLU(), nn.Sequential(Strange())), (ranks,), ("h",))
-    x = p.scatter(torch.ones(1, 2, 8, 8))
+    x, w = p.scatter(torch.ones(1, 2, 8, 8)), torch.ones(2, 2, 1, 1)
     for call, error, words in (
         (lambda: Strange()(x), UnknownLayer, "fft_rfft in forward of Strange: .*gather"),
         (lambda: x + p.scatter(torch.ones(1, 2, 4, 8)), ValueError, "do not fit together"),
@@ -165,6 +165,13 @@ def refusals() -> None:
         (lambda: p.scatter(torch.ones(3), None), ValueError, "no dimension 'h'"),
         (lambda: p.scatter(torch.ones(1, 1, 8, 8), {"h": (0, 9)}), ValueError, "cuts="),
         (lambda: F.conv2d(x, torch.ones(2, 3, 1, 1)), ValueError, "input has 2 channels"),
+        (lambda: F.conv2d(x, w, stride=(1, 2), padding="same"), ValueError, r"for stride 1, not \(1, 2\)"),
+        (lambda: F.conv2d(x, w, padding="some"), ValueError, "padding='some': a number, 'same' or 'valid' would do"),
+        (lambda: F.conv2d(torch.ones(1, 2, 8, 8), x), ValueError, "conv2d: its weight is cut .* its input is not"),
+        (lambda: F.group_norm(torch.ones(1, 2, 8), 1, x), ValueError, "group_norm: its weight is cut"),
+        (lambda: F.layer_norm(torch.ones(2, 8), (8,), x), ValueError, "layer_norm: its weight is cut"),
+        (lambda: F.rms_norm(torch.ones(2, 8), (8,), x), ValueError, "rms_norm: its weight is cut"),
+        (lambda: F.linear(torch.ones(2, 8), x), ValueError, "linear: its weight is cut"),
         (lambda: F.max_unpool2d(x, x.long(), 2, output_size=(9, 20)), ValueError, r"output_size=\(9, 20\): \(16, 16\)"),
         (lambda: F.max_unpool2d(x, torch.ones(1, 2, 8, 8).long(), 2), ValueError, "indices are a whole tensor"),
     ):  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed.ranks import parallel, run
@@ -92,6 +91,5 @@ def blocks() -> None:
     same_as_one_device((2, 2), ("h", "w"))
 
 
-@pytest.mark.parametrize("function", [blocks])
-def test_four_ranks_in_blocks(function: object) -> None:
+def test_four_ranks_in_blocks() -> None:
     run(4, blocks)

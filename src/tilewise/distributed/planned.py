@@ -48,18 +48,17 @@ class PlannedPasses(TorchPasses):
             self._seen = None
             raise
 
-    def plan(self, deterministic: bool) -> list[ConvProblem]:
-        """Plan what was recorded, each rank a share of all ranks' problems; gives this rank's own.
+    def plan(self, deterministic: bool) -> None:
+        """Plan what was recorded, each rank a share of all ranks' problems.
 
         Every rank calls it. Raises :class:`~tilewise.comm.agreement.RankMismatch` where ranks end with other plans, and
         as :meth:`~tilewise.nn.book.Book.plan`.
         """
         seen = {} if self._seen is None else self._seen
         self._seen = None
-        own = list(seen)
 
         def everyones() -> list[ConvProblem]:
-            keys = [key for each in gather([p.key for p in own]) for key in each]
+            keys = [key for each in gather([p.key for p in seen]) for key in each]
             return [ConvProblem.from_key(key) for key in dict.fromkeys(keys)]
 
         plan_together(self.book, everyones, lambda problems: problems, deterministic)
@@ -67,7 +66,6 @@ class PlannedPasses(TorchPasses):
             self.book.ready([problem], deterministic, device)
         self._bound.clear()
         self._deterministic = deterministic
-        return own
 
     def fprop(
         self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int, b: torch.Tensor | None = None

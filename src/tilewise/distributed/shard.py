@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Shard", "Space", "UnknownLayer", "aligned", "handles", "local", "operand", "space_of"]
+__all__ = ["Shard", "Space", "UnknownLayer", "aligned", "handles", "local", "operand", "sharded", "space_of"]
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 _handlers: dict[Any, Callable[..., Any]] = {}
@@ -161,6 +161,13 @@ def handles(*functions: Any) -> Callable[[Handler], Handler]:
 def local(value: Any) -> Any:
     """The plain tensor of a shard; anything else as it is."""
     return value.local if isinstance(value, Shard) else value
+
+
+def sharded(value: Any, what: str) -> Shard:
+    """``value``, the input of layer ``what``. Raises ``ValueError`` where it is no shard: then a weight is."""
+    if not isinstance(value, Shard):
+        raise ValueError(f"{what}: its weight is cut across ranks and its input is not")
+    return value
 
 
 def space_of(*values: Any) -> Shard:

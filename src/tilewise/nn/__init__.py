@@ -1,5 +1,6 @@
 """Planned layers in torch models."""
 
+from tilewise.comm.agreement import RankMismatch
 from tilewise.nn.batch import LargestBatch, largest_batch
 from tilewise.nn.branch_times import BranchReport, groups
 from tilewise.nn.functional import (
@@ -12,7 +13,6 @@ from tilewise.nn.functional import (
     set_defaults,
 )
 from tilewise.nn.optimize import optimize, restore
-from tilewise.nn.ranks import RankMismatch
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
 from tilewise.nn.scheduled import schedule
 from tilewise.nn.transparent import Session, disable, enable, enabled

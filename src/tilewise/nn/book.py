@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from tilewise import solvers
+from tilewise.comm.agreement import several_ranks
 from tilewise.device import is_capturing
 from tilewise.nn.budget import Budget, GroupsOf, Names, divide
-from tilewise.nn.ranks import several_ranks
 from tilewise.nn.runner import BoundPass
 from tilewise.plan import Plan, parse_bytes
 from tilewise.planner import NoPlanError, Options, Planner

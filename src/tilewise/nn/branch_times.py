@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tilewise.nn import ranks
+from tilewise.comm.agreement import several_ranks
 from tilewise.nn.branches import Found, Program, find
 from tilewise.nn.call import is_plain
 from tilewise.nn.modules import swap_back
@@ -111,7 +111,7 @@ def settle(
     candidates = {one.name: one for one in found if not told[one.name].reason}
     if not candidates:
         return tuple(told.values())
-    if ranks.several_ranks():
+    if several_ranks():
         return _left(told, candidates, "several ranks: not measured, as they must call the same")
     for name, report in _measured(model, candidates, examples, training, lanes_of).items():
         told[name] = replace(report, workspace=told[name].workspace)

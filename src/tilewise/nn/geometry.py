@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tilewise.axis import Axis
 from tilewise.problem import ConvProblem, Pass
 
-__all__ = ["Geometry", "Role"]
+__all__ = ["Geometry", "Role", "named_padding"]
 
 
 class Role(enum.Enum):
@@ -63,7 +63,7 @@ class Geometry:
         if strides is None or dilations is None or extra is None or type(groups) is not int or len(kernel) != dims:
             return None
         if isinstance(padding, str):
-            pads = _named_padding(padding, strides, dilations, kernel)
+            pads = named_padding(padding, strides, dilations, kernel)
         else:
             sides = _each(padding, dims)
             pads = None if sides is None else tuple((p, p) for p in sides)
@@ -179,9 +179,10 @@ def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...] | None:
     return values if len(values) == dims else None
 
 
-def _named_padding(
-    name: str, stride: tuple[int, ...], dilation: tuple[int, ...], kernel: Sequence[int]
+def named_padding(
+    name: str, stride: Sequence[int], dilation: Sequence[int], kernel: Sequence[int]
 ) -> tuple[tuple[int, int], ...] | None:
+    """Torch's ``same`` or ``valid`` as (before, after) for each axis; ``None`` for others, or ``same`` with strides."""
     if name == "valid":
         return ((0, 0),) * len(kernel)
     if name != "same" or any(s != 1 for s in stride):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from tilewise.comm.agreement import gather, receive, send
 from tilewise.device import environment
-from tilewise.nn import ranks
 from tilewise.nn.book import Book, undisturbed
 from tilewise.planner import NoPlanError, Planner
 from tilewise.planner.messages import Job, effort, largest_first, options_from_json
@@ -32,7 +32,7 @@ def measure_together(book: Book, problems: list[ConvProblem], deterministic: boo
     """
     if not problems or book.options.rigor not in MEASURING:
         return []
-    places = ranks.gather([_place(device) for device in sorted({p.device for p in problems})])
+    places = gather([_place(device) for device in sorted({p.device for p in problems})])
     task = _assigned(book, problems, deterministic, places)
     if not any(task["shares"]):
         return []
@@ -42,7 +42,7 @@ def measure_together(book: Book, problems: list[ConvProblem], deterministic: boo
     except BaseException as error:  # the others wait, whatever it is
         failure = error
     text = None if failure is None else str(failure) or type(failure).__name__
-    answers = ranks.gather({"wisdom": document, "error": text})
+    answers = gather({"wisdom": document, "error": text})
     if failure is not None:
         raise failure
     for rank, answer in enumerate(answers):
@@ -59,7 +59,7 @@ def _place(device: str) -> list[str]:
 def _assigned(book: Book, problems: list[ConvProblem], deterministic: bool, places: list[Any]) -> dict[str, Any]:
     """Rank 0's word on who measures what, under which options, from which profiles."""
     if torch.distributed.get_rank() != 0:
-        told: Any = ranks.receive()
+        told: Any = receive()
         if "error" in told:
             raise NoPlanError(f"rank 0 could not plan: {told['error']}")
         return {"shares": told["shares"], "profiles": told["profiles"]}
@@ -75,9 +75,9 @@ def _assigned(book: Book, problems: list[ConvProblem], deterministic: bool, plac
         needed = {problem.device for problem in problems} if any(shares) else set()
         task = {"shares": shares, "profiles": {device: book.planner.profile(device) for device in sorted(needed)}}
     except BaseException as error:
-        ranks.send({"error": str(error) or type(error).__name__})
+        send({"error": str(error) or type(error).__name__})
         raise
-    ranks.send(task)
+    send(task)
     return task
 
 

@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from tilewise.nn import branch_times, ranks
+from tilewise.comm.agreement import several_ranks
+from tilewise.nn import branch_times
 from tilewise.nn.book import Book, make_options
 from tilewise.nn.branches import find as branches_in
 from tilewise.nn.budget import GroupsOf, make_budget
@@ -105,7 +106,7 @@ def optimize(
         raise ValueError(f"memory_limit={memory_limit!r}: a schedule has limits of its own; give one or the other")
     if memory_step is not None and memory_limit is None:
         raise ValueError("memory_step: it is the step that memory_limit is of; give both")
-    if memory_limit is not None and ranks.several_ranks():
+    if memory_limit is not None and several_ranks():
         raise ValueError(f"memory_limit={memory_limit!r}: one process only; workspace would do for several ranks")
     if planner is None and progress is not None:
         planner = Planner(progress=progress)
@@ -149,7 +150,7 @@ def optimize(
             book.divide(names, budget, now, _groups_of(inner, names) if branches == "measured" else None)
 
     now = torch.are_deterministic_algorithms_enabled()
-    if ranks.several_ranks():
+    if several_ranks():
         calls = plan_together(book, recorded, problems_of, now, divide, f"{budget}")
     else:
         calls = recorded()

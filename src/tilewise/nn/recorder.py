@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tilewise.comm.agreement import several_ranks
 from tilewise.device import is_capturing
 from tilewise.nn.book import Book
 from tilewise.nn.geometry import Role
 from tilewise.nn.layer import Entry, Layer, Tensors
-from tilewise.nn.ranks import several_ranks
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report
 from tilewise.notation import format_layer
 from tilewise.planner import Options, Planner

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewise.comm.agreement import agree, receive, send, several_ranks
 from tilewise.device import device_name, environment
-from tilewise.nn import ranks
 from tilewise.nn.book import Book
 from tilewise.nn.report import LayerReport, kept
 from tilewise.planner import Options, Schedule, ScheduleError
@@ -91,27 +91,27 @@ def read_schedule(given: Given) -> Schedule | None:
     """
     if not isinstance(given, Schedule | str | os.PathLike | None):
         raise TypeError(f"schedule={given!r}: a tilewise.Schedule, or the path of a file that holds one, would do")
-    if not ranks.several_ranks():
+    if not several_ranks():
         return Schedule.load(given) if isinstance(given, str | os.PathLike) else given
     if isinstance(given, Schedule):
-        ranks.agree(f"a schedule {given}", "the schedule that tilewise.optimize is to follow")
+        agree(f"a schedule {given}", "the schedule that tilewise.optimize is to follow")
     else:
-        ranks.agree("no schedule" if given is None else "a file", "the schedule that tilewise.optimize is to follow")
+        agree("no schedule" if given is None else "a file", "the schedule that tilewise.optimize is to follow")
     return None if given is None else _shared(given)
 
 
 def _shared(given: Schedule | str | os.PathLike[str]) -> Schedule:
     if torch.distributed.get_rank():
-        data: Any = ranks.receive()
+        data: Any = receive()
         if "error" in data:
             raise ScheduleError(f"rank 0 could not read the schedule: {data['error']}")
         return Schedule.from_json(data)
     try:
         found = given if isinstance(given, Schedule) else Schedule.load(given)
     except BaseException as error:
-        ranks.send({"error": str(error) or type(error).__name__})
+        send({"error": str(error) or type(error).__name__})
         raise
-    ranks.send(found.to_json())
+    send(found.to_json())
     return found
 
 
@@ -176,7 +176,7 @@ class Source:
             facts = {"budget": self.schedule.budget, "step": self.schedule.step}
             book.facts.update({name: value for name, value in facts.items() if value is not None})
             return
-        if ranks.several_ranks() and torch.distributed.get_rank():
+        if several_ranks() and torch.distributed.get_rank():
             return
         whys = "; ".join(f"{count}: {why}" for why, count in notes.most_common())
         planned = "left to torch" if set(notes) == {ABSENT} and book.unplanned == "torch" else "planned anew"

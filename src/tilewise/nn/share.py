@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tilewise.comm.agreement import RankMismatch, agree, receive, send
 from tilewise.device import environment
-from tilewise.nn import ranks
 from tilewise.nn.book import Book
 from tilewise.nn.measured import measure_together
 from tilewise.plan import Plan
@@ -48,8 +48,8 @@ def plan_together(
         failure = error
         lines.append(f"failed: {error}")
     try:
-        ranks.agree("\n".join(lines), "what tilewise.optimize is to plan")
-    except ranks.RankMismatch:
+        agree("\n".join(lines), "what tilewise.optimize is to plan")
+    except RankMismatch:
         if failure is None:
             raise
     if failure is not None:
@@ -59,8 +59,8 @@ def plan_together(
         _plan_and_send(book, problems, deterministic, measured, lambda: None if divide is None else divide(calls))
         told = _told(book, problems, deterministic)
     else:
-        told = _take(book, problems, deterministic, ranks.receive())
-    ranks.agree(told, "the plans that tilewise.optimize found")
+        told = _take(book, problems, deterministic, receive())
+    agree(told, "the plans that tilewise.optimize found")
     return calls
 
 
@@ -79,9 +79,9 @@ def _plan_and_send(
             told = book.reasons.get(problem, ""), times.get(problem), book.notes.get(problem, "")
             rows.append([None if plan is None else plan.to_json(), *told, book.limits.get(problem)])
     except BaseException as error:
-        ranks.send({"error": str(error) or type(error).__name__})
+        send({"error": str(error) or type(error).__name__})
         raise
-    ranks.send({"plans": rows, "facts": book.facts})
+    send({"plans": rows, "facts": book.facts})
 
 
 def _take(book: Book, problems: list[ConvProblem], deterministic: bool, data: Any) -> str:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from tilewise.axis import Axis
 from tilewise.distributed.convolution import Convolution, Work
 from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, handles
+from tilewise.distributed.shard import Shard, handles, sharded
 from tilewise.distributed.share import share_of
+from tilewise.nn.geometry import named_padding
 
 Ints = int | Sequence[int]
 
@@ -28,28 +29,25 @@ def each(value: Ints, dims: int, what: str) -> tuple[int, ...]:
 
 def spatial(x: Any, dims: int, what: str) -> Shard:
     """``x`` as an image with ``dims`` spatial dimensions. Raises ``ValueError`` where it is none, or cut otherwise."""
-    if not isinstance(x, Shard):
-        raise ValueError(f"{what}: its weight is cut across ranks and its input is not")
-    if x.spatial.grid.dims and min(x.spatial.grid.dims) < -dims:
+    shard = sharded(x, what)
+    if shard.spatial.grid.dims and min(shard.spatial.grid.dims) < -dims:
         raise ValueError(
-            f"{what}: its image has {dims} dimensions and is cut along dimension {min(x.spatial.grid.dims)}"
+            f"{what}: its image has {dims} dimensions and is cut along dimension {min(shard.spatial.grid.dims)}"
         )
-    return x
+    return shard
 
 
 def _pads(
     padding: str | Ints, dims: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], what: str
-) -> list[tuple[int, int]]:
-    if padding == "valid":
-        return [(0, 0)] * dims
-    if padding == "same":
-        if any(s != 1 for s in stride):
-            raise ValueError(f"{what}: padding='same' is for stride 1, not {tuple(stride)}")
-        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    if isinstance(padding, str):
+) -> Sequence[tuple[int, int]]:
+    if not isinstance(padding, str):
+        return [(p, p) for p in each(padding, dims, "padding")]
+    pads = named_padding(padding, stride, dilation, kernel)
+    if pads is None and padding == "same":
+        raise ValueError(f"{what}: padding='same' is for stride 1, not {tuple(stride)}")
+    if pads is None:
         raise ValueError(f"{what}: padding={padding!r}: a number, 'same' or 'valid' would do")
-    return [(p, p) for p in each(padding, dims, "padding")]
+    return pads
 
 
 def _apply(

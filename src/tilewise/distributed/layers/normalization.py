@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tilewise.distributed.layers.shapes import free
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.normalization import Normalize, Over, Place
-from tilewise.distributed.shard import Shard, handles, operand
+from tilewise.distributed.shard import Shard, handles, operand, sharded
 from tilewise.distributed.whole import sum_over_ranks
 
 Tensor = torch.Tensor
@@ -20,11 +20,10 @@ Tensor = torch.Tensor
 
 def _image(x: Any, what: str) -> Shard:
     """``x`` as an image with batch and channels. Raises ``ValueError`` where it is none, or one of those is cut."""
-    if not isinstance(x, Shard):
-        raise ValueError(f"{what}: its weight is cut across ranks and its input is not")
-    if x.dim() + min(x.spatial.grid.dims) < 2:
-        raise ValueError(f"{what}: an image of {tuple(x.shape)} is cut along its batch or channels")
-    return x
+    shard = sharded(x, what)
+    if shard.dim() + min(shard.spatial.grid.dims) < 2:
+        raise ValueError(f"{what}: an image of {tuple(shard.shape)} is cut along its batch or channels")
+    return shard
 
 
 def _parameter(x: Shard, what: str, tensor: Tensor | None) -> Tensor | None:
@@ -163,9 +162,7 @@ def _layer_norm(
 ) -> Shard:
     """By parts alone where no dimension that is cut is normalized, such as over channels last."""
     what = current_layer("layer_norm")
-    if not isinstance(input, Shard):
-        raise ValueError(f"{what}: its weight is cut across ranks and its input is not")
-    x = input
+    x = sharded(input, what)
     last = _normalized(x, normalized_shape, what)
     if max(x.spatial.grid.dims) < -last:
         w, b = _parameter(x, what, weight), _parameter(x, what, bias)
@@ -182,9 +179,7 @@ def _rms_norm(
     input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Shard:
     what = current_layer("rms_norm")
-    if not isinstance(input, Shard):
-        raise ValueError(f"{what}: its weight is cut across ranks and its input is not")
-    x = input
+    x = sharded(input, what)
     last = _normalized(x, normalized_shape, what)
     if max(x.spatial.grid.dims) < -last:
         return x.like(F.rms_norm(x.local, list(x.shape[-last:]), _parameter(x, what, weight), eps))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tilewise.distributed.layout import Cuts, Layout
 from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, handles
+from tilewise.distributed.shard import Shard, handles, sharded
 
 Tensor = torch.Tensor
 
@@ -152,10 +152,9 @@ def _getitem(x: Shard, index: Any) -> Shard:
 def _linear(input: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """By parts along other dimensions than the last; whole, on every rank, where that is cut."""
     what = current_layer("linear")
-    if not isinstance(input, Shard):
-        raise ValueError(f"{what}: its weight is cut across ranks and its input is not")
-    if -1 in input.spatial.grid.dims:
-        return F.linear(input.gather(), weight, bias)
-    space = input.space
+    x = sharded(input, what)
+    if -1 in x.spatial.grid.dims:
+        return F.linear(x.gather(), weight, bias)
+    space = x.space
     b = None if bias is None else space.replicated(what, bias)
-    return input.like(F.linear(input.local, space.replicated(what, weight), b))
+    return x.like(F.linear(x.local, space.replicated(what, weight), b))
