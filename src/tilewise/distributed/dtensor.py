@@ -51,11 +51,32 @@ def from_dtensor(tensor: DTensor, space: Space) -> Shard:
         tensor = tensor.redistribute(mesh, placements)
     shape = tuple(tensor.shape)
     layout = Layout(grid, tuple(chunk_cuts(shape[dim], n) for dim, n in zip(grid.dims, grid.shape, strict=True)))
-    part: torch.Tensor = tensor.to_local()
-    if type(part) is not torch.Tensor:
-        # A parameter, or the result of a collective under way, which is waited for where it is used.
-        part = part.clone()
+    part: torch.Tensor = _Local.apply(tensor)  # type: ignore[no-untyped-call]
     return Shard.of(part.view(layout.part(shape)) if not part.numel() else part, layout, space)
+
+
+class _Local(torch.autograd.Function):
+    """A ``DTensor``'s part here; its gradient is a ``DTensor`` of the same placements, sizes and strides.
+
+    torch's own ``to_local`` guesses the strides of the whole from the part's, wrongly where parts differ in size. Then
+    torch 2.11 keeps the gradient in another placement.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
+        ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
+        ctx.shape, ctx.stride = tensor.shape, tensor.stride()
+        part = tensor.to_local()
+        # Not the tensor's own memory alone: it may be the result of a collective under way.
+        return part.view_as(part) if type(part) is torch.Tensor else part.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        made: DTensor = DTensor.from_local(
+            gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
+        return made
 
 
 def _placement(tensor: DTensor, index: int, name: str, cut: bool) -> Any:
