@@ -12,12 +12,12 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness.ranks import Clock, graphed, run_ranks, usable
+from harness.ranks import Clock, each_of_ranks, graphed, usable
 from harness.result import Bar, Result, Row, Side
 from harness.settings import NothingToMeasure, Settings
 from torch import nn
@@ -104,16 +104,20 @@ def run(settings: Settings) -> Result:
         )
     ]
     given = {"cases": cases, "repeats": settings.integer("repeats"), "rigor": settings.planning().rigor}
-    settings.say("one device")
     with settings.cache_directory():
-        (alone,) = run_ranks(1, settings.device, "spatial_tables:single", given)
+        alone = []
+        for case, (found,) in zip(
+            cases, each_of_ranks(1, settings.device, "spatial_tables:single", given), strict=True
+        ):
+            settings.say(f"one device, {case}: {found}")
+            alone.append(found)
     rows: list[Row] = []
     for n in ranks:
-        settings.say(f"{n} ranks")
-        together = run_ranks(n, settings.device, "spatial_tables:several", given)
-        for index, case in enumerate(cases):
-            rows += _rows(Case(**case), n, alone[index], [found[index] for found in together])
-        settings.keep(Result(rows, notes=notes))
+        found_by_ranks = each_of_ranks(n, settings.device, "spatial_tables:several", given)
+        for case, single_side, found in zip(cases, alone, found_by_ranks, strict=True):
+            rows += _rows(Case(**case), n, single_side, found)
+            settings.say(f"{n} ranks: {rows[-2].name} {rows[-2].ratio:.2f}x, backward {rows[-1].ratio:.2f}x")
+            settings.keep(Result(rows, bars(rows, settings), notes=notes))
     return Result(rows, bars(rows, settings), notes=notes)
 
 
@@ -147,9 +151,10 @@ def _rows(case: Case, n: int, alone: dict[str, Any], together: list[dict[str, An
     return found
 
 
-def single(device: torch.device, given: dict[str, Any]) -> list[dict[str, Any]]:
+def single(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Times of one device, by side: torch in either layout, and our plan."""
-    return [_alone(device, Case(**case), given) for case in given["cases"]]
+    for case in given["cases"]:
+        yield _alone(device, Case(**case), given)
 
 
 def _alone(device: torch.device, case: Case, given: dict[str, Any]) -> dict[str, Any]:
@@ -166,12 +171,11 @@ def _alone(device: torch.device, case: Case, given: dict[str, Any]) -> dict[str,
     return found
 
 
-def several(device: torch.device, given: dict[str, Any]) -> list[dict[str, Any]]:
+def several(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Times of this rank's part of each convolution."""
     import torch.distributed as dist
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("h",))
-    found = []
     for values in given["cases"]:
         case = Case(**values)
         layer = case.layer(device)
@@ -183,8 +187,8 @@ def several(device: torch.device, given: dict[str, Any]) -> list[dict[str, Any]]
         with framework_flags(case.precision, deterministic=False):
             by_torch = _timed(device, layer, call, x, given["repeats"])["ms"]
             tilewise.distributed.optimize(parallel, parallel.shard(x, shape), rigor=given["rigor"])
-            found.append({**_timed(device, layer, call, x, given["repeats"]), "torch_ms": by_torch})
-    return found
+            planned = _timed(device, layer, call, x, given["repeats"])
+        yield {**planned, "torch_ms": by_torch}
 
 
 def _part(parallel: SpatialParallel, shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import importlib
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ import torch.multiprocessing
 
 from harness.settings import NothingToMeasure
 
-__all__ = ["Clock", "graphed", "run_ranks", "usable"]
+__all__ = ["Clock", "each_of_ranks", "graphed", "run_ranks", "usable"]
 
 Call = Callable[[], object]
 LEAST, WARM_UP = 5, 3
+POLL_S = 0.2
 
 
 def usable(ranks: Sequence[int], device: torch.device) -> tuple[list[int], list[str]]:
@@ -44,12 +45,35 @@ def run_ranks(ranks: int, device: torch.device, function: str, arguments: dict[s
     It runs within ``torch.distributed``, on device number ``rank``. Raises what a rank raised, as
     :mod:`torch.multiprocessing` tells it.
     """
+    (found,) = each_of_ranks(ranks, device, function, arguments)
+    return found
+
+
+def each_of_ranks(ranks: int, device: torch.device, function: str, arguments: dict[str, Any]) -> Iterator[list[Any]]:
+    """As :func:`run_ranks`, for a function that is a generator: each value of all ranks, as soon as all have it.
+
+    Where this is left early, or interrupted, the ranks are ended.
+    """
     with tempfile.TemporaryDirectory(prefix="tilewise-ranks-") as folder:
-        torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
-            _rank, (ranks, device.type, function, arguments, folder), ranks,
+        context = torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
+            _rank, (ranks, device.type, function, arguments, folder), ranks, join=False,
             start_method="spawn" if device.type == "cuda" else "fork",
         )  # fmt: skip
-        return [json.loads((Path(folder) / f"{rank}.json").read_text("utf-8")) for rank in range(ranks)]
+        ended, index = False, 0
+        try:
+            while not ended:
+                ended = context.join(POLL_S)
+                while all(path.exists() for path in _paths(folder, ranks, index)):
+                    yield [json.loads(path.read_text("utf-8")) for path in _paths(folder, ranks, index)]
+                    index += 1
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+
+
+def _paths(folder: str, ranks: int, index: int) -> list[Path]:
+    return [Path(folder) / f"{rank}-{index}.json" for rank in range(ranks)]
 
 
 def _rank(rank: int, ranks: int, kind: str, function: str, arguments: dict[str, Any], folder: str) -> None:
@@ -63,7 +87,10 @@ def _rank(rank: int, ranks: int, kind: str, function: str, arguments: dict[str, 
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", init_method=store, rank=rank, world_size=ranks)
     module, _, name = function.partition(":")
     found = getattr(importlib.import_module(module), name)(device, arguments)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found), "utf-8")
+    for index, value in enumerate(found if isinstance(found, Iterator) else [found]):
+        path = _paths(folder, ranks, index)[rank]
+        path.with_suffix(".part").write_text(json.dumps(value), "utf-8")
+        path.with_suffix(".part").rename(path)
     dist.barrier()
     dist.destroy_process_group()
 
