@@ -166,7 +166,7 @@ def _alone(device: torch.device, case: Case, given: dict[str, Any]) -> dict[str,
             found[f"torch, {layout}"] = _timed(device, layer, layer, x, given["repeats"])
         layer, x = case.layer(device), case.image(device)
         planned = copy.deepcopy(layer)
-        tilewise.optimize(planned, x, rigor=given["rigor"])
+        tilewise.optimize(planned, x, rigor=given["rigor"], cuda_graphs=True)
         found["planned"] = _timed(device, planned, planned, x, given["repeats"])
     return found
 
@@ -186,7 +186,7 @@ def several(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, A
         call = functools.partial(_part, parallel, shape)
         with framework_flags(case.precision, deterministic=False):
             by_torch = _timed(device, layer, call, x, given["repeats"])["ms"]
-            tilewise.distributed.optimize(parallel, parallel.shard(x, shape), rigor=given["rigor"])
+            tilewise.distributed.optimize(parallel, parallel.shard(x, shape), rigor=given["rigor"], cuda_graphs=True)
             planned = _timed(device, layer, call, x, given["repeats"])
         yield {**planned, "torch_ms": by_torch}
 

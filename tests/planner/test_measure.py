@@ -52,6 +52,27 @@ def test_rounds_stop_where_the_matter_is_decided() -> None:
     assert [len(values) for values in times] == [3, 3]
 
 
+def test_replays_take_the_host_no_time() -> None:
+    seen: list[list[list[Took]]] = []
+
+    def decided(found: list[list[Took]]) -> bool:
+        seen.append(found)
+        return False
+
+    class Launching(Timer):
+        def time(self, call: Callable[[], object], lead_ms: float = 0.0) -> Took:
+            call()
+            return Took(1.0, 5.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "Timer", Launching)
+        (launched,) = rounds([lambda: None], CPU, repeats=3, decided=decided)
+        (replayed,) = rounds([lambda: None], CPU, repeats=3, decided=decided, launched=False)
+    assert [took.weighed_ms for took in launched] == [3.0] * 3
+    assert [took.weighed_ms for took in replayed] == [1.0] * 3
+    assert seen[-1][0] == replayed
+
+
 def test_a_long_run_warms_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     count = [0]
 

@@ -29,6 +29,7 @@ def optimize(
     deterministic: bool = False,
     error_limit: float | None = None,
     strict: bool = False,
+    cuda_graphs: bool = False,
     planner: Planner | None = None,
 ) -> SpatialParallel:
     """Plan each rank's own convolutions of ``parallel`` for inputs like ``example``, and run them from now on.
@@ -42,7 +43,7 @@ def optimize(
     Raises ``ValueError`` naming the argument at fault, ``NoPlanError`` where nothing keeps the limit, and
     :class:`~tilewise.comm.agreement.RankMismatch` on every rank where any two differ.
     """
-    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
+    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs)
     positional, named = arguments_of(example)
     positional = tuple(map(_apart, positional))
     named = {name: _apart(value) for name, value in named.items()}

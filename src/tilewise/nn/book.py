@@ -50,10 +50,11 @@ def make_options(
     deterministic: bool,
     error_limit: float | None,
     strict: bool,
+    cuda_graphs: bool = False,
 ) -> Options:
     """Options from a user's arguments; raises ``ValueError`` naming the one at fault."""
     limit = None if workspace is None else parse_bytes(workspace)
-    return Options(limit, batch_sizes, rigor, deterministic, error_limit, strict)
+    return Options(limit, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs)
 
 
 class Book:

@@ -91,6 +91,7 @@ def set_defaults(
     deterministic: bool = False,
     error_limit: float | None = None,
     strict: bool = False,
+    cuda_graphs: bool = False,
     unplanned: str = "plan",
     planner: Planner | None = None,
 ) -> None:
@@ -99,7 +100,7 @@ def set_defaults(
     Arguments are those of :func:`tilewise.optimize`. Raises ``ValueError`` naming the argument at fault.
     """
     global _defaults
-    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
+    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs)
     _defaults = Table(Book(options, unplanned, planner))
 
 

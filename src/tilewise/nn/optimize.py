@@ -47,6 +47,7 @@ def optimize(
     deterministic: bool = False,
     error_limit: float | None = None,
     strict: bool = False,
+    cuda_graphs: bool = False,
     unplanned: str = "plan",
     branches: str = "sequence",
     progress: Progress | None = None,
@@ -77,6 +78,8 @@ def optimize(
     - ``filter_fn(name, module)``: which modules may be swapped; all by default.
     - ``deterministic``: only plans that give the same bits every time. torch's own flag, when on, asks for them too.
     - ``error_limit``, ``strict``: the relative L2 error allowed, and whether an outlier's spread is held to it.
+    - ``cuda_graphs``: the model will be replayed from a CUDA graph, where launches cost nothing: plans are chosen by
+      what they take on the GPU alone.
     - ``unplanned``: what a shape seen later does: ``"plan"`` on sight, or ``"torch"``. Nothing is planned on sight
       while a CUDA graph is captured, under ``torch.compile``, or in one of several ranks.
     - ``branches``: parallel branches, such as an Inception module's, run in ``"sequence"``, or on streams at once where
@@ -110,7 +113,7 @@ def optimize(
         raise ValueError(f"memory_limit={memory_limit!r}: one process only; workspace would do for several ranks")
     if planner is None and progress is not None:
         planner = Planner(progress=progress)
-    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict)
+    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs)
     read = read_schedule(schedule)
     source = None if read is None else Source(read, schedule)
     budget = make_budget(total_workspace, policy, options.workspace)

@@ -64,6 +64,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str, str], Any], Any]] = {
     "deterministic": ("TILEWISE_DETERMINISTIC", _flag, False),
     "error_limit": ("TILEWISE_ERROR_LIMIT", _number, None),
     "strict": ("TILEWISE_STRICT", _flag, False),
+    "cuda_graphs": ("TILEWISE_CUDA_GRAPHS", _flag, False),
     "most_plans": ("TILEWISE_MOST_PLANS", _count, MOST_PLANS),
 }
 """By argument: its variable, what reads the variable's text, and the default without it."""

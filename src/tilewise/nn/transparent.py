@@ -151,6 +151,7 @@ def enabled(
     deterministic: bool = ENVIRONMENT,
     error_limit: float | None = ENVIRONMENT,
     strict: bool = ENVIRONMENT,
+    cuda_graphs: bool = ENVIRONMENT,
     most_plans: int = ENVIRONMENT,
     progress: Progress | None = None,
     planner: Planner | None = None,
@@ -161,9 +162,9 @@ def enabled(
     the gradients that they need, and from then on they run by plan where that is faster. Shapes that appear later are
     recorded and planned at their repeat in the same way.
 
-    - ``workspace``, ``batch_sizes``, ``rigor``, ``deterministic``, ``error_limit``, ``strict``, ``planner``: as for
-      :func:`optimize`. Where not given, ``TILEWISE_WORKSPACE`` and so on say, and else the defaults there. A problem
-      for which no plan keeps ``workspace`` is left to torch.
+    - ``workspace``, ``batch_sizes``, ``rigor``, ``deterministic``, ``error_limit``, ``strict``, ``cuda_graphs``,
+      ``planner``: as for :func:`optimize`. Where not given, ``TILEWISE_WORKSPACE`` and so on say, and else the defaults
+      there. A problem for which no plan keeps ``workspace`` is left to torch.
     - ``most_plans``: how many problems are planned at most (512); then torch computes what is new.
     - ``progress(done, total, text)``: called as problems are planned; by default a bar on stderr where that takes more
       than two seconds.
@@ -178,6 +179,7 @@ def enabled(
         deterministic=deterministic,
         error_limit=error_limit,
         strict=strict,
+        cuda_graphs=cuda_graphs,
         most_plans=most_plans,
         progress=progress,
         planner=planner,

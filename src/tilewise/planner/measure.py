@@ -68,6 +68,10 @@ class Took(NamedTuple):
         """
         return (self.device_ms + self.ms) / 2
 
+    def replayed(self) -> Took:
+        """The same from a CUDA graph, which takes nothing to launch."""
+        return self._replace(host_ms=0.0)
+
     def with_host(self, factor: float) -> float:
         """The same were the host so many times slower, as a busy one may be."""
         return max(self.device_ms, factor * self.host_ms)
@@ -159,11 +163,13 @@ def rounds(
     least: int = 5,
     most: int = 51,
     decided: Callable[[list[list[Took]]], bool] | None = None,
+    launched: bool = True,
 ) -> list[list[Took]]:
     """What each call took in each round, run in turns so that a drift of clocks or load meets all alike.
 
     One round warms up. ``repeats`` rounds follow, or as many as ``budget_ms`` holds within ``least`` and ``most``, or
-    fewer where after a round what was found so far is ``decided``.
+    fewer where after a round what was found so far is ``decided``. Where nothing is ``launched``, as in replays of CUDA
+    graphs, the host's times are none.
     """
     timer = Timer(device)
     warm = [timer.time(call) for call in calls]
@@ -173,11 +179,12 @@ def rounds(
             warm = [min(each, key=lambda took: took.ms) for each in zip(warm, again, strict=True)]
         repeats = max(least, min(most, int(budget_ms / max(sum(took.ms for took in warm), 1e-3))))
     times: list[list[Took]] = [[] for _ in calls]
+    last = list(warm)
     for turn in range(repeats):
         order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
         for index in order:
-            before = times[index][-1] if times[index] else warm[index]
-            times[index].append(timer.time(calls[index], lead_ms(before)))
+            last[index] = timer.time(calls[index], lead_ms(last[index]))
+            times[index].append(last[index] if launched else last[index].replayed())
         if decided is not None and decided(times):
             break
     return times

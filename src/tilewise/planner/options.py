@@ -27,6 +27,7 @@ class Options:
     ``rigor`` is ``estimate`` (roofline only), ``measure``, ``patient`` (nothing pruned) or ``wisdom_only``.
     ``deterministic`` allows only bitwise repeatable configs. ``error_limit`` bounds the relative L2 error (``None``:
     1e-5 in fp32, twice torch's own otherwise); ``strict`` bounds the spread of an outlier's error the same way.
+    ``cuda_graphs``: the layers are replayed from CUDA graphs, so that launching them costs nothing.
 
     Raises ``ValueError`` naming the argument, the value and what would do.
     """
@@ -37,6 +38,7 @@ class Options:
     deterministic: bool = False
     error_limit: float | None = None
     strict: bool = False
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.workspace is not None:
@@ -44,7 +46,7 @@ class Options:
         for name, known in (("batch_sizes", BATCH_SIZES), ("rigor", RIGORS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: one of {', '.join(known)} would do")
-        for name in ("deterministic", "strict"):
+        for name in ("deterministic", "strict", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False would do")
         limit: object = self.error_limit

@@ -37,6 +37,8 @@ T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 """``progress(done, total, text)`` as problems are planned."""
 
+REPLAYED = " from CUDA graphs"
+"""Added to the environment of times without launches, and to the constraints of plans by them."""
 SAVE_EVERY_S = 2.0
 
 ALONE = 3
@@ -278,7 +280,7 @@ class Planner:
         if is_capturing(torch_device(problem.device)):
             raise RuntimeError("nothing can be planned while a CUDA graph is being captured: plan before the capture")
         with self._lock:
-            key = environment(problem.device).key
+            key = environment(problem.device).key + (REPLAYED if options.cuda_graphs else "")
             store = self._stores.setdefault(key, Store(functools.partial(self._load, key)))
             try:
                 profile = self.profile(problem.device) if timed else {}
@@ -385,7 +387,7 @@ def _place_text(place: int, options: Options) -> str:
 def _constraints(options: Options) -> str:
     return (
         f"workspace={options.workspace} batch_sizes={options.batch_sizes} deterministic={options.deterministic} "
-        f"error_limit={options.error_limit} strict={options.strict}"
+        f"error_limit={options.error_limit} strict={options.strict}" + (REPLAYED if options.cuda_graphs else "")
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from tilewise.planner.measure import Took
+from tilewise.planner.measure import rounds as timed
 
-__all__ = ["ROUNDS", "SURE", "clear", "median_ms", "settled", "share", "wins"]
+__all__ = ["ROUNDS", "SURE", "clear", "median_ms", "rounds", "settled", "share", "wins"]
 
 MARGIN = {"cuda": 0.95, "cpu": 0.88}
 """A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
@@ -22,6 +25,17 @@ BUSY = 2.0
 """A plan must not lose with a host this many times slower: many launches lose their gain first."""
 EVEN = 1.03
 """Times that differ less are as good as equal."""
+
+
+def rounds(
+    calls: Sequence[Callable[[], object]], device: torch.device, compared: bool, launched: bool
+) -> list[list[Took]]:
+    """What plans took in turns, and where they are ``compared`` torch's choice, the last, until that is settled."""
+    if device.type == "cuda":
+        decided = settled if compared else None
+        return timed(calls, device, budget_ms=40.0, least=ROUNDS, most=31, decided=decided, launched=launched)
+    decided = clear if compared else None
+    return timed(calls, device, budget_ms=1500.0, least=7, most=31, decided=decided, launched=launched)
 
 
 def clear(times: list[list[Took]]) -> bool:

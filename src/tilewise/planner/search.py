@@ -21,11 +21,12 @@ from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner import replacing
 from tilewise.planner.divisions import BATCH_LEVEL, Choice, Divisions, choice_of, leaf_parts
 from tilewise.planner.estimate import Profile
-from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, peak_is_known, rounds
+from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, peak_is_known
 from tilewise.planner.operands import Tensors, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options, no_plan_text
 from tilewise.planner.pareto import front, thin
 from tilewise.planner.partitions import Partitions, told_as
+from tilewise.planner.replacing import rounds
 from tilewise.planner.store import Store
 from tilewise.planner.tilings import Tilings
 from tilewise.planner.trial import UNKNOWN, OverLimit, Trial, first_line, leaf_plan
@@ -330,9 +331,7 @@ class Search:
         if self.baseline is not None:
             calls.append(self._framework_call())
         try:
-            budget_ms, least = (40.0, replacing.ROUNDS) if a.is_cuda else (1500.0, 7)
-            decided = None if self.baseline is None else replacing.settled if a.is_cuda else replacing.clear
-            times = rounds(calls, a.device, budget_ms=budget_ms, least=least, most=31, decided=decided)
+            times = rounds(calls, a.device, self.baseline is not None, launched=not self.options.cuda_graphs)
         except Exception as error:
             if len(kept) > 1:
                 return [timed for plan in kept for timed in self._time_whole([plan])]
