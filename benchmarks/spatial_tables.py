@@ -1,15 +1,14 @@
 """Tables 1 and 2 of Jin et al. 2018: one convolution split over GPUs along its rows, in time and memory of each.
 
 Batch 32, 64 channels, 3x3, dilation 1 (Table 1) and 3 (Table 2). Each row is one size, number of GPUs, precision and
-direction. The baseline is the best single GPU: torch with its benchmark mode on contiguous and on channels_last
-tensors, and our own plan. Ours are the ranks with their own convolutions planned. All are CUDA-graph replays over a
-cold L2, medians, the slowest rank of each round. ``details`` have each single side's time, that of ranks whose
-convolutions are torch's, and the memory of one GPU: input, output and workspace of one forward, ghost zones included.
+direction. The baseline is the best single GPU, ours the best of the ranks: contiguous or channels_last tensors, torch's
+convolutions with its benchmark mode or our plans. All are CUDA-graph replays over a cold L2, medians, the slowest rank
+of each round. Memory is that of one GPU, of the same two sides: input, output and workspace of one forward, ghost zones
+included. ``details`` have every side's times and memory, and how much faster the ranks are than torch on one GPU.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -62,6 +61,8 @@ LEAST = {
 """Speed-up to reach on four GPUs, forward and backward."""
 MOST_MEMORY = {128: 0.28, 256: 0.26, 512: 0.255}
 SLOWER_DILATED = 0.95
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+LEAST_WORKSPACE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -113,36 +114,48 @@ def run(settings: Settings) -> Result:
             alone.append(found)
     rows: list[Row] = []
     for n in ranks:
-        found_by_ranks = each_of_ranks(n, settings.device, "spatial_tables:several", given)
-        for case, single_side, found in zip(cases, alone, found_by_ranks, strict=True):
-            rows += _rows(Case(**case), n, single_side, found)
+        limits = [
+            {layout: max(LEAST_WORKSPACE, side[f"planned, {layout}"]["workspace"] // n) for layout in LAYOUTS}
+            for side in alone
+        ]
+        found_by_ranks = each_of_ranks(n, settings.device, "spatial_tables:several", {**given, "limits": limits})
+        for case, single_sides, found in zip(cases, alone, found_by_ranks, strict=True):
+            rows += _rows(Case(**case), n, single_sides, found)
             settings.say(f"{n} ranks: {rows[-2].name} {rows[-2].ratio:.2f}x, backward {rows[-1].ratio:.2f}x")
             settings.keep(Result(rows, bars(rows, settings), notes=notes))
     return Result(rows, bars(rows, settings), notes=notes)
 
 
-def _rows(case: Case, n: int, alone: dict[str, Any], together: list[dict[str, Any]]) -> list[Row]:
+def _rows(case: Case, n: int, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> list[Row]:
     found = []
-    memory, most = min(side["memory"] for side in alone.values()), max(rank["memory"] for rank in together)
+    together = {
+        side: {
+            "ms": [max(times) for times in zip(*(rank[side]["ms"] for rank in ranks), strict=True)],
+            "memory": max(rank[side]["memory"] for rank in ranks),
+        }
+        for side in ranks[0]
+    }
     for index, direction in enumerate(DIRECTIONS):
-        what, side = min(alone.items(), key=lambda item: item[1]["ms"][index])
+        what, single_side = min(alone.items(), key=lambda item: item[1]["ms"][index])
+        how, side = min(together.items(), key=lambda item: item[1]["ms"][index])
+        by_torch = min(s["ms"][index] for name, s in alone.items() if name.startswith("torch"))
         paper = PAPER.get((case.dilation, case.size), {}).get(n)
         found.append(
             Row(
                 f"D={case.dilation} H=W={case.size}, {n} GPUs, {case.precision}, {direction}",
                 f"{direction}, {n} GPUs, {case.precision}",
-                Side(f"one GPU: {what}", side["ms"][index]),
-                Side(f"{n} ranks", max(rank["ms"][index] for rank in together)),
+                Side(f"one GPU: {what}", single_side["ms"][index]),
+                Side(f"{n} ranks: {how}", side["ms"][index]),
                 details={
                     "dilation": case.dilation,
                     "size": case.size,
                     "gpus": n,
                     "precision": case.precision,
-                    "single_ms": {name: one["ms"][index] for name, one in alone.items()},
-                    "single_memory": {name: one["memory"] for name, one in alone.items()},
-                    "torch_passes_ms": max(rank["torch_ms"][index] for rank in together),
-                    "memory": most,
-                    "memory_ratio": most / memory,
+                    "single": alone,
+                    "ranks": together,
+                    "over_torch": by_torch / side["ms"][index],
+                    "memory": side["memory"],
+                    "memory_ratio": side["memory"] / single_side["memory"],
                     "paper_speedup": None if paper is None else paper[index],
                     "paper_memory_ratio": None if paper is None else paper[2],
                 },
@@ -152,43 +165,43 @@ def _rows(case: Case, n: int, alone: dict[str, Any], together: list[dict[str, An
 
 
 def single(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Times of one device, by side: torch in either layout, and our plan."""
-    for case in given["cases"]:
-        yield _alone(device, Case(**case), given)
-
-
-def _alone(device: torch.device, case: Case, given: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    with framework_flags(case.precision, deterministic=False):
-        for layout, order in (("contiguous", torch.contiguous_format), ("channels_last", torch.channels_last)):
-            layer = case.layer(device).to(memory_format=order)  # type: ignore[call-overload]
-            x = case.image(device).detach().contiguous(memory_format=order).requires_grad_()
-            found[f"torch, {layout}"] = _timed(device, layer, layer, x, given["repeats"])
-        layer, x = case.layer(device), case.image(device)
-        planned = copy.deepcopy(layer)
-        tilewise.optimize(planned, x, rigor=given["rigor"], cuda_graphs=True)
-        found["planned"] = _timed(device, planned, planned, x, given["repeats"])
-    return found
+    """Times and memory of one device, by side: torch and our plan, in either layout."""
+    for values in given["cases"]:
+        case, found = Case(**values), {}
+        with framework_flags(case.precision, deterministic=False):
+            for layout, order in LAYOUTS.items():
+                layer = case.layer(device).to(memory_format=order)  # type: ignore[call-overload]
+                x = case.image(device).detach().contiguous(memory_format=order).requires_grad_()
+                found[f"torch, {layout}"] = _timed(device, layer, layer, x, given["repeats"])
+                tilewise.optimize(layer, x, rigor=given["rigor"], cuda_graphs=True)
+                found[f"planned, {layout}"] = _timed(device, layer, layer, x, given["repeats"])
+        yield found
 
 
 def several(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Times of this rank's part of each convolution."""
+    """Times and memory of this rank's part of each convolution: by torch and by our plans, in either layout.
+
+    The plans' workspaces are together no larger than that of one GPU's plan.
+    """
     import torch.distributed as dist
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("h",))
-    for values in given["cases"]:
-        case = Case(**values)
-        layer = case.layer(device)
-        parallel = SpatialParallel(layer, mesh, dims=("h",))
+    for values, limits in zip(given["cases"], given["limits"], strict=True):
+        case, found = Case(**values), {}
         shape = (case.batch, case.channels, case.size, case.size)
-        start, stop = parallel.layout(shape).own[0]
-        x = case.image(device, stop - start)
-        call = functools.partial(_part, parallel, shape)
-        with framework_flags(case.precision, deterministic=False):
-            by_torch = _timed(device, layer, call, x, given["repeats"])["ms"]
-            tilewise.distributed.optimize(parallel, parallel.shard(x, shape), rigor=given["rigor"], cuda_graphs=True)
-            planned = _timed(device, layer, call, x, given["repeats"])
-        yield {**planned, "torch_ms": by_torch}
+        for layout, order in LAYOUTS.items():
+            layer = case.layer(device).to(memory_format=order)  # type: ignore[call-overload]
+            parallel = SpatialParallel(layer, mesh, dims=("h",))
+            start, stop = parallel.layout(shape).own[0]
+            x = case.image(device, stop - start).detach().contiguous(memory_format=order).requires_grad_()
+            call = functools.partial(_part, parallel, shape)
+            with framework_flags(case.precision, deterministic=False):
+                found[f"torch, {layout}"] = _timed(device, layer, call, x, given["repeats"])
+                tilewise.distributed.optimize(
+                    parallel, parallel.shard(x, shape), rigor=given["rigor"], workspace=limits[layout], cuda_graphs=True
+                )
+                found[f"planned, {layout}"] = _timed(device, layer, call, x, given["repeats"])
+        yield found
 
 
 def _part(parallel: SpatialParallel, shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
@@ -216,7 +229,8 @@ def _timed(
             call(x)
 
     times = Clock(device).medians_ms(graphed(device, [forward, backward]), repeats)
-    return {"ms": times, "memory": _peak(device, alone, x)}
+    memory = _peak(device, alone, x)
+    return {"ms": times, "memory": memory, "workspace": max(0, memory - x.nbytes - dy.nbytes)}
 
 
 def _peak(device: torch.device, call: Callable[[], object], x: torch.Tensor) -> int:

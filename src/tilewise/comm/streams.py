@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 __all__ = ["Branch"]
 
+A = TypeVar("A")
+B = TypeVar("B")
+
 
 class Branch:
-    """What is begun here runs beside what the current stream is given afterwards, until :meth:`join`.
+    """What is begun here runs beside what the current stream is given meanwhile, until :meth:`join`.
 
-    There is one stream for each device and ``name``, and ``begin`` has it wait for the current stream. So whatever the
+    There is one stream for each device and ``name``; it waits for the current stream where it begins. So whatever the
     two have used of each other's memory by a ``join`` may be freed after it: neither allocates anew before the other is
     done. ``urgent`` work goes first where both could run. CUDA graphs capture it as a branch.
     """
@@ -24,12 +29,19 @@ class Branch:
         self._device = device
         self._stream = _stream(device, name, urgent) if device.type == "cuda" else None
 
-    def begin(self) -> contextlib.AbstractContextManager[object]:
-        """Work after all that the current stream has been given so far."""
+    def both(self, beside: Callable[[], A], here: Callable[[], B]) -> tuple[A, B]:
+        """What ``beside`` gives, run here, and ``here``, run on the current stream, after all that it was given before.
+
+        On a GPU ``here`` is launched first: a CUDA graph starts its nodes in the order in which they were captured, an
+        exchange's kernel takes 10 us of that, and who waits for it has ``here`` to wait for too. On a CPU ``beside`` is
+        first, and travels while ``here`` computes.
+        """
         if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
+            return beside(), here()
+        now = torch.cuda.current_stream(self._device).record_event()
+        found = here()
+        with self.after(now):
+            return beside(), found
 
     def after(self, event: torch.cuda.Event) -> contextlib.AbstractContextManager[object]:
         """Work after ``event`` of the current stream."""

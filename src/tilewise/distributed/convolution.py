@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.axis import Axis
+from tilewise.comm.link import Pending
 from tilewise.comm.streams import Branch
 from tilewise.distributed.exchange import add_back, assemble, send_back, send_boxes, shape_of, view
 from tilewise.distributed.layout import Box, Layout
@@ -96,16 +97,11 @@ def _by_terms(
     work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     share, beside = work.share, Branch(x.device, "halos", urgent=True)
-    with beside.begin():
-        pending = send_boxes(work.link, work.what, work.layout, share.transfer, x)
-    own = share.own
-    y = None
-    if own is not None and _fills(own, share):
-        y, b = work.forward(x, _along(w, own.taps), own.axes, b), None
-    elif own is not None:
-        part = work.forward(x, _along(w, own.taps), own.axes)
-        y = _zeros(work, part)
-        _along(y, own.target).add_(part)
+    own_bias = b if share.own is not None and _fills(share.own, share) else None
+    pending, y = beside.both(
+        lambda: send_boxes(work.link, work.what, work.layout, share.transfer, x),
+        lambda: _own(work, x, w, own_bias),
+    )
     with beside.more():
         boxes: list[torch.Tensor] = pending.wait()
         parts = [
@@ -119,7 +115,20 @@ def _by_terms(
     for term, of_box in zip(share.boxes, parts, strict=True):
         if term is not None and of_box is not None:
             _along(y, term.target).add_(of_box)
-    return y if b is None else work.biased(y, b), boxes
+    return y if b is None or own_bias is not None else work.biased(y, b), boxes
+
+
+def _own(work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor | None:
+    """What this rank's own part adds to its results; ``None``: nothing."""
+    own = work.share.own
+    if own is None:
+        return None
+    part = work.forward(x, _along(w, own.taps), own.axes, b)
+    if _fills(own, work.share):
+        return part
+    y = _zeros(work, part)
+    _along(y, own.target).add_(part)
+    return y
 
 
 def _terms_back(
@@ -129,14 +138,18 @@ def _terms_back(
     share, beside = work.share, Branch(x.device, "halos", urgent=True)
     dx: torch.Tensor | None = None
     dw: torch.Tensor | None = None
-    pending = None
-    with beside.begin():
+
+    def of_halos() -> tuple[Pending | None, torch.Tensor | None]:
+        pending = None
         if want_x:
             home = [_of_box(work, term, box, w, dy) for term, box in zip(share.boxes, boxes, strict=True)]
             pending = send_back(work.link, f"the backward of {work.what}", work.layout.grid, share.transfer, home, x)
-        of_boxes = _weight_gradient(work, share.boxes, boxes, w, dy) if want_w else None
+        return pending, _weight_gradient(work, share.boxes, boxes, w, dy) if want_w else None
+
+    (pending, of_boxes), of_own = beside.both(
+        of_halos, lambda: _weight_gradient(work, (share.own,), (x,), w, dy) if want_w else None
+    )
     if want_w:
-        of_own = _weight_gradient(work, (share.own,), (x,), w, dy)
         beside.join()
         dw = _together(of_own, of_boxes, w)
         work.complete(dw)
