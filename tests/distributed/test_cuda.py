@@ -11,6 +11,11 @@ from tests.distributed import test_convolution, test_dtensor, test_failures, tes
 from tests.distributed.ranks import close, parallel, run
 from torch import nn
 
+from tilewise.distributed import optimize
+from tilewise.distributed.halo_choice import Chosen
+from tilewise.distributed.halo_terms import HaloTerms
+from tilewise.distributed.planned import PlannedPasses
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not 1 < torch.cuda.device_count() < 5, reason="2 to 4 GPUs, one a rank"),
@@ -79,6 +84,44 @@ def captured() -> None:
 
 def test_cuda_graphs() -> None:
     run(ranks(), captured, device="cuda", timeout=120)
+
+
+def planned() -> list[str]:
+    """Plans for a rank's own convolutions, and fused kernels for the halos whether they were faster or not."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 24, 5, stride=2, padding=2),
+        nn.ConvTranspose2d(24, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 3, padding=2, dilation=2),
+    )  # fmt: skip
+    layer = copy.deepcopy(plain)
+    exact = plain.double()
+    x = torch.randn(4, 3, 48, 20)
+    full = x.double().requires_grad_()
+    expected = exact(full)
+    expected.square().sum().backward()
+    p = parallel(layer, (ranks(),), ("h",))
+    optimize(p, p.scatter(x.clone().requires_grad_()))
+    passes = p.space.passes
+    assert isinstance(passes, PlannedPasses)
+    assert passes.halos
+    reasons = [chosen.reason for _, chosen in passes.halos.values()]
+    assert not any("raised" in reason or "error" in reason for reason in reasons), reasons
+    for forced in (False, True):
+        if forced:
+            passes.halos = {k: (c, Chosen(HaloTerms(c.share, "ieee"))) for k, (c, _) in passes.halos.items()}
+        own = x.clone().requires_grad_()
+        layer.zero_grad()
+        y = p.gather(p(p.scatter(own)))
+        y.square().sum().backward()
+        pairs = [(y, expected), (own.grad, full.grad)]
+        pairs += [(a.grad, b.grad) for a, b in zip(layer.parameters(), exact.parameters(), strict=True)]
+        for got, want in pairs:
+            assert (got.double() - want).norm() <= 1e-5 * want.norm(), forced
+    return reasons
+
+
+def test_plans_and_fused_halos() -> None:
+    run(ranks(), planned, device="cuda", timeout=200)
 
 
 @pytest.mark.parametrize("kind", ["model", "size", "raises", "dies", "hangs"])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.axis import Axis
 from tilewise.comm.link import Pending
 from tilewise.comm.streams import Branch
 from tilewise.distributed.exchange import add_back, assemble, send_back, send_boxes, shape_of, view
-from tilewise.distributed.layout import Box, Layout
+from tilewise.distributed.layout import Layout
 from tilewise.distributed.share import Share, Term
+from tilewise.distributed.terms import along, backward_of, forward_of, weight_of
 
 if TYPE_CHECKING:
     from tilewise.distributed.shard import Space
@@ -29,33 +28,14 @@ class Work:
         self.link, self.passes, self.parameters = space.link, space.passes, space.parameters
         self.what, self.layout, self.share, self.groups = what, layout, share, groups
 
-    def forward(
-        self, source: torch.Tensor, w: torch.Tensor, axes: tuple[Axis, ...], b: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The layer's result of ``source``."""
-        if not self.share.transposed:
-            return self.passes.fprop(source, w, axes, self.groups, b)
-        y = self.passes.dgrad(source, w, axes, self.groups)
-        return y if b is None else self.biased(y, b)
-
-    def biased(self, y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """``y`` with the bias of its channels added in place."""
-        return y.add_(b.view(-1, *(1,) * len(self.share.sizes)))
-
-    def backward(self, gradient: torch.Tensor, w: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-        """The gradient of the layer's input."""
-        run = self.passes.fprop if self.share.transposed else self.passes.dgrad
-        return run(gradient, w, axes, self.groups)
-
-    def weight(self, source: torch.Tensor, gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-        """The gradient of the filter."""
-        x, y = (gradient, source) if self.share.transposed else (source, gradient)
-        return self.passes.wgrad(x, y, axes, self.groups)
-
     def complete(self, dw: torch.Tensor) -> None:
         """Say that the current stream adds nothing more to ``dw``, so that its sum need not wait for what follows."""
         if self.parameters is not None:
             self.parameters.complete(dw)
+
+    def biased(self, y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """``y`` with the bias of its channels added in place."""
+        return y.add_(b.view(-1, *(1,) * len(self.share.sizes)))
 
     def needed(self, x: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
         """All that this rank needs of the input, put together."""
@@ -97,6 +77,7 @@ def _by_terms(
     work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     share, beside = work.share, Branch(x.device, "halos", urgent=True)
+    terms = work.passes.terms(share, work.groups, x, w)
     own_bias = b if share.own is not None and _fills(share.own, share) else None
     pending, y = beside.both(
         lambda: send_boxes(work.link, work.what, work.layout, share.transfer, x),
@@ -104,17 +85,12 @@ def _by_terms(
     )
     with beside.more():
         boxes: list[torch.Tensor] = pending.wait()
-        parts = [
-            None if term is None else work.forward(box, _along(w, term.taps), term.axes)
-            for term, box in zip(share.boxes, boxes, strict=True)
-        ]
+        found = terms.results(boxes, w)
     beside.join()
     if y is None:
         channels = w.shape[1] * work.groups if share.transposed else w.shape[0]
         y = x.new_zeros((x.shape[0], channels, *share.sizes))
-    for term, of_box in zip(share.boxes, parts, strict=True):
-        if term is not None and of_box is not None:
-            _along(y, term.target).add_(of_box)
+    terms.add(y, found, w)
     return y if b is None or own_bias is not None else work.biased(y, b), boxes
 
 
@@ -123,11 +99,11 @@ def _own(work: Work, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -
     own = work.share.own
     if own is None:
         return None
-    part = work.forward(x, _along(w, own.taps), own.axes, b)
+    part = forward_of(work.passes, work.share, own, work.groups, x, w, b)
     if _fills(own, work.share):
         return part
     y = _zeros(work, part)
-    _along(y, own.target).add_(part)
+    along(y, own.target).add_(part)
     return y
 
 
@@ -136,25 +112,25 @@ def _terms_back(
     want_w: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     share, beside = work.share, Branch(x.device, "halos", urgent=True)
+    terms = work.passes.terms(share, work.groups, x, w)
     dx: torch.Tensor | None = None
     dw: torch.Tensor | None = None
 
-    def of_halos() -> tuple[Pending | None, torch.Tensor | None]:
+    def of_halos() -> tuple[Pending | None, Any]:
         pending = None
         if want_x:
-            home = [_of_box(work, term, box, w, dy) for term, box in zip(share.boxes, boxes, strict=True)]
+            home = terms.home(dy, w, boxes)
             pending = send_back(work.link, f"the backward of {work.what}", work.layout.grid, share.transfer, home, x)
-        return pending, _weight_gradient(work, share.boxes, boxes, w, dy) if want_w else None
+        return pending, terms.sums(boxes, w, dy) if want_w else None
 
-    (pending, of_boxes), of_own = beside.both(
-        of_halos, lambda: _weight_gradient(work, (share.own,), (x,), w, dy) if want_w else None
-    )
-    if want_w:
+    (pending, sums), dw = beside.both(of_halos, lambda: _own_weight(work, x, w, dy) if want_w else None)
+    if dw is not None:
         beside.join()
-        dw = _together(of_own, of_boxes, w)
+        terms.add_sums(dw, sums)
         work.complete(dw)
     if pending is not None:
-        dx = _of_box(work, share.own, x, w, dy)
+        own = share.own
+        dx = torch.zeros_like(x) if own is None else backward_of(work.passes, share, own, work.groups, dy, w)
         with beside.more():
             arrived = pending.wait()
         beside.join()
@@ -162,35 +138,16 @@ def _terms_back(
     return dx, dw
 
 
-def _of_box(work: Work, term: Term | None, box: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """The gradient of a box of input."""
-    if term is None:
-        return torch.zeros_like(box)
-    return work.backward(_along(dy, term.target), _along(w, term.taps), term.axes)
-
-
-def _weight_gradient(
-    work: Work, terms: Sequence[Term | None], boxes: Sequence[torch.Tensor], w: torch.Tensor, dy: torch.Tensor
-) -> torch.Tensor | None:
-    """What these boxes add to the filter's gradient; ``None``: nothing."""
-    dw = None
-    for term, box in zip(terms, boxes, strict=True):
-        if term is None:
-            continue
-        part = work.weight(box, _along(dy, term.target), term.axes)
-        if dw is None and part.shape == w.shape:
-            dw = part
-            continue
-        dw = torch.zeros_like(w) if dw is None else dw
-        _along(dw, term.taps).add_(part)
+def _own_weight(work: Work, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """What this rank's own part adds to the filter's gradient."""
+    own = work.share.own
+    part = None if own is None else weight_of(work.passes, work.share, own, work.groups, x, dy)
+    if part is not None and part.shape == w.shape:
+        return part
+    dw = torch.zeros_like(w)
+    if own is not None and part is not None:
+        along(dw, own.taps).add_(part)
     return dw
-
-
-def _together(own: torch.Tensor | None, of_boxes: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor:
-    if own is None or of_boxes is None:
-        found = of_boxes if own is None else own
-        return torch.zeros_like(w) if found is None else found
-    return own.add_(of_boxes)
 
 
 def _assembled(
@@ -198,7 +155,14 @@ def _assembled(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     assert work.share.assembled is not None
     boxes = send_boxes(work.link, work.what, work.layout, work.share.transfer, x).wait()
-    return work.forward(work.needed(x, boxes), w, work.share.assembled, b), boxes
+    return forward_of(work.passes, work.share, _all(work, w), work.groups, work.needed(x, boxes), w, b), boxes
+
+
+def _all(work: Work, w: torch.Tensor) -> Term:
+    """The one convolution of everything that is needed."""
+    assert work.share.assembled is not None
+    whole = tuple((0, size) for size in work.share.sizes)
+    return Term(whole, tuple((0, taps) for taps in w.shape[2:]), work.share.assembled)
 
 
 def _assembled_back(
@@ -211,11 +175,11 @@ def _assembled_back(
     origin = [start for start, _ in moves.need]
     dx = dw = pending = whole = None
     if want_x:
-        whole = work.backward(dy, w, share.assembled)
+        whole = backward_of(work.passes, share, _all(work, w), work.groups, dy, w)
         home = [view(whole, dims, box, origin) for _, box in moves.receives]
         pending = send_back(work.link, f"the backward of {work.what}", work.layout.grid, moves, home, x)
     if want_w:
-        dw = work.weight(work.needed(x, boxes), dy, share.assembled)
+        dw = weight_of(work.passes, share, _all(work, w), work.groups, work.needed(x, boxes), dy)
         work.complete(dw)
     if pending is not None and whole is not None:
         dx = torch.zeros_like(x)
@@ -233,8 +197,3 @@ def _fills(term: Term, share: Share) -> bool:
 
 def _zeros(work: Work, like: torch.Tensor) -> torch.Tensor:
     return like.new_zeros((*like.shape[:2], *work.share.sizes))
-
-
-def _along(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The elements of ``box`` along the spatial dimensions."""
-    return view(tensor, range(2, tensor.dim()), box)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from tilewise.axis import Axis
+from tilewise.distributed.share import Share
+from tilewise.distributed.terms import LoopedTerms, Terms
 
 __all__ = ["Passes", "Settled", "TorchPasses", "settle"]
 
@@ -32,6 +34,10 @@ class Passes(Protocol):
 
     def wgrad(self, x: torch.Tensor, y: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
         """``w``."""
+        ...
+
+    def terms(self, share: Share, groups: int, x: torch.Tensor, w: torch.Tensor) -> Terms:
+        """What computes the terms of the boxes of ``share``, for a layer whose input here is ``x``."""
         ...
 
 
@@ -101,6 +107,10 @@ class TorchPasses:
         _, dw, _ = self._backward(y, x, x.new_empty(1).expand(shape), s, groups, (False, True, False))
         assert dw is not None
         return dw
+
+    def terms(self, share: Share, groups: int, x: torch.Tensor, w: torch.Tensor) -> Terms:
+        """Each by these passes."""
+        return LoopedTerms(self, share, groups)
 
     @staticmethod
     def _backward(

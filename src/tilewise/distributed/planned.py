@@ -11,11 +11,15 @@ import torch
 
 from tilewise.comm.agreement import gather
 from tilewise.device import conv_precision, device_name
+from tilewise.distributed.halo_choice import Call, Chosen, choose
 from tilewise.distributed.passes import Axes, TorchPasses, settle
+from tilewise.distributed.share import Share
+from tilewise.distributed.terms import Terms
 from tilewise.nn.book import Book
 from tilewise.nn.call import Operand, suggested_layout
 from tilewise.nn.runner import BoundPass
 from tilewise.nn.share import plan_together
+from tilewise.planner.planner import MEASURING
 from tilewise.problem import DTYPE_NAMES, ConvProblem, Pass, layout_of
 
 __all__ = ["PlannedPasses"]
@@ -37,6 +41,9 @@ class PlannedPasses(TorchPasses):
         self.book = book
         self._bound: dict[Key, BoundPass | None] = {}
         self._seen: dict[ConvProblem, torch.device] | None = None
+        self._calls: dict[Key, Call] = {}
+        self.halos: dict[Key, tuple[Call, Chosen]] = {}
+        """What became of the terms of each layer's boxes."""
         self._deterministic = False
 
     def record(self, step: Callable[[], object]) -> None:
@@ -66,6 +73,24 @@ class PlannedPasses(TorchPasses):
             self.book.ready([problem], deterministic, device)
         self._bound.clear()
         self._deterministic = deterministic
+        if self.book.options.rigor in MEASURING:
+            for key, call in self._calls.items():
+                self.halos[key] = call, choose(call, self, self.book.options)
+        self._calls.clear()
+
+    def terms(self, share: Share, groups: int, x: torch.Tensor, w: torch.Tensor) -> Terms:
+        """By fused kernels where those were found to be right and faster, else each by these passes."""
+        if not x.is_cuda or not any(share.boxes):
+            return super().terms(share, groups, x, w)
+        # A share is kept with what was chosen for it, so that no other has its address.
+        own = x.shape[:2], x.is_contiguous(), w.shape, w.stride(), x.dtype, x.device
+        key = (id(share), groups, *own, conv_precision())
+        if self._seen is not None:
+            self._calls.setdefault(key, Call.of(share, groups, x, w))
+        found = self.halos.get(key)
+        if found is None or found[1].terms is None:
+            return super().terms(share, groups, x, w)
+        return found[1].terms
 
     def fprop(
         self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int, b: torch.Tensor | None = None

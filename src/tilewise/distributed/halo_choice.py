@@ -1,0 +1,139 @@
+"""Whether fused kernels compute what halos add: they are checked against float64 and timed against the terms' loops."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.device import conv_precision
+from tilewise.distributed.exchange import shape_of
+from tilewise.distributed.halo_terms import HaloTerms, why_not
+from tilewise.distributed.passes import Passes, TorchPasses
+from tilewise.distributed.share import Share
+from tilewise.distributed.terms import LoopedTerms, Terms
+from tilewise.planner.measure import Took, rounds
+from tilewise.planner.options import Options
+
+__all__ = ["Call", "Chosen", "choose"]
+
+LIMIT = 1e-5
+"""Relative L2 error allowed in fp32 where no other is asked for; in other precisions twice torch's own."""
+GAIN = 0.95
+"""Part of the loops' time below which the fused kernels are taken."""
+BUDGET_MS = 20.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer whose boxes bring terms: its share, and what its operands are like, of which only that is kept."""
+
+    share: Share
+    groups: int
+    x: torch.Tensor
+    w: torch.Tensor
+    device: torch.device
+
+    @staticmethod
+    def of(share: Share, groups: int, x: torch.Tensor, w: torch.Tensor) -> Call:
+        """The call with these operands."""
+        x_like, w_like = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (x, w))
+        return Call(share, groups, x_like, w_like, x.device)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """``terms`` for calls of one kind, ``None`` for the loops, and why. Times are milliseconds of all three passes."""
+
+    terms: HaloTerms | None
+    reason: str = ""
+    fused_ms: float | None = None
+    looped_ms: float | None = None
+
+
+def choose(call: Call, passes: Passes, options: Options) -> Chosen:
+    """The fused kernels where they are right and faster than each term by ``passes``. Computes on the call's device."""
+    share = call.share
+    if reason := why_not(call.groups, call.x, call.w):
+        return Chosen(None, reason)
+    y, dy, w, *boxes = _made(call)
+    terms = HaloTerms(share, conv_precision() if w.dtype is torch.float32 else "tf32")
+    looped = LoopedTerms(passes, share, call.groups)
+    limit = options.workspace
+    if limit is not None and (needed := terms.scratch(boxes, w, dy)) > limit:
+        return Chosen(None, f"the filter's gradient takes {needed} bytes, the limit is {limit}")
+    try:
+        found = _computed(terms, y, boxes, w, dy)
+    except Exception as error:  # whatever Triton or the device does: the loops compute it
+        return Chosen(None, f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    by_torch = LoopedTerms(TorchPasses(), share, call.groups)
+    wanted = _computed(by_torch, y.double(), [box.double() for box in boxes], w.double(), dy.double())
+    allowed = options.error_limit or LIMIT
+    if options.error_limit is None and terms.product != "tf32x3":
+        own = _computed(by_torch, y, boxes, w, dy)
+        allowed = 2 * max(_errors(own, wanted))
+    if (worst := max(_errors(found, wanted))) > allowed:
+        return Chosen(None, f"relative L2 error {worst:.1e} above {allowed:.1e}")
+    fused_ms, looped_ms = _timed([terms, looped], y, boxes, w, dy, launched=not options.cuda_graphs)
+    if fused_ms > GAIN * looped_ms:
+        return Chosen(None, f"{fused_ms:.4f} ms, the terms one by one {looped_ms:.4f}", fused_ms, looped_ms)
+    return Chosen(terms, "", fused_ms, looped_ms)
+
+
+def _made(call: Call) -> list[torch.Tensor]:
+    """Random results, their gradient, filter and boxes as the call has them; the program's random state stays."""
+    generator = torch.Generator(call.device).manual_seed(0)
+    share, x, w = call.share, call.x, call.w
+    order = torch.contiguous_format
+    if not x.is_contiguous() and x.dim() > 3:
+        order = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+
+    def random(shape: Sequence[int], like: torch.memory_format) -> torch.Tensor:
+        made = torch.randn(shape, generator=generator, device=call.device)
+        return made.to(x.dtype).contiguous(memory_format=like)
+
+    channels = w.shape[1] * call.groups if share.transposed else w.shape[0]
+    results = (x.shape[0], channels, *share.sizes)
+    boxes = [shape_of(x, share.out.grid.dims, box) for _, box in share.transfer.receives]
+    filters = torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=call.device)
+    return [
+        random(results, order),
+        random(results, order),
+        filters.copy_(random(w.shape, torch.contiguous_format)),
+        *(random(shape, torch.contiguous_format) for shape in boxes),
+    ]
+
+
+def _computed(
+    terms: Terms, y: torch.Tensor, boxes: list[torch.Tensor], w: torch.Tensor, dy: torch.Tensor
+) -> list[torch.Tensor]:
+    """What the terms alone are: of the results, of the boxes' gradients, of the filter's."""
+    results, dw = torch.zeros_like(y), torch.zeros_like(w)
+    terms.add(results, terms.results(boxes, w), w)
+    terms.add_sums(dw, terms.sums(boxes, w, dy))
+    return [results, dw, *terms.home(dy, w, boxes)]
+
+
+def _errors(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
+    pairs = zip(found, wanted, strict=True)
+    return [float((a.double() - b).norm() / b.norm().clamp_min(1e-300)) for a, b in pairs]
+
+
+def _timed(
+    both: list[Terms], y: torch.Tensor, boxes: list[torch.Tensor], w: torch.Tensor, dy: torch.Tensor, launched: bool
+) -> list[float]:
+    dw = torch.zeros_like(w)
+
+    def run(terms: Terms) -> None:
+        terms.add(y, terms.results(boxes, w), w)
+        terms.home(dy, w, boxes)
+        terms.add_sums(dw, terms.sums(boxes, w, dy))
+
+    def call(terms: Terms) -> Any:
+        return lambda: run(terms)
+
+    times: list[list[Took]] = rounds([call(t) for t in both], w.device, budget_ms=BUDGET_MS, launched=launched)
+    return [statistics.median(took.weighed_ms for took in values) for values in times]

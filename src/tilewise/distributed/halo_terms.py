@@ -1,0 +1,301 @@
+"""What halos add to a rank's part of a convolution, two boxes a launch, where those kernels serve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewise.distributed.layout import Box
+from tilewise.distributed.share import Share, Term
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.launch import Launch, Program
+
+__all__ = ["HaloTerms", "why_not"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PRODUCTS = {"ieee": "tf32x3", "tf32": "tf32"}
+"""Products of fp32 operands on matrix units, by torch's precision. Of others all are alike."""
+ROWS, CHANNELS, DEPTH = 64, 64, 32
+LEAST = 16
+"""Sides of the kernels' blocks, at most and at least."""
+SUM_ROWS, SHARE = 32, 128
+"""Rows that a block takes at once of a filter's gradient, and adds up at least."""
+ENOUGH = 264
+"""Blocks that fill a GPU twice: rows are in no more shares than that."""
+WARPS = 8
+"""With 4 the addresses of a block do not fit its registers."""
+ADD_BLOCK = 512
+
+
+def why_not(groups: int, *tensors: torch.Tensor) -> str:
+    """Why these kernels do not compute terms over ``tensors``; empty where they do."""
+    if groups != 1:
+        return f"{groups} groups"
+    if len({t.dtype for t in tensors}) > 1 or tensors[0].dtype not in DTYPES:
+        return f"types {', '.join(str(t.dtype) for t in tensors)}"
+    if not all(t.numel() for t in tensors):
+        return "an empty tensor"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Elements of a tensor, with three spatial axes: strides of (n, c, d, h, w), and where they begin, in elements."""
+
+    strides: tuple[int, ...]
+    start: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor, box: Box | None = None) -> View:
+        """All of ``tensor``, or its elements from the starts of ``box`` on."""
+        own = tensor.stride()
+        start = 0 if box is None else sum(b * s for (b, _), s in zip(box, own[2:], strict=True))
+        return View((*own[:2], *(0,) * (5 - len(own)), *own[2:]), start)
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """How results of a term read its source along each axis: see :mod:`tilewise.kernels.triton.halo`."""
+
+    results: tuple[int, ...]
+    sizes: tuple[int, ...]
+    taps: tuple[int, ...]
+    base: tuple[int, ...]
+    up: tuple[int, ...]
+    step: tuple[int, ...]
+    down: tuple[int, ...]
+
+    @staticmethod
+    def of(term: Term, back: bool) -> Moves:
+        """Those of a convolution over the term's axes, or with ``back`` of its gradient of the input."""
+        per_axis = [(1, 1, 1, 0, 1, 1, 1)] * (3 - len(term.axes))
+        for a in term.axes:
+            forth = (a.out, a.size, a.kernel, -a.before, a.stride, a.dilation, 1)
+            per_axis.append((a.size, a.out, a.kernel, a.before, 1, -a.dilation, a.stride) if back else forth)
+        return Moves(*(tuple(column) for column in zip(*per_axis, strict=True)))
+
+    def scalars(self, images: int, source: View, out: View) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the kernels take of one box, and of its strides."""
+        rows = images * math.prod(self.results)
+        return (rows, *self.results, *self.sizes, *self.taps, *self.base), (*source.strides, *out.strides)
+
+
+class HaloTerms:
+    """The terms of ``share.boxes``. ``precision`` is torch's of fp32 products, ``ieee`` or ``tf32``.
+
+    Methods are those of :class:`~tilewise.distributed.terms.Terms`. Boxes are added in their order, so that the same
+    bits come every time.
+    """
+
+    def __init__(self, share: Share, precision: str) -> None:
+        self.share, self.product = share, PRODUCTS[precision]
+        self._terms = [(index, term) for index, term in enumerate(share.boxes) if term is not None]
+        self._programs: dict[Any, list[Program]] = {}
+
+    def results(self, boxes: Sequence[torch.Tensor], w: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The boxes themselves: their products go straight into the results."""
+        return boxes
+
+    def add(self, y: torch.Tensor, boxes: Sequence[torch.Tensor], w: torch.Tensor) -> None:
+        """Add to this rank's results ``y`` what ``boxes`` bring."""
+        key = ("add", _layout(y), _layout(w), *map(_layout, boxes))
+
+        def pair(terms: list[tuple[int, Term]]) -> Launch:
+            back = self.share.transposed
+            views = [(View.of(boxes[i]), View.of(y, term.target)) for i, term in terms]
+            pointers = [2 + i for i, _ in terms], [0] * len(terms)
+            return self._gather(terms, back, y.shape[0], views, pointers, w, 1, accumulate=True)
+
+        tensors = [y, w, *boxes]
+        for program in self._made(key, pair, tensors, overlap=False):
+            program(tensors)
+
+    def home(self, dy: torch.Tensor, w: torch.Tensor, boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of ``boxes``."""
+        key = ("home", _layout(dy), _layout(w), *map(_layout, boxes))
+        found = [
+            torch.zeros_like(box, memory_format=torch.contiguous_format)
+            if term is None
+            else torch.empty_like(box, memory_format=torch.contiguous_format)
+            for term, box in zip(self.share.boxes, boxes, strict=True)
+        ]
+
+        def pair(terms: list[tuple[int, Term]]) -> Launch:
+            back = not self.share.transposed
+            views = [(View.of(dy, term.target), View.of(found[i])) for i, term in terms]
+            pointers = [0] * len(terms), [2 + i for i, _ in terms]
+            return self._gather(terms, back, dy.shape[0], views, pointers, w, 1, accumulate=False)
+
+        tensors = [dy, w, *found]
+        for program in self._made(key, pair, tensors, overlap=True):
+            program(tensors)
+        return found
+
+    def sums(self, boxes: Sequence[torch.Tensor], w: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+        """What ``boxes`` add to the filter's gradient, in shares of the rows."""
+        key = ("sums", _layout(w), _layout(dy), *map(_layout, boxes))
+
+        def pair(terms: list[tuple[int, Term]]) -> Launch:
+            return self._weight_shares(terms, w, boxes, dy)
+
+        found = [
+            torch.empty(self._shares(terms, w, dy)[2], dtype=torch.float32, device=dy.device)
+            for terms in _pairs(self._terms, True)
+        ]
+        if found:
+            programs = self._made(key, pair, [found[0], dy, *boxes], overlap=True)
+            for shares, program in zip(found, programs, strict=True):
+                program([shares, dy, *boxes])
+        return found
+
+    def add_sums(self, dw: torch.Tensor, found: Sequence[torch.Tensor]) -> None:
+        """Add :meth:`sums` to ``dw``."""
+        key = ("add sums", _layout(dw), *(shares.numel() for shares in found))
+        sizes = iter(found)
+
+        def pair(terms: list[tuple[int, Term]]) -> Launch:
+            return self._add_shares(terms, dw, next(sizes).numel())
+
+        if found:
+            programs = self._made(key, pair, [found[0], dw], overlap=True)
+            for shares, program in zip(found, programs, strict=True):
+                program([shares, dw])
+
+    def scratch(self, boxes: Sequence[torch.Tensor], w: torch.Tensor, dy: torch.Tensor) -> int:
+        """Bytes that :meth:`sums` takes."""
+        del boxes
+        return 4 * sum(self._shares(terms, w, dy)[2] for terms in _pairs(self._terms, True))
+
+    def _made(
+        self, key: Any, pair: Callable[[list[tuple[int, Term]]], Launch], tensors: list[torch.Tensor], overlap: bool
+    ) -> list[Program]:
+        from tilewise.kernels.triton.launch import Program
+
+        if key not in self._programs:
+            alignment = [t.element_size() for t in tensors]
+            self._programs[key] = [
+                Program([pair(terms)], alignment, tensors[0].device) for terms in _pairs(self._terms, overlap)
+            ]
+        return self._programs[key]
+
+    def _gather(
+        self, terms: list[tuple[int, Term]], back: bool, images: int, views: list[tuple[View, View]],
+        sources: tuple[list[int], list[int]], w: torch.Tensor, filter_source: int, *, accumulate: bool,
+    ) -> Launch:  # fmt: skip
+        from tilewise.kernels.triton import halo
+        from tilewise.kernels.triton.launch import Launch, Pointer
+
+        size = w.element_size()
+        moves = [Moves.of(term, back) for _, term in terms]
+        filters = [View.of(w, term.taps) for _, term in terms]
+        two = _twice(range(len(terms)))
+        pointers = [Pointer(sources[0][n], size * views[n][0].start, w.dtype) for n in two]
+        pointers += [Pointer(filter_source, size * filters[n].start, w.dtype) for n in two]
+        pointers += [Pointer(sources[1][n], size * views[n][1].start, w.dtype) for n in two]
+        w_o, w_i, *taps = filters[0].strides
+        outputs, inputs = w.shape[:2]
+        if back:
+            (w_o, w_i), (outputs, inputs) = (w_i, w_o), (inputs, outputs)
+        tiles = [-(-images * math.prod(m.results) // ROWS) for m in moves]
+        own = [moves[n].scalars(images, *views[n]) for n in two]
+        block = min(CHANNELS, _power(outputs))
+        constants = {
+            "ACCUMULATE": accumulate, "PRECISION": self.product, "BLOCK_R": ROWS, "BLOCK_O": block,
+            "BLOCK_I": min(DEPTH, _power(inputs)),
+        }  # fmt: skip
+        scalars = (
+            tiles[0], inputs, outputs, w_o, w_i, *taps, *moves[0].up, *moves[0].step, *moves[0].down,
+            *own[0][0], *own[0][1], *own[1][0], *own[1][1],
+        )  # fmt: skip
+        grid = (sum(tiles), -(-outputs // block), 1)
+        return Launch(halo.gather, grid, tuple(pointers), scalars, constants, WARPS)
+
+    def _shares(self, terms: list[tuple[int, Term]], w: torch.Tensor, dy: torch.Tensor) -> tuple[int, int, int]:
+        """Rows of one share, how many shares there are, and the elements that all take."""
+        moves = [Moves.of(term, False) for _, term in terms]
+        rows = max(dy.shape[0] * math.prod(m.results) for m in moves)
+        taps = sum(math.prod(m.taps) for m in moves)
+        tiles = -(-w.shape[0] // CHANNELS) * -(-w.shape[1] // CHANNELS)
+        splits = min(-(-rows // SHARE), -(-ENOUGH // (tiles * taps)))
+        share = -(-rows // (splits * SUM_ROWS)) * SUM_ROWS
+        splits = -(-rows // share)
+        return share, splits, splits * taps * w.shape[0] * w.shape[1]
+
+    def _weight_shares(
+        self, terms: list[tuple[int, Term]], w: torch.Tensor, boxes: Sequence[torch.Tensor], dy: torch.Tensor
+    ) -> Launch:
+        from tilewise.kernels.triton import halo
+        from tilewise.kernels.triton.launch import Launch, Pointer
+
+        size, outputs, inputs = dy.element_size(), w.shape[0], w.shape[1]
+        moves = [Moves.of(term, False) for _, term in terms]
+        share, splits, _ = self._shares(terms, w, dy)
+        two = _twice(range(len(terms)))
+        views = [(View.of(boxes[i]), View.of(dy, term.target)) for i, term in terms]
+        places = [(2 + i, 1) for i, _ in terms]
+        if self.share.transposed:
+            views, places = [(y, x) for x, y in views], [(y, x) for x, y in places]
+        pointers = [Pointer(places[n][side], size * views[n][side].start, dy.dtype) for side in (0, 1) for n in two]
+        pointers.append(Pointer(0, 0, torch.float32))
+        own = [moves[n].scalars(dy.shape[0], *views[n]) for n in two]
+        taps = [math.prod(m.taps) for m in moves]
+        block_o, block_i = min(CHANNELS, _power(outputs)), min(CHANNELS, _power(inputs))
+        constants = {"PRECISION": self.product, "BLOCK_R": SUM_ROWS, "BLOCK_O": block_o, "BLOCK_I": block_i}
+        scalars = (
+            taps[0], inputs, outputs, share, *moves[0].up, *moves[0].step, *moves[0].down,
+            *own[0][0], *own[0][1], *own[1][0], *own[1][1],
+        )  # fmt: skip
+        grid = (-(-outputs // block_o) * -(-inputs // block_i), splits, sum(taps))
+        return Launch(halo.weight_shares, grid, tuple(pointers), scalars, constants, WARPS)
+
+    def _add_shares(self, terms: list[tuple[int, Term]], dw: torch.Tensor, elements: int) -> Launch:
+        from tilewise.kernels.triton import halo
+        from tilewise.kernels.triton.launch import Launch, Pointer
+
+        outputs, inputs = dw.shape[0], dw.shape[1]
+        counts = [Moves.of(term, False).taps for _, term in terms]
+        taps = [math.prod(count) for count in counts]
+        kernel = (*(1,) * (5 - dw.dim()), *dw.shape[2:])
+        begins = [(*(0,) * (3 - len(term.taps)), *(start for start, _ in term.taps)) for _, term in terms]
+        if len(terms) == 1:
+            begins, counts = [*begins, (0, 0, 0)], [*counts, (0, 0, 0)]
+        scalars = (
+            elements // (sum(taps) * outputs * inputs), taps[0], sum(taps), inputs, outputs, *View.of(dw).strides,
+            *kernel, *begins[0], *counts[0], *begins[1], *counts[1],
+        )  # fmt: skip
+        blocks = -(-inputs * outputs * math.prod(kernel) // ADD_BLOCK)
+        pointers = (Pointer(0, 0, torch.float32), Pointer(1, 0, dw.dtype))
+        return Launch(halo.add_shares, (blocks, 1, 1), pointers, scalars, {"BLOCK": ADD_BLOCK})
+
+
+def _pairs(terms: list[tuple[int, Term]], overlap: bool) -> list[list[tuple[int, Term]]]:
+    """Terms by twos. Without ``overlap`` none that share a result, which two blocks would add to at once."""
+    left, found = list(terms), []
+    while left:
+        first = left.pop(0)
+        fits = (n for n, (_, term) in enumerate(left) if overlap or _apart(first[1].target, term.target))
+        second = next(fits, None)
+        found.append([first] if second is None else [first, left.pop(second)])
+    return found
+
+
+def _apart(a: Box, b: Box) -> bool:
+    return any(stop <= first or last <= start for (start, stop), (first, last) in zip(a, b, strict=True))
+
+
+def _twice(numbers: Sequence[int]) -> tuple[int, int]:
+    """Two of them; one alone stands for both, and the second does nothing."""
+    return numbers[0], numbers[-1]
+
+
+def _power(n: int) -> int:
+    return max(LEAST, 1 << (n - 1).bit_length())
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()

@@ -1,0 +1,192 @@
+"""What halos add, by fused kernels in Triton's interpreter and on a GPU, against float64 by torch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.interpreter import interpreted
+
+from tilewise.axis import Axis
+from tilewise.distributed import halo_choice
+from tilewise.distributed.halo_choice import Call, choose
+from tilewise.distributed.halo_terms import HaloTerms, why_not
+from tilewise.distributed.layout import Grid, Layout, even_cuts
+from tilewise.distributed.passes import TorchPasses
+from tilewise.distributed.share import Share, share_of
+from tilewise.planner.options import Options
+
+DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+NAMES = {1: (-1,), 2: (-2, -1), 3: (-3, -2, -1)}
+
+
+def shares_of(axes: tuple[Axis, ...], transposed: bool, ranks: tuple[int, ...]) -> list[Share]:
+    """Every rank's share of a convolution whose leading spatial axes are cut."""
+    dims = NAMES[len(axes)][: len(ranks)]
+    sizes = [a.out if transposed else a.size for a in axes]
+    cuts = tuple(even_cuts(size, n) for size, n in zip(sizes, ranks, strict=False))
+    found = []
+    for coords in itertools.product(*map(range, ranks)):
+        layout = Layout(Grid(dims, ranks, coords), cuts)
+        found.append(share_of(layout, axes, transposed, "terms"))
+    return found
+
+
+def by_torch(share: Share, boxes: list[torch.Tensor], w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``y`` and what the terms add to it, each by itself."""
+    passes = TorchPasses()
+    y = y.clone()
+    for term, box in zip(share.boxes, boxes, strict=True):
+        if term is None:
+            continue
+        taps = w[(slice(None), slice(None), *(slice(*t) for t in term.taps))]
+        run = passes.dgrad if share.transposed else passes.fprop
+        part = run(box, taps, term.axes, 1)
+        y[(slice(None), slice(None), *(slice(*t) for t in term.target))] += part
+    return y
+
+
+def drawn(draw: random.Random) -> tuple[tuple[Axis, ...], bool, tuple[int, ...]]:
+    dims = draw.choice((1, 2, 2, 3))
+    while True:
+        axes = []
+        for _ in range(dims):
+            kernel, dilation = draw.randint(1, 3 if dims == 3 else 4), draw.choice((1, 1, 2, 3))
+            pad = draw.randint(0, (kernel - 1) * dilation)
+            size = draw.randint(4, 7 if dims == 3 else 13)
+            if size + 2 * pad > (kernel - 1) * dilation:
+                axes.append(Axis(size, kernel, draw.choice((1, 1, 2, 3)), dilation, pad, pad))
+        ranks = draw.choice([(2,), (3,), (4,)] if dims == 1 else [(2,), (3,), (4,), (2, 2), (3, 2)])
+        if len(axes) == dims:
+            return tuple(axes), draw.random() < 0.3, ranks
+
+
+def checked(device: str, seed: int, dtype: torch.dtype, precision: str, bound: float) -> int:
+    """Compares every rank's three passes; how many boxes there were."""
+    draw = random.Random(seed)
+    axes, transposed, ranks = drawn(draw)
+    torch.manual_seed(seed)
+    images, channels, outputs = draw.randint(1, 3), draw.choice((1, 3, 17, 40)), draw.choice((2, 20, 70))
+    order = draw.choice((torch.contiguous_format, torch.channels_last)) if len(axes) == 2 else torch.contiguous_format
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    w = made(outputs, channels, *(a.kernel for a in axes)).contiguous(memory_format=order)
+    ins, outs = (outputs, channels) if transposed else (channels, outputs)
+    count = 0
+    for share in shares_of(axes, transposed, ranks):
+        terms = HaloTerms(share, precision)
+        if not any(share.boxes) or not all(share.sizes):
+            continue
+        whole = [(0, a.out if transposed else a.size) for a in axes]
+        boxes = []
+        for _, box in share.transfer.receives:
+            sides = [*box, *whole[len(box) :]]
+            boxes.append(made(images, ins, *(stop - start for start, stop in sides)))
+        y = made(images, outs, *share.sizes).contiguous(memory_format=order)
+        dy = made(images, outs, *share.sizes).contiguous(memory_format=order)
+        assert not why_not(1, y, w, *boxes)
+        exact = [t.double().cpu() for t in (y, w, *boxes)]
+        leaves = [t.requires_grad_() for t in exact[1:]]
+        expected = by_torch(share, leaves[1:], leaves[0], exact[0])
+        gradients = torch.autograd.grad(expected, leaves, dy.double().cpu(), allow_unused=True)
+        found = y.clone(memory_format=torch.preserve_format)
+        terms.add(found, boxes, w)
+        close(found, expected.detach(), bound)
+        for got, want in zip(terms.home(dy, w, boxes), gradients[1:], strict=True):
+            close(got, torch.zeros_like(got, dtype=torch.float64, device="cpu") if want is None else want, bound)
+        dw = torch.randn(w.shape, device=device).to(dtype).contiguous(memory_format=order)
+        before = dw.double().cpu()
+        terms.add_sums(dw, terms.sums(boxes, w, dy))
+        close(dw, before if gradients[0] is None else before + gradients[0], bound)
+        count += len(boxes)
+    return count
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    assert found.shape == expected.shape
+    assert (found.double().cpu() - expected).norm() <= bound * expected.norm() + 1e-30
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(12))
+def test_terms_are_those_of_float64(device: str, seed: int) -> None:
+    checked(device, seed, torch.float32, "ieee", 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "bound"),
+    [
+        pytest.param("cpu", torch.float16, 1e-3, marks=interpreted),  # the interpreter has no products of bfloat16
+        pytest.param("cuda", torch.float16, 1e-3, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, 6e-3, marks=pytest.mark.gpu),
+    ],
+)
+def test_half_precision(device: str, dtype: torch.dtype, bound: float) -> None:
+    assert sum(checked(device, 100 + n, dtype, "ieee", bound) for n in range(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+def test_tf32(seed: int) -> None:
+    checked("cuda", seed, torch.float32, "tf32", 2e-3)
+
+
+def a_call(groups: int = 1) -> Call:
+    (share, *_) = shares_of((Axis(8, 3, before=1, after=1), Axis(5, 3, before=1, after=1)), False, (2,))
+    return Call.of(share, groups, torch.ones(2, 4, 4, 5), torch.ones(6, 4 // groups, 3, 3))
+
+
+@interpreted
+def test_what_is_right_and_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, state = a_call(), torch.get_rng_state()
+    slow = choose(call, TorchPasses(), Options())
+    assert slow.terms is None, "the interpreter is slower than anything"
+    assert slow.fused_ms is not None
+    assert slow.looped_ms is not None
+    assert f"{slow.fused_ms:.4f} ms" in slow.reason
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(halo_choice, "GAIN", float("inf"))
+    assert isinstance(choose(call, TorchPasses(), Options()).terms, HaloTerms)
+    assert "the limit is 100" in choose(call, TorchPasses(), Options(workspace=100)).reason
+    assert choose(a_call(groups=2), TorchPasses(), Options()).reason == "2 groups"
+
+
+@interpreted
+@pytest.mark.parametrize("method", ["add", "home", "add_sums"])
+def test_what_is_wrong_is_not_used(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = getattr(HaloTerms, method)
+
+    def wrong(self: HaloTerms, first: torch.Tensor, *rest: Any) -> Any:
+        found = own(self, first, *rest)
+        (first if found is None else found[0])[..., -1].mul_(1.001)
+        return found
+
+    monkeypatch.setattr(HaloTerms, method, wrong)
+    monkeypatch.setattr(halo_choice, "GAIN", float("inf"))
+    found = choose(a_call(), TorchPasses(), Options())
+    assert found.terms is None
+    assert "relative L2 error" in found.reason
+
+
+@interpreted
+def test_what_raises_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no registers left\nat line 3")
+
+    monkeypatch.setattr(HaloTerms, "home", broken)
+    assert choose(a_call(), TorchPasses(), Options()).reason == "raised RuntimeError: no registers left"
+
+
+@pytest.mark.parametrize(
+    ("groups", "dtypes", "words"),
+    [(2, (torch.float32,), "2 groups"), (1, (torch.float64,), "float64"), (1, (torch.float32, torch.half), "types")],
+)
+def test_what_they_do_not_compute(groups: int, dtypes: tuple[Any, ...], words: str) -> None:
+    assert words in why_not(groups, *(torch.ones(2, dtype=dtype) for dtype in dtypes))
+    assert why_not(1, torch.ones(1), torch.ones(0)) == "an empty tensor"
