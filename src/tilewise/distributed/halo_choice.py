@@ -63,7 +63,7 @@ def choose(call: Call, passes: Passes, options: Options) -> Chosen:
     terms = HaloTerms(share, conv_precision() if w.dtype is torch.float32 else "tf32")
     looped = LoopedTerms(passes, share, call.groups)
     limit = options.workspace
-    if limit is not None and (needed := terms.scratch(boxes, w, dy)) > limit:
+    if limit is not None and (needed := terms.scratch(w, dy)) > limit:
         return Chosen(None, f"the filter's gradient takes {needed} bytes, the limit is {limit}")
     try:
         found = _computed(terms, y, boxes, w, dy)

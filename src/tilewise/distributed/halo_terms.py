@@ -166,9 +166,8 @@ class HaloTerms:
             for shares, program in zip(found, programs, strict=True):
                 program([shares, dw])
 
-    def scratch(self, boxes: Sequence[torch.Tensor], w: torch.Tensor, dy: torch.Tensor) -> int:
+    def scratch(self, w: torch.Tensor, dy: torch.Tensor) -> int:
         """Bytes that :meth:`sums` takes."""
-        del boxes
         return 4 * sum(self._shares(terms, w, dy)[2] for terms in _pairs(self._terms, True))
 
     def _made(
