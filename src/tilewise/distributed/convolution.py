@@ -14,18 +14,24 @@ from tilewise.distributed.share import Share, Term
 from tilewise.distributed.terms import along, backward_of, forward_of, weight_of
 
 if TYPE_CHECKING:
+    from tilewise.distributed.replicated import Parameters
     from tilewise.distributed.shard import Space
 
 __all__ = ["Convolution", "Work"]
 
 
 class Work:
-    """What one call of a convolution is about: where it is in the model and what computes it."""
+    """What one call of a convolution is about: where it is in the model and what computes it.
+
+    ``parameters`` are those whose gradient the filter's is, as it leaves the convolution; ``None``: it is none of one.
+    """
 
     __slots__ = ("groups", "layout", "link", "parameters", "passes", "share", "what")
 
-    def __init__(self, space: Space, what: str, layout: Layout, share: Share, groups: int) -> None:
-        self.link, self.passes, self.parameters = space.link, space.passes, space.parameters
+    def __init__(
+        self, space: Space, what: str, layout: Layout, share: Share, groups: int, parameters: Parameters | None
+    ) -> None:
+        self.link, self.passes, self.parameters = space.link, space.passes, parameters
         self.what, self.layout, self.share, self.groups = what, layout, share, groups
 
     def complete(self, dw: torch.Tensor) -> None:

@@ -156,18 +156,22 @@ class Parameters:
             for p, waited in zip(wanted, waiting, strict=True):
                 self._known[id(p)] = (p, waited)
 
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` is one of those this began with."""
+        known = self._known.get(id(parameter))
+        return known is not None and known[0] is parameter
+
     def complete(self, gradient: torch.Tensor) -> None:
-        """See :meth:`Bucket.complete`."""
+        """See :meth:`Bucket.complete`; for the gradient of a parameter alone, which is held until its sum begins."""
         self._bucket.complete(gradient)
 
     def use(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What stands for ``parameter`` beside a part; ``None`` where it is none of those this began with."""
-        known = self._known.get(id(parameter))
-        if known is None or known[0] is not parameter:
+        if not self.holds(parameter):
             return None
         used = self._used.get(id(parameter))
         if used is None:
-            used = self._used[id(parameter)] = _Sum.apply(self._bucket, known[1])  # type: ignore[no-untyped-call]
+            used = self._used[id(parameter)] = _Sum.apply(self._bucket, self._known[id(parameter)][1])  # type: ignore[no-untyped-call]
             self._bucket.expected = len(self._used)
         return used
 

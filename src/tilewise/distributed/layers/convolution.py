@@ -59,14 +59,17 @@ def _apply(
     part = part if batched else part.unsqueeze(0)
     if part.shape[1] != channels:
         raise ValueError(f"{what}: its input has {part.shape[1]} channels, its weight is for {channels}")
+    held = space.parameters if space.parameters is not None and space.parameters.holds(w) else None
     w = space.replicated(what, w)
     b = None if b is None else space.replicated(what, b)
     device = part.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
+        held = held if w.dtype is dtype else None  # what is cast has another gradient than the parameter's
         part, w, b = part.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
     share = share_of(x.spatial, axes, transposed)
-    y = Convolution.apply(Work(space, what, x.spatial, share, groups), part, w, b)  # type: ignore[no-untyped-call]
+    work = Work(space, what, x.spatial, share, groups, held)
+    y = Convolution.apply(work, part, w, b)  # type: ignore[no-untyped-call]
     return x.like(y if batched else y.squeeze(0), share.out)
 
 
