@@ -24,13 +24,16 @@ NAMES = [entry.name for entry in entries()]
 LONG = {
     "call_overhead",
     "cct_fig4",
+    "fbfft_table3",
     "fbfft_table4",
     "mucudnn_fig1",
     "mucudnn_fig10",
+    "mucudnn_fig9",
     "parallel_planning",
     "patches",
     "planner_time",
     "spatial_scaling",
+    "spatial_tables",
     "step_memory",
     "winograd_tiles",
 }

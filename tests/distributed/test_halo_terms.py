@@ -112,9 +112,9 @@ def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
     assert (found.double().cpu() - expected).norm() <= bound * expected.norm() + 1e-30
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_terms_are_those_of_float64(device: str, seed: int) -> None:
     checked(device, seed, torch.float32, "ieee", 3e-6)
 
@@ -128,7 +128,7 @@ def test_terms_are_those_of_float64(device: str, seed: int) -> None:
     ],
 )
 def test_half_precision(device: str, dtype: torch.dtype, bound: float) -> None:
-    assert sum(checked(device, 100 + n, dtype, "ieee", bound) for n in range(2))
+    assert sum(checked(device, 100 + n, dtype, "ieee", bound) for n in range(1 if device == "cpu" else 4))
 
 
 @pytest.mark.gpu
