@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.forked import run_script
+from tests.sampling import EVERY
 
 pytest.importorskip("sklearn")
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -37,6 +38,7 @@ def test_demo_replaces_divides_and_trains_alike(tmp_path: Path, kernels: Path) -
     assert str(tmp_path) in done.stdout
 
 
+@pytest.mark.skipif(not EVERY, reason="takes 20 seconds: make test-all runs it")
 def test_demo_fails_when_nothing_was_divided(tmp_path: Path, kernels: Path) -> None:
     # One image cannot be divided.
     done = demo("--batch", "1", "--steps", "1", "--iterations", "1", cache=tmp_path, kernels=kernels)

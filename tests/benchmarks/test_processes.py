@@ -24,20 +24,24 @@ NAMES = [entry.name for entry in entries()]
 LONG = {
     "call_overhead",
     "cct_fig4",
+    "fbfft_figures",
     "fbfft_table3",
     "fbfft_table4",
     "mucudnn_fig1",
     "mucudnn_fig10",
+    "mucudnn_fig11",
     "mucudnn_fig9",
+    "networks",
     "parallel_planning",
     "patches",
     "planner_time",
     "spatial_scaling",
     "spatial_tables",
     "step_memory",
+    "transparent",
     "winograd_tiles",
 }
-"""Benchmarks whose quick run takes over seven seconds: left to ``make test-all``."""
+"""Benchmarks whose quick runs take longest, five seconds and more: left to ``make test-all``."""
 NOTHING_ON_A_CPU = {
     "branches": "streams",
     "fft_own_vs_library": "transform=own",
