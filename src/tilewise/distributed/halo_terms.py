@@ -94,7 +94,8 @@ class HaloTerms:
 
     def __init__(self, share: Share, precision: str) -> None:
         self.share, self.product = share, PRODUCTS[precision]
-        self._terms = [(index, term) for index, term in enumerate(share.boxes) if term is not None]
+        terms = [(index, term) for index, term in enumerate(share.boxes) if term is not None]
+        self._pairs = {overlap: _pairs(terms, overlap) for overlap in (False, True)}
         self._programs: dict[Any, list[Program]] = {}
 
     def results(self, boxes: Sequence[torch.Tensor], w: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -109,7 +110,7 @@ class HaloTerms:
             back = self.share.transposed
             views = [(View.of(boxes[i]), View.of(y, term.target)) for i, term in terms]
             pointers = [2 + i for i, _ in terms], [0] * len(terms)
-            return self._gather(terms, back, y.shape[0], views, pointers, w, 1, accumulate=True)
+            return self._gather(terms, back, y.shape[0], views, pointers, w, accumulate=True)
 
         tensors = [y, w, *boxes]
         for program in self._made(key, pair, tensors, overlap=False):
@@ -129,7 +130,7 @@ class HaloTerms:
             back = not self.share.transposed
             views = [(View.of(dy, term.target), View.of(found[i])) for i, term in terms]
             pointers = [0] * len(terms), [2 + i for i, _ in terms]
-            return self._gather(terms, back, dy.shape[0], views, pointers, w, 1, accumulate=False)
+            return self._gather(terms, back, dy.shape[0], views, pointers, w, accumulate=False)
 
         tensors = [dy, w, *found]
         for program in self._made(key, pair, tensors, overlap=True):
@@ -145,7 +146,7 @@ class HaloTerms:
 
         found = [
             torch.empty(self._shares(terms, w, dy)[2], dtype=torch.float32, device=dy.device)
-            for terms in _pairs(self._terms, True)
+            for terms in self._pairs[True]
         ]
         if found:
             programs = self._made(key, pair, [found[0], dy, *boxes], overlap=True)
@@ -168,7 +169,7 @@ class HaloTerms:
 
     def scratch(self, w: torch.Tensor, dy: torch.Tensor) -> int:
         """Bytes that :meth:`sums` takes."""
-        return 4 * sum(self._shares(terms, w, dy)[2] for terms in _pairs(self._terms, True))
+        return 4 * sum(self._shares(terms, w, dy)[2] for terms in self._pairs[True])
 
     def _made(
         self, key: Any, pair: Callable[[list[tuple[int, Term]]], Launch], tensors: list[torch.Tensor], overlap: bool
@@ -178,13 +179,13 @@ class HaloTerms:
         if key not in self._programs:
             alignment = [t.element_size() for t in tensors]
             self._programs[key] = [
-                Program([pair(terms)], alignment, tensors[0].device) for terms in _pairs(self._terms, overlap)
+                Program([pair(terms)], alignment, tensors[0].device) for terms in self._pairs[overlap]
             ]
         return self._programs[key]
 
     def _gather(
         self, terms: list[tuple[int, Term]], back: bool, images: int, views: list[tuple[View, View]],
-        sources: tuple[list[int], list[int]], w: torch.Tensor, filter_source: int, *, accumulate: bool,
+        sources: tuple[list[int], list[int]], w: torch.Tensor, *, accumulate: bool,
     ) -> Launch:  # fmt: skip
         from tilewise.kernels.triton import halo
         from tilewise.kernels.triton.launch import Launch, Pointer
@@ -194,7 +195,7 @@ class HaloTerms:
         filters = [View.of(w, term.taps) for _, term in terms]
         two = _twice(range(len(terms)))
         pointers = [Pointer(sources[0][n], size * views[n][0].start, w.dtype) for n in two]
-        pointers += [Pointer(filter_source, size * filters[n].start, w.dtype) for n in two]
+        pointers += [Pointer(1, size * filters[n].start, w.dtype) for n in two]
         pointers += [Pointer(sources[1][n], size * views[n][1].start, w.dtype) for n in two]
         w_o, w_i, *taps = filters[0].strides
         outputs, inputs = w.shape[:2]
