@@ -40,6 +40,7 @@ class _Link:
     def __init__(self, parent: int) -> None:
         self.lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.ending = False
+        self.status = 0
         self._parent = parent
         self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)  # what libraries print is no answer
@@ -78,17 +79,16 @@ class _Link:
 
 def main() -> None:
     """Serve until standard input ends or the parent is gone; what was measured by then is kept."""
-    status = 0
+    link = _Link(int(sys.argv[1]))
     try:
-        link = _Link(int(sys.argv[1]))
         first = link.lines.get()
         planner = None if first is None else _begin(link, json.loads(first))
-        while not status and planner is not None and (line := link.lines.get()) is not None:
-            status = 0 if _answer(link, planner, line) else 1
+        while not link.status and planner is not None and (line := link.lines.get()) is not None:
+            _answer(link, planner, line)
     except KeyboardInterrupt:
         pass
     sys.stderr.flush()
-    os._exit(status)  # libraries take seconds to let go of a device, which the system does at once
+    os._exit(link.status)  # libraries take seconds to let go of a device, which the system does at once
 
 
 def _begin(link: _Link, told: dict[str, Any]) -> Planner:
@@ -125,8 +125,8 @@ def _begin(link: _Link, told: dict[str, Any]) -> Planner:
     return found
 
 
-def _answer(link: _Link, planner: Planner, line: bytes) -> bool:
-    """Do one job; whether others may follow."""
+def _answer(link: _Link, planner: Planner, line: bytes) -> None:
+    """Do one job; where it fails, no other follows."""
     from tilewise.planner.messages import Job
     from tilewise.planner.options import NoPlanError
 
@@ -141,10 +141,10 @@ def _answer(link: _Link, planner: Planner, line: bytes) -> bool:
         except NoPlanError:
             pass  # what was tried is in wisdom, from which the parent tells the reasons
     except Exception as error:  # whatever a device or a library does: the parent gives the problem to another
+        link.status = 1  # before the parent hears of it, and ends this process
         link.say({"failed": f"{type(error).__name__}: {error}"[:MOST_TEXT]})
-        return False
+        return
     link.say({"done": time.perf_counter() - start})
-    return True
 
 
 if __name__ == "__main__":

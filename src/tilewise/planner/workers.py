@@ -36,6 +36,8 @@ IDLE_S = 10.0
 """Workers hold memory of their devices, so they end when there was nothing to plan for so long."""
 ENDING_S = 5.0
 """For a worker to keep what it measured before it is killed."""
+GOING_S = 1.0
+"""For a worker that failed to be gone by itself, so that its exit status is its own."""
 LOOK_S = 0.2
 LONGEST_LINE = 1 << 20
 
@@ -154,7 +156,7 @@ class Workers:
             pass
         except (Lost, OSError) as error:
             self._workers.pop(number, None)
-            status = None if worker is None else worker.end(LOOK_S)
+            status = None if worker is None else worker.end(GOING_S)
             fault = f"the worker on {place.title} was lost ({error}; exit status {status})"
             if job is None:
                 board.complain(f"{fault}: planned without it")
