@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tilewise.comm.peers import Arriving, Peers
 from tilewise.comm.watch import Watch, raise_in_main
 
 __all__ = ["Link", "PeerError", "Pending"]
@@ -35,9 +38,12 @@ class PeerError(RuntimeError):
 
 
 class Pending:
-    """An exchange under way; :meth:`wait` gives what was received, in the order asked for."""
+    """An exchange under way; :meth:`wait` gives what was received, in the order asked for, or :meth:`add_to` adds it.
 
-    __slots__ = ("_kept", "_link", "_received", "_what", "_works")
+    Of these one is called, once.
+    """
+
+    __slots__ = ("_arriving", "_kept", "_link", "_received", "_what", "_works")
 
     def __init__(
         self,
@@ -45,19 +51,37 @@ class Pending:
         what: str,
         works: list[tuple[tuple[int, ...], dist.Work]],
         kept: list[torch.Tensor],
-        received: list[torch.Tensor],
+        received: list[torch.Tensor | None],
+        arriving: Arriving | None = None,
     ) -> None:
-        self._link, self._what, self._works, self._kept, self._received = link, what, works, kept, received
+        self._link, self._what, self._works, self._kept = link, what, works, kept
+        self._received, self._arriving = received, arriving
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors received. On a GPU the current stream waits, not the host. Raises :class:`PeerError`."""
+        self._sent()
+        taken = iter(() if self._arriving is None else self._arriving.take())
+        found = [next(taken) if tensor is None else tensor for tensor in self._received]
+        self._link.heed(self._what)
+        return found
+
+    def add_to(self, targets: Sequence[torch.Tensor], apart: bool) -> None:
+        """Add what is received to ``targets``, in order; ``apart``: these share no element. As :meth:`wait`."""
+        if self._arriving is None or any(tensor is not None for tensor in self._received):
+            for tensor, target in zip(self.wait(), targets, strict=True):
+                target.add_(tensor)
+            return
+        self._sent()
+        self._arriving.add_to(targets, apart)
+        self._link.heed(self._what)
+
+    def _sent(self) -> None:
         for peers, work in self._works:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._link.lost(self._what, peers, error) from error
         self._works, self._kept = [], []
-        return self._received
 
 
 class Link:
@@ -85,6 +109,10 @@ class Link:
         """Digests of texts that this rank has written for the others with :meth:`tell_words`."""
         self.progress, self.doing = 0, "nothing yet"
         """How many exchanges and sums were begun here, and where in the model the last was."""
+        self.peers: Peers | None = None
+        """Carries the messages that it can; none before :func:`tilewise.distributed.optimize`."""
+        self.largest: dict[int, int] | None = None
+        """Bytes of the largest message to or from each rank, by index, while somebody notes them."""
         self._broken: PeerError | None = None
         if self._on_gpu:
             # NCCL lets a part of a group talk only once all of it has.
@@ -108,8 +136,19 @@ class Link:
     def _begin(self, what: str) -> None:
         if self._broken is not None:
             raise self._broken
+        self.heed(what)
         self.progress += 1
         self.doing = what
+
+    def heed(self, what: str) -> None:
+        """Raise :class:`PeerError` where a message from peer memory is known not to have come in time."""
+        if self.peers is not None and (index := self.peers.late()) is not None:
+            raise self.lost(what, (index,), RuntimeError(f"nothing came for {self.timeout:g} s"))
+
+    @property
+    def early(self) -> bool:
+        """Whether an exchange is best launched before what it travels beside: NCCL's takes 10 us of starting."""
+        return self.peers is not None
 
     @property
     def size(self) -> int:
@@ -130,29 +169,54 @@ class Link:
         the model this is; ``like`` has the type and device of what is received.
         """
         self._begin(what)
-        tag = self.progress % TAGS
-        kept = [tensor.contiguous() for _, tensor in sends]
-        received = [torch.empty(tuple(shape), dtype=like.dtype, device=like.device) for _, shape in receives]
-        operations = [(dist.irecv, tensor, index) for (index, _), tensor in zip(receives, received, strict=True)] + [
-            (dist.isend, tensor, index) for (index, _), tensor in zip(sends, kept, strict=True)
+        if self.largest is not None:
+            self._note(sends, receives, like)
+        peers, arriving = self.peers, None
+        out: set[int] = set()
+        into: set[int] = set()
+        if peers is not None:
+            out = {index for index, tensor in sends if peers.carries(index, tensor.shape, tensor.dtype)}
+            into = {index for index, shape in receives if peers.carries(index, shape, like.dtype)}
+            arriving = peers.exchange(
+                [pair for pair in sends if pair[0] in out], [pair for pair in receives if pair[0] in into], like
+            )
+        kept = [tensor.contiguous() for index, tensor in sends if index not in out]
+        received = [
+            None if index in into else torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+            for index, shape in receives
         ]
-        if not operations:
-            return Pending(self, what, [], [], [])
+        operations: list[tuple[Any, torch.Tensor, int]] = [
+            (dist.irecv, tensor, index)
+            for (index, _), tensor in zip(receives, received, strict=True)
+            if tensor is not None
+        ]
+        operations += zip(itertools.repeat(dist.isend), kept, (index for index, _ in sends if index not in out))
+        works = self._started(what, operations) if operations else []
+        return Pending(self, what, works, kept, received, arriving)
+
+    def _note(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, Sequence[int]]],
+        like: torch.Tensor,
+    ) -> None:  # fmt: skip
+        assert self.largest is not None
+        for index, shape in (*((index, tensor.shape) for index, tensor in sends), *receives):
+            self.largest[index] = max(self.largest.get(index, 0), math.prod(shape) * like.element_size())
+
+    def _started(
+        self, what: str, operations: list[tuple[Any, torch.Tensor, int]]
+    ) -> list[tuple[tuple[int, ...], dist.Work]]:
+        tag = self.progress % TAGS
         peers = tuple(dict.fromkeys(index for *_, index in operations))
         try:
-            if like.device.type == "cpu":
-                works: list[tuple[tuple[int, ...], dist.Work]] = [
-                    ((index,), self._one(operation, tensor, index, tag)) for operation, tensor, index in operations
-                ]
-            else:
-                batch = [
-                    dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=self._in_group[index])
-                    for operation, tensor, index in operations
-                ]
-                works = [(peers, work) for work in dist.batch_isend_irecv(batch)]
+            if not self._on_gpu:
+                return [((index,), self._one(operation, tensor, index, tag)) for operation, tensor, index in operations]
+            batch = [
+                dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=self._in_group[index])
+                for operation, tensor, index in operations
+            ]
+            return [(peers, work) for work in dist.batch_isend_irecv(batch)]
         except RuntimeError as error:
             raise self.lost(what, peers, error) from error
-        return Pending(self, what, works, kept, received)
 
     def _one(self, operation: object, tensor: torch.Tensor, index: int, tag: int) -> dist.Work:
         peer = self._in_group[index]
@@ -270,6 +334,8 @@ class Link:
 
     def _break(self) -> None:
         """End every connection, so that whoever waits at the other end wakes."""
+        if self.peers is not None:
+            self.peers.stop()
         for group in dict.fromkeys((self.group, self.sums, self.control)):
             if self._on_gpu and group is not self.control:
                 group.abort()

@@ -29,16 +29,19 @@ class Branch:
         self._device = device
         self._stream = _stream(device, name, urgent) if device.type == "cuda" else None
 
-    def both(self, beside: Callable[[], A], here: Callable[[], B]) -> tuple[A, B]:
+    def both(self, beside: Callable[[], A], here: Callable[[], B], beside_first: bool = False) -> tuple[A, B]:
         """What ``beside`` gives, run here, and ``here``, run on the current stream, after all that it was given before.
 
-        On a GPU ``here`` is launched first: a CUDA graph starts its nodes in the order in which they were captured, an
-        exchange's kernel takes 10 us of that, and who waits for it has ``here`` to wait for too. On a CPU ``beside`` is
-        first, and travels while ``here`` computes.
+        On a GPU ``here`` is launched first, unless ``beside_first``: a CUDA graph starts its nodes in the order in
+        which they were captured. On a CPU ``beside`` is first, and travels while ``here`` computes.
         """
         if self._stream is None:
             return beside(), here()
         now = torch.cuda.current_stream(self._device).record_event()
+        if beside_first:
+            with self.after(now):
+                begun = beside()
+            return begun, here()
         found = here()
         with self.after(now):
             return beside(), found

@@ -48,6 +48,9 @@ class Watch(threading.Thread):
             while not link.broken:
                 if not self._wrote(store):
                     return
+                if link.peers is not None and (late := link.peers.late()) is not None:
+                    link.give_up(late)
+                    return
                 for index in link.others:
                     key = f"{link.key}/alive/{index}"
                     if store.check([f"{link.key}/{index}"]) or self._lost(

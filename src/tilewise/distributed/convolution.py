@@ -88,6 +88,7 @@ def _by_terms(
     pending, y = beside.both(
         lambda: send_boxes(work.link, work.what, work.layout, share.transfer, x),
         lambda: _own(work, x, w, own_bias),
+        beside_first=work.link.early,
     )
     with beside.more():
         boxes: list[torch.Tensor] = pending.wait()
@@ -122,25 +123,26 @@ def _terms_back(
     dx: torch.Tensor | None = None
     dw: torch.Tensor | None = None
 
-    def of_halos() -> tuple[Pending | None, Any]:
-        pending = None
-        if want_x:
-            home = terms.home(dy, w, boxes)
-            pending = send_back(work.link, f"the backward of {work.what}", work.layout.grid, share.transfer, home, x)
-        return pending, terms.sums(boxes, w, dy) if want_w else None
+    def sent_home() -> Pending | None:
+        if not want_x:
+            return None
+        home = terms.home(dy, w, boxes)
+        return send_back(work.link, f"the backward of {work.what}", work.layout.grid, share.transfer, home, x)
 
-    (pending, sums), dw = beside.both(of_halos, lambda: _own_weight(work, x, w, dy) if want_w else None)
+    pending, dw = beside.both(
+        sent_home, lambda: _own_weight(work, x, w, dy) if want_w else None, beside_first=work.link.early
+    )
     if dw is not None:
+        with beside.more():
+            sums = terms.sums(boxes, w, dy)
         beside.join()
         terms.add_sums(dw, sums)
         work.complete(dw)
     if pending is not None:
         own = share.own
         dx = torch.zeros_like(x) if own is None else backward_of(work.passes, share, own, work.groups, dy, w)
-        with beside.more():
-            arrived = pending.wait()
         beside.join()
-        add_back(work.layout, share.transfer, arrived, dx)
+        add_back(work.layout, share.transfer, pending, dx)
     return dx, dw
 
 
@@ -193,7 +195,7 @@ def _assembled_back(
             view(dx, dims, moves.own, [start for start, _ in work.layout.own]).copy_(
                 view(whole, dims, moves.own, origin)
             )
-        add_back(work.layout, moves, pending.wait(), dx)
+        add_back(work.layout, moves, pending, dx)
     return dx, dw
 
 

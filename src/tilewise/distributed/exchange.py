@@ -56,11 +56,10 @@ def send_back(
     )
 
 
-def add_back(layout: Layout, moves: Transfer, arrived: Sequence[torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
-    """Add what came home to the gradient of this rank's part, in place."""
+def add_back(layout: Layout, moves: Transfer, pending: Pending, gradient: torch.Tensor) -> torch.Tensor:
+    """Add what comes home to the gradient of this rank's part, in place."""
     dims, origin = layout.grid.dims, [start for start, _ in layout.own]
-    for (_, box), term in zip(moves.sends, arrived, strict=True):
-        view(gradient, dims, box, origin).add_(term)
+    pending.add_to([view(gradient, dims, box, origin) for _, box in moves.sends], moves.apart)
     return gradient
 
 
@@ -108,7 +107,7 @@ class _Fetch(torch.autograd.Function):
             if moves.own is not None:
                 place = view(own, dims, moves.own, [start for start, _ in layout.own])
                 place.copy_(view(inside, dims, moves.own, origin))
-            add_back(layout, moves, pending.wait(), own)
+            add_back(layout, moves, pending, own)
         return None, None, None, None, None, None, own
 
 

@@ -1,0 +1,274 @@
+"""Messages straight into another rank's memory, by a kernel on each side, where GPUs reach each other's.
+
+Every rank has a buffer that all others see: a mailbox for each rank that it talks with, and the counts that go with it
+(:mod:`tilewise.kernels.triton.peer`). A message takes two small kernels: one that writes it there from wherever it
+lies, and one that reads it from there to wherever it belongs, or adds it to what is there. Neither packs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.launch import Program
+
+__all__ = ["Arriving", "Peers", "Places", "merged"]
+
+CHANNELS = 32
+"""Blocks of one message at most: enough for a link of 450 GB/s, few enough for a convolution to run beside them."""
+CHUNK = 1 << 14
+"""Bytes. With 8 warps each thread has 8 words of 8 bytes on their way."""
+WARPS = 8
+DIMS = 5
+"""Dimensions of strided memory that kernels take, after those that lie in one run are merged."""
+LOOK = 1024
+"""Looks at a flag between two at the page, which lies in the host's memory."""
+LOOK_S = 0.5e-6
+"""Least time of a look, which goes to L2 and back."""
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+ALIGNED = 256
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where what lies in the buffers, in bytes: the same arithmetic on every rank.
+
+    ``neighbours`` has for each rank, by index, those that it talks with; whoever talks is talked to. ``capacity`` is
+    the largest message.
+    """
+
+    neighbours: tuple[tuple[int, ...], ...]
+    capacity: int
+
+    def __post_init__(self) -> None:
+        for index, others in enumerate(self.neighbours):
+            if any(index not in self.neighbours[other] for other in others):
+                raise ValueError(f"neighbours={self.neighbours}: rank {index} talks with one that does not with it")
+        if self.capacity <= 0 or self.capacity % CHUNK:
+            raise ValueError(f"capacity={self.capacity}: a multiple of {CHUNK} above 0 would do")
+
+    @property
+    def most(self) -> int:
+        """How many ranks one talks with at most."""
+        return max(map(len, self.neighbours), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of every rank's buffer."""
+        return self.most * (self.capacity + 2 * 4 * CHANNELS)
+
+    def box(self, owner: int, sender: int) -> int:
+        """The mailbox of ``sender`` in the buffer of ``owner``."""
+        return self.neighbours[owner].index(sender) * self.capacity
+
+    def flag(self, owner: int, sender: int) -> int:
+        """How many messages ``sender`` has written for ``owner``, a count a channel."""
+        return self.most * self.capacity + self.neighbours[owner].index(sender) * 4 * CHANNELS
+
+    def ack(self, owner: int, receiver: int) -> int:
+        """How many messages of ``owner`` that ``receiver`` has read."""
+        return self.flag(owner, receiver) + self.most * 4 * CHANNELS
+
+
+class Peers:
+    """The buffers of all ranks, as rank ``index`` sees them, all zero at first; used in one order by all ranks.
+
+    ``timeout`` is in seconds, after which a kernel gives up and :meth:`late` tells for whom it waited.
+    """
+
+    def __init__(self, places: Places, buffers: Sequence[torch.Tensor], index: int, timeout: float) -> None:
+        self.places, self.index, self._buffers = places, index, list(buffers)
+        self.page = torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=buffers[index].is_cuda)
+        """By which kernels are stopped, and on which they tell for whom they waited in vain."""
+        self._seen = self.page.numpy()
+        self._rounds = min(max(1, math.ceil(timeout / (LOOK * LOOK_S))), 2**31 - 1)
+        self._counts = torch.zeros(
+            (2, places.most, CHANNELS), dtype=torch.int32, device=buffers[index].device
+        )  # messages sent and taken
+        self._programs: dict[Any, Program] = {}
+        self._open: Arriving | None = None
+        self._last: tuple[Any, bool] | None = None
+
+    def carries(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether such messages go to and come from rank ``index`` here. Both ends give one answer."""
+        size = dtype.itemsize
+        return (
+            index in self.places.neighbours[self.index]
+            and size in WORDS
+            and 0 < math.prod(shape) * size <= self.places.capacity
+        )
+
+    def late(self) -> int | None:
+        """The rank for which a kernel waited in vain; asks only the host."""
+        rank = int(self._seen[1])
+        return rank - 1 if rank else None
+
+    def stop(self) -> None:
+        """Have kernels that wait give up; may be called from any thread, and while the GPU captures a graph."""
+        self._seen[0] = 1
+
+    def exchange(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, Sequence[int]]],
+        like: torch.Tensor,
+    ) -> Arriving:  # fmt: skip
+        """Write messages, and what comes: their shapes, and ``like`` for type and device."""
+        if self._open is not None:
+            # The others' next messages wait until their last ones are read.
+            self._open.take()
+        self._in_order()
+        flat = [(index, tensor if tensor.dim() <= DIMS else tensor.contiguous()) for index, tensor in sends]
+        for first in range(0, len(flat), 2):
+            self._run("push", flat[first : first + 2])
+        found = Arriving(self, list(receives), like)
+        self._open = found if receives else None
+        return found
+
+    def _in_order(self) -> None:
+        """Have the current stream wait for the last message's, where that is another."""
+        if not self._counts.is_cuda:
+            return
+        stream = torch.cuda.current_stream(self._counts.device)
+        now = stream, torch.cuda.is_current_stream_capturing()
+        # What was captured did not run, and a capture cannot wait for what was not.
+        if self._last is not None and self._last[0] != stream and self._last[1] == now[1]:
+            stream.wait_stream(self._last[0])
+        self._last = now
+
+    def _take(self, pairs: Iterable[Sequence[tuple[int, torch.Tensor]]], add: bool) -> None:
+        self._in_order()
+        for pair in pairs:
+            self._run("add" if add else "take", pair)
+
+    def _run(self, kind: str, pair: Sequence[tuple[int, torch.Tensor]]) -> None:
+        key = (kind, *((i, t.shape, t.stride(), t.dtype, t.data_ptr() % 8) for i, t in pair))
+        program = self._programs.get(key)
+        tensors = [
+            *(t for _, t in pair), *(self._buffers[i] for i, _ in pair), self._buffers[self.index], self._counts,
+            self.page,
+        ]  # fmt: skip
+        if program is None:
+            program = self._programs[key] = self._made(kind, pair, tensors)
+        program(tensors)
+
+    def _made(self, kind: str, pair: Sequence[tuple[int, torch.Tensor]], tensors: list[torch.Tensor]) -> Program:
+        from tilewise.kernels.triton import peer
+        from tilewise.kernels.triton.launch import Launch, Pointer, Program
+
+        places, me, number = self.places, self.index, len(pair)
+        dtype = pair[0][1].dtype if kind == "add" else WORDS[min(_word(t) for _, t in pair)]
+        two = (0, number - 1)
+        theirs, own, counts, page = number, 2 * number, 2 * number + 1, 2 * number + 2
+        ranks = [i for i, _ in pair]
+        pushing = kind == "push"
+
+        def at(source: int, offset: int) -> Pointer:
+            return Pointer(source, offset, torch.int32)
+
+        if pushing:
+            boxes = [Pointer(theirs + n, places.box(ranks[n], me), dtype) for n in two]
+            flags = [at(theirs + n, places.flag(ranks[n], me)) for n in two]
+            acks = [at(own, places.ack(me, ranks[n])) for n in two]
+        else:
+            boxes = [Pointer(own, places.box(me, ranks[n]), dtype) for n in two]
+            flags = [at(own, places.flag(me, ranks[n])) for n in two]
+            acks = [at(theirs + n, places.ack(ranks[n], me)) for n in two]
+        row = [(0 if pushing else places.most) + places.neighbours[me].index(rank) for rank in ranks]
+        pointers = [
+            *(Pointer(n, 0, dtype) for n in two), *boxes, *flags, *acks,
+            *(at(counts, 4 * CHANNELS * row[n]) for n in two), at(page, 0),
+        ]  # fmt: skip
+        shapes = [merged(t, dtype.itemsize) for _, t in pair]
+        words = [math.prod(size for size, _ in shape) for shape in shapes]
+        chunk = CHUNK // dtype.itemsize
+        blocks = [min(CHANNELS, -(-n // chunk)) for n in words]
+        scalars = [self._rounds, blocks[0]]
+        for n in two:
+            scalars += [ranks[n], words[n], *(size for size, _ in shapes[n][1:])]
+        for n in two:
+            scalars += [stride for _, stride in shapes[n]]
+        run = all(size == n and stride == 1 for (*_, (size, stride)), n in zip(shapes, words, strict=True))
+        constants = {"WORDS": chunk, "CHANNELS": CHANNELS, "RUN": run, "LOOK": LOOK}
+        if not pushing:
+            constants["ADD"] = kind == "add"
+        launch = Launch(
+            peer.push if pushing else peer.take, (sum(blocks), 1, 1), tuple(pointers), tuple(scalars), constants, WARPS
+        )
+        # Only what a tensor's type says is known of where it lies next time.
+        alignment = [*(dtype.itemsize for _ in pair), *(ALIGNED for _ in pair), ALIGNED, ALIGNED, 8]
+        return Program([launch], alignment, tensors[0].device)
+
+
+class Arriving:
+    """Messages on their way here; either :meth:`take` or :meth:`add_to` is called, once."""
+
+    __slots__ = ("_found", "_like", "_peers", "_receives")
+
+    def __init__(self, peers: Peers, receives: list[tuple[int, Sequence[int]]], like: torch.Tensor) -> None:
+        self._peers, self._receives, self._like = peers, receives, like
+        self._found: list[torch.Tensor] | None = None
+
+    def take(self) -> list[torch.Tensor]:
+        """The messages, in tensors of their own. The current stream waits."""
+        if self._found is None:
+            like = self._like
+            self._found = [torch.empty(tuple(s), dtype=like.dtype, device=like.device) for _, s in self._receives]
+            pairs = list(zip((i for i, _ in self._receives), self._found, strict=True))
+            self._peers._take((pairs[n : n + 2] for n in range(0, len(pairs), 2)), add=False)
+            self._settled()
+        return self._found
+
+    def add_to(self, targets: Sequence[torch.Tensor], apart: bool) -> None:
+        """Add each message to its target, of its shape; ``apart``: the targets share no element."""
+        if self._found is not None or not all(t.dim() <= DIMS and t.is_floating_point() for t in targets):
+            for found, target in zip(self.take(), targets, strict=True):
+                target.add_(found)
+            return
+        pairs = list(zip((i for i, _ in self._receives), targets, strict=True))
+        step = 2 if apart else 1
+        self._peers._take((pairs[n : n + step] for n in range(0, len(pairs), step)), add=True)
+        self._settled()
+
+    def _settled(self) -> None:
+        if self._peers._open is self:
+            self._peers._open = None
+
+
+def merged(tensor: torch.Tensor, word: int) -> list[tuple[int, int]]:
+    """(size, stride) of five dimensions of ``tensor``, at most as many itself, in words of ``word`` bytes.
+
+    Dimensions that follow each other in memory are one.
+    """
+    size = tensor.element_size()
+    found: list[tuple[int, int]] = []
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if length == 1:
+            continue
+        if found and found[-1][1] == length * stride:
+            found[-1] = found[-1][0] * length, stride
+        else:
+            found.append((length, stride))
+    found = found or [(1, 1)]
+    if word > size:
+        per_word = word // size
+        inner = found.pop()
+        found = [(length, stride // per_word) for length, stride in found] + [(inner[0] // per_word, 1)]
+    return [(1, 0)] * (DIMS - len(found)) + found
+
+
+def _word(tensor: torch.Tensor) -> int:
+    """Bytes of the largest word in which ``tensor`` can be moved."""
+    size = tensor.element_size()
+    shape = merged(tensor, size)
+    word = 8
+    while word > size:
+        strides = [stride for length, stride in shape[:-1] if length > 1]
+        bytes_ = [tensor.data_ptr(), shape[-1][0] * size, *(stride * size for stride in strides)]
+        if shape[-1][1] == 1 and all(n % word == 0 for n in bytes_):
+            return word
+        word //= 2
+    return size
