@@ -9,6 +9,7 @@ import random
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.interpreter import interpreted
 
 from tilewise.comm.link import Link, PeerError
 from tilewise.comm.peers import CHANNELS, CHUNK, Peers, Places, merged
+from tilewise.distributed.peer_choice import PeerChoice, _Trial, choose_peers
 
 pytestmark = interpreted
 
@@ -182,14 +184,13 @@ def by_ranks(capacity: int) -> int:
         run_one(self, kind, pair)  # type: ignore[arg-type]
 
     Peers._run = counted  # type: ignore[method-assign,assignment]
-    test_convolution.many(dist.get_world_size(), 5, 8)
-    test_convolution.networks()
+    test_convolution.many(dist.get_world_size(), 5, 6)
+    test_convolution.modes()
     assert {"push", "take", "add"} <= set(carried)
     return len(carried)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("capacity", [CHUNK, 16 * CHUNK])
+@pytest.mark.parametrize(("ranks", "capacity"), [(2, CHUNK), (3, 16 * CHUNK)])
 def test_halos_of_ranks(ranks: int, capacity: int) -> None:
     assert min(run(ranks, by_ranks, capacity, timeout=120)) > 20
 
@@ -201,7 +202,7 @@ def silent() -> str:
     link.peers = shared(link, CHUNK)
     link.peers._rounds = 3
     if link.index == 1:
-        time.sleep(4)
+        time.sleep(2)
         return ""
     like = torch.zeros(4)
     pending = link.exchange("the layer", [(1, like)], [(1, (4,))], like)
@@ -214,3 +215,39 @@ def test_a_silent_rank_is_named() -> None:
     text, _ = run(2, silent)
     assert "rank 1 ended or gave no answer" in text
     assert "the layer" in text
+
+
+def tried() -> list[str]:
+    """What a trial finds: nothing, and then that a byte is not what was sent."""
+    p = parallel(torch.nn.Identity(), (dist.get_world_size(),), ("h",))
+    link = p.space.link
+    peers = shared(link, 2 * CHUNK)
+    trial = _Trial(link, peers, torch.device("cpu"))
+    found = [trial.fault()]
+    take = peers._take
+
+    def damaged(pairs: Iterable[Sequence[tuple[int, torch.Tensor]]], add: bool) -> None:
+        every = list(pairs)
+        take(every, add)
+        if add:
+            every[0][0][1].view(-1)[-1] += 1
+
+    peers._take = damaged  # type: ignore[method-assign]
+    return [*found, trial.fault()]
+
+
+def test_a_trial_finds_what_is_not_as_it_was_sent() -> None:
+    for right, wrong in run(2, tried):
+        assert right == ""
+        assert "do not arrive as they were sent" in wrong
+
+
+def untried() -> list[PeerChoice]:
+    p = parallel(torch.nn.Identity(), (dist.get_world_size(),), ("h",))
+    link = p.space.link
+    return [choose_peers(link, torch.device("cpu"), graphs=False)]
+
+
+def test_other_devices_than_gpus_say_why_not() -> None:
+    for (chosen,) in run(2, untried):
+        assert chosen == PeerChoice(0, "on cpu")

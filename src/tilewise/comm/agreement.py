@@ -56,21 +56,21 @@ def receive() -> object:
     return json.loads(_text(payload))
 
 
-def gather(data: object) -> list[Any]:
-    """What each rank gives, by rank, read as JSON; every rank calls it."""
-    return [json.loads(text) for text in _gather_text(json.dumps(data))]
+def gather(data: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of ``group`` gives, by its rank there, read as JSON; every one of them calls it."""
+    return [json.loads(text) for text in _gather_text(json.dumps(data), group)]
 
 
-def _gather_text(text: str) -> list[str]:
-    data = torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8).to(_device())
+def _gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    data = torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8).to(_device(group))
     size = torch.tensor([data.numel()], device=data.device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
     longest = max(int(n.item()) for n in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8, device=data.device)
     padded[: data.numel()] = data
     texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded)
+    dist.all_gather(texts, padded, group=group)
     return [_text(t[: int(n.item())]) for t, n in zip(texts, sizes, strict=True)]
 
 
@@ -78,6 +78,7 @@ def _text(data: torch.Tensor) -> str:
     return data.cpu().numpy().tobytes().decode()
 
 
-def _device() -> torch.device:
-    """Where the default group's tensors live."""
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+def _device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where the group's tensors live."""
+    on_gpu = "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

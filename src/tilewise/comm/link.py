@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tilewise.comm.agreement import gather
 from tilewise.comm.peers import Arriving, Peers
 from tilewise.comm.watch import Watch, raise_in_main
 
@@ -102,7 +103,8 @@ class Link:
         self._on_gpu = device_type != "cpu"
         self.group, self.sums = self._new_group(None), self._new_group(None)
         self.control = self._new_group("gloo") if self._on_gpu else self.sums
-        self._in_group = tuple(sorted(self.ranks).index(rank) for rank in self.ranks)
+        self.places = tuple(sorted(self.ranks).index(rank) for rank in self.ranks)
+        """Of each rank, by index, its number in the process groups."""
         number = next(_links.setdefault(self.ranks, itertools.count()))
         self.key = f"tilewise/{'-'.join(map(str, self.ranks))}/{number}"
         self.told: set[bytes] = set()
@@ -211,7 +213,7 @@ class Link:
             if not self._on_gpu:
                 return [((index,), self._one(operation, tensor, index, tag)) for operation, tensor, index in operations]
             batch = [
-                dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=self._in_group[index])
+                dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=self.places[index])
                 for operation, tensor, index in operations
             ]
             return [(peers, work) for work in dist.batch_isend_irecv(batch)]
@@ -219,7 +221,7 @@ class Link:
             raise self.lost(what, peers, error) from error
 
     def _one(self, operation: object, tensor: torch.Tensor, index: int, tag: int) -> dist.Work:
-        peer = self._in_group[index]
+        peer = self.places[index]
         if operation is dist.isend:
             work = dist.isend(tensor, group=self.group, tag=tag, group_dst=peer)
         else:
@@ -248,6 +250,11 @@ class Link:
             work.wait()
         except RuntimeError as error:
             raise self.lost(what, self.others, error) from error
+
+    def gather(self, data: object) -> list[Any]:
+        """What each rank gives, by index, read as JSON; every rank calls it. Tensors stay where they are."""
+        found = gather(data, self.control)
+        return [found[place] for place in self.places]
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -342,7 +349,7 @@ class Link:
             elif self.size > 1:
                 # Gloo has no abort: a receive that runs out of time ends the connections of its group.
                 with contextlib.suppress(RuntimeError):
-                    peer = self._in_group[self.others[0]]
+                    peer = self.places[self.others[0]]
                     work = dist.irecv(torch.empty(1, device="cpu"), group=group, tag=TAGS, group_src=peer)
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))

@@ -31,7 +31,7 @@ LOOK = 1024
 LOOK_S = 0.5e-6
 """Least time of a look, which goes to L2 and back."""
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-ALIGNED = 256
+ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,16 @@ class Places:
 class Peers:
     """The buffers of all ranks, as rank ``index`` sees them, all zero at first; used in one order by all ranks.
 
-    ``timeout`` is in seconds, after which a kernel gives up and :meth:`late` tells for whom it waited.
+    ``timeout`` is in seconds, after which a kernel gives up and :meth:`late` tells for whom it waited. ``kept`` is what
+    the buffers need to stay there.
     """
 
-    def __init__(self, places: Places, buffers: Sequence[torch.Tensor], index: int, timeout: float) -> None:
-        self.places, self.index, self._buffers = places, index, list(buffers)
+    def __init__(
+        self, places: Places, buffers: Sequence[torch.Tensor], index: int, timeout: float, kept: object = None
+    ) -> None:
+        self.places, self.index, self._buffers, self._kept = places, index, list(buffers), kept
+        self.largest = places.capacity
+        """Bytes of the largest message that goes this way."""
         self.page = torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=buffers[index].is_cuda)
         """By which kernels are stopped, and on which they tell for whom they waited in vain."""
         self._seen = self.page.numpy()
@@ -100,7 +105,7 @@ class Peers:
         return (
             index in self.places.neighbours[self.index]
             and size in WORDS
-            and 0 < math.prod(shape) * size <= self.places.capacity
+            and 0 < math.prod(shape) * size <= self.largest
         )
 
     def late(self) -> int | None:
@@ -145,7 +150,7 @@ class Peers:
             self._run("add" if add else "take", pair)
 
     def _run(self, kind: str, pair: Sequence[tuple[int, torch.Tensor]]) -> None:
-        key = (kind, *((i, t.shape, t.stride(), t.dtype, t.data_ptr() % 8) for i, t in pair))
+        key = (kind, *((i, t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNED) for i, t in pair))
         program = self._programs.get(key)
         tensors = [
             *(t for _, t in pair), *(self._buffers[i] for i, _ in pair), self._buffers[self.index], self._counts,
@@ -191,15 +196,13 @@ class Peers:
             scalars += [ranks[n], words[n], *(size for size, _ in shapes[n][1:])]
         for n in two:
             scalars += [stride for _, stride in shapes[n]]
-        run = all(size == n and stride == 1 for (*_, (size, stride)), n in zip(shapes, words, strict=True))
-        constants = {"WORDS": chunk, "CHANNELS": CHANNELS, "RUN": run, "LOOK": LOOK}
+        constants = {"WORDS": chunk, "CHANNELS": CHANNELS, "DIMS": max(map(_dims, shapes)), "LOOK": LOOK}
         if not pushing:
             constants["ADD"] = kind == "add"
         launch = Launch(
             peer.push if pushing else peer.take, (sum(blocks), 1, 1), tuple(pointers), tuple(scalars), constants, WARPS
         )
-        # Only what a tensor's type says is known of where it lies next time.
-        alignment = [*(dtype.itemsize for _ in pair), *(ALIGNED for _ in pair), ALIGNED, ALIGNED, 8]
+        alignment = [*(math.gcd(t.data_ptr(), ALIGNED) for _, t in pair), *(ALIGNED for _ in pair), *(ALIGNED,) * 3]
         return Program([launch], alignment, tensors[0].device)
 
 
@@ -258,6 +261,12 @@ def merged(tensor: torch.Tensor, word: int) -> list[tuple[int, int]]:
         inner = found.pop()
         found = [(length, stride // per_word) for length, stride in found] + [(inner[0] // per_word, 1)]
     return [(1, 0)] * (DIMS - len(found)) + found
+
+
+def _dims(shape: list[tuple[int, int]]) -> int:
+    """How many of the innermost dimensions are there; 0: one run."""
+    count = next((DIMS - i for i, (size, _) in enumerate(shape) if size > 1), 1)
+    return 0 if count == 1 and shape[-1][1] == 1 else count
 
 
 def _word(tensor: torch.Tensor) -> int:

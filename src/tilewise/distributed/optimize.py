@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from tilewise.distributed.parallel import SpatialParallel
+from tilewise.distributed.peer_choice import choose_peers
 from tilewise.distributed.planned import PlannedPasses
 from tilewise.distributed.shard import Shard
 from tilewise.nn.book import Book, make_options
 from tilewise.nn.record import arguments_of, state_kept
 from tilewise.planner import Planner
+from tilewise.planner.planner import MEASURING
 
 __all__ = ["optimize"]
 
@@ -58,10 +60,19 @@ def optimize(
             if training:
                 _backward(found)
 
-    parallel.space.passes = passes
+    link = parallel.space.link
+    parallel.space.passes, link.largest = passes, {}
     passes.record(step)
     passes.plan(now)
+    if rigor in MEASURING:
+        passes.exchanges = choose_peers(link, _device(parallel, positional), graphs=options.cuda_graphs)
     return parallel
+
+
+def _device(parallel: SpatialParallel, inputs: tuple[Any, ...]) -> torch.device:
+    tensors = [value.local if isinstance(value, Shard) else value for value in inputs]
+    found = [t for t in (*tensors, *parallel.parameters()) if isinstance(t, torch.Tensor)]
+    return found[0].device if found else torch.device("cpu")
 
 
 def _apart(value: Any) -> Any:

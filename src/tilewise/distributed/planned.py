@@ -13,6 +13,7 @@ from tilewise.comm.agreement import gather
 from tilewise.device import conv_precision, device_name
 from tilewise.distributed.halo_choice import Call, Chosen, choose
 from tilewise.distributed.passes import Axes, TorchPasses, settle
+from tilewise.distributed.peer_choice import PeerChoice
 from tilewise.distributed.share import Share
 from tilewise.distributed.terms import Terms
 from tilewise.nn.book import Book
@@ -44,6 +45,8 @@ class PlannedPasses(TorchPasses):
         self._calls: dict[Key, Call] = {}
         self.halos: dict[Key, tuple[Call, Chosen]] = {}
         """What became of the terms of each layer's boxes."""
+        self.exchanges: PeerChoice | None = None
+        """How halos travel, once that was measured."""
         self._deterministic = False
 
     def record(self, step: Callable[[], object]) -> None:

@@ -40,16 +40,32 @@ def _met(flag, wanted, page, rounds, rank, LOOK: tl.constexpr):
 
 
 @triton.jit
-def _place(e, size_1, size_2, size_3, size_4, stride_0, stride_1, stride_2, stride_3, stride_4, RUN: tl.constexpr):
-    """Where element ``e`` of strided memory is; with ``RUN`` its memory is one run."""
-    if RUN:
+def _place(e, size_1, size_2, size_3, size_4, stride_0, stride_1, stride_2, stride_3, stride_4, DIMS: tl.constexpr):
+    """Where element ``e`` is in strided memory, of whose five dimensions the innermost ``DIMS`` are there.
+
+    With 0 it is one run.
+    """
+    if DIMS == 0:
         return e.to(tl.int64)
-    i4, rest = e % size_4, e // size_4
-    i3, rest = rest % size_3, rest // size_3
-    i2, rest = rest % size_2, rest // size_2
-    i1, i0 = rest % size_1, rest // size_1
-    found = i0.to(tl.int64) * stride_0 + i1.to(tl.int64) * stride_1 + i2.to(tl.int64) * stride_2
-    return found + i3.to(tl.int64) * stride_3 + i4.to(tl.int64) * stride_4
+    rest = e
+    found = tl.zeros_like(e).to(tl.int64)
+    if DIMS > 1:
+        found, rest = _inner(found, rest, size_4, stride_4)
+    if DIMS > 2:
+        found, rest = _inner(found, rest, size_3, stride_3)
+    if DIMS > 3:
+        found, rest = _inner(found, rest, size_2, stride_2)
+    if DIMS > 4:
+        found, rest = _inner(found, rest, size_1, stride_1)
+    outer = (stride_4, stride_3, stride_2, stride_1, stride_0)
+    return found + rest.to(tl.int64) * outer[DIMS - 1]
+
+
+@triton.jit
+def _inner(found, e, size, stride):
+    """``found`` further along a dimension, and what is left for those outside of it."""
+    rest = e // size
+    return found + (e - rest * size).to(tl.int64) * stride, rest
 
 
 @triton.jit(do_not_specialize=["rounds", "blocks0", *SCALARS, *STRIDES])
@@ -58,7 +74,7 @@ def push(
     rounds, blocks0,
     rank0, words0, size_10, size_20, size_30, size_40, rank1, words1, size_11, size_21, size_31, size_41,
     stride_00, stride_10, stride_20, stride_30, stride_40, stride_01, stride_11, stride_21, stride_31, stride_41,
-    WORDS: tl.constexpr, CHANNELS: tl.constexpr, RUN: tl.constexpr, LOOK: tl.constexpr,
+    WORDS: tl.constexpr, CHANNELS: tl.constexpr, DIMS: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     """Write two strided messages into mailboxes, ``WORDS`` words a chunk. Grid (channels of both messages,).
 
@@ -80,7 +96,7 @@ def push(
         for chunk in range(channel, tl.cdiv(words, WORDS), CHANNELS):
             e = chunk * WORDS + tl.arange(0, WORDS)
             place = _place(
-                e, size_1, size_2, size_3, size_4, stride_0, stride_1, stride_2, stride_3, stride_4, RUN
+                e, size_1, size_2, size_3, size_4, stride_0, stride_1, stride_2, stride_3, stride_4, DIMS
             )  # fmt: skip
             tl.store(box + e, tl.load(source + place, mask=e < words), mask=e < words)
         tl.debug_barrier()
@@ -94,7 +110,7 @@ def take(
     rounds, blocks0,
     rank0, words0, size_10, size_20, size_30, size_40, rank1, words1, size_11, size_21, size_31, size_41,
     stride_00, stride_10, stride_20, stride_30, stride_40, stride_01, stride_11, stride_21, stride_31, stride_41,
-    WORDS: tl.constexpr, CHANNELS: tl.constexpr, RUN: tl.constexpr, LOOK: tl.constexpr, ADD: tl.constexpr,
+    WORDS: tl.constexpr, CHANNELS: tl.constexpr, DIMS: tl.constexpr, LOOK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Read two messages from mailboxes into strided memory, or with ``ADD`` add them there. Grid as :func:`push`.
 
@@ -116,7 +132,7 @@ def take(
         for chunk in range(channel, tl.cdiv(words, WORDS), CHANNELS):
             e = chunk * WORDS + tl.arange(0, WORDS)
             place = _place(
-                e, size_1, size_2, size_3, size_4, stride_0, stride_1, stride_2, stride_3, stride_4, RUN
+                e, size_1, size_2, size_3, size_4, stride_0, stride_1, stride_2, stride_3, stride_4, DIMS
             )  # fmt: skip
             # Written by another GPU: never from this one's L1.
             value = tl.load(box + e, mask=e < words, cache_modifier=".cg")

@@ -1,0 +1,167 @@
+"""Whether halos go through other ranks' memory: checked bit by bit and timed against NCCL, by all ranks together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tilewise.comm.link import Link, PeerError, Pending
+from tilewise.comm.peers import CHUNK, Peers, Places
+from tilewise.comm.symmetric import machine, symmetric_buffers, why_not
+
+__all__ = ["PeerChoice", "choose_peers"]
+
+MOST = 64 << 20
+"""Bytes of a mailbox at most: larger messages take so long that what starts them costs nothing."""
+PARTS = (1, 4, 16)
+"""Messages of the largest size divided by these are timed."""
+GAIN = 0.95
+"""Part of NCCL's time below which messages go through memory."""
+IN_A_ROW, REPEATS = 4, 9
+ROUNDS = 3
+WHAT = "a trial of exchanges"
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class PeerChoice:
+    """Messages up to ``largest`` bytes go through memory, none with 0, and why not more.
+
+    ``times`` has (bytes, milliseconds through memory, milliseconds by NCCL) of an exchange with all neighbours at once,
+    the slowest rank of the link.
+    """
+
+    largest: int
+    reason: str = ""
+    times: tuple[tuple[int, float, float], ...] = ()
+
+
+def choose_peers(link: Link, device: torch.device, *, graphs: bool) -> PeerChoice:
+    """Have ``link`` carry messages as large as it noted, where that is right and faster.
+
+    Every rank of the link calls it. With ``graphs`` replays of CUDA graphs are timed, else calls. What was chosen
+    before is given up.
+    """
+    link.peers, noted, link.largest = None, link.largest or {}, None
+    told = link.gather({"not": why_not(device), "machine": machine(), "largest": sorted(noted.items())})
+    talks = [{index for index, _ in one["largest"]} for one in told]
+    neighbours = tuple(tuple(o for o in range(link.size) if o in talks[i] or i in talks[o]) for i in range(link.size))
+    capacity = max((nbytes for one in told for _, nbytes in one["largest"]), default=0)
+    reasons = [one["not"] for one in told if one["not"]]
+    if len({one["machine"] for one in told}) > 1:
+        reasons.append("ranks are on several machines")
+    if not capacity:
+        reasons.append("nothing is exchanged")
+    if reasons:
+        return PeerChoice(0, reasons[0])
+    places = Places(neighbours, min(-(-capacity // CHUNK) * CHUNK, MOST))
+    trial, failure = None, ""
+    try:
+        buffers, kept = symmetric_buffers(link, places.nbytes, device)
+        trial = _Trial(link, Peers(places, buffers, link.index, link.timeout, kept), device)
+        failure = trial.fault()
+    except PeerError:
+        raise
+    except Exception as error:  # whatever the driver, torch or Triton says: NCCL carries the messages
+        failure = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    failures = [f"rank {rank}: {one}" for rank, one in zip(link.ranks, link.gather(failure), strict=True) if one]
+    if failures or trial is None:
+        return PeerChoice(0, failures[0])
+    return trial.chosen(graphs)
+
+
+class _Trial:
+    """Exchanges with all neighbours at once, both ways."""
+
+    def __init__(self, link: Link, peers: Peers, device: torch.device) -> None:
+        self._link, self._peers, self._device = link, peers, device
+        self._neighbours = peers.places.neighbours[link.index]
+
+    def fault(self) -> str:
+        """What is wrong with what arrives, compared with NCCL's bit by bit; empty for nothing."""
+        generator = torch.Generator(self._device).manual_seed(self._link.index)
+        for part in (*PARTS, self._peers.places.capacity // 20):
+            rows = max(1, self._peers.places.capacity // part // 80)
+            for _ in range(ROUNDS):
+                whole = torch.randint(-9, 9, (rows, 8, 6), generator=generator, device=self._device).float()
+                for sent in (whole.view(-1), whole[:, 2:7, 1:5], whole.mT[:, :, 3:6]):
+                    by_memory, by_nccl = (self._exchanged(sent, peers) for peers in (self._peers, None))
+                    if not all(torch.equal(a, b) for a, b in zip(by_memory, by_nccl, strict=True)):
+                        return f"messages of {sent.numel() * 4} bytes do not arrive as they were sent"
+        return ""
+
+    def _exchanged(self, sent: torch.Tensor, peers: Peers | None) -> list[torch.Tensor]:
+        """What comes, and what it is when added to something."""
+        self._link.peers = peers
+        try:
+            return [*self._begun(sent).wait(), *self._added(sent)]
+        finally:
+            self._link.peers = None
+
+    def _begun(self, sent: torch.Tensor) -> Pending:
+        others = self._neighbours
+        return self._link.exchange(WHAT, [(o, sent) for o in others], [(o, sent.shape) for o in others], sent)
+
+    def _added(self, sent: torch.Tensor) -> list[torch.Tensor]:
+        targets = [torch.full_like(sent, n) for n in range(len(self._neighbours))]
+        self._begun(sent).add_to(targets, apart=True)
+        return targets
+
+    def chosen(self, graphs: bool) -> PeerChoice:
+        """Time both, and have the link carry what goes faster through memory."""
+        capacity, times = self._peers.places.capacity, []
+        for nbytes in sorted({max(CHUNK, capacity // part) for part in PARTS}):
+            # A message of few rows of a larger image, as halos are.
+            whole = torch.zeros((nbytes // 512, 4, 128), device=self._device)
+            sent = whole[:, 3:]
+            memory_ms, nccl_ms = self._timed([self._call(sent, self._peers), self._call(sent, None)], graphs)
+            times.append((sent.numel() * 4, memory_ms, nccl_ms))
+        faster = [nbytes for nbytes, memory_ms, nccl_ms in times if memory_ms <= GAIN * nccl_ms]
+        if not faster:
+            return PeerChoice(0, "NCCL is as fast", tuple(times))
+        self._peers.largest = capacity if faster[-1] == times[-1][0] else faster[-1]
+        self._link.peers = self._peers
+        return PeerChoice(self._peers.largest, "", tuple(times))
+
+    def _call(self, sent: torch.Tensor, peers: Peers | None) -> Call:
+        def exchange() -> None:
+            self._link.peers = peers
+            for _ in range(IN_A_ROW):
+                self._begun(sent).wait()
+            self._link.peers = None
+
+        return exchange
+
+    def _timed(self, calls: list[Call], graphs: bool) -> list[float]:
+        """Milliseconds of one exchange of each, medians, the slowest rank's."""
+        for call in calls:
+            call()
+        torch.cuda.synchronize(self._device)
+        if graphs:
+            calls = [_captured(call) for call in calls]
+        rows = []
+        for _ in range(REPEATS):
+            row = []
+            for call in calls:
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                dist.barrier(self._link.control)
+                start.record()
+                call()
+                stop.record()
+                torch.cuda.synchronize(self._device)
+                row.append(start.elapsed_time(stop) / IN_A_ROW)
+            rows.append(row)
+        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        return [max(column) for column in zip(*self._link.gather(medians), strict=True)]
+
+
+def _captured(call: Call) -> Call:
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph.replay
