@@ -4,11 +4,13 @@ Batch 32, 64 channels, 3x3, dilation 1 (Table 1) and 3 (Table 2). Each row is on
 direction. The baseline is the best single GPU, ours the best of the ranks: contiguous or channels_last tensors, torch's
 convolutions with its benchmark mode or our plans. All are CUDA-graph replays over a cold L2, medians, the slowest rank
 of each round. Memory is that of one GPU, of the same two sides: input, output and workspace of one forward, ghost zones
-included. ``details`` have every side's times and memory, and how much faster the ranks are than torch on one GPU.
+and mailboxes included. ``details`` have every side's times and memory, and how much faster the ranks are than torch on
+one GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tilewise
 import tilewise.distributed
 from tilewise.distributed import SpatialParallel
+from tilewise.distributed.planned import PlannedPasses
 from tilewise.nn.meter import meter_of
 from tilewise.planner.measure import framework_flags
 
@@ -200,8 +203,20 @@ def several(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, A
                 tilewise.distributed.optimize(
                     parallel, parallel.shard(x, shape), rigor=given["rigor"], workspace=limits[layout], cuda_graphs=True
                 )
-                found[f"planned, {layout}"] = _timed(device, layer, call, x, given["repeats"])
+                found[f"planned, {layout}"] = _timed(device, layer, call, x, given["repeats"]) | _travels(parallel)
+                found[f"planned, {layout}"]["memory"] += found[f"planned, {layout}"]["mailboxes"]
         yield found
+
+
+def _travels(parallel: SpatialParallel) -> dict[str, Any]:
+    """How the halos of the planned layer travel, and what that takes of memory."""
+    passes, peers = parallel.space.passes, parallel.space.link.peers
+    assert isinstance(passes, PlannedPasses)
+    return {
+        "mailboxes": 0 if peers is None else peers.places.nbytes,
+        "exchanges": None if passes.exchanges is None else dataclasses.asdict(passes.exchanges),
+        "fused": [chosen.reason or "fused" for _, chosen in passes.halos.values()],
+    }
 
 
 def _part(parallel: SpatialParallel, shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:

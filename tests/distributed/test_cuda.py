@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ from tests.distributed import test_convolution, test_dtensor, test_failures, tes
 from tests.distributed.ranks import close, parallel, run
 from torch import nn
 
-from tilewise.distributed import optimize
+from tilewise.comm.link import Link, PeerError
+from tilewise.distributed import optimize, peer_choice
 from tilewise.distributed.halo_choice import Chosen
 from tilewise.distributed.halo_terms import HaloTerms
+from tilewise.distributed.peer_choice import PeerChoice, choose_peers
 from tilewise.distributed.planned import PlannedPasses
 
 pytestmark = [
@@ -86,6 +90,133 @@ def test_cuda_graphs() -> None:
     run(ranks(), captured, device="cuda", timeout=120)
 
 
+def connect(link: Link) -> PeerChoice:
+    """All messages of ``link`` through peers' memory from now on, whether that is faster or not."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    link.largest = dict.fromkeys(link.others, 1 << 22)
+    found = choose_peers(link, device, graphs=True)
+    assert found.times, found.reason
+    if link.peers is None:
+        link.largest = dict.fromkeys(link.others, 1 << 22)
+        peer_choice.GAIN = 1e9
+        choose_peers(link, device, graphs=False)
+    assert link.peers is not None
+    link.peers.largest = link.peers.places.capacity
+    return found
+
+
+def through_memory() -> Link:
+    """The link of models on all ranks, which uses memory."""
+    link = parallel(nn.Identity(), (ranks(),), ("h",)).space.link
+    connect(link)
+    return link
+
+
+def straight() -> PeerChoice:
+    """Convolutions and networks of every kind, and a graph's replays, whose halos go through memory."""
+    found = connect(parallel(nn.Identity(), (ranks(),), ("h",)).space.link)
+    test_convolution.many(ranks(), 2, 30)
+    test_convolution.modes()
+    captured()
+    return found
+
+
+def test_through_memory() -> None:
+    for found in run(ranks(), straight, device="cuda", timeout=200):
+        print(found)
+
+
+def skewed() -> None:
+    """Messages of all sizes and views in turn, while ranks are late by turns, again and again in a graph."""
+    link = through_memory()
+    torch.manual_seed(0)
+    whole = [torch.empty(40, 33, 70) for _ in range(3)]
+    product = torch.randn(2048, 2048)
+
+    def exchanged() -> list[torch.Tensor]:
+        found = []
+        for number, tensor in enumerate(whole):
+            if number % ranks() == link.index:
+                product @ product  # late
+            sent = (tensor, tensor[:, 4:5], tensor[:, 1:, ::2].mT)[number]
+            others = link.others
+            pending = link.exchange("skew", [(o, sent) for o in others], [(o, sent.shape) for o in others], sent)
+            found.append(torch.stack(pending.wait()))
+            targets = [torch.ones_like(sent) for _ in others]
+            link.exchange("sum", [(o, sent) for o in others], [(o, sent.shape) for o in others], sent).add_to(
+                targets, True
+            )
+            found.append(torch.stack(targets) - 1)
+        return found
+
+    exchanged()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = exchanged()
+    for seed in range(20):
+        everyones = []
+        for rank in range(ranks()):
+            torch.manual_seed(1000 * seed + rank)
+            everyones.append([torch.randint(-99, 99, t.shape).float() for t in whole])
+        for tensor, value in zip(whole, everyones[link.index], strict=True):
+            tensor.copy_(value)
+        for result in found:
+            result.fill_(torch.nan)
+        graph.replay()
+        for number in range(len(whole)):
+            sent = [
+                (one[number], one[number][:, 4:5], one[number][:, 1:, ::2].mT)[number]
+                for index, one in enumerate(everyones)
+                if index != link.index
+            ]
+            for result in found[2 * number : 2 * number + 2]:
+                assert torch.equal(result, torch.stack(sent)), (seed, number)
+
+
+def test_messages_keep_their_order_in_replays() -> None:
+    run(ranks(), skewed, device="cuda", timeout=120)
+
+
+def hanging(seconds: float) -> tuple[float, str] | None:
+    """Replays of which rank 1 makes one less than the others."""
+    link = through_memory()
+    assert link.peers is not None
+    link.peers._rounds = int(seconds / 1e-3)
+    sent = torch.ones(1000)
+
+    def exchanged() -> None:
+        others = link.others
+        link.exchange("a layer", [(o, sent) for o in others], [(o, sent.shape) for o in others], sent).wait()
+
+    exchanged()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        exchanged()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    if link.index == 1:
+        with contextlib.suppress(PeerError):  # the others', of which it hears
+            time.sleep(12)
+        return None
+    try:
+        graph.replay()
+        torch.cuda.synchronize()
+        time.sleep(3)
+    except PeerError as error:
+        return time.monotonic() - start, str(error)
+    raise AssertionError("nobody noticed")
+
+
+def test_a_rank_that_replays_no_more_is_named() -> None:
+    for heard in run(ranks(), hanging, 2.0, device="cuda", timeout=60):
+        if heard is not None:
+            assert heard[0] < 11, heard
+            assert "rank 1" in heard[1], heard
+
+
 def planned() -> list[str]:
     """Plans for a rank's own convolutions, and fused kernels for the halos whether they were faster or not."""
     torch.manual_seed(0)
@@ -124,10 +255,14 @@ def test_plans_and_fused_halos() -> None:
     run(ranks(), planned, device="cuda", timeout=200)
 
 
-@pytest.mark.parametrize("kind", ["model", "size", "raises", "dies", "hangs"])
-def test_failures_too(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [(kind, False) for kind in ("model", "size", "raises", "dies", "hangs")]
+    + [(kind, True) for kind in ("raises", "dies", "hangs")],
+)
+def test_failures_too(kind: str, memory: bool) -> None:
     found: list[Any] = run(
-        ranks(), test_failures.step, kind, 4.0, device="cuda", timeout=60, may_die=True,
+        ranks(), test_failures.step, kind, 4.0, connect if memory else None, device="cuda", timeout=60, may_die=True,
         without=1 if kind == "hangs" else None,
     )  # fmt: skip
     heard = [pair for pair in found if pair is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class Faulty(nn.Module):
         os._exit(1)
 
 
-def step(kind: str, timeout: float) -> tuple[float, str]:
+def step(kind: str, timeout: float, connect: Callable[[Link], object] | None = None) -> tuple[float, str]:
     ranks = dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), Faulty(kind, 1), nn.Conv2d(2, 2, 3, padding=1))
@@ -53,6 +54,8 @@ def step(kind: str, timeout: float) -> tuple[float, str]:
     began = time.monotonic()
     try:
         parallel = SpatialParallel(model, mesh, timeout=timeout)
+        if connect is not None:
+            connect(parallel.space.link)
         x = torch.ones(1, 2, 12, 6, requires_grad=True)
         for number in range(3):
             began = time.monotonic()

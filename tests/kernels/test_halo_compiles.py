@@ -1,4 +1,4 @@
-"""The halos' kernels by Triton's compiler for compute capability 9.0, without a GPU."""
+"""The kernels of halos and of messages by Triton's compiler for compute capability 9.0, without a GPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ import json, subprocess, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from tilewise.comm import peers
 from tilewise.distributed.halo_terms import ADD_BLOCK, CHANNELS, DEPTH, ROWS, SUM_ROWS, WARPS
-from tilewise.kernels.triton import halo
+from tilewise.kernels.triton import halo, peer
 
 def made(kernel, pointers, constants):
     names = kernel.arg_names
@@ -42,17 +43,40 @@ for product in ("tf32x3", "tf32"):
     operands = dict.fromkeys(["x0", "x1", "y0", "y1", "shares"], "*fp32")
     found.append(made(halo.weight_shares, operands, blocks | {"BLOCK_R": SUM_ROWS, "BLOCK_I": CHANNELS}))
 made(halo.add_shares, {"shares": "*fp32", "out": "*fp32"}, {"BLOCK": ADD_BLOCK})
-print(json.dumps(found))
+counts = {n + i: "*i32" for n in ("flag", "ack", "sent", "taken") for i in "01"} | {"page": "*i32"}
+words = {n + i: "*i64" for n in ("source", "out", "box") for i in "01"}
+sizes = {"WORDS": peers.CHUNK // 8, "CHANNELS": peers.CHANNELS, "DIMS": 2, "LOOK": peers.LOOK}
+messages = [made(peer.push, words | counts, sizes), made(peer.take, words | counts, sizes | {"ADD": False})]
+print(json.dumps([found, messages]))
 """
 
 
-def test_products_take_matrix_units_and_spill_nothing() -> None:
+@pytest.fixture(scope="module")
+def compiled() -> list[list[list[str]]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join([str(root / "src"), environment.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    for ptx, used in json.loads(done.stdout.splitlines()[-1]):
+    found: list[list[list[str]]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_products_take_matrix_units_and_spill_nothing(compiled: list[list[list[str]]]) -> None:
+    for ptx, used in compiled[0]:
         assert "wgmma.mma_async" in ptx
         assert re.findall(r"STACK:(\d+)", used) == ["0"]
+
+
+def test_messages_are_released_and_acquired_by_all_gpus(compiled: list[list[list[str]]]) -> None:
+    for ptx, used in compiled[1]:
+        assert re.findall(r"STACK:(\d+)", used) == ["0"]
+        lines = ptx.splitlines()
+        looks = [n for n, line in enumerate(lines) if "acquire" in line]
+        stores = [n for n, line in enumerate(lines) if "st.global.b64" in line]
+        (release,) = (n for n, line in enumerate(lines) if "release" in line)
+        assert all("sys" in lines[n] for n in (*looks, release))
+        barriers = [n for n, line in enumerate(lines) if "bar.sync" in line]
+        assert max(looks) < min(stores)
+        assert any(max(stores) < n < release for n in barriers)
