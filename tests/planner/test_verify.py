@@ -159,9 +159,10 @@ def test_limits_follow_the_coarser_type() -> None:
     def never() -> Error:
         raise AssertionError
 
-    assert error_limit(problem, None, never) == (1e-5, 1e-5)
-    assert error_limit(problem, 1e-7, never) == (1e-7, 1e-7)
-    assert error_limit(replace(problem, dtype="bf16", out_dtype="fp32"), None, own) == (2e-2, 1e-1)
+    large = Error(1.0, 1.0)
+    assert error_limit(problem, None, large, never) == (1e-5, 1e-5)
+    assert error_limit(problem, 1e-7, large, never) == (1e-7, 1e-7)
+    assert error_limit(replace(problem, dtype="bf16", out_dtype="fp32"), None, large, own) == (2e-2, 1e-1)
     for changes, floor in (
         ({"precision": "tf32"}, 1e-3),
         ({"dtype": "fp16", "out_dtype": "fp16"}, 1e-3),
@@ -169,8 +170,11 @@ def test_limits_follow_the_coarser_type() -> None:
         ({"out_dtype": "bf16"}, 8e-3),
     ):
         asked = replace(problem, **changes)  # type: ignore[arg-type]
-        assert error_limit(asked, None, lambda: Error(0.0, 0.0)) == (floor, floor)
-        assert error_limit(asked, None, lambda: Error(math.inf, math.inf)) == (floor, floor)
+        assert error_limit(asked, None, Error(floor, floor), never) == (floor, floor)
+        for found in (large, Error(0.0, 1.0), Error(math.inf, math.inf)):
+            assert error_limit(asked, None, found, lambda: Error(0.0, 0.0)) == (floor, floor)
+            assert error_limit(asked, None, found, lambda: Error(math.inf, math.inf)) == (floor, floor)
+            assert error_limit(asked, None, found, lambda: Error(0.1, 0.2)) == (0.2, 0.4)
 
 
 @settings(max_examples=40)

@@ -433,7 +433,8 @@ class Search:
 
     def _judge(self, problem: ConvProblem, error: Error) -> str:
         """Why ``error`` is too large under these options; empty when it is not."""
-        most = error_limit(problem, self.options.error_limit, lambda: self._own_errors)
+        counted = error if self.options.strict else replace(error, spread=0.0)
+        most = error_limit(problem, self.options.error_limit, counted, lambda: self._own_errors)
         if not error.l2 <= most[0]:
             return f"error {error.l2:.1e} over the limit {most[0]:.1e}"
         if self.options.strict and not error.spread <= most[1]:

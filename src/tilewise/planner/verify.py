@@ -74,18 +74,23 @@ def errors_of(problem: ConvProblem, compute: Compute, plan: Plan | None = None) 
     return Error(worst_l2, worst_spread)
 
 
-def error_limit(problem: ConvProblem, asked: float | None, own: Callable[[], Error]) -> tuple[float, float]:
+def error_limit(
+    problem: ConvProblem, asked: float | None, found: Error, own: Callable[[], Error]
+) -> tuple[float, float]:
     """Largest L2 error and spread allowed: 1e-5 in fp32, twice torch's own (and no less than its dtype's rounding)
     otherwise, or what was ``asked`` for.
 
-    ``own`` gives torch's own errors; it is called only where they matter. TF32 rounds operands to 10 bits, so 1e-3 is
-    allowed where torch happens to pick an fp32 engine.
+    ``own`` gives torch's own errors, which take as long as those ``found`` did: it is called only where these are above
+    what is allowed in any case. TF32 rounds operands to 10 bits, so 1e-3 is allowed where torch happens to pick an fp32
+    engine.
     """
     if asked is not None:
         return asked, asked
     if problem.dtype == problem.out_dtype == "fp32" and problem.precision == "ieee":
         return 1e-5, 1e-5
     floor = max(FLOOR[problem.dtype], FLOOR[problem.out_dtype])
+    if found.l2 <= floor and found.spread <= floor:
+        return floor, floor
     error = own()
     l2, spread = (2 * e if math.isfinite(e) else 0.0 for e in (error.l2, error.spread))
     return max(l2, floor), max(spread, floor)
