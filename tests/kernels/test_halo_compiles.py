@@ -43,10 +43,10 @@ for product in ("tf32x3", "tf32"):
     operands = dict.fromkeys(["x0", "x1", "y0", "y1", "shares"], "*fp32")
     found.append(made(halo.weight_shares, operands, blocks | {"BLOCK_R": SUM_ROWS, "BLOCK_I": CHANNELS}))
 made(halo.add_shares, {"shares": "*fp32", "out": "*fp32"}, {"BLOCK": ADD_BLOCK})
-counts = {n + i: "*i32" for n in ("flag", "ack", "sent", "taken") for i in "01"} | {"page": "*i32"}
-words = {n + i: "*i64" for n in ("source", "out", "box") for i in "01"}
-sizes = {"WORDS": peers.CHUNK // 8, "CHANNELS": peers.CHANNELS, "DIMS": 2, "LOOK": peers.LOOK}
-messages = [made(peer.push, words | counts, sizes), made(peer.take, words | counts, sizes | {"ADD": False})]
+counts = {n + i: "*i32" for n in ("awaited", "released", "counts") for i in "01"} | {"page": "*i32"}
+words = {n + i: "*i64" for n in ("memory", "box") for i in "01"}
+sizes = {"WORDS": peers.CHUNK // 8, "CHANNELS": peers.CHANNELS, "DIMS": 2, "LOOK": peers.LOOK, "ADD": False}
+messages = [made(peer.message, words | counts, sizes | {"TAKE": take}) for take in (False, True)]
 print(json.dumps([found, messages]))
 """
 

@@ -7,6 +7,7 @@ lies, and one that reads it from there to wherever it belongs, or adds it to wha
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class Peers:
         )  # messages sent and taken
         self._programs: dict[Any, Program] = {}
         self._open: Arriving | None = None
-        self._last: tuple[Any, bool] | None = None
+        self._last: tuple[torch.cuda.Stream, bool] | None = None
 
     def carries(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether such messages go to and come from rank ``index`` here. Both ends give one answer."""
@@ -138,11 +139,14 @@ class Peers:
         if not self._counts.is_cuda:
             return
         stream = torch.cuda.current_stream(self._counts.device)
-        now = stream, torch.cuda.is_current_stream_capturing()
-        # What was captured did not run, and a capture cannot wait for what was not.
-        if self._last is not None and self._last[0] != stream and self._last[1] == now[1]:
-            stream.wait_stream(self._last[0])
-        self._last = now
+        capturing = torch.cuda.is_current_stream_capturing()
+        last = self._last
+        self._last = stream, capturing
+        if last is None or last[0] == stream or last[1] != capturing:
+            return
+        # What was captured before did not run, and a capture cannot wait for what is none of its own.
+        if not capturing or _captures(last[0]):
+            stream.wait_stream(last[0])
 
     def _take(self, pairs: Iterable[Sequence[tuple[int, torch.Tensor]]], add: bool) -> None:
         self._in_order()
@@ -164,45 +168,39 @@ class Peers:
         from tilewise.kernels.triton import peer
         from tilewise.kernels.triton.launch import Launch, Pointer, Program
 
-        places, me, number = self.places, self.index, len(pair)
-        dtype = pair[0][1].dtype if kind == "add" else WORDS[min(_word(t) for _, t in pair)]
+        places, me, number, take = self.places, self.index, len(pair), kind != "push"
         two = (0, number - 1)
-        theirs, own, counts, page = number, 2 * number, 2 * number + 1, 2 * number + 2
-        ranks = [i for i, _ in pair]
-        pushing = kind == "push"
-
-        def at(source: int, offset: int) -> Pointer:
-            return Pointer(source, offset, torch.int32)
-
-        if pushing:
-            boxes = [Pointer(theirs + n, places.box(ranks[n], me), dtype) for n in two]
-            flags = [at(theirs + n, places.flag(ranks[n], me)) for n in two]
-            acks = [at(own, places.ack(me, ranks[n])) for n in two]
+        ranks = [pair[n][0] for n in two]
+        theirs, own, counts, page = [number + n for n in two], 2 * number, 2 * number + 1, 2 * number + 2
+        word = pair[0][1].dtype if kind == "add" else WORDS[min(_word(t) for _, t in pair)]
+        at = functools.partial(Pointer, dtype=torch.int32)
+        if take:
+            boxes = [Pointer(own, places.box(me, rank), word) for rank in ranks]
+            awaited = [at(own, places.flag(me, rank)) for rank in ranks]
+            released = [at(source, places.ack(rank, me)) for source, rank in zip(theirs, ranks, strict=True)]
         else:
-            boxes = [Pointer(own, places.box(me, ranks[n]), dtype) for n in two]
-            flags = [at(own, places.flag(me, ranks[n])) for n in two]
-            acks = [at(theirs + n, places.ack(ranks[n], me)) for n in two]
-        row = [(0 if pushing else places.most) + places.neighbours[me].index(rank) for rank in ranks]
-        pointers = [
-            *(Pointer(n, 0, dtype) for n in two), *boxes, *flags, *acks,
-            *(at(counts, 4 * CHANNELS * row[n]) for n in two), at(page, 0),
-        ]  # fmt: skip
-        shapes = [merged(t, dtype.itemsize) for _, t in pair]
+            boxes = [Pointer(source, places.box(rank, me), word) for source, rank in zip(theirs, ranks, strict=True)]
+            awaited = [at(own, places.ack(me, rank)) for rank in ranks]
+            released = [at(source, places.flag(rank, me)) for source, rank in zip(theirs, ranks, strict=True)]
+        rows = [take * places.most + places.neighbours[me].index(rank) for rank in ranks]
+        pointers = (
+            *(Pointer(n, 0, word) for n in two), *boxes, *awaited, *released,
+            *(at(counts, 4 * CHANNELS * row) for row in rows), at(page, 0),
+        )  # fmt: skip
+        shapes = [merged(pair[n][1], word.itemsize) for n in two]
         words = [math.prod(size for size, _ in shape) for shape in shapes]
-        chunk = CHUNK // dtype.itemsize
+        chunk = CHUNK // word.itemsize
         blocks = [min(CHANNELS, -(-n // chunk)) for n in words]
         scalars = [self._rounds, blocks[0]]
-        for n in two:
-            scalars += [ranks[n], words[n], *(size for size, _ in shapes[n][1:])]
-        for n in two:
-            scalars += [stride for _, stride in shapes[n]]
-        constants = {"WORDS": chunk, "CHANNELS": CHANNELS, "DIMS": max(map(_dims, shapes)), "LOOK": LOOK}
-        if not pushing:
-            constants["ADD"] = kind == "add"
-        launch = Launch(
-            peer.push if pushing else peer.take, (sum(blocks), 1, 1), tuple(pointers), tuple(scalars), constants, WARPS
-        )
-        alignment = [*(math.gcd(t.data_ptr(), ALIGNED) for _, t in pair), *(ALIGNED for _ in pair), *(ALIGNED,) * 3]
+        for rank, count, shape in zip(ranks, words, shapes, strict=True):
+            scalars += [rank, count, *(size for size, _ in shape[1:])]
+        scalars += [stride for shape in shapes for _, stride in shape]
+        constants = {
+            "TAKE": take, "ADD": kind == "add", "WORDS": chunk, "CHANNELS": CHANNELS,
+            "DIMS": max(map(_dims, shapes)), "LOOK": LOOK,
+        }  # fmt: skip
+        launch = Launch(peer.message, (sum(blocks[:number]), 1, 1), pointers, tuple(scalars), constants, WARPS)
+        alignment = [math.gcd(t.data_ptr(), ALIGNED) for t in tensors]
         return Program([launch], alignment, tensors[0].device)
 
 
@@ -239,6 +237,11 @@ class Arriving:
     def _settled(self) -> None:
         if self._peers._open is self:
             self._peers._open = None
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def merged(tensor: torch.Tensor, word: int) -> list[tuple[int, int]]:

@@ -1,11 +1,11 @@
-"""Messages between GPUs that reach each other's memory: stores into a mailbox at the receiver's, two messages a launch.
+"""Messages between GPUs that reach each other's memory, by way of a mailbox at the receiver's, two messages a launch.
 
-A message is its elements in row-major order, cut into chunks of so many bytes. Block ``b`` of :func:`push` writes
-chunks ``b``, ``b + CHANNELS``, ... to their places in the mailbox, block ``b`` of :func:`take` at the other end reads
-them. The two are a channel: they share no chunk and no counter with other blocks, so that nothing waits for all blocks
-of a launch. Each counts its messages. The sender releases its count as ``flag`` beside the mailbox, the receiver
-releases its own as ``ack`` at the sender's, which writes anew only where everything was read. Counts lie in memory, so
-a CUDA graph that was captured once may be replayed.
+A message is its elements in row-major order, cut into chunks of so many bytes. Block ``b`` of the sender's kernel
+writes chunks ``b``, ``b + CHANNELS``, ... to their places in the mailbox, block ``b`` of the receiver's reads them. The
+two are a channel: they share no chunk and no counter with other blocks, so that nothing waits for all blocks of a
+launch. Each side counts its messages and releases its count where the other side looks for it: the receiver reads what
+the sender has written, which writes anew only where everything was read. Counts lie in memory, so a CUDA graph that was
+captured once may be replayed.
 
 What waits gives up after ``rounds`` times ``LOOK`` looks, or where ``page[0]`` is no longer 0; then it moves and counts
 nothing and writes 1 plus the number of the rank that it waited for to ``page[1]``, in memory of the host.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["push", "take"]
+__all__ = ["message"]
 
 SCALARS = [f"{name}{n}" for n in (0, 1) for name in ("rank", "words", *(f"size_{d}" for d in range(1, 5)))]
 """Of each message: the rank at its other end, its words, and the sizes of the inner of five dimensions."""
@@ -69,80 +69,54 @@ def _inner(found, e, size, stride):
 
 
 @triton.jit(do_not_specialize=["rounds", "blocks0", *SCALARS, *STRIDES])
-def push(
-    source0, source1, box0, box1, flag0, flag1, ack0, ack1, sent0, sent1, page,
+def message(
+    memory0, memory1, box0, box1, awaited0, awaited1, released0, released1, counts0, counts1, page,
     rounds, blocks0,
     rank0, words0, size_10, size_20, size_30, size_40, rank1, words1, size_11, size_21, size_31, size_41,
     stride_00, stride_10, stride_20, stride_30, stride_40, stride_01, stride_11, stride_21, stride_31, stride_41,
+    TAKE: tl.constexpr, ADD: tl.constexpr,
     WORDS: tl.constexpr, CHANNELS: tl.constexpr, DIMS: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Write two strided messages into mailboxes, ``WORDS`` words a chunk. Grid (channels of both messages,).
+    """Write two messages from strided memory into mailboxes; ``TAKE``: from mailboxes into memory, with ``ADD`` added.
 
-    ``box`` and ``flag`` are the receiver's memory, ``ack`` and ``sent`` this rank's.
+    ``WORDS`` are those of a chunk. ``counts`` are this side's; ``awaited`` is where the other's come, ``released``
+    where the other looks for this side's. Grid (channels of both messages,).
     """
     second = tl.program_id(0) >= blocks0
     channel = tl.program_id(0) - tl.where(second, blocks0, 0)
-    source, box, flag, ack, sent = source0, box0, flag0, ack0, sent0
+    memory, box, awaited, released, counts = memory0, box0, awaited0, released0, counts0
     if second:
-        source, box, flag, ack, sent = source1, box1, flag1, ack1, sent1
+        memory, box, awaited, released, counts = memory1, box1, awaited1, released1, counts1
     words, rank = tl.where(second, words1, words0), tl.where(second, rank1, rank0)
     size_1, size_2 = tl.where(second, size_11, size_10), tl.where(second, size_21, size_20)
     size_3, size_4 = tl.where(second, size_31, size_30), tl.where(second, size_41, size_40)
     stride_0, stride_1 = tl.where(second, stride_01, stride_00), tl.where(second, stride_11, stride_10)
     stride_2, stride_3 = tl.where(second, stride_21, stride_20), tl.where(second, stride_31, stride_30)
     stride_4 = tl.where(second, stride_41, stride_40)
-    count = tl.load(sent + channel)
-    if _met(ack + channel, count, page, rounds, rank, LOOK):
+    count = tl.load(counts + channel)
+    if _met(awaited + channel, count + 1 if TAKE else count, page, rounds, rank, LOOK):
         for chunk in range(channel, tl.cdiv(words, WORDS), CHANNELS):
             e = chunk * WORDS + tl.arange(0, WORDS)
-            place = _place(
+            there = e < words
+            place = memory + _place(
                 e, size_1, size_2, size_3, size_4, stride_0, stride_1, stride_2, stride_3, stride_4, DIMS
             )  # fmt: skip
-            tl.store(box + e, tl.load(source + place, mask=e < words), mask=e < words)
+            if TAKE:
+                # Written by another GPU: never from this one's L1.
+                value = tl.load(box + e, mask=there, cache_modifier=".cg")
+                if ADD:
+                    value = _sum(tl.load(place, mask=there), value)
+                tl.store(place, value, mask=there)
+            else:
+                tl.store(box + e, tl.load(place, mask=there), mask=there)
         tl.debug_barrier()
-        tl.store(sent + channel, count + 1)
-        tl.atomic_xchg(flag + channel, count + 1, sem="release", scope="sys")
+        tl.store(counts + channel, count + 1)
+        tl.atomic_xchg(released + channel, count + 1, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["rounds", "blocks0", *SCALARS, *STRIDES])
-def take(
-    out0, out1, box0, box1, flag0, flag1, ack0, ack1, taken0, taken1, page,
-    rounds, blocks0,
-    rank0, words0, size_10, size_20, size_30, size_40, rank1, words1, size_11, size_21, size_31, size_41,
-    stride_00, stride_10, stride_20, stride_30, stride_40, stride_01, stride_11, stride_21, stride_31, stride_41,
-    WORDS: tl.constexpr, CHANNELS: tl.constexpr, DIMS: tl.constexpr, LOOK: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """Read two messages from mailboxes into strided memory, or with ``ADD`` add them there. Grid as :func:`push`.
-
-    ``ack`` is the sender's memory, all else this rank's.
-    """
-    second = tl.program_id(0) >= blocks0
-    channel = tl.program_id(0) - tl.where(second, blocks0, 0)
-    out, box, flag, ack, taken = out0, box0, flag0, ack0, taken0
-    if second:
-        out, box, flag, ack, taken = out1, box1, flag1, ack1, taken1
-    words, rank = tl.where(second, words1, words0), tl.where(second, rank1, rank0)
-    size_1, size_2 = tl.where(second, size_11, size_10), tl.where(second, size_21, size_20)
-    size_3, size_4 = tl.where(second, size_31, size_30), tl.where(second, size_41, size_40)
-    stride_0, stride_1 = tl.where(second, stride_01, stride_00), tl.where(second, stride_11, stride_10)
-    stride_2, stride_3 = tl.where(second, stride_21, stride_20), tl.where(second, stride_31, stride_30)
-    stride_4 = tl.where(second, stride_41, stride_40)
-    count = tl.load(taken + channel)
-    if _met(flag + channel, count + 1, page, rounds, rank, LOOK):
-        for chunk in range(channel, tl.cdiv(words, WORDS), CHANNELS):
-            e = chunk * WORDS + tl.arange(0, WORDS)
-            place = _place(
-                e, size_1, size_2, size_3, size_4, stride_0, stride_1, stride_2, stride_3, stride_4, DIMS
-            )  # fmt: skip
-            # Written by another GPU: never from this one's L1.
-            value = tl.load(box + e, mask=e < words, cache_modifier=".cg")
-            if ADD:
-                there = tl.load(out + place, mask=e < words)
-                if value.dtype.primitive_bitwidth == 16:
-                    value = (there.to(tl.float32) + value.to(tl.float32)).to(out.dtype.element_ty)
-                else:
-                    value += there
-            tl.store(out + place, value, mask=e < words)
-        tl.debug_barrier()
-        tl.store(taken + channel, count + 1)
-        tl.atomic_xchg(ack + channel, count + 1, sem="release", scope="sys")
+@triton.jit
+def _sum(a, b):
+    """In fp32 at least, rounded once."""
+    if a.dtype.primitive_bitwidth == 16:
+        return (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
+    return a + b
