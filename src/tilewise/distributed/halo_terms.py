@@ -97,6 +97,7 @@ class HaloTerms:
         terms = [(index, term) for index, term in enumerate(share.boxes) if term is not None]
         self._pairs = {overlap: _pairs(terms, overlap) for overlap in (False, True)}
         self._programs: dict[Any, list[Program]] = {}
+        self._sizes: dict[Any, list[int]] = {}
 
     def results(self, boxes: Sequence[torch.Tensor], w: torch.Tensor) -> Sequence[torch.Tensor]:
         """The boxes themselves: their products go straight into the results."""
@@ -144,10 +145,9 @@ class HaloTerms:
         def pair(terms: list[tuple[int, Term]]) -> Launch:
             return self._weight_shares(terms, w, boxes, dy)
 
-        found = [
-            torch.empty(self._shares(terms, w, dy)[2], dtype=torch.float32, device=dy.device)
-            for terms in self._pairs[True]
-        ]
+        if key not in self._sizes:
+            self._sizes[key] = [self._shares(terms, w, dy)[2] for terms in self._pairs[True]]
+        found = [torch.empty(size, dtype=torch.float32, device=dy.device) for size in self._sizes[key]]
         if found:
             programs = self._made(key, pair, [found[0], dy, *boxes], overlap=True)
             for shares, program in zip(found, programs, strict=True):
