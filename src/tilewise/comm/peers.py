@@ -134,6 +134,12 @@ class Peers:
         self._open = found if receives else None
         return found
 
+    def compile(self, like: torch.Tensor) -> None:
+        """Compile the kernels for messages such as ``like``. Raises what Triton raises."""
+        for index in self.places.neighbours[self.index][:1]:
+            for kind in ("push", "take", "add"):
+                self._program(kind, [(index, like)], self._tensors([(index, like)]))
+
     def _in_order(self) -> None:
         """Have the current stream wait for the last message's, where that is another."""
         if not self._counts.is_cuda:
@@ -154,15 +160,18 @@ class Peers:
             self._run("add" if add else "take", pair)
 
     def _run(self, kind: str, pair: Sequence[tuple[int, torch.Tensor]]) -> None:
+        tensors = self._tensors(pair)
+        self._program(kind, pair, tensors)(tensors)
+
+    def _tensors(self, pair: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
+        theirs = [self._buffers[index] for index, _ in pair]
+        return [*(tensor for _, tensor in pair), *theirs, self._buffers[self.index], self._counts, self.page]
+
+    def _program(self, kind: str, pair: Sequence[tuple[int, torch.Tensor]], tensors: list[torch.Tensor]) -> Program:
         key = (kind, *((i, t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNED) for i, t in pair))
-        program = self._programs.get(key)
-        tensors = [
-            *(t for _, t in pair), *(self._buffers[i] for i, _ in pair), self._buffers[self.index], self._counts,
-            self.page,
-        ]  # fmt: skip
-        if program is None:
-            program = self._programs[key] = self._made(kind, pair, tensors)
-        program(tensors)
+        if key not in self._programs:
+            self._programs[key] = self._made(kind, pair, tensors)
+        return self._programs[key]
 
     def _made(self, kind: str, pair: Sequence[tuple[int, torch.Tensor]], tensors: list[torch.Tensor]) -> Program:
         from tilewise.kernels.triton import peer

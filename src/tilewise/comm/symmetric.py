@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tilewise.comm.link import Link
 
-__all__ = ["machine", "symmetric_buffers", "why_not"]
+__all__ = ["connected", "machine", "symmetric_buffer", "why_not"]
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -30,17 +30,24 @@ def why_not(device: torch.device) -> str:
     return ""
 
 
-def symmetric_buffers(link: Link, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], object]:
-    """A buffer of each rank, by index, as seen from here, all zero, and what keeps them there.
+def symmetric_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of this rank's, all zero, that others may be shown. Raises what torch raises where there is none."""
+    import torch.distributed._symmetric_memory as symmetric
 
-    Every rank calls it. Raises what torch raises where GPUs do not reach each other's memory.
+    own: torch.Tensor = symmetric.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+    torch.cuda.synchronize(device)
+    return own
+
+
+def connected(link: Link, own: torch.Tensor) -> tuple[list[torch.Tensor], object]:
+    """The buffers of all ranks, by index, as seen from here, and what keeps them there.
+
+    Every rank calls it with its :func:`symmetric_buffer`, of one size on all. Raises what torch raises where GPUs do
+    not reach each other's memory.
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-    own.zero_()
-    torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(own, link.group)
-    found = [handle.get_buffer(place, (nbytes,), torch.uint8) for place in link.places]
+    found = [handle.get_buffer(place, tuple(own.shape), own.dtype) for place in link.places]
     dist.barrier(link.control)
     return found, (own, handle)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from tilewise.comm.link import Link, PeerError, Pending
+from tilewise.comm.link import Link, Pending
 from tilewise.comm.peers import CHUNK, Peers, Places
-from tilewise.comm.symmetric import machine, symmetric_buffers, why_not
+from tilewise.comm.symmetric import connected, machine, symmetric_buffer, why_not
 
 __all__ = ["PeerChoice", "choose_peers"]
 
@@ -26,6 +27,7 @@ ROUNDS = 3
 WHAT = "a trial of exchanges"
 
 Call = Callable[[], object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,37 @@ def choose_peers(link: Link, device: torch.device, *, graphs: bool) -> PeerChoic
     if reasons:
         return PeerChoice(0, reasons[0])
     places = Places(neighbours, min(-(-capacity // CHUNK) * CHUNK, MOST))
-    trial, failure = None, ""
+    own, failures = _everywhere(link, lambda: symmetric_buffer(places.nbytes, device))
+    if failures or own is None:
+        return PeerChoice(0, failures)
+
+    def trial() -> _Trial:
+        buffers, kept = connected(link, own)
+        peers = Peers(places, buffers, link.index, link.timeout, kept)
+        peers.compile(torch.empty(2, 4, 128, device=device)[:, 3:])
+        return _Trial(link, peers, device)
+
+    made, failures = _everywhere(link, trial)
+    if failures or made is None:
+        return PeerChoice(0, failures)
+    faults = _said(link, made.fault())
+    return PeerChoice(0, faults) if faults else made.chosen(graphs)
+
+
+def _everywhere(link: Link, make: Callable[[], T]) -> tuple[T | None, str]:
+    """What ``make`` gives here, and where it raised, on any rank, why."""
+    made, failure = None, ""
     try:
-        buffers, kept = symmetric_buffers(link, places.nbytes, device)
-        trial = _Trial(link, Peers(places, buffers, link.index, link.timeout, kept), device)
-        failure = trial.fault()
-    except PeerError:
-        raise
+        made = make()
     except Exception as error:  # whatever the driver, torch or Triton says: NCCL carries the messages
         failure = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    failures = [f"rank {rank}: {one}" for rank, one in zip(link.ranks, link.gather(failure), strict=True) if one]
-    if failures or trial is None:
-        return PeerChoice(0, failures[0])
-    return trial.chosen(graphs)
+    return made, _said(link, failure)
+
+
+def _said(link: Link, text: str) -> str:
+    """What ranks have to say, if anything."""
+    every = zip(link.ranks, link.gather(text), strict=True)
+    return "; ".join(f"rank {rank}: {said}" for rank, said in every if said)
 
 
 class _Trial:
