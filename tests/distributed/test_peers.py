@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -187,6 +188,8 @@ def shared(link: Link, capacity: int) -> Peers:
             buffers.append(torch.frombuffer(mmap.mmap(file.fileno(), places.nbytes), dtype=torch.uint8))
     dist.barrier(link.group)
     (folder / str(link.index)).unlink()
+    with contextlib.suppress(OSError):  # the last one's is empty
+        folder.rmdir()
     return Peers(places, buffers, link.index, link.timeout)
 
 
