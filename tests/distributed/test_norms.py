@@ -88,7 +88,6 @@ def refusals(ranks: int) -> None:
         (lambda: F.pixel_shuffle(x, 4), "square would divide"),
         (lambda: F.pixel_unshuffle(x, 3), "downscale_factor=3"),
         (lambda: torch.channel_shuffle(x, 4), "groups=4"),
-        (lambda: torch.batch_norm_stats(x, 1e-5), "nn.BatchNorm would do"),
         (lambda: F.instance_norm(p.scatter(torch.ones(1, 6, 1, 1))), "more than 1 value"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +20,34 @@ Place = tuple[tuple[int, ...], tuple[slice, ...]]
 class Over:
     """What statistics are taken over.
 
-    ``count`` is how many elements of the whole image one mean is of; ``merge`` how many channels in a row share it.
-    Where ranks hold the means of different rows, ``place`` has the shape of all rows and where this rank's are.
+    ``count`` is how many elements of the whole image one mean is of, ``None`` where that is to be summed over the ranks
+    as well; ``merge`` how many channels in a row share it. Where ranks hold the means of different rows, ``place`` has
+    the shape of all rows and where this rank's are. Where ``link`` has more ranks than share an image, ``home`` has
+    those that do; ``copies`` is how many ranks have the same elements, which count once.
     """
 
     link: Link
     what: str
-    count: int
+    count: int | None
     merge: int = 1
     place: Place | None = None
+    home: Link | None = None
+    copies: int = 1
+
+    def telling(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """Have all ranks hear of an error, whichever of them they wait for; see :meth:`Link.telling`."""
+        if self.home is None or self.home is self.link:
+            return self.link.telling(what)
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.home.telling(what))
+        stack.enter_context(self.link.telling(what))
+        return stack
 
 
 def total(over: Over, what: str, terms: torch.Tensor) -> torch.Tensor:
     """The sums of the ranks' ``terms`` (terms, rows), in one message; ``terms`` may be overwritten."""
+    if over.copies > 1:
+        terms = terms / over.copies
     if over.place is None:
         return over.link.sum(what, terms)
     shape, where = over.place
@@ -66,8 +82,8 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
 class Normalize(torch.autograd.Function):
     """Elements less their mean, over their deviation, with a weight and a bias a channel: (batch, channels, ...).
 
-    Gives means and variances too, of each row of channels that share them. Backward is the exact adjoint for the whole
-    image; gradients of weight and bias are this rank's shares.
+    Gives means and variances too, of each row of channels that share them, and what ``over`` counts. Backward is the
+    exact adjoint for the whole image; gradients of weight and bias are this rank's shares.
     """
 
     @staticmethod
@@ -78,11 +94,17 @@ class Normalize(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | int]:
         wide = _wide(x.dtype)
-        with over.link.telling(over.what):
+        with over.telling(over.what):
             sums = _sums(x).view(2, -1, over.merge).sum(2)
-            means = total(over, over.what, sums) / over.count
+            count: torch.Tensor | int
+            if over.count is None:
+                own = sums.new_full((1, sums.shape[1]), x.numel() // x.shape[1])
+                found = total(over, over.what, torch.cat([sums, own]))
+                means, count = found[:2] / found[2], found[2]
+            else:
+                means, count = total(over, over.what, sums) / over.count, over.count
             mean = means[0]
             var = (means[1] - mean * mean).clamp_min_(0)
             rows = torch.stack([mean, var]).repeat_interleave(over.merge, 1).to(wide)
@@ -90,26 +112,29 @@ class Normalize(torch.autograd.Function):
             y = F.batch_norm(x, rows[0], rows[1], w, b, False, 0.0, eps) if x.numel() else x.clone()
         ctx.over, ctx.eps = over, eps
         ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
-        ctx.save_for_backward(x, w, rows)
-        ctx.mark_non_differentiable(mean, var)
-        return y, mean, var
+        counted = count if isinstance(count, torch.Tensor) else None
+        ctx.save_for_backward(x, w, rows, counted)
+        ctx.mark_non_differentiable(mean, var, *([] if counted is None else [counted]))
+        return y, mean, var, count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         over: Over = ctx.over
         what = f"the backward of {over.what}"
-        x, w, rows = ctx.saved_tensors
+        x, w, rows, counted = ctx.saved_tensors
         rstd = (rows[1] + ctx.eps).rsqrt()
         dy = _alike(dy, x)
-        with over.link.telling(what):
+        with over.telling(what):
             shares = _gradient_sums(dy, x, rows, rstd, ctx.eps)
             db, dw = (None if t is None else s.to(t) for s, t in zip(shares, reversed(ctx.dtypes), strict=True))
             dx = None
             if ctx.needs_input_grad[2]:
                 weighted = shares * w if over.merge > 1 and w is not None else shares.clone()
                 terms = weighted.view(2, -1, over.merge).sum(2) if over.merge > 1 else weighted
-                means = (total(over, what, terms) / over.count).repeat_interleave(over.merge, 1)
+                means = total(over, what, terms)
+                means = means / over.count if over.count is not None else (means / counted).to(terms.dtype)
+                means = means.repeat_interleave(over.merge, 1)
                 dx = _gradient(dy, x, w, rows[0], rstd, means, over.merge)
         return None, None, dx, dw, db
 

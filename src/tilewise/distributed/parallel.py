@@ -17,7 +17,7 @@ from tilewise.distributed.layout import NAMES, Cuts, Grid, Layout, even_cuts
 from tilewise.distributed.names import failed_layer, remember
 from tilewise.distributed.passes import Passes
 from tilewise.distributed.replicated import Parameters
-from tilewise.distributed.shard import Shard, Space
+from tilewise.distributed.shard import Shard, Space, belong
 from tilewise.distributed.whole import gather, scatter
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ class SpatialParallel(nn.Module):
 
     ``dims`` are of ``"d"``, ``"h"`` and ``"w"``, the last three dimensions of a tensor. ``mesh`` is a ``DeviceMesh``
     with dimensions of those names, or as many without names; its other dimensions are somebody else's, such as data
-    parallelism's. A rank that does not answer within ``timeout`` seconds is an error on all others. ``passes`` computes
-    a rank's own convolutions, by torch where not given.
+    parallelism's. ``replicated`` names those along which ranks hold the same parts, such as one whose ranks share out
+    channels: ``nn.SyncBatchNorm`` counts them once. A rank that does not answer within ``timeout`` seconds is an error
+    on all others. ``passes`` computes a rank's own convolutions, by torch where not given.
 
     Every rank makes it of the same module with the same weights, and computes the same program::
 
@@ -59,6 +60,7 @@ class SpatialParallel(nn.Module):
         mesh: DeviceMesh,
         dims: Sequence[str] = ("h",),
         *,
+        replicated: Sequence[str] = (),
         timeout: float = 60.0,
         passes: Passes | None = None,
     ) -> None:
@@ -66,13 +68,15 @@ class SpatialParallel(nn.Module):
         layers.load()
         names = tuple(dims)
         ranks, grid = among(mesh, names)
+        copy = _copy(mesh, names, tuple(replicated))
         self.dims = names
         link = Link(ranks, timeout, mesh.device_type)
-        self.space = Space(link, grid, passes, _spatial(mesh, names))
+        self.space = Space(link, grid, passes, _spatial(mesh, names), copy)
         self._agreed: set[str] = set()
         self._wrap(module)
         with link.telling("SpatialParallel"):
-            Comparison(link, _description(module, mesh, names), "their models, meshes or dims").finish()
+            text = _description(module, mesh, names, tuple(replicated))
+            Comparison(link, text, "their models, meshes or dims").finish()
 
     def _wrap(self, module: nn.Module) -> None:
         object.__setattr__(self, "module", module)
@@ -81,6 +85,7 @@ class SpatialParallel(nn.Module):
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self.training = module.training
         remember(module)
+        belong(module, self.space)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; inputs that are images are :class:`Shard`."""
@@ -99,7 +104,7 @@ class SpatialParallel(nn.Module):
             if late:
                 inputs.finish()
         except BaseException as error:
-            link.tell(failed_layer(error), error)
+            self.space.tell(failed_layer(error), error)
             raise
         return result
 
@@ -193,8 +198,20 @@ def _spatial(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
     return mesh if names is None or len(names) == len(dims) else mesh[tuple(name for name in names if name in dims)]
 
 
-def _description(module: nn.Module, mesh: DeviceMesh, dims: tuple[str, ...]) -> str:
-    return "\n".join((f"dims={dims} mesh={mesh.mesh.tolist()} {mesh.mesh_dim_names}", *_parameters(module)))
+def _copy(mesh: DeviceMesh, dims: tuple[str, ...], replicated: tuple[str, ...]) -> tuple[int, ...]:
+    """Where along the dimensions ``replicated`` this rank is."""
+    names, here = mesh.mesh_dim_names or dims, mesh.get_coordinate()
+    assert here is not None
+    free = [name for name in names if name not in dims]
+    if not set(replicated) <= set(free):
+        raise ValueError(f"replicated={replicated}: names of mesh dimensions that cut no image, of {free}, would do")
+    return tuple(here[names.index(name)] for name in replicated)
+
+
+def _description(module: nn.Module, mesh: DeviceMesh, dims: tuple[str, ...], replicated: tuple[str, ...]) -> str:
+    return "\n".join(
+        (f"dims={dims} replicated={replicated} mesh={mesh.mesh.tolist()} {mesh.mesh_dim_names}", *_parameters(module))
+    )
 
 
 def _parameters(module: nn.Module) -> Iterator[str]:

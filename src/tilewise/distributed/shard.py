@@ -6,10 +6,12 @@ compute by parts are looked up in a registry, filled by :func:`handles`. Any oth
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 
 from tilewise.comm.link import Link
 from tilewise.distributed.exchange import redistribute
@@ -19,13 +21,27 @@ from tilewise.distributed.passes import Passes, TorchPasses
 from tilewise.distributed.replicated import Parameters, sum_gradient
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Shard", "Space", "UnknownLayer", "aligned", "handles", "local", "operand", "sharded", "space_of"]
+__all__ = [
+    "Shard",
+    "Space",
+    "UnknownLayer",
+    "aligned",
+    "belong",
+    "handles",
+    "local",
+    "operand",
+    "sharded",
+    "space_around",
+    "space_of",
+]
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 _handlers: dict[Any, Callable[..., Any]] = {}
+_spaces: weakref.WeakKeyDictionary[nn.Module, Space] = weakref.WeakKeyDictionary()
 
 
 class UnknownLayer(NotImplementedError):
@@ -35,14 +51,28 @@ class UnknownLayer(NotImplementedError):
 class Space:
     """What the parts of one model's images have in common: ranks, grid, and what computes a rank's convolutions.
 
-    ``mesh`` is that of the grid's ranks alone. ``parameters`` stands for the parameters of the forward under way, or
-    last begun.
+    ``mesh`` is that of the grid's ranks alone. ``copy`` is this rank's place among those that hold copies of its parts.
+    ``parameters`` stands for the parameters of the forward under way, or last begun.
     """
 
-    def __init__(self, link: Link, grid: Grid, passes: Passes | None = None, mesh: DeviceMesh | None = None) -> None:
-        self.link, self.grid, self.mesh = link, grid, mesh
+    def __init__(
+        self,
+        link: Link,
+        grid: Grid,
+        passes: Passes | None = None,
+        mesh: DeviceMesh | None = None,
+        copy: tuple[int, ...] = (),
+    ) -> None:
+        self.link, self.grid, self.mesh, self.copy = link, grid, mesh, copy
         self.passes: Passes = passes or TorchPasses()
         self.parameters: Parameters | None = None
+        self.wider: dict[dist.ProcessGroup | None, Link] = {}
+        """Links of layers that synchronize over more ranks, by their process groups."""
+
+    def tell(self, what: str, error: BaseException) -> None:
+        """Have every rank that may wait for this one hear of ``error``; see :meth:`Link.tell`."""
+        for link in (self.link, *self.wider.values()):
+            link.tell(what, error)
 
     def replicated(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, the same on all ranks, as it is to meet a part: its gradient becomes the sum over the ranks.
@@ -173,6 +203,17 @@ def sharded(value: Any, what: str) -> Shard:
 def space_of(*values: Any) -> Shard:
     """The first shard among ``values``."""
     return next(value for value in values if isinstance(value, Shard))
+
+
+def belong(model: nn.Module, space: Space) -> None:
+    """Know the modules of ``model`` as those of ``space``, also where their input is whole."""
+    for module in model.modules():
+        _spaces[module] = space
+
+
+def space_around(module: nn.Module, value: torch.Tensor) -> Space | None:
+    """The space of ``value``, or of the model that ``module`` is in; ``None`` where there is none."""
+    return value.space if isinstance(value, Shard) else _spaces.get(module)
 
 
 def aligned(like: Shard, other: Shard, what: str) -> torch.Tensor:

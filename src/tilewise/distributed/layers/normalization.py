@@ -18,7 +18,7 @@ from tilewise.distributed.whole import sum_over_ranks
 Tensor = torch.Tensor
 
 
-def _image(x: Any, what: str) -> Shard:
+def image(x: Any, what: str) -> Shard:
     """``x`` as an image with batch and channels. Raises ``ValueError`` where it is none, or one of those is cut."""
     shard = sharded(x, what)
     if shard.dim() + min(shard.spatial.grid.dims) < 2:
@@ -30,7 +30,8 @@ def _parameter(x: Shard, what: str, tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else x.space.replicated(what, tensor)
 
 
-def _one_more(x: Shard, count: int, what: str) -> None:
+def one_more(x: torch.Tensor, count: int, what: str) -> None:
+    """Raise ``ValueError`` where statistics would be of one value."""
     if count < 2:
         raise ValueError(f"{what}: more than 1 value per channel is needed in training, not an image of {x.shape}")
 
@@ -40,7 +41,8 @@ def _in_autocast(part: Tensor) -> Tensor:
     return part.float() if part.is_cuda and torch.is_autocast_enabled("cuda") and part.dtype != torch.float64 else part
 
 
-def _update(running: Tensor | None, found: Tensor, momentum: float) -> None:
+def update(running: Tensor | None, found: Tensor, momentum: float) -> None:
+    """Move running statistics, where they are tracked, towards those ``found``."""
     if running is not None:
         running.mul_(1 - momentum).add_(found.to(running.dtype), alpha=momentum)
 
@@ -58,16 +60,17 @@ def _batch_norm(
 ) -> Shard:
     """In training with statistics of the batch on all ranks; running statistics stay the same on all."""
     what = current_layer("batch_norm")
-    x = _image(input, what)
+    x = image(input, what)
     w, b = _parameter(x, what, weight), _parameter(x, what, bias)
     if not training:
         return x.like(F.batch_norm(x.local, running_mean, running_var, w, b, False, momentum, eps))
     shape = x.shape
     count = shape.numel() // max(shape[1], 1)
-    _one_more(x, count, what)
-    y, mean, var = Normalize.apply(Over(x.space.link, what, count), eps, x.local, w, b)  # type: ignore[no-untyped-call]
-    _update(running_mean, mean, momentum)
-    _update(running_var, var * (count / (count - 1)), momentum)
+    one_more(x, count, what)
+    over = Over(x.space.link, what, count)
+    y, mean, var, _ = Normalize.apply(over, eps, x.local, w, b)  # type: ignore[no-untyped-call]
+    update(running_mean, mean, momentum)
+    update(running_var, var * (count / (count - 1)), momentum)
     return x.like(y)
 
 
@@ -80,7 +83,7 @@ def _by_sample(
     w, b = _parameter(x, what, weight), _parameter(x, what, bias)
     every = (None if t is None else t.repeat(n) for t in (w, b))
     flat = part.reshape(1, n * channels, *part.shape[2:])
-    y, mean, var = Normalize.apply(over, eps, flat, *every)  # type: ignore[no-untyped-call]
+    y, mean, var, _ = Normalize.apply(over, eps, flat, *every)  # type: ignore[no-untyped-call]
     return y.view(part.shape), mean, var
 
 
@@ -94,7 +97,7 @@ def _group_norm(
     cudnn_enabled: bool = True,
 ) -> Shard:
     what = current_layer("group_norm")
-    x = _image(input, what)
+    x = image(input, what)
     if num_groups < 1 or x.shape[1] % num_groups:
         raise ValueError(f"{what}: num_groups={num_groups}: a divisor of its {x.shape[1]} channels would do")
     return x.like(_by_sample(x, _in_autocast(x.local), num_groups, weight, bias, eps, what)[0])
@@ -112,16 +115,16 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> Shard:
     what = current_layer("instance_norm")
-    x = _image(input, what)
+    x = image(input, what)
     if not use_input_stats:
         w, b = _parameter(x, what, weight), _parameter(x, what, bias)
         return x.like(F.batch_norm(x.local, running_mean, running_var, w, b, False, momentum, eps))
     shape = x.shape
     count = math.prod(shape[2:])
-    _one_more(x, count, what)
+    one_more(x, count, what)
     y, mean, var = _by_sample(x, x.local, shape[1], weight, bias, eps, what)
-    _update(running_mean, mean.view(shape[:2]).mean(0), momentum)
-    _update(running_var, var.view(shape[:2]).mean(0) * (count / (count - 1)), momentum)
+    update(running_mean, mean.view(shape[:2]).mean(0), momentum)
+    update(running_var, var.view(shape[:2]).mean(0) * (count / (count - 1)), momentum)
     return x.like(y)
 
 
@@ -202,7 +205,7 @@ def _rms_norm(
 @handles(F.local_response_norm)
 def _local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Shard:
     """Over neighbouring channels, which are never cut."""
-    x = _image(input, current_layer("local_response_norm"))
+    x = image(input, current_layer("local_response_norm"))
     return x.like(F.local_response_norm(x.local, size, alpha, beta, k))
 
 
@@ -213,11 +216,3 @@ def _normalize(input: Shard, p: float = 2.0, dim: int = 1, eps: float = 1e-12, o
     if out is not None:
         raise ValueError(f"out= of {what}: an image cut across ranks has no place for it")
     return input.like(F.normalize(input.local, p, free(input, dim, what), eps))
-
-
-@handles(torch.batch_norm_stats)
-def _sync_batch_norm(input: Any, eps: float) -> Any:
-    """What ``nn.SyncBatchNorm`` begins with: its sums would count what ranks share as often as there are ranks."""
-    raise ValueError(
-        f"{current_layer('SyncBatchNorm')}: nn.BatchNorm would do, whose statistics are of all ranks that share images"
-    )

@@ -1,0 +1,67 @@
+"""``nn.SyncBatchNorm``: statistics over the ranks of its process group, each element of the whole batch once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tilewise.distributed.layers.normalization import image, one_more, update
+from tilewise.distributed.names import current_layer
+from tilewise.distributed.normalization import Normalize, Over
+from tilewise.distributed.shard import Shard, Space, space_around
+from tilewise.distributed.synchronized import link_over
+
+
+def _forward(layer: nn.SyncBatchNorm, x: torch.Tensor, space: Space) -> torch.Tensor:
+    """In training, of an image cut across ranks or of a tensor that each of the image's ranks has whole.
+
+    The latter is counted once. Batches may differ in size: counts are summed with the rest.
+    """
+    what = current_layer("sync_batch_norm")
+    layer._check_input_dim(x)
+    part = image(x, what).local if isinstance(x, Shard) else x
+    with space.link.telling(what):
+        link = link_over(space, what, layer.process_group, part.device)
+    tracked, momentum = layer.track_running_stats, layer.momentum or 0.0
+    if tracked:
+        assert layer.num_batches_tracked is not None
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            momentum = 1.0 / layer.num_batches_tracked.item()
+    running = (layer.running_mean, layer.running_var) if tracked else (None, None)
+    if link is space.link and not isinstance(x, Shard):
+        return F.batch_norm(x, *running, layer.weight, layer.bias, True, momentum, layer.eps)
+    if link is space.link:
+        one_more(x, x.numel() // max(x.shape[1], 1), what)
+    if isinstance(x, Shard):
+        over = Over(link, what, None, home=space.link)
+        weights = [None if t is None else space.replicated(what, t) for t in (layer.weight, layer.bias)]
+    else:
+        over = Over(link, what, None, home=space.link, copies=space.link.size)
+        weights = [layer.weight, layer.bias]
+    y, mean, var, count = Normalize.apply(over, layer.eps, part, *weights)  # type: ignore[no-untyped-call]
+    update(running[0], mean, momentum)
+    update(running[1], var * (count / (count - 1)), momentum)
+    return x.like(y) if isinstance(x, Shard) else y
+
+
+def _extended(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``plain`` for what is none of ours: the layer has no function of torch in it that could be taken over."""
+
+    @functools.wraps(plain)
+    def forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+        space = space_around(self, input) if self.training else None
+        if space is None:
+            found: torch.Tensor = plain(self, input)
+            return found
+        return _forward(self, input, space)
+
+    return forward
+
+
+nn.SyncBatchNorm.forward = _extended(nn.SyncBatchNorm.forward)  # type: ignore[method-assign]
