@@ -17,33 +17,31 @@ __all__ = ["sum_gradient_over", "sum_over"]
 
 Held = TypeVar("Held", bound=torch.Tensor)
 Group = dist.ProcessGroup | DeviceMesh
+Add = Callable[[torch.Tensor], None]
 
 
 class _SumForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, term: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, add: Add, term: torch.Tensor) -> torch.Tensor:
+        ctx.add = add
         total = term.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        add(total)
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, gradient
+        return None, _SumBackward.apply(ctx.add, gradient)  # type: ignore[no-untyped-call]
 
 
 class _SumBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, add: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, add: Add, tensor: torch.Tensor) -> torch.Tensor:
         ctx.add = add
         return tensor.view_as(tensor)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        ctx.add(total)
-        return None, total
+        return None, _SumForward.apply(ctx.add, gradient)  # type: ignore[no-untyped-call]
 
 
 def sum_over(x: Held, group: Group) -> Held:
@@ -67,8 +65,8 @@ def sum_over(x: Held, group: Group) -> Held:
 
     Raises ``ValueError`` for a mesh of several dimensions, or a group that this rank is not in.
     """
-    found = _group(group)
-    return _told(x, "sum_over", lambda part: _SumForward.apply(found, part))  # type: ignore[no-untyped-call]
+    add = _adding(x, "sum_over", _group(group))
+    return _told(x, "sum_over", lambda part: _SumForward.apply(add, part))  # type: ignore[no-untyped-call]
 
 
 def sum_gradient_over(x: Held, group: Group) -> Held:
@@ -77,15 +75,19 @@ def sum_gradient_over(x: Held, group: Group) -> Held:
     Where each rank of ``group`` goes on with a slice of the channels of its own; see :func:`sum_over`, also for what it
     raises.
     """
-    found = _group(group)
-    link = x.space.link if isinstance(x, Shard) else None
-    what = f"the backward of {current_layer('sum_gradient_over')}"
-
-    def add(gradient: torch.Tensor) -> None:
-        with contextlib.nullcontext() if link is None else link.telling(what):
-            dist.all_reduce(gradient, group=found)
-
+    add = _adding(x, "sum_gradient_over", _group(group))
     return _told(x, "sum_gradient_over", lambda part: _SumBackward.apply(add, part))  # type: ignore[no-untyped-call]
+
+
+def _adding(x: torch.Tensor, name: str, group: dist.ProcessGroup) -> Add:
+    """Sums over ``group`` in place, of whose failure the other ranks of a shard hear."""
+    link, what = x.space.link if isinstance(x, Shard) else None, f"the backward of {current_layer(name)}"
+
+    def add(tensor: torch.Tensor) -> None:
+        with contextlib.nullcontext() if link is None else link.telling(what):
+            dist.all_reduce(tensor, group=group)
+
+    return add
 
 
 def _told(x: Held, name: str, act: Callable[[torch.Tensor], torch.Tensor]) -> Held:

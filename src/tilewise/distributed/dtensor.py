@@ -71,8 +71,12 @@ class _Local(torch.autograd.Function):
         return part.view_as(part) if type(part) is torch.Tensor else part.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "from_dtensor has no gradients of gradients (create_graph=True): scatter() of the whole tensor, or "
+                "shard() of this rank's part, would do"
+            )
         made: DTensor = DTensor.from_local(
             gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )

@@ -11,7 +11,7 @@ import torch
 from tilewise.comm.link import Link, Pending
 from tilewise.distributed.layout import Box, Grid, Layout, Transfer, transfer
 
-__all__ = ["add_back", "assemble", "fetch", "redistribute", "send_back", "send_boxes", "shape_of", "view"]
+__all__ = ["add_back", "assemble", "bring_home", "fetch", "redistribute", "send_back", "send_boxes", "shape_of", "view"]
 
 Pads = tuple[tuple[int, int], ...]
 
@@ -77,12 +77,16 @@ def assemble(
 
 
 class _Fetch(torch.autograd.Function):
-    """All that this rank needs of a cut tensor, put together; backward is the exact adjoint."""
+    """All that this rank needs of a cut tensor, put together; backward is the exact adjoint.
+
+    Gives a token as well, without elements, of which a graph of the backward depends: the ranks meet again in the
+    backward of this for what is computed of that graph, even where some ranks' graphs alone lead here.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, link: Link, what: str, layout: Layout, moves: Transfer, pads: Pads, fill: float, local: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.link, ctx.what, ctx.layout, ctx.moves, ctx.pads = link, what, layout, moves, pads
         ctx.shape = local.shape
         with link.telling(what):
@@ -91,24 +95,44 @@ class _Fetch(torch.autograd.Function):
             if any(side for pair in pads for side in pair):
                 out.fill_(fill)
             assemble(layout, moves, local, pending.wait(), _inside(out, layout, pads))
-        return out
+        token = local.new_empty(0)
+        ctx.save_for_backward(token)
+        return out, token
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        link, layout, moves = ctx.link, ctx.layout, ctx.moves
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+        (token,) = ctx.saved_tensors
         what = f"the backward of {ctx.what}"
+        own = _BringHome.apply(ctx.link, what, ctx.layout, ctx.moves, ctx.pads, ctx.shape, gradient, token)  # type: ignore[no-untyped-call]
+        return None, None, None, None, None, None, own
+
+
+class _BringHome(torch.autograd.Function):
+    """The adjoint of :class:`_Fetch`, of which that is the adjoint too where ``fill`` is zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, link: Link, what: str, layout: Layout, moves: Transfer, pads: Pads, shape: Sequence[int],
+        fetched: torch.Tensor, token: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.link, ctx.what, ctx.layout, ctx.moves, ctx.pads = link, what, layout, moves, pads
+        ctx.tokens = None if token is None else token.new_zeros(0)
         dims, origin = layout.grid.dims, [start for start, _ in moves.need]
         with link.telling(what):
-            inside = _inside(gradient, layout, ctx.pads)
+            inside = _inside(fetched, layout, pads)
             home = [view(inside, dims, box, origin) for _, box in moves.receives]
-            own = gradient.new_zeros(ctx.shape)
+            own = fetched.new_zeros(shape)
             pending = send_back(link, what, layout.grid, moves, home, own)
             if moves.own is not None:
                 place = view(own, dims, moves.own, [start for start, _ in layout.own])
                 place.copy_(view(inside, dims, moves.own, origin))
-            add_back(layout, moves, pending, own)
-        return None, None, None, None, None, None, own
+            return add_back(layout, moves, pending, own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        what = f"the backward of {ctx.what}"
+        found = fetch(ctx.link, what, ctx.layout, ctx.moves, gradient, ctx.pads)
+        return None, None, None, None, None, None, found, ctx.tokens
 
 
 def _padded(shape: list[int], layout: Layout, pads: Pads) -> list[int]:
@@ -138,8 +162,19 @@ def fetch(
     ``pads`` adds (before, after) elements of ``fill`` around it along each dimension that is cut.
     """
     sides = ((0, 0),) * len(layout.grid.dims) if pads is None else pads
-    found: torch.Tensor = _Fetch.apply(link, what, layout, moves, sides, fill, local)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Fetch.apply(link, what, layout, moves, sides, fill, local)[0]  # type: ignore[no-untyped-call]
     return found
+
+
+def bring_home(
+    link: Link, what: str, layout: Layout, moves: Transfer, pads: Pads, shape: Sequence[int], fetched: torch.Tensor
+) -> torch.Tensor:
+    """The adjoint of :func:`fetch`: all ranks' ``fetched`` added up where they are at home; differentiable.
+
+    ``shape`` is that of this rank's part.
+    """
+    own: torch.Tensor = _BringHome.apply(link, what, layout, moves, pads, shape, fetched, None)  # type: ignore[no-untyped-call]
+    return own
 
 
 def redistribute(link: Link, what: str, layout: Layout, wanted: Layout, local: torch.Tensor) -> torch.Tensor:

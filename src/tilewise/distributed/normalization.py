@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tilewise.comm.link import Link
+from tilewise.distributed.partials import partials
+from tilewise.distributed.replicated import sum_gradient, sum_over_ranks
 
 __all__ = ["Normalize", "Over", "total"]
 
@@ -113,16 +115,19 @@ class Normalize(torch.autograd.Function):
         ctx.over, ctx.eps = over, eps
         ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
         counted = count if isinstance(count, torch.Tensor) else None
-        ctx.save_for_backward(x, w, rows, counted)
+        ctx.save_for_backward(x, weight, rows, counted)
         ctx.mark_non_differentiable(mean, var, *([] if counted is None else [counted]))
         return y, mean, var, count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         over: Over = ctx.over
         what = f"the backward of {over.what}"
-        x, w, rows, counted = ctx.saved_tensors
+        x, weight, rows, counted = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            with over.telling(what):
+                return _differentiable(ctx, what, dy)
+        w = None if weight is None else weight.to(rows.dtype)
         rstd = (rows[1] + ctx.eps).rsqrt()
         dy = _alike(dy, x)
         with over.telling(what):
@@ -137,6 +142,44 @@ class Normalize(torch.autograd.Function):
                 means = means.repeat_interleave(over.merge, 1)
                 dx = _gradient(dy, x, w, rows[0], rstd, means, over.merge)
         return None, None, dx, dw, db
+
+
+def _differentiable(ctx: Any, what: str, dy: torch.Tensor) -> tuple[Any, ...]:
+    """What backward gives, in a graph: see :mod:`tilewise.distributed.double_backward`."""
+    over: Over = ctx.over
+    x, weight, rows, counted = ctx.saved_tensors
+    count: Any = over.count if counted is None else counted
+    dims = [0, *range(2, x.dim())]
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+
+    def mean(t: torch.Tensor) -> torch.Tensor:
+        terms = t.sum(dims).view(-1, over.merge).sum(1) / over.copies
+        if over.place is None:
+            every = _everyones(over, what, terms)
+        else:
+            of_all, where = over.place
+            every = terms.new_zeros(of_all)
+            every[where] = terms.view(every[where].shape)
+            every = _everyones(over, what, every)[where].reshape(terms.shape)
+        by_channel: torch.Tensor = (every / count).to(t.dtype).repeat_interleave(over.merge)
+        return by_channel.view(shape)
+
+    def normalized(x: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:
+        wide = x.to(rows.dtype)
+        centred = wide - mean(wide)
+        y: torch.Tensor = centred * (mean(centred * centred) + ctx.eps).rsqrt()
+        return (y * weight[0].to(y.dtype).view(shape) if weight else y).to(x.dtype)
+
+    want_x, want_w, want_b = ctx.needs_input_grad[2:]
+    given = (x,) if weight is None else (x, weight)
+    dx, *dw = partials(normalized, given, (want_x, want_w)[: len(given)], dy)
+    db = dy.to(rows.dtype).sum(dims).to(ctx.dtypes[1]) if want_b else None
+    return None, None, dx, dw[0] if dw else None, db
+
+
+def _everyones(over: Over, what: str, terms: torch.Tensor) -> torch.Tensor:
+    """The sums of the ranks' terms, as they meet parts again."""
+    return sum_gradient(over.link, what, sum_over_ranks(over.link, what, terms))
 
 
 def _alike(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

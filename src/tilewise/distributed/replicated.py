@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tilewise.comm.link import Link
 from tilewise.comm.streams import Branch
 
-__all__ = ["Parameters", "sum_gradient"]
+__all__ = ["Parameters", "sum_gradient", "sum_over_ranks"]
 
 BUCKET = 1 << 20
 """Bytes of gradients that travel as one message: smaller ones wait for each other."""
@@ -33,10 +33,20 @@ class _SumNow(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        return None, None, ctx.link.sum(ctx.what, total)
+        return None, None, sum_over_ranks(ctx.link, ctx.what, gradient)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Link, what: str, term: torch.Tensor) -> torch.Tensor:
+        ctx.link, ctx.what = link, what
+        with link.telling(what):
+            return link.sum(what, term.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        return None, None, sum_gradient(ctx.link, ctx.what, gradient) if torch.is_grad_enabled() else gradient
 
 
 class Bucket:
@@ -47,7 +57,7 @@ class Bucket:
     """
 
     def __init__(self, link: Link) -> None:
-        self._link = link
+        self.link = link
         self._complete: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
         self._waiting: list[torch.Tensor] = []
         self._moments: list[torch.cuda.Event | None] = []
@@ -86,7 +96,7 @@ class Bucket:
             return
         with self._after(moments, waiting[0].device):
             flat = waiting[0] if len(waiting) == 1 else torch.cat([tensor.view(-1) for tensor in waiting])
-            work = self._link.start_sum("the sum of gradients", flat)
+            work = self.link.start_sum("the sum of gradients", flat)
         self._travelling.append((work, flat, waiting))
 
     def _after(
@@ -107,7 +117,7 @@ class Bucket:
         self._come = 0
         self._complete.clear()
         for work, flat, parts in travelling:
-            self._link.finish_sum("the sum of gradients", work)
+            self.link.finish_sum("the sum of gradients", work)
             if len(parts) > 1:
                 start = 0
                 for part in parts:
@@ -124,8 +134,9 @@ class _Sum(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        if torch.is_grad_enabled():  # what is to be differentiated again cannot be waited for later
+            return None, sum_over_ranks(ctx.bucket.link, "the sum of gradients", gradient)
         return None, ctx.bucket.add(gradient)
 
 
@@ -137,7 +148,6 @@ class _Wait(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.bucket.finish()
         return None, *gradients
@@ -180,3 +190,9 @@ def sum_gradient(link: Link, what: str, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, whose gradient will be the sum over the ranks, waited for on the spot."""
     summed: torch.Tensor = _SumNow.apply(link, f"the backward of {what}", tensor)  # type: ignore[no-untyped-call]
     return summed
+
+
+def sum_over_ranks(link: Link, what: str, term: torch.Tensor) -> torch.Tensor:
+    """The sum of the ranks' terms, a replicated tensor: its gradient is the same on all ranks, and each term's too."""
+    total: torch.Tensor = _SumOverRanks.apply(link, what, term)  # type: ignore[no-untyped-call]
+    return total

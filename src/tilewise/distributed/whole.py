@@ -12,7 +12,7 @@ from tilewise.distributed.layout import Layout, Transfer, transfer
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.shard import Shard, Space
 
-__all__ = ["gather", "scatter", "sum_over_ranks"]
+__all__ = ["gather", "scatter"]
 
 
 def _all(layout: Layout) -> Transfer:
@@ -32,53 +32,46 @@ def _gathered(link: Link, what: str, layout: Layout, part: torch.Tensor) -> torc
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: Link, what: str, layout: Layout, part: torch.Tensor) -> torch.Tensor:
-        ctx.layout = layout
+    def forward(
+        ctx: Any, link: Link, what: str, layout: Layout, part: torch.Tensor, token: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.link, ctx.layout = link, layout
+        ctx.tokens = None if token is None else token.new_zeros(0)
         return _gathered(link, what, layout, part)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
-        return None, None, None, view(gradient, ctx.layout.grid.dims, ctx.layout.own)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            part: torch.Tensor = _Scatter.apply(ctx.link, ctx.layout, gradient)[0]  # type: ignore[no-untyped-call]
+        else:
+            part = view(gradient, ctx.layout.grid.dims, ctx.layout.own)
+        return None, None, None, part, ctx.tokens
 
 
 class _Scatter(torch.autograd.Function):
+    """The part here, and a token as in :func:`fetch`, for the same reason."""
+
     @staticmethod
-    def forward(ctx: Any, link: Link, layout: Layout, whole: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, link: Link, layout: Layout, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.link, ctx.layout = link, layout
-        return view(whole, layout.grid.dims, layout.own).clone(memory_format=torch.contiguous_format)
+        token = whole.new_empty(0)
+        ctx.save_for_backward(token)
+        return view(whole, layout.grid.dims, layout.own).clone(memory_format=torch.contiguous_format), token
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, _gathered(ctx.link, "the backward of scatter", ctx.layout, gradient)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, link: Link, what: str, term: torch.Tensor) -> torch.Tensor:
-        with link.telling(what):
-            return link.sum(what, term.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, gradient
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        what, (token,) = "the backward of scatter", ctx.saved_tensors
+        whole: torch.Tensor = _Gather.apply(ctx.link, what, ctx.layout, gradient, token)  # type: ignore[no-untyped-call]
+        return None, None, whole
 
 
 def gather(shard: Shard) -> torch.Tensor:
     """The whole tensor on every rank; its gradient, the same on all, is cut again."""
     what = current_layer("gather")
-    whole: torch.Tensor = _Gather.apply(shard.space.link, what, shard.spatial, shard.local)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = _Gather.apply(shard.space.link, what, shard.spatial, shard.local, None)  # type: ignore[no-untyped-call]
     return whole
 
 
 def scatter(whole: torch.Tensor, layout: Layout, space: Space) -> Shard:
     """This rank's part of ``whole``, which is the same on every rank; its gradient is put together on all."""
-    return Shard.of(_Scatter.apply(space.link, layout, whole), layout, space)  # type: ignore[no-untyped-call]
-
-
-def sum_over_ranks(link: Link, what: str, term: torch.Tensor) -> torch.Tensor:
-    """The sum of the ranks' terms, a replicated tensor: its gradient is the same on all ranks, and each term's too."""
-    total: torch.Tensor = _SumOverRanks.apply(link, what, term)  # type: ignore[no-untyped-call]
-    return total
+    return Shard.of(_Scatter.apply(space.link, layout, whole)[0], layout, space)  # type: ignore[no-untyped-call]

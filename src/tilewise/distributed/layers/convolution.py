@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewise.axis import Axis
-from tilewise.distributed.convolution import Convolution, Work
+from tilewise.distributed.double_backward import DoubleConvolution, DoubleWork
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.shard import Shard, handles, sharded
 from tilewise.distributed.share import share_of
@@ -68,8 +68,8 @@ def _apply(
         held = held if w.dtype is dtype else None  # what is cast has another gradient than the parameter's
         part, w, b = part.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
     share = share_of(x.spatial, axes, transposed)
-    work = Work(space, what, x.spatial, share, groups, held)
-    y = Convolution.apply(work, part, w, b)  # type: ignore[no-untyped-call]
+    work = DoubleWork(space, what, x.spatial, share, groups, held, axes)
+    y = DoubleConvolution.apply(work, part, w, b)  # type: ignore[no-untyped-call]
     return x.like(y if batched else y.squeeze(0), share.out)
 
 

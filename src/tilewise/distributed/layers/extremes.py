@@ -11,6 +11,7 @@ from tilewise.comm.link import Link
 from tilewise.distributed.layers.reductions import axes_of, remaining, whole
 from tilewise.distributed.layers.shapes import free
 from tilewise.distributed.names import current_layer
+from tilewise.distributed.replicated import sum_gradient
 from tilewise.distributed.shard import Shard, handles, operand, space_of
 
 Tensor = torch.Tensor
@@ -36,14 +37,13 @@ class _Extreme(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, None, None]:
         part, found = ctx.saved_tensors
         what = f"the backward of {ctx.what}"
         with ctx.link.telling(what):
             mine = (part == found) | (part.isnan() & found.isnan())
             count = ctx.link.sum(what, mine.sum(ctx.axes, True))
-            return None, None, mine * (gradient / count), None, None
+            return None, None, mine * sum_gradient(ctx.link, what, gradient / count), None, None
 
 
 def _least(dtype: torch.dtype) -> Any:

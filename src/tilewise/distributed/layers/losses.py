@@ -15,8 +15,8 @@ from torch.nn import _reduction
 
 from tilewise.distributed.exchange import view
 from tilewise.distributed.names import current_layer
+from tilewise.distributed.replicated import sum_over_ranks
 from tilewise.distributed.shard import Shard, aligned, handles, operand, space_of
-from tilewise.distributed.whole import sum_over_ranks
 
 Tensor = torch.Tensor
 ELEMENTWISE = (

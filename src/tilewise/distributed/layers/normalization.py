@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from tilewise.distributed.layers.shapes import free
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.normalization import Normalize, Over, Place
+from tilewise.distributed.replicated import sum_over_ranks
 from tilewise.distributed.shard import Shard, handles, operand, sharded
-from tilewise.distributed.whole import sum_over_ranks
 
 Tensor = torch.Tensor
 

@@ -52,7 +52,10 @@ def _constant(x: Shard, sides: dict[int, Interval], value: float) -> Shard:
 
 
 class _Beside(torch.autograd.Function):
-    """``x`` alone, in a graph that goes on to ``piece`` too: all ranks take part in the backward of its exchange."""
+    """``x`` alone, in a graph that goes on to ``piece`` too: all ranks take part in the backward of its exchange.
+
+    In the backward of that as well, for which ``piece``'s gradient is to depend on ``x``'s.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
@@ -60,10 +63,9 @@ class _Beside(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (piece,) = ctx.saved_tensors
-        return gradient, torch.zeros_like(piece)
+        return gradient, torch.zeros_like(piece) + gradient.flatten()[:0].sum()
 
 
 def _around(x: Shard, dim: int, before: int, after: int, mode: str, what: str) -> Shard:
@@ -125,4 +127,8 @@ def _pad(input: Shard, pad: Sequence[int], mode: str = "constant", value: float 
     out = layout.with_cuts(
         {dim: padded_cuts(cuts, *((0, 0) if dim in mine else sides[dim])) for dim, cuts in alone.items()}
     )
-    return x.like(F.pad(part, free, mode if part.numel() else "constant"), out)
+    if part.numel():
+        return x.like(F.pad(part, free, mode), out)
+    # In graphs of the backward torch has its pads depend on what is padded: so that all ranks' do, this does too.
+    of_none = (part * part).sum() if mode != "circular" else 0
+    return x.like(F.pad(part, free, "constant") + of_none, out)

@@ -15,8 +15,8 @@ from tilewise.distributed.layers.convolution import Ints, each, spatial
 from tilewise.distributed.layers.unpooling import global_indices
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.names import current_layer
+from tilewise.distributed.replicated import sum_over_ranks
 from tilewise.distributed.shard import Shard, handles
-from tilewise.distributed.whole import sum_over_ranks
 
 MAX = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 MAX_WITH_INDICES = (F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices)

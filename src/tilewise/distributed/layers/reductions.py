@@ -10,8 +10,8 @@ import torch
 
 from tilewise.distributed.layers.views import fronts, moved
 from tilewise.distributed.names import current_layer
+from tilewise.distributed.replicated import sum_over_ranks
 from tilewise.distributed.shard import Shard, handles
-from tilewise.distributed.whole import sum_over_ranks
 
 
 def axes_of(x: Shard, dim: Any, what: str) -> list[int]:

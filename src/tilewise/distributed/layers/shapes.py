@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.shard import Shard, handles, local, operand, space_of
@@ -87,6 +88,21 @@ def _backward_of(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: A
     with torch.enable_grad():  # a backward within a backward is without
         parts = [local(tensor) for tensor in several]
     torch.autograd.backward(parts, local(grad_tensors), *args, **kwargs)
+
+
+@handles(torch.autograd.grad)
+def _grad_of(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Gradients of images are images, cut alike, of which a norm is that of the whole."""
+    if grad_outputs is not None and not isinstance(grad_outputs, Tensor):
+        grad_outputs = [local(gradient) for gradient in grad_outputs]
+    asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    several = (outputs,) if isinstance(outputs, Tensor) else outputs
+    with torch.enable_grad():
+        parts = [local(tensor) for tensor in several]
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = [get_gradient_edge(x) if isinstance(x, Shard) else x for x in asked]
+    found = torch.autograd.grad(parts, edges, local(grad_outputs), *args, **kwargs)
+    return tuple(x.like(g) if isinstance(x, Shard) and g is not None else g for x, g in zip(asked, found, strict=True))
 
 
 def free(x: Shard, dim: int, what: str) -> int:
