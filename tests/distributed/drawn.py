@@ -170,3 +170,37 @@ def shuffle(draw: random.Random, ranks: int) -> Case:
     if kind == "unshuffle":
         return placed(draw, ranks, nn.PixelUnshuffle(r), 2, tuple(r * size for size in sizes))
     return placed(draw, ranks, nn.ChannelShuffle(r), 2 * r, sizes)
+
+
+class Patches(nn.Module):
+    """Patches of an image, changed each by itself, and added up again."""
+
+    def __init__(self, channels: int, back: bool, kernel: tuple[int, int], **options: Any) -> None:
+        super().__init__()
+        self.back, self.kernel, self.options = back, kernel, options
+        self.line = nn.Linear(channels * kernel[0] * kernel[1], channels * kernel[0] * kernel[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        patches = F.unfold(x, self.kernel, **self.options)
+        patches = self.line(patches.transpose(1, 2)).tanh().transpose(1, 2)
+        return F.fold(patches, x.shape[-2:], self.kernel, **self.options) if self.back else patches
+
+    def extra_repr(self) -> str:
+        return f"{self.kernel} {self.options} back={self.back}"
+
+
+def patches(draw: random.Random, ranks: int) -> Case:
+    """Of any kernel, stride, dilation and padding, of an image that is cut in rows."""
+    while True:
+        sizes, kernel = sizes_of(draw, 2), (draw.choice((1, 2, 3)), draw.choice((1, 2, 3)))
+        options = {
+            name: tuple(draw.choice(values) for _ in kernel)
+            for name, values in (("stride", (1, 2, 3, 4)), ("dilation", (1, 1, 2)), ("padding", (0, 1, 2)))
+        }
+        layer = Patches(2, draw.random() < 0.6, kernel, **options).double()
+        try:
+            with torch.no_grad():
+                layer(torch.zeros(2, 2, *sizes, dtype=torch.float64))
+        except RuntimeError:
+            continue
+        return placed(draw, ranks, layer, 2, sizes, ((ranks,), ("h",)))

@@ -65,7 +65,13 @@ def every_kind(ranks: int) -> None:
     for number in range(some(30)):
         torch.manual_seed(number)
         compare(models.convolution(draw, ranks, number % 3 == 0), f"convolution {number}", number % 2 == 0)
-    for kind, count in ((drawn.norm, 16), (drawn.padding, 10), (drawn.interpolation, 6), (models.pooling, 10)):
+    for kind, count in (
+        (drawn.norm, 16),
+        (drawn.padding, 10),
+        (drawn.interpolation, 6),
+        (models.pooling, 10),
+        (drawn.patches, 8),
+    ):
         for number in range(some(count)):
             torch.manual_seed(number)
             compare(kind(draw, ranks), f"{kind.__name__} {number}", number % 2 == 0)

@@ -85,6 +85,9 @@ def refusals(ranks: int) -> None:
         (lambda: F.layer_norm(x, (7,)), "does not fit"),
         (lambda: F.batch_norm(x.permute(2, 1, 0, 3), None, None, training=True), "cut along its batch"),
         (lambda: F.interpolate(x, 4, 2), "only one of size or scale_factor"),
+        (lambda: F.unfold(x.transpose(2, 3), 2), "unfold: its image is not cut in rows alone, .* gather"),
+        (lambda: F.fold(x, (9, 9), 2), "fold: its patches are not cut along the last dimension alone: gather"),
+        (lambda: F.fold(F.unfold(x, 2), (8, 9), 2), r"are not patches of 2x2 of an image of \(8, 9\): 56 would do"),
         (lambda: F.pixel_shuffle(x, 4), "square would divide"),
         (lambda: F.pixel_unshuffle(x, 3), "downscale_factor=3"),
         (lambda: torch.channel_shuffle(x, 4), "groups=4"),
@@ -102,6 +105,7 @@ def everything(ranks: int) -> None:
     many(drawn.interpolation, ranks, some(30))
     many(drawn.padding, ranks, some(25))
     many(drawn.shuffle, ranks, some(15))
+    many(drawn.patches, ranks, some(15))
     if EVERY or ranks < 4:
         networks(ranks)
     if ranks == 2:

@@ -1,0 +1,90 @@
+"""Columns of patches, and sums of patches: where rows alone are cut, columns are cut between whole rows of patches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+
+from tilewise.axis import Axis
+from tilewise.distributed.exchange import bring_home
+from tilewise.distributed.halo import windows
+from tilewise.distributed.layers.convolution import Ints, each, spatial
+from tilewise.distributed.layers.views import moved
+from tilewise.distributed.layout import Cuts, Interval, Layout, input_cuts, transfer
+from tilewise.distributed.names import current_layer
+from tilewise.distributed.shard import Shard, handles, recut, sharded
+
+
+def _axes(sizes: Sequence[int], kernel_size: Ints, dilation: Ints, padding: Ints, stride: Ints) -> tuple[Axis, Axis]:
+    kernel, strides = each(kernel_size, 2, "kernel_size"), each(stride, 2, "stride")
+    pads, dilations = each(padding, 2, "padding"), each(dilation, 2, "dilation")
+    rows, columns = (Axis(*given) for given in zip(sizes, kernel, strides, dilations, pads, pads, strict=True))
+    return rows, columns
+
+
+@handles(F.unfold)
+def _unfold(input: Any, kernel_size: Ints, dilation: Ints = 1, padding: Ints = 0, stride: Ints = 1) -> Shard:
+    """Rows of patches with the rank that holds their centre; their columns are a block of the whole's."""
+    what = current_layer("unfold")
+    x = spatial(input, 2, what)
+    if x.spatial.grid.dims != (-2,):
+        raise ValueError(f"{what}: its image is not cut in rows alone, as by dims=('h',): gather() first would do")
+    rows, columns = _axes(x.shape[-2:], kernel_size, dilation, padding, stride)
+    source, out = windows(x, {-2: rows}, what)
+    layout = replace(out, cuts=(tuple(cut * columns.out for cut in out.cuts[0]),))
+    layout = moved(layout, [source.dim() - 2], source.dim() - 1)
+    kernel, strides = (rows.kernel, columns.kernel), (rows.stride, columns.stride)
+    if not source.numel():
+        channels = source.shape[-3] * rows.kernel * columns.kernel
+        return x.like(source.flatten()[:0].view(*source.shape[:-3], channels, 0), layout)
+    return x.like(F.unfold(source, kernel, (rows.dilation, columns.dilation), (0, columns.before), strides), layout)
+
+
+@handles(F.fold)
+def _fold(
+    input: Any, output_size: Ints, kernel_size: Ints, dilation: Ints = 1, padding: Ints = 0, stride: Ints = 1
+) -> Shard:
+    """Each rank adds up its patches; what of that lies in others' rows goes there, the adjoint of unfold's exchange."""
+    what = current_layer("fold")
+    x = sharded(input, what)
+    if x.spatial.grid.dims != (-1,):
+        raise ValueError(f"{what}: its patches are not cut along the last dimension alone: gather() first would do")
+    sizes = each(output_size, 2, "output_size")
+    rows, columns = _axes(sizes, kernel_size, dilation, padding, stride)
+    if x.shape[-1] != rows.out * columns.out or x.shape[-2] % (rows.kernel * columns.kernel):
+        raise ValueError(
+            f"{what}: {tuple(x.shape)} are not patches of {rows.kernel}x{columns.kernel} of an image of {sizes}: "
+            f"{rows.out * columns.out} would do"
+        )
+    starts: Cuts = tuple(round(cut / columns.out) for cut in x.spatial.cuts[0])
+    x = recut(x, {-1: tuple(start * columns.out for start in starts)}, what)
+    layout = Layout(replace(x.spatial.grid, dims=(-2,)), (input_cuts(starts, rows),))
+    needs = [_met(rows, start, stop) for start, stop in itertools.pairwise(starts)]
+    moves = transfer(layout, (tuple(need for need, _ in needs),))
+    (start, stop), (before, after) = needs[layout.grid.coords[0]]
+    part = x.local
+    channels = part.shape[-2] // (rows.kernel * columns.kernel)
+    shape = [*part.shape[:-2], channels, stop - start + before + after, columns.size]
+    if part.shape[-1]:
+        kernel, dilations = (rows.kernel, columns.kernel), (rows.dilation, columns.dilation)
+        found = F.fold(
+            part, (shape[-2], shape[-1]), kernel, dilations, (0, columns.before), (rows.stride, columns.stride)
+        )
+    else:
+        found = part.flatten()[:0].view(shape)
+    own = [*shape[:-2], *layout.part(shape)[-2:]]
+    return x.like(bring_home(x.space.link, what, layout, moves, ((before, after),), own, found), layout)
+
+
+def _met(axis: Axis, start: int, stop: int) -> tuple[Interval, Interval]:
+    """The inputs that outputs ``[start, stop)`` read, and how many elements of padding before and after them."""
+    if start == stop:
+        return (0, 0), (0, 0)
+    first, last = start * axis.stride - axis.before, (stop - 1) * axis.stride - axis.before + axis.reach
+    begin = min(max(first, 0), axis.size)
+    end = max(min(last, axis.size), begin)
+    return (begin, end), (max(min(0, last) - first, 0), max(last - max(first, axis.size), 0))
