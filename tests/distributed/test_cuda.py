@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed import test_convolution, test_dtensor, test_failures, test_layers, test_losses
+from tests.distributed import (
+    test_convolution,
+    test_double_backward,
+    test_dtensor,
+    test_failures,
+    test_layers,
+    test_losses,
+)
 from tests.distributed.ranks import close, parallel, run
 from torch import nn
 
@@ -36,6 +43,10 @@ def test_convolutions() -> None:
 
 def test_networks() -> None:
     run(ranks(), test_convolution.networks, device="cuda", timeout=120)
+
+
+def test_gradients_of_gradients() -> None:
+    run(ranks(), test_double_backward.everything, ranks(), device="cuda", timeout=300)
 
 
 def test_layers_too() -> None:

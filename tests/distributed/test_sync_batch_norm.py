@@ -87,7 +87,7 @@ def data_and_space() -> None:
     """Equal batches, others, and none; groups by default and by name."""
     draw = random.Random(3)
     for dims, group in ((("data", "h"), None), (("w", "data"), dist.new_group([3, 1, 2, 0]))):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
+        mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=dims)
         which = mesh["data"].get_local_rank()
         name = next(dim for dim in dims if dim != "data")
         first = SpatialParallel(nn.Identity(), mesh, (name,), timeout=TIMEOUT)
@@ -112,11 +112,11 @@ def space_alone() -> None:
     plain, shape = norms(draw)[0]
     x = torch.randn(2, *shape, dtype=torch.float64)
     for sizes, dims in (((4,), ("h",)), ((2, 2), ("w", "h"))):
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=dims)
+        mesh = init_device_mesh(torch.get_default_device().type, sizes, mesh_dim_names=dims)
         p = SpatialParallel(synchronized(plain), mesh, dims, timeout=TIMEOUT)
         compare(copy.deepcopy(plain), p, slice(None), None, x, None, f"{dims}")
         assert list(p.space.wider.values()) == [p.space.link]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "h"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("data", "h"))
     mine = slice(0, 1) if mesh["data"].get_local_rank() == 0 else slice(1, 2)
     p = SpatialParallel(synchronized(plain, mesh.get_group("h")), mesh, ("h",), timeout=TIMEOUT)
     compare(copy.deepcopy(plain), p, slice(None), None, x[mine], None, "a group of one image's ranks")
@@ -148,7 +148,7 @@ class Slices(nn.Module):
 
 def copies() -> None:
     """What ranks hold twice counts once: an unbiased variance tells, and so do channels that one alone has."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("c", "h"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("c", "h"))
     here = mesh["c"].get_local_rank()
     torch.manual_seed(7)
     plain = Slices(None, slice(2 * here, 2 * here + 2)).double()
@@ -172,7 +172,7 @@ def copies() -> None:
 
 def refusals() -> None:
     """Every rank hears what is wrong, also those that lack nothing."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "h"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("data", "h"))
     p, alone = (
         SpatialParallel(nn.Sequential(nn.SyncBatchNorm(2)), given, ("h",), timeout=seconds)
         for given, seconds in ((mesh, TIMEOUT), (mesh["h"], 1))
@@ -202,7 +202,7 @@ class Failing(nn.Module):
 
 def failures() -> None:
     """A failure on one image's ranks is heard by those of another that wait for the statistics."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "h"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("data", "h"))
     p = SpatialParallel(
         nn.Sequential(nn.Conv2d(2, 2, 3), Failing(), nn.SyncBatchNorm(2)), mesh, ("h",), timeout=TIMEOUT
     )
@@ -221,3 +221,16 @@ def everything() -> None:
 
 def test_sync_batch_norm() -> None:
     run(4, everything)
+
+
+def on_gpus() -> None:
+    data_and_space()
+    space_alone()
+    copies()
+
+
+@pytest.mark.gpu
+def test_on_gpus() -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 GPUs")
+    run(4, on_gpus, device="cuda", timeout=300)
