@@ -21,11 +21,11 @@ demo: $(STAMP) ## plan, time and train a small network on this machine
 test: lint unit ## lint, then run all tests that this machine can run
 
 unit: $(STAMP) ## the tests alone; ARGS='-k word' narrows them
-	$(BIN)/python -m pytest -n $(JOBS) --timeout $(TEST_TIMEOUT) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout $(TEST_TIMEOUT) $(ARGS)
 
 # Emulated kernels take seconds a case: make test runs a sample of their cases.
 test-all: lint ## as test, with every case of every test (half an hour)
-	TILEWISE_EVERY_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --timeout $(TEST_TIMEOUT) $(ARGS)
+	TILEWISE_EVERY_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout $(TEST_TIMEOUT) $(ARGS)
 
 # Uses whatever Python is current and has torch with CUDA: installs nothing, needs no network.
 gpu-test: ## the tests marked gpu, in the current environment

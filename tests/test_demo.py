@@ -25,6 +25,7 @@ def demo(*arguments: str, cache: Path, kernels: Path) -> subprocess.CompletedPro
     return run_script(str(REPOSITORY / "examples" / "demo.py"), *arguments, environment=environment, timeout=280)
 
 
+@pytest.mark.skipif(not EVERY, reason="takes 90 seconds: make test-all runs it")
 def test_demo_replaces_divides_and_trains_alike(tmp_path: Path, kernels: Path) -> None:
     # Half of the demo's batch: in less, or in less memory, less can be divided. Whether that is done by micro-batches
     # or blocks is a matter of speed, so of what else runs on this machine.
@@ -38,7 +39,6 @@ def test_demo_replaces_divides_and_trains_alike(tmp_path: Path, kernels: Path) -
     assert str(tmp_path) in done.stdout
 
 
-@pytest.mark.skipif(not EVERY, reason="takes 20 seconds: make test-all runs it")
 def test_demo_fails_when_nothing_was_divided(tmp_path: Path, kernels: Path) -> None:
     # One image cannot be divided.
     done = demo("--batch", "1", "--steps", "1", "--iterations", "1", cache=tmp_path, kernels=kernels)
