@@ -42,14 +42,12 @@ def _compiled(name: str, make: Callable[[], Made]) -> int:
 
     def code() -> Code:
         from numba.core import types
-        from numba.core.ccallback import CFunc
+
+        from tilewise.kernels.cpu.emitting import emitted
 
         function, words = make()
-        arguments = (types.int64,) * words if words else (types.CPointer(types.int64),)
-        found: Any = CFunc(function, (arguments, types.void), {}, {"error_model": "numpy"})
-        found.compile()
-        _, _, (machine_code, _) = found._library.serialize_using_object_code()
-        return Code(machine_code, found._wrapper_name, undefined(machine_code))
+        machine_code, entry = emitted(function, (types.int64,) * words if words else (types.CPointer(types.int64),))
+        return Code(machine_code, entry, undefined(machine_code))
 
     return address(name, code)
 

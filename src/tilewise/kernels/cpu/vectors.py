@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import halves
+from tilewise.kernels.cpu.emitting import inner
 
 __all__ = [
     "INT", "NUMBER", "SIZES", "Code", "Pair", "Values", "accumulate", "compiled", "intrinsic_of", "join", "multiply",
@@ -42,7 +42,7 @@ def compiled(*parameters: object) -> Callable[[Any], Any]:
     """
 
     def decorate(function: Any) -> Any:
-        return njit(nogil=True, error_model="numpy")(named(function, *parameters))
+        return inner(named(function, *parameters))
 
     return decorate
 
