@@ -14,10 +14,11 @@ depends on the machine.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from sklearn.datasets import load_sample_images
 from torch import nn
 
 import tilewise
+from tilewise.cli import cli
 from tilewise.frontends.zoo import build_photonet
 from tilewise.plan import Plan, format_bytes
 from tilewise.wisdom import Wisdom
@@ -96,8 +98,15 @@ def timed(given: argparse.Namespace) -> dict[str, Any]:
     words = ["time", NETWORK, "--batch", str(given.batch), "--workspace", given.workspace, "--device", "cpu"]
     words += ["--iterations", str(given.iterations)]
     print(f"$ tilewise {' '.join(words)}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "tilewise", *words, "--json"]
-    document: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    # Here rather than in a process of its own, which would import everything once more.
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            cli.main([*words, "--json"], prog_name="tilewise")
+        except SystemExit as ended:
+            if ended.code:
+                raise
+    document: dict[str, Any] = json.loads(printed.getvalue())
     return document
 
 
