@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.solvers.cpu_runs import run_poisoned
-from tests.toys import installed
+from tests.toys import leaf
 
 from tilewise import solvers
 from tilewise.axis import Axis
@@ -80,12 +80,10 @@ def test_infinity_reaches_the_result(solver: Solver, p: ConvProblem) -> None:
 def test_the_planner_refuses_tiles_whose_error_grows_too_large() -> None:
     """Winograd's error grows with its tiles: on normal and on wide-range data a limit is kept, with the reason."""
     p = ConvProblem(Pass.FPROP, 2, 64, 64, tuple(Axis(28, 3, 1, 1, 1, 1) for _ in range(2)))
-    others = [s.name for s in solvers.all_solvers() if s.name not in ("aten", "winograd")]
-    with installed(without=others):
-        tried = Planner().explain(p, Options(rigor="patient", error_limit=2e-6))
-    reasons = [(m.config["tile"], m.reason) for m in tried if m.solver == "winograd"]
-    refused = {tile for tile, reason in reasons if reason.startswith("error ")}
-    assert 6 in refused, reasons
-    assert 2 not in refused, reasons
-    assert all(reason for tile, reason in reasons if tile == 6)
-    assert all(r.endswith("over the limit 2.0e-06") for _, r in reasons if r.startswith("error "))
+    # Not by what a search tries and which is the fastest there: that depends on what else runs on this machine.
+    by_tile = {config["tile"]: config for config in solvers.get("winograd").configs(p)}
+    options = Options(error_limit=2e-6)
+    reasons = {tile: Planner().confirm(p, leaf("winograd", p, config), options)[1] for tile, config in by_tile.items()}
+    assert reasons[6].startswith("error "), reasons
+    assert reasons[6].endswith("over the limit 2.0e-06")
+    assert not reasons[2]
