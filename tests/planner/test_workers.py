@@ -268,7 +268,7 @@ def test_workers_that_hang_or_die_are_done_without(wisdom: Wisdom, monkeypatch: 
     assert crew is not None
     assert crew.start() == 3
     silent, killed = (worker.process for worker in crew._workers.values())
-    monkeypatch.setattr(workers_module, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(workers_module, "PATIENCE_S", 2.0)
     for worker in (silent, killed):
         os.kill(worker.pid, signal.SIGSTOP)
     threading.Timer(0.5, killed.kill).start()
@@ -277,8 +277,8 @@ def test_workers_that_hang_or_die_are_done_without(wisdom: Wisdom, monkeypatch: 
     said = sorted(str(warning.message) for warning in caught)
     assert list(plans) == TINY
     assert "the worker on cpu was lost (it ended; exit status -9) while it planned conv" in said[0]
-    assert "the worker on cpu was lost (it has said nothing for 1 s; exit status -9)" in said[1]
-    assert [worker.wait(5) for worker in (silent, killed)] == [-9, -9]
+    assert "the worker on cpu was lost (it has said nothing for 2 s; exit status -9)" in said[1]
+    assert [worker.wait(60) for worker in (silent, killed)] == [-9, -9]
 
 
 def test_an_interrupt_keeps_what_was_measured_and_ends_the_workers(crew: Workers, wisdom: Wisdom) -> None:
@@ -286,13 +286,13 @@ def test_an_interrupt_keeps_what_was_measured_and_ends_the_workers(crew: Workers
     slow = [replace(TINY[i], batch=7, axes=(Axis(4096, 3),), in_channels=32, out_channels=32) for i in (0, 2)]
 
     def interrupted(job: Job) -> None:
-        time.sleep(1.0)
+        time.sleep(2.0)  # until the other has measured something, which is kept when it is interrupted
         raise KeyboardInterrupt
 
     jobs = [Job(p, Options(rigor="patient", batch_sizes="all")) for p in slow]
     with pytest.raises(KeyboardInterrupt):
         crew.plan(jobs, interrupted, lambda problem: None)
-    assert ended.wait(5) == 0
+    assert ended.wait(60) == 0
     measured = wisdom.measurements_many(environment("cpu").key, [p.key for p in slow])
     assert any(measured.values())
 
