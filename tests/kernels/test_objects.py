@@ -90,3 +90,17 @@ def test_a_directory_that_cannot_be_written_is_told(
     monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path / "file" / "kernels")
     with pytest.warns(RuntimeWarning, match="TILEWISE_CACHE_DIR"):
         assert objects.address("any", lambda: objects._unpacked(kept))
+
+
+def test_numba_loads_nothing_of_a_kernel() -> None:
+    from numba.core import types
+    from numba.core.registry import cpu_target
+
+    from tilewise.kernels.cpu import sums
+    from tilewise.kernels.cpu.emitting import emitted
+
+    code, entry = emitted(sums.sums(4), (types.int64,) * sums.WORDS)
+    known = cpu_target.target_context.codegen()._engine._defined_symbols
+    assert not [name for name in known if "sums" in name]
+    assert all(name in ("memcpy", "memset") or name.startswith("Py") for name in objects.undefined(code) or ())
+    assert objects._load(objects.Code(code, entry, objects.undefined(code)))
