@@ -109,6 +109,13 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def soon(self, expression: str) -> bool:
+        """Whether a JavaScript expression becomes true: what a click leads to may come after it."""
+        end = time.monotonic() + PATIENCE_S
+        while not (found := bool(self.run(expression))) and time.monotonic() < end:
+            time.sleep(0.02)
+        return found
+
     def click(self, selector: str) -> None:
         """A click of the mouse on the middle of an element, scrolled into view."""
         found = json.dumps(selector)
