@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tests.nn.forking import Forms, counts, inception, programmed
 from torch import nn
@@ -181,6 +181,7 @@ class Drawn(nn.Module):
     st.lists(st.lists(st.sampled_from(list(LAYERS)), min_size=1, max_size=3), min_size=2, max_size=4),
     st.sampled_from(["cat", "stack", "add", "add_"]), st.booleans(), st.booleans(),
 )  # fmt: skip
+@example([["drop"], ["conv"], ["conv"]], "add", True, False)  # the first is a sum with what forks, in evaluation
 def test_drawn_branches(branches: list[list[str]], join: str, in_turns: bool, skip: bool) -> None:
     # Else the forward itself changes what backward needs.
     assume(join != "add_" or branches[0][-1] in ("conv", "norm"))

@@ -267,7 +267,9 @@ def _region(join: fx.Node, order: dict[fx.Node, int], module: nn.Module) -> Regi
     todo = [join]
     while todo and _adds(join):
         for node in todo.pop().all_input_nodes:
-            if _adds(node) and node not in joins and all(user in joins for user in node.users):
+            # A constant is added in its branch: at the join, gradients of what forks could be summed in another order.
+            sums = _adds(node) and len(node.all_input_nodes) > 1
+            if sums and node not in joins and all(user in joins for user in node.users):
                 joins.add(node)
                 todo.append(node)
     members = _between(joins, order)
