@@ -25,7 +25,7 @@ def demo(*arguments: str, cache: Path, kernels: Path) -> subprocess.CompletedPro
     return run_script(str(REPOSITORY / "examples" / "demo.py"), *arguments, environment=environment, timeout=280)
 
 
-@pytest.mark.skipif(not EVERY, reason="takes 90 seconds: make test-all runs it")
+@pytest.mark.skipif(not EVERY, reason="takes a minute: make test-all runs it")
 def test_demo_replaces_divides_and_trains_alike(tmp_path: Path, kernels: Path) -> None:
     # A quarter of the demo's batch in half its memory: with more memory an image less is divided. Whether that is done
     # by micro-batches or blocks is a matter of speed, so of what else runs on this machine.

@@ -93,9 +93,9 @@ class Peers:
         """By which kernels are stopped, and on which they tell for whom they waited in vain."""
         self._seen = self.page.numpy()
         self._rounds = min(max(1, math.ceil(timeout / (LOOK * LOOK_S))), 2**31 - 1)
-        self._counts = torch.zeros(
-            (2, places.most, CHANNELS), dtype=torch.int32, device=buffers[index].device
-        )  # messages sent and taken
+        device = buffers[index].device
+        self._counts = torch.zeros((2, places.most, CHANNELS), dtype=torch.int32, device=device)
+        """How many messages were sent to each neighbour and taken from it, by channel."""
         self._programs: dict[Any, Program] = {}
         self._open: Arriving | None = None
         self._last: tuple[torch.cuda.Stream, bool] | None = None

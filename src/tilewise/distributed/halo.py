@@ -12,7 +12,7 @@ from tilewise.distributed.exchange import fetch
 from tilewise.distributed.layout import Interval, Layout, output_cuts, transfer
 from tilewise.distributed.shard import Shard
 
-__all__ = ["windows", "with_halo"]
+__all__ = ["window", "windows", "with_halo"]
 
 
 def with_halo(
@@ -51,14 +51,14 @@ def windows(x: Shard, axes: Mapping[int, Axis], what: str, fill: float = 0.0) ->
     needs: list[tuple[Interval, ...]] = []
     pads: list[Interval] = []
     for dim, cuts, coord in zip(layout.grid.dims, out.cuts, layout.grid.coords, strict=True):
-        found = [_window(axes[dim], start, stop) for start, stop in itertools.pairwise(cuts)]
+        found = [window(axes[dim], start, stop) for start, stop in itertools.pairwise(cuts)]
         needs.append(tuple(need for need, _ in found))
         pads.append(found[coord][1])
     moves = transfer(layout, tuple(needs))
     return fetch(x.space.link, what, layout, moves, x.local, tuple(pads), fill), out
 
 
-def _window(axis: Axis, start: int, stop: int) -> tuple[Interval, Interval]:
+def window(axis: Axis, start: int, stop: int) -> tuple[Interval, Interval]:
     """The inputs that outputs ``[start, stop)`` read, and how many elements of padding before and after them."""
     if start == stop:
         return (0, 0), (0, 0)

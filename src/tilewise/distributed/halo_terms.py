@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.distributed.layout import Box
+from tilewise.distributed.layout import Box, meet
 from tilewise.distributed.share import Share, Term
 
 if TYPE_CHECKING:
@@ -278,14 +278,10 @@ def _pairs(terms: list[tuple[int, Term]], overlap: bool) -> list[list[tuple[int,
     left, found = list(terms), []
     while left:
         first = left.pop(0)
-        fits = (n for n, (_, term) in enumerate(left) if overlap or _apart(first[1].target, term.target))
+        fits = (n for n, (_, term) in enumerate(left) if overlap or meet(first[1].target, term.target) is None)
         second = next(fits, None)
         found.append([first] if second is None else [first, left.pop(second)])
     return found
-
-
-def _apart(a: Box, b: Box) -> bool:
-    return any(stop <= first or last <= start for (start, stop), (first, last) in zip(a, b, strict=True))
 
 
 def _twice(numbers: Sequence[int]) -> tuple[int, int]:

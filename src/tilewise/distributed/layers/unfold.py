@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from tilewise.axis import Axis
 from tilewise.distributed.exchange import bring_home
-from tilewise.distributed.halo import windows
+from tilewise.distributed.halo import window, windows
 from tilewise.distributed.layers.convolution import Ints, each, spatial
 from tilewise.distributed.layers.views import moved
-from tilewise.distributed.layout import Cuts, Interval, Layout, input_cuts, transfer
+from tilewise.distributed.layout import Cuts, Layout, input_cuts, transfer
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.shard import Shard, handles, recut, sharded
 
@@ -63,7 +63,7 @@ def _fold(
     starts: Cuts = tuple(round(cut / columns.out) for cut in x.spatial.cuts[0])
     x = recut(x, {-1: tuple(start * columns.out for start in starts)}, what)
     layout = Layout(replace(x.spatial.grid, dims=(-2,)), (input_cuts(starts, rows),))
-    needs = [_met(rows, start, stop) for start, stop in itertools.pairwise(starts)]
+    needs = [window(rows, start, stop) for start, stop in itertools.pairwise(starts)]
     moves = transfer(layout, (tuple(need for need, _ in needs),))
     (start, stop), (before, after) = needs[layout.grid.coords[0]]
     part = x.local
@@ -78,13 +78,3 @@ def _fold(
         found = part.flatten()[:0].view(shape)
     own = [*shape[:-2], *layout.part(shape)[-2:]]
     return x.like(bring_home(x.space.link, what, layout, moves, ((before, after),), own, found), layout)
-
-
-def _met(axis: Axis, start: int, stop: int) -> tuple[Interval, Interval]:
-    """The inputs that outputs ``[start, stop)`` read, and how many elements of padding before and after them."""
-    if start == stop:
-        return (0, 0), (0, 0)
-    first, last = start * axis.stride - axis.before, (stop - 1) * axis.stride - axis.before + axis.reach
-    begin = min(max(first, 0), axis.size)
-    end = max(min(last, axis.size), begin)
-    return (begin, end), (max(min(0, last) - first, 0), max(last - max(first, axis.size), 0))
