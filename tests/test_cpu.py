@@ -86,16 +86,22 @@ def test_undoing_gives_back_what_was_set_before() -> None:
     assert second["M_MMAP_MAX"] == 0
 
 
-@linux
-def test_another_allocator_is_named(tmp_path: Path) -> None:
+def another_allocator(directory: Path) -> str:
+    """A library to preload whose ``malloc`` is its own."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
-    source, library = tmp_path / "other.c", tmp_path / "libother.so"
+    source, library = directory / "other.c", directory / "libother.so"
     source.write_text("void *__libc_malloc(unsigned long); void *malloc(unsigned long n) { return __libc_malloc(n); }")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return str(library)
+
+
+@linux
+def test_another_allocator_is_named(tmp_path: Path) -> None:
+    library = another_allocator(tmp_path)
     text = "try: keep_memory()\nexcept RuntimeError as error: print(json.dumps(str(error)))"
-    assert str(library) in run(text, LD_PRELOAD=str(library))
+    assert library in run(text, LD_PRELOAD=library)
 
 
 def test_other_systems_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

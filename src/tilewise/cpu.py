@@ -8,11 +8,11 @@ first touched, which takes longer than many layers. :func:`keep_memory` tells gl
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import sys
 import threading
 from dataclasses import dataclass
+
+from tilewise.heap import AllocatorError, glibc, hand_back, version
 
 __all__ = ["KeptMemory", "keep_memory"]
 
@@ -46,12 +46,12 @@ class KeptMemory:
 
     def release(self) -> None:
         """Hand memory that is free now back to the system. What is freed from then on is kept."""
-        _glibc().malloc_trim(0)
+        hand_back()
 
     def undo(self) -> None:
         """Set everything as it was, and hand free memory back to the system."""
         with _lock:
-            _apply(_glibc(), self.before)
+            _apply(self.before)
         self.release()
 
     def __enter__(self) -> KeptMemory:
@@ -62,7 +62,7 @@ class KeptMemory:
 
     def __str__(self) -> str:
         listed = ", ".join(f"{name}={value}" for name, value in self.settings.items())
-        return f"glibc {_version()} takes large blocks from its heap and keeps what is freed: {listed}"
+        return f"glibc {version()} takes large blocks from its heap and keeps what is freed: {listed}"
 
 
 def keep_memory() -> KeptMemory:
@@ -76,16 +76,19 @@ def keep_memory() -> KeptMemory:
     Raises ``RuntimeError`` where the allocator is not glibc's, or does not take it.
     """
     with _lock:
-        libc = _glibc()
         before = {name: _set.get(name, _initial(name)) for name in PARAMETERS}
-        _apply(libc, KEEPING)
+        _apply(KEEPING)
     return KeptMemory(dict(KEEPING), before)
 
 
-def _apply(libc: ctypes.CDLL, settings: dict[str, int]) -> None:
+def _apply(settings: dict[str, int]) -> None:
+    try:
+        libc = glibc()
+    except AllocatorError as error:
+        raise RuntimeError(f"keep_memory() sets glibc's allocator: {error}, whose own settings would do") from None
     for name, value in settings.items():
         if libc.mallopt(PARAMETERS[name], min(value, MOST)) != 1:
-            raise RuntimeError(f"mallopt({name}, {value}) was refused by glibc {_version()}")
+            raise RuntimeError(f"mallopt({name}, {value}) was refused by glibc {version()}")
         _set[name] = value
 
 
@@ -99,30 +102,3 @@ def _initial(name: str) -> int:
         with contextlib.suppress(ValueError):
             return int(text, 0)
     return USUAL[name]
-
-
-class _Symbol(ctypes.Structure):
-    _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p),
-                ("address", ctypes.c_void_p)]  # fmt: skip
-
-
-def _glibc() -> ctypes.CDLL:
-    """The C library, if it is glibc and its allocator is the one in use."""
-    if not sys.platform.startswith("linux"):
-        raise RuntimeError(f"keep_memory() sets glibc's allocator, which {sys.platform} does not have")
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
-        raise RuntimeError("keep_memory() sets glibc's allocator, and this system's C library is another")
-    found, library = _Symbol(), _Symbol()
-    for function, symbol in ((libc.malloc, found), (libc.gnu_get_libc_version, library)):
-        libc.dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(symbol))
-    if found.file != library.file:
-        name = os.fsdecode(found.file or b"another library")
-        raise RuntimeError(f"keep_memory() sets glibc's allocator; this process's is {name}, whose settings would do")
-    return libc
-
-
-def _version() -> str:
-    libc = ctypes.CDLL(None)
-    libc.gnu_get_libc_version.restype = ctypes.c_char_p
-    return os.fsdecode(libc.gnu_get_libc_version())

@@ -6,8 +6,6 @@ Nothing here is called while a CUDA graph is being captured; :func:`check_can_me
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import gc
 import math
 import statistics
@@ -19,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.device import is_capturing
+from tilewise.heap import AllocatorError, hand_back, releasing
 
 __all__ = [
     "Timer",
@@ -207,7 +206,7 @@ def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0, scratch:
         call()
         return max(0, _requested(device)["peak"] - before - result_bytes)
     with _no_collection():
-        trim()
+        hand_back()
         _reset_peak_resident()
         start = _resident()
         kept = call()
@@ -232,6 +231,10 @@ def _no_collection() -> Iterator[None]:
 def check_peak_is_known(device: torch.device) -> None:
     """Raise ``RuntimeError`` with the reason where :func:`peak_bytes` cannot tell."""
     if device.type != "cuda":
+        try:
+            releasing()
+        except AllocatorError as error:
+            raise RuntimeError(f"what the memory allocator keeps hides what a call takes, {error}: {UNKNOWN}") from None
         _reset_peak_resident()
         _resident()
 
@@ -249,23 +252,6 @@ def _requested(device: torch.device) -> dict[str, int]:
     """Bytes asked of the caching allocator: its blocks may be larger, which is its own affair."""
     counts: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]
     return counts
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL | None:
-    try:
-        libc = ctypes.CDLL(None)
-        libc.malloc_trim.argtypes = [ctypes.c_size_t]
-    except (OSError, AttributeError, TypeError):
-        return None
-    return libc
-
-
-def trim() -> None:
-    """Hand freed heap pages back, so that what a call takes shows as growth."""
-    libc = _libc()
-    if libc is not None:
-        libc.malloc_trim(0)
 
 
 def _resident() -> dict[str, int]:
