@@ -34,7 +34,6 @@ class _Symbol(ctypes.Structure):
                 ("address", ctypes.c_void_p)]  # fmt: skip
 
 
-@functools.cache
 def glibc() -> ctypes.CDLL:
     """The C library, if it is glibc and its allocator is the one in use; :class:`AllocatorError` otherwise."""
     if not sys.platform.startswith("linux"):
@@ -75,7 +74,6 @@ def hand_back() -> None:
     release()
 
 
-@functools.cache
 def releasing() -> Callable[[], None]:
     """What gives free pages back: of glibc, jemalloc or tcmalloc. :class:`AllocatorError` for others."""
     try:
