@@ -86,6 +86,7 @@ def test_half_precision(place: str, dtype: torch.dtype) -> None:
     check(place, 96, 93, 1, dtype=dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "memory",

@@ -125,6 +125,7 @@ def test_half_precision(place: str, dtype: torch.dtype) -> None:
     check(place, (32, 32), (29, 27), (1, 1), dtype=dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "memory",

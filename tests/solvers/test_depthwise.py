@@ -96,6 +96,7 @@ def error(p: ConvProblem, got: torch.Tensor, want: torch.Tensor) -> float:
 BOUND = {"fp32": 2e-6, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
+@pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -131,6 +132,7 @@ def distant(p: ConvProblem, role: str) -> torch.Tensor:
     return torch.empty(2**31 + inside, dtype=p.torch_dtype(role), device=p.device_type).as_strided(shape, strides)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 )

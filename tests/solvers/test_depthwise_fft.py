@@ -173,6 +173,7 @@ def test_tiles(pass_: Pass, axis: Axis, n: int) -> None:
     check_config(p, Config(**c, shares=3) if pass_ is Pass.WGRAD else c)
 
 
+@pytest.mark.sampled(3)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(
@@ -254,6 +255,7 @@ def test_foreign_configs_are_refused(pass_: Pass, dims: int) -> None:
             SOLVER.steps(p, c, a, b, make_result(p))
 
 
+@pytest.mark.sampled(3)
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pass_", list(Pass))

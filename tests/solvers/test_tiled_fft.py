@@ -166,6 +166,7 @@ def test_layouts(pass_: Pass, form: str, more: dict[str, Any]) -> None:
     check(SOLVER, p, c, ((form, 3 if form == "view" else 0),) * 3, accumulate=False)
 
 
+@pytest.mark.sampled(4)
 @interpreted
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
