@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.sampling import some
 from tests.solvers.cpu_runs import at_once, run_poisoned
 from tests.solvers.test_depthwise_fft import depthwise
 from tests.solvers.test_solvers import Memory, check
@@ -64,7 +65,7 @@ def test_layers_of_any_kernel_and_padding(pass_: Pass, dims: int, longest: int, 
     )
     keeps = st.booleans() if pass_ is not Pass.WGRAD else st.just(False)
 
-    @settings(max_examples=20, suppress_health_check=SLOW)
+    @settings(max_examples=some(20), suppress_health_check=SLOW)
     @given(layers, keeps)
     def any_layer(found: tuple[ConvProblem, Memory], constant: bool) -> None:
         p, forms = replace(found[0], constant_weight=constant), found[1]

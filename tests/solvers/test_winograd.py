@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.sampling import some
 from tests.solvers.cpu_runs import run_poisoned
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import with_memory
@@ -80,7 +81,7 @@ def padded(
 def test_layers_of_any_size_and_padding(pass_: Pass) -> None:
     """Also with blocks, vectors and shares of any number, and with filters that are kept."""
 
-    @settings(max_examples=16, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+    @settings(max_examples=some(16), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
     @given(with_memory(layers(pass_), lambda p: not SOLVER.why_not(p)), st.data())
     def any_layer(found: tuple[ConvProblem, Memory], data: st.DataObject) -> None:
         p = replace(found[0], constant_weight=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "constant"))
