@@ -40,6 +40,8 @@ def _rank(
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
         )
+        if backend == "gloo":
+            dist.barrier()  # a rank that is done closes its connections, maybe before another has made its own
         pipe.send((True, function(*args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -81,7 +83,7 @@ def run(
             while len(found) < ranks:
                 waiting = [pipe for i, pipe in enumerate(pipes) if i not in found]
                 ready = wait(waiting, deadline - time.monotonic())
-                assert ready, f"ranks {sorted(set(range(ranks)) - set(found))} of {ranks} hang"
+                assert ready, f"ranks {sorted(set(range(ranks)) - set(found))} of {ranks} hang, others: {found}"
                 for pipe in ready:
                     rank = pipes.index(pipe)  # type: ignore[arg-type]
                     try:
