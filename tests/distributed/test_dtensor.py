@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.distributed.tensor import Shard as Cut
 from torch.nn import functional as F
 
-from tilewise.distributed import SpatialParallel, sum_gradient_over, sum_over
+from tilewise.distributed import PeerError, SpatialParallel, sum_gradient_over, sum_over
 
 DIMS = {"d": -3, "h": -2, "w": -1}
 
@@ -86,6 +86,10 @@ def refused(mesh: DeviceMesh) -> None:
     assert both.to_dtensor().device_mesh == mesh["h"]
     with pytest.raises(ValueError, match="2 dimensions"):
         sum_over(both, mesh)
+    with pytest.raises(RuntimeError, match="type"):
+        sum_over(both.to(torch.int16), mesh["c"])  # which no backend adds up
+    with pytest.raises(PeerError, match="failed in sum_over: RuntimeError"):
+        both.gather()
 
 
 class Shared(nn.Module):

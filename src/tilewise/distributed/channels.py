@@ -4,44 +4,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tilewise.comm.link import Link
 from tilewise.distributed.names import current_layer
+from tilewise.distributed.replicated import Sums, sum_gradient, sum_over_ranks
 from tilewise.distributed.shard import Shard, local
 
 __all__ = ["sum_gradient_over", "sum_over"]
 
 Held = TypeVar("Held", bound=torch.Tensor)
 Group = dist.ProcessGroup | DeviceMesh
-Add = Callable[[torch.Tensor], None]
 
 
-class _SumForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, add: Add, term: torch.Tensor) -> torch.Tensor:
-        ctx.add = add
-        total = term.clone(memory_format=torch.contiguous_format)
-        add(total)
-        return total
+class _Ranks:
+    """The ranks of ``group``, of whose failure those of ``link`` hear too."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, _SumBackward.apply(ctx.add, gradient)  # type: ignore[no-untyped-call]
+    def __init__(self, group: dist.ProcessGroup, link: Link | None) -> None:
+        self._group, self._link = group, link
 
+    def telling(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """See :meth:`Link.telling`."""
+        return contextlib.nullcontext() if self._link is None else self._link.telling(what)
 
-class _SumBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, add: Add, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.add = add
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, _SumForward.apply(ctx.add, gradient)  # type: ignore[no-untyped-call]
+    def sum(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, summed over the ranks in place."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
 
 
 def sum_over(x: Held, group: Group) -> Held:
@@ -65,8 +58,7 @@ def sum_over(x: Held, group: Group) -> Held:
 
     Raises ``ValueError`` for a mesh of several dimensions, or a group that this rank is not in.
     """
-    add = _adding(x, "sum_over", _group(group))
-    return _told(x, "sum_over", lambda part: _SumForward.apply(add, part))  # type: ignore[no-untyped-call]
+    return _by(sum_over_ranks, x, "sum_over", group)
 
 
 def sum_gradient_over(x: Held, group: Group) -> Held:
@@ -75,28 +67,15 @@ def sum_gradient_over(x: Held, group: Group) -> Held:
     Where each rank of ``group`` goes on with a slice of the channels of its own; see :func:`sum_over`, also for what it
     raises.
     """
-    add = _adding(x, "sum_gradient_over", _group(group))
-    return _told(x, "sum_gradient_over", lambda part: _SumBackward.apply(add, part))  # type: ignore[no-untyped-call]
+    return _by(sum_gradient, x, "sum_gradient_over", group)
 
 
-def _adding(x: torch.Tensor, name: str, group: dist.ProcessGroup) -> Add:
-    """Sums over ``group`` in place, of whose failure the other ranks of a shard hear."""
-    link, what = x.space.link if isinstance(x, Shard) else None, f"the backward of {current_layer(name)}"
-
-    def add(tensor: torch.Tensor) -> None:
-        with contextlib.nullcontext() if link is None else link.telling(what):
-            dist.all_reduce(tensor, group=group)
-
-    return add
-
-
-def _told(x: Held, name: str, act: Callable[[torch.Tensor], torch.Tensor]) -> Held:
-    """``act`` of a plain tensor, or of a shard's part, whose other ranks hear of a failure."""
-    if not isinstance(x, Shard):
-        return act(x)  # type: ignore[return-value]
-    with x.space.link.telling(current_layer(name)):
-        part = act(local(x))
-    return x.like(part)  # type: ignore[return-value]
+def _by(act: Callable[[Sums, str, torch.Tensor], torch.Tensor], x: Held, name: str, group: Group) -> Held:
+    """``act`` of a plain tensor, or of a shard's part."""
+    found, what = _group(group), current_layer(name)
+    if isinstance(x, Shard):
+        return x.like(act(_Ranks(found, x.space.link), what, local(x)))  # type: ignore[return-value]
+    return act(_Ranks(found, None), what, x)  # type: ignore[return-value]
 
 
 def _group(group: Group) -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ waited for in one node that all parameters share and that autograd reaches last,
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,33 +20,45 @@ import torch.distributed as dist
 from tilewise.comm.link import Link
 from tilewise.comm.streams import Branch
 
-__all__ = ["Parameters", "sum_gradient", "sum_over_ranks"]
+__all__ = ["Parameters", "Sums", "sum_gradient", "sum_over_ranks"]
 
 BUCKET = 1 << 20
 """Bytes of gradients that travel as one message: smaller ones wait for each other."""
 
 
+class Sums(Protocol):
+    """Ranks that add up tensors, such as a :class:`Link`."""
+
+    def telling(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """Have others hear of an error that leaves the block."""
+        ...
+
+    def sum(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, summed over the ranks in place."""
+        ...
+
+
 class _SumNow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: Link, what: str, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.link, ctx.what = link, what
+    def forward(ctx: Any, ranks: Sums, what: str, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.ranks, ctx.what = ranks, what
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, sum_over_ranks(ctx.link, ctx.what, gradient)
+        return None, None, sum_over_ranks(ctx.ranks, ctx.what, gradient)
 
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: Link, what: str, term: torch.Tensor) -> torch.Tensor:
-        ctx.link, ctx.what = link, what
-        with link.telling(what):
-            return link.sum(what, term.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, ranks: Sums, what: str, term: torch.Tensor) -> torch.Tensor:
+        ctx.ranks, ctx.what = ranks, what
+        with ranks.telling(what):
+            return ranks.sum(what, term.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, sum_gradient(ctx.link, ctx.what, gradient) if torch.is_grad_enabled() else gradient
+        return None, None, sum_gradient(ctx.ranks, ctx.what, gradient) if torch.is_grad_enabled() else gradient
 
 
 class Bucket:
@@ -186,13 +198,13 @@ class Parameters:
         return used
 
 
-def sum_gradient(link: Link, what: str, tensor: torch.Tensor) -> torch.Tensor:
+def sum_gradient(ranks: Sums, what: str, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, whose gradient will be the sum over the ranks, waited for on the spot."""
-    summed: torch.Tensor = _SumNow.apply(link, f"the backward of {what}", tensor)  # type: ignore[no-untyped-call]
+    summed: torch.Tensor = _SumNow.apply(ranks, f"the backward of {what}", tensor)  # type: ignore[no-untyped-call]
     return summed
 
 
-def sum_over_ranks(link: Link, what: str, term: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(ranks: Sums, what: str, term: torch.Tensor) -> torch.Tensor:
     """The sum of the ranks' terms, a replicated tensor: its gradient is the same on all ranks, and each term's too."""
-    total: torch.Tensor = _SumOverRanks.apply(link, what, term)  # type: ignore[no-untyped-call]
+    total: torch.Tensor = _SumOverRanks.apply(ranks, what, term)  # type: ignore[no-untyped-call]
     return total
