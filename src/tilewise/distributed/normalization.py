@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +15,7 @@ from tilewise.comm.link import Link
 from tilewise.distributed.partials import partials
 from tilewise.distributed.replicated import sum_gradient, sum_over_ranks
 
-__all__ = ["Normalize", "Over", "total"]
+__all__ = ["Normalize", "Over"]
 
 Place = tuple[tuple[int, ...], tuple[slice, ...]]
 
@@ -46,18 +48,17 @@ class Over:
         return stack
 
 
-def total(over: Over, what: str, terms: torch.Tensor) -> torch.Tensor:
-    """The sums of the ranks' ``terms`` (terms, rows), in one message; ``terms`` may be overwritten."""
+def _total(over: Over, add: Callable[[torch.Tensor], torch.Tensor], terms: torch.Tensor) -> torch.Tensor:
+    """The sums of the ranks' ``terms`` (terms, rows), in one message, by ``add``; ``terms`` may be overwritten."""
     if over.copies > 1:
         terms = terms / over.copies
     if over.place is None:
-        return over.link.sum(what, terms)
+        return add(terms)
     shape, where = over.place
     every = terms.new_zeros((len(terms), *shape))
-    mine = every[(slice(None), *where)]
-    mine.copy_(terms.view(mine.shape))
-    over.link.sum(what, every)
-    return mine.reshape(terms.shape)
+    mine = (slice(None), *where)
+    every[mine] = terms.view(every[mine].shape)
+    return add(every)[mine].reshape(terms.shape)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -100,13 +101,14 @@ class Normalize(torch.autograd.Function):
         wide = _wide(x.dtype)
         with over.telling(over.what):
             sums = _sums(x).view(2, -1, over.merge).sum(2)
+            add = functools.partial(over.link.sum, over.what)
             count: torch.Tensor | int
             if over.count is None:
                 own = sums.new_full((1, sums.shape[1]), x.numel() // x.shape[1])
-                found = total(over, over.what, torch.cat([sums, own]))
+                found = _total(over, add, torch.cat([sums, own]))
                 means, count = found[:2] / found[2], found[2]
             else:
-                means, count = total(over, over.what, sums) / over.count, over.count
+                means, count = _total(over, add, sums) / over.count, over.count
             mean = means[0]
             var = (means[1] - mean * mean).clamp_min_(0)
             rows = torch.stack([mean, var]).repeat_interleave(over.merge, 1).to(wide)
@@ -137,7 +139,7 @@ class Normalize(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 weighted = shares * w if over.merge > 1 and w is not None else shares.clone()
                 terms = weighted.view(2, -1, over.merge).sum(2) if over.merge > 1 else weighted
-                means = total(over, what, terms)
+                means = _total(over, functools.partial(over.link.sum, what), terms)
                 means = means / over.count if over.count is not None else (means / counted).to(terms.dtype)
                 means = means.repeat_interleave(over.merge, 1)
                 dx = _gradient(dy, x, w, rows[0], rstd, means, over.merge)
@@ -153,14 +155,8 @@ def _differentiable(ctx: Any, what: str, dy: torch.Tensor) -> tuple[Any, ...]:
     shape = (1, -1, *(1,) * (x.dim() - 2))
 
     def mean(t: torch.Tensor) -> torch.Tensor:
-        terms = t.sum(dims).view(-1, over.merge).sum(1) / over.copies
-        if over.place is None:
-            every = _everyones(over, what, terms)
-        else:
-            of_all, where = over.place
-            every = terms.new_zeros(of_all)
-            every[where] = terms.view(every[where].shape)
-            every = _everyones(over, what, every)[where].reshape(terms.shape)
+        terms = t.sum(dims).view(1, -1, over.merge).sum(2)
+        every = _total(over, functools.partial(_everyones, over, what), terms)[0]
         by_channel: torch.Tensor = (every / count).to(t.dtype).repeat_interleave(over.merge)
         return by_channel.view(shape)
 
