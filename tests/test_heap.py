@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes.util
-import sys
 from pathlib import Path
 
 import pytest
-from tests.test_cpu import another_allocator, run
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="how memory is measured on Linux")
+from tests.test_cpu import another_allocator, linux, run
 
 SIZES = (1, 5, 20)
 SEEN = f"""

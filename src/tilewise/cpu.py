@@ -85,7 +85,9 @@ def _apply(settings: dict[str, int]) -> None:
     try:
         libc = glibc()
     except AllocatorError as error:
-        raise RuntimeError(f"keep_memory() sets glibc's allocator: {error}, whose own settings would do") from None
+        raise RuntimeError(
+            f"keep_memory() sets glibc's allocator, and {error}; the settings of the one in use would do"
+        ) from None
     for name, value in settings.items():
         if libc.mallopt(PARAMETERS[name], min(value, MOST)) != 1:
             raise RuntimeError(f"mallopt({name}, {value}) was refused by glibc {version()}")

@@ -1,6 +1,6 @@
 """Times and memory peaks: CUDA events over a cold L2, medians, both sides of a ratio in turns.
 
-Nothing here is called while a CUDA graph is being captured; :func:`check_can_measure` says so.
+Nothing here is called while a CUDA graph is being captured; :class:`Timer` says so.
 """
 
 from __future__ import annotations

@@ -58,16 +58,16 @@ class _Inner(_Library):
         pass
 
 
-class _InnerCompiler(Compiler):
-    def compile_extra(self, func: Any) -> Any:
-        self.state.library = _Inner(self.state.targetctx.codegen(), func.__qualname__)
-        return super().compile_extra(func)
-
-
 class _OuterCompiler(Compiler):
+    library: type[_Library] = _Library
+
     def compile_extra(self, func: Any) -> Any:
-        self.state.library = _Library(self.state.targetctx.codegen(), func.__qualname__)
+        self.state.library = self.library(self.state.targetctx.codegen(), func.__qualname__)
         return super().compile_extra(func)
+
+
+class _InnerCompiler(_OuterCompiler):
+    library = _Inner
 
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "pipeline_class": _InnerCompiler}
