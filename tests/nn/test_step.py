@@ -23,7 +23,7 @@ import tilewise
 from tilewise import solvers
 from tilewise.execute import release_workspaces
 from tilewise.nn import StepTooLarge, report
-from tilewise.nn.batch import _largest
+from tilewise.nn.batch import PLANNED, _largest, _narrowed
 from tilewise.nn.book import Book
 from tilewise.nn.meter import CpuMeter, storage_bytes
 from tilewise.nn.modules import is_planned
@@ -392,6 +392,26 @@ def test_largest_is_the_largest(per_example: int, constant: int, grain: int, lim
     if floor(1) <= limit:
         assert floor(found + 1) > limit or len(set(seen)) >= 12
     assert len(set(seen)) <= 16
+
+
+@given(st.integers(1, 400), st.integers(1, 1000), st.integers(0, 200), st.integers(0, 64))
+def test_what_is_planned_narrows_to_the_largest(largest: int, per_example: int, coarse: int, beyond: int) -> None:
+    """An excess that is too large by up to ``coarse`` examples hides no batch between two that were planned."""
+    seen = []
+
+    def excess(batch: int) -> int:
+        seen.append(batch)
+        over = (batch - largest) * per_example
+        return over + coarse * per_example if over > 0 else min(0, over + coarse * per_example)
+
+    found = _narrowed(excess, largest + beyond, per_example)
+    assert found <= largest
+    assert len(seen) == len(set(seen)) <= PLANNED
+    bad = min((batch for batch in seen if batch > largest), default=None)
+    if found and bad is not None and len(seen) < PLANNED:
+        assert (found, bad) == (largest, largest + 1)
+    if bad is not None and bad <= 16:
+        assert found == largest
 
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:

@@ -83,24 +83,22 @@ def largest_batch(
             except NoPlanError:  # not in the device's memory
                 return math.inf
 
-    batch, per_example = _largest(floor, limit)
-    good, bad, facts = 0, None, {}
-    for _ in range(PLANNED):
+    facts: dict[str, Any] = {}
+
+    def excess(batch: int) -> int:
         step_of(batch)
         own = None if memory_step is None else _with(memory_step, inputs[batch])
         try:
             optimize(model, inputs[batch], memory_limit=limit, memory_step=own, training=training, **options)
-        except StepTooLarge as error:
+        except StepTooLarge as error:  # the model is left as the last batch that fitted was planned
             if batch == 1:
                 raise
-            bad = batch
-            batch = max(good + 1, batch - max(1, math.ceil((error.least - limit) / per_example)))
-        else:  # where a larger one fails, the model is left as it is now
-            good, facts = batch, dict(report(model).facts["step"])
-            batch += math.floor((limit - facts["least"]) / per_example)
-            batch = good if bad is None else min(batch, bad - 1)
-        if batch in (good, bad):
-            break
+            return max(1, error.least - limit)
+        facts.clear()
+        facts.update(report(model).facts["step"])
+        return min(0, int(facts["least"]) - limit)
+
+    good = _narrowed(excess, *_largest(floor, limit))
     if not good:
         raise NoPlanError(f"memory_limit={memory_limit!r}: no batch was found in {PLANNED} that were planned")
     step = step_of(good)
@@ -132,6 +130,28 @@ def _largest(floor: Callable[[int], float], limit: int) -> tuple[int, float]:
         if good and math.isfinite(known[guess]) and known[guess] > known[good]:
             slope = max(1.0, (known[guess] - known[good]) / (guess - good))
     return max([1, *(b for b, size in known.items() if size <= limit)]), slope
+
+
+def _narrowed(excess: Callable[[int], int], first: int, per_example: float) -> int:
+    """The largest batch of those tried, from ``first`` on, whose step is not above its limit; 0 where each is.
+
+    ``excess``: bytes by which a step is above it, none or fewer where it is not. Above it they are known to a few
+    percent only, as they are what an allocator had to be let have: between a batch that fits and one that does not is
+    halved where they point outside.
+    """
+    good, bad, batch = 0, None, first
+    for _ in range(PLANNED):
+        over = excess(batch)
+        good, bad = (good, batch) if over > 0 else (batch, bad)
+        batch -= math.ceil(over / per_example)
+        if bad is None and batch <= good:
+            break
+        if bad is not None:
+            if bad - good <= 1:
+                break
+            if not good < batch < bad:
+                batch = (good + bad) // 2
+    return good
 
 
 def _with(memory_step: Callable[[Any, object], object], inputs: object) -> Callable[[Any], object]:
