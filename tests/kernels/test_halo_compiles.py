@@ -74,9 +74,14 @@ def test_messages_are_released_and_acquired_by_all_gpus(compiled: list[list[list
         assert re.findall(r"STACK:(\d+)", used) == ["0"]
         lines = ptx.splitlines()
         looks = [n for n, line in enumerate(lines) if "acquire" in line]
+        turns = [n for n, line in enumerate(lines) if "ld.volatile" in line]
+        assert len(looks) == 1, "warps read a look in a loop through shared memory, and may part"
+        assert turns
+        assert max(turns) < looks[0]
         stores = [n for n, line in enumerate(lines) if "st.global.b64" in line]
         (release,) = (n for n, line in enumerate(lines) if "release" in line)
-        assert all("sys" in lines[n] for n in (*looks, release))
+        assert all("sys" in lines[n] for n in (looks[0], release))
         barriers = [n for n, line in enumerate(lines) if "bar.sync" in line]
-        assert max(looks) < min(stores)
+        assert not any(min(turns) < n < looks[0] for n in barriers)
+        assert looks[0] < min(stores)
         assert any(max(stores) < n < release for n in barriers)

@@ -29,7 +29,7 @@ DIMS = 5
 """Dimensions of strided memory that kernels take, after those that lie in one run are merged."""
 LOOK = 1024
 """Looks at a flag between two at the page, which lies in the host's memory."""
-LOOK_S = 0.5e-6
+LOOK_S = 0.25e-6
 """Least time of a look, which goes to L2 and back."""
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 ALIGNED = 16

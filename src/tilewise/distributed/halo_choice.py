@@ -17,11 +17,13 @@ from tilewise.distributed.share import Share
 from tilewise.distributed.terms import LoopedTerms, Terms
 from tilewise.planner.measure import Took, rounds
 from tilewise.planner.options import Options
+from tilewise.planner.verify import FLOOR
+from tilewise.problem import DTYPE_NAMES
 
 __all__ = ["Call", "Chosen", "choose"]
 
 LIMIT = 1e-5
-"""Relative L2 error allowed in fp32 where no other is asked for; in other precisions twice torch's own."""
+"""Relative L2 error allowed in fp32 where no other is asked for; otherwise what plans are allowed."""
 GAIN = 0.95
 """Part of the loops' time below which the fused kernels are taken."""
 BUDGET_MS = 20.0
@@ -71,11 +73,12 @@ def choose(call: Call, passes: Passes, options: Options) -> Chosen:
         return Chosen(None, f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     by_torch = LoopedTerms(TorchPasses(), share, call.groups)
     wanted = _computed(by_torch, y.double(), [box.double() for box in boxes], w.double(), dy.double())
-    allowed = options.error_limit or LIMIT
-    if options.error_limit is None and terms.product != "tf32x3":
+    worst, rounded = max(_errors(found, wanted)), terms.product != "tf32x3"
+    allowed = options.error_limit or (FLOOR[DTYPE_NAMES[w.dtype]] if rounded else LIMIT)
+    if worst > allowed and rounded and options.error_limit is None:
         own = _computed(by_torch, y, boxes, w, dy)
-        allowed = 2 * max(_errors(own, wanted))
-    if (worst := max(_errors(found, wanted))) > allowed:
+        allowed = max(allowed, 2 * max(_errors(own, wanted)))
+    if worst > allowed:
         return Chosen(None, f"relative L2 error {worst:.1e} above {allowed:.1e}")
     fused_ms, looped_ms = _timed([terms, looped], y, boxes, w, dy, launched=not options.cuda_graphs)
     if fused_ms > GAIN * looped_ms:

@@ -23,7 +23,7 @@ from tilewise.planner.operands import make_operands, make_result, narrow
 from tilewise.problem import ROLES, ConvProblem, Pass, Range
 from tilewise.solvers import Split
 
-__all__ = ["Compute", "error_limit", "errors_of"]
+__all__ = ["FLOOR", "Compute", "error_limit", "errors_of"]
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``compute(a, b, out) -> result`` of the problem without bias."""

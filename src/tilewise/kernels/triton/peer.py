@@ -26,14 +26,18 @@ STRIDES = [f"stride_{d}{n}" for n in (0, 1) for d in range(5)]
 @triton.jit
 def _met(flag, wanted, page, rounds, rank, LOOK: tl.constexpr):
     """Whether ``flag`` became ``wanted``; what others wrote before it is then seen by this block."""
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    # Plain looks, each warp for itself: what an atomic finds, Triton brings to a block's warps through shared memory
+    # with one barrier a turn, so that in a loop a warp may read the next turn's value and leave without the others.
+    seen = tl.load(flag, volatile=True)
     turn = 0
     while (seen != wanted) & (turn < rounds):
         look = 0
         while (seen != wanted) & (look < LOOK):
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            seen = tl.load(flag, volatile=True)
             look += 1
         turn = tl.where(tl.load(page, volatile=True) == 0, turn + 1, rounds)
+    # The look that counts is one for all warps.
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     if seen != wanted:
         tl.store(page + 1, rank + 1)
     return seen == wanted
