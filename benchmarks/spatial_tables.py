@@ -4,8 +4,8 @@ Batch 32, 64 channels, 3x3, dilation 1 (Table 1) and 3 (Table 2). Each row is on
 direction. The baseline is the best single GPU, ours the best of the ranks: contiguous or channels_last tensors, torch's
 convolutions with its benchmark mode or our plans. All are CUDA-graph replays over a cold L2, medians, the slowest rank
 of each round. Memory is that of one GPU, of the same two sides: input, output and workspace of one forward, ghost zones
-and mailboxes included. ``details`` have every side's times and memory, and how much faster the ranks are than torch on
-one GPU.
+and mailboxes included. ``details`` have every side's times and memory, how the halos of the first rank travel, and how
+much faster the ranks are than torch on one GPU.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def _rows(case: Case, n: int, alone: dict[str, Any], ranks: list[dict[str, Any]]
         side: {
             "ms": [max(times) for times in zip(*(rank[side]["ms"] for rank in ranks), strict=True)],
             "memory": max(rank[side]["memory"] for rank in ranks),
+            "travels": ranks[0][side].get("travels"),
         }
         for side in ranks[0]
     }
@@ -203,8 +204,9 @@ def several(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, A
                 tilewise.distributed.optimize(
                     parallel, parallel.shard(x, shape), rigor=given["rigor"], workspace=limits[layout], cuda_graphs=True
                 )
-                found[f"planned, {layout}"] = _timed(device, layer, call, x, given["repeats"]) | _travels(parallel)
-                found[f"planned, {layout}"]["memory"] += found[f"planned, {layout}"]["mailboxes"]
+                side = found[f"planned, {layout}"] = _timed(device, layer, call, x, given["repeats"])
+                side["travels"] = _travels(parallel)
+                side["memory"] += side["travels"]["mailboxes"]
         yield found
 
 
@@ -215,7 +217,11 @@ def _travels(parallel: SpatialParallel) -> dict[str, Any]:
     return {
         "mailboxes": 0 if peers is None else peers.places.nbytes,
         "exchanges": None if passes.exchanges is None else dataclasses.asdict(passes.exchanges),
-        "fused": [chosen.reason or "fused" for _, chosen in passes.halos.values()],
+        "fused": [
+            {"blocks": None if chosen.terms is None else dataclasses.astuple(chosen.terms.blocks)}
+            | {name: getattr(chosen, name) for name in ("reason", "fused_ms", "looped_ms")}
+            for _, chosen in passes.halos.values()
+        ],
     }
 
 

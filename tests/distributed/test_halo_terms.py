@@ -13,7 +13,7 @@ from tests.interpreter import interpreted
 from tilewise.axis import Axis
 from tilewise.distributed import halo_choice
 from tilewise.distributed.halo_choice import Call, choose
-from tilewise.distributed.halo_terms import HaloTerms, why_not
+from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, why_not
 from tilewise.distributed.layout import Grid, Layout, even_cuts
 from tilewise.distributed.passes import TorchPasses
 from tilewise.distributed.share import Share, share_of
@@ -70,7 +70,8 @@ def checked(device: str, seed: int, dtype: torch.dtype, precision: str, bound: f
     axes, transposed, ranks = drawn(draw)
     torch.manual_seed(seed)
     images, channels, outputs = draw.randint(1, 3), draw.choice((1, 3, 17, 40)), draw.choice((2, 20, 70))
-    order = draw.choice((torch.contiguous_format, torch.channels_last)) if len(axes) == 2 else torch.contiguous_format
+    orders = (torch.contiguous_format, torch.channels_last) if len(axes) == 2 else (torch.contiguous_format,)
+    order, order_of_boxes, blocks = draw.choice(orders), draw.choice(orders), draw.choice(BLOCKS)
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -79,14 +80,15 @@ def checked(device: str, seed: int, dtype: torch.dtype, precision: str, bound: f
     ins, outs = (outputs, channels) if transposed else (channels, outputs)
     count = 0
     for share in shares_of(axes, transposed, ranks):
-        terms = HaloTerms(share, precision)
+        terms = HaloTerms(share, precision, blocks)
         if not any(share.boxes) or not all(share.sizes):
             continue
         whole = [(0, a.out if transposed else a.size) for a in axes]
         boxes = []
         for _, box in share.transfer.receives:
             sides = [*box, *whole[len(box) :]]
-            boxes.append(made(images, ins, *(stop - start for start, stop in sides)))
+            box_of = made(images, ins, *(stop - start for start, stop in sides))
+            boxes.append(box_of.contiguous(memory_format=order_of_boxes))
         y = made(images, outs, *share.sizes).contiguous(memory_format=order)
         dy = made(images, outs, *share.sizes).contiguous(memory_format=order)
         assert not why_not(1, y, w, *boxes)

@@ -124,7 +124,8 @@ def test_what_is_not_taken_is_taken_before_the_next() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_waiting_in_vain_moves_nothing_and_names_the_rank() -> None:
+def test_waiting_in_vain_moves_nothing_and_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilewise.comm.peers.LOOK", 64)  # the interpreter's looks are slow
     places = Places(((1,), (0,)), CHUNK)
     a, b = alone(places, timeout=1e-3)
     like = torch.ones(7)

@@ -106,16 +106,32 @@ def data_and_space() -> None:
             )
 
 
+def one_image(sizes: tuple[int, ...], dims: tuple[str, ...]) -> None:
+    """All ranks share one image."""
+    plain, shape = norms(random.Random(4))[0]
+    mesh = init_device_mesh(torch.get_default_device().type, sizes, mesh_dim_names=dims)
+    p = SpatialParallel(synchronized(plain), mesh, dims, timeout=TIMEOUT)
+    compare(plain, p, slice(None), None, torch.randn(2, *shape, dtype=torch.float64), None, f"{dims}")
+    assert list(p.space.wider.values()) == [p.space.link]
+
+
+def two_ranks() -> None:
+    """One image in two parts, and two images of one part each."""
+    one_image((2,), ("h",))
+    plain, shape = norms(random.Random(4))[0]
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 1), mesh_dim_names=("data", "h"))
+    mine = slice(0, 1) if mesh["data"].get_local_rank() == 0 else slice(1, 3)
+    p = SpatialParallel(synchronized(plain), mesh, ("h",), timeout=TIMEOUT)
+    x = torch.randn(3, *shape, dtype=torch.float64)
+    compare(plain, p, mine, mesh.get_group("data"), x, None, "two images")
+
+
 def space_alone() -> None:
     """All ranks share one image; and a group of each image's ranks, which is what ``nn.BatchNorm`` does."""
-    draw = random.Random(4)
-    plain, shape = norms(draw)[0]
+    one_image((4,), ("h",))
+    one_image((2, 2), ("w", "h"))
+    plain, shape = norms(random.Random(4))[0]
     x = torch.randn(2, *shape, dtype=torch.float64)
-    for sizes, dims in (((4,), ("h",)), ((2, 2), ("w", "h"))):
-        mesh = init_device_mesh(torch.get_default_device().type, sizes, mesh_dim_names=dims)
-        p = SpatialParallel(synchronized(plain), mesh, dims, timeout=TIMEOUT)
-        compare(copy.deepcopy(plain), p, slice(None), None, x, None, f"{dims}")
-        assert list(p.space.wider.values()) == [p.space.link]
     mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("data", "h"))
     mine = slice(0, 1) if mesh["data"].get_local_rank() == 0 else slice(1, 2)
     p = SpatialParallel(synchronized(plain, mesh.get_group("h")), mesh, ("h",), timeout=TIMEOUT)
@@ -229,8 +245,19 @@ def on_gpus() -> None:
     copies()
 
 
+def test_two_ranks() -> None:
+    run(2, two_ranks)
+
+
 @pytest.mark.gpu
 def test_on_gpus() -> None:
     if torch.cuda.device_count() < 4:
         pytest.skip("needs 4 GPUs")
     run(4, on_gpus, device="cuda", timeout=300)
+
+
+@pytest.mark.gpu
+def test_on_two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    run(2, two_ranks, device="cuda", timeout=300)

@@ -20,14 +20,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from tilewise.comm import peers
-from tilewise.distributed.halo_terms import ADD_BLOCK, CHANNELS, DEPTH, ROWS, SUM_ROWS, WARPS
+from tilewise.distributed.halo_terms import ADD_AT_ONCE, ADD_BLOCK, BLOCKS, CHANNELS
 from tilewise.kernels.triton import halo, peer
 
-def made(kernel, pointers, constants):
+def made(kernel, pointers, constants, warps):
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, {})
-    found = compile(source, GPUTarget("cuda", 90, 32), {"num_warps": WARPS})
+    found = compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps, "num_stages": 2})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])
         file.flush()
@@ -36,17 +36,22 @@ def made(kernel, pointers, constants):
     return found.asm["ptx"], used
 
 found = []
-for product in ("tf32x3", "tf32"):
-    blocks = {"PRECISION": product, "BLOCK_R": ROWS, "BLOCK_O": CHANNELS, "BLOCK_I": DEPTH}
+cases = [("tf32x3", blocks, True, False) for blocks in BLOCKS]
+cases += [("tf32x3", BLOCKS[0], False, True), ("tf32", BLOCKS[0], False, False)]
+for product, blocks, rows, volume in cases:
+    common = {"PRECISION": product, "BLOCK_O": CHANNELS, "VOLUME": volume}
     operands = dict.fromkeys(["source0", "source1", "w0", "w1", "out0", "out1"], "*fp32")
-    found.append(made(halo.gather, operands, blocks | {"ACCUMULATE": True}))
+    near = {"SOURCE_ROWS": rows, "W_INPUTS": True, "OUT_ROWS": rows, "ACCUMULATE": True}
+    sides = {"BLOCK_R": blocks.rows, "BLOCK_I": blocks.depth}
+    found.append((blocks.rows, *made(halo.gather, operands, common | near | sides, blocks.warps)))
     operands = dict.fromkeys(["x0", "x1", "y0", "y1", "shares"], "*fp32")
-    found.append(made(halo.weight_shares, operands, blocks | {"BLOCK_R": SUM_ROWS, "BLOCK_I": CHANNELS}))
-made(halo.add_shares, {"shares": "*fp32", "out": "*fp32"}, {"BLOCK": ADD_BLOCK})
+    sides = {"BLOCK_R": blocks.sum_rows, "BLOCK_I": CHANNELS, "X_ROWS": rows, "Y_ROWS": rows}
+    found.append((CHANNELS, *made(halo.weight_shares, operands, common | sides, blocks.warps)))
+made(halo.add_shares, {"shares": "*fp32", "out": "*fp32"}, {"BLOCK": ADD_BLOCK, "AT_ONCE": ADD_AT_ONCE}, 4)
 counts = {n + i: "*i32" for n in ("awaited", "released", "counts") for i in "01"} | {"page": "*i32"}
 words = {n + i: "*i64" for n in ("memory", "box") for i in "01"}
 sizes = {"WORDS": peers.CHUNK // 8, "CHANNELS": peers.CHANNELS, "DIMS": 2, "LOOK": peers.LOOK, "ADD": False}
-messages = [made(peer.message, words | counts, sizes | {"TAKE": take}) for take in (False, True)]
+messages = [made(peer.message, words | counts, sizes | {"TAKE": take}, peers.WARPS) for take in (False, True)]
 print(json.dumps([found, messages]))
 """
 
@@ -64,8 +69,8 @@ def compiled() -> list[list[list[str]]]:
 
 
 def test_products_take_matrix_units_and_spill_nothing(compiled: list[list[list[str]]]) -> None:
-    for ptx, used in compiled[0]:
-        assert "wgmma.mma_async" in ptx
+    for rows, ptx, used in compiled[0]:
+        assert "wgmma.mma_async" in ptx if rows >= 64 else "mma.sync" in ptx
         assert re.findall(r"STACK:(\d+)", used) == ["0"]
 
 

@@ -27,7 +27,7 @@ CHUNK = 1 << 14
 WARPS = 8
 DIMS = 5
 """Dimensions of strided memory that kernels take, after those that lie in one run are merged."""
-LOOK = 1024
+LOOK = 1 << 13
 """Looks at a flag between two at the page, which lies in the host's memory."""
 LOOK_S = 0.25e-6
 """Least time of a look, which goes to L2 and back."""

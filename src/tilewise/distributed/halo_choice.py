@@ -11,7 +11,7 @@ import torch
 
 from tilewise.device import conv_precision
 from tilewise.distributed.exchange import shape_of
-from tilewise.distributed.halo_terms import HaloTerms, why_not
+from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, why_not
 from tilewise.distributed.passes import Passes, TorchPasses
 from tilewise.distributed.share import Share
 from tilewise.distributed.terms import LoopedTerms, Terms
@@ -61,29 +61,48 @@ def choose(call: Call, passes: Passes, options: Options) -> Chosen:
     share = call.share
     if reason := why_not(call.groups, call.x, call.w):
         return Chosen(None, reason)
-    y, dy, w, *boxes = _made(call)
-    terms = HaloTerms(share, conv_precision() if w.dtype is torch.float32 else "tf32")
+    operands = _made(call)
+    precision = conv_precision() if call.w.dtype is torch.float32 else "tf32"
+    right, reasons = _right([HaloTerms(share, precision, blocks) for blocks in BLOCKS], operands, options)
+    if not right:
+        return Chosen(None, "; ".join(dict.fromkeys(reasons)))
     looped = LoopedTerms(passes, share, call.groups)
-    limit = options.workspace
-    if limit is not None and (needed := terms.scratch(w, dy)) > limit:
-        return Chosen(None, f"the filter's gradient takes {needed} bytes, the limit is {limit}")
-    try:
-        found = _computed(terms, y, boxes, w, dy)
-    except Exception as error:  # whatever Triton or the device does: the loops compute it
-        return Chosen(None, f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    by_torch = LoopedTerms(TorchPasses(), share, call.groups)
-    wanted = _computed(by_torch, y.double(), [box.double() for box in boxes], w.double(), dy.double())
-    worst, rounded = max(_errors(found, wanted)), terms.product != "tf32x3"
-    allowed = options.error_limit or (FLOOR[DTYPE_NAMES[w.dtype]] if rounded else LIMIT)
-    if worst > allowed and rounded and options.error_limit is None:
-        own = _computed(by_torch, y, boxes, w, dy)
-        allowed = max(allowed, 2 * max(_errors(own, wanted)))
-    if worst > allowed:
-        return Chosen(None, f"relative L2 error {worst:.1e} above {allowed:.1e}")
-    fused_ms, looped_ms = _timed([terms, looped], y, boxes, w, dy, launched=not options.cuda_graphs)
+    *times, looped_ms = _timed([*right, looped], operands, launched=not options.cuda_graphs)
+    fused_ms, index = min((ms, index) for index, ms in enumerate(times))
     if fused_ms > GAIN * looped_ms:
         return Chosen(None, f"{fused_ms:.4f} ms, the terms one by one {looped_ms:.4f}", fused_ms, looped_ms)
-    return Chosen(terms, "", fused_ms, looped_ms)
+    return Chosen(right[index], "", fused_ms, looped_ms)
+
+
+def _right(
+    candidates: list[HaloTerms], operands: list[torch.Tensor], options: Options
+) -> tuple[list[HaloTerms], list[str]]:
+    """Those whose results are near enough to float64's and whose memory is within the limit, and why others are not."""
+    _, dy, w, *_ = operands
+    by_torch = LoopedTerms(TorchPasses(), candidates[0].share, 1)
+    wanted = _computed(by_torch, [t.double() for t in operands])
+    rounded = candidates[0].product != "tf32x3"
+    allowed = options.error_limit or (FLOOR[DTYPE_NAMES[w.dtype]] if rounded else LIMIT)
+    own = None if rounded and options.error_limit is None else 0.0
+    right, reasons = [], []
+    for terms in candidates:
+        if options.workspace is not None and (needed := terms.scratch(w, dy)) > options.workspace:
+            reasons.append(f"the filter's gradient takes {needed} bytes, the limit is {options.workspace}")
+            continue
+        try:
+            found = _computed(terms, operands)
+        except Exception as error:  # whatever Triton or the device does: the loops compute it
+            reasons.append(f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            continue
+        worst = max(_errors(found, wanted))
+        if worst > allowed and own is None:
+            own = max(_errors(_computed(by_torch, operands), wanted))
+            allowed = max(allowed, 2 * own)
+        if worst > allowed:
+            reasons.append(f"relative L2 error {worst:.1e} above {allowed:.1e}")
+        else:
+            right.append(terms)
+    return right, reasons
 
 
 def _made(call: Call) -> list[torch.Tensor]:
@@ -110,10 +129,9 @@ def _made(call: Call) -> list[torch.Tensor]:
     ]
 
 
-def _computed(
-    terms: Terms, y: torch.Tensor, boxes: list[torch.Tensor], w: torch.Tensor, dy: torch.Tensor
-) -> list[torch.Tensor]:
+def _computed(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """What the terms alone are: of the results, of the boxes' gradients, of the filter's."""
+    y, dy, w, *boxes = operands
     results, dw = torch.zeros_like(y), torch.zeros_like(w)
     terms.add(results, terms.results(boxes, w), w)
     terms.add_sums(dw, terms.sums(boxes, w, dy))
@@ -125,9 +143,8 @@ def _errors(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float
     return [float((a.double() - b).norm() / b.norm().clamp_min(1e-300)) for a, b in pairs]
 
 
-def _timed(
-    both: list[Terms], y: torch.Tensor, boxes: list[torch.Tensor], w: torch.Tensor, dy: torch.Tensor, launched: bool
-) -> list[float]:
+def _timed(several: list[Terms], operands: list[torch.Tensor], launched: bool) -> list[float]:
+    y, dy, w, *boxes = operands
     dw = torch.zeros_like(w)
 
     def run(terms: Terms) -> None:
@@ -138,5 +155,5 @@ def _timed(
     def call(terms: Terms) -> Any:
         return lambda: run(terms)
 
-    times: list[list[Took]] = rounds([call(t) for t in both], w.device, budget_ms=BUDGET_MS, launched=launched)
+    times: list[list[Took]] = rounds([call(t) for t in several], w.device, budget_ms=BUDGET_MS, launched=launched)
     return [statistics.median(took.weighed_ms for took in values) for values in times]

@@ -15,21 +15,18 @@ from tilewise.distributed.share import Share, Term
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch, Program
 
-__all__ = ["HaloTerms", "why_not"]
+__all__ = ["BLOCKS", "Blocks", "HaloTerms", "why_not"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCTS = {"ieee": "tf32x3", "tf32": "tf32"}
 """Products of fp32 operands on matrix units, by torch's precision. Of others all are alike."""
-ROWS, CHANNELS, DEPTH = 64, 64, 32
-LEAST = 16
-"""Sides of the kernels' blocks, at most and at least."""
-SUM_ROWS, SHARE = 32, 128
-"""Rows that a block takes at once of a filter's gradient, and adds up at least."""
+CHANNELS, LEAST = 64, 16
+"""Sides of the kernels' blocks along channels of results at most, and of all at least."""
+SHARE = 128
+"""Rows that a block adds up at least of a filter's gradient."""
 ENOUGH = 264
 """Blocks that fill a GPU twice: rows are in no more shares than that."""
-WARPS = 8
-"""With 4 the addresses of a block do not fit its registers."""
-ADD_BLOCK = 512
+ADD_BLOCK, ADD_AT_ONCE = 128, 16
 
 
 def why_not(groups: int, *tensors: torch.Tensor) -> str:
@@ -41,6 +38,20 @@ def why_not(groups: int, *tensors: torch.Tensor) -> str:
     if not all(t.numel() for t in tensors):
         return "an empty tensor"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What the kernels' blocks take at once: rows and source channels of results, rows of a filter's gradient."""
+
+    rows: int
+    depth: int
+    sum_rows: int
+    warps: int
+
+
+BLOCKS = (Blocks(64, 32, 32, 8), Blocks(32, 32, 32, 8), Blocks(32, 32, 32, 4))
+"""To choose from by measuring. With more for each thread the addresses of a block do not fit its registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,11 @@ class View:
         own = tensor.stride()
         start = 0 if box is None else sum(b * s for (b, _), s in zip(box, own[2:], strict=True))
         return View((*own[:2], *(0,) * (5 - len(own)), *own[2:]), start)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether positions along the last axis are nearer to each other than channels."""
+        return self.strides[4] < self.strides[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +102,15 @@ class Moves:
 
 
 class HaloTerms:
-    """The terms of ``share.boxes``. ``precision`` is torch's of fp32 products, ``ieee`` or ``tf32``.
+    """The terms of ``share.boxes``. ``precision`` is torch's of fp32 products, ``ieee`` or ``tf32``; ``blocks`` the
+    kernels'.
 
     Methods are those of :class:`~tilewise.distributed.terms.Terms`. Boxes are added in their order, so that the same
     bits come every time.
     """
 
-    def __init__(self, share: Share, precision: str) -> None:
-        self.share, self.product = share, PRODUCTS[precision]
+    def __init__(self, share: Share, precision: str, blocks: Blocks = BLOCKS[0]) -> None:
+        self.share, self.product, self.blocks = share, PRODUCTS[precision], blocks
         terms = [(index, term) for index, term in enumerate(share.boxes) if term is not None]
         self._pairs = {overlap: _pairs(terms, overlap) for overlap in (False, True)}
         self._programs: dict[Any, list[Program]] = {}
@@ -201,19 +218,20 @@ class HaloTerms:
         outputs, inputs = w.shape[:2]
         if back:
             (w_o, w_i), (outputs, inputs) = (w_i, w_o), (inputs, outputs)
-        tiles = [-(-images * math.prod(m.results) // ROWS) for m in moves]
+        tiles = [-(-images * math.prod(m.results) // self.blocks.rows) for m in moves]
         own = [moves[n].scalars(images, *views[n]) for n in two]
         block = min(CHANNELS, _power(outputs))
         constants = {
-            "ACCUMULATE": accumulate, "PRECISION": self.product, "BLOCK_R": ROWS, "BLOCK_O": block,
-            "BLOCK_I": min(DEPTH, _power(inputs)),
+            "ACCUMULATE": accumulate, "PRECISION": self.product, "VOLUME": w.dim() > 4,
+            "SOURCE_ROWS": views[0][0].by_rows, "W_INPUTS": w_i < w_o, "OUT_ROWS": views[0][1].by_rows,
+            "BLOCK_R": self.blocks.rows, "BLOCK_O": block, "BLOCK_I": min(self.blocks.depth, _power(inputs)),
         }  # fmt: skip
         scalars = (
             tiles[0], inputs, outputs, w_o, w_i, *taps, *moves[0].up, *moves[0].step, *moves[0].down,
             *own[0][0], *own[0][1], *own[1][0], *own[1][1],
         )  # fmt: skip
         grid = (sum(tiles), -(-outputs // block), 1)
-        return Launch(halo.gather, grid, tuple(pointers), scalars, constants, WARPS)
+        return Launch(halo.gather, grid, tuple(pointers), scalars, constants, self.blocks.warps)
 
     def _shares(self, terms: list[tuple[int, Term]], w: torch.Tensor, dy: torch.Tensor) -> tuple[int, int, int]:
         """Rows of one share, how many shares there are, and the elements that all take."""
@@ -222,7 +240,8 @@ class HaloTerms:
         taps = sum(math.prod(m.taps) for m in moves)
         tiles = -(-w.shape[0] // CHANNELS) * -(-w.shape[1] // CHANNELS)
         splits = min(-(-rows // SHARE), -(-ENOUGH // (tiles * taps)))
-        share = -(-rows // (splits * SUM_ROWS)) * SUM_ROWS
+        at_once = self.blocks.sum_rows
+        share = -(-rows // (splits * at_once)) * at_once
         splits = -(-rows // share)
         return share, splits, splits * taps * w.shape[0] * w.shape[1]
 
@@ -245,13 +264,16 @@ class HaloTerms:
         own = [moves[n].scalars(dy.shape[0], *views[n]) for n in two]
         taps = [math.prod(m.taps) for m in moves]
         block_o, block_i = min(CHANNELS, _power(outputs)), min(CHANNELS, _power(inputs))
-        constants = {"PRECISION": self.product, "BLOCK_R": SUM_ROWS, "BLOCK_O": block_o, "BLOCK_I": block_i}
+        constants = {
+            "PRECISION": self.product, "VOLUME": w.dim() > 4, "X_ROWS": views[0][0].by_rows,
+            "Y_ROWS": views[0][1].by_rows, "BLOCK_R": self.blocks.sum_rows, "BLOCK_O": block_o, "BLOCK_I": block_i,
+        }  # fmt: skip
         scalars = (
             taps[0], inputs, outputs, share, *moves[0].up, *moves[0].step, *moves[0].down,
             *own[0][0], *own[0][1], *own[1][0], *own[1][1],
         )  # fmt: skip
         grid = (-(-outputs // block_o) * -(-inputs // block_i), splits, sum(taps))
-        return Launch(halo.weight_shares, grid, tuple(pointers), scalars, constants, WARPS)
+        return Launch(halo.weight_shares, grid, tuple(pointers), scalars, constants, self.blocks.warps)
 
     def _add_shares(self, terms: list[tuple[int, Term]], dw: torch.Tensor, elements: int) -> Launch:
         from tilewise.kernels.triton import halo
@@ -270,7 +292,8 @@ class HaloTerms:
         )  # fmt: skip
         blocks = -(-inputs * outputs * math.prod(kernel) // ADD_BLOCK)
         pointers = (Pointer(0, 0, torch.float32), Pointer(1, 0, dw.dtype))
-        return Launch(halo.add_shares, (blocks, 1, 1), pointers, scalars, {"BLOCK": ADD_BLOCK})
+        constants = {"BLOCK": ADD_BLOCK, "AT_ONCE": ADD_AT_ONCE}
+        return Launch(halo.add_shares, (blocks, 1, 1), pointers, scalars, constants)
 
 
 def _pairs(terms: list[tuple[int, Term]], overlap: bool) -> list[list[tuple[int, Term]]]:

@@ -35,7 +35,9 @@ def _met(flag, wanted, page, rounds, rank, LOOK: tl.constexpr):
         while (seen != wanted) & (look < LOOK):
             seen = tl.load(flag, volatile=True)
             look += 1
-        turn = tl.where(tl.load(page, volatile=True) == 0, turn + 1, rounds)
+        # The page is a microsecond away for each warp in turn: it is read where nothing came, and seldom.
+        stopped = tl.load(page, mask=seen != wanted, other=0, volatile=True)
+        turn = tl.where(stopped == 0, turn + 1, rounds)
     # The look that counts is one for all warps.
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     if seen != wanted:
