@@ -77,6 +77,24 @@ def every_kind(ranks: int) -> None:
             compare(kind(draw, ranks), f"{kind.__name__} {number}", number % 2 == 0)
 
 
+def empty_parts(ranks: int) -> None:
+    """Adaptive pooling behind other layers, where all but one rank have nothing of the image."""
+    conv = nn.Conv2d(2, 3, 3, padding=1)
+    for number, layers in enumerate(
+        (
+            (nn.GroupNorm(1, 2), nn.AdaptiveAvgPool2d((5, 3))),
+            (conv, nn.SiLU(), nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d((1, None))),
+            (conv, nn.AdaptiveAvgPool2d(1)),
+            (conv, nn.AdaptiveMaxPool2d((1, 2))),
+            (nn.GroupNorm(1, 2), nn.AdaptiveMaxPool2d((2, 3))),
+        )
+    ):
+        model = nn.Sequential(*layers).double()
+        case = models.Case(model, (2, 2, 7, 6), {"h": (*(0,) * ranks, 7)}, ((ranks,), ("h",)))
+        compare(case, "empty parts", number % 2 == 0)
+        compare(case, "empty parts", number % 2 != 0)
+
+
 def penalty(critic: Any, x: Tensor, parts: Tensor, first: Any) -> Tensor:
     """A gradient penalty beside a loss; ``parts`` is what the critic sees of ``x``."""
     score = critic(parts)
@@ -134,6 +152,7 @@ def slices_and_tensors(ranks: int) -> None:
 
 def everything(ranks: int) -> None:
     every_kind(ranks)
+    empty_parts(ranks)
     penalties(ranks)
     slices_and_tensors(ranks)
 

@@ -169,26 +169,32 @@ def _bins(x: Shard, output_size: Any, dims: int) -> list[int]:
     return [size if bins is None else bins for bins, size in zip(wanted, x.shape[-dims:], strict=True)]
 
 
+def _averaged(part: torch.Tensor, dim: int, size: int, bins: int, own: tuple[int, int]) -> torch.Tensor:
+    """What the elements ``own`` of ``size`` along ``dim`` bring to each of ``bins`` averages, in fp32 at least.
+
+    By sums, in whose gradients' graph the part itself is not: that of torch's function leads back to it, on some ranks
+    and not on those whose parts are empty, and ranks that go different ways in a backward wait for each other.
+    """
+    wide, found = torch.promote_types(part.dtype, torch.float32), []
+    for i in range(bins):
+        first, last = i * size // bins, -(-(i + 1) * size // bins)
+        start, stop = (min(max(edge, own[0]), own[1]) - own[0] for edge in (first, last))
+        found.append(part.narrow(dim, start, stop - start).sum(dim, keepdim=True, dtype=wide) / (last - first))
+    return torch.cat(found, dim)
+
+
 def _adaptive_average(dims: int) -> Callable[..., torch.Tensor]:
     def adaptive_avg_pool(input: Any, output_size: Any) -> torch.Tensor:
         """Every rank's term of every bin, summed over ranks: the result is small, and whole on each."""
         what = current_layer(f"adaptive_avg_pool{dims}d")
         x = spatial(input, dims, what)
         bins, part = _bins(x, output_size, dims), x.local
-        whole = [part.shape[i - dims] if i - dims in x.spatial.grid.dims else n for i, n in enumerate(bins)]
-        if part.numel():
-            average: Any = ADAPTIVE_AVERAGE[dims - 1]
-            part = average(part, whole)
-        else:
-            part = part.flatten()[:0].view(*part.shape[:-dims], *whole)
-        for dim, size, (start, stop) in zip(x.spatial.grid.dims, x.spatial.sizes, x.spatial.own, strict=True):
-            weights = torch.zeros(bins[dim], size, dtype=torch.float64)
-            for i in range(bins[dim]):
-                first, last = i * size // bins[dim], -(-(i + 1) * size // bins[dim])
-                weights[i, first:last] = 1 / (last - first)
-            mine = weights[:, start:stop].to(part)
-            part = (part.movedim(dim, -1) @ mine.mT).movedim(-1, dim)
-        return sum_over_ranks(x.space.link, what, part)
+        own = dict(zip(x.spatial.grid.dims, x.spatial.own, strict=True))
+        for dim in range(-dims, 0):
+            size = x.shape[dim]
+            if dim in own or bins[dim] != size:
+                part = _averaged(part, dim, size, bins[dim], own.get(dim, (0, size)))
+        return sum_over_ranks(x.space.link, what, part).to(x.dtype)
 
     return adaptive_avg_pool
 
@@ -206,7 +212,9 @@ def _adaptive_max(dims: int) -> Callable[..., torch.Tensor]:
             part = function(part, bins)
         else:
             empty = [0 if i - dims in layout.grid.dims else n for i, n in enumerate(bins)]
-            part = part.flatten()[:0].view(*part.shape[:-dims], *empty)
+            # The maximum of no images is in the graphs of all ranks.
+            of_none = function(part.flatten()[:0].view(0, 1, *bins), bins).sum()
+            part = part.flatten()[:0].view(*part.shape[:-dims], *empty) + of_none
         found = {}
         for dim, cuts in zip(layout.grid.dims, layout.cuts, strict=True):
             filled = (int(a < b) for a, b in itertools.pairwise(cuts))
