@@ -141,9 +141,11 @@ class Recomputed(nn.Module):
 
 def recomputation() -> None:
     ranks = dist.get_world_size()
-    for reentrant in (False, True):
+    torch.manual_seed(0)
+    norm_last = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2))
+    for reentrant, inner in itertools.product((False, True), (models.Net(), norm_last)):
         torch.manual_seed(0)
-        plain = Recomputed(models.Net().double(), reentrant)
+        plain = Recomputed(copy.deepcopy(inner).double(), reentrant)
         layer = copy.deepcopy(plain)
         full = torch.randn(2, 2, 12, 8, dtype=torch.float64, requires_grad=True)
         own = full.detach().clone().requires_grad_()
@@ -153,6 +155,8 @@ def recomputation() -> None:
         close(own.grad, full.grad, "dx")
         for (name, a), (_, b) in zip(layer.named_parameters(), plain.named_parameters(), strict=True):
             close(a.grad, b.grad, name)
+        for (name, a), (_, b) in zip(layer.named_buffers(), plain.named_buffers(), strict=True):
+            close(a, b, name)
 
 
 def state() -> None:

@@ -15,8 +15,9 @@ from tilewise.comm.link import Link
 from tilewise.distributed.partials import partials
 from tilewise.distributed.replicated import sum_gradient, sum_over_ranks
 
-__all__ = ["Normalize", "Over"]
+__all__ = ["Normalize", "Over", "Seen"]
 
+Seen = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | int], None]
 Place = tuple[tuple[int, ...], tuple[slice, ...]]
 
 
@@ -85,8 +86,9 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
 class Normalize(torch.autograd.Function):
     """Elements less their mean, over their deviation, with a weight and a bias a channel: (batch, channels, ...).
 
-    Gives means and variances too, of each row of channels that share them, and what ``over`` counts. Backward is the
-    exact adjoint for the whole image; gradients of weight and bias are this rank's shares.
+    ``seen`` is told means and variances, of each row of channels that share them, and what ``over`` counts; within
+    forward, as a checkpoint that computes it again may go no further. Backward is the exact adjoint for the whole
+    image; gradients of weight and bias are this rank's shares.
     """
 
     @staticmethod
@@ -94,10 +96,11 @@ class Normalize(torch.autograd.Function):
         ctx: Any,
         over: Over,
         eps: float,
+        seen: Seen | None,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | int]:
+    ) -> torch.Tensor:
         wide = _wide(x.dtype)
         with over.telling(over.what):
             sums = _sums(x).view(2, -1, over.merge).sum(2)
@@ -114,15 +117,16 @@ class Normalize(torch.autograd.Function):
             rows = torch.stack([mean, var]).repeat_interleave(over.merge, 1).to(wide)
             w, b = (None if t is None else t.to(wide) for t in (weight, bias))
             y = F.batch_norm(x, rows[0], rows[1], w, b, False, 0.0, eps) if x.numel() else x.clone()
+            if seen is not None:
+                seen(mean, var, count)
         ctx.over, ctx.eps = over, eps
         ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
         counted = count if isinstance(count, torch.Tensor) else None
         ctx.save_for_backward(x, weight, rows, counted)
-        ctx.mark_non_differentiable(mean, var, *([] if counted is None else [counted]))
-        return y, mean, var, count
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         over: Over = ctx.over
         what = f"the backward of {over.what}"
         x, weight, rows, counted = ctx.saved_tensors
@@ -136,14 +140,14 @@ class Normalize(torch.autograd.Function):
             shares = _gradient_sums(dy, x, rows, rstd, ctx.eps)
             db, dw = (None if t is None else s.to(t) for s, t in zip(shares, reversed(ctx.dtypes), strict=True))
             dx = None
-            if ctx.needs_input_grad[2]:
+            if ctx.needs_input_grad[3]:
                 weighted = shares * w if over.merge > 1 and w is not None else shares.clone()
                 terms = weighted.view(2, -1, over.merge).sum(2) if over.merge > 1 else weighted
                 means = _total(over, functools.partial(over.link.sum, what), terms)
                 means = means / over.count if over.count is not None else (means / counted).to(terms.dtype)
                 means = means.repeat_interleave(over.merge, 1)
                 dx = _gradient(dy, x, w, rows[0], rstd, means, over.merge)
-        return None, None, dx, dw, db
+        return None, None, None, dx, dw, db
 
 
 def _differentiable(ctx: Any, what: str, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -166,11 +170,11 @@ def _differentiable(ctx: Any, what: str, dy: torch.Tensor) -> tuple[Any, ...]:
         y: torch.Tensor = centred * (mean(centred * centred) + ctx.eps).rsqrt()
         return (y * weight[0].to(y.dtype).view(shape) if weight else y).to(x.dtype)
 
-    want_x, want_w, want_b = ctx.needs_input_grad[2:]
+    want_x, want_w, want_b = ctx.needs_input_grad[3:]
     given = (x,) if weight is None else (x, weight)
     dx, *dw = partials(normalized, given, (want_x, want_w)[: len(given)], dy)
     db = dy.to(rows.dtype).sum(dims).to(ctx.dtypes[1]) if want_b else None
-    return None, None, dx, dw[0] if dw else None, db
+    return None, None, None, dx, dw[0] if dw else None, db
 
 
 def _everyones(over: Over, what: str, terms: torch.Tensor) -> torch.Tensor:

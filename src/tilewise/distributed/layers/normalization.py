@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tilewise.distributed.layers.shapes import free
 from tilewise.distributed.names import current_layer
-from tilewise.distributed.normalization import Normalize, Over, Place
+from tilewise.distributed.normalization import Normalize, Over, Place, Seen
 from tilewise.distributed.replicated import sum_over_ranks
 from tilewise.distributed.shard import Shard, handles, operand, sharded
 
@@ -41,10 +41,15 @@ def _in_autocast(part: Tensor) -> Tensor:
     return part.float() if part.is_cuda and torch.is_autocast_enabled("cuda") and part.dtype != torch.float64 else part
 
 
-def update(running: Tensor | None, found: Tensor, momentum: float) -> None:
-    """Move running statistics, where they are tracked, towards those ``found``."""
-    if running is not None:
-        running.mul_(1 - momentum).add_(found.to(running.dtype), alpha=momentum)
+def tracking(running_mean: Tensor | None, running_var: Tensor | None, momentum: float) -> Seen:
+    """What moves running statistics, where they are tracked, towards those seen, variances as estimated from them."""
+
+    def seen(mean: Tensor, var: Tensor, count: Tensor | int) -> None:
+        for running, found in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+            if running is not None:
+                running.mul_(1 - momentum).add_(found.to(running.dtype), alpha=momentum)
+
+    return seen
 
 
 @handles(F.batch_norm)
@@ -68,23 +73,22 @@ def _batch_norm(
     count = shape.numel() // max(shape[1], 1)
     one_more(x, count, what)
     over = Over(x.space.link, what, count)
-    y, mean, var, _ = Normalize.apply(over, eps, x.local, w, b)  # type: ignore[no-untyped-call]
-    update(running_mean, mean, momentum)
-    update(running_var, var * (count / (count - 1)), momentum)
-    return x.like(y)
+    seen = tracking(running_mean, running_var, momentum)
+    return x.like(Normalize.apply(over, eps, seen, x.local, w, b))  # type: ignore[no-untyped-call]
 
 
 def _by_sample(
-    x: Shard, part: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, what: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm of each of ``groups`` of channels of each sample, and their means and variances."""
+    x: Shard, part: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, what: str,
+    seen: Seen | None = None,
+) -> Tensor:  # fmt: skip
+    """Norm of each of ``groups`` of channels of each sample; ``seen`` is told their means and variances."""
     shape, n, channels = x.shape, part.shape[0], part.shape[1]
     over = Over(x.space.link, what, shape.numel() // max(n * groups, 1), channels // groups)
     w, b = _parameter(x, what, weight), _parameter(x, what, bias)
     every = (None if t is None else t.repeat(n) for t in (w, b))
     flat = part.reshape(1, n * channels, *part.shape[2:])
-    y, mean, var, _ = Normalize.apply(over, eps, flat, *every)  # type: ignore[no-untyped-call]
-    return y.view(part.shape), mean, var
+    y: Tensor = Normalize.apply(over, eps, seen, flat, *every)  # type: ignore[no-untyped-call]
+    return y.view(part.shape)
 
 
 @handles(F.group_norm, torch.group_norm)
@@ -100,7 +104,7 @@ def _group_norm(
     x = image(input, what)
     if num_groups < 1 or x.shape[1] % num_groups:
         raise ValueError(f"{what}: num_groups={num_groups}: a divisor of its {x.shape[1]} channels would do")
-    return x.like(_by_sample(x, _in_autocast(x.local), num_groups, weight, bias, eps, what)[0])
+    return x.like(_by_sample(x, _in_autocast(x.local), num_groups, weight, bias, eps, what))
 
 
 @handles(F.instance_norm)
@@ -122,10 +126,12 @@ def _instance_norm(
     shape = x.shape
     count = math.prod(shape[2:])
     one_more(x, count, what)
-    y, mean, var = _by_sample(x, x.local, shape[1], weight, bias, eps, what)
-    update(running_mean, mean.view(shape[:2]).mean(0), momentum)
-    update(running_var, var.view(shape[:2]).mean(0) * (count / (count - 1)), momentum)
-    return x.like(y)
+    track = tracking(running_mean, running_var, momentum)
+
+    def seen(mean: Tensor, var: Tensor, count: Tensor | int) -> None:
+        track(mean.view(shape[:2]).mean(0), var.view(shape[:2]).mean(0), count)
+
+    return x.like(_by_sample(x, x.local, shape[1], weight, bias, eps, what, seen))
 
 
 def _normalized(x: Shard, normalized_shape: Any, what: str) -> int:
@@ -173,7 +179,7 @@ def _layer_norm(
     part = _in_autocast(x.local)
     over = Over(x.space.link, what, math.prod(x.shape[-last:]), place=_place(x, last))
     flat = part.reshape(1, math.prod(part.shape[:-last]), math.prod(part.shape[-last:]))
-    y = Normalize.apply(over, eps, flat, None, None)[0]  # type: ignore[no-untyped-call]
+    y = Normalize.apply(over, eps, None, flat, None, None)  # type: ignore[no-untyped-call]
     return x.like(_affine(x, y.view(part.shape), weight, bias, what))
 
 

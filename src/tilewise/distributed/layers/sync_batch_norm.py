@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tilewise.distributed.layers.normalization import image, one_more, update
+from tilewise.distributed.layers.normalization import image, one_more, tracking
 from tilewise.distributed.names import current_layer
 from tilewise.distributed.normalization import Normalize, Over
 from tilewise.distributed.shard import Shard, Space, space_around
@@ -44,9 +44,7 @@ def _forward(layer: nn.SyncBatchNorm, x: torch.Tensor, space: Space) -> torch.Te
     else:
         over = Over(link, what, None, home=space.link, copies=space.link.size)
         weights = [layer.weight, layer.bias]
-    y, mean, var, count = Normalize.apply(over, layer.eps, part, *weights)  # type: ignore[no-untyped-call]
-    update(running[0], mean, momentum)
-    update(running[1], var * (count / (count - 1)), momentum)
+    y = Normalize.apply(over, layer.eps, tracking(*running, momentum), part, *weights)  # type: ignore[no-untyped-call]
     return x.like(y) if isinstance(x, Shard) else y
 
 
