@@ -18,6 +18,7 @@ from tilewise.distributed.share import Share
 from tilewise.distributed.terms import Terms
 from tilewise.nn.book import Book
 from tilewise.nn.call import Operand, suggested_layout
+from tilewise.nn.progress import showing
 from tilewise.nn.runner import BoundPass
 from tilewise.nn.share import plan_together
 from tilewise.planner.planner import MEASURING
@@ -77,8 +78,12 @@ class PlannedPasses(TorchPasses):
         self._bound.clear()
         self._deterministic = deterministic
         if self.book.options.rigor in MEASURING:
-            for key, call in self._calls.items():
-                self.halos[key] = call, choose(call, self, self.book.options)
+            progress = self.book.planner.progress
+            with showing(progress):
+                for done, (key, call) in enumerate(self._calls.items()):
+                    if progress is not None:
+                        progress(done, len(self._calls), "halos")
+                    self.halos[key] = call, choose(call, self, self.book.options)
         self._calls.clear()
 
     def terms(self, share: Share, groups: int, x: torch.Tensor, w: torch.Tensor) -> Terms:

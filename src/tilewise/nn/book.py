@@ -15,6 +15,7 @@ from tilewise import solvers
 from tilewise.comm.agreement import several_ranks
 from tilewise.device import is_capturing
 from tilewise.nn.budget import Budget, GroupsOf, Names, divide
+from tilewise.nn.progress import Late, showing
 from tilewise.nn.runner import BoundPass
 from tilewise.plan import Plan, parse_bytes
 from tilewise.planner import NoPlanError, Options, Planner
@@ -86,9 +87,10 @@ class Book:
 
     @property
     def planner(self) -> Planner:
-        """The planner, made when first needed."""
+        """The planner, made when first needed; of several ranks the first shows its progress."""
         if self._planner is None:
-            self._planner = Planner()
+            first = not several_ranks() or torch.distributed.get_rank() == 0
+            self._planner = Planner(progress=Late() if first else None)
         return self._planner
 
     def constraints(self, problem: ConvProblem, deterministic: bool) -> Options:
@@ -106,7 +108,7 @@ class Book:
         Where no solver will do, torch keeps the problem and the reason is kept, unless there is a memory limit that
         torch would break too: then ``NoPlanError`` is raised.
         """
-        with planning(), undisturbed():
+        with planning(), undisturbed(), showing(self.planner.progress):
             alike: dict[Options, list[ConvProblem]] = {}
             waiting = self.missing(problems, deterministic)
             if self.supply is not None:
@@ -133,7 +135,7 @@ class Book:
         Raises ``NoPlanError`` with the least budget that works.
         """
         options = replace(self.options, deterministic=self.options.deterministic or deterministic)
-        with planning(), undisturbed():
+        with planning(), undisturbed(), showing(self.planner.progress):
             divided = divide(self.planner, names, options, budget, groups_of)
         self.limits.update(divided.limits)
         self.facts.update(divided.facts)

@@ -13,6 +13,7 @@ import torch
 from tilewise.comm.agreement import gather, receive, send
 from tilewise.device import environment
 from tilewise.nn.book import Book, undisturbed
+from tilewise.nn.progress import showing
 from tilewise.planner import NoPlanError, Planner
 from tilewise.planner.messages import Job, effort, largest_first, options_from_json
 from tilewise.planner.places import own_place
@@ -96,7 +97,8 @@ def _measured(book: Book, problems: list[ConvProblem], task: dict[str, Any], own
     """Plan this rank's share; other ranks than 0 into wisdom that ends with it, which is the result."""
     share = [(problems[index], options_from_json(options)) for index, options in task["shares"][own]]
     if own == 0:
-        _plan(book.planner, share)
+        with showing(book.planner.progress):
+            _plan(book.planner, share)
     if own == 0 or not share:
         return None
     with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:

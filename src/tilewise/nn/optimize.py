@@ -84,7 +84,8 @@ def optimize(
       while a CUDA graph is captured, under ``torch.compile``, or in one of several ranks.
     - ``branches``: parallel branches, such as an Inception module's, run in ``"sequence"``, or on streams at once where
       that is ``"measured"`` faster with the plans in place: the region by itself, and the model's whole step.
-    - ``progress(done, total, text)``: called as problems are planned.
+    - ``progress(done, total, text)``: called as problems are planned; by default a bar on stderr where that takes more
+      than two seconds.
     - ``planner``: the planner, with its wisdom and its own progress; a new one by default.
     - ``schedule``: a :class:`Schedule`, or a file that holds one, to run by under its own options. Its plans are
       checked, not timed. What it does not have, or what was planned for another device, other versions or turns out

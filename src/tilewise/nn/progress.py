@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-__all__ = ["LATE_S", "Late"]
+__all__ = ["LATE_S", "Late", "showing"]
 
 LATE_S = 2.0
 """Seconds of planning before anything is shown."""
@@ -25,8 +25,14 @@ class Late:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Planning goes on within; what is shown is gone, or told to be done, however it ends."""
-        self._start, self._shown = time.monotonic(), False
+        """Planning goes on within; what is shown is gone, or told to be done, however it ends.
+
+        Within another such block it is part of that.
+        """
+        if self._start is not None:
+            yield
+            return
+        self._start, self._total, self._shown = time.monotonic(), 0, False
         try:
             yield
         finally:
@@ -40,7 +46,7 @@ class Late:
     def __call__(self, done: int, total: int, text: str) -> None:
         if self._start is None:
             return
-        self._total = total
+        self._total = max(self._total, total)
         if not self._shown and time.monotonic() - self._start >= LATE_S:
             self._shown = True
             self._show(total)
@@ -59,3 +65,8 @@ class Late:
         self._bar = Progress(TextColumn("tilewise"), *columns, console=console, transient=True)
         self._bar.add_task("planning", total=total, text="")
         self._bar.start()
+
+
+def showing(progress: object) -> AbstractContextManager[None]:
+    """Planning goes on within; ``progress`` is a planner's, and shows of it where it is a :class:`Late`."""
+    return progress.planning() if isinstance(progress, Late) else nullcontext()

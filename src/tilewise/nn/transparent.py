@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.jit._builtins import _register_builtin
 
 from tilewise.nn.book import make_options
 from tilewise.nn.functional import BY_TORCH, Planned, Table, convolution, traced_by, transposed_convolution
-from tilewise.nn.progress import Late
+from tilewise.nn.progress import Late, showing
 from tilewise.nn.recorder import Recorder, Site
 from tilewise.nn.report import Report
 from tilewise.nn.settings import Unset, settled
@@ -49,9 +48,8 @@ class Session:
         if planner is not None and progress is not None:
             raise ValueError("progress: the planner given has its own; give one or the other")
         options = make_options(**values)
-        self._late = Late() if planner is None and progress is None else None
         if planner is None:
-            planner = Planner(progress=progress or self._late)
+            planner = Planner(progress=progress or Late())
         self.book = Recorder(options, planner, most_plans)
         self.table = Table(self.book)
         self.sites: dict[int, Site] = {}
@@ -89,8 +87,7 @@ class Session:
 
     def note(self, function: str, site: Site, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
         """A call that could not be resolved: its result where it is planned with this, else ``NotImplemented``."""
-        shown: AbstractContextManager[None] = nullcontext() if self._late is None else self._late.planning()
-        with shown:
+        with showing(self.book.planner.progress):
             planned = self.book.note(function, site, w)
         return site(x, w, b) if planned else NotImplemented
 
