@@ -20,6 +20,7 @@ from tests.distributed import test_convolution
 from tests.distributed.ranks import parallel, run
 from tests.interpreter import interpreted
 
+from tilewise.comm import peers
 from tilewise.comm.link import Link, PeerError
 from tilewise.comm.peers import CHANNELS, CHUNK, Peers, Places, merged
 from tilewise.distributed.peer_choice import PeerChoice, _Trial, choose_peers
@@ -125,7 +126,7 @@ def test_what_is_not_taken_is_taken_before_the_next() -> None:
 
 @pytest.mark.usefixtures("device")
 def test_waiting_in_vain_moves_nothing_and_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilewise.comm.peers.LOOK", 64)  # the interpreter's looks are slow
+    monkeypatch.setattr(peers, "LOOK", 64)  # the interpreter's looks are slow
     places = Places(((1,), (0,)), CHUNK)
     a, b = alone(places, timeout=1e-3)
     like = torch.ones(7)
@@ -224,7 +225,7 @@ def silent() -> str:
     p = parallel(torch.nn.Identity(), (dist.get_world_size(),), ("h",))
     link = p.space.link
     link.peers = shared(link, CHUNK)
-    link.peers._rounds = 3
+    link.peers._rounds, peers.LOOK = 3, 256  # the interpreter's looks are slow
     if link.index == 1:
         time.sleep(2)
         return ""
@@ -246,10 +247,10 @@ def tried() -> list[str]:
     """What a trial finds: nothing, and then that a byte is not what was sent."""
     p = parallel(torch.nn.Identity(), (dist.get_world_size(),), ("h",))
     link = p.space.link
-    peers = shared(link, 2 * CHUNK)
-    trial = _Trial(link, peers, torch.device("cpu"))
+    own = shared(link, 2 * CHUNK)
+    trial = _Trial(link, own, torch.device("cpu"))
     found = [trial.fault()]
-    take = peers._take
+    take = own._take
 
     def damaged(pairs: Iterable[Sequence[tuple[int, torch.Tensor]]], add: bool) -> None:
         every = list(pairs)
@@ -257,7 +258,7 @@ def tried() -> list[str]:
         if add:
             every[0][0][1].view(-1)[-1] += 1
 
-    peers._take = damaged  # type: ignore[method-assign]
+    own._take = damaged  # type: ignore[method-assign]
     return [*found, trial.fault()]
 
 
