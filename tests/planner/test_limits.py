@@ -161,9 +161,9 @@ def test_no_limit_is_planned_where_memory_cannot_be_told(monkeypatch: pytest.Mon
     from tilewise.planner import measure
 
     def unknown() -> None:
-        raise RuntimeError("/proc/self/clear_refs cannot be written: workspace=None would do")
+        raise RuntimeError("/proc/self/clear_refs cannot be written")
 
-    monkeypatch.setattr(measure, "_reset_peak_resident", unknown)
+    monkeypatch.setattr(measure, "reset_peak", unknown)
     problem = toys.small()
     assert Planner().plan(problem).time_ms > 0
     with pytest.raises(RuntimeError, match="workspace=None would do"):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tilewise import resident
 from tilewise.planner import measure
 from tilewise.planner.measure import (
     Timer,
@@ -141,11 +142,12 @@ def test_unknown_memory_is_an_error_that_says_what_would_do(monkeypatch: pytest.
     def no_file(*args: object, **kwargs: object) -> None:
         raise FileNotFoundError("no /proc here")
 
-    monkeypatch.setattr(measure, "open", no_file, raising=False)
-    with pytest.raises(RuntimeError, match="workspace=None would do"):
+    monkeypatch.setattr(resident, "open", no_file, raising=False)
+    with pytest.raises(RuntimeError, match=r"clear_refs.*workspace=None would do"):
         check_peak_is_known(CPU)
-    with pytest.raises(RuntimeError, match="workspace=None would do"):
-        measure._resident()
+    monkeypatch.setattr(measure, "reset_peak", lambda: None)
+    with pytest.raises(RuntimeError, match=r"status.*workspace=None would do"):
+        check_peak_is_known(CPU)
 
 
 FLAGS = [("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "rnn"), ("cuda", "conv")]

@@ -5,7 +5,6 @@ Nothing here is called while a CUDA graph is being captured; :class:`Timer` says
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import statistics
@@ -18,6 +17,7 @@ import torch
 
 from tilewise.device import is_capturing
 from tilewise.heap import AllocatorError, hand_back, releasing
+from tilewise.resident import reset_peak, resident, settle
 
 __all__ = [
     "Timer",
@@ -41,7 +41,7 @@ LEAD_MS, MOST_LEAD_MS = 0.1, 2.0
 LEAD = 1.5
 """The lead of a call in the time that it took to launch before."""
 NOISE = 128 << 10
-"""Bytes by which a resident set is known: Linux counts pages in batches, one for each core."""
+"""Bytes of a resident set that are not told from none: pages of the interpreter, of other threads and of the looks."""
 LONG_MS = 250.0
 """A longer first run tells how many rounds fit: what it loaded is little beside it."""
 UNKNOWN = "a workspace limit cannot be checked here, workspace=None would do"
@@ -207,13 +207,22 @@ def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0, scratch:
         return max(0, _requested(device)["peak"] - before - result_bytes)
     with _no_collection():
         hand_back()
-        _reset_peak_resident()
-        start = _resident()
+        start = _peak_from_here()
         kept = call()
-        end = _resident()
+        end = resident()
     del kept
     grown = end["VmHWM"] - start["VmRSS"] - max(0, end["RssFile"] - start["RssFile"]) - result_bytes
     return grown if grown > NOISE else 0
+
+
+def _peak_from_here() -> dict[str, int]:
+    """What is resident, where the peak starts again. ``RuntimeError`` where Linux does not tell."""
+    try:
+        settle()
+        reset_peak()
+        return resident()
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}: {UNKNOWN}") from error
 
 
 @contextmanager
@@ -235,8 +244,7 @@ def check_peak_is_known(device: torch.device) -> None:
             releasing()
         except AllocatorError as error:
             raise RuntimeError(f"what the memory allocator keeps hides what a call takes, {error}: {UNKNOWN}") from None
-        _reset_peak_resident()
-        _resident()
+        _peak_from_here()
 
 
 def peak_is_known(device: torch.device) -> bool:
@@ -252,27 +260,6 @@ def _requested(device: torch.device) -> dict[str, int]:
     """Bytes asked of the caching allocator: its blocks may be larger, which is its own affair."""
     counts: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]
     return counts
-
-
-def _resident() -> dict[str, int]:
-    """Bytes of this process in memory now, of files among them, and at the peak."""
-    found = {}
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            if name in ("VmHWM", "VmRSS", "RssFile"):
-                found[name] = int(value.split()[0]) * 1024
-    if len(found) < 3:
-        raise RuntimeError(f"/proc/self/status does not tell a CPU's memory: {UNKNOWN}")
-    return found
-
-
-def _reset_peak_resident() -> None:
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")
-    except OSError as error:
-        raise RuntimeError(f"/proc/self/clear_refs cannot be written: {UNKNOWN}") from error
 
 
 @contextmanager
