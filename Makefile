@@ -4,6 +4,8 @@ PYTHON ?= python3
 GPU ?= auto
 JOBS ?= 2
 TEST_TIMEOUT ?= 300
+# Where an environment keeps no bytecode, each of hundreds of processes would compile every module anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 STAMP := .venv/.complete

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from tests.forked import run_script
 from tests.sampling import EVERY
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 

@@ -11,32 +11,32 @@ from tilewise.resident import reset_peak, resident, settle
 
 FREED_ELSEWHERE = """
 import mmap, os
-from tilewise.planner.measure import peak_bytes
+from tilewise.planner import measure
+from tilewise.resident import settle
 
 def freed_elsewhere():
-    "Fewer pages than a batch are freed on each core, all allocated on the first: shares that are not added yet."
+    "Fewer pages than a batch are freed on each core: shares that are not added yet."
     cores = sorted(os.sched_getaffinity(0))
     mapping = mmap.mmap(-1, 32 * len(cores) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)
     mapping.write(bytes(len(mapping)))
+    settle()
     for index, core in enumerate(cores):
         os.sched_setaffinity(0, {core})
         mapping.madvise(mmap.MADV_DONTNEED, 32 * index * mmap.PAGESIZE, 31 * mmap.PAGESIZE)
     os.sched_setaffinity(0, cores)
     return mapping
 
-def nothing():
-    pass
-
-for _ in range(20):
+measure.NOISE = 0
+for _ in range(12):
     mapping = freed_elsewhere()
-    found.append(peak_bytes(nothing, torch.device("cpu")))
+    found.append(measure.peak_bytes(lambda: None, torch.device("cpu")))
 """
 
 
 @linux
 def test_pages_freed_on_other_cores_are_not_taken_for_a_workspace() -> None:
-    assert run(f"found = []\n{FREED_ELSEWHERE}\nprint(json.dumps(found))") == [0] * 20
+    assert max(run(f"found = []\n{FREED_ELSEWHERE}\nprint(json.dumps(found))")) <= 48 << 10
 
 
 @linux

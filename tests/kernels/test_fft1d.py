@@ -45,7 +45,7 @@ def check(
     assert x.untouched()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("n", SIZES)
 def test_every_size_there_and_back(place: str, n: int) -> None:

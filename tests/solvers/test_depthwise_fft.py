@@ -110,7 +110,7 @@ def check_drawn(drawn: st.SearchStrategy[ConvProblem], data: st.DataObject) -> N
     check(Emulated(data.draw(st.booleans(), "backwards")), p, c, forms, False)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @emulated
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])  # DGRAD has FPROP's kernels
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def check_config(p: ConvProblem, c: Config) -> None:
         assert (out.double() - want).norm() <= 4e-7 * want.norm()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @emulated
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])

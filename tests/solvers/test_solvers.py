@@ -125,7 +125,7 @@ def check(solver: Solver, p: ConvProblem, c: Config, forms: Memory, accumulate: 
     return True
 
 
-@pytest.mark.sampled(140)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(("solver", "pass_", "dims", "dtype", "precision", "device"), cases())
 def test_a_solver_computes_what_it_supports(
     solver: Solver, pass_: Pass, dims: int, dtype: str, precision: str, device: str
