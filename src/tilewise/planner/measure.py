@@ -207,6 +207,7 @@ def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0, scratch:
         return max(0, _requested(device)["peak"] - before - result_bytes)
     with _no_collection():
         hand_back()
+        settle()
         start = _peak_from_here()
         kept = call()
         end = resident()
@@ -218,7 +219,6 @@ def peak_bytes(call: Call, device: torch.device, result_bytes: int = 0, scratch:
 def _peak_from_here() -> dict[str, int]:
     """What is resident, where the peak starts again. ``RuntimeError`` where Linux does not tell."""
     try:
-        settle()
         reset_peak()
         return resident()
     except RuntimeError as error:
