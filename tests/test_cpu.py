@@ -20,6 +20,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc i
 
 PRELUDE = """
 import json, resource, torch
+import tilewise.resident
 from tilewise.cpu import keep_memory
 
 def faults(mib=64):
@@ -30,8 +31,7 @@ def faults(mib=64):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 def resident():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) >> 10
+    return tilewise.resident.resident()["VmRSS"] >> 20
 """
 
 
