@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +16,14 @@ from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, why_not
 from tilewise.distributed.passes import Passes, TorchPasses
 from tilewise.distributed.share import Share
 from tilewise.distributed.terms import LoopedTerms, Terms
+from tilewise.plan import Error
 from tilewise.planner.measure import Took, rounds
 from tilewise.planner.options import Options
-from tilewise.planner.verify import FLOOR
+from tilewise.planner.verify import FLOOR, allowed
 from tilewise.problem import DTYPE_NAMES
 
 __all__ = ["Call", "Chosen", "choose"]
 
-LIMIT = 1e-5
-"""Relative L2 error allowed in fp32 where no other is asked for; otherwise what plans are allowed."""
 GAIN = 0.95
 """Part of the loops' time below which the fused kernels are taken."""
 BUDGET_MS = 20.0
@@ -81,9 +81,8 @@ def _right(
     _, dy, w, *_ = operands
     by_torch = LoopedTerms(TorchPasses(), candidates[0].share, 1)
     wanted = _computed(by_torch, [t.double() for t in operands])
-    rounded = candidates[0].product != "tf32x3"
-    allowed = options.error_limit or (FLOOR[DTYPE_NAMES[w.dtype]] if rounded else LIMIT)
-    own = None if rounded and options.error_limit is None else 0.0
+    floor = None if candidates[0].product == "tf32x3" else FLOOR[DTYPE_NAMES[w.dtype]]
+    own = functools.cache(lambda: _worst(_computed(by_torch, operands), wanted))
     right, reasons = [], []
     for terms in candidates:
         if options.workspace is not None and (needed := terms.scratch(w, dy)) > options.workspace:
@@ -94,12 +93,10 @@ def _right(
         except Exception as error:  # whatever Triton or the device does: the loops compute it
             reasons.append(f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             continue
-        worst = max(_errors(found, wanted))
-        if worst > allowed and own is None:
-            own = max(_errors(_computed(by_torch, operands), wanted))
-            allowed = max(allowed, 2 * own)
-        if worst > allowed:
-            reasons.append(f"relative L2 error {worst:.1e} above {allowed:.1e}")
+        worst = _worst(found, wanted)
+        most, _ = allowed(floor, options.error_limit, worst, own)
+        if worst.l2 > most:
+            reasons.append(f"relative L2 error {worst.l2:.1e} above {most:.1e}")
         else:
             right.append(terms)
     return right, reasons
@@ -138,9 +135,10 @@ def _computed(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     return [results, dw, *terms.home(dy, w, boxes)]
 
 
-def _errors(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
+def _worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> Error:
+    """The largest relative L2 error; no spread, which is of transforms."""
     pairs = zip(found, wanted, strict=True)
-    return [float((a.double() - b).norm() / b.norm().clamp_min(1e-300)) for a, b in pairs]
+    return Error(max(float((a.double() - b).norm() / b.norm().clamp_min(1e-300)) for a, b in pairs), 0.0)
 
 
 def _timed(several: list[Terms], operands: list[torch.Tensor], launched: bool) -> list[float]:

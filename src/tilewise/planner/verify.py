@@ -23,7 +23,7 @@ from tilewise.planner.operands import make_operands, make_result, narrow
 from tilewise.problem import ROLES, ConvProblem, Pass, Range
 from tilewise.solvers import Split
 
-__all__ = ["FLOOR", "Compute", "error_limit", "errors_of"]
+__all__ = ["FLOOR", "Compute", "allowed", "error_limit", "errors_of"]
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``compute(a, b, out) -> result`` of the problem without bias."""
@@ -38,6 +38,8 @@ MANY_TAPS = 64
 """From so many on a depthwise reference is transformed: torch takes a CPU's float64 products one by one."""
 RESOLVED = 1e-9
 """Of the largest result: what lies below is compared as if it were this large."""
+LIMIT = 1e-5
+"""Error limit of fp32."""
 FLOOR = {"fp32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}
 """Least error limits where operands or result are rounded; for fp32 operands to TF32."""
 
@@ -77,8 +79,14 @@ def errors_of(problem: ConvProblem, compute: Compute, plan: Plan | None = None) 
 def error_limit(
     problem: ConvProblem, asked: float | None, found: Error, own: Callable[[], Error]
 ) -> tuple[float, float]:
-    """Largest L2 error and spread allowed: 1e-5 in fp32, twice torch's own (and no less than its dtype's rounding)
-    otherwise, or what was ``asked`` for.
+    """What :func:`allowed` says of the problem's data types and precision."""
+    exact = problem.dtype == problem.out_dtype == "fp32" and problem.precision == "ieee"
+    return allowed(None if exact else max(FLOOR[problem.dtype], FLOOR[problem.out_dtype]), asked, found, own)
+
+
+def allowed(floor: float | None, asked: float | None, found: Error, own: Callable[[], Error]) -> tuple[float, float]:
+    """Largest L2 error and spread allowed: 1e-5 in fp32 (``floor`` is ``None``), twice torch's own (and no less than
+    its dtype's rounding) otherwise, or what was ``asked`` for.
 
     ``own`` gives torch's own errors, which take as long as those ``found`` did: it is called only where these are above
     what is allowed in any case. TF32 rounds operands to 10 bits, so 1e-3 is allowed where torch happens to pick an fp32
@@ -86,9 +94,8 @@ def error_limit(
     """
     if asked is not None:
         return asked, asked
-    if problem.dtype == problem.out_dtype == "fp32" and problem.precision == "ieee":
-        return 1e-5, 1e-5
-    floor = max(FLOOR[problem.dtype], FLOOR[problem.out_dtype])
+    if floor is None:
+        return LIMIT, LIMIT
     if found.l2 <= floor and found.spread <= floor:
         return floor, floor
     error = own()
