@@ -199,7 +199,7 @@ def weight_shares(
         target = image.to(tl.int64) * out_n + h.to(tl.int64) * out_h + w.to(tl.int64) * out_w
         if VOLUME:
             target += d.to(tl.int64) * out_d
-        a = tl.trans(_tile(y, target, o.to(tl.int64) * out_c, met, o < outputs, Y_ROWS))
+        a = _tile(y, o.to(tl.int64) * out_c, target, o < outputs, met, not Y_ROWS)
         b = _tile(x, source, i.to(tl.int64) * source_c, met, i < inputs, X_ROWS)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     taps = tl.num_programs(2)
