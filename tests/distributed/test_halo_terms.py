@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -164,13 +165,14 @@ def test_what_is_right_and_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @interpreted
+@pytest.mark.parametrize("factor", [1.01, math.nan])
 @pytest.mark.parametrize("method", ["add", "home", "add_sums"])
-def test_what_is_wrong_is_not_used(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_not_used(method: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     own = getattr(HaloTerms, method)
 
     def wrong(self: HaloTerms, first: torch.Tensor, *rest: Any) -> Any:
         found = own(self, first, *rest)
-        (first if found is None else found[0])[..., -1].mul_(1.01)
+        (first if found is None else found[0])[..., -1].mul_(factor)
         return found
 
     monkeypatch.setattr(HaloTerms, method, wrong)

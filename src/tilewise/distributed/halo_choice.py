@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,9 +137,12 @@ def _computed(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> Error:
-    """The largest relative L2 error; no spread, which is of transforms."""
-    pairs = zip(found, wanted, strict=True)
-    return Error(max(float((a.double() - b).norm() / b.norm().clamp_min(1e-300)) for a, b in pairs), 0.0)
+    """The largest relative L2 error, infinite where something is not a number; no spread, which is of transforms."""
+    worst = 0.0
+    for got, want in zip(found, wanted, strict=True):
+        error = float((got.double() - want).norm() / want.norm().clamp_min(1e-300))
+        worst = max(worst, error) if math.isfinite(error) else math.inf
+    return Error(worst, 0.0)
 
 
 def _timed(several: list[Terms], operands: list[torch.Tensor], launched: bool) -> list[float]:
