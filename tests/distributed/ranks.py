@@ -42,6 +42,7 @@ def _rank(
         )
         if backend == "gloo":
             dist.barrier()  # a rank that is done closes its connections, maybe before another has made its own
+        torch.manual_seed(0)  # generators of GPUs begin at random: ranks would draw different weights
         pipe.send((True, function(*args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
