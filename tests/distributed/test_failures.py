@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -113,3 +116,29 @@ def test_a_rank_that_falls_silent_is_noticed_without_an_exchange(kind: str, word
     (text, seconds), _ = run(2, watched, kind, timeout=20, may_die=True)
     assert text.startswith(words)
     assert seconds < 10
+
+
+ENDING = """
+import sys, time, torch.distributed as dist
+from tilewise.comm.link import Link
+from tilewise.comm.watch import Watch
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+for watch in [Watch(Link([0, 1], 20.0)) for _ in range(6)]:
+    watch._interval = 0.0
+    watch.start()
+time.sleep(0.3)
+dist.barrier()
+if sys.argv[1] == "0":  # it keeps the store
+    time.sleep(1)
+"""
+
+
+def test_a_program_ends_in_order_while_its_threads_watch() -> None:
+    """What comes back from the store into a Python that has ended would abort the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", ENDING]
+    ranks = [subprocess.Popen([*command, str(rank), port], env=environment) for rank in (0, 1)]
+    assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]

@@ -27,6 +27,8 @@ __all__ = ["Watch", "raise_in_main"]
 
 POLLS = 20
 """Looks within the time given."""
+JOIN_S = 5.0
+"""How long the process's end waits for a thread that asks the store."""
 
 
 class Watch(threading.Thread):
@@ -37,7 +39,7 @@ class Watch(threading.Thread):
         self._link, self._interval = link, min(max(link.timeout / POLLS, 0.05), 1.0)
         now = time.monotonic()
         self._stood = {index: Standing(-1, -1, now, now) for index in link.others}
-        self._beat, self._over, self._writing = 0, False, threading.Lock()
+        self._beat, self._over, self._writing = 0, threading.Event(), threading.Lock()
 
     def run(self) -> None:
         """Look until something is lost."""
@@ -58,7 +60,7 @@ class Watch(threading.Thread):
                     ):
                         link.give_up(index)
                         return
-                time.sleep(self._interval)
+                self._over.wait(self._interval)
         except RuntimeError:
             # The rank that kept the store ended, unless it is this process that ends.
             if not link.broken and threading.main_thread().is_alive():
@@ -67,16 +69,18 @@ class Watch(threading.Thread):
     def _wrote(self, store: Any) -> bool:
         """Say that this rank is there, unless it ended."""
         with self._writing:
-            if not self._over:
+            if not self._over.is_set():
                 self._beat += 1
                 store.set(f"{self._link.key}/alive/{self._link.index}", json.dumps([self._link.progress, self._beat]))
-            return not self._over
+            return not self._over.is_set()
 
     def _ended(self, store: Any) -> None:
         """At the program's end: nobody need wait for this rank's next word, unless for an exchange."""
         with self._writing, contextlib.suppress(RuntimeError):
-            self._over = True
+            self._over.set()
             store.set(f"{self._link.key}/alive/{self._link.index}", json.dumps([self._link.progress, None]))
+        # A thread that comes back from the store once Python has ended takes the whole process down with SIGABRT.
+        self.join(JOIN_S)
 
     def _lost(self, index: int, said: bytes) -> bool:
         number, beat = json.loads(said)
