@@ -75,13 +75,15 @@ class Bucket:
         self._moments: list[torch.cuda.Event | None] = []
         self._bytes = self._come = 0
         self._beside: Branch | None = None
+        self._copied: list[torch.Tensor] = []
+        """What was copied beside the current stream, which must not take its memory before :meth:`finish`."""
         self._travelling: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
         self.expected = 0
         """How many gradients will come, if all do."""
 
     def complete(self, gradient: torch.Tensor) -> None:
         """The current stream adds nothing more to ``gradient``, nor does anybody else read it."""
-        if gradient.is_cuda and gradient.is_contiguous():
+        if gradient.is_cuda:
             event = torch.cuda.current_stream(gradient.device).record_event()
             self._complete[id(gradient)] = gradient, event
 
@@ -90,6 +92,11 @@ class Bucket:
         total, moment = self._complete.pop(id(gradient), (None, None))
         if total is None:
             total = gradient.clone(memory_format=torch.contiguous_format)
+        elif not total.is_contiguous():
+            # In one order on all ranks, whatever the layouts that their plans gave it.
+            with self._after([moment], total.device):
+                total = total.clone(memory_format=torch.contiguous_format)
+            self._copied.append(gradient)
         if self._waiting and self._waiting[0].dtype != total.dtype:
             self.flush()
         self._come += 1
@@ -137,6 +144,7 @@ class Bucket:
                     start += part.numel()
         if self._beside is not None:
             self._beside.join()
+        self._copied.clear()
 
 
 class _Sum(torch.autograd.Function):
