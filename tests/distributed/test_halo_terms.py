@@ -12,12 +12,13 @@ import torch
 from tests.interpreter import interpreted
 
 from tilewise.axis import Axis
-from tilewise.distributed import halo_choice
+from tilewise.distributed import halo_choice, halo_terms
 from tilewise.distributed.halo_choice import Call, choose
-from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, why_not
+from tilewise.distributed.halo_terms import BLOCKS, Blocks, HaloTerms, nearest, why_not
 from tilewise.distributed.layout import Grid, Layout, even_cuts
 from tilewise.distributed.passes import TorchPasses
 from tilewise.distributed.share import Share, share_of
+from tilewise.distributed.terms import LoopedTerms
 from tilewise.planner.options import Options
 
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -69,15 +70,34 @@ def checked(device: str, seed: int, dtype: torch.dtype, precision: str, bound: f
     """Compares every rank's three passes; how many boxes there were."""
     draw = random.Random(seed)
     axes, transposed, ranks = drawn(draw)
-    torch.manual_seed(seed)
     images, channels, outputs = draw.randint(1, 3), draw.choice((1, 3, 17, 40)), draw.choice((2, 20, 70))
     orders = (torch.contiguous_format, torch.channels_last) if len(axes) == 2 else (torch.contiguous_format,)
     order, order_of_boxes, blocks = draw.choice(orders), draw.choice(orders), draw.choice(BLOCKS)
+    sizes = images, channels, outputs
+    packed = draw.random() < 0.5
+    return compared(
+        device, seed, axes, transposed, ranks, sizes, (order, order_of_boxes), blocks, dtype, precision, bound,
+        packed=packed,
+    )  # fmt: skip
+
+
+def compared(
+    device: str, seed: int, axes: tuple[Axis, ...], transposed: bool, ranks: tuple[int, ...],
+    sizes: tuple[int, int, int], orders: tuple[torch.memory_format, torch.memory_format], blocks: Blocks,
+    dtype: torch.dtype, precision: str, bound: float, shift: int = 0, packed: bool = True,
+) -> int:  # fmt: skip
+    """As :func:`checked`; tensors begin ``shift`` elements into their memory, those of products are ``packed``."""
+    torch.manual_seed(seed)
+    (images, channels, outputs), (order, order_of_boxes) = sizes, orders
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
-    w = made(outputs, channels, *(a.kernel for a in axes)).contiguous(memory_format=order)
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.new_empty(tensor.numel() + shift)
+        return memory.as_strided(tensor.shape, tensor.stride(), shift).copy_(tensor)
+
+    w = placed(made(outputs, channels, *(a.kernel for a in axes)).contiguous(memory_format=order))
     ins, outs = (outputs, channels) if transposed else (channels, outputs)
     count = 0
     for share in shares_of(axes, transposed, ranks):
@@ -89,20 +109,21 @@ def checked(device: str, seed: int, dtype: torch.dtype, precision: str, bound: f
         for _, box in share.transfer.receives:
             sides = [*box, *whole[len(box) :]]
             box_of = made(images, ins, *(stop - start for start, stop in sides))
-            boxes.append(box_of.contiguous(memory_format=order_of_boxes))
-        y = made(images, outs, *share.sizes).contiguous(memory_format=order)
-        dy = made(images, outs, *share.sizes).contiguous(memory_format=order)
+            boxes.append(placed(box_of.contiguous(memory_format=order_of_boxes)))
+        y = placed(made(images, outs, *share.sizes).contiguous(memory_format=order))
+        dy = placed(made(images, outs, *share.sizes).contiguous(memory_format=order))
         assert not why_not(1, y, w, *boxes)
         exact = [t.double().cpu() for t in (y, w, *boxes)]
         leaves = [t.requires_grad_() for t in exact[1:]]
         expected = by_torch(share, leaves[1:], leaves[0], exact[0])
         gradients = torch.autograd.grad(expected, leaves, dy.double().cpu(), allow_unused=True)
-        found = y.clone(memory_format=torch.preserve_format)
-        terms.add(found, boxes, w)
+        found = placed(y)
+        terms.add(found, terms.results(boxes, w) if packed else boxes, terms.filters(w, back=False) if packed else w)
         close(found, expected.detach(), bound)
-        for got, want in zip(terms.home(dy, w, boxes), gradients[1:], strict=True):
+        homes = terms.home(dy, terms.filters(w, back=True) if packed else w, boxes)
+        for got, want in zip(homes, gradients[1:], strict=True):
             close(got, torch.zeros_like(got, dtype=torch.float64, device="cpu") if want is None else want, bound)
-        dw = torch.randn(w.shape, device=device).to(dtype).contiguous(memory_format=order)
+        dw = placed(made(*w.shape).contiguous(memory_format=order))
         before = dw.double().cpu()
         terms.add_sums(dw, terms.sums(boxes, w, dy))
         close(dw, before if gradients[0] is None else before + gradients[0], bound)
@@ -140,6 +161,57 @@ def test_tf32(seed: int) -> None:
     checked("cuda", seed, torch.float32, "tf32", 2e-3)
 
 
+ORDERS = list(itertools.product((torch.contiguous_format, torch.channels_last), repeat=2))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("orders", "blocks", "stride", "shift", "far"),
+    [
+        *((orders, blocks, 1, 0, False) for orders in ORDERS for blocks in BLOCKS),
+        *((orders, BLOCKS[0], 2, 0, False) for orders in ORDERS),
+        *((orders, BLOCKS[0], 1, 1, False) for orders in ORDERS),
+        *((orders, BLOCKS[2], 1, 0, True) for orders in ORDERS),
+    ],
+)
+def test_sizes_of_whole_blocks(
+    device: str, orders: tuple[torch.memory_format, torch.memory_format], blocks: Blocks, stride: int, shift: int,
+    far: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Channels and rows for which kernels have no masks, by words where memory is aligned; 64-bit offsets likewise."""
+    if far:
+        monkeypatch.setattr(halo_terms, "FAR", 1)
+    axes = (Axis(8, 3, stride, before=1, after=1), Axis(32 * stride, 3, stride, before=1, after=1))
+    sizes = (2, 64, 64) if device == "cuda" else (1, 16, 32)
+    for transposed, packed in ((False, True), (True, True), (False, False)):
+        assert compared(
+            device, 7, axes, transposed, (2,), sizes, orders, blocks, torch.float32, "ieee", 3e-6, shift, packed
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("back", [False, True])
+def test_tensors_beyond_32_bits(back: bool) -> None:
+    """Images so far from each other that only 64-bit offsets reach the second."""
+    (share, *_) = shares_of((Axis(8, 3, before=1, after=1), Axis(32, 3, before=1, after=1)), False, (2,))
+    w = torch.randn(64, 64, 3, 3, device="cuda").bfloat16()
+    memory = torch.full((2**31 + 2**20,), math.nan, dtype=torch.bfloat16, device="cuda")
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        return memory.as_strided(tensor.shape, (2**31, *tensor.stride()[1:])).copy_(tensor)
+
+    box, y = (torch.randn(2, 64, rows, 32, device="cuda").bfloat16() for rows in (1, 4))
+    terms, near = (HaloTerms(share, "ieee", BLOCKS[0]) for _ in range(2))
+    if back:
+        expected, found = (t.home(dy, w, [box]) for t, dy in ((near, y), (terms, apart(y))))
+        assert torch.equal(found[0], expected[0])
+    else:
+        near.add(expected := y.clone(), [box], w)
+        terms.add(y, [apart(box)], w)
+        assert torch.equal(y, expected)
+
+
 def a_call(groups: int = 1) -> Call:
     (share, *_) = shares_of((Axis(8, 3, before=1, after=1), Axis(5, 3, before=1, after=1)), False, (2,))
     return Call.of(share, groups, torch.ones(2, 4, 4, 5), torch.ones(6, 4 // groups, 3, 3))
@@ -162,6 +234,25 @@ def test_what_is_right_and_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> 
     assert terms.blocks is BLOCKS[1]
     assert "the limit is 100" in choose(call, TorchPasses(), Options(workspace=100)).reason
     assert choose(a_call(groups=2), TorchPasses(), Options()).reason == "2 groups"
+
+
+@pytest.mark.parametrize("limit", [0, 1, 50_000, 200_000, 10**6, None])
+@pytest.mark.parametrize("device", DEVICES)
+def test_shares_of_a_gradient_keep_a_limit(device: str, limit: int | None) -> None:
+    (_, share, *_) = shares_of((Axis(16, 3, before=1, after=1), Axis(32, 3, before=1, after=1)), False, (4,))
+    terms = HaloTerms(share, "ieee", BLOCKS[0], limit)
+    w, dy = torch.randn(32, 32, 3, 3, device=device), torch.randn(8, 32, 4, 32, device=device)
+    boxes = [torch.randn(8, 32, 1, 32, device=device) for _ in share.boxes]
+    least = 4 * 6 * 32 * 32
+    assert terms.scratch(w, dy) <= max(limit or 10**9, w.nbytes, least)
+    sums = terms.sums(boxes, w, dy)
+    assert sum(t.nbytes for t in sums) == (
+        2 * least if limit is None else max(least, min(2 * least, limit // least * least))
+    )
+    terms.add_sums(dw := torch.zeros_like(w), sums)
+    leaf = w.double().cpu().requires_grad_()
+    y = by_torch(share, [b.double().cpu() for b in boxes], leaf, dy.double().cpu() * 0)
+    close(dw, torch.autograd.grad(y, leaf, dy.double().cpu())[0], 3e-6)
 
 
 @interpreted
@@ -199,3 +290,36 @@ def test_what_raises_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_they_do_not_compute(groups: int, dtypes: tuple[Any, ...], words: str) -> None:
     assert words in why_not(groups, *(torch.ones(2, dtype=dtype) for dtype in dtypes))
     assert why_not(1, torch.ones(1), torch.ones(0)) == "an empty tensor"
+
+
+class Noting(TorchPasses):
+    """Notes how the boxes that it is given lie in memory."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def fprop(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        self.seen.append(x.stride())
+        return super().fprop(x, *rest)
+
+    def wgrad(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        self.seen.append(x.stride())
+        return super().wgrad(x, *rest)
+
+
+def test_problems_of_boxes_are_those_that_were_planned() -> None:
+    """Whatever brings a box: plans are found by how their operands lie."""
+    (_, share, *_) = shares_of((Axis(8, 3, before=1, after=1), Axis(5, 3, before=1, after=1)), False, (4,))
+    w, dy = torch.randn(6, 4, 3, 3), torch.randn(2, 6, 2, 5)
+    boxes = [torch.randn(2, 4, 1, 5) for _ in share.boxes]
+    found = []
+    for given in (boxes, [nearest(box, 1) for box in boxes]):
+        passes = Noting()
+        terms = LoopedTerms(passes, share, 1)
+        y = torch.zeros_like(dy)
+        terms.add(y, terms.results(given, w), w)
+        found.append((passes.seen, y, terms.sums(given, w, dy)))
+    assert found[0][0] == found[1][0]
+    assert len(found[0][0]) == 2 * len(boxes)
+    for plain, near in zip(found[0][1:], found[1][1:], strict=True):
+        assert torch.equal(plain, near)

@@ -85,8 +85,8 @@ def _by_terms(
     share, beside = work.share, Branch(x.device, "halos", urgent=True)
     terms = work.passes.terms(share, work.groups, x, w)
     own_bias = b if share.own is not None and _fills(share.own, share) else None
-    pending, y = beside.both(
-        lambda: send_boxes(work.link, work.what, work.layout, share.transfer, x),
+    (filters, pending), y = beside.both(
+        lambda: (terms.filters(w, back=False), send_boxes(work.link, work.what, work.layout, share.transfer, x)),
         lambda: _own(work, x, w, own_bias),
         beside_first=work.link.early,
     )
@@ -97,7 +97,7 @@ def _by_terms(
     if y is None:
         channels = w.shape[1] * work.groups if share.transposed else w.shape[0]
         y = x.new_zeros((x.shape[0], channels, *share.sizes))
-    terms.add(y, found, w)
+    terms.add(y, found, filters)
     return y if b is None or own_bias is not None else work.biased(y, b), boxes
 
 
@@ -126,7 +126,7 @@ def _terms_back(
     def sent_home() -> Pending | None:
         if not want_x:
             return None
-        home = terms.home(dy, w, boxes)
+        home = terms.home(dy, terms.filters(w, back=True), boxes)
         return send_back(work.link, f"the backward of {work.what}", work.layout.grid, share.transfer, home, x)
 
     pending, dw = beside.both(

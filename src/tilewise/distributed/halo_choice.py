@@ -13,7 +13,7 @@ import torch
 
 from tilewise.device import conv_precision
 from tilewise.distributed.exchange import shape_of
-from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, why_not
+from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, nearest, why_not
 from tilewise.distributed.passes import Passes, TorchPasses
 from tilewise.distributed.share import Share
 from tilewise.distributed.terms import LoopedTerms, Terms
@@ -64,7 +64,9 @@ def choose(call: Call, passes: Passes, options: Options) -> Chosen:
         return Chosen(None, reason)
     operands = _made(call)
     precision = conv_precision() if call.w.dtype is torch.float32 else "tf32"
-    right, reasons = _right([HaloTerms(share, precision, blocks) for blocks in BLOCKS], operands, options)
+    right, reasons = _right(
+        [HaloTerms(share, precision, blocks, options.workspace) for blocks in BLOCKS], operands, options
+    )
     if not right:
         return Chosen(None, "; ".join(dict.fromkeys(reasons)))
     looped = LoopedTerms(passes, share, call.groups)
@@ -87,7 +89,7 @@ def _right(
     right, reasons = [], []
     for terms in candidates:
         if options.workspace is not None and (needed := terms.scratch(w, dy)) > options.workspace:
-            reasons.append(f"the filter's gradient takes {needed} bytes, the limit is {options.workspace}")
+            reasons.append(f"the filter takes {needed} bytes, the limit is {options.workspace}")
             continue
         try:
             found = _computed(terms, operands)
@@ -123,7 +125,7 @@ def _made(call: Call) -> list[torch.Tensor]:
         random(results, order),
         random(results, order),
         filters.copy_(random(w.shape, torch.contiguous_format)),
-        *(random(shape, torch.contiguous_format) for shape in boxes),
+        *(nearest(random(shape, torch.contiguous_format), 1) for shape in boxes),
     ]
 
 
@@ -131,9 +133,9 @@ def _computed(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """What the terms alone are: of the results, of the boxes' gradients, of the filter's."""
     y, dy, w, *boxes = operands
     results, dw = torch.zeros_like(y), torch.zeros_like(w)
-    terms.add(results, terms.results(boxes, w), w)
+    terms.add(results, terms.results(boxes, w), terms.filters(w, back=False))
     terms.add_sums(dw, terms.sums(boxes, w, dy))
-    return [results, dw, *terms.home(dy, w, boxes)]
+    return [results, dw, *terms.home(dy, terms.filters(w, back=True), boxes)]
 
 
 def _worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> Error:
@@ -150,8 +152,8 @@ def _timed(several: list[Terms], operands: list[torch.Tensor], launched: bool) -
     dw = torch.zeros_like(w)
 
     def run(terms: Terms) -> None:
-        terms.add(y, terms.results(boxes, w), w)
-        terms.home(dy, w, boxes)
+        terms.add(y, terms.results(boxes, w), terms.filters(w, back=False))
+        terms.home(dy, terms.filters(w, back=True), boxes)
         terms.add_sums(dw, terms.sums(boxes, w, dy))
 
     def call(terms: Terms) -> Any:

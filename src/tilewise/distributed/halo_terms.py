@@ -15,7 +15,7 @@ from tilewise.distributed.share import Share, Term
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch, Program
 
-__all__ = ["BLOCKS", "Blocks", "HaloTerms", "why_not"]
+__all__ = ["BLOCKS", "Blocks", "HaloTerms", "nearest", "why_not"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCTS = {"ieee": "tf32x3", "tf32": "tf32"}
@@ -27,6 +27,10 @@ SHARE = 128
 ENOUGH = 264
 """Blocks that fill a GPU twice: rows are in no more shares than that."""
 ADD_BLOCK, ADD_AT_ONCE = 128, 16
+STAGES = 3
+"""Blocks of operands on their way at a time: a product's next one comes while it computes."""
+WORD, FAR = 16, 1 << 31
+"""Bytes of the widest word that is moved at once; elements that offsets of 32 bits do not reach."""
 
 
 def why_not(groups: int, *tensors: torch.Tensor) -> str:
@@ -50,8 +54,8 @@ class Blocks:
     warps: int
 
 
-BLOCKS = (Blocks(64, 32, 32, 8), Blocks(32, 32, 32, 8), Blocks(32, 32, 32, 4))
-"""To choose from by measuring. With more for each thread the addresses of a block do not fit its registers."""
+BLOCKS = (Blocks(32, 64, 16, 8), Blocks(32, 32, 16, 4), Blocks(64, 32, 16, 4))
+"""To choose from by measuring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,12 @@ class View:
     def by_rows(self) -> bool:
         """Whether positions along the last axis are nearer to each other than channels."""
         return self.strides[4] < self.strides[1]
+
+    def near(self, size: int, channels: int = 1) -> int:
+        """How many elements of ``size`` bytes, along the axis ``channels``, lie in one word; 0: none beside another."""
+        if self.strides[channels] != 1:
+            return 0
+        return math.gcd(WORD // size, *(s for axis, s in enumerate(self.strides) if axis != channels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,32 +113,38 @@ class Moves:
 
 class HaloTerms:
     """The terms of ``share.boxes``. ``precision`` is torch's of fp32 products, ``ieee`` or ``tf32``; ``blocks`` the
-    kernels'.
+    kernels'. A filter's gradient is in as many shares as ``limit`` bytes hold, one at least.
 
     Methods are those of :class:`~tilewise.distributed.terms.Terms`. Boxes are added in their order, so that the same
     bits come every time.
     """
 
-    def __init__(self, share: Share, precision: str, blocks: Blocks = BLOCKS[0]) -> None:
-        self.share, self.product, self.blocks = share, PRODUCTS[precision], blocks
+    def __init__(
+        self, share: Share, precision: str, blocks: Blocks = BLOCKS[0], limit: int | None = None
+    ) -> None:  # fmt: skip
+        self.share, self.product, self.blocks, self._limit = share, PRODUCTS[precision], blocks, limit
         terms = [(index, term) for index, term in enumerate(share.boxes) if term is not None]
         self._pairs = {overlap: _pairs(terms, overlap) for overlap in (False, True)}
         self._programs: dict[Any, list[Program]] = {}
         self._sizes: dict[Any, list[int]] = {}
 
+    def filters(self, w: torch.Tensor, back: bool) -> torch.Tensor:
+        """``w`` with those channels next to each other over which products are summed, so that words hold several."""
+        return nearest(w, int(back == self.share.transposed)) if self._pairs[True] else w
+
     def results(self, boxes: Sequence[torch.Tensor], w: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The boxes themselves: their products go straight into the results."""
-        return boxes
+        """The boxes themselves, channels next to each other: their products go straight into the results."""
+        return [nearest(box, 1) for box in boxes]
 
     def add(self, y: torch.Tensor, boxes: Sequence[torch.Tensor], w: torch.Tensor) -> None:
         """Add to this rank's results ``y`` what ``boxes`` bring."""
         key = ("add", _layout(y), _layout(w), *map(_layout, boxes))
 
         def pair(terms: list[tuple[int, Term]]) -> Launch:
-            back = self.share.transposed
+            back, wide = self.share.transposed, _wide(*boxes)
             views = [(View.of(boxes[i]), View.of(y, term.target)) for i, term in terms]
             pointers = [2 + i for i, _ in terms], [0] * len(terms)
-            return self._gather(terms, back, y.shape[0], views, pointers, w, accumulate=True)
+            return self._gather(terms, back, y.shape[0], views, pointers, w, accumulate=True, wide=wide)
 
         tensors = [y, w, *boxes]
         for program in self._made(key, pair, tensors, overlap=False):
@@ -137,18 +153,14 @@ class HaloTerms:
     def home(self, dy: torch.Tensor, w: torch.Tensor, boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of ``boxes``."""
         key = ("home", _layout(dy), _layout(w), *map(_layout, boxes))
-        found = [
-            torch.zeros_like(box, memory_format=torch.contiguous_format)
-            if term is None
-            else torch.empty_like(box, memory_format=torch.contiguous_format)
-            for term, box in zip(self.share.boxes, boxes, strict=True)
-        ]
+        near = dy.stride(1) == 1
+        found = [_like(box, near, empty=term is not None) for term, box in zip(self.share.boxes, boxes, strict=True)]
 
         def pair(terms: list[tuple[int, Term]]) -> Launch:
             back = not self.share.transposed
             views = [(View.of(dy, term.target), View.of(found[i])) for i, term in terms]
             pointers = [0] * len(terms), [2 + i for i, _ in terms]
-            return self._gather(terms, back, dy.shape[0], views, pointers, w, accumulate=False)
+            return self._gather(terms, back, dy.shape[0], views, pointers, w, accumulate=False, wide=_wide(dy))
 
         tensors = [dy, w, *found]
         for program in self._made(key, pair, tensors, overlap=True):
@@ -185,8 +197,8 @@ class HaloTerms:
                 program([shares, dw])
 
     def scratch(self, w: torch.Tensor, dy: torch.Tensor) -> int:
-        """Bytes that :meth:`sums` takes."""
-        return 4 * sum(self._shares(terms, w, dy)[2] for terms in self._pairs[True])
+        """Bytes that :meth:`filters` or :meth:`sums` takes, one after the other."""
+        return max(w.nbytes, 4 * sum(self._shares(terms, w, dy)[2] for terms in self._pairs[True]))
 
     def _made(
         self, key: Any, pair: Callable[[list[tuple[int, Term]]], Launch], tensors: list[torch.Tensor], overlap: bool
@@ -194,7 +206,7 @@ class HaloTerms:
         from tilewise.kernels.triton.launch import Program
 
         if key not in self._programs:
-            alignment = [t.element_size() for t in tensors]
+            alignment = [math.gcd(t.data_ptr(), WORD) for t in tensors]
             self._programs[key] = [
                 Program([pair(terms)], alignment, tensors[0].device) for terms in self._pairs[overlap]
             ]
@@ -202,7 +214,7 @@ class HaloTerms:
 
     def _gather(
         self, terms: list[tuple[int, Term]], back: bool, images: int, views: list[tuple[View, View]],
-        sources: tuple[list[int], list[int]], w: torch.Tensor, *, accumulate: bool,
+        sources: tuple[list[int], list[int]], w: torch.Tensor, *, accumulate: bool, wide: bool,
     ) -> Launch:  # fmt: skip
         from tilewise.kernels.triton import halo
         from tilewise.kernels.triton.launch import Launch, Pointer
@@ -220,11 +232,15 @@ class HaloTerms:
             (w_o, w_i), (outputs, inputs) = (w_i, w_o), (inputs, outputs)
         tiles = [-(-images * math.prod(m.results) // self.blocks.rows) for m in moves]
         own = [moves[n].scalars(images, *views[n]) for n in two]
-        block = min(CHANNELS, _power(outputs))
+        block, depth = min(CHANNELS, _power(outputs)), min(self.blocks.depth, _power(inputs))
+        near = [min(pair[side].near(size) for pair in views) for side in (0, 1)]
         constants = {
-            "ACCUMULATE": accumulate, "PRECISION": self.product, "VOLUME": w.dim() > 4,
-            "SOURCE_ROWS": views[0][0].by_rows, "W_INPUTS": w_i < w_o, "OUT_ROWS": views[0][1].by_rows,
-            "BLOCK_R": self.blocks.rows, "BLOCK_O": block, "BLOCK_I": min(self.blocks.depth, _power(inputs)),
+            "ACCUMULATE": accumulate, "PRECISION": self.product, "UNIT": _unit(moves), "VOLUME": w.dim() > 4,
+            "WIDE": wide, "LINES": _in_lines(moves, self.blocks.rows), "FULL": not (outputs % block or inputs % depth),
+            "SOURCE_ROWS": views[0][0].by_rows, "SOURCE_NEAR": near[0], "W_INPUTS": w_i < w_o,
+            "W_NEAR": filters[0].near(size, int(w_i < w_o) ^ back),
+            "OUT_ROWS": views[0][1].by_rows, "OUT_NEAR": near[1],
+            "BLOCK_R": self.blocks.rows, "BLOCK_O": block, "BLOCK_I": depth, "STAGES": STAGES,
         }  # fmt: skip
         scalars = (
             tiles[0], inputs, outputs, w_o, w_i, *taps, *moves[0].up, *moves[0].step, *moves[0].down,
@@ -240,6 +256,9 @@ class HaloTerms:
         taps = sum(math.prod(m.taps) for m in moves)
         tiles = -(-w.shape[0] // CHANNELS) * -(-w.shape[1] // CHANNELS)
         splits = min(-(-rows // SHARE), -(-ENOUGH // (tiles * taps)))
+        if self._limit is not None:
+            each = 4 * taps * w.shape[0] * w.shape[1] * len(self._pairs[True])
+            splits = max(1, min(splits, self._limit // each))
         at_once = self.blocks.sum_rows
         share = -(-rows // (splits * at_once)) * at_once
         splits = -(-rows // share)
@@ -264,9 +283,12 @@ class HaloTerms:
         own = [moves[n].scalars(dy.shape[0], *views[n]) for n in two]
         taps = [math.prod(m.taps) for m in moves]
         block_o, block_i = min(CHANNELS, _power(outputs)), min(CHANNELS, _power(inputs))
+        near = [min(pair[side].near(size) for pair in views) for side in (0, 1)]
         constants = {
-            "PRECISION": self.product, "VOLUME": w.dim() > 4, "X_ROWS": views[0][0].by_rows,
-            "Y_ROWS": views[0][1].by_rows, "BLOCK_R": self.blocks.sum_rows, "BLOCK_O": block_o, "BLOCK_I": block_i,
+            "PRECISION": self.product, "UNIT": _unit(moves), "VOLUME": w.dim() > 4, "WIDE": _wide(dy, *boxes),
+            "LINES": _in_lines(moves, self.blocks.sum_rows), "FULL": not (outputs % block_o or inputs % block_i),
+            "X_ROWS": views[0][0].by_rows, "X_NEAR": near[0], "Y_ROWS": views[0][1].by_rows, "Y_NEAR": near[1],
+            "BLOCK_R": self.blocks.sum_rows, "BLOCK_O": block_o, "BLOCK_I": block_i, "STAGES": STAGES,
         }  # fmt: skip
         scalars = (
             taps[0], inputs, outputs, share, *moves[0].up, *moves[0].step, *moves[0].down,
@@ -290,10 +312,10 @@ class HaloTerms:
             elements // (sum(taps) * outputs * inputs), taps[0], sum(taps), inputs, outputs, *View.of(dw).strides,
             *kernel, *begins[0], *counts[0], *begins[1], *counts[1],
         )  # fmt: skip
-        blocks = -(-inputs * outputs * math.prod(kernel) // ADD_BLOCK)
+        grid = (-(-inputs * outputs // ADD_BLOCK), math.prod(kernel), 1)
         pointers = (Pointer(0, 0, torch.float32), Pointer(1, 0, dw.dtype))
         constants = {"BLOCK": ADD_BLOCK, "AT_ONCE": ADD_AT_ONCE}
-        return Launch(halo.add_shares, (blocks, 1, 1), pointers, scalars, constants)
+        return Launch(halo.add_shares, grid, pointers, scalars, constants)
 
 
 def _pairs(terms: list[tuple[int, Term]], overlap: bool) -> list[list[tuple[int, Term]]]:
@@ -316,5 +338,34 @@ def _power(n: int) -> int:
     return max(LEAST, 1 << (n - 1).bit_length())
 
 
-def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    return tensor.shape, tensor.stride()
+def _unit(moves: list[Moves]) -> bool:
+    """Whether a result reads every position that it meets."""
+    return all(m.down == (1, 1, 1) for m in moves)
+
+
+def _in_lines(moves: list[Moves], rows: int) -> bool:
+    """Whether blocks of so many rows lie within one line."""
+    return all(m.results[-1] % rows == 0 for m in moves)
+
+
+def _wide(*tensors: torch.Tensor) -> bool:
+    """Whether an element of one is further from its first than 32 bits tell."""
+    return any(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) >= FAR for t in tensors)
+
+
+def nearest(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """``tensor`` with neighbours along ``dim`` next to each other in memory; itself where they are."""
+    if tensor.stride(dim) == 1 or tensor.shape[dim] == 1:
+        return tensor
+    return tensor.movedim(dim, -1).contiguous().movedim(-1, dim)
+
+
+def _like(box: torch.Tensor, near: bool, empty: bool) -> torch.Tensor:
+    """Memory for a box's gradient, with channels next to each other where ``near``."""
+    make = box.new_empty if empty else box.new_zeros
+    n, c, *sizes = box.shape
+    return make((n, *sizes, c)).movedim(-1, 1) if near else make(box.shape)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return tensor.shape, tensor.stride(), tensor.data_ptr() % WORD

@@ -20,6 +20,10 @@ __all__ = ["LoopedTerms", "Terms", "along", "backward_of", "forward_of", "weight
 class Terms(Protocol):
     """The terms of one share's boxes."""
 
+    def filters(self, w: torch.Tensor, back: bool) -> torch.Tensor:
+        """``w`` as :meth:`add`, or with ``back`` :meth:`home`, takes it best: the same values, maybe in other order."""
+        ...
+
     def results(self, boxes: Sequence[torch.Tensor], w: torch.Tensor) -> Any:
         """What can be computed before this rank's own results are there."""
         ...
@@ -76,16 +80,23 @@ def weight_of(
 
 
 class LoopedTerms:
-    """Each term by ``passes``, one after the other."""
+    """Each term by ``passes``, one after the other.
+
+    Boxes are put into the order in which they come while problems are recorded for planning, whatever brings them now.
+    """
 
     def __init__(self, passes: Passes, share: Share, groups: int) -> None:
         self._passes, self._share, self._groups = passes, share, groups
+
+    def filters(self, w: torch.Tensor, back: bool) -> torch.Tensor:
+        """``w`` itself."""
+        return w
 
     def results(self, boxes: Sequence[torch.Tensor], w: torch.Tensor) -> list[torch.Tensor | None]:
         """Each term's own."""
         passes, share = self._passes, self._share
         return [
-            None if term is None else forward_of(passes, share, term, self._groups, box, w)
+            None if term is None else forward_of(passes, share, term, self._groups, box.contiguous(), w)
             for term, box in zip(share.boxes, boxes, strict=True)
         ]
 
@@ -110,7 +121,7 @@ class LoopedTerms:
         for term, box in zip(share.boxes, boxes, strict=True):
             if term is None:
                 continue
-            part = weight_of(passes, share, term, self._groups, box, dy)
+            part = weight_of(passes, share, term, self._groups, box.contiguous(), dy)
             if dw is None and part.shape == w.shape:
                 dw = part
                 continue
