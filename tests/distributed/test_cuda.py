@@ -61,15 +61,16 @@ def test_dtensor_too() -> None:
     run(ranks(), test_dtensor.everything, ranks(), device="cuda", timeout=120)
 
 
-def captured() -> None:
+def captured(order: torch.memory_format = torch.contiguous_format) -> None:
     """A step as one CUDA graph, replayed on other images, beside the same by one device."""
     torch.manual_seed(0)
     plain = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 5, stride=2, padding=2),
         nn.MaxPool2d(2), nn.ConvTranspose2d(4, 2, 2, stride=2),
     ).double()  # fmt: skip
+    plain = plain.to(memory_format=order)  # type: ignore[call-overload]
     p = parallel(copy.deepcopy(plain), (ranks(),), ("h",))
-    static = torch.zeros(2, 3, 24, 10, dtype=torch.float64, requires_grad=True)
+    static = torch.zeros(2, 3, 24, 10, dtype=torch.float64).contiguous(memory_format=order).requires_grad_()
     wanted = [static, *p.parameters()]
 
     def step() -> list[torch.Tensor]:
@@ -97,8 +98,9 @@ def captured() -> None:
             close(got, want, f"replay {seed}")
 
 
-def test_cuda_graphs() -> None:
-    run(ranks(), captured, device="cuda", timeout=120)
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_cuda_graphs(order: torch.memory_format) -> None:
+    run(ranks(), captured, order, device="cuda", timeout=120)
 
 
 def connect(link: Link) -> PeerChoice:
@@ -129,6 +131,7 @@ def straight() -> PeerChoice:
     test_convolution.many(ranks(), 2, 30)
     test_convolution.modes()
     captured()
+    captured(torch.channels_last)
     return found
 
 
@@ -140,6 +143,14 @@ def test_through_memory() -> None:
 def skewed() -> None:
     """Messages of all sizes and views in turn, while ranks are late by turns, again and again in a graph."""
     link = through_memory()
+    assert link.peers is not None
+    for near in (False, True):
+        link.peers.near = near
+        link.peers._programs.clear()
+        skewed_once(link)
+
+
+def skewed_once(link: Link) -> None:
     torch.manual_seed(0)
     whole = [torch.empty(40, 33, 70) for _ in range(3)]
     product = torch.randn(2048, 2048)
@@ -154,9 +165,8 @@ def skewed() -> None:
             pending = link.exchange("skew", [(o, sent) for o in others], [(o, sent.shape) for o in others], sent)
             found.append(torch.stack(pending.wait()))
             targets = [torch.ones_like(sent) for _ in others]
-            link.exchange("sum", [(o, sent) for o in others], [(o, sent.shape) for o in others], sent).add_to(
-                targets, True
-            )
+            pending = link.exchange("sum", [(o, sent) for o in others], [(o, sent.shape) for o in others], sent)
+            pending.add_to(targets)
             found.append(torch.stack(targets) - 1)
         return found
 

@@ -10,8 +10,9 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.interpreter import interpreted
 
 from tilewise.comm import peers
 from tilewise.comm.link import Link, PeerError
-from tilewise.comm.peers import CHANNELS, CHUNK, Peers, Places, merged
+from tilewise.comm.peers import CHANNELS, CHUNK, Messages, Peers, Places, merged
 from tilewise.distributed.peer_choice import PeerChoice, _Trial, choose_peers
 
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -60,19 +61,33 @@ def strided(draw: random.Random, dtype: torch.dtype) -> torch.Tensor:
     return whole
 
 
+def sent(one: Peers, messages: list[tuple[int, torch.Tensor]]) -> None:
+    one.exchange(messages, [], messages[0][1])
+
+
+def came(one: Peers, messages: list[tuple[int, Sequence[int]]], like: torch.Tensor) -> list[torch.Tensor]:
+    return one.exchange([], messages, like)
+
+
+@pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.usefixtures("device")
-def test_any_view_arrives(dtype: torch.dtype) -> None:
-    """Two at once, of unlike shapes, again and again through the same mailboxes."""
+def test_any_view_arrives(dtype: torch.dtype, near: bool) -> None:
+    """Two at once, of unlike shapes, there and back, again and again through the same mailboxes."""
     draw = random.Random(str(dtype))
-    places = Places(((1, 2), (0,), (0,)), 4 * CHUNK)
-    first, *others = alone(places)
-    for _ in range(12):
-        sent = [strided(draw, dtype) for _ in others]
-        arriving = [peers.exchange([], [(0, t.shape)], t) for peers, t in zip(others, sent, strict=True)]
-        first.exchange([(1, sent[0]), (2, sent[1])], [], sent[0])
-        for one, tensor in zip(arriving, sent, strict=True):
-            (found,) = one.take()
+    places = Places(((1, 2), (0,), (0,)), 8 * CHUNK)
+    first, *others = every = alone(places)
+    for one in every:
+        one.near = near
+    for _ in range(8):
+        out = [strided(draw, dtype) for _ in others]
+        sent(first, [(1, out[0]), (2, out[1])])
+        for one, tensor in zip(others, out, strict=True):
+            (found,) = came(one, [(0, tensor.shape)], tensor)
+            assert torch.equal(found, tensor)
+            assert found.dim() < 3 or found.movedim(1, -1).is_contiguous()
+            sent(one, [(0, found)])
+        for found, tensor in zip(came(first, [(1, out[0].shape), (2, out[1].shape)], out[0]), out, strict=True):
             assert torch.equal(found, tensor)
 
 
@@ -82,46 +97,9 @@ def test_chunks_and_channels(nbytes: int) -> None:
     places = Places(((1,), (0,)), (2 * CHANNELS + 1) * CHUNK)
     a, b = alone(places)
     for size in (nbytes, max(1, nbytes // 2), nbytes):
-        sent = torch.randint(0, 255, (size,), dtype=torch.uint8)
-        arriving = b.exchange([], [(0, (size,))], sent)
-        a.exchange([(1, sent)], [], sent)
-        assert torch.equal(arriving.take()[0], sent)
-
-
-@pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.usefixtures("device")
-def test_messages_are_added(dtype: torch.dtype, apart: bool) -> None:
-    places = Places(((1, 2), (0,), (0,)), CHUNK)
-    a, b, c = alone(places)
-    terms = [torch.randn(2, 3, 2, 5).to(dtype) for _ in range(2)]
-    whole = torch.randn(2, 3, 6, 5).to(dtype)
-    expected = whole.clone()
-    targets = [whole[:, :, :2], whole[:, :, -2:] if apart else whole[:, :, 1:3]]
-    wanted = [expected[:, :, :2], expected[:, :, -2:] if apart else expected[:, :, 1:3]]
-    arriving = a.exchange([], [(1, terms[0].shape), (2, terms[1].shape)], whole)
-    b.exchange([(0, terms[0])], [], whole)
-    c.exchange([(0, terms[1])], [], whole)
-    arriving.add_to(targets, apart)
-    for target, term in zip(wanted, terms, strict=True):
-        target.add_(term)
-    # The interpreter rounds bfloat16 towards zero.
-    torch.testing.assert_close(whole, expected, rtol=0, atol=2**-5 if dtype is torch.bfloat16 else 0)
-
-
-@pytest.mark.usefixtures("device")
-def test_what_is_not_taken_is_taken_before_the_next() -> None:
-    places = Places(((1,), (0,)), CHUNK)
-    a, b = alone(places)
-    sent = [torch.full((5,), float(n)) for n in range(3)]
-    arriving = []
-    for tensor in sent:
-        arriving.append(b.exchange([], [(0, tensor.shape)], tensor))
-        a.exchange([(1, tensor)], [], tensor)
-    target = torch.ones(5)
-    arriving[1].add_to([target], True)
-    assert torch.equal(target, sent[1] + 1)
-    assert [float(arriving[n].take()[0][0]) for n in (0, 2)] == [0, 2]
+        tensor = torch.randint(0, 255, (size,), dtype=torch.uint8)
+        sent(a, [(1, tensor)])
+        assert torch.equal(came(b, [(0, (size,))], tensor)[0], tensor)
 
 
 @pytest.mark.usefixtures("device")
@@ -130,26 +108,23 @@ def test_waiting_in_vain_moves_nothing_and_names_the_rank(monkeypatch: pytest.Mo
     places = Places(((1,), (0,)), CHUNK)
     a, b = alone(places, timeout=1e-3)
     like = torch.ones(7)
-    arriving = b.exchange([], [(0, like.shape)], like)
-    target = torch.zeros(7)
-    arriving.add_to([target], True)
+    came(b, [(0, like.shape)], like)
     assert late(b) == 0
-    assert not target.any()
-    a.exchange([(1, like)], [], like)
+    sent(a, [(1, like)])
     assert late(a) is None
-    a.exchange([(1, like + 1)], [], like)  # the first was not read
+    sent(a, [(1, like + 1)])  # the first was not read
     assert late(a) == 1
+    assert torch.equal(came(b, [(0, like.shape)], like)[0], like)
 
 
 @pytest.mark.usefixtures("device")
 def test_a_kernel_that_waits_is_stopped() -> None:
     _, b = alone(Places(((1,), (0,)), CHUNK), timeout=1000)
     like = torch.ones(7)
-    arriving = b.exchange([], [(0, like.shape)], like)
     timer = threading.Timer(0.5, b.stop)
     timer.start()
     start = time.monotonic()
-    arriving.take()
+    came(b, [(0, like.shape)], like)
     assert late(b) == 0
     assert 0.4 < time.monotonic() - start < 30
 
@@ -203,14 +178,14 @@ def by_ranks(capacity: int) -> int:
     carried = []
     run_one = Peers._run
 
-    def counted(self: Peers, kind: str, pair: object) -> None:
-        carried.append(kind)
-        run_one(self, kind, pair)  # type: ignore[arg-type]
+    def counted(self: Peers, sends: Messages, receives: Messages) -> None:
+        carried.append((len(sends), len(receives)))
+        run_one(self, sends, receives)
 
-    Peers._run = counted  # type: ignore[method-assign,assignment]
+    Peers._run = counted  # type: ignore[method-assign]
     test_convolution.many(dist.get_world_size(), 5, 6)
     test_convolution.modes()
-    assert {"push", "take", "add"} <= set(carried)
+    assert any(sends and receives for sends, receives in carried)
     return len(carried)
 
 
@@ -218,6 +193,32 @@ def by_ranks(capacity: int) -> int:
 @pytest.mark.parametrize(("ranks", "capacity"), [(2, CHUNK), (3, 16 * CHUNK)])
 def test_halos_of_ranks(ranks: int, capacity: int) -> None:
     assert min(run(ranks, by_ranks, capacity, timeout=120)) > 20
+
+
+def all_to_all() -> None:
+    """Messages of unlike sizes between all ranks, three to each, of which some are late by turns."""
+    p = parallel(torch.nn.Identity(), (dist.get_world_size(),), ("h",))
+    link = p.space.link
+    own = shared(link, 4 * CHUNK)
+    for turn in range(3):
+        if turn == link.index:
+            time.sleep(0.3)
+        own.near = turn == 1
+        own._programs.clear()
+        pairs = itertools.product(range(link.size), repeat=2)
+        out = {(i, o): torch.full((2, 3, 1 + (7 * i + 5 * o + turn) % 11, 5), 10.0 * i + o) for i, o in pairs}
+        found = own.exchange(
+            [(o, out[link.index, o]) for o in link.others], [(o, out[o, link.index].shape) for o in link.others],
+            torch.empty(0),
+        )  # fmt: skip
+        assert own.late() is None
+        for o, tensor in zip(link.others, found, strict=True):
+            assert torch.equal(tensor, out[o, link.index]), (turn, o)
+
+
+@interpreted
+def test_more_neighbours_than_a_launch_has_messages() -> None:
+    run(4, all_to_all, timeout=120)
 
 
 def silent() -> str:
@@ -250,15 +251,15 @@ def tried() -> list[str]:
     own = shared(link, 2 * CHUNK)
     trial = _Trial(link, own, torch.device("cpu"))
     found = [trial.fault()]
-    take = own._take
+    exchange = own.exchange
 
-    def damaged(pairs: Iterable[Sequence[tuple[int, torch.Tensor]]], add: bool) -> None:
-        every = list(pairs)
-        take(every, add)
-        if add:
-            every[0][0][1].view(-1)[-1] += 1
+    def damaged(*arguments: Any) -> list[torch.Tensor]:
+        every = exchange(*arguments)
+        for tensor in every:
+            tensor[(-1,) * tensor.dim()] += 1
+        return every
 
-    own._take = damaged  # type: ignore[method-assign]
+    own.exchange = damaged  # type: ignore[method-assign]
     return [*found, trial.fault()]
 
 

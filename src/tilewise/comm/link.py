@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tilewise.comm.agreement import gather
-from tilewise.comm.peers import Arriving, Peers
+from tilewise.comm.peers import Peers
 from tilewise.comm.watch import Watch, raise_in_main
 
 __all__ = ["Link", "PeerError", "Pending"]
@@ -44,7 +44,7 @@ class Pending:
     Of these one is called, once.
     """
 
-    __slots__ = ("_arriving", "_kept", "_link", "_received", "_what", "_works")
+    __slots__ = ("_kept", "_link", "_received", "_what", "_works")
 
     def __init__(
         self,
@@ -52,37 +52,25 @@ class Pending:
         what: str,
         works: list[tuple[tuple[int, ...], dist.Work]],
         kept: list[torch.Tensor],
-        received: list[torch.Tensor | None],
-        arriving: Arriving | None = None,
+        received: list[torch.Tensor],
     ) -> None:
-        self._link, self._what, self._works, self._kept = link, what, works, kept
-        self._received, self._arriving = received, arriving
+        self._link, self._what, self._works, self._kept, self._received = link, what, works, kept, received
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors received. On a GPU the current stream waits, not the host. Raises :class:`PeerError`."""
-        self._sent()
-        taken = iter(() if self._arriving is None else self._arriving.take())
-        found = [next(taken) if tensor is None else tensor for tensor in self._received]
-        self._link.heed(self._what)
-        return found
-
-    def add_to(self, targets: Sequence[torch.Tensor], apart: bool) -> None:
-        """Add what is received to ``targets``, in order; ``apart``: these share no element. As :meth:`wait`."""
-        if self._arriving is None or any(tensor is not None for tensor in self._received):
-            for tensor, target in zip(self.wait(), targets, strict=True):
-                target.add_(tensor)
-            return
-        self._sent()
-        self._arriving.add_to(targets, apart)
-        self._link.heed(self._what)
-
-    def _sent(self) -> None:
         for peers, work in self._works:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._link.lost(self._what, peers, error) from error
         self._works, self._kept = [], []
+        self._link.heed(self._what)
+        return self._received
+
+    def add_to(self, targets: Sequence[torch.Tensor]) -> None:
+        """Add what is received to ``targets``, in order. As :meth:`wait`."""
+        for tensor, target in zip(self.wait(), targets, strict=True):
+            target.add_(tensor)
 
 
 class Link:
@@ -115,6 +103,8 @@ class Link:
         """Carries the messages that it can; none before :func:`tilewise.distributed.optimize`."""
         self.largest: dict[int, int] | None = None
         """Bytes of the largest message to or from each rank, by index, while somebody notes them."""
+        self.near_bytes = 0
+        """Of messages that are noted: bytes of images whose channels are next to each other, less those of others."""
         self._broken: PeerError | None = None
         if self._on_gpu:
             # NCCL lets a part of a group talk only once all of it has.
@@ -173,28 +163,27 @@ class Link:
         self._begin(what)
         if self.largest is not None:
             self._note(sends, receives, like)
-        peers, arriving = self.peers, None
+        peers = self.peers
         out: set[int] = set()
-        into: set[int] = set()
+        into: dict[int, torch.Tensor] = {}
         if peers is not None:
             out = {index for index, tensor in sends if peers.carries(index, tensor.shape, tensor.dtype)}
-            into = {index for index, shape in receives if peers.carries(index, shape, like.dtype)}
-            arriving = peers.exchange(
-                [pair for pair in sends if pair[0] in out], [pair for pair in receives if pair[0] in into], like
-            )
+            ways = [pair for pair in receives if peers.carries(pair[0], pair[1], like.dtype)]
+            came = peers.exchange([pair for pair in sends if pair[0] in out], ways, like)
+            into = {index: tensor for (index, _), tensor in zip(ways, came, strict=True)}
         kept = [tensor.contiguous() for index, tensor in sends if index not in out]
         received = [
-            None if index in into else torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+            into[index] if index in into else torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
             for index, shape in receives
         ]
         operations: list[tuple[Any, torch.Tensor, int]] = [
             (dist.irecv, tensor, index)
             for (index, _), tensor in zip(receives, received, strict=True)
-            if tensor is not None
+            if index not in into
         ]
         operations += zip(itertools.repeat(dist.isend), kept, (index for index, _ in sends if index not in out))
         works = self._started(what, operations) if operations else []
-        return Pending(self, what, works, kept, received, arriving)
+        return Pending(self, what, works, kept, received)
 
     def _note(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, Sequence[int]]],
@@ -203,6 +192,8 @@ class Link:
         assert self.largest is not None
         for index, shape in (*((index, tensor.shape) for index, tensor in sends), *receives):
             self.largest[index] = max(self.largest.get(index, 0), math.prod(shape) * like.element_size())
+        images = [tensor for _, tensor in sends if tensor.dim() > 2]
+        self.near_bytes += sum(t.nbytes if t.stride(1) == 1 else -t.nbytes for t in images)
 
     def _started(
         self, what: str, operations: list[tuple[Any, torch.Tensor, int]]

@@ -1,36 +1,37 @@
 """Messages straight into another rank's memory, by a kernel on each side, where GPUs reach each other's.
 
 Every rank has a buffer that all others see: a mailbox for each rank that it talks with, and the counts that go with it
-(:mod:`tilewise.kernels.triton.peer`). A message takes two small kernels: one that writes it there from wherever it
-lies, and one that reads it from there to wherever it belongs, or adds it to what is there. Neither packs.
+(:mod:`tilewise.kernels.triton.peer`). An exchange is one small kernel on each side: some of its blocks write messages
+from wherever they lie, others wait for those that come, beside whatever else the GPU computes.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from tilewise.kernels.triton.launch import Program
+    from tilewise.kernels.triton.launch import Pointer, Program
 
-__all__ = ["Arriving", "Peers", "Places", "merged"]
+__all__ = ["Peers", "Places", "merged"]
 
 CHANNELS = 32
 """Blocks of one message at most: enough for a link of 450 GB/s, few enough for a convolution to run beside them."""
-CHUNK = 1 << 14
-"""Bytes. With 8 warps each thread has 8 words of 8 bytes on their way."""
-WARPS = 8
+CHUNK = 1 << 13
+"""Bytes. With 4 warps each thread has 8 words of 8 bytes on their way."""
+WARPS = 4
 DIMS = 5
 """Dimensions of strided memory that kernels take, after those that lie in one run are merged."""
 LOOK = 1 << 13
 """Looks at a flag between two at the page, which lies in the host's memory."""
 LOOK_S = 0.25e-6
 """Least time of a look, which goes to L2 and back."""
+Messages = Sequence[tuple[int, torch.Tensor]]
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 ALIGNED = 16
 
@@ -97,7 +98,8 @@ class Peers:
         self._counts = torch.zeros((2, places.most, CHANNELS), dtype=torch.int32, device=device)
         """How many messages were sent to each neighbour and taken from it, by channel."""
         self._programs: dict[Any, Program] = {}
-        self._open: Arriving | None = None
+        self.near = False
+        """Whether images travel with channels innermost; the same on all ranks."""
         self._last: tuple[torch.cuda.Stream, bool] | None = None
 
     def carries(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -121,24 +123,28 @@ class Peers:
     def exchange(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, Sequence[int]]],
         like: torch.Tensor,
-    ) -> Arriving:  # fmt: skip
-        """Write messages, and what comes: their shapes, and ``like`` for type and device."""
-        if self._open is not None:
-            # The others' next messages wait until their last ones are read.
-            self._open.take()
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Send messages, and what comes, of these shapes and of the type of ``like``: the current stream waits for it.
+
+        Images that come have their channels next to each other in memory.
+        """
         self._in_order()
         flat = [(index, tensor if tensor.dim() <= DIMS else tensor.contiguous()) for index, tensor in sends]
-        for first in range(0, len(flat), 2):
-            self._run("push", flat[first : first + 2])
-        found = Arriving(self, list(receives), like)
-        self._open = found if receives else None
-        return found
+        found = [(index, _image(tuple(shape), like)) for index, shape in receives]
+        pushes, takes = _by_twos(flat), _by_twos(found)
+        # Whatever a rank waits for is sent before its sender waits for anything.
+        for pair in pushes[:-1]:
+            self._run(pair, [])
+        if pushes or takes:
+            self._run(pushes[-1] if pushes else [], takes[0] if takes else [])
+        for pair in takes[1:]:
+            self._run([], pair)
+        return [tensor for _, tensor in found]
 
     def compile(self, like: torch.Tensor) -> None:
         """Compile the kernels for messages such as ``like``. Raises what Triton raises."""
         for index in self.places.neighbours[self.index][:1]:
-            for kind in ("push", "take", "add"):
-                self._program(kind, [(index, like)], self._tensors([(index, like)]))
+            self._program([(index, like)], [(index, like)])
 
     def _in_order(self) -> None:
         """Have the current stream wait for the last message's, where that is another."""
@@ -154,98 +160,97 @@ class Peers:
         if not capturing or _captures(last[0]):
             stream.wait_stream(last[0])
 
-    def _take(self, pairs: Iterable[Sequence[tuple[int, torch.Tensor]]], add: bool) -> None:
-        self._in_order()
-        for pair in pairs:
-            self._run("add" if add else "take", pair)
+    def _run(self, sends: Messages, receives: Messages) -> None:
+        self._program(sends, receives)(self._tensors(sends, receives))
 
-    def _run(self, kind: str, pair: Sequence[tuple[int, torch.Tensor]]) -> None:
-        tensors = self._tensors(pair)
-        self._program(kind, pair, tensors)(tensors)
+    def _tensors(self, sends: Messages, receives: Messages) -> list[torch.Tensor]:
+        both = [*sends, *receives]
+        theirs = [self._buffers[index] for index, _ in both]
+        return [*(tensor for _, tensor in both), *theirs, self._buffers[self.index], self._counts, self.page]
 
-    def _tensors(self, pair: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
-        theirs = [self._buffers[index] for index, _ in pair]
-        return [*(tensor for _, tensor in pair), *theirs, self._buffers[self.index], self._counts, self.page]
-
-    def _program(self, kind: str, pair: Sequence[tuple[int, torch.Tensor]], tensors: list[torch.Tensor]) -> Program:
-        key = (kind, *((i, t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNED) for i, t in pair))
+    def _program(self, sends: Messages, receives: Messages) -> Program:
+        key = (len(sends), *((i, t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNED) for i, t in (*sends, *receives)))
         if key not in self._programs:
-            self._programs[key] = self._made(kind, pair, tensors)
+            self._programs[key] = self._made(sends, receives)
         return self._programs[key]
 
-    def _made(self, kind: str, pair: Sequence[tuple[int, torch.Tensor]], tensors: list[torch.Tensor]) -> Program:
+    def _made(self, sends: Messages, receives: Messages) -> Program:
         from tilewise.kernels.triton import peer
         from tilewise.kernels.triton.launch import Launch, Pointer, Program
 
-        places, me, number, take = self.places, self.index, len(pair), kind != "push"
-        two = (0, number - 1)
-        ranks = [pair[n][0] for n in two]
-        theirs, own, counts, page = [number + n for n in two], 2 * number, 2 * number + 1, 2 * number + 2
-        word = pair[0][1].dtype if kind == "add" else WORDS[min(_word(t) for _, t in pair)]
-        at = functools.partial(Pointer, dtype=torch.int32)
-        if take:
-            boxes = [Pointer(own, places.box(me, rank), word) for rank in ranks]
-            awaited = [at(own, places.flag(me, rank)) for rank in ranks]
-            released = [at(source, places.ack(rank, me)) for source, rank in zip(theirs, ranks, strict=True)]
-        else:
-            boxes = [Pointer(source, places.box(rank, me), word) for source, rank in zip(theirs, ranks, strict=True)]
-            awaited = [at(own, places.ack(me, rank)) for rank in ranks]
-            released = [at(source, places.flag(rank, me)) for source, rank in zip(theirs, ranks, strict=True)]
-        rows = [take * places.most + places.neighbours[me].index(rank) for rank in ranks]
-        pointers = (
-            *(Pointer(n, 0, word) for n in two), *boxes, *awaited, *released,
-            *(at(counts, 4 * CHANNELS * row) for row in rows), at(page, 0),
-        )  # fmt: skip
-        shapes = [merged(pair[n][1], word.itemsize) for n in two]
-        words = [math.prod(size for size, _ in shape) for shape in shapes]
-        chunk = CHUNK // word.itemsize
-        blocks = [min(CHANNELS, -(-n // chunk)) for n in words]
-        scalars = [self._rounds, blocks[0]]
-        for rank, count, shape in zip(ranks, words, shapes, strict=True):
-            scalars += [rank, count, *(size for size, _ in shape[1:])]
-        scalars += [stride for shape in shapes for _, stride in shape]
+        number = len(sends) + len(receives)
+        pushes = self._slots(sends, 0, number, take=False)
+        takes = self._slots(receives, len(sends), number, take=True)
+        blocks = [n for slots in (pushes, takes) for n in [*(slot.blocks for slot in slots), 0, 0][:2]]
+        # Of a message that is not there nothing is read: another stands for it.
+        push, take = pushes or takes, takes or pushes
+        four = [push[0], push[-1], take[0], take[-1]]
+        pointers = [pointer for column in zip(*(slot.pointers for slot in four), strict=True) for pointer in column]
+        pointers.append(Pointer(2 * number + 2, 0, torch.int32))
+        scalars = [self._rounds, *blocks[:3]]
+        for slot in four:
+            scalars += [slot.rank, slot.words, *(size for size, _ in slot.shape[1:])]
+        scalars += [stride for slot in four for _, stride in slot.shape]
         constants = {
-            "TAKE": take, "ADD": kind == "add", "WORDS": chunk, "CHANNELS": CHANNELS,
-            "DIMS": max(map(_dims, shapes)), "LOOK": LOOK,
+            "PUSH_WORDS": push[0].chunk, "PUSH_DIMS": max(_dims(slot.shape) for slot in push),
+            "TAKE_WORDS": take[0].chunk, "TAKE_DIMS": max(_dims(slot.shape) for slot in take),
+            "CHANNELS": CHANNELS, "LOOK": LOOK,
         }  # fmt: skip
-        launch = Launch(peer.message, (sum(blocks[:number]), 1, 1), pointers, tuple(scalars), constants, WARPS)
-        alignment = [math.gcd(t.data_ptr(), ALIGNED) for t in tensors]
-        return Program([launch], alignment, tensors[0].device)
+        launch = Launch(peer.message, (sum(blocks), 1, 1), tuple(pointers), tuple(scalars), constants, WARPS)
+        tensors = self._tensors(sends, receives)
+        return Program([launch], [math.gcd(t.data_ptr(), ALIGNED) for t in tensors], tensors[0].device)
+
+    def _slots(self, messages: Messages, first: int, number: int, take: bool) -> list[_Slot]:
+        """What the kernel is told of messages, which are the tensors from ``first`` on of ``number``."""
+        from tilewise.kernels.triton.launch import Pointer
+
+        places, me, own, counts = self.places, self.index, 2 * number, 2 * number + 1
+        word = WORDS[min((_word(self._ordered(tensor)) for _, tensor in messages), default=1)]
+        at = functools.partial(Pointer, dtype=torch.int32)
+        found = []
+        for n, (rank, tensor) in enumerate(messages, first):
+            if take:
+                box, awaited = Pointer(own, places.box(me, rank), word), at(own, places.flag(me, rank))
+                released = at(number + n, places.ack(rank, me))
+            else:
+                box, awaited = Pointer(number + n, places.box(rank, me), word), at(own, places.ack(me, rank))
+                released = at(number + n, places.flag(rank, me))
+            row = take * places.most + places.neighbours[me].index(rank)
+            pointers = Pointer(n, 0, word), box, awaited, released, at(counts, 4 * CHANNELS * row)
+            shape = merged(self._ordered(tensor), word.itemsize)
+            found.append(_Slot(pointers, rank, math.prod(size for size, _ in shape), shape, CHUNK // word.itemsize))
+        return found
+
+    def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` with its dimensions in the order in which elements travel."""
+        return tensor.movedim(1, -1) if self.near and tensor.dim() > 2 else tensor
 
 
-class Arriving:
-    """Messages on their way here; either :meth:`take` or :meth:`add_to` is called, once."""
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """What a kernel is told of one message; ``chunk`` is in words."""
 
-    __slots__ = ("_found", "_like", "_peers", "_receives")
+    pointers: tuple[Pointer, ...]
+    rank: int
+    words: int
+    shape: list[tuple[int, int]]
+    chunk: int
 
-    def __init__(self, peers: Peers, receives: list[tuple[int, Sequence[int]]], like: torch.Tensor) -> None:
-        self._peers, self._receives, self._like = peers, receives, like
-        self._found: list[torch.Tensor] | None = None
+    @property
+    def blocks(self) -> int:
+        return min(CHANNELS, -(-self.words // self.chunk))
 
-    def take(self) -> list[torch.Tensor]:
-        """The messages, in tensors of their own. The current stream waits."""
-        if self._found is None:
-            like = self._like
-            self._found = [torch.empty(tuple(s), dtype=like.dtype, device=like.device) for _, s in self._receives]
-            pairs = list(zip((i for i, _ in self._receives), self._found, strict=True))
-            self._peers._take((pairs[n : n + 2] for n in range(0, len(pairs), 2)), add=False)
-            self._settled()
-        return self._found
 
-    def add_to(self, targets: Sequence[torch.Tensor], apart: bool) -> None:
-        """Add each message to its target, of its shape; ``apart``: the targets share no element."""
-        if self._found is not None or not all(t.dim() <= DIMS and t.is_floating_point() for t in targets):
-            for found, target in zip(self.take(), targets, strict=True):
-                target.add_(found)
-            return
-        pairs = list(zip((i for i, _ in self._receives), targets, strict=True))
-        step = 2 if apart else 1
-        self._peers._take((pairs[n : n + step] for n in range(0, len(pairs), step)), add=True)
-        self._settled()
+def _image(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Memory for what comes; of three dimensions or more it is an image."""
+    if len(shape) < 3:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    n, c, *sizes = shape
+    return torch.empty((n, *sizes, c), dtype=like.dtype, device=like.device).movedim(-1, 1)
 
-    def _settled(self) -> None:
-        if self._peers._open is self:
-            self._peers._open = None
+
+def _by_twos(messages: list[tuple[int, torch.Tensor]]) -> list[Messages]:
+    return [messages[n : n + 2] for n in range(0, len(messages), 2)]
 
 
 def _captures(stream: torch.cuda.Stream) -> bool:

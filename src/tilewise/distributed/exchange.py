@@ -59,7 +59,7 @@ def send_back(
 def add_back(layout: Layout, moves: Transfer, pending: Pending, gradient: torch.Tensor) -> torch.Tensor:
     """Add what comes home to the gradient of this rank's part, in place."""
     dims, origin = layout.grid.dims, [start for start, _ in layout.own]
-    pending.add_to([view(gradient, dims, box, origin) for _, box in moves.sends], moves.apart)
+    pending.add_to([view(gradient, dims, box, origin) for _, box in moves.sends])
     return gradient
 
 

@@ -168,14 +168,12 @@ class Transfer:
 
     ``own`` is what it needs of its own part; ``receives`` and ``sends`` are the boxes that come from and go to other
     ranks, by their index: at most one each. A box may come from any rank. ``shape`` says how large what it needs is.
-    ``apart``: no two boxes that it sends share an element.
     """
 
     own: Box | None
     receives: tuple[tuple[int, Box], ...]
     sends: tuple[tuple[int, Box], ...]
     need: Box
-    apart: bool
 
 
 def meet(a: Box, b: Box) -> Box | None:
@@ -202,5 +200,4 @@ def transfer(layout: Layout, needs: tuple[tuple[Interval, ...], ...]) -> Transfe
             receives.append((other, box))
         if (box := meet(boxes[other], parts[me])) is not None:
             sends.append((other, box))
-    apart = all(meet(a, b) is None for (_, a), (_, b) in itertools.combinations(sends, 2))
-    return Transfer(meet(boxes[me], parts[me]), tuple(receives), tuple(sends), boxes[me], apart)
+    return Transfer(meet(boxes[me], parts[me]), tuple(receives), tuple(sends), boxes[me])

@@ -61,7 +61,7 @@ def optimize(
                 _backward(found)
 
     link = parallel.space.link
-    parallel.space.passes, link.largest = passes, {}
+    parallel.space.passes, link.largest, link.near_bytes = passes, {}, 0
     passes.record(step)
     passes.plan(now)
     if rigor in MEASURING:

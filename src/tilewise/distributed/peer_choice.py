@@ -50,7 +50,9 @@ def choose_peers(link: Link, device: torch.device, *, graphs: bool) -> PeerChoic
     before is given up.
     """
     link.peers, noted, link.largest = None, link.largest or {}, None
-    told = link.gather({"not": why_not(device), "machine": machine(), "largest": sorted(noted.items())})
+    told = link.gather(
+        {"not": why_not(device), "machine": machine(), "largest": sorted(noted.items()), "near": link.near_bytes}
+    )  # fmt: skip
     talks = [{index for index, _ in one["largest"]} for one in told]
     neighbours = tuple(tuple(o for o in range(link.size) if o in talks[i] or i in talks[o]) for i in range(link.size))
     capacity = max((nbytes for one in told for _, nbytes in one["largest"]), default=0)
@@ -69,6 +71,7 @@ def choose_peers(link: Link, device: torch.device, *, graphs: bool) -> PeerChoic
     def trial() -> _Trial:
         buffers, kept = connected(link, own)
         peers = Peers(places, buffers, link.index, link.timeout, kept)
+        peers.near = sum(one["near"] for one in told) > 0
         peers.compile(torch.empty(2, 4, 128, device=device)[:, 3:])
         return _Trial(link, peers, device)
 
@@ -129,7 +132,7 @@ class _Trial:
 
     def _added(self, sent: torch.Tensor) -> list[torch.Tensor]:
         targets = [torch.full_like(sent, n) for n in range(len(self._neighbours))]
-        self._begun(sent).add_to(targets, apart=True)
+        self._begun(sent).add_to(targets)
         return targets
 
     def chosen(self, graphs: bool) -> PeerChoice:

@@ -1,11 +1,15 @@
-"""Messages between GPUs that reach each other's memory, by way of a mailbox at the receiver's, two messages a launch.
+"""Messages between GPUs that reach each other's memory, by way of a mailbox at the receiver's, in one launch.
 
-A message is its elements in row-major order, cut into chunks of so many bytes. Block ``b`` of the sender's kernel
-writes chunks ``b``, ``b + CHANNELS``, ... to their places in the mailbox, block ``b`` of the receiver's reads them. The
-two are a channel: they share no chunk and no counter with other blocks, so that nothing waits for all blocks of a
-launch. Each side counts its messages and releases its count where the other side looks for it: the receiver reads what
-the sender has written, which writes anew only where everything was read. Counts lie in memory, so a CUDA graph that was
-captured once may be replayed.
+A message is its elements in one order, cut into chunks of so many bytes. Block ``b`` of the sender's writes chunks
+``b``, ``b + CHANNELS``, ... to their places in the mailbox, block ``b`` of the receiver's reads them. The two are a
+channel: they share no chunk and no counter with other blocks, so that nothing waits for all blocks of a launch. Each
+side counts its messages and releases its count where the other side looks for it: the receiver reads what the sender
+has written, which writes anew only where everything was read. Counts lie in memory, so a CUDA graph that was captured
+once may be replayed.
+
+A launch writes up to two messages and reads up to two, for which its last blocks wait. Its first ones write: they wait
+for none of the others', only for what earlier launches read, so that ranks which wait for each other's are always sent
+it, however few blocks have a place on a GPU.
 
 What waits gives up after ``rounds`` times ``LOOK`` looks, or where ``page[0]`` is no longer 0; then it moves and counts
 nothing and writes 1 plus the number of the rank that it waited for to ``page[1]``, in memory of the host.
@@ -18,9 +22,9 @@ import triton.language as tl
 
 __all__ = ["message"]
 
-SCALARS = [f"{name}{n}" for n in (0, 1) for name in ("rank", "words", *(f"size_{d}" for d in range(1, 5)))]
+SCALARS = [f"{name}{n}" for n in range(4) for name in ("rank", "words", *(f"size_{d}" for d in range(1, 5)))]
 """Of each message: the rank at its other end, its words, and the sizes of the inner of five dimensions."""
-STRIDES = [f"stride_{d}{n}" for n in (0, 1) for d in range(5)]
+STRIDES = [f"stride_{d}{n}" for n in range(4) for d in range(5)]
 
 
 @triton.jit
@@ -74,31 +78,13 @@ def _inner(found, e, size, stride):
     return found + (e - rest * size).to(tl.int64) * stride, rest
 
 
-@triton.jit(do_not_specialize=["rounds", "blocks0", *SCALARS, *STRIDES])
-def message(
-    memory0, memory1, box0, box1, awaited0, awaited1, released0, released1, counts0, counts1, page,
-    rounds, blocks0,
-    rank0, words0, size_10, size_20, size_30, size_40, rank1, words1, size_11, size_21, size_31, size_41,
-    stride_00, stride_10, stride_20, stride_30, stride_40, stride_01, stride_11, stride_21, stride_31, stride_41,
-    TAKE: tl.constexpr, ADD: tl.constexpr,
-    WORDS: tl.constexpr, CHANNELS: tl.constexpr, DIMS: tl.constexpr, LOOK: tl.constexpr,
+@triton.jit
+def _moved(
+    channel, memory, box, awaited, released, counts, page, rounds,
+    rank, words, size_1, size_2, size_3, size_4, stride_0, stride_1, stride_2, stride_3, stride_4,
+    TAKE: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, DIMS: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Write two messages from strided memory into mailboxes; ``TAKE``: from mailboxes into memory, with ``ADD`` added.
-
-    ``WORDS`` are those of a chunk. ``counts`` are this side's; ``awaited`` is where the other's come, ``released``
-    where the other looks for this side's. Grid (channels of both messages,).
-    """
-    second = tl.program_id(0) >= blocks0
-    channel = tl.program_id(0) - tl.where(second, blocks0, 0)
-    memory, box, awaited, released, counts = memory0, box0, awaited0, released0, counts0
-    if second:
-        memory, box, awaited, released, counts = memory1, box1, awaited1, released1, counts1
-    words, rank = tl.where(second, words1, words0), tl.where(second, rank1, rank0)
-    size_1, size_2 = tl.where(second, size_11, size_10), tl.where(second, size_21, size_20)
-    size_3, size_4 = tl.where(second, size_31, size_30), tl.where(second, size_41, size_40)
-    stride_0, stride_1 = tl.where(second, stride_01, stride_00), tl.where(second, stride_11, stride_10)
-    stride_2, stride_3 = tl.where(second, stride_21, stride_20), tl.where(second, stride_31, stride_30)
-    stride_4 = tl.where(second, stride_41, stride_40)
+    """Write a channel's chunks of a message into a mailbox, or with ``TAKE`` read them from there."""
     count = tl.load(counts + channel)
     if _met(awaited + channel, count + 1 if TAKE else count, page, rounds, rank, LOOK):
         for chunk in range(channel, tl.cdiv(words, WORDS), CHANNELS):
@@ -109,10 +95,7 @@ def message(
             )  # fmt: skip
             if TAKE:
                 # Written by another GPU: never from this one's L1.
-                value = tl.load(box + e, mask=there, cache_modifier=".cg")
-                if ADD:
-                    value = _sum(tl.load(place, mask=there), value)
-                tl.store(place, value, mask=there)
+                tl.store(place, tl.load(box + e, mask=there, cache_modifier=".cg"), mask=there)
             else:
                 tl.store(box + e, tl.load(place, mask=there), mask=there)
         tl.debug_barrier()
@@ -120,9 +103,46 @@ def message(
         tl.atomic_xchg(released + channel, count + 1, sem="release", scope="sys")
 
 
-@triton.jit
-def _sum(a, b):
-    """In fp32 at least, rounded once."""
-    if a.dtype.primitive_bitwidth == 16:
-        return (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
-    return a + b
+@triton.jit(do_not_specialize=["rounds", "blocks0", "blocks1", "blocks2", *SCALARS, *STRIDES])
+def message(
+    memory0, memory1, memory2, memory3, box0, box1, box2, box3, awaited0, awaited1, awaited2, awaited3,
+    released0, released1, released2, released3, counts0, counts1, counts2, counts3, page,
+    rounds, blocks0, blocks1, blocks2,
+    rank0, words0, size_10, size_20, size_30, size_40, rank1, words1, size_11, size_21, size_31, size_41,
+    rank2, words2, size_12, size_22, size_32, size_42, rank3, words3, size_13, size_23, size_33, size_43,
+    stride_00, stride_10, stride_20, stride_30, stride_40, stride_01, stride_11, stride_21, stride_31, stride_41,
+    stride_02, stride_12, stride_22, stride_32, stride_42, stride_03, stride_13, stride_23, stride_33, stride_43,
+    PUSH_WORDS: tl.constexpr, PUSH_DIMS: tl.constexpr, TAKE_WORDS: tl.constexpr, TAKE_DIMS: tl.constexpr,
+    CHANNELS: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """Write messages 0 and 1 from strided memory into mailboxes, and read messages 2 and 3 from mailboxes into memory.
+
+    The ``WORDS`` are those of a chunk. ``counts`` are this side's; ``awaited`` is where the other's come, ``released``
+    where the other looks for this side's. Grid (channels of all messages,), of which ``blocks0`` are the first one's.
+    """
+    block = tl.program_id(0)
+    if block < blocks0 + blocks1:
+        second = block >= blocks0
+        _moved(
+            block - tl.where(second, blocks0, 0), tl.where(second, memory1, memory0), tl.where(second, box1, box0),
+            tl.where(second, awaited1, awaited0), tl.where(second, released1, released0),
+            tl.where(second, counts1, counts0), page, rounds,
+            tl.where(second, rank1, rank0), tl.where(second, words1, words0), tl.where(second, size_11, size_10),
+            tl.where(second, size_21, size_20), tl.where(second, size_31, size_30), tl.where(second, size_41, size_40),
+            tl.where(second, stride_01, stride_00), tl.where(second, stride_11, stride_10),
+            tl.where(second, stride_21, stride_20), tl.where(second, stride_31, stride_30),
+            tl.where(second, stride_41, stride_40), False, PUSH_WORDS, CHANNELS, PUSH_DIMS, LOOK,
+        )  # fmt: skip
+    else:
+        block -= blocks0 + blocks1
+        second = block >= blocks2
+        _moved(
+            block - tl.where(second, blocks2, 0), tl.where(second, memory3, memory2), tl.where(second, box3, box2),
+            tl.where(second, awaited3, awaited2), tl.where(second, released3, released2),
+            tl.where(second, counts3, counts2), page, rounds,
+            tl.where(second, rank3, rank2), tl.where(second, words3, words2), tl.where(second, size_13, size_12),
+            tl.where(second, size_23, size_22), tl.where(second, size_33, size_32), tl.where(second, size_43, size_42),
+            tl.where(second, stride_03, stride_02), tl.where(second, stride_13, stride_12),
+            tl.where(second, stride_23, stride_22), tl.where(second, stride_33, stride_32),
+            tl.where(second, stride_43, stride_42), True, TAKE_WORDS, CHANNELS, TAKE_DIMS, LOOK,
+        )  # fmt: skip
