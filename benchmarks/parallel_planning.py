@@ -13,6 +13,7 @@ turns, with those of rigor ``patient`` under the policies ``exhaustive``.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,10 @@ def run(settings: Settings) -> Result:
     start_device(settings.device)
     parts = {"alexnet": alexnet, "network": network, "exhaustive": exhaustive}
     for part in settings.chosen("parts", parts):
-        result = part(settings)
-        rows, bars, notes = [*rows, *result.rows], [*bars, *result.bars], [*notes, *result.notes]
-        settings.keep(Result(rows, bars, notes=notes))
+        for result in part(settings):
+            found = Result([*rows, *result.rows], [*bars, *result.bars], notes=[*notes, *result.notes])
+            settings.keep(found)
+        rows, bars, notes = found.rows, found.bars, found.notes
     return Result(rows, bars, notes=notes)
 
 
@@ -81,7 +83,7 @@ def alexnet_problems(settings: Settings) -> list[ConvProblem]:
     ]
 
 
-def alexnet(settings: Settings) -> Result:
+def alexnet(settings: Settings) -> Iterator[Result]:
     """Planning in this process, one row a policy: a first time, which compiles, against the least when nothing is."""
     problems, rows = alexnet_problems(settings), []
     for policy in settings.policies("policies"):
@@ -102,7 +104,7 @@ def alexnet(settings: Settings) -> Result:
         Bar(f"seconds of planning AlexNet, {policy}", row.ours.value, most=BARS.get(policy), applies=applies)
         for policy, row in zip(settings.policies("policies"), rows, strict=True)
     ]
-    return Result(rows, bars)
+    yield Result(rows, bars)
 
 
 def network_problems(settings: Settings) -> list[ConvProblem]:
@@ -120,7 +122,7 @@ def network_problems(settings: Settings) -> list[ConvProblem]:
     return list(dict.fromkeys(problem for layer in layers for problem in layer.problems))
 
 
-def network(settings: Settings) -> Result:
+def network(settings: Settings) -> Iterator[Result]:
     """Planning in fresh processes with every micro-batch, on one device and on more."""
     problems, options = network_problems(settings), settings.planning(None, "all")
     if options.rigor not in ("measure", "patient"):
@@ -159,12 +161,13 @@ def network(settings: Settings) -> Result:
         for row, started in ((row, row.group == "workers started") for row in rows)
         if row.name.endswith("on 4 devices")
     ]
-    return Result(rows, bars, notes=notes)
+    yield Result(rows, bars, notes=notes)
 
 
-def exhaustive(settings: Settings) -> Result:
-    """The plans against those found when everything is measured, run in turns."""
-    rows = []
+def exhaustive(settings: Settings) -> Iterator[Result]:
+    """The plans against those found when everything is measured, run in turns; a result after each kernel."""
+    rows: list[Row] = []
+    applies = settings.device.type == "cuda" and not settings.quick
     for policy in settings.policies("exhaustive"):
         options = settings.planning(settings.size("limit"), policy)
         for problem in alexnet_problems(settings):
@@ -179,6 +182,6 @@ def exhaustive(settings: Settings) -> Result:
             times = race(problem, calls, budget_ms=SHORT_MS if settings.quick else 500.0)
             sides = Side(f"patient: {plan_line(best)}", times[0]), Side(plan_line(plan), times[1])
             rows.append(Row(f"{problem.pass_.value} {problem.key}", f"measuring everything, {policy}", *sides))
-    share = sum(row.baseline.value for row in rows) / sum(row.ours.value for row in rows)
-    applies = settings.device.type == "cuda" and not settings.quick
-    return Result(rows, [Bar("time of the plans of patient over these plans'", share, least=0.98, applies=applies)])
+            share = sum(row.baseline.value for row in rows) / sum(row.ours.value for row in rows)
+            bar = Bar("time of the plans of patient over these plans'", share, least=0.98, applies=applies)
+            yield Result(rows, [bar])

@@ -4,14 +4,15 @@ Batch 32, 64 channels, 3x3, dilation 1 (Table 1) and 3 (Table 2). Each row is on
 direction. The baseline is the best single GPU, ours the best of the ranks: contiguous or channels_last tensors, torch's
 convolutions with its benchmark mode or our plans. All are CUDA-graph replays over a cold L2, medians, the slowest rank
 of each round. Memory is that of one GPU, of the same two sides: input, output and workspace of one forward, ghost zones
-and mailboxes included. ``details`` have every side's times and memory, how the halos of the first rank travel, and how
-much faster the ranks are than torch on one GPU.
+and mailboxes included; of a backward, both gradients and their inputs. The single GPU's plans have no limit; those of
+the ranks, in each direction, what keeps a rank's memory within the bar's part of the single GPU's plan's, and 1 MiB at
+least. ``details`` have every side's times and memory, how the halos of the first rank travel, and how much faster the
+ranks are than torch on one GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from harness.ranks import Clock, each_of_ranks, graphed, usable
 from harness.result import Bar, Result, Row, Side
 from harness.settings import NothingToMeasure, Settings
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tilewise
 import tilewise.distributed
@@ -118,8 +119,8 @@ def run(settings: Settings) -> Result:
     rows: list[Row] = []
     for n in ranks:
         limits = [
-            {layout: max(LEAST_WORKSPACE, side[f"planned, {layout}"]["workspace"] // n) for layout in LAYOUTS}
-            for side in alone
+            {layout: _limits(Case(**case), n, side[f"planned, {layout}"]["memory"]) for layout in LAYOUTS}
+            for case, side in zip(cases, alone, strict=True)
         ]
         found_by_ranks = each_of_ranks(n, settings.device, "spatial_tables:several", {**given, "limits": limits})
         for case, single_sides, found in zip(cases, alone, found_by_ranks, strict=True):
@@ -129,12 +130,28 @@ def run(settings: Settings) -> Result:
     return Result(rows, bars(rows, settings), notes=notes)
 
 
+def _limits(case: Case, n: int, memory: list[int]) -> list[int]:
+    """Bytes of workspace forward and backward that keep one of ``n`` ranks within its part of one GPU's ``memory``.
+
+    Beside its part of the tensors a rank has, of each neighbour, a mailbox, what came and what it sends home.
+    """
+    rows = 4 * case.batch * case.channels * case.size
+    image, halo = rows * case.size // n, rows * case.dilation * (case.kernel // 2)
+    part = MOST_MEMORY.get(case.size, 0.25) * 4 / n
+    tensors = (2 * image, 3 * image + 4 * case.channels**2 * case.kernel**2)
+    neighbours = min(n - 1, 2)
+    return [
+        max(LEAST_WORKSPACE, int(part * total) - own - 3 * neighbours * halo)
+        for total, own in zip(memory, tensors, strict=True)
+    ]
+
+
 def _rows(case: Case, n: int, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> list[Row]:
     found = []
     together = {
         side: {
             "ms": [max(times) for times in zip(*(rank[side]["ms"] for rank in ranks), strict=True)],
-            "memory": max(rank[side]["memory"] for rank in ranks),
+            "memory": [max(nbytes) for nbytes in zip(*(rank[side]["memory"] for rank in ranks), strict=True)],
             "travels": ranks[0][side].get("travels"),
         }
         for side in ranks[0]
@@ -158,10 +175,10 @@ def _rows(case: Case, n: int, alone: dict[str, Any], ranks: list[dict[str, Any]]
                     "single": alone,
                     "ranks": together,
                     "over_torch": by_torch / side["ms"][index],
-                    "memory": side["memory"],
-                    "memory_ratio": side["memory"] / single_side["memory"],
+                    "memory": side["memory"][index],
+                    "memory_ratio": side["memory"][index] / single_side["memory"][index],
                     "paper_speedup": None if paper is None else paper[index],
-                    "paper_memory_ratio": None if paper is None else paper[2],
+                    "paper_memory_ratio": None if paper is None or index else paper[2],
                 },
             )
         )
@@ -183,31 +200,64 @@ def single(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, An
 
 
 def several(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Times and memory of this rank's part of each convolution: by torch and by our plans, in either layout.
-
-    The plans' workspaces are together no larger than that of one GPU's plan.
-    """
+    """Times and memory of this rank's part of each convolution: by torch and by our plans, in either layout."""
     import torch.distributed as dist
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("h",))
     for values, limits in zip(given["cases"], given["limits"], strict=True):
         case, found = Case(**values), {}
-        shape = (case.batch, case.channels, case.size, case.size)
-        for layout, order in LAYOUTS.items():
-            layer = case.layer(device).to(memory_format=order)  # type: ignore[call-overload]
-            parallel = SpatialParallel(layer, mesh, dims=("h",))
-            start, stop = parallel.layout(shape).own[0]
-            x = case.image(device, stop - start).detach().contiguous(memory_format=order).requires_grad_()
-            call = functools.partial(_part, parallel, shape)
-            with framework_flags(case.precision, deterministic=False):
-                found[f"torch, {layout}"] = _timed(device, layer, call, x, given["repeats"])
-                tilewise.distributed.optimize(
-                    parallel, parallel.shard(x, shape), rigor=given["rigor"], workspace=limits[layout], cuda_graphs=True
-                )
-                side = found[f"planned, {layout}"] = _timed(device, layer, call, x, given["repeats"])
-                side["travels"] = _travels(parallel)
-                side["memory"] += side["travels"]["mailboxes"]
+        with framework_flags(case.precision, deterministic=False):
+            for layout in LAYOUTS:
+                part = Part(case, device, mesh, layout)
+                found[f"torch, {layout}"] = part.timed(given["repeats"])
+                found[f"planned, {layout}"] = _planned(case, device, mesh, layout, limits[layout], given)
         yield found
+
+
+class Part:
+    """This rank's part of a convolution, in one layout."""
+
+    def __init__(self, case: Case, device: torch.device, mesh: DeviceMesh, layout: str) -> None:
+        order = LAYOUTS[layout]
+        self._device, self._shape = device, (case.batch, case.channels, case.size, case.size)
+        self._layer = case.layer(device).to(memory_format=order)  # type: ignore[call-overload]
+        self.parallel = SpatialParallel(self._layer, mesh, dims=("h",))
+        start, stop = self.parallel.layout(self._shape).own[0]
+        self._x = case.image(device, stop - start).detach().contiguous(memory_format=order).requires_grad_()
+
+    def plan(self, limit: int, rigor: str, training: bool) -> None:
+        """Plan it within ``limit`` bytes of workspace."""
+        tilewise.distributed.optimize(
+            self.parallel, self.parallel.shard(self._x, self._shape), training=training, rigor=rigor, workspace=limit,
+            cuda_graphs=True,
+        )  # fmt: skip
+
+    def timed(self, repeats: int) -> dict[str, Any]:
+        """As :func:`_timed`."""
+        return _timed(self._device, self._layer, self._call, self._x, repeats)
+
+    def _call(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.parallel(self.parallel.shard(x, self._shape)).local
+        return result
+
+
+def _planned(
+    case: Case, device: torch.device, mesh: DeviceMesh, layout: str, limits: list[int], given: dict[str, Any]
+) -> dict[str, Any]:
+    """Each direction within its own limit: by one module where they are equal, else by one each."""
+    sides = []
+    for direction, limit in enumerate(limits):
+        if direction and limit == limits[0]:
+            sides.append(sides[0])
+            continue
+        part = Part(case, device, mesh, layout)
+        part.plan(limit, given["rigor"], training=bool(direction) or limits[1] == limit)
+        side = part.timed(given["repeats"])
+        side["travels"] = _travels(part.parallel)
+        side["memory"] = [nbytes + side["travels"]["mailboxes"] for nbytes in side["memory"]]
+        sides.append(side)
+    found = {key: [sides[direction][key][direction] for direction in (0, 1)] for key in ("ms", "memory", "workspaces")}
+    return found | {"limits": limits, "travels": [side["travels"] for side in sides]}
 
 
 def _travels(parallel: SpatialParallel) -> dict[str, Any]:
@@ -225,15 +275,10 @@ def _travels(parallel: SpatialParallel) -> dict[str, Any]:
     }
 
 
-def _part(parallel: SpatialParallel, shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = parallel(parallel.shard(x, shape)).local
-    return result
-
-
 def _timed(
     device: torch.device, layer: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, repeats: int
 ) -> dict[str, Any]:
-    """Milliseconds forward and backward, and bytes of input, output and workspace of one forward."""
+    """Milliseconds forward and backward, and of each its bytes: inputs, results and workspace, and the last alone."""
     (weight,) = layer.parameters()
     with torch.no_grad():
         made: list[torch.Tensor] = [call(x)]
@@ -250,21 +295,24 @@ def _timed(
             call(x)
 
     times = Clock(device).medians_ms(graphed(device, [forward, backward]), repeats)
-    memory = _peak(device, alone, x)
-    return {"ms": times, "memory": memory, "workspace": max(0, memory - x.nbytes - dy.nbytes)}
+    made[0] = call(x)
+    memory = [_peak(device, alone, [x]), _peak(device, backward, [x, dy])]
+    needed = [x.nbytes + dy.nbytes, 2 * x.nbytes + dy.nbytes + weight.nbytes]
+    workspaces = [max(0, nbytes - least) for nbytes, least in zip(memory, needed, strict=True)]
+    return {"ms": times, "memory": memory, "workspaces": workspaces}
 
 
-def _peak(device: torch.device, call: Callable[[], object], x: torch.Tensor) -> int:
-    """Most bytes alive in a second ``call``, of what it makes and of ``x``."""
+def _peak(device: torch.device, call: Callable[[], object], inputs: list[torch.Tensor]) -> int:
+    """Most bytes alive in a second ``call``, of what it makes and of ``inputs``."""
     if device.type != "cuda":
-        return meter_of(device, lambda: [x]).traced(call, call).peak
+        return meter_of(device, lambda: inputs).traced(call, call).peak
     call()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before + x.nbytes
+    return torch.cuda.max_memory_allocated(device) - before + sum(tensor.nbytes for tensor in inputs)
 
 
 def bars(rows: list[Row], settings: Settings) -> list[Bar]:
