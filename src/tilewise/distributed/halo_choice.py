@@ -17,6 +17,7 @@ from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, nearest, why_not
 from tilewise.distributed.passes import Passes, TorchPasses
 from tilewise.distributed.share import Share
 from tilewise.distributed.terms import LoopedTerms, Terms
+from tilewise.kernels.triton.ahead import side_by_side
 from tilewise.plan import Error
 from tilewise.planner.measure import Took, rounds
 from tilewise.planner.options import Options
@@ -86,11 +87,14 @@ def _right(
     wanted = _computed(by_torch, [t.double() for t in operands])
     floor = None if candidates[0].product == "tf32x3" else FLOOR[DTYPE_NAMES[w.dtype]]
     own = functools.cache(lambda: _worst(_computed(by_torch, operands), wanted))
-    right, reasons = [], []
-    for terms in candidates:
-        if options.workspace is not None and (needed := terms.scratch(w, dy)) > options.workspace:
-            reasons.append(f"the filter takes {needed} bytes, the limit is {options.workspace}")
-            continue
+    limit = options.workspace
+    fitting = [terms for terms in candidates if limit is None or terms.scratch(w, dy) <= limit]
+    _compile_ahead(fitting, operands)
+    right = []
+    reasons = [
+        f"the filter takes {t.scratch(w, dy)} bytes, the limit is {limit}" for t in candidates if t not in fitting
+    ]
+    for terms in fitting:
         try:
             found = _computed(terms, operands)
         except Exception as error:  # whatever Triton or the device does: the loops compute it
@@ -129,13 +133,41 @@ def _made(call: Call) -> list[torch.Tensor]:
     ]
 
 
+def _compile_ahead(candidates: list[HaloTerms], operands: list[torch.Tensor]) -> None:
+    """Compile all that will be run, a dozen kernels of a second or so each, before it is run one after the other."""
+    device = operands[0].device
+    if device.type != "cuda" or not candidates:
+        return
+    torch.cuda.synchronize(device)  # threads have streams of their own
+    side_by_side([functools.partial(pass_, t, operands) for t in candidates for pass_ in PASSES], device)
+    torch.cuda.synchronize(device)
+
+
 def _computed(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the terms alone are: of the results, of the boxes' gradients, of the filter's."""
-    y, dy, w, *boxes = operands
-    results, dw = torch.zeros_like(y), torch.zeros_like(w)
+    """What the terms alone are: of the results, of the filter's gradient, of the boxes'."""
+    return [tensor for pass_ in PASSES for tensor in pass_(terms, operands)]
+
+
+def _results(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    y, _, w, *boxes = operands
+    results = torch.zeros_like(y)
     terms.add(results, terms.results(boxes, w), terms.filters(w, back=False))
+    return [results]
+
+
+def _filters_gradient(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    _, dy, w, *boxes = operands
+    dw = torch.zeros_like(w)
     terms.add_sums(dw, terms.sums(boxes, w, dy))
-    return [results, dw, *terms.home(dy, terms.filters(w, back=True), boxes)]
+    return [dw]
+
+
+def _boxes_gradients(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    _, dy, w, *boxes = operands
+    return list(terms.home(dy, terms.filters(w, back=True), boxes))
+
+
+PASSES = (_results, _filters_gradient, _boxes_gradients)
 
 
 def _worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> Error:

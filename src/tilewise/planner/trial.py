@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import functools
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewise import execute, solvers
-from tilewise.kernels.triton import workers
+from tilewise.kernels.triton.ahead import side_by_side
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.measure import Timer, Took, lead_ms, peak_bytes, peak_is_known
@@ -42,8 +39,6 @@ GIVE_UP = 1.5
 """After one run this many times slower than the best a candidate is not repeated."""
 SHORT_MS = {"cuda": 1.0, "cpu": 0.0}
 """Unless it is as short as this: the host may have been kept from a launch, and that repeating takes no time."""
-
-MOST_COMPILERS = 16
 
 UNKNOWN = "not measured, and wisdom knows nothing of it"
 
@@ -158,16 +153,10 @@ class Trial:
             return
         a, b, out = self.tensors
 
-        def bind(pool: workers.Pool, plan: Plan) -> None:
-            with contextlib.suppress(Exception), torch.cuda.device(a.device), pool.serving():
-                self._ahead[plan.solver, plan.config] = execute.bind(plan, self.problem, a, b, out)
+        def bind(plan: Plan) -> None:
+            self._ahead[plan.solver, plan.config] = execute.bind(plan, self.problem, a, b, out)
 
-        threads = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1, len(wanted)))
-        try:
-            with workers.opened(len(wanted)) as pool:
-                list(threads.map(functools.partial(bind, pool), wanted))
-        finally:
-            threads.shutdown(cancel_futures=True)
+        side_by_side([functools.partial(bind, plan) for plan in wanted], a.device)
 
     def _to_compile(self, waiting: Sequence[tuple[float, int, Solver, Config, int]]) -> list[Plan]:
         """Those that will be measured as far as can be told before anything is, and whose kernels are a GPU's."""
