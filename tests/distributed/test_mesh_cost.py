@@ -164,6 +164,23 @@ def test_gradients_hide_behind_backward_only() -> None:
     assert slow.image_ms == slow.step_ms / 8
 
 
+@pytest.mark.parametrize(("data", "h"), [(4, 1), (2, 2), (1, 4), (1, 1)])
+def test_synchronized_norms_sum_over_all_images(data: int, h: int) -> None:
+    """Of a plain batch norm over an image's ranks, as the loss; forward and backward each, a mean and a variance."""
+
+    def network() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 1))
+
+    both = nn.SyncBatchNorm.convert_sync_batchnorm(network())
+    mesh = MeshShape(data, (("h", h), ("w", 1)))
+    for model, ranks in ((network(), h), (both, data * h)):
+        trace = trace_step(model, torch.empty(2, 3, 32, 32, device="meta"), device="cpu")
+        cost = step_cost(trace, mesh, Cluster(), Roofline(), 2 * data)
+        loss = all_reduce_ms(4, h, Cluster().link(h))
+        assert cost.sum_ms - loss == pytest.approx(2 * all_reduce_ms(2 * 16 * 4, ranks, Cluster().link(ranks)))
+        assert (cost.sum_ms > loss) == (ranks > 1)
+
+
 @given(st.integers(1, 64), st.integers(1, 3))
 def test_meshes_are_all_factorisations(gpus: int, space: int) -> None:
     found = meshes(gpus, space)

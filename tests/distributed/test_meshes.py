@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.distributed.ranks import run
 from torch import nn
 
 from tilewise.distributed.mesh_cost import Cluster, LinkSpeed
@@ -164,3 +166,18 @@ def trace_problems(model: nn.Module, example: torch.Tensor) -> list[ConvProblem]
 def test_arguments_that_make_no_sense(given, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         choose_mesh(network(), torch.empty((2, 3, 32, 32), device="meta"), rates=RATES, **given)
+
+
+def chosen_within_a_job() -> list[str]:
+    """Of a model whose norms ask all ranks: here none is asked, and the model keeps its group."""
+    norm = nn.SyncBatchNorm(8, process_group=dist.new_group([0, 1]))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm)
+    if dist.get_rank() == 1:
+        return []
+    choice = choose_mesh(model, torch.empty((2, 3, 32, 32), device="meta"), gpus=2, rates=RATES)
+    assert type(norm) is nn.SyncBatchNorm
+    return [reason for reason in reasons(choice).values() if reason]
+
+
+def test_one_rank_of_a_job_may_choose() -> None:
+    assert run(2, chosen_within_a_job, timeout=60) == [[], []]

@@ -9,7 +9,8 @@ All ranks hold all weights. The model, for the slowest rank and the fullest:
 - An exchange takes one latency for each split axis and its bytes by the bandwidth; corners are counted.
 - Gradients of weights are added up over all ranks beside the rest of backward: what is ready when the link is free goes
   together. An all-reduce is a ring, 2(n-1)/n of its bytes, or a tree where that is faster.
-- Normalization with statistics over space, sums over space and gathers cost their messages.
+- Normalization with statistics over space, sums over space and gathers cost their messages; ``nn.SyncBatchNorm``'s go
+  to the ranks of all images.
 - Memory is replayed from the step's allocations, each cut to a rank's share with its ghost zones.
 """
 
@@ -322,8 +323,9 @@ class _Run:
             self.exchange_ms += exchange
             self.now += local + exchange
         link, ranks = self.cluster.link(self.mesh.ranks), self.mesh.ranks
-        if kernel.sums and ranks > 1:
-            self._tell(all_reduce_ms(kernel.sums, ranks, link))
+        if kernel.sums:
+            over = self.mesh.gpus if kernel.over_all else ranks
+            self._tell(all_reduce_ms(kernel.sums, over, self.cluster.link(over)))
         if kernel.gathered is not None and ranks > 1:
             rest = kernel.gathered.nbytes * (1 - _share(kernel.gathered, self.mesh))
             self._tell(link.ms(rest, math.ceil(math.log2(ranks))))

@@ -57,8 +57,8 @@ class Kernel:
 
     ``problems`` are a convolution's passes, ``readers`` the axes of what a window slides over, and ``halo`` the tensor
     that is exchanged for it (backward: whose ghost zones are added up). ``sums`` are bytes that all ranks which share
-    an image add up, ``gathered`` a tensor that each of them needs whole. ``arrays`` are read and written, for ``flops``
-    operations.
+    an image add up, or with ``over_all`` those of all images; ``gathered`` is a tensor that each of them needs whole.
+    ``arrays`` are read and written, for ``flops`` operations.
     """
 
     layer: str
@@ -71,6 +71,7 @@ class Kernel:
     readers: tuple[Reader, ...] = ()
     halo: Array | None = None
     sums: int = 0
+    over_all: bool = False
     gathered: Array | None = None
 
 
@@ -133,8 +134,12 @@ def trace_step(
         raise ValueError("model has lazy parameters: run it once before")
     place = tensors[0].device if tensors else torch.device("cpu")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    memo = {id(t): fake.from_tensor(t) for t in tensors}
+    memo: dict[int, Any] = {id(t): fake.from_tensor(t) for t in tensors}
+    synchronized = {name: m for name, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)}
+    memo |= {id(m.process_group): m.process_group for m in synchronized.values()}
     twin = copy.deepcopy(model, memo)
+    for name in synchronized:
+        twin.get_submodule(name).__class__ = _Alone
     recorder = Recorder(space, device, precision, frozenset(tuple(p.shape) for p in model.parameters()))
     try:
         with ExitStack() as stack:
@@ -144,7 +149,7 @@ def trace_step(
             )
             args, kwargs = tree_map_only(torch.Tensor, empty, (args, kwargs))
             stack.enter_context(torch.set_grad_enabled(training))
-            stack.callback(recorder.watch(twin))
+            stack.callback(recorder.watch(twin, [n for n, m in synchronized.items() if m.process_group is None]))
             stack.enter_context(recorder)
             recorder.hold([t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
             loss = loss_of(twin(*args, **kwargs))
@@ -173,6 +178,13 @@ class Unsuited(ValueError):
     """A model whose kernels have no problem here."""
 
 
+class _Alone(nn.modules.batchnorm._BatchNorm):
+    """A SyncBatchNorm that asks no other ranks, in a job of several too."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        pass
+
+
 NORMS = {"batch_norm": 5, "group_norm": 2, "layer_norm": 3}
 """Operators that need a mean over space, and where their backward takes it."""
 TAPS = {"nearest": 1, "nearest_exact": 1, "linear": 2, "bilinear": 2, "trilinear": 2, "bicubic": 4}
@@ -197,9 +209,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places: dict[int, int] = {}
         self._layers: list[str] = [""]
         self._owners: dict[int, str] = {}
+        self._over_all: frozenset[str] = frozenset()
+        self._means: set[int] = set()
 
-    def watch(self, model: nn.Module) -> Callable[[], None]:
-        """Have layers' names and the moments of gradients told; returns what ends that."""
+    def watch(self, model: nn.Module, over_all: Sequence[str] = ()) -> Callable[[], None]:
+        """Have layers' names and the moments of gradients told; returns what ends that.
+
+        Layers ``over_all`` take statistics over the ranks of all images.
+        """
+        self._over_all = frozenset(over_all)
         handles: list[Any] = []
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._layers.append(name)))
@@ -311,6 +329,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             readers=readers,
             halo=None if halo is None else self._ghosted(halo, readers),
             sums=self._sums(name, args, results, arrays[: len(operands)]),
+            over_all=self._is_over_all(name, args, results),
         )
 
     def _ghosted(self, tensor: torch.Tensor, readers: tuple[Reader, ...]) -> Array:
@@ -426,6 +445,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.backward or not whole or not any(array.split for array in operands):
             return 0  # gradients of parameters are added up over all ranks at once
         return sum(t.nbytes for t in results)
+
+    def _is_over_all(self, name: str, args: Any, results: Sequence[torch.Tensor]) -> bool:
+        """Of a batch norm: whether its layer is; backward, whether the mean that it reads is of such a layer."""
+        if "batch_norm" not in name:
+            return False
+        if self.backward:
+            mean = args[NORMS["batch_norm"]]
+            return isinstance(mean, torch.Tensor) and mean.untyped_storage()._cdata in self._means
+        if self._layers[-1] not in self._over_all:
+            return False
+        self._means |= {mean.untyped_storage()._cdata for mean in results[1:2]}
+        return True
 
 
 def named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
