@@ -2,14 +2,16 @@
 
 ResNet-50 and a 3-D U-Net; ``convolutions`` is a network of nothing else. Strong: one input is split over n GPUs. Weak:
 each GPU has as much of its length as one alone has. The baseline is one GPU, times n for weak scaling; ours is n ranks.
-``details`` have what the cost model says of both, with the link as measured between the ranks. Projections say the
-fastest mesh of 8 to 64 GPUs by the model alone. A step is forward, a loss and backward, without an optimizer; on GPUs
-the replay of a CUDA graph, as launching a network of small kernels takes longer than they do.
+Of either the fastest of the ``sides`` counts: torch's convolutions, or ours as planned. ``details`` have each side's
+times and what the cost model says of both, with the link as measured between the ranks. Projections say the fastest
+mesh of 8 to 64 GPUs by the model alone. A step is forward, a loss and backward, without an optimizer; on GPUs the
+replay of a CUDA graph, as launching a network of small kernels takes longer than they do.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +23,8 @@ from harness.settings import NothingToMeasure, Settings
 from harness.spatial_networks import NETWORKS
 from torch.distributed.device_mesh import init_device_mesh
 
+import tilewise
+import tilewise.distributed
 from tilewise.distributed import SpatialParallel, UnknownLayer
 from tilewise.distributed.link_speed import measure_link
 from tilewise.distributed.mesh_cost import Cluster, LinkSpeed, StepCost
@@ -35,10 +39,20 @@ DEFAULTS = {
     "gpus": "2,4",
     "projected": "8,16,32,64",
     "precision": "ieee",
+    "sides": "torch,planned",
+    "rigor": "measure",
     "repeats": "10",
 }
-QUICK = {"networks": "convolutions", "sizes": "convolutions:64", "gpus": "2", "projected": "8", "repeats": "5"}
+QUICK = {
+    "networks": "convolutions",
+    "sizes": "convolutions:64",
+    "gpus": "2",
+    "projected": "8",
+    "rigor": "estimate",
+    "repeats": "5",
+}
 MODES = ("strong", "weak")
+SIDES = ("torch", "planned")
 
 
 def run(settings: Settings) -> Result:
@@ -49,7 +63,10 @@ def run(settings: Settings) -> Result:
     precision = settings.chosen("precision", {name: name for name in ("ieee", "tf32")})[0]
     networks = settings.chosen("networks", {name: name for name in NETWORKS})
     sizes = dict(word.partition(":")[::2] for word in settings.words("sizes"))
-    given = {"precision": precision, "repeats": settings.integer("repeats")}
+    given = {
+        "precision": precision, "repeats": settings.integer("repeats"), "rigor": settings.planning().rigor,
+        "sides": settings.chosen("sides", {name: name for name in SIDES}),
+    }  # fmt: skip
     batch, planner = settings.integer("batch"), settings.planner()
     rows: list[Row] = []
     facts: dict[str, Any] = {}
@@ -67,7 +84,8 @@ def run(settings: Settings) -> Result:
                 break
             link = found[0]["link"]
             choice = chosen(name, shape, n, settings.device, precision, planner, link)
-            rows.append(_row(name, mode, n, shape, alone["ms"], found[0]["ms"], choice))
+            together = {side: max(rank["ms"][side] for rank in found) for side in given["sides"]}
+            rows.append(_row(name, mode, n, shape, alone["ms"], together, choice))
             settings.keep(Result(rows, facts=facts, notes=notes))
         for n in settings.integers("projected"):
             whole = shape_of(name, batch, size, n)
@@ -118,18 +136,25 @@ def projection(choice: MeshChoice) -> dict[str, Any]:
     }
 
 
-def _row(name: str, mode: str, n: int, shape: list[int], alone_ms: float, ms: float, choice: MeshChoice) -> Row:
+def _row(
+    name: str, mode: str, n: int, shape: list[int], alone: dict[str, float], together: dict[str, float],
+    choice: MeshChoice,
+) -> Row:  # fmt: skip
     dim = NETWORKS[name].dim
     cost = next((r.cost for r in choice.results if r.mesh.data == 1 and r.mesh.dims == (dim,)), None)
     times = n if mode == "weak" else 1
+    single, side = min(alone, key=lambda name: alone[name]), min(together, key=lambda name: together[name])
+    ms, one = together[side], f"one GPU, {single}"
     return Row(
         f"{name}, {mode}, {n} GPUs",
         f"{name}, {mode}",
-        Side("one GPU" if times == 1 else f"one GPU, {n} times", alone_ms * times),
-        Side(f"{n} ranks along {dim}", ms),
+        Side(one if times == 1 else f"{one}, {n} times", alone[single] * times),
+        Side(f"{n} ranks along {dim}, {side}", ms),
         details={
             "gpus": n,
             "shape": shape,
+            "single": alone,
+            "ranks": together,
             "predicted_ms": None if cost is None else cost.step_ms,
             "predicted_over_measured": None if cost is None else cost.step_ms / ms,
             "predicted_single_ms": None if choice.single.cost is None else choice.single.cost.step_ms,
@@ -153,12 +178,26 @@ def _told(cost: StepCost) -> dict[str, Any]:
 
 
 def step(device: torch.device, given: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of this network's step on all ranks together, and their link."""
-    ranks = dist.get_world_size()
-    network = NETWORKS[given["name"]]
+    """Milliseconds of this network's step on all ranks together, by side, and their link."""
+    found: dict[str, Any] = {"ms": {}, "reason": "", "link": None}
+    with framework_flags(given["precision"], deterministic=False):
+        for side in given["sides"]:
+            try:
+                once = _step(device, given, side == "planned")
+            except UnknownLayer as error:
+                return {"ms": None, "reason": str(error), "link": None}
+            (found["ms"][side],) = Clock(device).medians_ms(graphed(device, [once]), given["repeats"])
+            del once
+    if dist.get_world_size() > 1:
+        found["link"] = asdict(measure_link())
+    return found
+
+
+def _step(device: torch.device, given: dict[str, Any], planned: bool) -> Callable[[], None]:
+    """The step of this rank, which was taken once."""
+    ranks, network, shape = dist.get_world_size(), NETWORKS[given["name"]], given["shape"]
     torch.manual_seed(0)
     model = network.build().to(device).train()
-    shape = given["shape"]
     call: Any = model
     if ranks > 1:
         mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=(network.dim,))
@@ -166,8 +205,14 @@ def step(device: torch.device, given: dict[str, Any]) -> dict[str, Any]:
         start, stop = parallel.layout(shape).own[0]
         part = torch.randn([*shape[:2], stop - start, *shape[3:]], device=device)
         call = lambda x: parallel(parallel.shard(x, shape))  # noqa: E731
+        if planned:
+            tilewise.distributed.optimize(
+                parallel, parallel.shard(part, shape), rigor=given["rigor"], cuda_graphs=device.type == "cuda"
+            )
     else:
         part = torch.randn(shape, device=device)
+        if planned:
+            tilewise.optimize(model, part, rigor=given["rigor"], cuda_graphs=device.type == "cuda")
 
     def once() -> None:
         outputs = call(part)
@@ -175,11 +220,5 @@ def step(device: torch.device, given: dict[str, Any]) -> dict[str, Any]:
         outputs.float().square().mean().backward()
         model.zero_grad(set_to_none=True)
 
-    with framework_flags(given["precision"], deterministic=False):
-        try:
-            once()
-        except UnknownLayer as error:
-            return {"ms": None, "reason": str(error), "link": None}
-        (ms,) = Clock(device).medians_ms(graphed(device, [once]), given["repeats"])
-    link = asdict(measure_link()) if ranks > 1 else None
-    return {"ms": ms, "reason": "", "link": link}
+    once()
+    return once
