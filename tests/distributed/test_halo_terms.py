@@ -182,7 +182,8 @@ def test_sizes_of_whole_blocks(
     """Channels and rows for which kernels have no masks, by words where memory is aligned; 64-bit offsets likewise."""
     if far:
         monkeypatch.setattr(halo_terms, "FAR", 1)
-    axes = (Axis(8, 3, stride, before=1, after=1), Axis(32 * stride, 3, stride, before=1, after=1))
+    row = Axis(max(32, blocks.rows) * stride, 3, stride, before=1, after=1)
+    axes = (Axis(8, 3, stride, before=1, after=1), row)
     sizes = (2, 64, 64) if device == "cuda" else (1, 16, 32)
     for transposed, packed in ((False, True), (True, True), (False, False)):
         assert compared(

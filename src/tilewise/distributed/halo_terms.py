@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCTS = {"ieee": "tf32x3", "tf32": "tf32"}
 """Products of fp32 operands on matrix units, by torch's precision. Of others all are alike."""
 CHANNELS, LEAST = 64, 16
-"""Sides of the kernels' blocks along channels of results at most, and of all at least."""
+"""Sides of blocks of a filter's gradient along channels at most, and of all at least."""
 SHARE = 128
 """Rows that a block adds up at least of a filter's gradient."""
 ENOUGH = 264
@@ -46,15 +46,22 @@ def why_not(groups: int, *tensors: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What the kernels' blocks take at once: rows and source channels of results, rows of a filter's gradient."""
+    """What blocks take at once: rows, channels and source channels of results, and rows of a filter's gradient.
+
+    Many rows of few channels are for results whose channels lie far apart: each is in another page of memory.
+    """
 
     rows: int
+    columns: int
     depth: int
     sum_rows: int
     warps: int
 
 
-BLOCKS = (Blocks(32, 64, 16, 8), Blocks(32, 32, 16, 4), Blocks(64, 32, 16, 4))
+BLOCKS = (
+    Blocks(32, 64, 64, 16, 8), Blocks(32, 64, 32, 16, 4), Blocks(64, 64, 32, 16, 4), Blocks(128, 16, 32, 16, 4),
+    Blocks(128, 32, 32, 16, 8),
+)  # fmt: skip
 """To choose from by measuring."""
 
 
@@ -232,7 +239,7 @@ class HaloTerms:
             (w_o, w_i), (outputs, inputs) = (w_i, w_o), (inputs, outputs)
         tiles = [-(-images * math.prod(m.results) // self.blocks.rows) for m in moves]
         own = [moves[n].scalars(images, *views[n]) for n in two]
-        block, depth = min(CHANNELS, _power(outputs)), min(self.blocks.depth, _power(inputs))
+        block, depth = min(self.blocks.columns, _power(outputs)), min(self.blocks.depth, _power(inputs))
         near = [min(pair[side].near(size) for pair in views) for side in (0, 1)]
         constants = {
             "ACCUMULATE": accumulate, "PRECISION": self.product, "UNIT": _unit(moves), "VOLUME": w.dim() > 4,
