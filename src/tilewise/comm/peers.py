@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilewise.comm.streams import InOrder
+
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Pointer, Program
 
@@ -100,7 +102,7 @@ class Peers:
         self._programs: dict[Any, Program] = {}
         self.near = False
         """Whether images travel with channels innermost; the same on all ranks."""
-        self._last: tuple[torch.cuda.Stream, bool] | None = None
+        self._in_order = InOrder(device)
 
     def carries(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether such messages go to and come from rank ``index`` here. Both ends give one answer."""
@@ -145,20 +147,6 @@ class Peers:
         """Compile the kernels for messages such as ``like``. Raises what Triton raises."""
         for index in self.places.neighbours[self.index][:1]:
             self._program([(index, like)], [(index, like)])
-
-    def _in_order(self) -> None:
-        """Have the current stream wait for the last message's, where that is another."""
-        if not self._counts.is_cuda:
-            return
-        stream = torch.cuda.current_stream(self._counts.device)
-        capturing = torch.cuda.is_current_stream_capturing()
-        last = self._last
-        self._last = stream, capturing
-        if last is None or last[0] == stream or last[1] != capturing:
-            return
-        # What was captured before did not run, and a capture cannot wait for what is none of its own.
-        if not capturing or _captures(last[0]):
-            stream.wait_stream(last[0])
 
     def _run(self, sends: Messages, receives: Messages) -> None:
         self._program(sends, receives)(self._tensors(sends, receives))
@@ -251,11 +239,6 @@ def _image(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 def _by_twos(messages: list[tuple[int, torch.Tensor]]) -> list[Messages]:
     return [messages[n : n + 2] for n in range(0, len(messages), 2)]
-
-
-def _captures(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def merged(tensor: torch.Tensor, word: int) -> list[tuple[int, int]]:

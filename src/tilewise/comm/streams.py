@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["Branch"]
+__all__ = ["Branch", "InOrder"]
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -60,6 +60,35 @@ class Branch:
         """Have the current stream wait for all of it."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class InOrder:
+    """Has work on several streams of ``device`` go in the order of its calls, where it shares memory that counts."""
+
+    __slots__ = ("_device", "_last")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: tuple[torch.cuda.Stream, bool] | None = None
+
+    def __call__(self) -> None:
+        """Have the current stream wait for the last call's, where that is another; before each work."""
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        capturing = torch.cuda.is_current_stream_capturing()
+        last = self._last
+        self._last = stream, capturing
+        if last is None or last[0] == stream or last[1] != capturing:
+            return
+        # What was captured before did not run, and a capture cannot wait for what is none of its own.
+        if not capturing or _captures(last[0]):
+            stream.wait_stream(last[0])
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from tilewise.comm.link import Link, Pending
 from tilewise.comm.peers import CHUNK, Peers, Places
 from tilewise.comm.symmetric import connected, machine, symmetric_buffer, why_not
+from tilewise.distributed.trials import Call, everywhere, said, timed
 
 __all__ = ["PeerChoice", "choose_peers"]
 
@@ -22,12 +19,9 @@ PARTS = (1, 4, 16)
 """Messages of the largest size divided by these are timed."""
 GAIN = 0.95
 """Part of NCCL's time below which messages go through memory."""
-IN_A_ROW, REPEATS = 4, 9
+IN_A_ROW = 4
 ROUNDS = 3
 WHAT = "a trial of exchanges"
-
-Call = Callable[[], object]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ def choose_peers(link: Link, device: torch.device, *, graphs: bool) -> PeerChoic
     if reasons:
         return PeerChoice(0, reasons[0])
     places = Places(neighbours, min(-(-capacity // CHUNK) * CHUNK, MOST))
-    own, failures = _everywhere(link, lambda: symmetric_buffer(places.nbytes, device))
+    own, failures = everywhere(link, lambda: symmetric_buffer(places.nbytes, device))
     if failures or own is None:
         return PeerChoice(0, failures)
 
@@ -75,27 +69,11 @@ def choose_peers(link: Link, device: torch.device, *, graphs: bool) -> PeerChoic
         peers.compile(torch.empty(2, 4, 128, device=device)[:, 3:])
         return _Trial(link, peers, device)
 
-    made, failures = _everywhere(link, trial)
+    made, failures = everywhere(link, trial)
     if failures or made is None:
         return PeerChoice(0, failures)
-    faults = _said(link, made.fault())
+    faults = said(link, made.fault())
     return PeerChoice(0, faults) if faults else made.chosen(graphs)
-
-
-def _everywhere(link: Link, make: Callable[[], T]) -> tuple[T | None, str]:
-    """What ``make`` gives here, and where it raised, on any rank, why."""
-    made, failure = None, ""
-    try:
-        made = make()
-    except Exception as error:  # whatever the driver, torch or Triton says: NCCL carries the messages
-        failure = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return made, _said(link, failure)
-
-
-def _said(link: Link, text: str) -> str:
-    """What ranks have to say, if anything."""
-    every = zip(link.ranks, link.gather(text), strict=True)
-    return "; ".join(f"rank {rank}: {said}" for rank, said in every if said)
 
 
 class _Trial:
@@ -142,7 +120,9 @@ class _Trial:
             # A message of few rows of a larger image, as halos are.
             whole = torch.zeros((nbytes // 512, 4, 128), device=self._device)
             sent = whole[:, 3:]
-            memory_ms, nccl_ms = self._timed([self._call(sent, self._peers), self._call(sent, None)], graphs)
+            memory_ms, nccl_ms = timed(
+                self._link, self._device, [self._call(sent, self._peers), self._call(sent, None)], IN_A_ROW, graphs
+            )
             times.append((sent.numel() * 4, memory_ms, nccl_ms))
         faster = [nbytes for nbytes, memory_ms, nccl_ms in times if memory_ms <= GAIN * nccl_ms]
         if not faster:
@@ -159,32 +139,3 @@ class _Trial:
             self._link.peers = None
 
         return exchange
-
-    def _timed(self, calls: list[Call], graphs: bool) -> list[float]:
-        """Milliseconds of one exchange of each, medians, the slowest rank's."""
-        for call in calls:
-            call()
-        torch.cuda.synchronize(self._device)
-        if graphs:
-            calls = [_captured(call) for call in calls]
-        rows = []
-        for _ in range(REPEATS):
-            row = []
-            for call in calls:
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                dist.barrier(self._link.control)
-                start.record()
-                call()
-                stop.record()
-                torch.cuda.synchronize(self._device)
-                row.append(start.elapsed_time(stop) / IN_A_ROW)
-            rows.append(row)
-        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-        return [max(column) for column in zip(*self._link.gather(medians), strict=True)]
-
-
-def _captured(call: Call) -> Call:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    return graph.replay
