@@ -12,6 +12,7 @@ from tests.nn.dividing import Dividing
 from torch import nn
 
 from tilewise.distributed import RankMismatch, optimize
+from tilewise.distributed.norm_choice import NormChoice
 from tilewise.distributed.planned import PlannedPasses
 
 
@@ -39,6 +40,7 @@ def same_as_one_device(shape: tuple[int, ...], dims: tuple[str, ...]) -> None:
     assert bool(planner.planned) == (dist.get_rank() == 0), "one decides"
     passes = p.space.passes
     assert isinstance(passes, PlannedPasses)
+    assert passes.norms == NormChoice("torch", ("no norm is over ranks",))
     bound = list(passes.book._bound.values())
     assert {one.problem.pass_.value for one in bound} == {"fprop", "dgrad", "wgrad"}
     assert all(one.plan.solver == "micro_batch" for one in bound)

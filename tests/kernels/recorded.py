@@ -21,7 +21,13 @@ import torch
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
 
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
 
 
 class Recorded:
@@ -59,6 +65,8 @@ def compiled(launch: Launch, alignment: list[int]) -> dict[str, Any]:
     names = launch.kernel.arg_names
     count = len(launch.pointers)
     signature = {name: "constexpr" if name in launch.constants else "i32" for name in names}
+    scalars = names[count : count + len(launch.scalars)]
+    signature |= {name: "fp32" for name, value in zip(scalars, launch.scalars, strict=True) if isinstance(value, float)}
     signature |= {name: TYPES[p.dtype] for name, p in zip(names[:count], launch.pointers, strict=True)}
     aligned = [math.gcd(alignment[p.source], p.offset) % 16 == 0 for p in launch.pointers]
     attributes = {(n,): [["tt.divisibility", 16]] for n, fits in enumerate(aligned) if fits}

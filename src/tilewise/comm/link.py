@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tilewise.comm.agreement import gather
+from tilewise.comm.peer_sums import PeerSums
 from tilewise.comm.peers import Peers
 from tilewise.comm.watch import Watch, raise_in_main
 
@@ -101,10 +102,14 @@ class Link:
         """How many exchanges and sums were begun here, and where in the model the last was."""
         self.peers: Peers | None = None
         """Carries the messages that it can; none before :func:`tilewise.distributed.optimize`."""
+        self.peer_sums: PeerSums | None = None
+        """Where kernels that add up numbers of all ranks keep them."""
         self.largest: dict[int, int] | None = None
         """Bytes of the largest message to or from each rank, by index, while somebody notes them."""
         self.near_bytes = 0
         """Of messages that are noted: bytes of images whose channels are next to each other, less those of others."""
+        self.norm_channels = 0
+        """Most channels of a norm whose sums go over the ranks, of those met while messages are noted."""
         self._broken: PeerError | None = None
         if self._on_gpu:
             # NCCL lets a part of a group talk only once all of it has.
@@ -125,7 +130,8 @@ class Link:
         """Whether a rank is lost; there are no more exchanges."""
         return self._broken is not None
 
-    def _begin(self, what: str) -> None:
+    def begin(self, what: str) -> None:
+        """Count an exchange or a sum that begins here; raise :class:`PeerError` where one of before is lost."""
         if self._broken is not None:
             raise self._broken
         self.heed(what)
@@ -134,8 +140,15 @@ class Link:
 
     def heed(self, what: str) -> None:
         """Raise :class:`PeerError` where a message from peer memory is known not to have come in time."""
-        if self.peers is not None and (index := self.peers.late()) is not None:
+        if (index := self.late()) is not None:
             raise self.lost(what, (index,), RuntimeError(f"nothing came for {self.timeout:g} s"))
+
+    def late(self) -> int | None:
+        """The rank for which a kernel here waited in vain; asks only the host."""
+        for memory in (self.peers, self.peer_sums):
+            if memory is not None and (index := memory.late()) is not None:
+                return index
+        return None
 
     @property
     def early(self) -> bool:
@@ -160,7 +173,7 @@ class Link:
         with nothing to send: exchanges are numbered, and a number is one exchange on all ranks. ``what`` says where in
         the model this is; ``like`` has the type and device of what is received.
         """
-        self._begin(what)
+        self.begin(what)
         if self.largest is not None:
             self._note(sends, receives, like)
         peers = self.peers
@@ -227,7 +240,7 @@ class Link:
 
     def start_sum(self, what: str, tensor: torch.Tensor) -> dist.Work:
         """Begin to sum ``tensor`` over the ranks in place; it may be read after :meth:`finish_sum`."""
-        self._begin(what)
+        self.begin(what)
         try:
             work = dist.all_reduce(tensor, group=self.sums, async_op=True)
         except RuntimeError as error:
@@ -332,8 +345,9 @@ class Link:
 
     def _break(self) -> None:
         """End every connection, so that whoever waits at the other end wakes."""
-        if self.peers is not None:
-            self.peers.stop()
+        for memory in (self.peers, self.peer_sums):
+            if memory is not None:
+                memory.stop()
         for group in dict.fromkeys((self.group, self.sums, self.control)):
             if self._on_gpu and group is not self.control:
                 group.abort()

@@ -50,7 +50,7 @@ class Watch(threading.Thread):
             while not link.broken:
                 if not self._wrote(store):
                     return
-                if link.peers is not None and (late := link.peers.late()) is not None:
+                if (late := link.late()) is not None:
                     link.give_up(late)
                     return
                 for index in link.others:

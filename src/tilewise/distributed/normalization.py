@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewise.comm.link import Link
+from tilewise.distributed.norm_sums import NormSums, Tracking
 from tilewise.distributed.partials import partials
 from tilewise.distributed.replicated import sum_gradient, sum_over_ranks
 
@@ -28,7 +29,8 @@ class Over:
     ``count`` is how many elements of the whole image one mean is of, ``None`` where that is to be summed over the ranks
     as well; ``merge`` how many channels in a row share it. Where ranks hold the means of different rows, ``place`` has
     the shape of all rows and where this rank's are. Where ``link`` has more ranks than share an image, ``home`` has
-    those that do; ``copies`` is how many ranks have the same elements, which count once.
+    those that do; ``copies`` is how many ranks have the same elements, which count once. ``kernels`` compute sums by
+    channel where they can, torch's operators otherwise.
     """
 
     link: Link
@@ -38,6 +40,15 @@ class Over:
     place: Place | None = None
     home: Link | None = None
     copies: int = 1
+    kernels: NormSums | None = None
+
+    def by_kernels(self, x: torch.Tensor) -> NormSums | None:
+        """What computes the sums of parts such as ``x``; the same on all ranks."""
+        if self.merge > 1 or self.place is not None or self.copies > 1:
+            return None
+        if self.link.largest is not None:
+            self.link.norm_channels = max(self.link.norm_channels, x.shape[1])
+        return self.kernels if self.kernels is not None and self.kernels.takes(self.link, x) else None
 
     def telling(self, what: str) -> contextlib.AbstractContextManager[object]:
         """Have all ranks hear of an error, whichever of them they wait for; see :meth:`Link.telling`."""
@@ -101,27 +112,18 @@ class Normalize(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        wide = _wide(x.dtype)
+        kernels = over.by_kernels(x)
         with over.telling(over.what):
-            sums = _sums(x).view(2, -1, over.merge).sum(2)
-            add = functools.partial(over.link.sum, over.what)
-            count: torch.Tensor | int
-            if over.count is None:
-                own = sums.new_full((1, sums.shape[1]), x.numel() // x.shape[1])
-                found = _total(over, add, torch.cat([sums, own]))
-                means, count = found[:2] / found[2], found[2]
+            counted: torch.Tensor | None
+            if kernels is None:
+                rows, counted = _rows(over, x, eps, seen)
             else:
-                means, count = _total(over, add, sums) / over.count, over.count
-            mean = means[0]
-            var = (means[1] - mean * mean).clamp_min_(0)
-            rows = torch.stack([mean, var]).repeat_interleave(over.merge, 1).to(wide)
-            w, b = (None if t is None else t.to(wide) for t in (weight, bias))
-            y = F.batch_norm(x, rows[0], rows[1], w, b, False, 0.0, eps) if x.numel() else x.clone()
-            if seen is not None:
-                seen(mean, var, count)
-        ctx.over, ctx.eps = over, eps
+                assert seen is None or isinstance(seen, Tracking)
+                rows, counted = kernels.forward(over.what, x, over.count, eps, seen)
+            w, b = (None if t is None else t.to(rows.dtype) for t in (weight, bias))
+            y = _elements(x, rows, w, b, eps)
+        ctx.over, ctx.eps, ctx.kernels = over, eps, kernels
         ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
-        counted = count if isinstance(count, torch.Tensor) else None
         ctx.save_for_backward(x, weight, rows, counted)
         return y
 
@@ -134,27 +136,59 @@ class Normalize(torch.autograd.Function):
             with over.telling(what):
                 return _differentiable(ctx, what, dy)
         w = None if weight is None else weight.to(rows.dtype)
-        rstd = (rows[1] + ctx.eps).rsqrt()
-        dy = _alike(dy, x)
+        dy, want = _alike(dy, x), ctx.needs_input_grad[3]
         with over.telling(what):
-            shares = _gradient_sums(dy, x, rows, rstd, ctx.eps)
-            db, dw = (None if t is None else s.to(t) for s, t in zip(shares, reversed(ctx.dtypes), strict=True))
-            dx = None
-            if ctx.needs_input_grad[3]:
-                weighted = shares * w if over.merge > 1 and w is not None else shares.clone()
-                terms = weighted.view(2, -1, over.merge).sum(2) if over.merge > 1 else weighted
-                means = _total(over, functools.partial(over.link.sum, what), terms)
-                means = means / over.count if over.count is not None else (means / counted).to(terms.dtype)
-                means = means.repeat_interleave(over.merge, 1)
-                dx = _gradient(dy, x, w, rows[0], rstd, means, over.merge)
+            if ctx.kernels is None:
+                shares, dx = _gradients(over, what, x, dy, w, rows, counted, ctx.eps, want)
+            else:
+                shares, means = ctx.kernels.backward(what, x, dy, rows, counted, over.count, want)
+                dx = _gradient_by(dy, x, w, rows, means) if want else None
+        db, dw = (None if t is None else s.to(t) for s, t in zip(shares, reversed(ctx.dtypes), strict=True))
         return None, None, None, dx, dw, db
+
+
+def _rows(over: Over, x: torch.Tensor, eps: float, seen: Seen | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Means and variances by channel, (2, channels), and where they were summed up counts, (1, channels)."""
+    sums = _sums(x).view(2, -1, over.merge).sum(2)
+    add = functools.partial(over.link.sum, over.what)
+    count: torch.Tensor | int
+    counted = None
+    if over.count is None:
+        own = sums.new_full((1, sums.shape[1]), x.numel() // x.shape[1])
+        found = _total(over, add, torch.cat([sums, own]))
+        means, count, counted = found[:2] / found[2], found[2], found[2:]
+    else:
+        means, count = _total(over, add, sums) / over.count, over.count
+    mean = means[0]
+    var = (means[1] - mean * mean).clamp_min_(0)
+    if seen is not None:
+        seen(mean, var, count)
+    return torch.stack([mean, var]).repeat_interleave(over.merge, 1).to(_wide(x.dtype)), counted
+
+
+def _gradients(
+    over: Over, what: str, x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor | None, rows: torch.Tensor,
+    counted: torch.Tensor | None, eps: float, want_x: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """This part's shares of the gradients of bias and weight, (2, channels), and the gradient of ``x``."""
+    rstd = (rows[1] + eps).rsqrt()
+    shares = _gradient_sums(dy, x, rows, rstd, eps)
+    if not want_x:
+        return shares, None
+    weighted = shares * w if over.merge > 1 and w is not None else shares.clone()
+    terms = weighted.view(2, -1, over.merge).sum(2) if over.merge > 1 else weighted
+    means = _total(over, functools.partial(over.link.sum, what), terms)
+    count: Any = over.count if counted is None else counted[0]
+    means = (means / count).to(terms.dtype)
+    means = means.repeat_interleave(over.merge, 1)
+    return shares, _gradient(dy, x, w, rows[0], rstd, means, over.merge)
 
 
 def _differentiable(ctx: Any, what: str, dy: torch.Tensor) -> tuple[Any, ...]:
     """What backward gives, in a graph: see :mod:`tilewise.distributed.double_backward`."""
     over: Over = ctx.over
     x, weight, rows, counted = ctx.saved_tensors
-    count: Any = over.count if counted is None else counted
+    count: Any = over.count if over.count is not None else counted[-1]
     dims = [0, *range(2, x.dim())]
     shape = (1, -1, *(1,) * (x.dim() - 2))
 
@@ -205,6 +239,17 @@ def _gradient_sums(
     return torch.stack([plain, scaled])
 
 
+def _elements(
+    x: torch.Tensor, rows: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """``x`` less mean, over deviation, with weight and bias."""
+    if x.numel() == 0:
+        return x.clone()
+    if x.is_cuda and len(rows) > 2:
+        return torch.batch_norm_elemt(x, w, b, rows[0], rows[2], eps)
+    return F.batch_norm(x, rows[0], rows[1], w, b, False, 0.0, eps)
+
+
 def _gradient(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -218,8 +263,7 @@ def _gradient(
     if x.numel() == 0:
         return torch.zeros_like(x)
     if x.is_cuda and merge == 1:
-        one = torch.ones(1, dtype=torch.int32, device=x.device)
-        return torch.batch_norm_backward_elemt(dy, x, mean, rstd, w, means[0], means[1] / rstd, one)
+        return torch.batch_norm_backward_elemt(dy, x, mean, rstd, w, means[0], means[1] / rstd, _one(x.device))
     if merge == 1 and w is not None:
         means = means * w
     shape = (1, -1, *(1,) * (x.dim() - 2))
@@ -227,3 +271,25 @@ def _gradient(
     # In this order means far from zero cost no digits.
     dx = (x.to(mean.dtype) - mean.view(shape)).mul_((-rstd * rstd * means[1]).view(shape))
     return dx.sub_((rstd * means[0]).view(shape)).addcmul_(dy.to(mean.dtype), scale).to(x.dtype)
+
+
+def _gradient_by(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | None, rows: torch.Tensor, means: torch.Tensor
+) -> torch.Tensor:
+    """As :func:`_gradient` of what :meth:`NormSums.backward` gives."""
+    if x.is_cuda and x.numel():
+        return torch.batch_norm_backward_elemt(dy, x, rows[0], rows[2], w, means[0], means[1], _one(x.device))
+    return _gradient(dy, x, w, rows[0], rows[2], torch.stack([means[0], means[1] * rows[2]]), 1)
+
+
+_ones: dict[torch.device, torch.Tensor] = {}
+
+
+def _one(device: torch.device) -> torch.Tensor:
+    """A count of 1, as sums are divided before."""
+    if torch.cuda.is_current_stream_capturing():  # memory of a graph is not to outlive it
+        found = _ones.get(device)
+        return torch.ones(1, dtype=torch.int32, device=device) if found is None else found
+    if device not in _ones:
+        _ones[device] = torch.ones(1, dtype=torch.int32, device=device)
+    return _ones[device]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewise.distributed.norm_choice import choose_norms
 from tilewise.distributed.parallel import SpatialParallel
 from tilewise.distributed.peer_choice import choose_peers
 from tilewise.distributed.planned import PlannedPasses
@@ -60,12 +61,16 @@ def optimize(
             if training:
                 _backward(found)
 
-    link = parallel.space.link
-    parallel.space.passes, link.largest, link.near_bytes = passes, {}, 0
+    space, link = parallel.space, parallel.space.link
+    space.passes, space.norms = passes, None
+    link.largest, link.near_bytes, link.norm_channels = {}, 0, 0
     passes.record(step)
     passes.plan(now)
     if rigor in MEASURING:
-        passes.exchanges = choose_peers(link, _device(parallel, positional), graphs=options.cuda_graphs)
+        device = _device(parallel, positional)
+        passes.exchanges = choose_peers(link, device, graphs=options.cuda_graphs)
+        space.norms, passes.norms = choose_norms(link, device, graphs=options.cuda_graphs)
+    link.largest = None
     return parallel
 
 

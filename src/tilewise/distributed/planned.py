@@ -12,6 +12,7 @@ import torch
 from tilewise.comm.agreement import gather
 from tilewise.device import conv_precision, device_name
 from tilewise.distributed.halo_choice import Call, Chosen, choose
+from tilewise.distributed.norm_choice import NormChoice
 from tilewise.distributed.passes import Axes, TorchPasses, settle
 from tilewise.distributed.peer_choice import PeerChoice
 from tilewise.distributed.share import Share
@@ -48,6 +49,8 @@ class PlannedPasses(TorchPasses):
         """What became of the terms of each layer's boxes."""
         self.exchanges: PeerChoice | None = None
         """How halos travel, once that was measured."""
+        self.norms: NormChoice | None = None
+        """What computes norms over ranks, once that was measured."""
         self._deterministic = False
 
     def record(self, step: Callable[[], object]) -> None:

@@ -17,6 +17,7 @@ from tilewise.comm.link import Link
 from tilewise.distributed.exchange import redistribute
 from tilewise.distributed.layout import Cuts, Grid, Layout
 from tilewise.distributed.names import current_layer
+from tilewise.distributed.norm_sums import NormSums
 from tilewise.distributed.passes import Passes, TorchPasses
 from tilewise.distributed.replicated import Parameters, sum_gradient
 
@@ -68,6 +69,8 @@ class Space:
         self.parameters: Parameters | None = None
         self.wider: dict[dist.ProcessGroup | None, Link] = {}
         """Links of layers that synchronize over more ranks, by their process groups."""
+        self.norms: NormSums | None = None
+        """Computes sums of norms over ranks, once :func:`tilewise.distributed.optimize` found that it does."""
 
     def tell(self, what: str, error: BaseException) -> None:
         """Have every rank that may wait for this one hear of ``error``; see :meth:`Link.tell`."""

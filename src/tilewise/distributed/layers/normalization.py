@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tilewise.distributed.layers.shapes import free
 from tilewise.distributed.names import current_layer
+from tilewise.distributed.norm_sums import Tracking
 from tilewise.distributed.normalization import Normalize, Over, Place, Seen
 from tilewise.distributed.replicated import sum_over_ranks
 from tilewise.distributed.shard import Shard, handles, operand, sharded
@@ -41,17 +42,6 @@ def _in_autocast(part: Tensor) -> Tensor:
     return part.float() if part.is_cuda and torch.is_autocast_enabled("cuda") and part.dtype != torch.float64 else part
 
 
-def tracking(running_mean: Tensor | None, running_var: Tensor | None, momentum: float) -> Seen:
-    """What moves running statistics, where they are tracked, towards those seen, variances as estimated from them."""
-
-    def seen(mean: Tensor, var: Tensor, count: Tensor | int) -> None:
-        for running, found in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
-            if running is not None:
-                running.mul_(1 - momentum).add_(found.to(running.dtype), alpha=momentum)
-
-    return seen
-
-
 @handles(F.batch_norm)
 def _batch_norm(
     input: Any,
@@ -72,8 +62,8 @@ def _batch_norm(
     shape = x.shape
     count = shape.numel() // max(shape[1], 1)
     one_more(x, count, what)
-    over = Over(x.space.link, what, count)
-    seen = tracking(running_mean, running_var, momentum)
+    over = Over(x.space.link, what, count, kernels=x.space.norms)
+    seen = Tracking(running_mean, running_var, momentum)
     return x.like(Normalize.apply(over, eps, seen, x.local, w, b))  # type: ignore[no-untyped-call]
 
 
@@ -126,7 +116,7 @@ def _instance_norm(
     shape = x.shape
     count = math.prod(shape[2:])
     one_more(x, count, what)
-    track = tracking(running_mean, running_var, momentum)
+    track = Tracking(running_mean, running_var, momentum)
 
     def seen(mean: Tensor, var: Tensor, count: Tensor | int) -> None:
         track(mean.view(shape[:2]).mean(0), var.view(shape[:2]).mean(0), count)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tilewise.distributed.layers.normalization import image, one_more, tracking
+from tilewise.distributed.layers.normalization import image, one_more
 from tilewise.distributed.names import current_layer
+from tilewise.distributed.norm_sums import Tracking
 from tilewise.distributed.normalization import Normalize, Over
 from tilewise.distributed.shard import Shard, Space, space_around
 from tilewise.distributed.synchronized import link_over
@@ -39,12 +40,12 @@ def _forward(layer: nn.SyncBatchNorm, x: torch.Tensor, space: Space) -> torch.Te
     if link is space.link:
         one_more(x, x.numel() // max(x.shape[1], 1), what)
     if isinstance(x, Shard):
-        over = Over(link, what, None, home=space.link)
+        over = Over(link, what, None, home=space.link, kernels=space.norms)
         weights = [None if t is None else space.replicated(what, t) for t in (layer.weight, layer.bias)]
     else:
         over = Over(link, what, None, home=space.link, copies=space.link.size)
         weights = [layer.weight, layer.bias]
-    y = Normalize.apply(over, layer.eps, tracking(*running, momentum), part, *weights)  # type: ignore[no-untyped-call]
+    y = Normalize.apply(over, layer.eps, Tracking(*running, momentum), part, *weights)  # type: ignore[no-untyped-call]
     return x.like(y) if isinstance(x, Shard) else y
 
 

@@ -35,7 +35,7 @@ class Launch:
     kernel: Any
     grid: tuple[int, int, int]
     pointers: tuple[Pointer, ...]
-    scalars: tuple[int, ...]
+    scalars: tuple[int | float, ...]
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 2

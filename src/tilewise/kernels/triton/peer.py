@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["message"]
+__all__ = ["message", "met"]
 
 SCALARS = [f"{name}{n}" for n in range(4) for name in ("rank", "words", *(f"size_{d}" for d in range(1, 5)))]
 """Of each message: the rank at its other end, its words, and the sizes of the inner of five dimensions."""
@@ -28,7 +28,7 @@ STRIDES = [f"stride_{d}{n}" for n in range(4) for d in range(5)]
 
 
 @triton.jit
-def _met(flag, wanted, page, rounds, rank, LOOK: tl.constexpr):
+def met(flag, wanted, page, rounds, rank, LOOK: tl.constexpr):
     """Whether ``flag`` became ``wanted``; what others wrote before it is then seen by this block."""
     # Plain looks, each warp for itself: what an atomic finds, Triton brings to a block's warps through shared memory
     # with one barrier a turn, so that in a loop a warp may read the next turn's value and leave without the others.
@@ -86,7 +86,7 @@ def _moved(
 ):  # fmt: skip
     """Write a channel's chunks of a message into a mailbox, or with ``TAKE`` read them from there."""
     count = tl.load(counts + channel)
-    if _met(awaited + channel, count + 1 if TAKE else count, page, rounds, rank, LOOK):
+    if met(awaited + channel, count + 1 if TAKE else count, page, rounds, rank, LOOK):
         for chunk in range(channel, tl.cdiv(words, WORDS), CHANNELS):
             e = chunk * WORDS + tl.arange(0, WORDS)
             there = e < words

@@ -1,0 +1,48 @@
+"""The kernels around sums of norms by Triton's compiler for compute capability 9.0, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.recorded import Recorded, apart
+from tests.kernels.test_peer_compiles import at
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def sums() -> list[dict[str, Any]]:
+    """All that norms launch, as one rank of three."""
+    from tilewise.comm.peer_sums import BLOCK, PeerSums
+    from tilewise.distributed.norm_sums import NormSums
+
+    Recorded.begin()
+    buffers = [torch.zeros(PeerSums.nbytes(3, BLOCK), dtype=torch.uint8) for _ in range(3)]
+    link: Any = None
+    NormSums(link, PeerSums(buffers, 1, BLOCK, 60.0)).compile(torch.device("cpu"))
+    return Recorded.compiled("norms")
+
+
+def test_sums_are_released_and_acquired_by_all_gpus() -> None:
+    found = apart("tests.kernels.test_norm_sums_compile:sums")
+    assert {one["kernel"] for one in found} == {"forward", "backward"}
+    over_ranks = [one for one in found if one["constants"]["FIRST"] and one["constants"]["LAST"]]
+    assert len(over_ranks) == 6
+    for one in found:
+        assert one["stack"] <= 8, "the frame of a division in float64"
+        assert ("acquire" in one["ptx"]) == (one in over_ranks)
+    for one in over_ranks:
+        lines = one["ptx"].splitlines()
+        (look,), (release,) = at(lines, "acquire"), at(lines, "release")
+        assert all("sys" in lines[n] for n in (look, release))
+        writes, reads, turns = at(lines, "st.global.b64"), at(lines, "ld.global.cg"), at(lines, "ld.volatile")
+        # Own sums are written before they are told of; others' are waited for before the look that counts.
+        assert writes
+        assert max(n for n in writes if n < release) < release < min(turns)
+        assert max(turns) < look
+        assert reads, "what another GPU wrote is not read from L1"
+        first = min(writes)
+        assert any(first < n < release for n in at(lines, "bar.sync"))
+        assert not any(min(turns) < n < max(turns) for n in at(lines, "bar.sync"))
