@@ -31,6 +31,8 @@ from tilewise.distributed.normalization import Normalize, Over
 BOUND = 1e-5
 CHANNELS = 2 * BLOCK
 assert interpreted  # imported before what defines kernels
+TYPES = {"cpu": ("fp32",), "cuda": ("fp32", "fp16", "bf16")}
+"""The interpreter has no bfloat16, and is slow."""
 WAYS = ("between two kernels", "memory")
 
 
@@ -146,7 +148,7 @@ def tried(way: str) -> list[str]:
 
     found = []
     for kernels.forward in (right, damaged, differing):  # type: ignore[method-assign]
-        found.append(faults(link, device, kernels, BLOCK))
+        found.append(faults(link, device, kernels, BLOCK, TYPES[device.type]))
     link.peer_sums = None
     return found
 

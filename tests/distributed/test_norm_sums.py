@@ -48,9 +48,8 @@ def test_a_silent_rank_is_named() -> None:
 
 def untried() -> list[object]:
     link = parallel(nn.Identity(), (2,), ("h",)).space.link
-    link.norm_channels = 0
     nothing = choose_norms(link, torch.device("cpu"), graphs=False)
-    link.norm_channels = 3 * link.index
+    link.norms = [([1, 3, 4 + link.index, 4], "fp32", False)]
     return [*nothing, *choose_norms(link, torch.device("cpu"), graphs=False)]
 
 
@@ -61,20 +60,22 @@ def test_why_not_is_said() -> None:
         ]  # fmt: skip
 
 
-def noted() -> int:
-    """Most channels of the norms that a step met, of those that kernels compute."""
-    model = nn.Sequential(nn.BatchNorm2d(7), nn.InstanceNorm2d(9), nn.GroupNorm(1, 8))
-    p = parallel(nn.Identity(), (2,), ("h",))
-    link = p.space.link
-    link.norm_channels, link.largest = 0, {}
-    parallel(model[0], (2,), ("h",))(p.scatter(torch.randn(2, 7, 4, 4)))
-    parallel(model[2], (2,), ("h",))(p.scatter(torch.randn(2, 8, 4, 4)))
+def noted() -> list[object]:
+    """The norms that a step met, of those that kernels might compute."""
+    x = parallel(nn.Identity(), (2,), ("h",)).scatter(torch.randn(2, 8, 5, 4))
+    link = x.space.link
+    link.norms, link.largest = [], {}
+    last = x.like(x.local.contiguous(memory_format=torch.channels_last))
+    for norm, image in ((nn.BatchNorm2d(8), x), (nn.GroupNorm(1, 8), x), (nn.SyncBatchNorm(8).double(), last)):
+        image = image.like(image.local.to(next(norm.parameters()).dtype))
+        parallel(norm, (2,), ("h",))(image)
     link.largest = None
-    return link.norm_channels
+    return link.norms
 
 
-def test_channels_of_norms_are_noted() -> None:
-    assert run(2, noted) == [7, 7]
+def test_norms_are_noted() -> None:
+    for rank, found in enumerate(run(2, noted)):
+        assert found == [([2, 8, 2 + rank, 4], "fp32", False), ([2, 8, 2 + rank, 4], "fp64", True)]
 
 
 def test_what_kernels_take() -> None:

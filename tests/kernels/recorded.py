@@ -62,15 +62,20 @@ def compiled(launch: Launch, alignment: list[int]) -> dict[str, Any]:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_for
 
-    names = launch.kernel.arg_names
-    count = len(launch.pointers)
-    signature = {name: "constexpr" if name in launch.constants else "i32" for name in names}
-    scalars = names[count : count + len(launch.scalars)]
-    signature |= {name: "fp32" for name, value in zip(scalars, launch.scalars, strict=True) if isinstance(value, float)}
-    signature |= {name: TYPES[p.dtype] for name, p in zip(names[:count], launch.pointers, strict=True)}
+    names, count = launch.kernel.arg_names, len(launch.pointers)
+    constants = dict(launch.constants)
+    signature = {name: TYPES[p.dtype] for name, p in zip(names[:count], launch.pointers, strict=True)}
     aligned = [math.gcd(alignment[p.source], p.offset) % 16 == 0 for p in launch.pointers]
+    for parameter, value in zip(launch.kernel.params[count:], launch.scalars, strict=False):
+        signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        special = not parameter.do_not_specialize and not isinstance(value, float)
+        aligned.append(special and value % 16 == 0)
+        if special and value == 1:
+            constants[parameter.name] = 1
+    signature |= dict.fromkeys(constants, "constexpr")
+    signature = {name: signature[name] for name in names}
     attributes = {(n,): [["tt.divisibility", 16]] for n, fits in enumerate(aligned) if fits}
-    constants = {(names.index(name),): value for name, value in launch.constants.items()}
+    constants = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     kernel = compile_for(source, GPUTarget("cuda", 90, 32), options)

@@ -21,7 +21,7 @@ def sums() -> list[dict[str, Any]]:
     Recorded.begin()
     buffers = [torch.zeros(PeerSums.nbytes(3, BLOCK), dtype=torch.uint8) for _ in range(3)]
     link: Any = None
-    NormSums(link, PeerSums(buffers, 1, BLOCK, 60.0)).compile(torch.device("cpu"))
+    NormSums(link, PeerSums(buffers, 1, BLOCK, 60.0)).compile(torch.device("cpu"), [])
     return Recorded.compiled("norms")
 
 
@@ -46,3 +46,30 @@ def test_sums_are_released_and_acquired_by_all_gpus() -> None:
         first = min(writes)
         assert any(first < n < release for n in at(lines, "bar.sync"))
         assert not any(min(turns) < n < max(turns) for n in at(lines, "bar.sync"))
+
+
+def parts() -> list[dict[str, Any]]:
+    """All that a part's norms launch, in either layout."""
+    from tilewise.distributed.norm_parts import NormParts
+
+    Recorded.begin()
+    found = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        x = torch.empty(1, 64, 128, 256).contiguous(memory_format=order)
+        rows, one = torch.empty(3, 64), NormParts()
+        one.statistics(x)
+        one.gradient_sums(x, x, rows)
+        one.elements(x, rows, rows[0], rows[0])
+        one.gradient(x, x, rows, rows, rows[0])
+        found += Recorded.compiled(str(order))
+    return found
+
+
+def test_parts_are_read_in_wide_words() -> None:
+    found = apart("tests.kernels.test_norm_sums_compile:parts")
+    names = ["statistics", "gradient_sums", "elements", "gradient"]
+    assert [one["kernel"] for one in found] == names * 2
+    for one in found:
+        assert one["stack"] <= 8, "the frame of a division in float64"
+        assert "ld.global.v4.b32" in one["ptx"], (one["kernel"], one["of"])
+        assert ("st.global.v4.b32" in one["ptx"]) == (one["kernel"] in ("elements", "gradient"))

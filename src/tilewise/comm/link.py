@@ -108,8 +108,9 @@ class Link:
         """Bytes of the largest message to or from each rank, by index, while somebody notes them."""
         self.near_bytes = 0
         """Of messages that are noted: bytes of images whose channels are next to each other, less those of others."""
-        self.norm_channels = 0
-        """Most channels of a norm whose sums go over the ranks, of those met while messages are noted."""
+        self.norms: list[tuple[list[int], str, bool]] = []
+        """Norms whose sums go over the ranks, of those met while messages are noted: shapes and types of this rank's
+        parts, and whether channels are last."""
         self._broken: PeerError | None = None
         if self._on_gpu:
             # NCCL lets a part of a group talk only once all of it has.

@@ -17,7 +17,7 @@ __all__ = ["PeerSums"]
 
 TERMS, TURNS = 3, 2
 """Rows of a sum at most, and for how many sums in a row a buffer has places."""
-BLOCK = 128
+BLOCK = 32
 """Channels of one block of a kernel."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from tilewise.comm.link import Link
 from tilewise.comm.peer_sums import BLOCK, TERMS, PeerSums
 from tilewise.comm.peers import LOOK
+from tilewise.distributed.norm_parts import NormParts
 from tilewise.kernels.triton.ahead import side_by_side
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class _Sizes:
     """What a launch is made for."""
 
     channels: int
+    splits: int
     elements: int
     count: int | None
     eps: float = 0.0
@@ -72,7 +75,7 @@ class NormSums:
     """
 
     def __init__(self, link: Link, peers: PeerSums | None = None) -> None:
-        self._link, self._peers = link, peers
+        self._link, self._peers, self.parts = link, peers, NormParts()
         self._programs: dict[Any, Program] = {}
 
     def takes(self, link: Link, x: torch.Tensor) -> bool:
@@ -88,13 +91,14 @@ class NormSums:
         the second tensor. Running statistics are moved.
         """
         channels = x.shape[1]
-        mean, inverse = _statistics(x)
+        parts, splits = self.parts.statistics(x)
         sums = torch.empty((TERMS, channels), dtype=torch.float64, device=x.device)
         rows = torch.empty((3, channels), dtype=torch.float32, device=x.device)
         running = [] if tracking is None else tracking.tensors
         momentum = 0.0 if tracking is None else tracking.momentum
-        sizes = _Sizes(channels, x.numel() // max(channels, 1), count, float(eps), float(momentum), bool(running))
-        tensors = [mean, inverse, sums, rows, *(running or (rows, rows))]
+        of = x.numel() // max(channels, 1)
+        sizes = _Sizes(channels, splits, of, count, float(eps), float(momentum), bool(running))
+        tensors = [parts, sums, rows, *(running or (rows, rows))]
         self._run("forward", what, sizes, tensors, sums[: 2 if count is not None else 3])
         if tracking is not None and not running:
             tracking(rows[0].double(), rows[1].double(), sums[2] if count is None else count)
@@ -110,28 +114,28 @@ class NormSums:
         ``all_ranks``.
         """
         channels = x.shape[1]
-        plain, centred = _gradient_sums(dy, x, rows)
+        parts, splits = self.parts.gradient_sums(dy, x, rows)
         shares, means = (torch.empty((2, channels), dtype=torch.float32, device=x.device) for _ in range(2))
         sums = torch.empty((2, channels), dtype=torch.float64, device=x.device)
-        sizes = _Sizes(channels, 0, count)
-        tensors = [plain, centred, rows, sums, totals, shares, means]
+        sizes = _Sizes(channels, splits, 0, count)
+        tensors = [parts, rows, sums, totals, shares, means]
         if all_ranks:
             self._run("backward", what, sizes, tensors, sums)
         else:
             self._launch("backward", sizes, _Stage(True, False), tensors)
         return shares, means
 
-    def compile(self, device: torch.device) -> None:
-        """Compile all kernels for the GPU ``device``. Raises what Triton raises."""
+    def compile(self, device: torch.device, parts: Sequence[torch.Tensor]) -> None:
+        """Compile all kernels for the GPU ``device`` and ``parts`` like these. Raises what Triton raises."""
         one = torch.empty(1, dtype=torch.float32, device=device)
         wide = torch.empty(1, dtype=torch.float64, device=device)
-        forward, backward = [one, one, wide, one, one, one], [one, one, one, wide, wide, one, one]
+        forward, backward = [wide, wide, one, one, one], [wide, one, wide, wide, one, one]
         stages = [_Stage(True, False), _Stage(False, True)]
         if self._peers is not None:
             stages.append(_Stage(True, True))
-        jobs = []
+        jobs = [job for part in parts for job in self.parts.jobs(part, device)]
         for stage, counted, tracked in itertools.product(stages, (False, True), (False, True)):
-            sizes = _Sizes(1, 1, None if counted else 2, tracked=tracked)
+            sizes = _Sizes(1, 1, 1, None if counted else 2, tracked=tracked)
             jobs.append(functools.partial(self._made, "forward", sizes, stage, forward))
             if not tracked:
                 jobs.append(functools.partial(self._made, "backward", sizes, stage, backward))
@@ -186,26 +190,5 @@ class NormSums:
             constants["TRACKED"] = sizes.tracked and stage.last
             scalars = (sizes.elements, *scalars, sizes.eps, sizes.momentum)
         grid = (-(-sizes.channels // BLOCK), 1, 1)
-        launch = Launch(getattr(norm_sums, kernel), grid, pointers, scalars, constants)
+        launch = Launch(getattr(norm_sums, kernel), grid, pointers, (sizes.splits, *scalars), constants)
         return Program([launch], [1] * len(types), tensors[0].device)
-
-
-def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and one over the deviation of each channel, in float32."""
-    if x.numel() == 0:
-        return x.new_zeros(x.shape[1], dtype=torch.float32), x.new_zeros(x.shape[1], dtype=torch.float32)
-    if x.is_cuda:
-        return torch.batch_norm_stats(x, 0.0)
-    var, mean = torch.var_mean(x.float(), [0, *range(2, x.dim())], correction=0)
-    return mean, var.rsqrt()
-
-
-def _gradient_sums(dy: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums by channel of the gradient, and of that times the centred elements, in float32."""
-    if x.numel() == 0:
-        return torch.zeros_like(rows[0]), torch.zeros_like(rows[0])
-    if x.is_cuda:
-        found = torch.batch_norm_backward_reduce(dy, x, rows[0], rows[2], None, True, False, False)
-        return found[0], found[1]
-    dims, shape = [0, *range(2, x.dim())], (1, -1, *(1,) * (x.dim() - 2))
-    return dy.float().sum(dims), (dy.float() * (x.float() - rows[0].view(shape))).sum(dims)

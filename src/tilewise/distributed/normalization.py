@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from tilewise.comm.link import Link
+from tilewise.distributed.norm_parts import dense
 from tilewise.distributed.norm_sums import NormSums, Tracking
 from tilewise.distributed.partials import partials
 from tilewise.distributed.replicated import sum_gradient, sum_over_ranks
+from tilewise.problem import DTYPE_NAMES
 
 __all__ = ["Normalize", "Over", "Seen"]
 
@@ -47,7 +49,7 @@ class Over:
         if self.merge > 1 or self.place is not None or self.copies > 1:
             return None
         if self.link.largest is not None:
-            self.link.norm_channels = max(self.link.norm_channels, x.shape[1])
+            self.link.norms.append((list(x.shape), DTYPE_NAMES.get(x.dtype, "fp64"), not x.is_contiguous()))
         return self.kernels if self.kernels is not None and self.kernels.takes(self.link, x) else None
 
     def telling(self, what: str) -> contextlib.AbstractContextManager[object]:
@@ -114,14 +116,16 @@ class Normalize(torch.autograd.Function):
     ) -> torch.Tensor:
         kernels = over.by_kernels(x)
         with over.telling(over.what):
+            w, b = (None if t is None else t.to(_wide(x.dtype)) for t in (weight, bias))
             counted: torch.Tensor | None
             if kernels is None:
                 rows, counted = _rows(over, x, eps, seen)
+                y = F.batch_norm(x, rows[0], rows[1], w, b, False, 0.0, eps) if x.numel() else x.clone()
             else:
                 assert seen is None or isinstance(seen, Tracking)
-                rows, counted = kernels.forward(over.what, x, over.count, eps, seen)
-            w, b = (None if t is None else t.to(rows.dtype) for t in (weight, bias))
-            y = _elements(x, rows, w, b, eps)
+                part = dense(x)
+                rows, counted = kernels.forward(over.what, part, over.count, eps, seen)
+                y = kernels.parts.elements(part, rows, w, b)
         ctx.over, ctx.eps, ctx.kernels = over, eps, kernels
         ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
         ctx.save_for_backward(x, weight, rows, counted)
@@ -136,13 +140,15 @@ class Normalize(torch.autograd.Function):
             with over.telling(what):
                 return _differentiable(ctx, what, dy)
         w = None if weight is None else weight.to(rows.dtype)
+        if ctx.kernels is not None:
+            x = dense(x)
         dy, want = _alike(dy, x), ctx.needs_input_grad[3]
         with over.telling(what):
             if ctx.kernels is None:
                 shares, dx = _gradients(over, what, x, dy, w, rows, counted, ctx.eps, want)
             else:
                 shares, means = ctx.kernels.backward(what, x, dy, rows, counted, over.count, want)
-                dx = _gradient_by(dy, x, w, rows, means) if want else None
+                dx = ctx.kernels.parts.gradient(dy, x, rows, means, w) if want else None
         db, dw = (None if t is None else s.to(t) for s, t in zip(shares, reversed(ctx.dtypes), strict=True))
         return None, None, None, dx, dw, db
 
@@ -239,17 +245,6 @@ def _gradient_sums(
     return torch.stack([plain, scaled])
 
 
-def _elements(
-    x: torch.Tensor, rows: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    """``x`` less mean, over deviation, with weight and bias."""
-    if x.numel() == 0:
-        return x.clone()
-    if x.is_cuda and len(rows) > 2:
-        return torch.batch_norm_elemt(x, w, b, rows[0], rows[2], eps)
-    return F.batch_norm(x, rows[0], rows[1], w, b, False, 0.0, eps)
-
-
 def _gradient(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -263,7 +258,8 @@ def _gradient(
     if x.numel() == 0:
         return torch.zeros_like(x)
     if x.is_cuda and merge == 1:
-        return torch.batch_norm_backward_elemt(dy, x, mean, rstd, w, means[0], means[1] / rstd, _one(x.device))
+        one = torch.ones(1, dtype=torch.int32, device=x.device)
+        return torch.batch_norm_backward_elemt(dy, x, mean, rstd, w, means[0], means[1] / rstd, one)
     if merge == 1 and w is not None:
         means = means * w
     shape = (1, -1, *(1,) * (x.dim() - 2))
@@ -271,25 +267,3 @@ def _gradient(
     # In this order means far from zero cost no digits.
     dx = (x.to(mean.dtype) - mean.view(shape)).mul_((-rstd * rstd * means[1]).view(shape))
     return dx.sub_((rstd * means[0]).view(shape)).addcmul_(dy.to(mean.dtype), scale).to(x.dtype)
-
-
-def _gradient_by(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | None, rows: torch.Tensor, means: torch.Tensor
-) -> torch.Tensor:
-    """As :func:`_gradient` of what :meth:`NormSums.backward` gives."""
-    if x.is_cuda and x.numel():
-        return torch.batch_norm_backward_elemt(dy, x, rows[0], rows[2], w, means[0], means[1], _one(x.device))
-    return _gradient(dy, x, w, rows[0], rows[2], torch.stack([means[0], means[1] * rows[2]]), 1)
-
-
-_ones: dict[torch.device, torch.Tensor] = {}
-
-
-def _one(device: torch.device) -> torch.Tensor:
-    """A count of 1, as sums are divided before."""
-    if torch.cuda.is_current_stream_capturing():  # memory of a graph is not to outlive it
-        found = _ones.get(device)
-        return torch.ones(1, dtype=torch.int32, device=device) if found is None else found
-    if device not in _ones:
-        _ones[device] = torch.ones(1, dtype=torch.int32, device=device)
-    return _ones[device]

@@ -63,7 +63,7 @@ def optimize(
 
     space, link = parallel.space, parallel.space.link
     space.passes, space.norms = passes, None
-    link.largest, link.near_bytes, link.norm_channels = {}, 0, 0
+    link.largest, link.near_bytes, link.norms = {}, 0, []
     passes.record(step)
     passes.plan(now)
     if rigor in MEASURING:

@@ -1,8 +1,8 @@
 """What lies between a part's sums by channel and those of the whole image, in one launch, where a norm is over ranks.
 
-Torch's kernels find a part's means and deviations, and its gradients' sums; others compute the elements. Between them a
-dozen operators on a number a channel take longer to launch than to run. Here one kernel makes sums of them in float64,
-adds up those of all ranks, and makes of them what the elements need. Where ranks do not see each other's memory
+Kernels of :mod:`tilewise.kernels.triton.norm_parts` sum up blocks of a part, and compute its elements. Between them a
+dozen operators on a number a channel take longer to launch than to run. Here one kernel adds up the blocks' sums in
+float64 and those of all ranks, and makes of them what the elements need. Where ranks do not see each other's memory
 (``ranks`` 0) it runs twice: up to the part's sums (``FIRST``), which others add up, and from there on (``LAST``).
 
 Every rank's buffer has a place for each rank's sums and for the count of them, twice, used in turn: a rank that writes
@@ -22,6 +22,8 @@ __all__ = ["backward", "forward"]
 
 TERMS = tl.constexpr(3)
 """Rows of sums at most."""
+AT_ONCE = tl.constexpr(64)
+"""Blocks' sums that are on their way at a time, as each is a wait for memory."""
 
 
 @triton.jit
@@ -82,6 +84,19 @@ def _everyones(
 
 
 @triton.jit
+def _together(parts, splits, c, there, channels, BLOCK: tl.constexpr):
+    """Both rows of sums of all blocks, in one order."""
+    sum0, sum1 = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+    for first in range(0, splits, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        place = parts + split[:, None] * channels + c[None, :]
+        some = (split < splits)[:, None] & there[None, :]
+        sum0 += tl.sum(tl.load(place, mask=some, other=0.0), 0)
+        sum1 += tl.sum(tl.load(place + splits * channels, mask=some, other=0.0), 0)
+    return sum0, sum1
+
+
+@triton.jit
 def _moved(running, found, c, there, momentum):
     """Move running statistics towards those found."""
     before = tl.load(running + c, mask=there, other=0.0)
@@ -89,16 +104,16 @@ def _moved(running, found, c, there, momentum):
     tl.store(running + c, moved.to(running.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["elements", "count", "channels", "rounds", "me", "ranks", "eps", "momentum"])
+@triton.jit(do_not_specialize=["splits", "elements", "count", "channels", "rounds", "me", "ranks", "eps", "momentum"])
 def forward(
-    mean, inverse, sums, rows, running_mean, running_var, table, counts, page,
-    elements, count, channels, rounds, me, ranks, eps, momentum,
+    parts, sums, rows, running_mean, running_var, table, counts, page,
+    splits, elements, count, channels, rounds, me, ranks, eps, momentum,
     FIRST: tl.constexpr, LAST: tl.constexpr, COUNTED: tl.constexpr, TRACKED: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     """Means and variances of a whole image from those of parts.
 
-    ``mean`` [channels] is a part's, ``inverse`` one over its deviation, of ``elements`` each. ``sums`` [TERMS,
+    ``parts`` [2, splits, channels] are sums of blocks, of a part that has ``elements`` a channel. ``sums`` [TERMS,
     channels] is float64: of elements, of their squares and, with ``COUNTED``, how many they are, which is ``count``
     without. ``rows`` [3, channels]: mean, variance, and one over the root of that and ``eps``. With ``TRACKED`` running
     statistics are moved. Grid (blocks of channels,).
@@ -106,11 +121,8 @@ def forward(
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = c < channels
     if FIRST:
-        m = tl.load(mean + c, mask=there, other=0.0).to(tl.float64)
-        i = tl.load(inverse + c, mask=there, other=0.0).to(tl.float64)
-        var = tl.where(i > 0, 1 / tl.where(i > 0, i * i, 1.0), 0.0)
-        n = tl.zeros_like(m) + elements
-        sum0, sum1, sum2 = m * n, (var + m * m) * n, n
+        sum0, sum1 = _together(parts, splits, c, there, channels, BLOCK)
+        sum2 = tl.zeros_like(sum0) + elements
     else:
         sum0 = tl.load(sums + c, mask=there, other=0.0)
         sum1 = tl.load(sums + channels + c, mask=there, other=0.0)
@@ -142,28 +154,27 @@ def forward(
             tl.store(sums + 2 * channels + c, sum2, mask=there)
 
 
-@triton.jit(do_not_specialize=["count", "channels", "rounds", "me", "ranks"])
+@triton.jit(do_not_specialize=["splits", "count", "channels", "rounds", "me", "ranks"])
 def backward(
-    plain, centred, rows, sums, totals, shares, means, table, counts, page,
-    count, channels, rounds, me, ranks,
+    parts, rows, sums, totals, shares, means, table, counts, page,
+    splits, count, channels, rounds, me, ranks,
     FIRST: tl.constexpr, LAST: tl.constexpr, COUNTED: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     """Means over a whole image of its gradient, and of that times the centred elements over the variance.
 
-    ``plain`` and ``centred`` [channels] are a part's sums of the gradient, and of that times the elements less their
-    mean. ``shares`` [2, channels]: of the bias' and the weight's gradient. ``means`` [2, channels] is what is made of
+    ``parts`` [2, splits, channels] are sums of blocks, of the gradient and of that times the elements less their mean.
+    ``shares`` [2, channels]: of the bias' and the weight's gradient. ``means`` [2, channels] is what is made of
     the ``sums`` of all, ``rows`` and ``totals`` (with ``COUNTED`` the counts, row 2 of forward's sums) are forward's.
     """
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = c < channels
     rstd = tl.load(rows + 2 * channels + c, mask=there, other=0.0).to(tl.float64)
     if FIRST:
-        share0 = tl.load(plain + c, mask=there, other=0.0)
-        share1 = tl.load(centred + c, mask=there, other=0.0) * rstd.to(tl.float32)
-        tl.store(shares + c, share0, mask=there)
-        tl.store(shares + channels + c, share1, mask=there)
-        sum0, sum1 = share0.to(tl.float64), share1.to(tl.float64)
+        sum0, sum1 = _together(parts, splits, c, there, channels, BLOCK)
+        sum1 *= rstd
+        tl.store(shares + c, sum0.to(tl.float32), mask=there)
+        tl.store(shares + channels + c, sum1.to(tl.float32), mask=there)
     else:
         sum0 = tl.load(sums + c, mask=there, other=0.0)
         sum1 = tl.load(sums + channels + c, mask=there, other=0.0)

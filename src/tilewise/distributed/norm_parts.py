@@ -1,0 +1,169 @@
+"""What a norm takes of a part by channel: sums and elements, by kernels for dense layouts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.launch import Program
+
+__all__ = ["NormParts", "dense"]
+
+TILE, WARPS = 4096, 8
+"""Elements that a block has on their way at a time."""
+CHANNELS = 64
+"""Channels of a block at most, where they are next to each other in memory."""
+ENOUGH, MOST_SPLITS = 528, 264
+"""Blocks that keep a GPU busy, and how many may share a channel at most: their sums are then added up."""
+MOST_KEPT = 1024
+"""Kinds of launches that are kept; more, as where shapes change every step, are made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lie:
+    """How elements lie: ``images`` of ``positions`` for each of ``channels``, their strides, and blocks of them."""
+
+    images: int
+    channels: int
+    positions: int
+    stride_n: int
+    stride_c: int
+    stride_s: int
+    block_c: int
+    block_s: int
+
+    @staticmethod
+    def of(x: torch.Tensor) -> Lie:
+        """That of a :func:`dense` tensor."""
+        images, channels = x.shape[:2]
+        positions = math.prod(x.shape[2:])
+        if positions > 1 and x.is_contiguous():
+            block_s = min(TILE, _power(positions))
+            block_c = max(1, min(_power(channels), TILE // block_s))
+            return Lie(images, channels, positions, channels * positions, positions, 1, block_c, block_s)
+        positions *= images
+        block_c = min(CHANNELS, _power(channels))
+        return Lie(1, channels, positions, 0, 1, channels, block_c, min(TILE // block_c, _power(positions)))
+
+    @property
+    def blocks(self) -> int:
+        """Of positions."""
+        return self.images * -(-self.positions // self.block_s)
+
+    @property
+    def columns(self) -> int:
+        """Blocks of channels."""
+        return -(-self.channels // self.block_c)
+
+    @property
+    def each(self) -> int:
+        """Blocks of positions that one block of a kernel sums up."""
+        splits = max(1, min(self.blocks, -(-ENOUGH // self.columns), MOST_SPLITS))
+        return -(-self.blocks // splits)
+
+    @property
+    def splits(self) -> int:
+        """How many sums there are."""
+        return -(-self.blocks // self.each) if self.blocks else 0
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """``x``, contiguous or with channels last; itself where it is."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])):
+        return x
+    return x.contiguous()
+
+
+class NormParts:
+    """Kernels for parts of images (images, channels, ...) that are :func:`dense`, and gradients that lie alike."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Any, Program] = {}
+
+    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Sums of elements and of their squares by blocks, (2, splits, channels) in float64, and the splits."""
+        return self._summed("statistics", x, [x])
+
+    def gradient_sums(self, dy: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Likewise of the gradient, and of that times the elements less their mean, row 0 of ``rows``."""
+        return self._summed("gradient_sums", x, [dy, x, rows])
+
+    def elements(
+        self, x: torch.Tensor, rows: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Elements less mean, times row 2 of ``rows``, with weight and bias."""
+        y = torch.empty_like(x)
+        constants = {"WEIGHT": w is not None, "BIAS": b is not None}
+        self._run("elements", x, [x, rows, rows if w is None else w, rows if b is None else b, y], constants)
+        return y
+
+    def gradient(
+        self, dy: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, means: torch.Tensor, w: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The gradient of elements, by the whole image's ``means`` of :meth:`gradient_sums`."""
+        dx = torch.empty_like(x)
+        constants = {"WEIGHT": w is not None}
+        self._run("gradient", x, [dy, x, rows, means, rows if w is None else w, dx], constants)
+        return dx
+
+    @staticmethod
+    def jobs(x: torch.Tensor, device: torch.device) -> list[Callable[[], object]]:
+        """What compiles all kernels for parts like ``x``, which may be on the meta device, with weight and bias."""
+        lie = Lie.of(x)
+        part, row, sums = (torch.empty((0,), dtype=t, device=device) for t in (x.dtype, torch.float32, torch.float64))
+        kernels: dict[str, tuple[list[torch.Tensor], dict[str, bool], int | None]] = {
+            "statistics": ([part, sums], {}, lie.splits),
+            "gradient_sums": ([part, part, row, sums], {}, lie.splits),
+            "elements": ([part, row, row, row, part], {"WEIGHT": True, "BIAS": True}, None),
+            "gradient": ([part, part, row, row, row, part], {"WEIGHT": True}, None),
+        }
+        return [functools.partial(_made, name, lie, *given) for name, given in kernels.items()]
+
+    def _summed(self, kernel: str, x: torch.Tensor, given: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        splits = Lie.of(x).splits if x.numel() else 0
+        sums = torch.empty((2, splits, x.shape[1]), dtype=torch.float64, device=x.device)
+        self._run(kernel, x, [*given, sums], {}, splits)
+        return sums, splits
+
+    def _run(
+        self, kernel: str, x: torch.Tensor, tensors: list[torch.Tensor], constants: dict[str, bool],
+        splits: int | None = None,
+    ) -> None:  # fmt: skip
+        if not x.numel():
+            return
+        key = (
+            kernel, x.shape, x.stride(), *((t.dtype, t.data_ptr() % 16 == 0) for t in tensors), *constants.values(),
+        )  # fmt: skip
+        found = self._programs.get(key)
+        if found is None:
+            if len(self._programs) >= MOST_KEPT:
+                self._programs.clear()
+            found = self._programs[key] = _made(kernel, Lie.of(x), tensors, constants, splits)
+        found(tensors)
+
+
+def _made(
+    kernel: str, lie: Lie, tensors: list[torch.Tensor], constants: dict[str, bool], splits: int | None
+) -> Program:
+    from tilewise.kernels.triton import norm_parts
+    from tilewise.kernels.triton.launch import Launch, Pointer, Program
+
+    pointers = tuple(Pointer(n, 0, t.dtype) for n, t in enumerate(tensors))
+    scalars = (
+        lie.images, lie.channels, lie.positions, lie.each, lie.stride_n, lie.stride_c, lie.stride_s,
+    )  # fmt: skip
+    grid = (lie.blocks if splits is None else splits, lie.columns, 1)
+    sizes = {"BLOCK_C": lie.block_c, "BLOCK_S": lie.block_s}
+    launch = Launch(getattr(norm_parts, kernel), grid, pointers, scalars, constants | sizes, WARPS)
+    return Program([launch], [math.gcd(t.data_ptr(), 16) for t in tensors], tensors[0].device)
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
