@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.distributed import norm_cases
@@ -12,7 +14,7 @@ from torch import nn
 
 from tilewise.comm.peer_sums import BLOCK, PeerSums
 from tilewise.distributed.norm_choice import NormChoice, choose_norms
-from tilewise.distributed.norm_sums import NormSums
+from tilewise.distributed.norm_sums import NormSums, Tracking
 
 
 @interpreted
@@ -110,3 +112,69 @@ def twice() -> None:
 @interpreted
 def test_gradients_of_gradients() -> None:
     run(2, twice, timeout=120)
+
+
+class Alone:
+    """In place of a link: ranks of one process, whose sums go through memory alone."""
+
+    def begin(self, what: str) -> None:
+        pass
+
+    def heed(self, what: str) -> None:
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_of_one_gpu(ranks: int, counted: bool) -> None:
+    """Each on a stream of its own, late by turns, for more sums than there are places."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    channels = 3 * BLOCK + 5
+    room = 4 * BLOCK
+    buffers = [torch.zeros(PeerSums.nbytes(ranks, room), dtype=torch.uint8, device=device) for _ in range(ranks)]
+    memory = [PeerSums(buffers, rank, room, 5.0) for rank in range(ranks)]
+    links: list[Any] = [Alone() for _ in range(ranks)]
+    kernels = [NormSums(link, one) for link, one in zip(links, memory, strict=True)]
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    torch.manual_seed(0)
+    shapes = [(2, channels, 3 + rank, 8) for rank in range(ranks)]
+    for one, shape in zip(kernels, shapes, strict=True):
+        one.compile(device, [torch.empty(shape, device="meta")])  # what is loaded while others wait may wait for them
+    for stream in streams:  # so does what is allocated
+        with torch.cuda.stream(stream):
+            for size in (1 << 10, 1 << 26):
+                torch.empty(size, dtype=torch.uint8, device=device)
+    count = sum(2 * shape[2] * 8 for shape in shapes)
+    work = torch.randn(1024, 1024, device=device)
+    for turn in range(7):
+        x = [torch.randn(shape, device=device) + turn for shape in shapes]
+        dy = [torch.randn(shape, device=device) for shape in shapes]
+        running = [[torch.zeros(channels, device=device), torch.ones(channels, device=device)] for _ in shapes]
+        whole, upstream = (torch.cat(parts, 2).double() for parts in (x, dy))
+        found: list[Any] = [None] * ranks
+        torch.cuda.synchronize()
+        for rank in range(ranks):
+            with torch.cuda.stream(streams[rank]):
+                for _ in range(10 * (rank == turn % ranks)):
+                    work @ work
+                tracking = Tracking(running[rank][0], running[rank][1], 0.1)
+                of = None if counted else count
+                rows, totals = kernels[rank].forward("forward", x[rank], of, 1e-5, tracking)
+                shares, means = kernels[rank].backward("backward", x[rank], dy[rank], rows, totals, of, all_ranks=True)
+                found[rank] = rows, shares, means, totals
+        torch.cuda.synchronize()
+        assert [one.late() for one in memory] == [None] * ranks
+        var, mean = torch.var_mean(whole, [0, 2, 3], correction=0)
+        centred = upstream * (whole - mean.view(1, -1, 1, 1))
+        for rank, (rows, shares, means, totals) in enumerate(found):
+            norm_cases.near(rows, torch.stack([mean, var, (var + 1e-5).rsqrt()]), "statistics")
+            wanted = torch.stack([upstream.mean([0, 2, 3]), centred.mean([0, 2, 3])])
+            norm_cases.near(means, wanted, "means")
+            own = dy[rank].double()
+            own_centred = own * (x[rank].double() - mean.view(1, -1, 1, 1)) * (var + 1e-5).rsqrt().view(1, -1, 1, 1)
+            norm_cases.near(shares, torch.stack([own.sum([0, 2, 3]), own_centred.sum([0, 2, 3])]), "shares")
+            norm_cases.near(running[rank][1], 0.9 + 0.1 * var * count / (count - 1), "running variance")
+            assert not counted or torch.equal(totals[2], torch.full_like(totals[2], count))
+            assert torch.equal(rows, found[0][0])
+            assert torch.equal(means, found[0][2])
