@@ -26,7 +26,7 @@ unit: $(STAMP) ## the tests alone; ARGS='-k word' narrows them
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout $(TEST_TIMEOUT) $(ARGS)
 
 # Emulated kernels take seconds a case: make test runs a sample of their cases.
-test-all: lint ## as test, with every case of every test (half an hour)
+test-all: lint ## as test, with every case of every test (a quarter of an hour)
 	TILEWISE_EVERY_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout $(TEST_TIMEOUT) $(ARGS)
 
 # Uses whatever Python is current and has torch with CUDA: installs nothing, needs no network.

@@ -113,7 +113,7 @@ def faults(link: Link, device: torch.device, kernels: NormSums, channels: int, t
             shape = (2, width, every[link.index], 5)
             form = torch.channels_last if last else torch.contiguous_format
             x, dy = (
-                torch.randn(shape, generator=generator, device=device).add(40 * n).to(TYPES[dtype])
+                torch.randn(shape, generator=generator, device=device).add(4 * n).to(TYPES[dtype])
                 .contiguous(memory_format=form) for n in (1, 0)
             )  # fmt: skip
             # Counted or known, as SyncBatchNorm and BatchNorm have it.

@@ -36,9 +36,10 @@ class Tracking:
 
     def __call__(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor | int) -> None:
         """Move them."""
-        for running, found in ((self.running_mean, mean), (self.running_var, var * (count / (count - 1)))):
-            if running is not None:
-                running.mul_(1 - self.momentum).add_(found.to(running.dtype), alpha=self.momentum)
+        if self.running_mean is not None:
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        if self.running_var is not None:
+            self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), self.momentum)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
