@@ -19,11 +19,10 @@ from tests.distributed.ranks import parallel
 from tests.interpreter import interpreted
 from torch import nn
 
-from tilewise.comm import peers
 from tilewise.comm.link import Link, PeerError
 from tilewise.comm.peer_sums import BLOCK, PeerSums
 from tilewise.comm.symmetric import connected, symmetric_buffer
-from tilewise.distributed import norm_sums
+from tilewise.comm.waiting import LOOK
 from tilewise.distributed.norm_choice import faults
 from tilewise.distributed.norm_sums import NormSums
 from tilewise.distributed.normalization import Normalize, Over
@@ -168,7 +167,7 @@ def silent() -> str:
 
     step()
     kernels._programs.clear()
-    link.peer_sums.rounds, norm_sums.LOOK = (1000, peers.LOOK) if x.is_cuda else (3, 256)  # the interpreter's are slow
+    link.peer_sums.rounds, link.peer_sums.look = (1000, LOOK) if x.is_cuda else (3, 256)  # the interpreter's are slow
     if link.index == 1:
         time.sleep(3)
         return ""

@@ -203,7 +203,7 @@ def hanging(seconds: float) -> tuple[float, str] | None:
     """Replays of which rank 1 makes one less than the others."""
     link = through_memory()
     assert link.peers is not None
-    link.peers._rounds = int(seconds / 1e-3)
+    link.peers.rounds = int(seconds / 1e-3)
     sent = torch.ones(1000)
 
     def exchanged() -> None:

@@ -21,7 +21,7 @@ from tests.distributed import test_convolution
 from tests.distributed.ranks import parallel, run
 from tests.interpreter import interpreted
 
-from tilewise.comm import peers
+from tilewise.comm import waiting
 from tilewise.comm.link import Link, PeerError
 from tilewise.comm.peers import CHANNELS, CHUNK, Messages, Peers, Places, merged
 from tilewise.distributed.peer_choice import PeerChoice, _Trial, choose_peers
@@ -104,7 +104,7 @@ def test_chunks_and_channels(nbytes: int) -> None:
 
 @pytest.mark.usefixtures("device")
 def test_waiting_in_vain_moves_nothing_and_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "LOOK", 64)  # the interpreter's looks are slow
+    monkeypatch.setattr(waiting, "LOOK", 64)  # the interpreter's looks are slow
     places = Places(((1,), (0,)), CHUNK)
     a, b = alone(places, timeout=1e-3)
     like = torch.ones(7)
@@ -226,7 +226,7 @@ def silent() -> str:
     p = parallel(torch.nn.Identity(), (dist.get_world_size(),), ("h",))
     link = p.space.link
     link.peers = shared(link, CHUNK)
-    link.peers._rounds, peers.LOOK = 3, 256  # the interpreter's looks are slow
+    link.peers.rounds, link.peers.look = 3, 256  # the interpreter's looks are slow
     if link.index == 1:
         time.sleep(2)
         return ""

@@ -5,13 +5,11 @@ The sums themselves are in the kernel that needs them (:mod:`tilewise.kernels.tr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
-from tilewise.comm.peers import LOOK, LOOK_S
-from tilewise.comm.streams import InOrder
+from tilewise.comm.waiting import Waiting
 
 __all__ = ["PeerSums"]
 
@@ -21,7 +19,7 @@ BLOCK = 32
 """Channels of one block of a kernel."""
 
 
-class PeerSums:
+class PeerSums(Waiting):
     """The buffers of all ranks, as rank ``index`` sees them, all zero at first; used in one order by all ranks.
 
     ``channels`` is how many numbers a row has at most, a multiple of ``BLOCK``. ``timeout`` is in seconds, after which
@@ -36,26 +34,13 @@ class PeerSums:
         self.index, self.ranks, self.channels = index, len(buffers), channels
         self._buffers, self._kept = list(buffers), kept
         own = buffers[index]
+        super().__init__(own.device, timeout)
         self.table = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.int64, device="cpu").to(own.device)
         """Addresses of the buffers."""
         self.counts = torch.zeros(channels // BLOCK, dtype=torch.int32, device=own.device)
         """How many sums each block has seen."""
-        self.page = torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=own.is_cuda)
-        """By which kernels are stopped, and on which they tell for whom they waited in vain."""
-        self._seen = self.page.numpy()
-        self.rounds = min(max(1, math.ceil(timeout / (LOOK * LOOK_S))), 2**31 - 1)
-        self.in_order = InOrder(own.device)
 
     @staticmethod
     def nbytes(ranks: int, channels: int) -> int:
         """Size of every rank's buffer."""
         return ranks * TURNS * (8 * TERMS * channels + 4 * (channels // BLOCK))
-
-    def late(self) -> int | None:
-        """The rank for which a kernel waited in vain; asks only the host."""
-        rank = int(self._seen[1])
-        return rank - 1 if rank else None
-
-    def stop(self) -> None:
-        """Have kernels that wait give up; may be called from any thread, and while the GPU captures a graph."""
-        self._seen[0] = 1

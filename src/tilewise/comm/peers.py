@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.comm.streams import InOrder
+from tilewise.comm.waiting import Waiting
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Pointer, Program
@@ -29,10 +29,6 @@ CHUNK = 1 << 13
 WARPS = 4
 DIMS = 5
 """Dimensions of strided memory that kernels take, after those that lie in one run are merged."""
-LOOK = 1 << 13
-"""Looks at a flag between two at the page, which lies in the host's memory."""
-LOOK_S = 0.25e-6
-"""Least time of a look, which goes to L2 and back."""
 Messages = Sequence[tuple[int, torch.Tensor]]
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 ALIGNED = 16
@@ -79,7 +75,7 @@ class Places:
         return self.flag(owner, receiver) + self.most * 4 * CHANNELS
 
 
-class Peers:
+class Peers(Waiting):
     """The buffers of all ranks, as rank ``index`` sees them, all zero at first; used in one order by all ranks.
 
     ``timeout`` is in seconds, after which a kernel gives up and :meth:`late` tells for whom it waited. ``kept`` is what
@@ -89,20 +85,16 @@ class Peers:
     def __init__(
         self, places: Places, buffers: Sequence[torch.Tensor], index: int, timeout: float, kept: object = None
     ) -> None:
+        device = buffers[index].device
+        super().__init__(device, timeout)
         self.places, self.index, self._buffers, self._kept = places, index, list(buffers), kept
         self.largest = places.capacity
         """Bytes of the largest message that goes this way."""
-        self.page = torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=buffers[index].is_cuda)
-        """By which kernels are stopped, and on which they tell for whom they waited in vain."""
-        self._seen = self.page.numpy()
-        self._rounds = min(max(1, math.ceil(timeout / (LOOK * LOOK_S))), 2**31 - 1)
-        device = buffers[index].device
         self._counts = torch.zeros((2, places.most, CHANNELS), dtype=torch.int32, device=device)
         """How many messages were sent to each neighbour and taken from it, by channel."""
         self._programs: dict[Any, Program] = {}
         self.near = False
         """Whether images travel with channels innermost; the same on all ranks."""
-        self._in_order = InOrder(device)
 
     def carries(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether such messages go to and come from rank ``index`` here. Both ends give one answer."""
@@ -113,15 +105,6 @@ class Peers:
             and 0 < math.prod(shape) * size <= self.largest
         )
 
-    def late(self) -> int | None:
-        """The rank for which a kernel waited in vain; asks only the host."""
-        rank = int(self._seen[1])
-        return rank - 1 if rank else None
-
-    def stop(self) -> None:
-        """Have kernels that wait give up; may be called from any thread, and while the GPU captures a graph."""
-        self._seen[0] = 1
-
     def exchange(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, Sequence[int]]],
         like: torch.Tensor,
@@ -130,7 +113,7 @@ class Peers:
 
         Images that come have their channels next to each other in memory.
         """
-        self._in_order()
+        self.in_order()
         flat = [(index, tensor if tensor.dim() <= DIMS else tensor.contiguous()) for index, tensor in sends]
         found = [(index, _image(tuple(shape), like)) for index, shape in receives]
         pushes, takes = _by_twos(flat), _by_twos(found)
@@ -175,14 +158,14 @@ class Peers:
         four = [push[0], push[-1], take[0], take[-1]]
         pointers = [pointer for column in zip(*(slot.pointers for slot in four), strict=True) for pointer in column]
         pointers.append(Pointer(2 * number + 2, 0, torch.int32))
-        scalars = [self._rounds, *blocks[:3]]
+        scalars = [self.rounds, *blocks[:3]]
         for slot in four:
             scalars += [slot.rank, slot.words, *(size for size, _ in slot.shape[1:])]
         scalars += [stride for slot in four for _, stride in slot.shape]
         constants = {
             "PUSH_WORDS": push[0].chunk, "PUSH_DIMS": max(_dims(slot.shape) for slot in push),
             "TAKE_WORDS": take[0].chunk, "TAKE_DIMS": max(_dims(slot.shape) for slot in take),
-            "CHANNELS": CHANNELS, "LOOK": LOOK,
+            "CHANNELS": CHANNELS, "LOOK": self.look,
         }  # fmt: skip
         launch = Launch(peer.message, (sum(blocks), 1, 1), tuple(pointers), tuple(scalars), constants, WARPS)
         tensors = self._tensors(sends, receives)

@@ -12,7 +12,7 @@ import torch
 
 from tilewise.comm.link import Link
 from tilewise.comm.peer_sums import BLOCK, TERMS, PeerSums
-from tilewise.comm.peers import LOOK
+from tilewise.comm.waiting import LOOK
 from tilewise.distributed.norm_parts import NormParts
 from tilewise.kernels.triton.ahead import side_by_side
 
@@ -180,12 +180,12 @@ class NormSums:
         pointers = tuple(Pointer(n, 0, dtype) for n, dtype in enumerate(types))
         peers = self._peers if stage.first and stage.last else None
         channels = BLOCK if peers is None else peers.channels
-        ranks = (1, 0, 0) if peers is None else (peers.rounds, peers.index, peers.ranks)
+        look, *ranks = (LOOK, 1, 0, 0) if peers is None else (peers.look, peers.rounds, peers.index, peers.ranks)
         scalars: tuple[int | float, ...] = (sizes.count or 0, sizes.channels, *ranks)
         counted = sizes.count is None and (stage.last or kernel == "forward")
         constants = {
             "FIRST": stage.first, "LAST": stage.last, "COUNTED": counted, "CHANNELS": channels,
-            "BLOCKS": channels // BLOCK, "BLOCK": BLOCK, "LOOK": LOOK,
+            "BLOCKS": channels // BLOCK, "BLOCK": BLOCK, "LOOK": look,
         }  # fmt: skip
         if kernel == "forward":
             constants["TRACKED"] = sizes.tracked and stage.last
