@@ -14,10 +14,9 @@ import torch
 
 from tilewise.comm.link import Link
 from tilewise.comm.peer_sums import BLOCK, PeerSums
-from tilewise.comm.symmetric import connected, machine, symmetric_buffer, why_not
 from tilewise.distributed.norm_sums import NormSums, Tracking
 from tilewise.distributed.normalization import Normalize, Over
-from tilewise.distributed.trials import Call, everywhere, said, timed
+from tilewise.distributed.trials import Call, everywhere, said, shared, timed, why_not_shared
 
 __all__ = ["NormChoice", "choose_norms"]
 
@@ -59,12 +58,15 @@ def choose_norms(link: Link, device: torch.device, *, graphs: bool) -> tuple[Nor
     if device.type != "cuda":
         return None, NormChoice(NAMES[0], (f"on {device.type}",))
     channels = -(-channels // BLOCK) * BLOCK
-    shared, reason = _shared(link, device, channels)
     offered = {NAMES[1]: NormSums(link)}
+    if not (reason := why_not_shared(link, device)):
+        link.peer_sums, reason = shared(
+            link, device, PeerSums.nbytes(link.size, channels),
+            lambda buffers, kept: PeerSums(buffers, link.index, channels, link.timeout, kept),
+        )  # fmt: skip
     reasons = [f"{NAMES[2]}: {reason}"] if reason else []
-    if shared is not None:
-        offered[NAMES[2]] = NormSums(link, shared)
-        link.peer_sums = shared
+    if link.peer_sums is not None:
+        offered[NAMES[2]] = NormSums(link, link.peer_sums)
     right: dict[str, NormSums | None] = {NAMES[0]: None}
     types = sorted({dtype for norms in every for _, dtype, _ in norms})
     parts = [_part(json.loads(kind)[link.index], torch.device("meta")) for kind in kinds]
@@ -83,24 +85,6 @@ def choose_norms(link: Link, device: torch.device, *, graphs: bool) -> tuple[Nor
     if best != NAMES[2]:
         link.peer_sums = None
     return right[best], NormChoice(best, tuple(reasons), tuple(by_name.items()))
-
-
-def _shared(link: Link, device: torch.device, channels: int) -> tuple[PeerSums | None, str]:
-    """Memory for sums that all ranks see, or why there is none."""
-    told = link.gather({"not": why_not(device), "machine": machine()})
-    if reasons := [one["not"] for one in told if one["not"]]:
-        return None, reasons[0]
-    if len({one["machine"] for one in told}) > 1:
-        return None, "ranks are on several machines"
-    own, failure = everywhere(link, lambda: symmetric_buffer(PeerSums.nbytes(link.size, channels), device))
-    if failure or own is None:
-        return None, failure
-
-    def connect() -> PeerSums:
-        buffers, kept = connected(link, own)
-        return PeerSums(buffers, link.index, channels, link.timeout, kept)
-
-    return everywhere(link, connect)
 
 
 def faults(link: Link, device: torch.device, kernels: NormSums, channels: int, types: Sequence[str]) -> str:

@@ -8,8 +8,7 @@ import torch
 
 from tilewise.comm.link import Link, Pending
 from tilewise.comm.peers import CHUNK, Peers, Places
-from tilewise.comm.symmetric import connected, machine, symmetric_buffer, why_not
-from tilewise.distributed.trials import Call, everywhere, said, timed
+from tilewise.distributed.trials import Call, said, shared, timed, why_not_shared
 
 __all__ = ["PeerChoice", "choose_peers"]
 
@@ -44,33 +43,22 @@ def choose_peers(link: Link, device: torch.device, *, graphs: bool) -> PeerChoic
     before is given up.
     """
     link.peers, noted, link.largest = None, link.largest or {}, None
-    told = link.gather(
-        {"not": why_not(device), "machine": machine(), "largest": sorted(noted.items()), "near": link.near_bytes}
-    )  # fmt: skip
+    told = link.gather({"largest": sorted(noted.items()), "near": link.near_bytes})
     talks = [{index for index, _ in one["largest"]} for one in told]
     neighbours = tuple(tuple(o for o in range(link.size) if o in talks[i] or i in talks[o]) for i in range(link.size))
     capacity = max((nbytes for one in told for _, nbytes in one["largest"]), default=0)
-    reasons = [one["not"] for one in told if one["not"]]
-    if len({one["machine"] for one in told}) > 1:
-        reasons.append("ranks are on several machines")
-    if not capacity:
-        reasons.append("nothing is exchanged")
-    if reasons:
-        return PeerChoice(0, reasons[0])
+    if reason := why_not_shared(link, device) or ("" if capacity else "nothing is exchanged"):
+        return PeerChoice(0, reason)
     places = Places(neighbours, min(-(-capacity // CHUNK) * CHUNK, MOST))
-    own, failures = everywhere(link, lambda: symmetric_buffer(places.nbytes, device))
-    if failures or own is None:
-        return PeerChoice(0, failures)
 
-    def trial() -> _Trial:
-        buffers, kept = connected(link, own)
+    def trial(buffers: list[torch.Tensor], kept: object) -> _Trial:
         peers = Peers(places, buffers, link.index, link.timeout, kept)
         peers.near = sum(one["near"] for one in told) > 0
         peers.compile(torch.empty(2, 4, 128, device=device)[:, 3:])
         return _Trial(link, peers, device)
 
-    made, failures = everywhere(link, trial)
-    if failures or made is None:
+    made, failures = shared(link, device, places.nbytes, trial)
+    if made is None:
         return PeerChoice(0, failures)
     faults = said(link, made.fault())
     return PeerChoice(0, faults) if faults else made.chosen(graphs)
