@@ -14,9 +14,11 @@ import torch
 
 from tilewise.comm.link import Link
 from tilewise.comm.peer_sums import BLOCK, PeerSums
+from tilewise.distributed.norm_parts import LAST
 from tilewise.distributed.norm_sums import NormSums, Tracking
 from tilewise.distributed.normalization import Normalize, Over
 from tilewise.distributed.trials import Call, everywhere, said, shared, timed, why_not_shared
+from tilewise.problem import DTYPES
 
 __all__ = ["NormChoice", "choose_norms"]
 
@@ -27,7 +29,6 @@ GAIN = 0.95
 IN_A_ROW, ROUNDS = 4, 3
 WHAT = "a trial of norms"
 Norm = tuple[list[int], str, bool]
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = ("torch", "kernels and NCCL", "kernels and memory")
 
 
@@ -50,7 +51,7 @@ def choose_norms(link: Link, device: torch.device, *, graphs: bool) -> tuple[Nor
     shared before is given up.
     """
     link.peer_sums = None
-    every = link.gather([norm for norm in link.norms if norm[1] in TYPES])
+    every = link.gather([norm for norm in link.norms if norm[1] in DTYPES])
     kinds = Counter(json.dumps(ranks) for ranks in zip(*every, strict=True))
     channels = max((shape[1] for norms in every for shape, _, _ in norms), default=0)
     if not channels:
@@ -97,7 +98,7 @@ def faults(link: Link, device: torch.device, kernels: NormSums, channels: int, t
             shape = (2, width, every[link.index], 5)
             form = torch.channels_last if last else torch.contiguous_format
             x, dy = (
-                torch.randn(shape, generator=generator, device=device).add(4 * n).to(TYPES[dtype])
+                torch.randn(shape, generator=generator, device=device).add(4 * n).to(DTYPES[dtype])
                 .contiguous(memory_format=form) for n in (1, 0)
             )  # fmt: skip
             # Counted or known, as SyncBatchNorm and BatchNorm have it.
@@ -125,9 +126,8 @@ def _computed(over: Over, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tenso
 def _part(norm: Norm, device: torch.device) -> torch.Tensor:
     """A rank's part, of ones."""
     shape, dtype, last = norm
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    form = formats.get(len(shape), torch.contiguous_format) if last else torch.contiguous_format
-    return torch.ones(shape, dtype=TYPES[dtype], device=device).contiguous(memory_format=form)
+    form = LAST.get(len(shape), torch.contiguous_format) if last else torch.contiguous_format
+    return torch.ones(shape, dtype=DTYPES[dtype], device=device).contiguous(memory_format=form)
 
 
 def _call(link: Link, device: torch.device, kind: list[Norm], kernels: NormSums | None) -> Call:

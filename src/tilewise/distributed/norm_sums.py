@@ -6,24 +6,21 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from tilewise.comm.link import Link
 from tilewise.comm.peer_sums import BLOCK, TERMS, PeerSums
 from tilewise.comm.waiting import LOOK
-from tilewise.distributed.norm_parts import NormParts
+from tilewise.distributed.norm_parts import NormParts, Programs
 from tilewise.kernels.triton.ahead import side_by_side
+from tilewise.problem import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Program
 
 __all__ = ["NormSums", "Tracking"]
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_KEPT = 1024
-"""Kinds of launches that are kept; more, as where shapes or momenta change every step, are made anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +74,11 @@ class NormSums:
 
     def __init__(self, link: Link, peers: PeerSums | None = None) -> None:
         self._link, self._peers, self.parts = link, peers, NormParts()
-        self._programs: dict[Any, Program] = {}
+        self._programs = Programs()
 
     def takes(self, link: Link, x: torch.Tensor) -> bool:
         """Whether parts such as ``x`` are computed so, with sums over ``link``; the same on all ranks."""
-        return link is self._link and x.dtype in DTYPES
+        return link is self._link and x.dtype in DTYPE_NAMES
 
     def forward(
         self, what: str, x: torch.Tensor, count: int | None, eps: float, tracking: Tracking | None
@@ -158,13 +155,8 @@ class NormSums:
         self._launch(kernel, sizes, _Stage(False, True), tensors)
 
     def _launch(self, kernel: str, sizes: _Sizes, stage: _Stage, tensors: list[torch.Tensor]) -> None:
-        key = kernel, sizes, stage
-        found = self._programs.get(key)
-        if found is None:
-            if len(self._programs) >= MOST_KEPT:
-                self._programs.clear()
-            found = self._programs[key] = self._made(kernel, sizes, stage, tensors)
-        found(self._all(stage, tensors))
+        made = self._programs.of((kernel, sizes, stage), lambda: self._made(kernel, sizes, stage, tensors))
+        made(self._all(stage, tensors))
 
     def _all(self, stage: _Stage, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         peers = self._peers

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewise.comm.link import Link
-from tilewise.distributed.norm_parts import dense
+from tilewise.distributed.norm_parts import dense, order_of
 from tilewise.distributed.norm_sums import NormSums, Tracking
 from tilewise.distributed.partials import partials
 from tilewise.distributed.replicated import sum_gradient, sum_over_ranks
@@ -142,7 +142,8 @@ class Normalize(torch.autograd.Function):
         w = None if weight is None else weight.to(rows.dtype)
         if ctx.kernels is not None:
             x = dense(x)
-        dy, want = _alike(dy, x), ctx.needs_input_grad[3]
+        # As kernels on GPUs want it.
+        dy, want = dy.contiguous(memory_format=order_of(x)), ctx.needs_input_grad[3]
         with over.telling(what):
             if ctx.kernels is None:
                 shares, dx = _gradients(over, what, x, dy, w, rows, counted, ctx.eps, want)
@@ -220,14 +221,6 @@ def _differentiable(ctx: Any, what: str, dy: torch.Tensor) -> tuple[Any, ...]:
 def _everyones(over: Over, what: str, terms: torch.Tensor) -> torch.Tensor:
     """The sums of the ranks' terms, as they meet parts again."""
     return sum_gradient(over.link, what, sum_over_ranks(over.link, what, terms))
-
-
-def _alike(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``dy`` in the memory order of ``x``, as kernels on GPUs want it."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    form = formats.get(x.dim(), torch.contiguous_format)
-    last = not x.is_contiguous() and x.is_contiguous(memory_format=form)
-    return dy.contiguous(memory_format=form if last else torch.contiguous_format)
 
 
 def _gradient_sums(

@@ -15,8 +15,8 @@ import triton.language as tl
 
 __all__ = ["elements", "gradient", "gradient_sums", "statistics"]
 
-SIZES = ["images", "each"]
-"""Others are known by multiples of 16, so that threads read and write words of 16 bytes."""
+COUNTS = ["images", "each"]
+"""What else is given is known by multiples of 16, so that threads read and write words of 16 bytes."""
 
 
 @triton.jit
@@ -40,9 +40,9 @@ def _stored(sums, sum0, sum1, channels, BLOCK_C: tl.constexpr):
     tl.store(place + tl.num_programs(0) * channels, sum1, mask=c < channels)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=COUNTS)
 def statistics(
-    x, sums, images, channels, positions, each, stride_n, stride_c, stride_s,
+    x, sums, images, each, channels, positions, stride_n, stride_c, stride_s,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Sums of elements and of their squares, of ``each`` blocks of positions. Grid (splits, blocks of channels).
@@ -69,9 +69,9 @@ def statistics(
     _stored(sums, mean * count, squares + mean * mean * count, channels, BLOCK_C)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=COUNTS)
 def gradient_sums(
-    dy, x, rows, sums, images, channels, positions, each, stride_n, stride_c, stride_s,
+    dy, x, rows, sums, images, each, channels, positions, stride_n, stride_c, stride_s,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Sums of the gradient ``dy``, and of that times the elements less their mean, ``rows`` [0]; as statistics."""
@@ -91,9 +91,9 @@ def gradient_sums(
     _stored(sums, tl.sum(plain, 1).to(tl.float64), tl.sum(centred, 1).to(tl.float64), channels, BLOCK_C)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
 def elements(
-    x, rows, w, b, y, images, channels, positions, each, stride_n, stride_c, stride_s,
+    x, rows, w, b, y, channels, positions, stride_n, stride_c, stride_s,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Elements less their mean, over their deviation, with weight and bias. Grid (blocks of positions, of channels)."""
@@ -112,9 +112,9 @@ def elements(
     tl.store(y + offsets, values.to(y.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
 def gradient(
-    dy, x, rows, means, w, dx, images, channels, positions, each, stride_n, stride_c, stride_s,
+    dy, x, rows, means, w, dx, channels, positions, stride_n, stride_c, stride_s,
     WEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the elements, by the whole image's ``means`` of :func:`gradient_sums`. Grid as for elements."""
