@@ -20,7 +20,7 @@ from tests.distributed import (
 from tests.distributed.ranks import close, parallel, run
 from torch import nn
 
-from tilewise.comm.link import Link, PeerError
+from tilewise.comm.link import Link, Noted, PeerError
 from tilewise.distributed import optimize, peer_choice
 from tilewise.distributed.halo_choice import Chosen
 from tilewise.distributed.halo_terms import HaloTerms
@@ -106,13 +106,12 @@ def test_cuda_graphs(order: torch.memory_format) -> None:
 def connect(link: Link) -> PeerChoice:
     """All messages of ``link`` through peers' memory from now on, whether that is faster or not."""
     device = torch.device("cuda", torch.cuda.current_device())
-    link.largest = dict.fromkeys(link.others, 1 << 22)
-    found = choose_peers(link, device, graphs=True)
+    noted = Noted(dict.fromkeys(link.others, 1 << 22))
+    found = choose_peers(link, noted, device, graphs=True)
     assert found.times, found.reason
     if link.peers is None:
-        link.largest = dict.fromkeys(link.others, 1 << 22)
         peer_choice.GAIN = 1e9
-        choose_peers(link, device, graphs=False)
+        choose_peers(link, noted, device, graphs=False)
     assert link.peers is not None
     link.peers.largest = link.peers.places.capacity
     return found

@@ -12,6 +12,7 @@ from tests.distributed.ranks import parallel, run
 from tests.interpreter import interpreted
 from torch import nn
 
+from tilewise.comm.link import Noted
 from tilewise.comm.peer_sums import BLOCK, PeerSums
 from tilewise.distributed.norm_choice import NormChoice, choose_norms
 from tilewise.distributed.norm_sums import NormSums, Tracking
@@ -50,9 +51,9 @@ def test_a_silent_rank_is_named() -> None:
 
 def untried() -> list[object]:
     link = parallel(nn.Identity(), (2,), ("h",)).space.link
-    nothing = choose_norms(link, torch.device("cpu"), graphs=False)
-    link.norms = [([1, 3, 4 + link.index, 4], "fp32", False)]
-    return [*nothing, *choose_norms(link, torch.device("cpu"), graphs=False)]
+    some = Noted(norms=[([1, 3, 4 + link.index, 4], "fp32", False)])
+    found = [choose_norms(link, noted, torch.device("cpu"), graphs=False) for noted in (Noted(), some)]
+    return [*found[0], *found[1]]
 
 
 def test_why_not_is_said() -> None:
@@ -66,13 +67,13 @@ def noted() -> list[object]:
     """The norms that a step met, of those that kernels might compute."""
     x = parallel(nn.Identity(), (2,), ("h",)).scatter(torch.randn(2, 8, 5, 4))
     link = x.space.link
-    link.norms, link.largest = [], {}
+    link.noted = noted = Noted()
     last = x.like(x.local.contiguous(memory_format=torch.channels_last))
     for norm, image in ((nn.BatchNorm2d(8), x), (nn.GroupNorm(1, 8), x), (nn.SyncBatchNorm(8).double(), last)):
         image = image.like(image.local.to(next(norm.parameters()).dtype))
         parallel(norm, (2,), ("h",))(image)
-    link.largest = None
-    return link.norms
+    link.noted = None
+    return list(noted.norms)
 
 
 def test_norms_are_noted() -> None:

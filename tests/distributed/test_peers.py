@@ -22,7 +22,7 @@ from tests.distributed.ranks import parallel, run
 from tests.interpreter import interpreted
 
 from tilewise.comm import waiting
-from tilewise.comm.link import Link, PeerError
+from tilewise.comm.link import Link, Noted, PeerError
 from tilewise.comm.peers import CHANNELS, CHUNK, Messages, Peers, Places, merged
 from tilewise.distributed.peer_choice import PeerChoice, _Trial, choose_peers
 
@@ -273,7 +273,7 @@ def test_a_trial_finds_what_is_not_as_it_was_sent() -> None:
 def untried() -> list[PeerChoice]:
     p = parallel(torch.nn.Identity(), (dist.get_world_size(),), ("h",))
     link = p.space.link
-    return [choose_peers(link, torch.device("cpu"), graphs=False)]
+    return [choose_peers(link, Noted(), torch.device("cpu"), graphs=False)]
 
 
 def test_other_devices_than_gpus_say_why_not() -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,7 @@ from tilewise.comm.peer_sums import PeerSums
 from tilewise.comm.peers import Peers
 from tilewise.comm.watch import Watch, raise_in_main
 
-__all__ = ["Link", "PeerError", "Pending"]
+__all__ = ["Link", "Noted", "PeerError", "Pending"]
 
 GRACE_S = 0.5
 """How long a rank that lost another waits for what the others write of it."""
@@ -74,6 +75,30 @@ class Pending:
             target.add_(tensor)
 
 
+@dataclass
+class Noted:
+    """What goes over the ranks of a link in a step, as one of them sees it.
+
+    ``largest`` has the bytes of the largest message to or from each rank, by index; ``near_bytes`` those of images sent
+    whose channels are next to each other, less those of others. ``norms`` are parts whose norms are summed up over the
+    ranks: shape, type, and whether channels are last.
+    """
+
+    largest: dict[int, int] = field(default_factory=dict)
+    near_bytes: int = 0
+    norms: list[tuple[list[int], str, bool]] = field(default_factory=list)
+
+    def exchange(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, Sequence[int]]],
+        like: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Note one; see :meth:`Link.exchange`."""
+        for index, shape in (*((index, tensor.shape) for index, tensor in sends), *receives):
+            self.largest[index] = max(self.largest.get(index, 0), math.prod(shape) * like.element_size())
+        images = [tensor for _, tensor in sends if tensor.dim() > 2]
+        self.near_bytes += sum(t.nbytes if t.stride(1) == 1 else -t.nbytes for t in images)
+
+
 class Link:
     """Ranks ``ranks`` (global, in the order of their index), of which this process is one.
 
@@ -104,13 +129,8 @@ class Link:
         """Carries the messages that it can; none before :func:`tilewise.distributed.optimize`."""
         self.peer_sums: PeerSums | None = None
         """Where kernels that add up numbers of all ranks keep them."""
-        self.largest: dict[int, int] | None = None
-        """Bytes of the largest message to or from each rank, by index, while somebody notes them."""
-        self.near_bytes = 0
-        """Of messages that are noted: bytes of images whose channels are next to each other, less those of others."""
-        self.norms: list[tuple[list[int], str, bool]] = []
-        """Norms whose sums go over the ranks, of those met while messages are noted: shapes and types of this rank's
-        parts, and whether channels are last."""
+        self.noted: Noted | None = None
+        """What goes over the ranks, while somebody wants to know."""
         self._broken: PeerError | None = None
         if self._on_gpu:
             # NCCL lets a part of a group talk only once all of it has.
@@ -175,8 +195,8 @@ class Link:
         the model this is; ``like`` has the type and device of what is received.
         """
         self.begin(what)
-        if self.largest is not None:
-            self._note(sends, receives, like)
+        if self.noted is not None:
+            self.noted.exchange(sends, receives, like)
         peers = self.peers
         out: set[int] = set()
         into: dict[int, torch.Tensor] = {}
@@ -198,16 +218,6 @@ class Link:
         operations += zip(itertools.repeat(dist.isend), kept, (index for index, _ in sends if index not in out))
         works = self._started(what, operations) if operations else []
         return Pending(self, what, works, kept, received)
-
-    def _note(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, Sequence[int]]],
-        like: torch.Tensor,
-    ) -> None:  # fmt: skip
-        assert self.largest is not None
-        for index, shape in (*((index, tensor.shape) for index, tensor in sends), *receives):
-            self.largest[index] = max(self.largest.get(index, 0), math.prod(shape) * like.element_size())
-        images = [tensor for _, tensor in sends if tensor.dim() > 2]
-        self.near_bytes += sum(t.nbytes if t.stride(1) == 1 else -t.nbytes for t in images)
 
     def _started(
         self, what: str, operations: list[tuple[Any, torch.Tensor, int]]

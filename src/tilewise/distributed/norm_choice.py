@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.comm.link import Link
+from tilewise.comm.link import Link, Noted
 from tilewise.comm.peer_sums import BLOCK, PeerSums
 from tilewise.distributed.norm_parts import LAST
 from tilewise.distributed.norm_sums import NormSums, Tracking
@@ -44,14 +44,14 @@ class NormChoice:
     times: tuple[tuple[str, float], ...] = ()
 
 
-def choose_norms(link: Link, device: torch.device, *, graphs: bool) -> tuple[NormSums | None, NormChoice]:
-    """What computes the norms that ``link`` noted, where that is right and faster than torch's operators.
+def choose_norms(link: Link, noted: Noted, device: torch.device, *, graphs: bool) -> tuple[NormSums | None, NormChoice]:
+    """What computes the norms ``noted``, where that is right and faster than torch's operators.
 
     Every rank of the link calls it. With ``graphs`` replays of CUDA graphs are timed, else calls. Memory that ranks
     shared before is given up.
     """
     link.peer_sums = None
-    every = link.gather([norm for norm in link.norms if norm[1] in DTYPES])
+    every = link.gather([norm for norm in noted.norms if norm[1] in DTYPES])
     kinds = Counter(json.dumps(ranks) for ranks in zip(*every, strict=True))
     channels = max((shape[1] for norms in every for shape, _, _ in norms), default=0)
     if not channels:

@@ -48,8 +48,8 @@ class Over:
         """What computes the sums of parts such as ``x``; the same on all ranks."""
         if self.merge > 1 or self.place is not None or self.copies > 1:
             return None
-        if self.link.largest is not None:
-            self.link.norms.append((list(x.shape), DTYPE_NAMES.get(x.dtype, "fp64"), not x.is_contiguous()))
+        if self.link.noted is not None:
+            self.link.noted.norms.append((list(x.shape), DTYPE_NAMES.get(x.dtype, "fp64"), not x.is_contiguous()))
         return self.kernels if self.kernels is not None and self.kernels.takes(self.link, x) else None
 
     def telling(self, what: str) -> contextlib.AbstractContextManager[object]:

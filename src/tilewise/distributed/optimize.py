@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewise.comm.link import Noted
 from tilewise.distributed.norm_choice import choose_norms
 from tilewise.distributed.parallel import SpatialParallel
 from tilewise.distributed.peer_choice import choose_peers
@@ -63,14 +64,16 @@ def optimize(
 
     space, link = parallel.space, parallel.space.link
     space.passes, space.norms = passes, None
-    link.largest, link.near_bytes, link.norms = {}, 0, []
-    passes.record(step)
+    link.noted = Noted()
+    try:
+        passes.record(step)
+    finally:
+        noted, link.noted = link.noted, None
     passes.plan(now)
     if rigor in MEASURING:
         device = _device(parallel, positional)
-        passes.exchanges = choose_peers(link, device, graphs=options.cuda_graphs)
-        space.norms, passes.norms = choose_norms(link, device, graphs=options.cuda_graphs)
-    link.largest = None
+        passes.exchanges = choose_peers(link, noted, device, graphs=options.cuda_graphs)
+        space.norms, passes.norms = choose_norms(link, noted, device, graphs=options.cuda_graphs)
     return parallel
 
 

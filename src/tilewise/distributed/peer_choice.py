@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.comm.link import Link, Pending
+from tilewise.comm.link import Link, Noted, Pending
 from tilewise.comm.peers import CHUNK, Peers, Places
 from tilewise.distributed.trials import Call, said, shared, timed, why_not_shared
 
@@ -36,14 +36,14 @@ class PeerChoice:
     times: tuple[tuple[int, float, float], ...] = ()
 
 
-def choose_peers(link: Link, device: torch.device, *, graphs: bool) -> PeerChoice:
-    """Have ``link`` carry messages as large as it noted, where that is right and faster.
+def choose_peers(link: Link, noted: Noted, device: torch.device, *, graphs: bool) -> PeerChoice:
+    """Have ``link`` carry messages as large as were ``noted``, where that is right and faster.
 
     Every rank of the link calls it. With ``graphs`` replays of CUDA graphs are timed, else calls. What was chosen
     before is given up.
     """
-    link.peers, noted, link.largest = None, link.largest or {}, None
-    told = link.gather({"largest": sorted(noted.items()), "near": link.near_bytes})
+    link.peers = None
+    told = link.gather({"largest": sorted(noted.largest.items()), "near": noted.near_bytes})
     talks = [{index for index, _ in one["largest"]} for one in told]
     neighbours = tuple(tuple(o for o in range(link.size) if o in talks[i] or i in talks[o]) for i in range(link.size))
     capacity = max((nbytes for one in told for _, nbytes in one["largest"]), default=0)
