@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -88,12 +87,13 @@ def _right(
     floor = None if candidates[0].product == "tf32x3" else FLOOR[DTYPE_NAMES[w.dtype]]
     own = functools.cache(lambda: _worst(_computed(by_torch, operands), wanted))
     limit = options.workspace
-    fitting = [terms for terms in candidates if limit is None or terms.scratch(w, dy) <= limit]
-    _compile_ahead(fitting, operands)
-    right = []
+    needs = [(terms, terms.scratch(w, dy)) for terms in candidates]
+    fitting = [terms for terms, needed in needs if limit is None or needed <= limit]
     reasons = [
-        f"the filter takes {t.scratch(w, dy)} bytes, the limit is {limit}" for t in candidates if t not in fitting
+        f"the filter takes {needed} bytes, the limit is {limit}" for terms, needed in needs if terms not in fitting
     ]
+    right = []
+    _compile_ahead(fitting, operands)
     for terms in fitting:
         try:
             found = _computed(terms, operands)
@@ -135,39 +135,35 @@ def _made(call: Call) -> list[torch.Tensor]:
 
 def _compile_ahead(candidates: list[HaloTerms], operands: list[torch.Tensor]) -> None:
     """Compile all that will be run, a dozen kernels of a second or so each, before it is run one after the other."""
-    device = operands[0].device
-    if device.type != "cuda" or not candidates:
+    y, _, w, *_ = operands
+    if y.device.type != "cuda" or not candidates:
         return
-    torch.cuda.synchronize(device)  # threads have streams of their own
-    side_by_side([functools.partial(pass_, t, operands) for t in candidates for pass_ in PASSES], device)
-    torch.cuda.synchronize(device)
+    into = torch.zeros_like(y), torch.zeros_like(w)
+    torch.cuda.synchronize(y.device)  # threads have streams of their own
+    side_by_side([step for terms in candidates for step in _steps(terms, operands, *into)], y.device)
+    torch.cuda.synchronize(y.device)
+
+
+def _steps(
+    terms: Terms, operands: list[torch.Tensor], results: torch.Tensor, dw: torch.Tensor
+) -> tuple[Callable[[], None], Callable[[], None], Callable[[], Sequence[torch.Tensor]]]:
+    """What adds to results, what adds to the filter's gradient, and what gives the boxes'."""
+    _, dy, w, *boxes = operands
+    return (
+        lambda: terms.add(results, terms.results(boxes, w), terms.filters(w, back=False)),
+        lambda: terms.add_sums(dw, terms.sums(boxes, w, dy)),
+        lambda: terms.home(dy, terms.filters(w, back=True), boxes),
+    )
 
 
 def _computed(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """What the terms alone are: of the results, of the filter's gradient, of the boxes'."""
-    return [tensor for pass_ in PASSES for tensor in pass_(terms, operands)]
-
-
-def _results(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    y, _, w, *boxes = operands
-    results = torch.zeros_like(y)
-    terms.add(results, terms.results(boxes, w), terms.filters(w, back=False))
-    return [results]
-
-
-def _filters_gradient(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    _, dy, w, *boxes = operands
-    dw = torch.zeros_like(w)
-    terms.add_sums(dw, terms.sums(boxes, w, dy))
-    return [dw]
-
-
-def _boxes_gradients(terms: Terms, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    _, dy, w, *boxes = operands
-    return list(terms.home(dy, terms.filters(w, back=True), boxes))
-
-
-PASSES = (_results, _filters_gradient, _boxes_gradients)
+    y, _, w, *_ = operands
+    results, dw = torch.zeros_like(y), torch.zeros_like(w)
+    add, add_sums, home = _steps(terms, operands, results, dw)
+    add()
+    add_sums()
+    return [results, dw, *home()]
 
 
 def _worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> Error:
@@ -180,16 +176,17 @@ def _worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> Error:
 
 
 def _timed(several: list[Terms], operands: list[torch.Tensor], launched: bool) -> list[float]:
-    y, dy, w, *boxes = operands
-    dw = torch.zeros_like(w)
+    y, _, w, *_ = operands
+    into = y, torch.zeros_like(w)
 
-    def run(terms: Terms) -> None:
-        terms.add(y, terms.results(boxes, w), terms.filters(w, back=False))
-        terms.home(dy, terms.filters(w, back=True), boxes)
-        terms.add_sums(dw, terms.sums(boxes, w, dy))
+    def call(terms: Terms) -> Callable[[], None]:
+        steps = _steps(terms, operands, *into)
 
-    def call(terms: Terms) -> Any:
-        return lambda: run(terms)
+        def run() -> None:
+            for step in steps:
+                step()
+
+        return run
 
     times: list[list[Took]] = rounds([call(t) for t in several], w.device, budget_ms=BUDGET_MS, launched=launched)
     return [statistics.median(took.weighed_ms for took in values) for values in times]

@@ -126,9 +126,7 @@ class HaloTerms:
     bits come every time.
     """
 
-    def __init__(
-        self, share: Share, precision: str, blocks: Blocks = BLOCKS[0], limit: int | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, share: Share, precision: str, blocks: Blocks = BLOCKS[0], limit: int | None = None) -> None:
         self.share, self.product, self.blocks, self._limit = share, PRODUCTS[precision], blocks, limit
         terms = [(index, term) for index, term in enumerate(share.boxes) if term is not None]
         self._pairs = {overlap: _pairs(terms, overlap) for overlap in (False, True)}
