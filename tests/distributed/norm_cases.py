@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import mmap
-import os
 import random
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.distributed.memory import mapped
 from tests.distributed.models import cuts_of
 from tests.distributed.ranks import parallel
 from tests.interpreter import interpreted
@@ -43,17 +40,7 @@ def shared(link: Link, channels: int = CHANNELS) -> PeerSums:
         device = torch.device("cuda", torch.cuda.current_device())
         buffers, kept = connected(link, symmetric_buffer(size, device))
         return PeerSums(buffers, link.index, channels, link.timeout, kept)
-    stem = Path(tempfile.gettempdir()) / f"tilewise-sums-{os.getppid()}-{link.key.replace('/', '-')}"
-    own = Path(f"{stem}-{link.index}")
-    own.write_bytes(bytes(size))
-    dist.barrier(link.group)
-    buffers = []
-    for index in range(link.size):
-        with open(f"{stem}-{index}", "r+b") as file:
-            buffers.append(torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8))
-    dist.barrier(link.group)
-    own.unlink()
-    return PeerSums(buffers, link.index, channels, link.timeout)
+    return PeerSums(mapped(link, size), link.index, channels, link.timeout)
 
 
 def kernels_of(link: Link, way: str, channels: int = CHANNELS) -> NormSums:

@@ -17,6 +17,7 @@ from tests.distributed import (
     test_layers,
     test_losses,
 )
+from tests.distributed.graphs import captured_step
 from tests.distributed.ranks import close, parallel, run
 from torch import nn
 
@@ -77,15 +78,7 @@ def captured(order: torch.memory_format = torch.contiguous_format) -> None:
         y = p.gather(p(p.scatter(static)))
         return [y.detach(), *torch.autograd.grad(y.square().sum(), wanted)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = step()
+    graph, found = captured_step(step)
     for seed in (1, 2, 3):
         torch.manual_seed(seed)
         x = torch.randn_like(static).requires_grad_()

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from tests.distributed import norm_cases
+from tests.distributed.graphs import captured_step
 from tests.distributed.norm_cases import WAYS, kernels_of, near
 from tests.distributed.ranks import parallel, run
 from torch import nn
@@ -67,15 +68,7 @@ def replayed(way: str, order: torch.memory_format) -> None:
         y = p.gather(p(p.scatter(static)))
         return [y.detach(), *torch.autograd.grad(y.square().mean() + y[:, 0].mean(), [static, *p.parameters()])]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = step()
+    graph, found = captured_step(step)
     exact = copy.deepcopy(layer).double()
     for seed in range(12):
         torch.manual_seed(seed)

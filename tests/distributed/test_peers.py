@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import mmap
-import os
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed import test_convolution
+from tests.distributed.memory import mapped
 from tests.distributed.ranks import parallel, run
 from tests.interpreter import interpreted
 
@@ -154,20 +150,7 @@ def shared(link: Link, capacity: int) -> Peers:
     """Buffers in files that all ranks map."""
     everyone = tuple(tuple(o for o in range(link.size) if o != i) for i in range(link.size))
     places = Places(everyone, capacity)
-    folder = Path(tempfile.gettempdir()) / f"tilewise-peers-{os.getppid()}-{link.key.replace('/', '-')}"
-    folder.mkdir(exist_ok=True)
-    with open(folder / str(link.index), "wb") as file:
-        file.truncate(places.nbytes)
-    dist.barrier(link.group)
-    buffers = []
-    for index in range(link.size):
-        with open(folder / str(index), "r+b") as file:
-            buffers.append(torch.frombuffer(mmap.mmap(file.fileno(), places.nbytes), dtype=torch.uint8))
-    dist.barrier(link.group)
-    (folder / str(link.index)).unlink()
-    with contextlib.suppress(OSError):  # the last one's is empty
-        folder.rmdir()
-    return Peers(places, buffers, link.index, link.timeout)
+    return Peers(places, mapped(link, places.nbytes), link.index, link.timeout)
 
 
 def by_ranks(capacity: int) -> int:

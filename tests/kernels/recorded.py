@@ -102,3 +102,8 @@ def apart(function: str) -> Any:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=root)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def at(lines: list[str], word: str) -> list[int]:
+    """Numbers of the lines that have ``word``."""
+    return [n for n, line in enumerate(lines) if word in line]

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.recorded import Recorded, apart
-from tests.kernels.test_peer_compiles import at
+from tests.kernels.recorded import Recorded, apart, at
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

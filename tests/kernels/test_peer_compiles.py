@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.recorded import Recorded, apart
+from tests.kernels.recorded import Recorded, apart, at
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -59,7 +59,3 @@ def assert_in_order(lines: list[str]) -> None:
     assert min(at(lines, "ld.global.cg") or [done]) > look
     assert len([n for n in stores if n < done]) > 1
     assert len([n for n in stores if done < n]) == 1, "the count alone"
-
-
-def at(lines: list[str], word: str) -> list[int]:
-    return [n for n, line in enumerate(lines) if word in line]
