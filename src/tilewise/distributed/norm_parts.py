@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LAST", "NormParts", "Programs", "dense", "order_of"]
 
-TILE, WARPS = 4096, 8
+TILE, WARPS = 4096, 4
 """Elements that a block has on their way at a time."""
+STATISTICS_TILE = 8192
+"""The same of statistics where channels are next to each other: sums over a tile wait for its elements twice."""
 CHANNELS = 64
 """Channels of a block at most, where they are next to each other in memory."""
 ENOUGH, MOST_SPLITS = 528, 264
@@ -49,13 +51,13 @@ class Lie:
     splits: int
 
     @staticmethod
-    def of(x: torch.Tensor) -> Lie:
-        """That of a :func:`dense` tensor."""
-        return _lie(x.shape, x.is_contiguous())
+    def of(x: torch.Tensor, kernel: str = "") -> Lie:
+        """That of a :func:`dense` tensor, for a kernel of :mod:`tilewise.kernels.triton.norm_parts`."""
+        return _lie(x.shape, x.is_contiguous(), STATISTICS_TILE if kernel == "statistics" else TILE)
 
 
 @functools.lru_cache(maxsize=MOST_KEPT)
-def _lie(shape: torch.Size, contiguous: bool) -> Lie:
+def _lie(shape: torch.Size, contiguous: bool, last_tile: int) -> Lie:
     images, channels = shape[:2]
     positions = math.prod(shape[2:])
     if positions > 1 and contiguous:
@@ -65,7 +67,7 @@ def _lie(shape: torch.Size, contiguous: bool) -> Lie:
     else:  # images follow each other as positions do
         images, positions, strides = 1, images * positions, (0, 1, channels)
         block_c = min(CHANNELS, _power(channels))
-        block_s = min(TILE // block_c, _power(positions))
+        block_s = min(last_tile // block_c, _power(positions))
     blocks, columns = images * -(-positions // block_s), -(-channels // block_c)
     each = -(-blocks // max(1, min(blocks, -(-ENOUGH // columns), MOST_SPLITS)))
     splits = -(-blocks // each) if blocks else 0
@@ -134,7 +136,6 @@ class NormParts:
     @staticmethod
     def jobs(x: torch.Tensor, device: torch.device) -> list[Callable[[], object]]:
         """What compiles all kernels for parts like ``x``, which may be on the meta device, with weight and bias."""
-        lie = Lie.of(x)
         part, row, sums = (torch.empty((0,), dtype=t, device=device) for t in (x.dtype, torch.float32, torch.float64))
         kernels: dict[str, tuple[list[torch.Tensor], dict[str, bool]]] = {
             "statistics": ([part, sums], {}),
@@ -142,10 +143,10 @@ class NormParts:
             "elements": ([part, row, row, row, part], {"WEIGHT": True, "BIAS": True}),
             "gradient": ([part, part, row, row, row, part], {"WEIGHT": True}),
         }
-        return [functools.partial(_made, name, lie, *given) for name, given in kernels.items()]
+        return [functools.partial(_made, name, Lie.of(x, name), *given) for name, given in kernels.items()]
 
     def _summed(self, kernel: str, x: torch.Tensor, given: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
-        splits = Lie.of(x).splits if x.numel() else 0
+        splits = Lie.of(x, kernel).splits if x.numel() else 0
         sums = torch.empty((2, splits, x.shape[1]), dtype=torch.float64, device=x.device)
         self._run(kernel, x, [*given, sums], {})
         return sums, splits
@@ -156,7 +157,7 @@ class NormParts:
         key = (
             kernel, x.shape, x.stride(), *((t.dtype, t.data_ptr() % 16 == 0) for t in tensors), *constants.values(),
         )  # fmt: skip
-        self._programs.of(key, lambda: _made(kernel, Lie.of(x), tensors, constants))(tensors)
+        self._programs.of(key, lambda: _made(kernel, Lie.of(x, kernel), tensors, constants))(tensors)
 
 
 def _made(kernel: str, lie: Lie, tensors: list[torch.Tensor], constants: dict[str, bool]) -> Program:
