@@ -24,7 +24,7 @@ from torch import nn
 from tilewise.comm.link import Link, Noted, PeerError
 from tilewise.distributed import optimize, peer_choice
 from tilewise.distributed.halo_choice import Chosen
-from tilewise.distributed.halo_terms import HaloTerms
+from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, Kernels
 from tilewise.distributed.peer_choice import PeerChoice, choose_peers
 from tilewise.distributed.planned import PlannedPasses
 
@@ -253,7 +253,10 @@ def planned(precision: str, bound: float) -> list[str]:
     assert not any("raised" in reason or "error" in reason for reason in reasons), reasons
     for forced in (False, True):
         if forced:
-            passes.halos = {k: (c, Chosen(HaloTerms(c.share, precision))) for k, (c, _) in passes.halos.items()}
+            kernels = Kernels.alike(BLOCKS[0])
+            passes.halos = {
+                k: (c, Chosen(HaloTerms(c.share, precision, kernels))) for k, (c, _) in passes.halos.items()
+            }
         own = x.clone().requires_grad_()
         layer.zero_grad()
         y = p.gather(p(p.scatter(own)))

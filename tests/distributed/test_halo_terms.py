@@ -14,7 +14,7 @@ from tests.interpreter import interpreted
 from tilewise.axis import Axis
 from tilewise.distributed import halo_choice, halo_terms
 from tilewise.distributed.halo_choice import Call, choose
-from tilewise.distributed.halo_terms import BLOCKS, Blocks, HaloTerms, nearest, why_not
+from tilewise.distributed.halo_terms import BLOCKS, Blocks, HaloTerms, Kernels, nearest, why_not
 from tilewise.distributed.layout import Grid, Layout, even_cuts
 from tilewise.distributed.passes import TorchPasses
 from tilewise.distributed.share import Share, share_of
@@ -101,7 +101,7 @@ def compared(
     ins, outs = (outputs, channels) if transposed else (channels, outputs)
     count = 0
     for share in shares_of(axes, transposed, ranks):
-        terms = HaloTerms(share, precision, blocks)
+        terms = HaloTerms(share, precision, Kernels.alike(blocks))
         if not any(share.boxes) or not all(share.sizes):
             continue
         whole = [(0, a.out if transposed else a.size) for a in axes]
@@ -203,7 +203,7 @@ def test_tensors_beyond_32_bits(back: bool) -> None:
         return memory.as_strided(tensor.shape, (2**31, *tensor.stride()[1:])).copy_(tensor)
 
     box, y = (torch.randn(2, 64, rows, 32, device="cuda").bfloat16() for rows in (1, 4))
-    terms, near = (HaloTerms(share, "ieee", BLOCKS[0]) for _ in range(2))
+    terms, near = (HaloTerms(share, "ieee", Kernels.alike(BLOCKS[0])) for _ in range(2))
     if back:
         expected, found = (t.home(dy, w, [box]) for t, dy in ((near, y), (terms, apart(y))))
         assert torch.equal(found[0], expected[0])
@@ -232,16 +232,25 @@ def test_what_is_right_and_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(halo_choice, "BLOCKS", BLOCKS[1:2])
     terms = choose(call, TorchPasses(), Options()).terms
     assert terms is not None
-    assert terms.blocks is BLOCKS[1]
+    assert terms.kernels == Kernels.alike(BLOCKS[1])
     assert "the limit is 100" in choose(call, TorchPasses(), Options(workspace=100)).reason
     assert choose(a_call(groups=2), TorchPasses(), Options()).reason == "2 groups"
+
+
+@interpreted
+def test_each_kernel_has_the_blocks_that_it_is_fastest_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = a_call()
+    kernels = [HaloTerms(call.share, "ieee", Kernels.alike(blocks)) for blocks in BLOCKS[:3]]
+    times = [[5.0, 1.0, 3.0], [4.0, 2.0, 9.0], [9.0, 3.0, 2.0]]  # adding, the filter's gradient, the boxes'
+    monkeypatch.setattr(halo_choice, "_timed", lambda calls, *_: [ms for row in times for ms in row])
+    assert halo_choice._fastest(kernels, halo_choice._made(call), False) == Kernels(BLOCKS[1], BLOCKS[2], BLOCKS[0])
 
 
 @pytest.mark.parametrize("limit", [0, 1, 50_000, 200_000, 10**6, None])
 @pytest.mark.parametrize("device", DEVICES)
 def test_shares_of_a_gradient_keep_a_limit(device: str, limit: int | None) -> None:
     (_, share, *_) = shares_of((Axis(16, 3, before=1, after=1), Axis(32, 3, before=1, after=1)), False, (4,))
-    terms = HaloTerms(share, "ieee", BLOCKS[0], limit)
+    terms = HaloTerms(share, "ieee", Kernels.alike(BLOCKS[0]), limit)
     w, dy = torch.randn(32, 32, 3, 3, device=device), torch.randn(8, 32, 4, 32, device=device)
     boxes = [torch.randn(8, 32, 1, 32, device=device) for _ in share.boxes]
     least = 4 * 6 * 32 * 32

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 def products() -> list[dict[str, Any]]:
     """All that a middle rank's halos launch: 64 to 64 channels, 3x3."""
     from tilewise.axis import Axis
-    from tilewise.distributed.halo_terms import BLOCKS, HaloTerms
+    from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, Kernels
     from tilewise.distributed.layout import Grid, Layout, even_cuts
     from tilewise.distributed.share import share_of
 
@@ -30,7 +30,7 @@ def products() -> list[dict[str, Any]]:
     for precision, dtype, order, blocks in cases:
         y = torch.empty(1, 64, 128, 128, dtype=dtype).contiguous(memory_format=order)
         w = torch.empty(64, 64, 3, 3, dtype=dtype).contiguous(memory_format=order)
-        terms = HaloTerms(share, precision, blocks)
+        terms = HaloTerms(share, precision, Kernels.alike(blocks))
         boxes = terms.results([torch.empty(1, 64, 1, 128, dtype=dtype) for _ in share.boxes], w)
         terms.add(y, boxes, terms.filters(w, back=False))
         terms.home(y, terms.filters(w, back=True), boxes)

@@ -12,7 +12,7 @@ import torch
 
 from tilewise.device import conv_precision
 from tilewise.distributed.exchange import shape_of
-from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, nearest, why_not
+from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, Kernels, nearest, why_not
 from tilewise.distributed.passes import Passes, TorchPasses
 from tilewise.distributed.share import Share
 from tilewise.distributed.terms import LoopedTerms, Terms
@@ -64,17 +64,31 @@ def choose(call: Call, passes: Passes, options: Options) -> Chosen:
         return Chosen(None, reason)
     operands = _made(call)
     precision = conv_precision() if call.w.dtype is torch.float32 else "tf32"
-    right, reasons = _right(
-        [HaloTerms(share, precision, blocks, options.workspace) for blocks in BLOCKS], operands, options
-    )
+
+    def made(kernels: Kernels) -> HaloTerms:
+        return HaloTerms(share, precision, kernels, options.workspace)
+
+    right, reasons = _right([made(Kernels.alike(blocks)) for blocks in BLOCKS], operands, options)
     if not right:
         return Chosen(None, "; ".join(dict.fromkeys(reasons)))
-    looped = LoopedTerms(passes, share, call.groups)
-    *times, looped_ms = _timed([*right, looped], operands, launched=not options.cuda_graphs)
-    fused_ms, index = min((ms, index) for index, ms in enumerate(times))
+    launched = not options.cuda_graphs
+    fused = made(_fastest(right, operands, launched))
+    fused_ms, looped_ms = _timed(
+        [_all_steps(terms, operands) for terms in (fused, LoopedTerms(passes, share, call.groups))], operands, launched
+    )
     if fused_ms > GAIN * looped_ms:
         return Chosen(None, f"{fused_ms:.4f} ms, the terms one by one {looped_ms:.4f}", fused_ms, looped_ms)
-    return Chosen(right[index], "", fused_ms, looped_ms)
+    return Chosen(fused, "", fused_ms, looped_ms)
+
+
+def _fastest(right: list[HaloTerms], operands: list[torch.Tensor], launched: bool) -> Kernels:
+    """The fastest blocks of each kernel among those of ``right``, which each have the same for all."""
+    y, _, w, *_ = operands
+    into = torch.zeros_like(w)
+    steps = [_steps(terms, operands, y, into) for terms in right]
+    times = _timed([step for one in steps for step in one], operands, launched)
+    add, sums, home = (right[each.index(min(each))].kernels for each in (times[n::3] for n in range(3)))
+    return Kernels(add.add, home.home, sums.sums)
 
 
 def _right(
@@ -175,18 +189,19 @@ def _worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> Error:
     return Error(worst, 0.0)
 
 
-def _timed(several: list[Terms], operands: list[torch.Tensor], launched: bool) -> list[float]:
+def _all_steps(terms: Terms, operands: list[torch.Tensor]) -> Callable[[], object]:
+    """All three passes, one after the other."""
     y, _, w, *_ = operands
-    into = y, torch.zeros_like(w)
+    steps = _steps(terms, operands, y, torch.zeros_like(w))
 
-    def call(terms: Terms) -> Callable[[], None]:
-        steps = _steps(terms, operands, *into)
+    def run() -> None:
+        for step in steps:
+            step()
 
-        def run() -> None:
-            for step in steps:
-                step()
+    return run
 
-        return run
 
-    times: list[list[Took]] = rounds([call(t) for t in several], w.device, budget_ms=BUDGET_MS, launched=launched)
+def _timed(calls: Sequence[Callable[[], object]], operands: list[torch.Tensor], launched: bool) -> list[float]:
+    """Milliseconds of each call, in turns."""
+    times: list[list[Took]] = rounds(calls, operands[0].device, budget_ms=BUDGET_MS, launched=launched)
     return [statistics.median(took.weighed_ms for took in values) for values in times]

@@ -15,7 +15,7 @@ from tilewise.distributed.share import Share, Term
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch, Program
 
-__all__ = ["BLOCKS", "Blocks", "HaloTerms", "nearest", "why_not"]
+__all__ = ["BLOCKS", "Blocks", "HaloTerms", "Kernels", "nearest", "why_not"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCTS = {"ieee": "tf32x3", "tf32": "tf32"}
@@ -48,7 +48,7 @@ def why_not(groups: int, *tensors: torch.Tensor) -> str:
 class Blocks:
     """What blocks take at once: rows, channels and source channels of results, and rows of a filter's gradient.
 
-    Many rows of few channels are for results whose channels lie far apart: each is in another page of memory.
+    What is best for results and for gradients differs, most where channels lie far apart in memory.
     """
 
     rows: int
@@ -59,10 +59,24 @@ class Blocks:
 
 
 BLOCKS = (
-    Blocks(32, 64, 64, 16, 8), Blocks(32, 64, 32, 16, 4), Blocks(64, 64, 32, 16, 4), Blocks(128, 16, 32, 16, 4),
-    Blocks(128, 32, 32, 16, 8),
+    Blocks(32, 64, 64, 16, 8), Blocks(32, 64, 32, 16, 4), Blocks(64, 64, 32, 64, 4), Blocks(128, 16, 32, 16, 4),
+    Blocks(128, 64, 16, 16, 8),
 )  # fmt: skip
 """To choose from by measuring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Blocks of each kernel: of what adds to results, of boxes' gradients (``home``), and of the filter's."""
+
+    add: Blocks
+    home: Blocks
+    sums: Blocks
+
+    @staticmethod
+    def alike(blocks: Blocks) -> Kernels:
+        """The same ``blocks`` for all."""
+        return Kernels(blocks, blocks, blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +133,15 @@ class Moves:
 
 
 class HaloTerms:
-    """The terms of ``share.boxes``. ``precision`` is torch's of fp32 products, ``ieee`` or ``tf32``; ``blocks`` the
-    kernels'. A filter's gradient is in as many shares as ``limit`` bytes hold, one at least.
+    """The terms of ``share.boxes``. ``precision`` is torch's of fp32 products, ``ieee`` or ``tf32``; ``kernels`` their
+    blocks. A filter's gradient is in as many shares as ``limit`` bytes hold, one at least.
 
     Methods are those of :class:`~tilewise.distributed.terms.Terms`. Boxes are added in their order, so that the same
     bits come every time.
     """
 
-    def __init__(self, share: Share, precision: str, blocks: Blocks = BLOCKS[0], limit: int | None = None) -> None:
-        self.share, self.product, self.blocks, self._limit = share, PRODUCTS[precision], blocks, limit
+    def __init__(self, share: Share, precision: str, kernels: Kernels, limit: int | None = None) -> None:
+        self.share, self.product, self.kernels, self._limit = share, PRODUCTS[precision], kernels, limit
         terms = [(index, term) for index, term in enumerate(share.boxes) if term is not None]
         self._pairs = {overlap: _pairs(terms, overlap) for overlap in (False, True)}
         self._programs: dict[Any, list[Program]] = {}
@@ -224,7 +238,7 @@ class HaloTerms:
         from tilewise.kernels.triton import halo
         from tilewise.kernels.triton.launch import Launch, Pointer
 
-        size = w.element_size()
+        size, blocks = w.element_size(), self.kernels.add if accumulate else self.kernels.home
         moves = [Moves.of(term, back) for _, term in terms]
         filters = [View.of(w, term.taps) for _, term in terms]
         two = _twice(range(len(terms)))
@@ -235,24 +249,24 @@ class HaloTerms:
         outputs, inputs = w.shape[:2]
         if back:
             (w_o, w_i), (outputs, inputs) = (w_i, w_o), (inputs, outputs)
-        tiles = [-(-images * math.prod(m.results) // self.blocks.rows) for m in moves]
+        tiles = [-(-images * math.prod(m.results) // blocks.rows) for m in moves]
         own = [moves[n].scalars(images, *views[n]) for n in two]
-        block, depth = min(self.blocks.columns, _power(outputs)), min(self.blocks.depth, _power(inputs))
+        block, depth = min(blocks.columns, _power(outputs)), min(blocks.depth, _power(inputs))
         near = [min(pair[side].near(size) for pair in views) for side in (0, 1)]
         constants = {
             "ACCUMULATE": accumulate, "PRECISION": self.product, "UNIT": _unit(moves), "VOLUME": w.dim() > 4,
-            "WIDE": wide, "LINES": _in_lines(moves, self.blocks.rows), "FULL": not (outputs % block or inputs % depth),
+            "WIDE": wide, "LINES": _in_lines(moves, blocks.rows), "FULL": not (outputs % block or inputs % depth),
             "SOURCE_ROWS": views[0][0].by_rows, "SOURCE_NEAR": near[0], "W_INPUTS": w_i < w_o,
             "W_NEAR": filters[0].near(size, int(w_i < w_o) ^ back),
             "OUT_ROWS": views[0][1].by_rows, "OUT_NEAR": near[1],
-            "BLOCK_R": self.blocks.rows, "BLOCK_O": block, "BLOCK_I": depth, "STAGES": STAGES,
+            "BLOCK_R": blocks.rows, "BLOCK_O": block, "BLOCK_I": depth, "STAGES": STAGES,
         }  # fmt: skip
         scalars = (
             tiles[0], inputs, outputs, w_o, w_i, *taps, *moves[0].up, *moves[0].step, *moves[0].down,
             *own[0][0], *own[0][1], *own[1][0], *own[1][1],
         )  # fmt: skip
         grid = (sum(tiles), -(-outputs // block), 1)
-        return Launch(halo.gather, grid, tuple(pointers), scalars, constants, self.blocks.warps)
+        return Launch(halo.gather, grid, tuple(pointers), scalars, constants, blocks.warps)
 
     def _shares(self, terms: list[tuple[int, Term]], w: torch.Tensor, dy: torch.Tensor) -> tuple[int, int, int]:
         """Rows of one share, how many shares there are, and the elements that all take."""
@@ -264,7 +278,7 @@ class HaloTerms:
         if self._limit is not None:
             each = 4 * taps * w.shape[0] * w.shape[1] * len(self._pairs[True])
             splits = max(1, min(splits, self._limit // each))
-        at_once = self.blocks.sum_rows
+        at_once = self.kernels.sums.sum_rows
         share = -(-rows // (splits * at_once)) * at_once
         splits = -(-rows // share)
         return share, splits, splits * taps * w.shape[0] * w.shape[1]
@@ -291,16 +305,16 @@ class HaloTerms:
         near = [min(pair[side].near(size) for pair in views) for side in (0, 1)]
         constants = {
             "PRECISION": self.product, "UNIT": _unit(moves), "VOLUME": w.dim() > 4, "WIDE": _wide(dy, *boxes),
-            "LINES": _in_lines(moves, self.blocks.sum_rows), "FULL": not (outputs % block_o or inputs % block_i),
+            "LINES": _in_lines(moves, self.kernels.sums.sum_rows), "FULL": not (outputs % block_o or inputs % block_i),
             "X_ROWS": views[0][0].by_rows, "X_NEAR": near[0], "Y_ROWS": views[0][1].by_rows, "Y_NEAR": near[1],
-            "BLOCK_R": self.blocks.sum_rows, "BLOCK_O": block_o, "BLOCK_I": block_i, "STAGES": STAGES,
+            "BLOCK_R": self.kernels.sums.sum_rows, "BLOCK_O": block_o, "BLOCK_I": block_i, "STAGES": STAGES,
         }  # fmt: skip
         scalars = (
             taps[0], inputs, outputs, share, *moves[0].up, *moves[0].step, *moves[0].down,
             *own[0][0], *own[0][1], *own[1][0], *own[1][1],
         )  # fmt: skip
         grid = (-(-outputs // block_o) * -(-inputs // block_i), splits, sum(taps))
-        return Launch(halo.weight_shares, grid, tuple(pointers), scalars, constants, self.blocks.warps)
+        return Launch(halo.weight_shares, grid, tuple(pointers), scalars, constants, self.kernels.sums.warps)
 
     def _add_shares(self, terms: list[tuple[int, Term]], dw: torch.Tensor, elements: int) -> Launch:
         from tilewise.kernels.triton import halo
