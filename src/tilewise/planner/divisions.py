@@ -40,6 +40,8 @@ GAIN = 0.97
 BATCH_LEVEL = 2
 HOPELESS = 2.0
 """Sizes stop falling when their time an image is this many times the best."""
+LARGER = 1 - 1e-6
+"""A size above the only one measured takes no more time an image: of equal guesses it is the one to measure."""
 MOST_BETWEEN = 24
 """Sizes between powers of two that are measured, save by ``patient``."""
 
@@ -68,6 +70,8 @@ class Divisions:
     share: tuple[int, int] = (0, 1)
     """Index and count: of the sizes between, one in so many is tried, beginning with that one."""
     fronts: dict[int, list[Plan]] = field(default_factory=dict)
+    leaves: dict[int, list[Plan]] = field(default_factory=dict)
+    """All leaves that were measured, on the front or not."""
     lost: dict[int, list[Measurement]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -144,7 +148,7 @@ class Divisions:
 
     def _try_between(self, sizes: Sequence[int], rate: float) -> None:
         """Measure the sizes that divisions want by what is guessed of them, until they want no more."""
-        guesses = {size: found for size in sizes if (found := _guesses(size, self.fronts))}
+        guesses = {size: found for size in sizes if (found := _guesses(size, self.leaves))}
         room = MOST_BETWEEN
         while room:
             points = {size: [(p.time_ms, p.workspace) for p in plans] for size, plans in self.fronts.items() if plans}
@@ -185,8 +189,9 @@ class Divisions:
         self.lost[size] = [m for m in found if m.reason]
         usable = [m for m in found if not m.reason and m.time_ms is not None]
         plans = [leaf_plan(child, m) for m in usable]
+        self.leaves[size] = plans
         if not whole:
-            plans += self.deeper(trial)
+            plans = plans + self.deeper(trial)
         kept = front((plan.time_ms, plan.workspace) for plan in plans)
         self.fronts[size] = [plans[i] for i in thin(kept)]
         return trial
@@ -213,23 +218,25 @@ class _Guess:
     workspace: int
 
 
-def _guesses(size: int, fronts: Mapping[int, list[Plan]]) -> list[_Guess]:
-    """Leaves of the powers of two around ``size``, on the line through two measured sizes, or through one and zero."""
+def _guesses(size: int, leaves: Mapping[int, list[Plan]]) -> list[_Guess]:
+    """Leaves of the powers of two around ``size``, on the line through two measured sizes, or through one and zero.
+
+    All that were measured: one that loses at both may still be the best between them, where it just fits.
+    """
     below = 1 << (size.bit_length() - 1)
     seen: dict[tuple[str, Config], dict[int, Plan]] = {}
     for n in (below, 2 * below, below // 2):
-        for plan in fronts.get(n, ()):
-            if plan.leaf:
-                seen.setdefault((plan.solver, plan.config), {})[n] = plan
+        for plan in leaves.get(n, ()):
+            seen.setdefault((plan.solver, plan.config), {})[n] = plan
     made = []
     for (solver, config), at in seen.items():
         ends = [n for n in (below, 2 * below, below // 2) if n in at][:2]
-        if below // 2 in ends[:1]:
-            continue  # it is not on the front at either neighbour
         first, last = at[ends[0]], at[ends[-1]]
         share = size / ends[0] if len(ends) < 2 else (size - ends[0]) / (ends[1] - ends[0])
         from_ms, from_bytes = (0.0, 0) if len(ends) < 2 else (first.time_ms, first.workspace)
         time_ms = from_ms + share * (last.time_ms - from_ms)
+        if len(ends) < 2 and size > below:
+            time_ms *= LARGER
         workspace = round(from_bytes + share * (last.workspace - from_bytes))
         made.append(_Guess(solver, config, max(time_ms, 0.0), max(workspace, 0)))
     kept = front((guess.time_ms, guess.workspace) for guess in made)

@@ -208,7 +208,21 @@ class Trial:
         return listed
 
     def _estimate(self, solver: Solver, config: Config) -> float:
-        return estimate_ms(self.problem, solver.cost(self.problem, config), self.profile)
+        """By arithmetic and bytes, and by how wrong that was of its like under other limits."""
+        share = self._shares.get((solver.name, solver.like(config)), 1.0) if self._shares else 1.0
+        return share * estimate_ms(self.problem, solver.cost(self.problem, config), self.profile)
+
+    @functools.cached_property
+    def _shares(self) -> dict[tuple[str, Config], float]:
+        """Times in estimates of what was measured ``beside``, the last of each like."""
+        by_name = {solver.name: solver for solver in solvers.all_solvers()}
+        found = {}
+        for m in self.beside:
+            if m.time_ms is not None and not m.reason:
+                solver = by_name[m.solver]
+                estimate = estimate_ms(self.problem, solver.cost(self.problem, m.config), self.profile)
+                found[m.solver, solver.like(m.config)] = m.time_ms / max(estimate, 1e-9)
+        return found
 
     def _pruned(self, solver: Solver, config: Config, estimate: float, needed: int, tried: dict[str, int]) -> bool:
         if self.options.rigor == "patient":

@@ -71,6 +71,8 @@ class Solver(abc.ABC):
     """Binding compiles kernels for a GPU, and may be done by several threads at a time."""
     blocks_itself: ClassVar[bool] = False
     """Has configs that take the batch in blocks, so that as a micro-batch it has nothing to add."""
+    amounts: ClassVar[frozenset[str]] = frozenset({"block", "images", "splits", "tiles"})
+    """Names in configs that say how much is done at a time: configs that differ in these alone err alike."""
     kin: ClassVar[str] = ""
     """A name for solvers whose estimates err alike, so that one far behind another of them need not be measured."""
     most_configs: ClassVar[int] = 6
@@ -117,6 +119,10 @@ class Solver(abc.ABC):
     def most(self, p: ConvProblem) -> int:
         """Configs of ``p`` measured when planning is not ``patient``."""
         return self.most_configs
+
+    def like(self, c: Config) -> Config:
+        """``c`` without :attr:`amounts`."""
+        return Config(**{name: value for name, value in c.items() if name not in self.amounts})
 
     @abc.abstractmethod
     def cost(self, p: ConvProblem, c: Config) -> Cost:
