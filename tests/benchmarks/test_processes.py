@@ -46,6 +46,7 @@ NOTHING_ON_A_CPU = {
     "branches": "streams",
     "fft_own_vs_library": "transform=own",
     "mucudnn_fig12": "legacy algorithms",
+    "spatial_halos": "fused kernels",
     "spatial_norms": "SyncBatchNorm",
 }
 """Benchmarks without a second side on a CPU, and what their message names."""
