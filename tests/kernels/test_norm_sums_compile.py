@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from tests.kernels.recorded import Recorded, apart, at
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+FEW = (3, 70, 9)
+"""A part of so few positions that each thread has one of a channel."""
 
 
 def sums() -> list[dict[str, Any]]:
@@ -53,22 +56,42 @@ def parts() -> list[dict[str, Any]]:
 
     Recorded.begin()
     found = []
-    for order in (torch.contiguous_format, torch.channels_last):
-        x = torch.empty(1, 64, 128, 256).contiguous(memory_format=order)
-        rows, one = torch.empty(3, 64), NormParts()
+    cases = [((1, 64, 128, 256), torch.contiguous_format), ((1, 64, 128, 256), torch.channels_last)]
+    for shape, order in [*cases, (FEW, torch.contiguous_format)]:
+        x = torch.empty(shape).contiguous(memory_format=order)
+        rows, one = torch.empty(3, shape[1]), NormParts()
         one.statistics(x)
         one.gradient_sums(x, x, rows)
         one.elements(x, rows, rows[0], rows[0])
         one.gradient(x, x, rows, rows, rows[0])
-        found += Recorded.compiled(str(order))
+        found += Recorded.compiled(f"{shape} {order}")
     return found
 
 
-def test_parts_are_read_in_wide_words() -> None:
-    found = apart("tests.kernels.test_norm_sums_compile:parts")
+@pytest.fixture(scope="module")
+def of_parts() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = apart("tests.kernels.test_norm_sums_compile:parts")
     names = ["statistics", "gradient_sums", "elements", "gradient"]
-    assert [one["kernel"] for one in found] == names * 2
-    for one in found:
+    assert [one["kernel"] for one in found] == names * 3
+    return found
+
+
+def test_parts_are_read_in_wide_words(of_parts: list[dict[str, Any]]) -> None:
+    for one in of_parts:
+        if str(FEW) in one["of"]:
+            continue
         assert one["stack"] <= 8, "the frame of a division in float64"
         assert "ld.global.v4.b32" in one["ptx"], (one["kernel"], one["of"])
         assert ("st.global.v4.b32" in one["ptx"]) == (one["kernel"] in ("elements", "gradient"))
+
+
+def test_threads_that_hold_one_sum_hold_the_same_bits(of_parts: list[dict[str, Any]]) -> None:
+    """What comes from another thread is added to a rounded number, so that both threads get the same."""
+    exchanged = 0
+    for one in of_parts:
+        came = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+)", one["ptx"]))
+        exchanged += len(came)
+        for line in one["ptx"].splitlines():
+            if re.search(r"\bfma\.", line):
+                assert not came & set(re.findall(r"%\w+", line)), (one["kernel"], one["of"], line.strip())
+    assert exchanged

@@ -60,11 +60,14 @@ def statistics(
         )  # fmt: skip
         values = tl.load(x + offsets, mask=there, other=0.0).to(tl.float32)
         own = tl.sum(values, 1) / more
-        apart = tl.where(there, values - own[:, None], 0.0)
+        apart = values - own[:, None]
+        # Masked once rounded: fused into a sum across threads each thread would round its own, and threads that
+        # hold the same sum would differ in its last bit.
+        squared = tl.where(there, apart * apart, 0.0)
         delta = own.to(tl.float64) - mean
         share = more.to(tl.float64) / (count + more).to(tl.float64)
         mean += delta * share
-        squares += tl.sum(apart * apart, 1).to(tl.float64) + delta * delta * share * count
+        squares += tl.sum(squared, 1).to(tl.float64) + delta * delta * share * count
         count += more
     _stored(sums, mean * count, squares + mean * mean * count, channels, BLOCK_C)
 
