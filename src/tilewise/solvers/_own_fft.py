@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +52,8 @@ __all__ = ["OwnPlan", "Transform", "in_order", "launched"]
 Tensors = Sequence[torch.Tensor | None]
 Step = Callable[[Tensors, Sequence[int]], None]
 """One kernel over (first operand, second, result, workspace) and their addresses."""
+Shifted = Callable[[int], Step]
+"""A kernel on images of a tensor, by how many bytes lie before the first image of its chunk."""
 NUMBERS = {False: torch.complex64, True: torch.float16}
 """What spectra are made of, in parts or not."""
 Tile = tuple[Window, ...]
@@ -61,6 +63,8 @@ KEPT, OUT, WORKSPACE = 1, 2, 3
 INVERSE = "inverse C"
 PRODUCT_AND_INVERSE = "product and inverse C"
 ALIGNED = 256
+ACCESS = 16
+"""Bytes of the widest access to memory: for addresses equal in the rest by it kernels are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +186,11 @@ class OwnPlan:
         """All of them in order: all tiles of one image, or images, before those of the next."""
         if self.tiles < len(self.every):
             for first, (chunk, _) in itertools.product(range(self.p.batch), self.kinds):
-                yield replace(chunk, first=first)
+                yield Chunk(chunk.kind, first, chunk.images, chunk.tiles)
         else:
             for chunk, times in self.kinds:
                 for number in range(times):
-                    yield replace(chunk, first=chunk.first + number * chunk.images)
+                    yield Chunk(chunk.kind, chunk.first + number * chunk.images, chunk.images, chunk.tiles)
 
     def bind(
         self,
@@ -275,14 +279,14 @@ class Steps:
         self.number = {role: number for number, role in enumerate(roles)} if len(tensors) > 1 else {"w": 0}
         self.spectra = {role: KEPT if role == "w" and plan.p.constant_weight else WORKSPACE for role in "xwy"}
         """The tensors that spectra lie in."""
-        self.peaks: dict[str, int] = {}
+        self.peaks = dict.fromkeys("xwy", 0)
         """Blocks of an operand's transforms so far."""
         self.products: dict[tuple[object, ...], Step] = {}
         """Of chunks so far: equal ones share theirs, which is compiled."""
         self.launches: dict[tuple[object, ...], tuple[Bound, Transform]] = {}
         """Transforms so far: what differs by addresses alone is one."""
-        self.batches: dict[tuple[str, int], list[Batch]] = {}
-        """Of each operand and kind of chunk, as if its first image were the first of all."""
+        self.shifted: dict[tuple[object, ...], tuple[list[Shifted], int]] = {}
+        """Kernels on images of chunks so far, and the peaks with them: what differs by a shift alone is made once."""
 
     def all(self) -> Iterator[tuple[str, Step]]:
         """Every kernel and its name."""
@@ -345,31 +349,37 @@ class Steps:
         """The transform of all filters, each as one tile."""
         count, _, *sizes = self.p.shape("w")
         place = tuple((0, n, 0) for n in sizes)
-        return self._transform("w", Batch(Stretch(place), 0, count, 0, count), count, inverse)
+        return self._transform("w", count, inverse, Batch(Stretch(place), 0, count, 0, count), 0)(0)
 
     def _images(self, name: str, role: str, chunk: Chunk, inverse: bool = False) -> Iterator[tuple[str, Step]]:
         """Transforms of each tile of images."""
-        for batch in self._batches(role, chunk):
-            yield name, self._transform(role, batch, chunk.rows, inverse)
+        return self._each(name, role, chunk, functools.partial(self._transform, role, chunk.rows, inverse))
 
-    def _batches(self, role: str, chunk: Chunk) -> Iterator[Batch]:
-        """What is launched at a time of the images of ``role``."""
-        found = self.batches.get((role, chunk.kind))
-        if found is None:
-            tensor, places = self.tensors[role], self.plan.places(role, chunk.tiles)
-            found = list(batches(places, 0, chunk.images, tensor.shape[1], tensor.stride()))
-            self.batches[role, chunk.kind] = found
-        return (replace(batch, first=chunk.first + batch.first) for batch in found)
+    def _each(
+        self, name: str, role: str, chunk: Chunk, make: Callable[[Batch, int], Shifted]
+    ) -> Iterator[tuple[str, Step]]:
+        """What ``make`` gives for each launch over a chunk's images of ``role``."""
+        tensor = self.tensors[role]
+        shift = chunk.first * tensor.stride(0) * tensor.element_size()
+        key = (name, chunk.kind, shift % ACCESS)
+        if key not in self.shifted:
+            found = batches(self.plan.places(role, chunk.tiles), 0, chunk.images, tensor.shape[1], tensor.stride())
+            self.shifted[key] = [make(batch, shift) for batch in found], self.peaks[role]
+        steps, self.peaks[role] = self.shifted[key]
+        return ((name, step(shift)) for step in steps)
 
     def _fused(self, chunk: Chunk, spectra: Mapping[str, Matrices]) -> Iterator[tuple[str, Step]]:
         """Of each tile the products and their inverse transforms, in one kernel."""
         p, plan = self.p, self.plan
         left, right, conjugate = factors(p.pass_)
-        for batch in self._batches(p.result, chunk):
-            image, offset = self._memory(p.result, batch)
+        target = self.number[p.result]
+
+        def make(batch: Batch, shift: int) -> Shifted:
+            image, offset = self._memory(p.result, batch, shift)
             at = batch.row * spectra[left].row
             first, second = summands(p, batch.images, plan.frequencies, spectra, at)
-            bases = (plan.spectra[left].offset + 8 * at, plan.spectra[right].offset)
+            a = self.spectra[left], plan.spectra[left].offset + 8 * at
+            b = self.spectra[right], plan.spectra[right].offset
             lead = tuple(lead for _, _, lead in batch.stretch.place)
             planes = Memory(image.shape[1:], image.strides[1:], image.dtype, image.alignment)
             key = (FUSED, planes, first, second, lead)
@@ -378,23 +388,25 @@ class Steps:
                     planes, first, second, plan.basis, lead, conjugate == "b", None, 1.0 / math.prod(plan.basis)
                 )
                 self.launches[key] = bound, self.launch(bound)
-            sources, target = (self.spectra[left], self.spectra[right]), self.number[p.result]
-            yield PRODUCT_AND_INVERSE, _summed(self.launches[key][1], sources, bases, target, offset)
+            call = self.launches[key][1]
+            return lambda shift: _on(call, a, b, (target, offset + shift))
 
-    def _memory(self, role: str, batch: Batch) -> tuple[Memory, int]:
-        """(tiles, images, channels, ...) of a tensor that a launch takes, and how many bytes lie before."""
+        return self._each(PRODUCT_AND_INVERSE, p.result, chunk, make)
+
+    def _memory(self, role: str, batch: Batch, shift: int) -> tuple[Memory, int]:
+        """(tiles, images, channels, ...) of a tensor that a launch takes, and how far it is behind ``shift`` bytes."""
         tensor, stretch = self.tensors[role], batch.stretch
         strides = tensor.stride()
         starts = (batch.first, 0, *(start for start, _, _ in stretch.place))
         offset = tensor.element_size() * sum(n * s for n, s in zip(starts, strides, strict=True))
-        alignment = math.gcd(self.p.alignment[ROLES.index(role)], offset, 16)
+        alignment = math.gcd(self.p.alignment[ROLES.index(role)], offset + shift, ACCESS)
         sizes = (stretch.tiles, batch.images, tensor.shape[1], *(n for _, n, _ in stretch.place))
         return Memory(sizes, (stretch.step * strides[-1], *strides), tensor.dtype, alignment), offset
 
-    def _transform(self, role: str, batch: Batch, rows: int, inverse: bool) -> Step:
-        """Between images of a tensor, or filters, and their spectra in matrices of ``rows``."""
+    def _transform(self, role: str, rows: int, inverse: bool, batch: Batch, shift: int) -> Shifted:
+        """Between images of a tensor, or filters, and their spectra in matrices of ``rows``; see :data:`Shifted`."""
         plan, channels = self.plan, self.tensors[role].shape[1]
-        image, offset = self._memory(role, batch)
+        image, offset = self._memory(role, batch, shift)
         parts, slot = plan.parts[role], plan.spectra[role]
         before, sizes = batch.row * channels, image.shape[:3]
         shape: tuple[int, ...] = (plan.frequencies, *sizes)
@@ -406,7 +418,7 @@ class Steps:
         elif parts > 1:
             shape, apart = (plan.frequencies, parts, *sizes), (parts * rows * channels, *apart)
         base = slot.offset + slot.dtype.itemsize * before
-        spectrum = Memory(shape, apart, slot.dtype, math.gcd(base, 16))
+        spectrum = Memory(shape, apart, slot.dtype, math.gcd(base, ACCESS))
         lead = tuple(lead for _, _, lead in batch.stretch.place)
         key = (role, inverse, image, spectrum, lead)
         if key not in self.launches:
@@ -414,18 +426,16 @@ class Steps:
             self.launches[key] = bound, self.launch(bound)
         (bound, call), source, target = self.launches[key], self.number[role], self.spectra[role]
         if inverse:
-            return lambda tensors, addresses: call(addresses[target] + base, addresses[source] + offset)
+            return lambda shift: _on(call, (target, base), (source, offset + shift))
         if bound.pointers == 2:
-            return lambda tensors, addresses: call(addresses[source] + offset, addresses[target] + base)
+            return lambda shift: _on(call, (source, offset + shift), (target, base))
         top = 0
         if plan.in_parts:
             top = plan.scales[role].peak.offset
         elif role in plan.peaks:
             top = plan.peaks[role].offset + 4 * self.peaks[role]
             self.peaks[role] += bound.grid
-        return lambda tensors, addresses: call(
-            addresses[source] + offset, addresses[target] + base, addresses[target] + top
-        )
+        return lambda shift: _on(call, (source, offset + shift), (target, base), (target, top))
 
     def _bind(self, role: str, image: Memory, spectrum: Memory, lead: tuple[int, ...], inverse: bool) -> Bound:
         plan = self.plan
@@ -446,34 +456,12 @@ class Steps:
         if plan.plain:
             found = plane_launches(p, chunk.rows, plan.frequencies, plan.spectra, accumulate, self.spectra)
             return self._program(found, [ALIGNED] * 4)
+        common = p, chunk.rows, plan.frequencies, spectra, plan.product, plan.block
         if plan.in_parts:
-            found = part_launches(
-                p,
-                chunk.rows,
-                plan.frequencies,
-                spectra,
-                plan.product,
-                plan.block,
-                plan.scales,
-                accumulate,
-                self.spectra,
-            )
-            return self._program(found, [ALIGNED] * 4)
+            return self._program(part_launches(*common, plan.scales, accumulate, self.spectra), [ALIGNED] * 4)
         left, right, _ = factors(p.pass_)
         peaks = [(plan.peaks[role], self.peaks[role]) for role in (left, right)]
-        found = launches(
-            p,
-            chunk.rows,
-            plan.frequencies,
-            spectra,
-            plan.product,
-            plan.block,
-            peaks,
-            plan.top,
-            accumulate,
-            self.spectra,
-        )
-        return self._program(found, [ALIGNED] * 4)
+        return self._program(launches(*common, peaks, plan.top, accumulate, self.spectra), [ALIGNED] * 4)
 
     def _program(self, found: Sequence[Launch], alignment: Sequence[int]) -> Step:
         from tilewise.kernels.triton.launch import Program
@@ -484,10 +472,13 @@ class Steps:
         return lambda tensors, addresses: program.at(addresses)
 
 
-def _summed(call: Transform, sources: tuple[int, int], bases: tuple[int, int], target: int, offset: int) -> Step:
-    """``call`` on the factors, at ``bases`` in the tensors ``sources``, and the result's planes."""
-    (a, b), (at, filters) = sources, bases
-    return lambda tensors, addresses: call(addresses[a] + at, addresses[b] + filters, addresses[target] + offset)
+def _on(call: Transform, first: tuple[int, int], second: tuple[int, int], *third: tuple[int, int]) -> Step:
+    """``call`` on two addresses or three, each so many bytes into a tensor of that number."""
+    (a, i), (b, j) = first, second
+    if not third:
+        return lambda tensors, addresses: call(addresses[a] + i, addresses[b] + j)
+    ((c, k),) = third
+    return lambda tensors, addresses: call(addresses[a] + i, addresses[b] + j, addresses[c] + k)
 
 
 def _clear(tensors: Tensors, addresses: Sequence[int]) -> None:
