@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewise.axis import Axis
 from tilewise.kernels.cuda import fft1d, fft2d
 from tilewise.kernels.cuda.irfft2_summed import bind as bind_summed
 from tilewise.kernels.cuda.launch import Bound
@@ -85,6 +86,24 @@ class Chunk:
         return self.images * len(self.tiles)
 
 
+@functools.lru_cache(maxsize=1024)
+def _tiles(
+    axes: tuple[Axis, ...], pass_: Pass, sizes: tuple[int, ...]
+) -> tuple[tuple[Tile, ...], bool, dict[str, int]]:
+    """All tiles of an image, whether their results are all of it, and the most elements of one by operand.
+
+    Plans that differ by what is in flight share them.
+    """
+    found = [windows(axis, pass_, size)[0] for axis, size in zip(axes, sizes, strict=True)]
+    every = tuple(itertools.product(*found))
+    extents = (axis.size if pass_ is Pass.DGRAD else axis.out for axis in axes)
+    complete = pass_ is Pass.WGRAD or all(covered(tiles, n) for tiles, n in zip(found, extents, strict=True))
+    most = max((math.prod(w.count for w in tile) for tile in every), default=1)
+    other = max((math.prod(w.other_count for w in tile) for tile in every), default=1)
+    taps = math.prod(axis.kernel for axis in axes)
+    return every, bool(every) and complete, {"x": most, "w": taps, "y": other if pass_ is Pass.WGRAD else most}
+
+
 @dataclass
 class OwnPlan:
     """Buffers and steps. ``tile`` is the size of tiles along each axis, ``basis`` that of their transforms.
@@ -108,13 +127,8 @@ class OwnPlan:
 
     def __post_init__(self) -> None:
         p = self.p
-        found = [windows(axis, p.pass_, size)[0] for axis, size in zip(p.axes, self.tile, strict=True)]
-        self.every: tuple[Tile, ...] = tuple(itertools.product(*found))
+        self.every, self.covered, self.largest = _tiles(p.axes, p.pass_, self.tile)
         self.frequencies = math.prod(self.basis[:-1]) * (self.basis[-1] // 2 + 1)
-        self.covered = bool(self.every) and (
-            p.pass_ is Pass.WGRAD
-            or all(covered(tiles, n) for tiles, n in zip(found, p.shape(p.result)[2:], strict=True))
-        )
         self.kinds = list(self._kinds())
         """Chunks that differ by more than the image they start at, and how many there are of each."""
         self.rows = max((chunk.rows for chunk, _ in self.kinds), default=0)
@@ -147,12 +161,7 @@ class OwnPlan:
         places = {role: Slot((1,), torch.int32, self.top.offset + 4 * i) for i, role in enumerate(p.operands)}
         if p.constant_weight and "w" in places:
             places["w"] = self.constants.add((1,), torch.int32)
-        sizes: dict[str, list[tuple[int, ...]]] = {"w": [p.shape("w")[2:]]}
-        for role in "xy":
-            second = p.pass_ is Pass.WGRAD and role == "y"
-            sizes[role] = [tuple(w.other_count if second else w.count for w in tile) for tile in self.every]
-        largest = {role: max(map(math.prod, sizes[role]), default=1) for role in places}
-        return {role: Scaled(place, max(0, largest[role] - 1).bit_length()) for role, place in places.items()}
+        return {role: Scaled(place, max(0, self.largest[role] - 1).bit_length()) for role, place in places.items()}
 
     def places(self, role: str, tiles: Sequence[Tile]) -> list[tuple[Place, ...]]:
         """Where tiles of the images of ``role`` lie along each axis; WGRAD's gradient lies at 0."""
