@@ -57,6 +57,7 @@ def planned(lines: list[Line], batch: int, kib: int, rigor: str) -> tuple[float,
 @example(fast=(2, 9, 1), slow=10, batch=10, kib=9)
 @example(fast=(1, 9, 3), slow=10, batch=6, kib=9)
 @example(fast=(2, 9, 3), slow=10, batch=5, kib=9)
+@example(fast=(7, 7, 3), slow=10, batch=5, kib=9)
 def test_the_best_division_is_found_with_few_measurements(fast: Line, slow: int, batch: int, kib: int) -> None:
     """Where time and workspace grow in proportion, as they nearly do; a rest of an image may be better placed."""
     lines = [fast, (0, slow, 0)]

@@ -14,7 +14,8 @@ from tilewise.axis import Axis
 from tilewise.kernels.triton import workers
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.options import Options
-from tilewise.planner.trial import LOST, PRUNE, Trial
+from tilewise.planner.rates import LOST
+from tilewise.planner.trial import PRUNE, Trial
 from tilewise.problem import ConvProblem, Pass
 
 PROBLEM = ConvProblem(Pass.FPROP, 2, 3, 4, (Axis(8, 3),) * 2, device="cuda:some GPU")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from tests import toys
 from tests.planner.simulated import Clock, Simulated, reasons, search, simulated, world
 
 from tilewise.plan import Config
+from tilewise.planner.rates import LOST, Rates
 from tilewise.planner.store import Store
-from tilewise.problem import ConvProblem
-from tilewise.solvers import Prepare, Run, Solver
+from tilewise.planner.trial import FAR, FEW, WORTH_MS
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers import Prepare, Run, Solver, SolverUnavailable
 
 
 @pytest.fixture
@@ -98,3 +103,82 @@ def test_a_solver_that_offers_nothing_keeps_that_as_its_reason(clock: Clock, lim
         found = search(toys.small(), batch_sizes="undivided", workspace=limit)
         assert found.best().solver == "other"
         assert reasons(found.log)["mute"] == "offers no config" + (" in 1.0 MiB of workspace" if limit else "")
+
+
+def unpredicted(clock: Clock, ms: Callable[[ConvProblem, Config], float], **traits: Any) -> Solver:
+    """One that is estimated to take a tenth of a millisecond."""
+    return simulated(
+        clock, "loops", ms, estimate=lambda p, c: 0.1, unpredicted=lambda self, p, c: True,
+        accumulates=True, **traits,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_what_nothing_predicts_is_run_on_a_few_images_first(clock: Clock, pass_: Pass) -> None:
+    batch = 2 * FEW + 1
+    loops = unpredicted(clock, lambda p, c: 100.0 * p.batch)
+    plain = simulated(clock, "plain", lambda p, c: 1.0 * p.batch, accumulates=True, estimate=lambda p, c: 0.01)
+    with world(clock, loops, plain):
+        found = search(toys.small(batch=batch, pass_=pass_))
+        assert found.best().solver == "plain"
+        said = f"took {100 * batch} ms by its rate on 2 of {batch} images, the best so far takes {batch}.000"
+        assert reasons(found.log)["loops"] == said
+        assert clock.runs["loops", 2] == 2
+        assert {size for name, size in clock.runs if name == "loops"} == {2}
+
+
+def test_what_keeps_up_on_a_few_images_is_measured_whole(clock: Clock) -> None:
+    loops = unpredicted(clock, lambda p, c: 0.9 * p.batch)
+    plain = simulated(clock, "plain", lambda p, c: 1.0 * p.batch, estimate=lambda p, c: 0.01)
+    with world(clock, loops, plain):
+        assert search(toys.small(batch=2 * FEW), batch_sizes="undivided").best().solver == "loops"
+        assert clock.runs["loops", 2] == 2
+
+
+def test_what_takes_no_few_images_is_measured_whole(clock: Clock) -> None:
+    class Whole(Simulated):
+        def unpredicted(self, p: ConvProblem, c: Config) -> bool:
+            return True
+
+        def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+            if p.batch < 2 * FEW:
+                raise SolverUnavailable("takes many images")
+            return super().bind(p, c, a, b, out)
+
+    loops: Solver = type("Some", (Whole,), {"clock": clock, "name": "loops", "ms": staticmethod(lambda p, c: 0.9)})()
+    with world(clock, loops, simulated(clock, "plain", lambda p, c: 1.0, estimate=lambda p, c: 0.01)):
+        assert search(toys.small(batch=2 * FEW), batch_sizes="undivided").best().solver == "loops"
+
+
+@pytest.mark.parametrize(
+    ("batch", "best_ms", "options"),
+    [(FEW - 1, 100.0, {}), (FEW, 0.9 * WORTH_MS, {}), (FEW, 100.0, {"rigor": "patient"})],
+)
+def test_few_images_are_not_run_where_that_is_worth_nothing(
+    clock: Clock, batch: int, best_ms: float, options: dict[str, Any]
+) -> None:
+    loops = unpredicted(clock, lambda p, c: 2 * FAR * best_ms * p.batch / batch)
+    with world(clock, loops, simulated(clock, "plain", lambda p, c: best_ms, estimate=lambda p, c: 0.01)):
+        search(toys.small(batch=batch), batch_sizes="undivided", **options).best()
+        assert {size for name, size in clock.runs if name == "loops"} == {batch}
+
+
+def test_what_lost_by_far_is_not_run_again_at_half_nor_at_a_quarter(clock: Clock) -> None:
+    """What lost by less is, at a quarter: the whole says less of it."""
+    times = {"far": 1.01 * LOST**2, "near": 1.01 * LOST}
+    others = [
+        simulated(clock, name, lambda p, c, each=each: each * p.batch, estimate=lambda p, c: 0.9 * p.batch)
+        for name, each in times.items()
+    ]  # fmt: skip
+    with world(clock, *others, simulated(clock, "plain", lambda p, c: 0.9 ** (6 - p.batch.bit_length()) * p.batch)):
+        search(toys.small(batch=32)).best()
+    assert {size for name, size in clock.runs if name == "far"} == {32, 4}
+    assert {size for name, size in clock.runs if name == "near"} == {32, 8, 1}
+
+
+def test_rates_are_those_last_seen() -> None:
+    seen, fast, slow = Rates(), ("fast", 1, Config()), ("slow", 1, Config())
+    seen.note({fast: 8.0, slow: 32.0}, 1, 64)
+    seen.note({fast: 3.0}, 2, 32)
+    assert seen.at(16, 4) == {fast: 1.5, slow: pytest.approx(8.0 / LOST)}
+    assert seen.at(8, 8) == {fast: pytest.approx(0.75 / LOST), slow: pytest.approx(4.0 / LOST**2)}

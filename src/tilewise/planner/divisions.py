@@ -16,7 +16,8 @@ from tilewise.plan import Config, Measurement, Plan, format_bytes
 from tilewise.planner.operands import Tensors, make_result, narrow
 from tilewise.planner.options import Options
 from tilewise.planner.pareto import divide, front, thin
-from tilewise.planner.trial import Known, Trial, leaf_plan
+from tilewise.planner.rates import Rates
+from tilewise.planner.trial import Trial, leaf_plan
 from tilewise.problem import ConvProblem, Part
 from tilewise.solvers import Split
 
@@ -73,9 +74,12 @@ class Divisions:
     leaves: dict[int, list[Plan]] = field(default_factory=dict)
     """All leaves that were measured, on the front or not."""
     lost: dict[int, list[Measurement]] = field(default_factory=dict)
+    estimates: dict[int, dict[tuple[str, Config], float]] = field(default_factory=dict)
+    """Of all leaves that were offered, over the limit or not."""
 
     def __post_init__(self) -> None:
         self.problem, self.tensors, self.options = self.trial.problem, self.trial.tensors, self.trial.options
+        self.estimates[self._whole] = self.trial.estimates
 
     def plans(self) -> list[Plan]:
         """The front of divisions, fastest first; times are sums of their parts'."""
@@ -108,17 +112,19 @@ class Divisions:
     def _try_sizes(self) -> None:
         policy = self.options.batch_sizes
         rate = self.trial.best_ms / self._whole
-        prior, prior_size, blocked, worse = self.trial.known, self._whole, self.trial.blocked, 0
-        found = 0.0
+        seen, blocked, worse = Rates(), self.trial.blocked, 0
+        seen.note(self.trial.took_ms(), 1, self._whole)
+        found, before = 0.0, self._whole
         for size in self.solver.sizes(self.problem, policy):
-            promising = self.for_front or any(estimate < rate * prior_size for estimate in blocked.values())
+            promising = self.for_front or any(estimate < rate * before for estimate in blocked.values())
             if not self.exhaustive and not promising and (worse or found > HOPELESS * rate):
                 break  # smaller parts are no faster, and what the limit keeps out would not be either
-            trial = self._tried(size, rate, None if self.exhaustive else (prior, prior_size), self._only())
+            trial = self._tried(size, rate, None if self.exhaustive else seen, self._only())
             found = min((p.time_ms for p in self.fronts[size]), default=math.inf) / size
             worse = 0 if found < GAIN * rate else worse + 1
             rate = min(rate, found)
-            prior, prior_size, blocked = trial.known, size, trial.blocked
+            seen.note(trial.took_ms(), self._whole / size, size)
+            before, blocked = size, trial.blocked
         self._try_rests()
         between = self.solver.between(self.problem, policy)
         if self.exhaustive:
@@ -148,7 +154,7 @@ class Divisions:
 
     def _try_between(self, sizes: Sequence[int], rate: float) -> None:
         """Measure the sizes that divisions want by what is guessed of them, until they want no more."""
-        guesses = {size: found for size in sizes if (found := _guesses(size, self.leaves))}
+        guesses = {size: found for size in sizes if (found := _guesses(size, self.leaves, self._fixed))}
         room = MOST_BETWEEN
         while room:
             points = {size: [(p.time_ms, p.workspace) for p in plans] for size, plans in self.fronts.items() if plans}
@@ -164,11 +170,22 @@ class Divisions:
                 only = frozenset((guess.solver, guess.config) for guess in guesses.pop(size))
                 self._tried(size, rate, None, only, whole=True)
 
+    def _fixed(self, leaf: Plan, size: int) -> float:
+        """The share of a leaf's time on a part of ``size`` that a part of any size takes, by estimates at two sizes."""
+        key = leaf.solver, leaf.config
+        own = self.estimates[size].get(key, 0.0)
+        others = [n for n, estimates in self.estimates.items() if key in estimates and n != size]
+        if not others or own <= 0.0:
+            return 0.0
+        other = min(others, key=lambda n: abs(n - size))
+        fixed = (other * own - size * self.estimates[other][key]) / (other - size)
+        return min(max(fixed / own, 0.0), 1.0)
+
     def _tried(
         self,
         size: int,
         rate: float,
-        prior: tuple[Known, int] | None,
+        seen: Rates | None,
         only: frozenset[tuple[str, Config]] | None,
         *,
         whole: bool = False,
@@ -179,13 +196,10 @@ class Divisions:
         trial.only = only
         if not self.exhaustive and not self.for_front:
             trial.best_ms = rate * size
-        if prior is not None:
-            trial.prior_ms = {
-                key: m.time_ms * size / prior[1]
-                for key, m in prior[0].items()
-                if m.time_ms is not None and not m.reason
-            }
+        if seen is not None:
+            trial.prior_ms = seen.at(size, self._whole / size)
         found = trial.run()
+        self.estimates[size] = trial.estimates
         self.lost[size] = [m for m in found if m.reason]
         usable = [m for m in found if not m.reason and m.time_ms is not None]
         plans = [leaf_plan(child, m) for m in usable]
@@ -218,8 +232,9 @@ class _Guess:
     workspace: int
 
 
-def _guesses(size: int, leaves: Mapping[int, list[Plan]]) -> list[_Guess]:
-    """Leaves of the powers of two around ``size``, on the line through two measured sizes, or through one and zero.
+def _guesses(size: int, leaves: Mapping[int, list[Plan]], fixed: Callable[[Plan, int], float]) -> list[_Guess]:
+    """Leaves of the powers of two around ``size``, on the line through two measured sizes, or through one and what is
+    ``fixed`` of its time.
 
     All that were measured: one that loses at both may still be the best between them, where it just fits.
     """
@@ -233,7 +248,9 @@ def _guesses(size: int, leaves: Mapping[int, list[Plan]]) -> list[_Guess]:
         ends = [n for n in (below, 2 * below, below // 2) if n in at][:2]
         first, last = at[ends[0]], at[ends[-1]]
         share = size / ends[0] if len(ends) < 2 else (size - ends[0]) / (ends[1] - ends[0])
-        from_ms, from_bytes = (0.0, 0) if len(ends) < 2 else (first.time_ms, first.workspace)
+        from_ms, from_bytes = first.time_ms, first.workspace
+        if len(ends) < 2:
+            from_ms, from_bytes = first.time_ms * fixed(first, ends[0]), 0
         time_ms = from_ms + share * (last.time_ms - from_ms)
         if len(ends) < 2 and size > below:
             time_ms *= LARGER

@@ -14,7 +14,8 @@ import torch
 
 from tilewise import solvers
 from tilewise.plan import Config, Measurement, Plan, format_bytes
-from tilewise.planner.trial import LOST, UNKNOWN, OverLimit, Trial
+from tilewise.planner.rates import LOST
+from tilewise.planner.trial import UNKNOWN, OverLimit, Trial
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver, Split
 from tilewise.threads import with_threads

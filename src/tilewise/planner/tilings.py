@@ -15,7 +15,8 @@ from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.divisions import GAIN, HOPELESS, Deeper, TrialOf, division_of, sums_apart, tensors_of
 from tilewise.planner.options import Options
 from tilewise.planner.pareto import front, in_sequence, thin
-from tilewise.planner.trial import Known, Trial, leaf_plan
+from tilewise.planner.rates import Rates
+from tilewise.planner.trial import Trial, leaf_plan
 from tilewise.problem import ConvProblem, Part
 from tilewise.solvers import Split
 
@@ -89,7 +90,7 @@ class Tilings:
         Sizes are those ``left``, from which what was looked at is taken.
         """
         best, worse, found = self.trial.best_ms, 0, list[_Tiling]()
-        blocked, among, prior = self.trial.blocked, self._among(), dict[tuple[str, int, Config], float]()
+        blocked, among, seen = self.trial.blocked, self._among(), Rates()
         if among == frozenset():
             left.clear()
         whole = self._problem.extent(self.solver.axis_of(self._problem))
@@ -112,11 +113,10 @@ class Tilings:
 
             trial = self._trial(inside, parts, options)
             trial.among, trial.best_ms = among, math.inf if self.exhaustive else best / times
-            trial.prior_ms = {key: ms / times for key, ms in prior.items()}
+            trial.prior_ms = {} if self.exhaustive else seen.at(size, times)
             plans = self._planned(trial)
             blocked = {key: estimate * times for key, estimate in trial.blocked.items()}
-            if not self.exhaustive:
-                prior = _rates(trial.known, times)
+            seen.note(trial.took_ms(), times, size)
             if plans:
                 ms = times * min(plan.time_ms for plan in plans)
                 found.append(_Tiling(sizes, parts, inside, plans, ms))
@@ -189,8 +189,3 @@ class Tilings:
         plans = [last := last if part.problem is None else chosen[part.problem] for part in tiling.parts]
         sums = sums_apart(self._problem, tiling.inside)
         return replace(division_of(self._problem, self.solver, tiling.sizes, plans, sums), time_ms=ms)
-
-
-def _rates(known: Known, times: float) -> dict[tuple[str, int, Config], float]:
-    """What each candidate would take for the whole."""
-    return {key: m.time_ms * times for key, m in known.items() if m.time_ms is not None and not m.reason}

@@ -16,11 +16,13 @@ from tilewise.kernels.triton.ahead import side_by_side
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.measure import Timer, Took, lead_ms, peak_bytes, peak_is_known
+from tilewise.planner.operands import narrow
 from tilewise.planner.options import Options
+from tilewise.planner.rates import LOST, Key
 from tilewise.problem import ConvProblem
-from tilewise.solvers import Solver, Split
+from tilewise.solvers import Solver, SolverUnavailable, Split
 
-__all__ = ["LOST", "UNKNOWN", "Known", "OverLimit", "Trial", "first_line", "leaf_plan"]
+__all__ = ["UNKNOWN", "Known", "OverLimit", "Trial", "first_line", "leaf_plan"]
 
 PRUNE = 2.0
 """A candidate whose estimate is this many times the best measured time is not measured, save by ``patient``."""
@@ -29,12 +31,14 @@ LONG_MS = 1.0
 """Runs longer than this vary little: one more is enough among candidates; finalists are timed again."""
 BEHIND_KIN = 1.25
 """A candidate whose estimate is this many times the best of its kin is not measured, save by ``patient``."""
-LOST = 1.4
-"""A candidate that was this many times slower than the best at a larger size is not measured, save by ``patient``."""
 SLOW_MS = 400.0
 """Runs longer than this are not repeated at all."""
 FAR, LOADING_MS = 4.0, 50.0
 """A first run this many times slower than the best, and by more than loading a module takes, ends a candidate."""
+FEW, FEW_MS = 32, 1.0
+"""The share of the batch on which an unpredicted candidate is run first, and what that may take in any case."""
+WORTH_MS = 0.5
+"""Where the best takes less, a candidate that is hundreds of times slower is over before such a run would be."""
 GIVE_UP = 1.5
 """After one run this many times slower than the best a candidate is not repeated."""
 SHORT_MS = {"cuda": 1.0, "cpu": 0.0}
@@ -42,7 +46,7 @@ SHORT_MS = {"cuda": 1.0, "cpu": 0.0}
 
 UNKNOWN = "not measured, and wisdom knows nothing of it"
 
-Known = dict[tuple[str, int, Config], Measurement]
+Known = dict[Key, Measurement]
 
 
 def leaf_plan(problem: ConvProblem, m: Measurement) -> Plan:
@@ -58,9 +62,9 @@ def leaf_plan(problem: ConvProblem, m: Measurement) -> Plan:
 class _TooSlow(Exception):
     """A candidate that lost on its first run."""
 
-    def __init__(self, took_ms: float, best_ms: float, workspace: int) -> None:
-        super().__init__(f"took {took_ms:.0f} ms when first run, the best so far takes {best_ms:.3f}")
-        self.workspace = workspace
+    def __init__(self, took_ms: float, best_ms: float, workspace: int, how: str = "when first run") -> None:
+        super().__init__(f"took {took_ms:.0f} ms {how}, the best so far takes {best_ms:.3f}")
+        self.took_ms, self.workspace = took_ms, workspace
 
 
 class OverLimit(Exception):
@@ -105,10 +109,14 @@ class Trial:
     """Whether a part is worth trying for candidates that block the batch themselves: a tile is, a micro-batch not."""
     among: frozenset[str] | None = None
     """Names of the solvers to try; ``None``: all."""
-    prior_ms: dict[tuple[str, int, Config], float] = field(default_factory=dict)
+    prior_ms: dict[Key, float] = field(default_factory=dict)
     """What candidates would take at their rate at a larger size: one that lost there by far is not run again."""
     blocked: dict[tuple[str, Config], float] = field(default_factory=dict)
     """Candidates lost to the workspace limit alone, with their estimates."""
+    estimates: dict[tuple[str, Config], float] = field(default_factory=dict)
+    """Of all that was offered, over the limit or not."""
+    _too_slow: dict[Key, float] = field(default_factory=dict)
+    """What candidates took whose first run was their last."""
     _ahead: dict[tuple[str, Config], execute.Bound] = field(default_factory=dict)
     """What was bound to be compiled and waits to be measured."""
     _kin: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
@@ -142,6 +150,11 @@ class Trial:
             if not self._pruned(solver, config, estimate, needed, tried):
                 self._try(solver, config, estimate, needed)
         return self.found
+
+    def took_ms(self) -> dict[Key, float]:
+        """What candidates take as far as it was ever measured, or seen in this trial."""
+        known = {key: m.time_ms for key, m in self.known.items() if m.time_ms is not None and not m.reason}
+        return {**self._too_slow, **known}
 
     def _compile_ahead(self, waiting: Sequence[tuple[float, int, Solver, Config, int]]) -> None:
         """Bind side by side what will be measured and has to be compiled, which takes a second or more each.
@@ -210,7 +223,9 @@ class Trial:
     def _estimate(self, solver: Solver, config: Config) -> float:
         """By arithmetic and bytes, and by how wrong that was of its like under other limits."""
         share = self._shares.get((solver.name, solver.like(config)), 1.0) if self._shares else 1.0
-        return share * estimate_ms(self.problem, solver.cost(self.problem, config), self.profile)
+        estimate = share * estimate_ms(self.problem, solver.cost(self.problem, config), self.profile)
+        self.estimates[solver.name, config] = estimate
+        return estimate
 
     @functools.cached_property
     def _shares(self) -> dict[tuple[str, Config], float]:
@@ -277,6 +292,7 @@ class Trial:
                 self._lose(solver, config, str(over), over.workspace)
                 return
             except _TooSlow as slow:  # beside the best of this search: another limit may leave nothing faster
+                self._too_slow[key] = slow.took_ms
                 self._lose(solver, config, str(slow), slow.workspace)
                 return
             self.known[key] = m
@@ -317,6 +333,8 @@ class Trial:
             solver = solvers.get(plan.solver)
             new = solver.own_output and self.is_root and not self.problem.accumulate
             call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
+            if solver.unpredicted(self.problem, plan.config):
+                self._run_on_few(plan, best_ms, bound.workspace)
             if self._keeps(plan):
                 call()  # a filter is prepared once: that is neither the candidate's time nor its workspace
             times: list[Took] = []
@@ -344,6 +362,29 @@ class Trial:
             if self.timer.device.type == "cuda":
                 torch.cuda.empty_cache()
         return Measurement(plan.solver, plan.version, plan.config, reason=reason)
+
+    def _run_on_few(self, plan: Plan, best_ms: float, workspace: int) -> None:
+        """Run a candidate on a few images, so that one that takes seconds for all ends here.
+
+        The second run counts: the first loads modules.
+        """
+        p, count = self.problem, self.problem.batch // FEW
+        if self.options.rigor == "patient" or not count or not WORTH_MS <= best_ms < float("inf"):
+            return
+        part = p.split("batch", (count, p.batch - count))[0]
+        assert part.problem is not None
+        few = replace(part.problem, accumulate=p.accumulate, out_dtype=p.out_dtype)
+        tensors = [narrow(t, part.ranges(role)) for t, role in zip(self.tensors, (*p.operands, p.result), strict=True)]
+        a, b, out = tensors
+        try:
+            call = functools.partial(execute.bind(replace(plan, problem=few.key), few, a, b, out), a, b, None, out)
+        except SolverUnavailable:
+            return  # it takes the whole alone, which will tell
+        call()
+        took_ms = self.timer.time(call).device_ms
+        if took_ms > max(FAR * best_ms * count / p.batch, FEW_MS):
+            whole_ms = took_ms * p.batch / count
+            raise _TooSlow(whole_ms, best_ms, workspace, f"by its rate on {count} of {p.batch} images")
 
     def _keeps(self, plan: Plan) -> bool:
         """Whether a first run on a CPU prepares a filter; on a GPU :meth:`_warm_up` is the first."""

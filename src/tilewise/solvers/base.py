@@ -128,6 +128,10 @@ class Solver(abc.ABC):
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """Flops and bytes for the roofline estimate."""
 
+    def unpredicted(self, p: ConvProblem, c: Config) -> bool:
+        """Whether it may take hundreds of times its estimate: it is then run on a few images of many first."""
+        return False
+
     def is_deterministic(self, p: ConvProblem, c: Config) -> bool:
         """Whether this config gives the same bits every time."""
         return self.deterministic

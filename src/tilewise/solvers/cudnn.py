@@ -124,6 +124,10 @@ class Cudnn(Solver):
             return Cost(p.flops // 4, moved, kernels=4, efficiency=0.7)
         return Cost(p.flops, p.bytes, efficiency=0.9)
 
+    def unpredicted(self, p: ConvProblem, c: Config) -> bool:
+        """Engines without knobs: no heuristic that knows the sizes has chosen them. Some are plain loops."""
+        return not _engine(c).knobs
+
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Build the plan for these strides. Raises ``SolverUnavailable`` naming the engine."""
         if a.device.type != "cuda":
