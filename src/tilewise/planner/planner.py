@@ -18,7 +18,7 @@ from tilewise import solvers
 from tilewise.device import environment, is_capturing, torch_device
 from tilewise.execute import parts_of
 from tilewise.plan import Measurement, Plan
-from tilewise.planner.divisions import Choice, choice_of
+from tilewise.planner.divisions import BATCH_LEVEL, Choice, choice_of
 from tilewise.planner.estimate import Profile, is_profile, measure_profile
 from tilewise.planner.messages import Job
 from tilewise.planner.options import RIGORS, NoPlanError, Options
@@ -67,6 +67,7 @@ class Planner:
         self._lock = threading.RLock()
         self._stores: dict[str, Store] = {}
         self._saved: dict[tuple[str, str], Known] = {}
+        self._read_ahead: dict[str, list[Measurement]] = {}
         self._plans: dict[tuple[str, str, str], Plan] = {}
         self._fronts: dict[tuple[str, str], dict[Options, tuple[Plan, ...]]] = {}
         self._profiles: dict[str, Profile] = {}
@@ -285,12 +286,25 @@ class Planner:
             try:
                 profile = self.profile(problem.device) if timed else {}
                 also = self._also(problem, options) if timed else ()
+                self._read_parts(key, problem, options, store)
                 return work(Search(problem, options, profile, store, also))
             except torch.OutOfMemoryError as error:
                 text = str(error).splitlines()[0]
                 raise NoPlanError(f"no plan for {problem.key}: no memory to measure with: {text}") from error
             finally:
+                self._read_ahead.clear()
                 self._save(key, store)
+
+    def _read_parts(self, environment_key: str, problem: ConvProblem, options: Options, store: Store) -> None:
+        """Read at once what wisdom knows of a problem and of its micro-batches."""
+        keys = {problem.key}
+        for solver in solvers.all_solvers():
+            if not isinstance(solver, Split) or solver.at_once or solver.level > BATCH_LEVEL:
+                continue
+            if not solver.why_not(problem):
+                keys |= {solver.child(problem, n).key for n in solver.sizes(problem, options.batch_sizes)}
+        wanted = sorted(keys - store.known.keys())
+        self._read_ahead = self.wisdom.measurements_many(environment_key, wanted) if wanted else {}
 
     def profile(self, device: str) -> Profile:
         """The measured rates of ``device``, from wisdom where they are known."""
@@ -312,11 +326,10 @@ class Planner:
         if time.monotonic() - self._saved_at > SAVE_EVERY_S:
             self._save(environment_key, self._stores[environment_key])
         versions = {solver.name: solver.version for solver in solvers.all_solvers()}
-        found = {
-            (m.solver, m.version, m.config): m
-            for m in self.wisdom.measurements(environment_key, problem.key)
-            if versions.get(m.solver) == m.version
-        }
+        kept = self._read_ahead.pop(problem.key, None)
+        if kept is None:
+            kept = self.wisdom.measurements(environment_key, problem.key)
+        found = {(m.solver, m.version, m.config): m for m in kept if versions.get(m.solver) == m.version}
         self._saved[environment_key, problem.key] = found
         return dict(found)
 
