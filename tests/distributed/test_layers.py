@@ -182,7 +182,52 @@ def refusals() -> None:
             F.max_unpool2d(x, x.long(), 2)
 
 
+def changed_in_place() -> None:
+    """As of a plain tensor: autograd's graph has no copies of views, and what held the shard before sees the change."""
+    p = parallel(nn.BatchNorm2d(3).double(), (dist.get_world_size(),), ("h",))
+    full = torch.randn(2, 3, 8, 6, dtype=torch.float64)
+    for name, change in {
+        "relu": lambda y: F.relu(y, inplace=True),
+        "add": lambda y: y.__iadd__(1),
+        "clamp, in turn": lambda y: y.mul_(2).clamp_(-1, 1),
+        "dropout": lambda y: F.dropout(y, 0.5, inplace=True),
+        "channels": lambda y: F.dropout2d(y, 0.5, inplace=True),
+    }.items():
+        before = p(p.scatter(full))
+        after = change(before)
+        assert isinstance(after, Shard), name
+        assert not any("CopySlices" in node for node in nodes(after.local)), name
+        assert after.local.data_ptr() == before.local.data_ptr(), name
+        upstream = torch.randn_like(after.local)
+        weight = p.module.weight
+        by_after, by_before = (
+            torch.autograd.grad(y.local, weight, upstream, retain_graph=True) for y in (after, before)
+        )
+        close(by_before[0], by_after[0], f"{name}: the gradient by what held the shard before")
+        torch.testing.assert_close(before.local, after.local)
+    leaf = p.scatter(full).local.detach().requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        p.shard(leaf, full.shape).relu_()
+    plain = p.shard(full[:, :, : p.layout(full.shape).part(full.shape)[2]].clone(), full.shape)
+    assert plain.requires_grad_().requires_grad
+    assert not plain.detach().requires_grad
+    with pytest.raises(RuntimeError, match="detach"):
+        (plain * 2).detach_()
+
+
+def nodes(tensor: torch.Tensor) -> set[str]:
+    """Names in the tensor's graph."""
+    found, left = set(), [tensor.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [parent for parent, _ in node.next_functions]
+    return {node.name() for node in found}
+
+
 def everything(ranks: int) -> Any:
+    changed_in_place()
     pools(ranks, some(50))
     functions(ranks)
     unpooling(ranks)

@@ -31,6 +31,7 @@ __all__ = [
     "Space",
     "UnknownLayer",
     "aligned",
+    "behind",
     "belong",
     "handles",
     "local",
@@ -194,6 +195,21 @@ def handles(*functions: Any) -> Callable[[Handler], Handler]:
 def local(value: Any) -> Any:
     """The plain tensor of a shard; anything else as it is."""
     return value.local if isinstance(value, Shard) else value
+
+
+def behind(shard: Shard) -> torch.Tensor:
+    """What a function is to change in place of ``shard``: the tensor that this is a view of, where it is all of it.
+
+    To autograd every shard is a view. Changed in place, a view's backward copies the gradient of what it is a view of,
+    twice, fills as much with zeros and adds the two.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        base = shard._base
+        return shard if base is None or _form(base) != _form(shard) else base
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def sharded(value: Any, what: str) -> Shard:

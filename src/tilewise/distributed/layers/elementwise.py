@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, handles, operand, space_of
+from tilewise.distributed.shard import Shard, behind, handles, operand, space_of
 
 UNARY = (
     "abs acos acosh alias angle asin asinh atan atanh bfloat16 bool byte ceil celu clone contiguous cos cosh cpu "
@@ -30,6 +30,9 @@ BINARY = (
     "__rxor__ __iand__ __ior__ __ixor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__"
 )
 
+NO_VALUES = ("detach_", "requires_grad_")
+"""In place, and they change no element."""
+
 
 def _by_elements(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     changes_first = (name.endswith("_") and not name.startswith("__")) or (
@@ -47,6 +50,8 @@ def _by_elements(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         if len(args) > 1 or kwargs:
             args = tuple(_operand(like, value, name) for value in args)
             kwargs = {key: _operand(like, value, name) for key, value in kwargs.items()}
+        if (changes_first and name not in NO_VALUES) or kwargs.get("inplace"):
+            args = (behind(like), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
             return like.like(function(*args, **kwargs))
 
@@ -102,7 +107,7 @@ def _dropout(input: Shard, p: float = 0.5, training: bool = True, inplace: bool 
     keep = torch.empty_like(part, requires_grad=False).bernoulli_(1 - p, generator=generator)
     keep.mul_(0.0 if p == 1 else 1 / (1 - p))
     with torch._C.DisableTorchFunctionSubclass():
-        return input.like(input.mul_(keep) if inplace else part * keep)
+        return input.like(behind(input).mul_(keep) if inplace else part * keep)
 
 
 def _feature_dropout(function: Callable[..., torch.Tensor]) -> None:
@@ -117,7 +122,7 @@ def _feature_dropout(function: Callable[..., torch.Tensor]) -> None:
         shape = (*part.shape[:2], *(1,) * (part.dim() - 2))
         keep = part.new_empty(shape).bernoulli_(1 - p).mul_(0.0 if p == 1 else 1 / (1 - p))
         with torch._C.DisableTorchFunctionSubclass():
-            return input.like(input.mul_(keep) if inplace else part * keep)
+            return input.like(behind(input).mul_(keep) if inplace else part * keep)
 
 
 for _function in (F.dropout1d, F.dropout2d, F.dropout3d):
