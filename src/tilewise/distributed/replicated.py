@@ -71,7 +71,8 @@ class Bucket:
     def __init__(self, link: Link) -> None:
         self.link = link
         self._complete: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
-        self._waiting: list[torch.Tensor] = []
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Gradients, and what will hold their sums, which may be themselves."""
         self._moments: list[torch.cuda.Event | None] = []
         self._bytes = self._come = 0
         self._beside: Branch | None = None
@@ -91,16 +92,17 @@ class Bucket:
         """A tensor that will hold the sum of ``gradient`` after :meth:`finish`."""
         total, moment = self._complete.pop(id(gradient), (None, None))
         if total is None:
-            total = gradient.clone(memory_format=torch.contiguous_format)
+            total = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         elif not total.is_contiguous():
             # In one order on all ranks, whatever the layouts that their plans gave it.
             with self._after([moment], total.device):
                 total = total.clone(memory_format=torch.contiguous_format)
             self._copied.append(gradient)
-        if self._waiting and self._waiting[0].dtype != total.dtype:
+            gradient = total
+        if self._waiting and self._waiting[0][1].dtype != total.dtype:
             self.flush()
         self._come += 1
-        self._waiting.append(total)
+        self._waiting.append((gradient, total))
         self._moments.append(moment)
         self._bytes += total.nbytes
         if self._bytes >= BUCKET or self._come == self.expected:
@@ -113,10 +115,15 @@ class Bucket:
         self._waiting, self._moments, self._bytes = [], [], 0
         if not waiting:
             return
-        with self._after(moments, waiting[0].device):
-            flat = waiting[0] if len(waiting) == 1 else torch.cat([tensor.view(-1) for tensor in waiting])
+        with self._after(moments, waiting[0][1].device):
+            if len(waiting) == 1:
+                gradient, flat = waiting[0]
+                if flat is not gradient:
+                    flat.copy_(gradient)
+            else:
+                flat = torch.cat([gradient.reshape(-1) for gradient, _ in waiting])
             work = self.link.start_sum("the sum of gradients", flat)
-        self._travelling.append((work, flat, waiting))
+        self._travelling.append((work, flat, [total for _, total in waiting]))
 
     def _after(
         self, moments: list[torch.cuda.Event | None], device: torch.device
@@ -138,10 +145,8 @@ class Bucket:
         for work, flat, parts in travelling:
             self.link.finish_sum("the sum of gradients", work)
             if len(parts) > 1:
-                start = 0
-                for part in parts:
-                    part.copy_(flat[start : start + part.numel()].view_as(part))
-                    start += part.numel()
+                sums = torch.split(flat, [part.numel() for part in parts])
+                torch._foreach_copy_(parts, [own.view_as(part) for own, part in zip(sums, parts, strict=True)])
         if self._beside is not None:
             self._beside.join()
         self._copied.clear()
