@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tilewise.axis import Axis
 from tilewise.distributed.share import Share
 from tilewise.distributed.terms import LoopedTerms, Terms
+from tilewise.problem import dense_strides, layout_of
 
 __all__ = ["Passes", "Settled", "TorchPasses", "settle"]
 
@@ -92,8 +93,7 @@ class TorchPasses:
     def dgrad(self, y: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
         """``x`` of ``y`` and ``w``."""
         s = settle(axes)
-        # Of the input no more than its shape is read.
-        x = y.new_empty(1).expand(y.shape[0], w.shape[1] * groups, *s.padded)
+        x = _stand_in(y, (y.shape[0], w.shape[1] * groups, *s.padded))
         dx, _, _ = self._backward(y, x, w, s, groups, (True, False, False))
         assert dx is not None
         return dx if s.pads is None else F.pad(dx, [-n for n in s.pads])
@@ -104,7 +104,7 @@ class TorchPasses:
         if s.pads is not None:
             x = F.pad(x, s.pads)
         shape = (y.shape[1], x.shape[1] // groups, *(a.kernel for a in axes))
-        _, dw, _ = self._backward(y, x, x.new_empty(1).expand(shape), s, groups, (False, True, False))
+        _, dw, _ = self._backward(y, x, _stand_in(x, shape), s, groups, (False, True, False))
         assert dw is not None
         return dw
 
@@ -121,3 +121,15 @@ class TorchPasses:
             y, x, w, None, s.stride, s.native, s.dilation, False, s.zeros, groups, mask
         )
         return found
+
+
+def _stand_in(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """An operand of ``shape`` of which torch reads no more than that.
+
+    On a CPU it copies one that is not dense, or in another order than the other operand. One that is dense takes no
+    memory there: nobody touches its pages.
+    """
+    if like.device.type != "cpu":
+        return like.new_empty(1).expand(shape)
+    last = like.dim() > 2 and layout_of(like.shape, like.stride()) == "channels_last"
+    return like.new_empty_strided(shape, dense_strides(shape, "channels_last" if last else "contiguous"))
