@@ -27,6 +27,7 @@ TYPES = {
     torch.float64: "*fp64",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.float16: "*fp16",
 }
 
 
@@ -85,9 +86,10 @@ def compiled(launch: Launch, alignment: list[int]) -> dict[str, Any]:
         tool = triton.knobs.nvidia.cuobjdump.path
         used = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     (stack,) = re.findall(r"STACK:(\d+)", used)
+    (registers,) = re.findall(r"REG:(\d+)", used)
     return {
         "kernel": launch.kernel.fn.__name__, "constants": launch.constants, "ptx": kernel.asm["ptx"],
-        "stack": int(stack), "shared": kernel.metadata.shared,
+        "stack": int(stack), "registers": int(registers), "shared": kernel.metadata.shared,
     }  # fmt: skip
 
 

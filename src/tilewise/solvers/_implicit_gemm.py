@@ -18,7 +18,10 @@ from tilewise.solvers._sweeps import Packed, Sweep, backward, extent, forward
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
 
-__all__ = ["PRODUCTS", "A", "B", "Layout", "Product", "Tile", "View", "launches", "sum_length"]
+__all__ = [
+    "ADD_BLOCK", "LONGEST", "OUT", "PRODUCTS", "UNIT", "A", "B", "Layout", "Product", "Tile", "View", "at", "chunks_of",
+    "launch", "launches", "look", "sum_length", "within",
+]  # fmt: skip
 
 A, B, OUT, WORKSPACE = range(4)
 """The tensors of a launch's pointers."""
@@ -134,7 +137,7 @@ class Layout:
         read = self.outof if gradient else self.into
         self.source = Packed((extents[0], extents[1], extents[2]), -(-read // grain) * grain, product.planes)
         arena = Arena()
-        self.chunks = _chunks(p, read * math.prod(sizes))
+        self.chunks = chunks_of(p.batch, read * math.prod(sizes))
         self.source_peaks = arena.add([p.batch * self.chunks], torch.int32)
         self.source_exponents = arena.add([p.batch], torch.int32)
         self.source_slot = arena.add([self.source.elements(images)], self.dtype)
@@ -142,7 +145,7 @@ class Layout:
             outs = [extent(axis.out, ()) for axis in self.axes]
             self.other = Packed((outs[0], outs[1], outs[2]), -(-self.outof // 16) * 16, product.planes)
             self.others = p.batch
-            self.other_chunks = _chunks(p, self.outof * math.prod(axis.out for axis in self.axes))
+            self.other_chunks = chunks_of(p.batch, self.outof * math.prod(axis.out for axis in self.axes))
             self.other_slot = arena.add([self.other.elements(images)], self.dtype)
         else:
             taps = [extent(axis.kernel, ()) for axis in self.axes]
@@ -185,9 +188,9 @@ def sum_length(p: ConvProblem) -> int:
     return read // p.groups * p.taps
 
 
-def _chunks(p: ConvProblem, elements: int) -> int:
-    """Programs that look for the largest of an image's ``elements``."""
-    return max(1, min(PEAKS // p.batch, elements // 4096))
+def chunks_of(images: int, elements: int) -> int:
+    """Programs that look for the largest of an image's ``elements``, where there are so many ``images`` at a time."""
+    return max(1, min(PEAKS // images, elements // 4096))
 
 
 def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
@@ -210,8 +213,8 @@ def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
 
 def _gather(layout: Layout, source: View, filters: View, out: View) -> Iterator[Launch]:
     if layout.product.scaled:
-        yield _peak(source, A, layout.source_peaks, layout.chunks)
-        yield _peak(filters, B, layout.other_peaks, 1)
+        yield look(source, A, layout.source_peaks, layout.chunks)
+        yield look(filters, B, layout.other_peaks, 1)
     yield _pack(layout, filters, B, layout.other, layout.other_slot, layout.other_peaks, 1, layout.other_exponents, 0)
     for first, count in layout.blocks:
         block = source.narrow(0, first, count)
@@ -225,8 +228,8 @@ def _gather(layout: Layout, source: View, filters: View, out: View) -> Iterator[
 
 def _gradient(layout: Layout, source: View, gradients: View, out: View) -> Iterator[Launch]:
     if layout.product.scaled:
-        yield _peak(source, A, layout.source_peaks, layout.chunks)
-        yield _peak(gradients, B, layout.other_peaks, layout.other_chunks)
+        yield look(source, A, layout.source_peaks, layout.chunks)
+        yield look(gradients, B, layout.other_peaks, layout.other_chunks)
     for first, count in layout.blocks:
         block = source.narrow(0, first, count)
         yield _pack(layout, block, A, layout.source, layout.source_slot, layout.source_peaks, layout.chunks,
@@ -238,34 +241,38 @@ def _gradient(layout: Layout, source: View, gradients: View, out: View) -> Itera
     yield _add_partials(layout, out)
 
 
-def _at(slot: Slot, elements: int = 0) -> Any:
+def at(slot: Slot, elements: int = 0) -> Any:
+    """The pointer to what is in the workspace, ``elements`` further on."""
     from tilewise.kernels.triton.launch import Pointer
 
     return Pointer(WORKSPACE, slot.offset + elements * slot.dtype.itemsize, slot.dtype)
 
 
-def _in(view: View, source: int) -> Any:
+def within(view: View, source: int) -> Any:
+    """The pointer to a view of an operand or of the result."""
     from tilewise.kernels.triton.launch import Pointer
 
     return Pointer(source, view.offset * view.dtype.itemsize, view.dtype)
 
 
-def _launch(kernel: Any, grid: Sequence[int], pointers: Sequence[Any], scalars: Sequence[int], warps: int = 4,
-            stages: int = 2, **constants: Any) -> Launch:  # fmt: skip
+def launch(kernel: Any, grid: Sequence[int], pointers: Sequence[Any], scalars: Sequence[int], warps: int = 4,
+           stages: int = 2, **constants: Any) -> Launch:  # fmt: skip
+    """One launch of ``kernel``; a ``grid`` has one to three sizes."""
     from tilewise.kernels.triton.launch import Launch
 
-    x, y = (*grid, 1)[:2]
-    return Launch(kernel, (x, y, 1), tuple(pointers), tuple(scalars), constants, warps, stages)
+    x, y, z = (*grid, 1, 1)[:3]
+    return Launch(kernel, (x, y, z), tuple(pointers), tuple(scalars), constants, warps, stages)
 
 
-def _peak(view: View, source: int, peaks: Slot, chunks: int) -> Launch:
+def look(view: View, source: int, peaks: Slot, chunks: int) -> Launch:
+    """The largest exponent of each of ``chunks`` shares of every image of ``view``."""
     from tilewise.kernels.triton import layout as kernels
 
     images, *sizes = view.sizes
     elements = math.prod(sizes)
     block = min(2048, max(128, 1 << (elements // chunks).bit_length()))
-    return _launch(
-        kernels.peak, [images * chunks], [_in(view, source), _at(peaks)],
+    return launch(
+        kernels.peak, [images * chunks], [within(view, source), at(peaks)],
         [elements, chunks, *sizes[1:], *view.strides], DENSE=view.dense, BLOCK=block,
     )  # fmt: skip
 
@@ -284,10 +291,10 @@ def _pack(layout: Layout, view: View, source: int, packed: Packed, slot: Slot, p
     inner = View(view.sizes, view.strides, view.dtype, view.offset)
     for dim, axis in enumerate(packed.axes, start=2):
         inner = inner.narrow(dim, axis.first, axis.size)
-    return _launch(
+    return launch(
         kernels.pack,
         [images * blocks, -(-packed.channels // block_c)],
-        [_in(inner, source), _at(peaks, first * chunks), _at(slot), _at(exponents, first)],
+        [within(inner, source), at(peaks, first * chunks), at(slot), at(exponents, first)],
         [-1 if head else 0, blocks, known, *inner.sizes[1:], *(axis.pitch for axis in packed.axes), head,
          *inner.strides, packed.row, packed.channels],
         PLANES=packed.planes, SCALED=product.scaled, PER_IMAGE=per_image,
@@ -307,12 +314,12 @@ def _gather_gemm(layout: Layout, sweeps: Sequence[Sweep], out: View, first: int)
     steps = [stride * sweep.stride for stride, sweep in zip(out.strides[2:], sweeps, strict=True)]
     taps = [sweep.taps for sweep in sweeps]
     place = source.offset([sweep.start for sweep in sweeps])
-    return _launch(
+    return launch(
         kernels.gather_gemm,
         [-(-channels // tile.channels) * -(-pixels // tile.columns)],
-        [_at(layout.source_slot, place),
-         _at(layout.other_slot, filters.offset([sweep.first_tap for sweep in sweeps])),
-         _at(layout.source_exponents, first), _at(layout.other_exponents), _in(out, OUT)],
+        [at(layout.source_slot, place),
+         at(layout.other_slot, filters.offset([sweep.first_tap for sweep in sweeps])),
+         at(layout.source_exponents, first), at(layout.other_exponents), within(out, OUT)],
         [pixels, channels, *counts, source.image * source.row, *source.strides([sweep.step for sweep in sweeps]),
          math.prod(taps) * source.channels // tile.depth, *taps[1:],
          *source.strides([sweep.tap_step for sweep in sweeps]),
@@ -337,14 +344,15 @@ def _gradient_gemm(layout: Layout, images: int, *, again: bool) -> Launch:
     steps = -(-pixels // tile.depth)
     share = -(-steps // layout.splits) * tile.depth
     tiles = -(-layout.outof // tile.channels) * -(-layout.columns // tile.columns)
-    return _launch(
+    return launch(
         kernels.gradient_gemm,
         [tiles, layout.splits],
-        [_at(layout.source_slot, source.offset([sweep.start for sweep in sweeps])), _at(layout.other_slot),
-         _at(layout.partials)],
+        [at(layout.source_slot, source.offset([sweep.start for sweep in sweeps])), at(layout.other_slot),
+         at(layout.partials)],
         [pixels, share, int(again), layout.outof, layout.columns, *counts, source.image * source.row,
          *source.strides([sweep.step for sweep in sweeps]), *(sweep.taps for sweep in sweeps[1:]),
-         *source.strides([sweep.tap_step for sweep in sweeps]), gradients.row, gradients.channels, source.channels],
+         *source.strides([sweep.tap_step for sweep in sweeps]), gradients.row, gradients.channels, source.channels,
+         0, 0],
         warps=tile.warps, stages=tile.stages,
         FLAT=counts[0] == 1, PLANES=source.planes, BLOCK_O=tile.channels, BLOCK_N=tile.columns,
         BLOCK_K=tile.depth, PROMOTE=LONGEST // tile.depth if layout.promotes else 2**20 // tile.depth,
@@ -356,10 +364,10 @@ def _add_partials(layout: Layout, out: View) -> Launch:
 
     total = layout.outof * layout.columns
     taps = [axis.kernel for axis in layout.axes]
-    return _launch(
+    return launch(
         kernels.add_partials,
         [-(-total // ADD_BLOCK)],
-        [_at(layout.partials), _at(layout.source_exponents), _at(layout.other_exponents), _in(out, OUT)],
+        [at(layout.partials), at(layout.source_exponents), at(layout.other_exponents), within(out, OUT)],
         [layout.splits, layout.columns, layout.source.channels, layout.into, total, *taps[1:], *out.strides],
         SCALED=layout.product.scaled, ACCUMULATE=layout.p.accumulate, BLOCK=ADD_BLOCK,
     )  # fmt: skip

@@ -12,11 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add_partials", "gather_gemm", "gradient_gemm"]
+__all__ = [
+    "add_partials", "filter_rows", "gather_gemm", "gradient_gemm", "one_step", "planes_of", "steps_along", "unscaled",
+    "write",
+]  # fmt: skip
 
 
 @triton.jit
-def _split(planes, depth, FLAT: tl.constexpr):
+def planes_of(planes, depth, FLAT: tl.constexpr):
     """Depth and image of plane numbers. ``FLAT``: images have one plane."""
     if FLAT:
         return planes * 0, planes
@@ -29,7 +32,7 @@ def _power(exponent):
 
 
 @triton.jit
-def _unscaled(acc, exponent):
+def unscaled(acc, exponent):
     """``acc`` times 2^exponent, in two steps because the power alone may be out of range."""
     half = exponent >> 1
     return acc * _power(half) * _power(exponent - half)
@@ -47,9 +50,22 @@ def _products(acc, a, b, a_low, b_low, PLANES: tl.constexpr, PRECISION: tl.const
 
 
 @triton.jit
-def _filter_rows(filters, o, channels, f_row, BLOCK_K: tl.constexpr):
-    row = tl.minimum(o, channels - 1)
-    return filters + row[:, None] * f_row + tl.arange(0, BLOCK_K)[None, :]
+def filter_rows(filters, o, channels, f_row, BLOCK_K: tl.constexpr):
+    """Addresses of the first ``BLOCK_K`` elements of filters ``o``; beyond the last, of the first ones again.
+
+    Not of the last one, at which the memory of one address would have to serve every program.
+    """
+    return filters + (o % channels)[:, None] * f_row + tl.arange(0, BLOCK_K)[None, :]
+
+
+@triton.jit
+def _sides(values):
+    """The first half of the last dimension and the second."""
+    if len(values.shape) == 2:
+        pairs = tl.permute(tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2)), (0, 2, 1))
+    else:
+        pairs = tl.permute(tl.reshape(values, (2, values.shape[0] // 2)), (1, 0))
+    return tl.split(pairs)
 
 
 @triton.jit
@@ -63,9 +79,11 @@ def _write(
     if SCALED:
         e_image = tl.load(image_exponents + image)
         e_filter = tl.load(filter_exponents + tl.minimum(o, channels - 1))
-        acc = _unscaled(acc, e_image[:, None] + e_filter[None, :] - 282)
+        acc = unscaled(acc, e_image[:, None] + e_filter[None, :] - 282)
     if ALIGNED > 0:
-        pointers = out + (tl.multiple_of(place, ALIGNED)[:, None] + o.to(place.dtype)[None, :])
+        # By arithmetic: what is said of a parameter by ``multiple_of`` is lost with the function's call.
+        place = place // ALIGNED * ALIGNED
+        pointers = out + (place[:, None] + o.to(place.dtype)[None, :])
     else:
         pointers = out + (place[:, None] + (o.to(place.dtype) * y_c)[None, :])
     if ACCUMULATE:
@@ -74,42 +92,84 @@ def _write(
 
 
 @triton.jit
-def _steps(
+def write(
+    acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED: tl.constexpr,
+    ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Results ``acc`` [channels ``o``, places] where they belong, back at the operands' scale."""
+    if ACCUMULATE:
+        # Quarter by quarter: what is added to would be read all at once, and there are no registers to hold it.
+        acc_0, acc_1 = _sides(acc)
+        place_0, place_1 = _sides(place)
+        valid_0, valid_1 = _sides(valid)
+        image_0, image_1 = _sides(image)
+        for side in tl.static_range(2):
+            left, right = _sides(acc_1 if side else acc_0)
+            place_l, place_r = _sides(place_1 if side else place_0)
+            valid_l, valid_r = _sides(valid_1 if side else valid_0)
+            image_l, image_r = _sides(image_1 if side else image_0)
+            _write(left, out, o, channels, y_c, place_l, valid_l, image_exponents, filter_exponents, image_l, SCALED,
+                   ACCUMULATE, ALIGNED)  # fmt: skip
+            tl.debug_barrier()
+            _write(right, out, o, channels, y_c, place_r, valid_r, image_exponents, filter_exponents, image_r, SCALED,
+                   ACCUMULATE, ALIGNED)  # fmt: skip
+            tl.debug_barrier()
+    else:
+        _write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED, ACCUMULATE,
+               ALIGNED)  # fmt: skip
+
+
+@triton.jit
+def one_step(
+    acc, acc_more, c, t_w, t_h, x_tap, f_tap, x_rows, f_rows, f_more, row_channels,
+    taps_h, taps_w, xt_d, xt_h, xt_w, ft_d, ft_h, ft_w,
+    PLANES: tl.constexpr, PRECISION: tl.constexpr, MORE_O: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_K`` channels of one tap, and on to the next channels, then taps."""
+    x = tl.load(x_rows + x_tap).T
+    f = tl.load(f_rows + f_tap)
+    x_low = x
+    f_low = f
+    if PLANES == 2:
+        x_low = tl.load(x_rows + (x_tap + row_channels)).T
+        f_low = tl.load(f_rows + (f_tap + row_channels))
+    acc = _products(acc, f, x, f_low, x_low, PLANES, PRECISION)
+    if MORE_O > 0:
+        g = tl.load(f_more + f_tap)
+        g_low = g
+        if PLANES == 2:
+            g_low = tl.load(f_more + (f_tap + row_channels))
+        acc_more = _products(acc_more, g, x, g_low, x_low, PLANES, PRECISION)
+    c += BLOCK_K
+    end = c == row_channels
+    c = tl.where(end, 0, c)
+    x_tap += tl.where(end, xt_w - row_channels + BLOCK_K, BLOCK_K)
+    f_tap += tl.where(end, ft_w - row_channels + BLOCK_K, BLOCK_K)
+    t_w += tl.where(end, 1, 0)
+    end = t_w == taps_w
+    t_w = tl.where(end, 0, t_w)
+    x_tap += tl.where(end, xt_h - taps_w * xt_w, 0)
+    f_tap += tl.where(end, ft_h - taps_w * ft_w, 0)
+    t_h += tl.where(end, 1, 0)
+    end = t_h == taps_h
+    t_h = tl.where(end, 0, t_h)
+    x_tap += tl.where(end, xt_d - taps_h * xt_h, 0)
+    f_tap += tl.where(end, ft_d - taps_h * ft_h, 0)
+    return acc, acc_more, c, t_w, t_h, x_tap, f_tap
+
+
+@triton.jit
+def steps_along(
     count, acc, acc_more, c, t_w, t_h, x_tap, f_tap, x_rows, f_rows, f_more, row_channels,
     taps_h, taps_w, xt_d, xt_h, xt_w, ft_d, ft_h, ft_w,
     PLANES: tl.constexpr, PRECISION: tl.constexpr, MORE_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``count`` steps along channels, then taps, from where the last ones ended."""
     for _ in range(count):
-        x = tl.load(x_rows + x_tap).T
-        f = tl.load(f_rows + f_tap)
-        x_low = x
-        f_low = f
-        if PLANES == 2:
-            x_low = tl.load(x_rows + (x_tap + row_channels)).T
-            f_low = tl.load(f_rows + (f_tap + row_channels))
-        acc = _products(acc, f, x, f_low, x_low, PLANES, PRECISION)
-        if MORE_O > 0:
-            g = tl.load(f_more + f_tap)
-            g_low = g
-            if PLANES == 2:
-                g_low = tl.load(f_more + (f_tap + row_channels))
-            acc_more = _products(acc_more, g, x, g_low, x_low, PLANES, PRECISION)
-        c += BLOCK_K
-        end = c == row_channels
-        c = tl.where(end, 0, c)
-        x_tap += tl.where(end, xt_w - row_channels + BLOCK_K, BLOCK_K)
-        f_tap += tl.where(end, ft_w - row_channels + BLOCK_K, BLOCK_K)
-        t_w += tl.where(end, 1, 0)
-        end = t_w == taps_w
-        t_w = tl.where(end, 0, t_w)
-        x_tap += tl.where(end, xt_h - taps_w * xt_w, 0)
-        f_tap += tl.where(end, ft_h - taps_w * ft_w, 0)
-        t_h += tl.where(end, 1, 0)
-        end = t_h == taps_h
-        t_h = tl.where(end, 0, t_h)
-        x_tap += tl.where(end, xt_d - taps_h * xt_h, 0)
-        f_tap += tl.where(end, ft_d - taps_h * ft_h, 0)
+        acc, acc_more, c, t_w, t_h, x_tap, f_tap = one_step(
+            acc, acc_more, c, t_w, t_h, x_tap, f_tap, x_rows, f_rows, f_more, row_channels,
+            taps_h, taps_w, xt_d, xt_h, xt_w, ft_d, ft_h, ft_w, PLANES, PRECISION, MORE_O, BLOCK_K,
+        )  # fmt: skip
     return acc, acc_more, c, t_w, t_h, x_tap, f_tap
 
 
@@ -145,15 +205,15 @@ def gather_gemm(
     q = tl.minimum(q, pixels - 1)
     w, rest = q % width, q // width
     h, rest = rest % height, rest // height
-    d, image = _split(rest, depth, FLAT)
+    d, image = planes_of(rest, depth, FLAT)
     x_rows = images + (image * x_n + d * x_d + h * x_h + w * x_w)[:, None] + tl.arange(0, BLOCK_K)[None, :]
-    f_rows = _filter_rows(filters, o, channels, f_row, BLOCK_K)
+    f_rows = filter_rows(filters, o, channels, f_row, BLOCK_K)
     acc = tl.zeros([BLOCK_O, BLOCK_P], tl.float32)
     f_more = f_rows
     acc_more = acc
     if MORE_O > 0:
         o_more = (tl.program_id(0) % tiles_o) * (BLOCK_O + MORE_O) + BLOCK_O + tl.arange(0, MORE_O)
-        f_more = _filter_rows(filters, o_more, channels, f_row, BLOCK_K)
+        f_more = filter_rows(filters, o_more, channels, f_row, BLOCK_K)
         acc_more = tl.zeros([MORE_O, BLOCK_P], tl.float32)
     c = 0
     t_w = 0
@@ -161,14 +221,14 @@ def gather_gemm(
     x_tap = 0
     f_tap = 0
     if PROMOTE == 0:
-        acc, acc_more, c, t_w, t_h, x_tap, f_tap = _steps(
+        acc, acc_more, c, t_w, t_h, x_tap, f_tap = steps_along(
             steps, acc, acc_more, c, t_w, t_h, x_tap, f_tap, x_rows, f_rows, f_more, row_channels,
             taps_h, taps_w, xt_d, xt_h, xt_w, ft_d, ft_h, ft_w, PLANES, PRECISION, MORE_O, BLOCK_K,
         )  # fmt: skip
     else:
         for first in range(0, steps, PROMOTE):
             part = tl.zeros([BLOCK_O, BLOCK_P], tl.float32)
-            part, _, c, t_w, t_h, x_tap, f_tap = _steps(
+            part, _, c, t_w, t_h, x_tap, f_tap = steps_along(
                 tl.minimum(PROMOTE, steps - first), part, part, c, t_w, t_h, x_tap, f_tap, x_rows, f_rows, f_more,
                 row_channels, taps_h, taps_w, xt_d, xt_h, xt_w, ft_d, ft_h, ft_w, PLANES, PRECISION, 0, BLOCK_K,
             )  # fmt: skip
@@ -177,10 +237,10 @@ def gather_gemm(
         place = image.to(tl.int64) * y_n + d.to(tl.int64) * y_d + h.to(tl.int64) * y_h + w.to(tl.int64) * y_w
     else:
         place = image * y_n + d * y_d + h * y_h + w * y_w
-    _write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED, ACCUMULATE,
+    write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED, ACCUMULATE,
            ALIGNED)  # fmt: skip
     if MORE_O > 0:
-        _write(acc_more, out, o_more, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED,
+        write(acc_more, out, o_more, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED,
                ACCUMULATE, ALIGNED)  # fmt: skip
 
 
@@ -190,26 +250,30 @@ def gather_gemm(
 def gradient_gemm(
     images, gradients, partials,
     pixels, share, again, channels, columns, depth, height, width, x_n, x_d, x_h, x_w, taps_h, taps_w, xt_d, xt_h, xt_w,
-    g_row, g_channels, x_channels,
+    g_row, g_channels, x_channels, x_point, g_point,
     FLAT: tl.constexpr, PLANES: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """Sums over ``share`` pixels of gradient times image, into ``partials`` [splits, channels, columns] in fp32.
 
     A column is a tap and an image channel, ``columns = taps * x_channels``. ``again`` adds to what is there. Both
-    operands are stored with channels innermost and meet transposed in shared memory. Grid (tiles, splits).
+    operands are stored with channels innermost and meet transposed in shared memory. Grid (tiles, splits, points), of
+    which each has partial sums of its own, from operands ``x_point`` and ``g_point`` elements further on.
     """
+    images += tl.program_id(2) * x_point
+    gradients += tl.program_id(2) * g_point
     tiles_o = tl.cdiv(channels, BLOCK_O)
     o = (tl.program_id(0) % tiles_o) * BLOCK_O + tl.arange(0, BLOCK_O)
     n = (tl.program_id(0) // tiles_o) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
+    shares = tl.program_id(2) * tl.num_programs(1) + split
     tap, c = n // x_channels, n % x_channels
     t_w, line = tap % taps_w, tap // taps_w
     t_h, t_d = line % taps_h, line // taps_h
     column = t_d * xt_d + t_h * xt_h + t_w * xt_w + c
     # Columns beyond the last read some other column, channels beyond the last the next row: neither is written.
     column = tl.max_contiguous(tl.multiple_of(tl.where(n < columns, column, c), 16), 16)
-    target = partials + ((split.to(tl.int64) * channels + o) * columns)[:, None] + n[None, :]
+    target = partials + ((shares.to(tl.int64) * channels + o) * columns)[:, None] + n[None, :]
     mask = (o < channels)[:, None] & (n < columns)[None, :]
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     start = split * share
@@ -223,7 +287,7 @@ def gradient_gemm(
             k = tl.minimum(k, pixels - 1)
             w, rest = k % width, k // width
             h, rest = rest % height, rest // height
-            d, image = _split(rest, depth, FLAT)
+            d, image = planes_of(rest, depth, FLAT)
             x_rows = images + (image * x_n + d * x_d + h * x_h + w * x_w)[:, None] + column[None, :]
             g = tl.load(g_rows, mask=some, other=0.0).T
             x = tl.load(x_rows)
@@ -258,7 +322,7 @@ def add_partials(
     t_w, line = tap % taps_w, tap // taps_w
     t_h, t_d = line % taps_h, line // taps_h
     if SCALED:
-        acc = _unscaled(acc, tl.load(image_exponents) + tl.load(gradient_exponents) - 282)
+        acc = unscaled(acc, tl.load(image_exponents) + tl.load(gradient_exponents) - 282)
     place = o.to(tl.int64) * w_o + c.to(tl.int64) * w_c + t_d.to(tl.int64) * w_d + t_h.to(tl.int64) * w_h
     pointers = out + place + t_w.to(tl.int64) * w_w
     mask = (e < total) & (c < in_channels)

@@ -1,0 +1,51 @@
+"""Implicit products by Triton's compiler for compute capability 9.0, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.kernels.recorded import apart, compiled
+
+if TYPE_CHECKING:
+    from tilewise.problem import ConvProblem, Pass
+    from tilewise.solvers._implicit_gemm import View
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def _problem(pass_: Pass, layout: str, kernel: int) -> tuple[ConvProblem, list[View]]:
+    from tilewise.axis import Axis
+    from tilewise.problem import ConvProblem
+    from tilewise.solvers._implicit_gemm import View
+
+    axis = Axis(27, kernel, 1, 1, kernel // 2, kernel // 2)
+    p = replace(ConvProblem(pass_, 32, 192, 192, (axis, axis), device="cuda:any"), layouts=(layout,) * 3)
+    order = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    tensors = [torch.empty(p.shape(r), device="meta").contiguous(memory_format=order) for r in (*p.operands, p.result)]
+    return p, [View.of(tensor) for tensor in tensors]
+
+
+def plain() -> list[dict[str, Any]]:
+    """The products of half as many sums as there are registers, for results in both layouts."""
+    from tilewise.problem import Pass
+    from tilewise.solvers._implicit_gemm import PRODUCTS, Layout, Tile, launches
+
+    found = []
+    for layout, accumulate in itertools.product(("contiguous", "channels_last"), (False, True)):
+        p, tensors = _problem(Pass.FPROP, layout, 5)
+        p = replace(p, accumulate=accumulate)
+        made = launches(Layout(p, PRODUCTS["fp16x3"], Tile(64, 128, 64, 4, 2), 32), *tensors)
+        (launch,) = (launch for launch in made if launch.kernel.fn.__name__ == "gather_gemm")
+        found.append(compiled(launch, [16, 16, 16, 256]) | {"of": layout})
+    return found
+
+
+def test_results_with_channels_innermost_are_written_four_at_a_time() -> None:
+    for kernel in apart("tests.kernels.test_implicit_compiles:plain"):
+        assert kernel["stack"] == 0, kernel["of"]
+        assert ("st.global.v4.b32" in kernel["ptx"]) == (kernel["of"] == "channels_last")
