@@ -1,0 +1,288 @@
+"""The launches of a Winograd convolution on matrix units: what is transformed, and where it is in the workspace."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise.axis import Axis
+from tilewise.kernels.cpu.cook_toom import POINTS, Matrix, transforms
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers._buffers import Arena, Slot
+from tilewise.solvers._implicit_gemm import (
+    ADD_BLOCK,
+    LONGEST,
+    OUT,
+    UNIT,
+    A,
+    B,
+    Tile,
+    View,
+    at,
+    chunks_of,
+    launch,
+    look,
+    within,
+)
+from tilewise.solvers._sweeps import Extent, Packed, Sweep, backward, extent, forward
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.launch import Launch
+
+__all__ = ["MOST_TAPS", "TilesLayout", "launches", "wound"]
+
+MOST_TAPS = 7
+PACK_PLACES = 16
+PACK_CHANNELS = 64
+FEW_STEPS, DEEP = 10, 64
+"""Up to so many steps of a point, each so deep, sums go into results at every step: a loop that ends starts anew with
+waiting for its loads."""
+
+
+def wound(p: ConvProblem) -> int | None:
+    """The axis along which products are saved, the last that has taps to save and neither stride nor dilation."""
+    for index in reversed(range(p.dims)):
+        axis = p.axes[index]
+        if 2 <= axis.kernel <= MOST_TAPS and (axis.stride, axis.dilation) == (1, 1):
+            return index
+    return None
+
+
+class TilesLayout:
+    """Sizes and the workspace of one pass of one group: ``outputs`` results a tile, ``images`` and ``channels`` of what
+    is read at a time, a filter's gradient in ``splits`` sums."""
+
+    def __init__(self, p: ConvProblem, outputs: int, tile: Tile, images: int, parts: int = 1, splits: int = 1) -> None:
+        self.p, self.m, self.tile, self.images, self.splits = p, outputs, tile, images, splits
+        index = wound(p)
+        if index is None:
+            raise ValueError(f"no axis of {p.axes} has taps to save")
+        self.order = (*(i for i in range(p.dims) if i != index), index)
+        self.axes: tuple[Axis, ...] = (*[UNIT] * (3 - p.dims), *(p.axes[i] for i in self.order))
+        self.matrices = transforms(outputs, self.axes[2].kernel)
+        self.points = outputs + self.axes[2].kernel - 1
+        self.into, self.outof = p.in_channels // p.groups, p.out_channels // p.groups
+        gradient, backwards = p.pass_ is Pass.WGRAD, p.pass_ is Pass.DGRAD
+        self.written = self.axes[2].size if backwards else self.axes[2].out
+        """Results along the width; of a filter's gradient, the image's gradient's places."""
+        self.tiles = -(-self.written // outputs)
+        grain = 16 if gradient else tile.depth
+        read = self.outof if backwards else self.into
+        share = -(-read // (parts * grain)) * grain
+        self.shares = [(c, min(share, read - c)) for c in range(0, read, share)]
+        """First channel and number of channels that are read at a time."""
+        self.sweeps = tuple(backward(axis) if backwards else forward(axis) for axis in self.axes[:2])
+        sizes = [axis.out if backwards else axis.size for axis in self.axes[:2]]
+        self.source = self._packed([extent(n, s) for n, s in zip(sizes, self.sweeps, strict=True)], self.tiles, share)
+        arena = Arena()
+        looked = p.batch if gradient else images
+        self.chunks = chunks_of(looked, read * math.prod(sizes) * self.axes[2].size)
+        self.source_peaks = arena.add([looked * self.chunks], torch.int32)
+        self.source_exponents = arena.add([p.batch], torch.int32)
+        self.source_slot = arena.add([self.source.elements(images)], torch.float16)
+        if gradient:
+            outs = [axis.out for axis in self.axes]
+            self.other = self._packed([extent(n, ()) for n in outs[:2]], self.tiles, -(-self.outof // 16) * 16)
+            self.others, count = p.batch, images
+            self.other_chunks = chunks_of(p.batch, self.outof * math.prod(outs))
+        else:
+            self.other = self._packed([extent(axis.kernel, ()) for axis in self.axes[:2]], 1, share)
+            self.others, self.other_chunks = (self.into if backwards else self.outof), 1
+            count = self.others
+        self.other_slots = [arena.add([self.other.elements(count)], torch.float16) for _ in self.shares]
+        self.other_peaks = arena.add([self.others * self.other_chunks], torch.int32)
+        self.other_exponents = arena.add([self.others], torch.int32)
+        if gradient:
+            self.partials = arena.add([self.points, splits, self.outof, self.columns], torch.float32)
+        arena.add([2 * (tile.channels + tile.columns)], torch.float32)  # channels beyond the last are read, not used
+        self.workspace = arena.size
+
+    def _packed(self, axes: Sequence[Extent], tiles: int, channels: int) -> Packed:
+        """Of every tile, its points and two planes of each."""
+        return Packed((axes[0], axes[1], Extent(0, tiles, 0, 0)), channels, 2 * self.points)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a filter gradient at a point: taps of the other axes by padded input channels."""
+        return self.axes[0].kernel * self.axes[1].kernel * self.source.channels
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest packed tensor."""
+        return max(slot.sizes[0] for slot in (self.source_slot, *self.other_slots))
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """First image and number of images of every block."""
+        return [(n, min(self.images, self.p.batch - n)) for n in range(0, self.p.batch, self.images)]
+
+    def turned(self, tensor: View) -> View:
+        """With the axis last along which products are saved."""
+        order = [0, 1, *range(2, 5 - self.p.dims), *(5 - self.p.dims + i for i in self.order)]
+        sizes, strides = (tuple(t[i] for i in order) for t in (tensor.sizes, tensor.strides))
+        return replace(tensor, sizes=sizes, strides=strides)
+
+
+def launches(layout: TilesLayout, a: View, b: View, out: View) -> list[Launch]:
+    """Every launch of the pass, group by group. ``out`` is read where the problem accumulates."""
+    p = layout.p
+    a, b, out = map(layout.turned, (a, b, out))
+    found: list[Launch] = []
+    for g in range(p.groups):
+        x_part, y_part = (g * layout.into, layout.into), (g * layout.outof, layout.outof)
+        if p.pass_ is Pass.WGRAD:
+            found += _gradient(layout, a.narrow(1, *x_part), b.narrow(1, *y_part), out.narrow(0, *y_part))
+        elif p.pass_ is Pass.DGRAD:
+            filters = _reversed(b.narrow(0, *y_part).swapped())
+            found += _gather(layout, a.narrow(1, *y_part), filters, out.narrow(1, *x_part))
+        else:
+            found += _gather(layout, a.narrow(1, *x_part), b.narrow(0, *y_part), out.narrow(1, *y_part))
+    return found
+
+
+def _reversed(filters: View) -> View:
+    """Taps along the width in reverse: a gradient of the image then reads what it needs from left to right."""
+    stride, last = filters.strides[4], filters.sizes[4] - 1
+    return replace(filters, strides=(*filters.strides[:4], -stride), offset=filters.offset + last * stride)
+
+
+def _gather(layout: TilesLayout, source: View, filters: View, out: View) -> Iterator[Launch]:
+    axis = layout.axes[2]
+    begin = axis.before - axis.kernel + 1 if layout.p.pass_ is Pass.DGRAD else -axis.before
+    matrices = layout.matrices
+    yield look(filters, B, layout.other_peaks, 1)
+    for slot, share in zip(layout.other_slots, layout.shares, strict=True):
+        yield _transform(layout, filters.narrow(1, *share), B, matrices.filter, layout.other, slot,
+                         layout.other_peaks, 1, layout.other_exponents, 0, 0, 1)  # fmt: skip
+    for first, count in layout.blocks:
+        images = source.narrow(0, first, count)
+        yield look(images, A, layout.source_peaks, layout.chunks)  # and then transform what caches may still hold
+        for number, share in enumerate(layout.shares):
+            block = images.narrow(1, *share)
+            yield _transform(layout, block, A, matrices.input, layout.source, layout.source_slot, layout.source_peaks,
+                             layout.chunks, layout.source_exponents, first, begin, layout.m)  # fmt: skip
+            adds = layout.p.accumulate or number > 0
+            for sweeps in itertools.product(*layout.sweeps):
+                if all(sweep.taps for sweep in sweeps) or not adds:
+                    yield _gemm(layout, sweeps, number, out.narrow(0, first, count), first, adds=adds)
+
+
+def _gradient(layout: TilesLayout, source: View, gradients: View, out: View) -> Iterator[Launch]:
+    matrices = layout.matrices
+    yield look(source, A, layout.source_peaks, layout.chunks)
+    yield look(gradients, B, layout.other_peaks, layout.other_chunks)
+    for first, count in layout.blocks:
+        block = source.narrow(0, first, count)
+        yield _transform(layout, block, A, matrices.input, layout.source, layout.source_slot, layout.source_peaks,
+                         layout.chunks, layout.source_exponents, 0, -layout.axes[2].before, layout.m)  # fmt: skip
+        block = gradients.narrow(0, first, count)
+        yield _transform(layout, block, B, matrices.output, layout.other, layout.other_slots[0], layout.other_peaks,
+                         layout.other_chunks, layout.other_exponents, 0, 0, layout.m)  # fmt: skip
+        yield _gradient_gemm(layout, count, again=first > 0)
+    yield _add_points(layout, out)
+
+
+def _flat(matrix: Matrix) -> tuple[float, ...]:
+    return tuple(float(entry) for row in matrix for entry in row)
+
+
+def _transform(layout: TilesLayout, view: View, source: int, matrix: Matrix, packed: Packed, slot: Slot, peaks: Slot,
+               chunks: int, exponents: Slot, first: int, begin: int, step: int) -> Launch:  # fmt: skip
+    from tilewise.kernels.triton import winograd as kernels
+
+    per_image = layout.p.pass_ is not Pass.WGRAD
+    known = chunks if per_image else peaks.sizes[0]
+    head = packed.head
+    depth, height, tiles = packed.axes
+    inner = view.narrow(2, depth.first, depth.size).narrow(3, height.first, height.size)
+    blocks = -(-packed.image // PACK_PLACES)
+    gain = max(sum(abs(entry) for entry in row) for row in matrix)
+    return launch(
+        kernels.transform,
+        [(view.sizes[0] + (head > 0)) * blocks, -(-packed.channels // PACK_CHANNELS)],
+        [within(inner, source), at(peaks), at(slot), at(exponents, first)],
+        [-1 if head else 0, blocks, known, *inner.sizes[1:], begin, step, tiles.size, depth.pitch, height.pitch, head,
+         *inner.strides, packed.channels],
+        MATRIX=_flat(matrix), POINTS=layout.points, INPUTS=len(matrix[0]), SHIFT=max(0, math.ceil(math.log2(gain))),
+        PER_IMAGE=per_image, CHUNKS=1 << (known - 1).bit_length(), ALIGNED=inner.aligned, BLOCK_P=PACK_PLACES,
+        BLOCK_C=PACK_CHANNELS,
+    )  # fmt: skip
+
+
+def _values(points: int) -> tuple[float, ...]:
+    """The finite points, in their order."""
+    return tuple(float(value) for value in POINTS[points - 1])
+
+
+def _gemm(layout: TilesLayout, sweeps: Sequence[Sweep], share: int, out: View, first: int, *, adds: bool) -> Launch:
+    from tilewise.kernels.triton import winograd as kernels
+
+    tile, source, filters = layout.tile, layout.source, layout.other
+    counts = [sweep.count for sweep in sweeps]
+    places, channels = out.sizes[0] * math.prod(counts) * layout.tiles, out.sizes[1]
+    for dim, sweep in enumerate(sweeps, start=2):
+        out = out.narrow(dim, sweep.first, sweep.count)
+    pitches = [stride * sweep.stride for stride, sweep in zip(out.strides[2:4], sweeps, strict=True)]
+    taps = [sweep.taps for sweep in sweeps]
+    steps = math.prod(taps) * source.channels // tile.depth
+    return launch(
+        kernels.tile_gemm,
+        [-(-channels // tile.channels) * -(-places // tile.columns)],
+        [at(layout.source_slot, source.offset([*(sweep.start for sweep in sweeps), 0])),
+         at(layout.other_slots[share], filters.offset([*(sweep.first_tap for sweep in sweeps), 0])),
+         at(layout.source_exponents, first), at(layout.other_exponents), within(out, OUT)],
+        [places, channels, *counts, layout.tiles, layout.written, source.image * source.row,
+         *source.strides([*(sweep.step for sweep in sweeps), 1]),
+         steps, taps[1],
+         *source.strides([*(sweep.tap_step for sweep in sweeps), 1])[:2],
+         filters.image * filters.row, *filters.strides([*(sweep.tap_stride for sweep in sweeps), 1])[:2],
+         source.channels, *out.strides[:2], *pitches, out.strides[4]],
+        warps=tile.warps, stages=tile.stages,
+        VALUES=_values(layout.points), M=layout.m, ACCUMULATE=adds, FLAT=counts[0] == 1, WIDE=out.span >= 2**31,
+        ALIGNED=out.aligned, BLOCK_O=tile.channels, BLOCK_P=tile.columns, BLOCK_K=tile.depth,
+        PROMOTE=1 if steps <= FEW_STEPS and tile.depth >= DEEP else LONGEST // tile.depth,
+    )  # fmt: skip
+
+
+def _gradient_gemm(layout: TilesLayout, images: int, *, again: bool) -> Launch:
+    from tilewise.kernels.triton import implicit_gemm as kernels
+
+    tile, source, gradients = layout.tile, layout.source, layout.other
+    sweeps = [each[0] for each in layout.sweeps]
+    counts = [*(sweep.count for sweep in sweeps), layout.tiles]
+    places = images * math.prod(counts)
+    share = -(-places // (tile.depth * layout.splits)) * tile.depth
+    tiles = -(-layout.outof // tile.channels) * -(-layout.columns // tile.columns)
+    return launch(
+        kernels.gradient_gemm,
+        [tiles, layout.splits, layout.points],
+        [at(layout.source_slot, source.offset([*(sweep.start for sweep in sweeps), 0])), at(layout.other_slots[0]),
+         at(layout.partials)],
+        [places, share, int(again), layout.outof, layout.columns, *counts, source.image * source.row,
+         *source.strides([*(sweep.step for sweep in sweeps), 1]), sweeps[1].taps, 1,
+         *source.strides([*(sweep.tap_step for sweep in sweeps), 1])[:2], 0, gradients.row, gradients.channels,
+         source.channels, 2 * source.channels, 2 * gradients.channels],
+        warps=tile.warps, stages=tile.stages,
+        FLAT=counts[0] == 1, PLANES=2, BLOCK_O=tile.channels, BLOCK_N=tile.columns, BLOCK_K=tile.depth,
+        PROMOTE=LONGEST // tile.depth,
+    )  # fmt: skip
+
+
+def _add_points(layout: TilesLayout, out: View) -> Launch:
+    from tilewise.kernels.triton import winograd as kernels
+
+    total = layout.outof * layout.columns
+    return launch(
+        kernels.add_points,
+        [-(-total // ADD_BLOCK)],
+        [at(layout.partials), at(layout.source_exponents), at(layout.other_exponents), within(out, OUT)],
+        [layout.splits, layout.columns, layout.source.channels, layout.into, total, layout.axes[1].kernel,
+         *out.strides],
+        MATRIX=_flat(layout.matrices.filter), POINTS=layout.points, TAPS=layout.axes[2].kernel,
+        ACCUMULATE=layout.p.accumulate, BLOCK=ADD_BLOCK,
+    )  # fmt: skip

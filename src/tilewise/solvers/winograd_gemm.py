@@ -1,0 +1,292 @@
+"""Convolution with fewer products along one axis, in fp32 accuracy on fp16 matrix units."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problem import ROLES, ConvProblem, Pass
+from tilewise.solvers._implicit_gemm import Tile, View
+from tilewise.solvers._program_run import compiled, has_triton
+from tilewise.solvers._tiles import PROCESSORS, integer
+from tilewise.solvers._winograd_gemm import MOST_TAPS, TilesLayout, launches, wound
+from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
+
+__all__ = ["WinogradGemm"]
+
+MOST_GROUPS = 8
+MOST_ELEMENTS = 2**31 - 2**20
+"""Elements of a packed tensor: kernels count them in 32 bits."""
+MOST_POINTS = 8
+"""Points of a tile: fp32 values at ten are too far apart."""
+NEAR = 4
+"""Numbers of blocks that are compared, the fewest first."""
+LAUNCHING = 0.15
+"""What the kernels before a block's products take beside a wave of those."""
+ADDING = 0.15
+"""What it takes to add another part of the channels to results, beside their products."""
+ALONE = 0.6
+"""Time of a program that has a multiprocessor to itself beside that of two who share one."""
+OUTPUTS = (4, 2)
+"""Results of a tile, whose sums all are in registers."""
+RATE = 2.4
+"""Rate of full tiles beside cuBLAS's in fp32 on the same device, in products that are done."""
+
+# channels x places x depth, warps, stages, and their rate beside the best, by results of a tile.
+TILES = {
+    4: ((Tile(64, 64, 64, 4, 3), 1.0), (Tile(64, 64, 32, 4, 4), 0.85), (Tile(32, 128, 32, 4, 3), 0.65)),
+    2: (
+        (Tile(64, 128, 32, 4, 3), 1.05), (Tile(128, 64, 32, 4, 3), 1.0), (Tile(64, 64, 64, 4, 3), 1.0),
+        (Tile(32, 128, 32, 4, 3), 0.6),
+    ),
+}  # fmt: skip
+GRADIENT_TILES = (
+    (Tile(128, 64, 32, 4, 3), 1.0), (Tile(64, 64, 64, 4, 3), 0.95), (Tile(64, 128, 32, 4, 3), 0.95),
+    (Tile(128, 128, 32, 8, 3), 0.95), (Tile(64, 64, 32, 4, 4), 0.9),
+)  # fmt: skip
+MOST_TILES = 4
+"""Pairs of results and tile that are offered."""
+
+
+class WinogradGemm(Solver):
+    """Winograd convolution F(m, r) along one axis, as implicit matrix products that end in registers.
+
+    The axis is the last one with taps to save. ``outputs`` is m; each tile's n = m + r - 1 inputs are brought to n
+    points once (Winograd 1980; Lavin and Gray 2016, section 4) and split into two fp16 planes (Ootomo and Yokota 2022,
+    section 3), three products of which are summed in fp32. Sums at each point go into the m results within a kernel,
+    so that only operands are transformed in memory: ``images`` of them and ``parts`` of their channels at a time.
+    """
+
+    name, version = "winograd_gemm", 1
+    devices = frozenset({"cuda"})
+    dtypes = frozenset({"fp32"})
+    compiles = True
+    accumulates = True
+    amounts = Solver.amounts | {"parts"}
+    error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """The absent Triton, many groups, TF32, no axis to save products along, images too large for 32 bits."""
+        reasons = []
+        if not has_triton():
+            reasons.append("needs the package triton")
+        if p.groups > MOST_GROUPS:
+            reasons.append(f"launches each group by itself: at most {MOST_GROUPS} groups, not {p.groups}")
+        if p.precision == "tf32":
+            reasons.append("multiplies in fp32 accuracy, three products for the one that tf32 needs")
+        if p.out_dtype != "fp32":
+            reasons.append(f"gives fp32, not {p.out_dtype}")
+        if wound(p) is None:
+            reasons.append(f"saves products along an axis of 2 to {MOST_TAPS} taps without stride or dilation")
+        if reasons:
+            return reasons
+        if TilesLayout(p, OUTPUTS[-1], Tile(32, 32, 32, 4, 2), 1).largest > MOST_ELEMENTS:
+            reasons.append(f"one image or the filter packs to more than {MOST_ELEMENTS} elements")
+        if any(math.prod(p.shape(role)[1:]) > MOST_ELEMENTS for role in ROLES):
+            reasons.append(f"one image has more than {MOST_ELEMENTS} elements")
+        return reasons
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """Every tile that is not mostly empty, on as many images as can be counted."""
+        return [c for c, _ in _listed(p, None, fewer=False)]
+
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """As :meth:`configs`, on as many images at a time as fit ``ceiling``; without one also on fewer."""
+        if only is not None:
+            return [(c, _layout(p, c).workspace) for c in only if _fits(p, c)]
+        return list(_listed(p, ceiling, fewer=ceiling is None))
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """Transformed operands, their exponents and partial sums."""
+        return _layout(p, c).workspace
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """Products at the points, unfilled tiles and waves counted, and transforms that go before them."""
+        layout = _layout(p, c)
+        taps = layout.axes[2].kernel
+        flops = int(p.flops / taps * layout.points * layout.tiles / max(1, layout.written))
+        rate = RATE * _tile_rate(p, c) * _filled(layout)
+        packed = layout.workspace * len(layout.blocks) * (1 if p.pass_ is Pass.WGRAD else len(layout.shares))
+        added = 2 * (len(layout.shares) - 1) * p.nbytes(p.result)
+        sweeps = math.prod(len(each) for each in layout.sweeps)
+        kernels = p.groups * (3 + len(layout.blocks) * len(layout.shares) * (1 + sweeps))
+        return Cost(flops, 2 * p.bytes + packed + added, kernels, efficiency=rate, apart=packed)
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
+        assert out is not None
+        if not _fits(p, c):
+            raise SolverUnavailable(f"{c} is no config of {p.key}")
+        alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
+        return compiled(launches(_layout(p, c), *map(View.of, (a, b, out))), [*alignment, 256], a.device)
+
+
+def _fits(p: ConvProblem, c: Config) -> bool:
+    try:
+        layout = _layout(p, c)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return layout.images <= p.batch and layout.largest <= MOST_ELEMENTS
+
+
+def _tile(c: Config) -> Tile:
+    sizes = c["tile"]
+    if not isinstance(sizes, tuple) or len(sizes) != 3 or any(n not in (16, 32, 64, 128, 256) for n in sizes):
+        raise ValueError(f"tile={sizes!r}: channels, places and depth, powers of two, would do")
+    return Tile(*sizes, warps=integer(c, "warps"), stages=integer(c, "stages"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(p: ConvProblem, c: Config) -> TilesLayout:
+    outputs, gradient = integer(c, "outputs"), p.pass_ is Pass.WGRAD
+    if outputs not in OUTPUTS:
+        raise ValueError(f"outputs={outputs}: 2 or 4 would do")
+    parts, splits = integer(c, "parts", 1), integer(c, "splits", 1)
+    if (parts if gradient else splits) > 1:
+        raise ValueError(f"parts={parts}, splits={splits}: a filter's gradient has splits, the others have parts")
+    return TilesLayout(p, outputs, _tile(c), integer(c, "images", p.batch), parts, splits)
+
+
+def _tiles(p: ConvProblem) -> list[tuple[int, Tile]]:
+    """The results and tiles that should be fastest, by their usual rate and what of their products is asked for."""
+    rated = []
+    for outputs in OUTPUTS:
+        if outputs + p.axes[wound(p) or 0].kernel - 1 > MOST_POINTS:
+            continue
+        for tile, rate in GRADIENT_TILES if p.pass_ is Pass.WGRAD else TILES[outputs]:
+            layout = TilesLayout(p, outputs, tile, 1)
+            rated.append((rate * _useful(layout) * layout.written / (layout.points * layout.tiles), outputs, tile))
+    rated.sort(key=lambda entry: -entry[0])
+    return [(outputs, tile) for score, outputs, tile in rated[:MOST_TILES] if score >= 0.65 * rated[0][0]]
+
+
+def _tile_rate(p: ConvProblem, c: Config) -> float:
+    tiles = GRADIENT_TILES if p.pass_ is Pass.WGRAD else TILES.get(integer(c, "outputs"), ())
+    return next((rate for each, rate in tiles if each == _tile(c)), 0.5)
+
+
+def _listed(p: ConvProblem, ceiling: int | None, *, fewer: bool) -> Iterator[tuple[Config, int]]:
+    for outputs, tile in _tiles(p):
+        base = Config(outputs=outputs, tile=(tile.channels, tile.columns, tile.depth), warps=tile.warps,
+                      stages=tile.stages)  # fmt: skip
+        for c in _blocks(p, base, ceiling, fewer=fewer):
+            yield c, _layout(p, c).workspace
+
+
+def _blocks(p: ConvProblem, c: Config, ceiling: int | None, *, fewer: bool) -> Iterator[Config]:
+    """``c`` on all images, or where those are too many in blocks that fit and fill; perhaps on fewer.
+
+    Where blocks so small leave multiprocessors idle, on more images of fewer channels.
+    """
+    found = [_filling(p, c, parts, ceiling) for parts in _parts(p, c)]
+    best = min(found, key=lambda sized: _waves(_layout(p, sized)))
+    yield best
+    if fewer and integer(best, "images", p.batch) > 1:
+        yield from _blocks(p, c, _layout(p, best).workspace // 4, fewer=False)
+
+
+def _parts(p: ConvProblem, c: Config) -> list[int]:
+    """Parts of the channels that are read, of whole steps unless of at least two."""
+    if p.pass_ is Pass.WGRAD:
+        return [1]
+    read = (p.out_channels if p.pass_ is Pass.DGRAD else p.in_channels) // p.groups
+    depth = _tile(c).depth
+    return [parts for parts in (1, 2, 3, 4) if parts == 1 or read % (parts * depth) == 0 or read >= 2 * parts * depth]
+
+
+def _filling(p: ConvProblem, c: Config, parts: int, ceiling: int | None) -> Config:
+    """In the blocks whose programs run in the fewest waves, of those that fit; of one image where none fits."""
+
+    def fits(images: int) -> bool:
+        layout = _layout(p, _sized(p, c, images, parts))
+        return layout.largest <= MOST_ELEMENTS and (ceiling is None or layout.workspace <= ceiling)
+
+    choices = _equal_blocks(p.batch)
+    first = bisect.bisect_left(choices, True, hi=len(choices) - 1, key=fits)
+    if p.pass_ is Pass.WGRAD:
+        return _sized(p, c, choices[first], parts)  # what does not fill is split
+    near = [_sized(p, c, images, parts) for images in choices[first : first + NEAR]]
+    return min(near, key=lambda sized: _waves(_layout(p, sized)))
+
+
+def _waves(layout: TilesLayout) -> float:
+    """Times that the multiprocessors are filled, and as many of those as the other kernels should take."""
+    shares = len(layout.shares)
+    waves = _turns(_programs(layout), layout.tile)
+    return len(layout.blocks) * (waves * (1 + ADDING * (shares - 1)) + LAUNCHING * shares)
+
+
+def _turns(programs: int, tile: Tile) -> float:
+    """Times that ``programs`` fill the multiprocessors; alone on one, a program is faster than beside another."""
+    whole, rest = divmod(programs, at_once(tile) * PROCESSORS)
+    return whole + (0 if rest == 0 else ALONE if at_once(tile) > 1 and rest <= PROCESSORS else 1)
+
+
+def _busy(programs: int, tile: Tile) -> float:
+    """Share of the multiprocessors that are busy."""
+    return programs / (at_once(tile) * PROCESSORS * _turns(programs, tile))
+
+
+def _sized(p: ConvProblem, c: Config, images: int, parts: int) -> Config:
+    more = {"images": images} if images < p.batch else {}
+    if p.pass_ is Pass.WGRAD:
+        return Config(**{**c, **more, "splits": _splits(p, c, images)})
+    return Config(**{**c, **more, **({"parts": parts} if parts > 1 else {})})
+
+
+@functools.lru_cache(maxsize=256)
+def _equal_blocks(batch: int) -> tuple[int, ...]:
+    """Images of a block in 1, 2, 3, ... blocks as equal as can be, without repetition."""
+    return tuple(dict.fromkeys(-(-batch // parts) for parts in range(1, batch + 1)))
+
+
+def _splits(p: ConvProblem, c: Config, images: int) -> int:
+    """Shares of a filter gradient's sum that fill the multiprocessors in whole waves."""
+    layout = _layout(p, Config(**{**c, "images": 1, "splits": 1}))
+    places = images * math.prod(sweeps[0].count for sweeps in layout.sweeps) * layout.tiles
+    programs = _programs(layout)
+    most = max(1, min(16, places // (8 * layout.tile.depth), 4 * PROCESSORS * at_once(layout.tile) // programs))
+    # Partial sums go through memory: at usual rates that takes some 200 / places of the time of a share's products.
+    return max(range(1, most + 1), key=lambda n: (_busy(n * programs, layout.tile) / (1 + 200 * n / places), -n))
+
+
+def at_once(tile: Tile) -> int:
+    """Programs that a multiprocessor's registers hold at a time."""
+    return max(1, 8 // tile.warps)
+
+
+def _programs(layout: TilesLayout) -> int:
+    """Programs of a block's products."""
+    p, tile = layout.p, layout.tile
+    if p.pass_ is Pass.WGRAD:
+        across = -(-layout.columns // tile.columns)
+        return -(-layout.outof // tile.channels) * across * layout.points * layout.splits
+    counts = math.prod(max(sweep.count for sweep in sweeps) for sweeps in layout.sweeps)
+    return -(-_results(layout) // tile.channels) * -(-layout.images * counts * layout.tiles // tile.columns)
+
+
+def _results(layout: TilesLayout) -> int:
+    """Channels of the result."""
+    return layout.into if layout.p.pass_ is Pass.DGRAD else layout.outof
+
+
+def _useful(layout: TilesLayout) -> float:
+    """Share of a full grid's products that are asked for."""
+    p, tile = layout.p, layout.tile
+    if p.pass_ is Pass.WGRAD:
+        whole = -(-layout.columns // tile.columns) * tile.columns * -(-layout.outof // tile.channels) * tile.channels
+        return layout.columns * layout.into / layout.source.channels * layout.outof / whole
+    read = (layout.outof if p.pass_ is Pass.DGRAD else layout.into) / (layout.source.channels * len(layout.shares))
+    return read * _results(layout) / (-(-_results(layout) // tile.channels) * tile.channels)
+
+
+def _filled(layout: TilesLayout) -> float:
+    """Share of the arithmetic done that is asked for, times the share of multiprocessors that are busy."""
+    return _useful(layout) * _busy(_programs(layout), layout.tile)
