@@ -24,13 +24,13 @@ MOST_ELEMENTS = 2**31 - 2**20
 """Elements of a packed tensor: kernels count them in 32 bits."""
 MOST_POINTS = 8
 """Points of a tile: fp32 values at ten are too far apart."""
-NEAR = 4
+NEAR = 8
 """Numbers of blocks that are compared, the fewest first."""
-LAUNCHING = 0.15
-"""What the kernels before a block's products take beside a wave of those."""
-ADDING = 0.15
-"""What it takes to add another part of the channels to results, beside their products."""
-ALONE = 0.6
+LAUNCHING = 600 * 64 * 64
+"""Products of a program that take as long as it takes to launch a block's kernels, one after the other."""
+ADDING = 200
+"""Products that take as long as it takes to add one to results in memory."""
+ALONE = 0.9
 """Time of a program that has a multiprocessor to itself beside that of two who share one."""
 OUTPUTS = (4, 2)
 """Results of a tile, whose sums all are in registers."""
@@ -117,7 +117,7 @@ class WinogradGemm(Solver):
         added = 2 * (len(layout.shares) - 1) * p.nbytes(p.result)
         sweeps = math.prod(len(each) for each in layout.sweeps)
         kernels = p.groups * (3 + len(layout.blocks) * len(layout.shares) * (1 + sweeps))
-        return Cost(flops, 2 * p.bytes + packed + added, kernels, efficiency=rate, apart=packed)
+        return Cost(flops, 2 * p.bytes + packed + added, kernels, efficiency=rate, apart=packed + added)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
@@ -217,10 +217,13 @@ def _filling(p: ConvProblem, c: Config, parts: int, ceiling: int | None) -> Conf
 
 
 def _waves(layout: TilesLayout) -> float:
-    """Times that the multiprocessors are filled, and as many of those as the other kernels should take."""
-    shares = len(layout.shares)
-    waves = _turns(_programs(layout), layout.tile)
-    return len(layout.blocks) * (waves * (1 + ADDING * (shares - 1)) + LAUNCHING * shares)
+    """Times that the multiprocessors are filled, and as many of those as launching and adding should take."""
+    p, tile, shares = layout.p, layout.tile, len(layout.shares)
+    read = layout.outof if p.pass_ is Pass.DGRAD else layout.into
+    products = read * layout.axes[0].kernel * layout.axes[1].kernel * layout.points
+    adding = ADDING * layout.m * (shares - 1) / products
+    launching = LAUNCHING * shares / (products * tile.channels * tile.columns)
+    return len(layout.blocks) * (_turns(_programs(layout), tile) * (1 + adding) + launching)
 
 
 def _turns(programs: int, tile: Tile) -> float:
