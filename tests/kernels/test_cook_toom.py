@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.kernels.cpu.cook_toom import POINTS, Matrix, Transforms, matrices, transforms, turned
+from tilewise.kernels.cook_toom import POINTS, Matrix, Transforms, matrices, transforms, turned
 
 VALUES = st.fractions(-9, 9, max_denominator=7)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.axis import Axis
-from tilewise.kernels.cpu.cook_toom import POINTS, Matrix, transforms
+from tilewise.kernels.cook_toom import POINTS, Matrix, transforms
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._buffers import Arena, Slot
 from tilewise.solvers._implicit_gemm import (

@@ -71,7 +71,7 @@ def _sandwiches(lanes: int, name: str, rows: tuple[int, int], columns: tuple[int
     words = _words(name, *rows, *columns, "back" if back else "to")
 
     def make() -> Made:
-        from tilewise.kernels.cpu.cook_toom import transforms, turned
+        from tilewise.kernels.cook_toom import transforms, turned
         from tilewise.kernels.cpu.sandwiches import sandwiches
 
         left, right = (getattr(transforms(*axis), name) for axis in (rows, columns))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from tilewise.kernels.cpu.cook_toom import Matrix
+from tilewise.kernels.cook_toom import Matrix
 from tilewise.kernels.cpu.vectors import Code, Values, intrinsic_of, named
 
 __all__ = ["sandwich", "sandwiches"]
