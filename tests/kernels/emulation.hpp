@@ -6,6 +6,8 @@
 
 #include <ucontext.h>
 
+#define EMULATED
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -24,6 +26,10 @@
 
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -174,4 +180,88 @@ inline float __shfl_sync(unsigned mask, float value, int lane) {
 }
 inline float __shfl_xor_sync(unsigned mask, float value, int other) {
   return __shfl_sync(mask, value, (emulation::running % emulation::each % 32) ^ other);
+}
+
+// What stands for matrix_units.cu. Copies and products are done at once; a barrier in shared memory is its own state.
+using std::max;
+using std::min;
+struct Phase { unsigned short arrivals, missing, parity, expected; };  // bytes that are expected, in sixteens
+static_assert(sizeof(Phase) == 8);
+inline Phase& phase(unsigned long long* barrier) { return *(Phase*)barrier; }
+inline unsigned shared_address(const void* p) { return (unsigned)((const char*)p - (const char*)shared_memory()); }
+inline void barrier_init(unsigned long long* barrier, unsigned arrivals) {
+  phase(barrier) = {(unsigned short)arrivals, (unsigned short)arrivals, 0, 0};
+}
+inline void barriers_ready() {}
+inline void barrier_done(unsigned long long* barrier) {
+  Phase& now = phase(barrier);
+  if (now.missing || now.expected) return;
+  now.missing = now.arrivals;
+  now.parity ^= 1;
+  emulation::moved = true;
+}
+inline void barrier_arrive(unsigned long long* barrier) {
+  if (!phase(barrier).missing) std::abort();
+  --phase(barrier).missing;
+  emulation::moved = true;
+  barrier_done(barrier);
+}
+inline void barrier_expect(unsigned long long* barrier, unsigned bytes) {
+  phase(barrier).expected += bytes / 16;
+  barrier_arrive(barrier);
+}
+inline void barrier_wait(unsigned long long* barrier, unsigned parity) {
+  while (phase(barrier).parity == parity) emulation::pause();
+  emulation::moved = true;
+}
+inline void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
+  if (bytes % 16 || (std::uintptr_t)to % 16 || (std::uintptr_t)from % 16) std::abort();
+  std::memcpy(to, from, bytes);
+  phase(barrier).expected -= bytes / 16;
+  barrier_done(barrier);
+}
+inline void copy_or_zero(float* to, const float* from, bool wanted) { *to = wanted ? __ldcs(from) : 0.f; }
+inline void fence_for_units() {}
+inline void units_begin() {}
+inline void units_commit() {}
+inline void units_wait() { __syncwarp(); }
+template <int COUNT> void more_registers() {}
+template <int COUNT> void fewer_registers() {}
+// One barrier of some threads of a block that is alone in its cluster.
+inline void meet(int number, int threads) {
+  static unsigned arrived[16], passed[16];
+  const unsigned now = passed[number];
+  emulation::moved = true;
+  if (++arrived[number] == (unsigned)threads) {
+    arrived[number] = 0;
+    ++passed[number];
+  }
+  while (passed[number] == now) emulation::pause();
+  emulation::moved = true;
+}
+inline unsigned two_halves(float low, float high) { return half_of_float(low) | (unsigned)half_of_float(high) << 16; }
+inline void from_halves(unsigned both, float& low, float& high) {
+  low = float_of_half((unsigned short)both);
+  high = float_of_half((unsigned short)(both >> 16));
+}
+inline int kept(int number) { return number; }
+template <int COUNT> void begin_sums(float (&sums)[COUNT]) { for (float& sum : sums) sum = NAN; }
+template <int COUNT> void keep_sums(float (&)[COUNT]) {}
+// Numbers of 64 x 2 COUNT sums as a thread of a warpgroup holds them, by the descriptors of both operands.
+template <int COUNT> void multiply_add(float (&sums)[COUNT], unsigned long long a, unsigned long long b, bool add) {
+  const auto number = [](unsigned long long operand, int row, int k) {
+    const unsigned from = (operand & 0x3fff) << 4, depth = (operand >> 16 & 0x3fff) << 4, rows = (operand >> 32 & 0x3fff) << 4;
+    unsigned short bits;
+    const unsigned at = from + row / 8 * rows + row % 8 * 16 + k / 8 * depth + k % 8 * 2;
+    if (at + 2 > SHARED * 16) std::abort();
+    std::memcpy(&bits, (const char*)shared_memory() + at, 2);
+    return float_of_half(bits);
+  };
+  for (int i = 0; i < COUNT; ++i) {
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
+    const int column = threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2;
+    float sum = add ? sums[i] : 0.f;
+    for (int k = 0; k < 16; ++k) sum += number(a, row, k) * number(b, column, k);
+    sums[i] = sum;
+  }
 }

@@ -105,7 +105,8 @@ class Kernel:
         major, minor = torch.cuda.get_device_capability(device)
         with torch.cuda.device(device):
             core.Device(device).set_current()
-            self._code = compile_cubin(source, f"sm_{major}{minor}")
+            # With its own instructions, which no other version runs: neither does the code for "sm_90".
+            self._code = compile_cubin(source, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
             found = self._code.get_kernel(name)
             address = int(found.handle if hasattr(found, "handle") else found._handle)
             self.function = int(self._call("cuKernelGetFunction", driver.CUkernel(address)))
