@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -14,11 +15,15 @@ from tilewise.axis import Axis
 from tilewise.kernels.cuda import fft1d, fft2d, irfft2_summed
 from tilewise.kernels.cuda.launch import Bound, Program, read_source
 from tilewise.kernels.cuda.operands import Memory, dense, spectrum_shape
+from tilewise.kernels.cuda.winograd import Planes, Prepare
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers.depthwise_fft import DepthwiseFFT
+from tilewise.solvers.winograd_fused import WinogradFused
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+SPILLED = 40
+"""Bytes of a thread that may be kept in memory: outside of the loops that multiply and that fetch, as compiled now."""
 
 
 def transform(dims: int, layout: str, inverse: bool, dtype: torch.dtype, spectra: str = "interleaved") -> Bound:
@@ -35,12 +40,17 @@ def transform(dims: int, layout: str, inverse: bool, dtype: torch.dtype, spectra
     return fft2d.bind(image, spectrum, s, (1, 1), layout, inverse, None, 1.0, layout == "frequency_major")
 
 
-def check(program: Program, folder: Path) -> None:
+def check(program: Program, folder: Path, architecture: str = "90") -> str:
+    """Compile; what the assembler says of registers."""
     source = folder / "kernel.cu"
     source.write_text(read_source("ptx.cu") + program.source())
-    options = ["-cubin", "-arch=sm_90", "-std=c++17", "--expt-relaxed-constexpr", "-o", "/dev/null"]
+    options = [
+        "-cubin", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-std=c++17",
+        "--expt-relaxed-constexpr", "-Xptxas", "-v", "-o", "/dev/null",
+    ]  # fmt: skip
     done = subprocess.run(["nvcc", *options, str(source)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
+    return done.stderr
 
 
 @pytest.mark.sampled(5)
@@ -85,3 +95,32 @@ def test_transforms_of_sums(summed: int, tmp_path: Path) -> None:
     shapes = ((frequencies, 2, 1, summed), (frequencies, 1, 6, summed))
     first, second = (Memory(shape, dense(shape), torch.complex64) for shape in shapes)
     check(irfft2_summed.bind(image, first, second, (24, 24), (1, 1), True).program, tmp_path)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(Prepare(taps, wide, dense) for taps, wide, dense in ((1, 2, 0), (3, 3, 1), (5, 5, 4))),
+        *(Planes(taps, wide, 4, 16, 4, 3, 2, accumulate)
+          for taps, wide, accumulate in ((1, 2, True), (2, 4, False), (7, 5, True))),
+    ],
+    ids=lambda program: f"{program.name}-{program.taps}x{program.wide_taps}",
+)  # fmt: skip
+def test_winograd(program: Program, tmp_path: Path) -> None:
+    check(program, tmp_path, "90a")
+
+
+@pytest.mark.parametrize(("channels", "size", "kernel"), [((64, 192), 27, 5), ((192, 384), 13, 3)])
+def test_what_winograd_holds_stays_in_registers(
+    channels: tuple[int, int], size: int, kernel: int, tmp_path: Path
+) -> None:
+    """Of all that is offered of AlexNet's second and third layers."""
+    axis = Axis(size, kernel, 1, 1, kernel // 2, kernel // 2)
+    p = ConvProblem(Pass.FPROP, 256, *channels, (axis, axis))
+    a, b = torch.empty(p.shape("x"), device="meta"), torch.empty(p.shape("w"), device="meta")
+    for c in WinogradFused().configs(p):
+        for step in WinogradFused().steps(p, c, a, b, torch.empty(p.shape("y"), device="meta")):
+            said = check(step.program, tmp_path, "90a")
+            (stored,) = re.findall(r"(\d+) bytes spill stores", said)
+            assert int(stored) <= SPILLED, f"{step.program}: {said}"

@@ -96,6 +96,17 @@ class View:
         sizes, strides = ((t[1], t[0], *t[2:]) for t in (self.sizes, self.strides))
         return View(sizes, strides, self.dtype, self.offset)
 
+    def reordered(self, order: Sequence[int]) -> View:
+        """Its dimensions in another order."""
+        sizes, strides = (tuple(t[i] for i in order) for t in (self.sizes, self.strides))
+        return View(sizes, strides, self.dtype, self.offset)
+
+    def reversed(self, dim: int) -> View:
+        """The places of one dimension from the last to the first."""
+        stride = self.strides[dim]
+        strides = (*self.strides[:dim], -stride, *self.strides[dim + 1 :])
+        return View(self.sizes, strides, self.dtype, self.offset + (self.sizes[dim] - 1) * stride)
+
     @property
     def dense(self) -> bool:
         """Whether each image's elements lie without gaps."""

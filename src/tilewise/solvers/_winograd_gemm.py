@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,11 +43,11 @@ FEW_STEPS, DEEP = 10, 64
 waiting for its loads."""
 
 
-def wound(p: ConvProblem) -> int | None:
+def wound(p: ConvProblem, most: int = MOST_TAPS) -> int | None:
     """The axis along which products are saved, the last that has taps to save and neither stride nor dilation."""
     for index in reversed(range(p.dims)):
         axis = p.axes[index]
-        if 2 <= axis.kernel <= MOST_TAPS and (axis.stride, axis.dilation) == (1, 1):
+        if 2 <= axis.kernel <= most and (axis.stride, axis.dilation) == (1, 1):
             return index
     return None
 
@@ -123,9 +122,7 @@ class TilesLayout:
 
     def turned(self, tensor: View) -> View:
         """With the axis last along which products are saved."""
-        order = [0, 1, *range(2, 5 - self.p.dims), *(5 - self.p.dims + i for i in self.order)]
-        sizes, strides = (tuple(t[i] for i in order) for t in (tensor.sizes, tensor.strides))
-        return replace(tensor, sizes=sizes, strides=strides)
+        return tensor.reordered([0, 1, *range(2, 5 - self.p.dims), *(5 - self.p.dims + i for i in self.order)])
 
 
 def launches(layout: TilesLayout, a: View, b: View, out: View) -> list[Launch]:
@@ -138,17 +135,12 @@ def launches(layout: TilesLayout, a: View, b: View, out: View) -> list[Launch]:
         if p.pass_ is Pass.WGRAD:
             found += _gradient(layout, a.narrow(1, *x_part), b.narrow(1, *y_part), out.narrow(0, *y_part))
         elif p.pass_ is Pass.DGRAD:
-            filters = _reversed(b.narrow(0, *y_part).swapped())
+            # Taps in reverse: a gradient of the image then reads what it needs from left to right.
+            filters = b.narrow(0, *y_part).swapped().reversed(4)
             found += _gather(layout, a.narrow(1, *y_part), filters, out.narrow(1, *x_part))
         else:
             found += _gather(layout, a.narrow(1, *x_part), b.narrow(0, *y_part), out.narrow(1, *y_part))
     return found
-
-
-def _reversed(filters: View) -> View:
-    """Taps along the width in reverse: a gradient of the image then reads what it needs from left to right."""
-    stride, last = filters.strides[4], filters.sizes[4] - 1
-    return replace(filters, strides=(*filters.strides[:4], -stride), offset=filters.offset + last * stride)
 
 
 def _gather(layout: TilesLayout, source: View, filters: View, out: View) -> Iterator[Launch]:

@@ -78,7 +78,7 @@ class WinogradGemm(Solver):
         if p.groups > MOST_GROUPS:
             reasons.append(f"launches each group by itself: at most {MOST_GROUPS} groups, not {p.groups}")
         if p.precision == "tf32":
-            reasons.append("multiplies in fp32 accuracy, three products for the one that tf32 needs")
+            reasons.append("multiplies in fp32 accuracy, three products for one, not with precision tf32")
         if p.out_dtype != "fp32":
             reasons.append(f"gives fp32, not {p.out_dtype}")
         if wound(p) is None:

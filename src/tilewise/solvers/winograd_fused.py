@@ -1,0 +1,194 @@
+"""Convolution with fewer products along one axis, transforms and products in one kernel on a GPU's matrix units."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+
+from tilewise.device import torch_device
+from tilewise.kernels.cuda.launch import unavailable
+from tilewise.kernels.cuda.winograd import CHANNELS, DEPTH
+from tilewise.plan import Config
+from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers import _winograd_fused as fused
+from tilewise.solvers._depthwise_fft import Step, compiled
+from tilewise.solvers._implicit_gemm import View
+from tilewise.solvers._tiles import PROCESSORS, integer
+from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
+
+__all__ = ["WinogradFused"]
+
+CAPABILITY = (9, 0)
+"""The compute capability that has these matrix units: no other runs their instructions."""
+MOST_GROUPS = 8
+MOST_OFFERED = 4
+OVERHEAD = 12
+"""What a block takes beside its tiles, in places of each half."""
+RATE, FEW_TAPS = 4.1, 1.5
+"""Rate of blocks of many places beside cuBLAS's in fp32 on the same device, in products that are done, and the taps
+down the lines at which transforms take half of the time."""
+
+
+class WinogradFused(Solver):
+    """Winograd convolution F(4, r) along one axis, of which nothing transformed but the filters is in memory.
+
+    The axis is the last one with taps to save. Tiles' inputs are brought to n = r + 3 points (Winograd 1980; Lavin and
+    Gray 2016, section 4) in the kernel that multiplies them, as two fp16 parts each (Ootomo and Yokota 2022,
+    section 3), three products of which are summed in fp32; other taps are summed in the matrix units. A thread block
+    has two times ``places`` tiles. Where prepared filters exceed a limit of workspace, the result's channels are
+    computed in ``parts``, one after another. Those of constant filters are kept.
+    """
+
+    name, version = "winograd_fused", 1
+    passes = frozenset({Pass.FPROP, Pass.DGRAD})
+    devices = frozenset({"cuda"})
+    dtypes = frozenset({"fp32"})
+    dims = frozenset({1, 2})
+    compiles = True
+    accumulates = True
+    amounts = Solver.amounts | {"parts", "places"}
+    error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """Many groups, TF32, strides, no axis to save products along, images too large for 32 bits, another GPU."""
+        reasons = []
+        if p.groups > MOST_GROUPS:
+            reasons.append(f"launches each group by itself: at most {MOST_GROUPS} groups, not {p.groups}")
+        if p.precision == "tf32":
+            reasons.append("multiplies in fp32 accuracy, three products for one, not with precision tf32")
+        if p.out_dtype != "fp32":
+            reasons.append(f"gives fp32, not {p.out_dtype}")
+        if fused.along(p) is None:
+            reasons.append(
+                f"saves products along an axis of 2 to {fused.MOST_ALONG} taps beside one of at most "
+                f"{fused.MOST_ACROSS}, both without stride or dilation"
+            )
+        if reasons:
+            return reasons
+        layouts = _fitting(p)
+        if not layouts:
+            reasons.append(f"no block fits shared memory with a kernel of {'x'.join(str(a.kernel) for a in p.axes)}")
+        elif any(fused.largest(layout) > fused.LARGEST for layout in layouts):
+            reasons.append(f"there are more than {fused.LARGEST} elements in an image, or lines' places in all of them")
+        elif any(fused.too_far(layout, fused.source_view(p)) for layout in layouts):
+            reasons.append(f"what a block reads at a time lies more than {fused.LARGEST} bytes apart")
+        return reasons or _device_lacks(p)
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """Blocks whose waves take the least time."""
+        return [c for c, _ in _listed(p, None)]
+
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """As :meth:`configs`, in as few parts of the channels as fit ``ceiling``."""
+        if only is not None:
+            return [(c, found.workspace) for c in only if (found := _made(p, c)) is not None]
+        return list(_listed(p, ceiling))
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """Prepared filters of a part of the channels unless they are kept, and the images' largest exponents."""
+        return _layout(p, c).workspace
+
+    def constant(self, p: ConvProblem, c: Config) -> int:
+        """Constant filters, prepared."""
+        return _layout(p, c).kept
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        """Filters at the points, in fp16 parts."""
+        run = compiled(self.filters(p, c, weight), weight.device)
+        return lambda weight, kept, workspace: run.run_pointers(weight.data_ptr(), 0, kept.data_ptr(), 0)
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """Products at the points, of blocks and waves that are not full too, after a look at all images."""
+        layout = _layout(p, c)
+        tiles = 2 * layout.places * layout.blocks * p.groups
+        depth = -(-layout.read // DEPTH) * DEPTH * layout.taps
+        flops = 2 * tiles * CHANNELS * layout.program.points * depth
+        rate = RATE * layout.taps / (layout.taps + FEW_TAPS) * layout.places / (layout.places + OVERHEAD)
+        busy = layout.blocks / (PROCESSORS * _waves(layout))
+        looked = p.nbytes(p.operands[0])
+        packed = layout.kept if layout.keeps else 2 * layout.workspace * len(layout.parts) * p.groups
+        kernels = p.groups * 2 * len(layout.parts)
+        apart = looked + (0 if layout.keeps else packed // 2)
+        return Cost(flops, p.bytes + looked + packed, kernels, efficiency=rate * busy, apart=apart)
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """Compile the kernels for these strides. Raises ``SolverUnavailable`` with the compiler's reason."""
+        assert out is not None
+        return compiled(self.steps(p, c, a, b, out), a.device)
+
+    def steps(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
+        """The launches. Raises ``SolverUnavailable`` for a config that is none of the problem's."""
+        try:
+            return fused.steps(_layout(p, c), View.of(a), View.of(b), View.of(out))
+        except (KeyError, ValueError) as error:
+            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
+
+    def filters(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> list[Step]:
+        """The launches for filters that are kept, from the first tensor to the result. Raises as :meth:`steps`."""
+        try:
+            return fused.filters(_layout(p, c), View.of(weight))
+        except (KeyError, ValueError) as error:
+            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
+
+
+def _device_lacks(p: ConvProblem) -> list[str]:
+    """Why the problem's GPU, if it is here, cannot run the kernels, or nothing can compile them."""
+    if p.device_type != "cuda":
+        return []
+    if reason := unavailable():
+        return [reason]
+    try:
+        device = torch_device(p.device)
+    except ValueError:
+        return []
+    found = torch.cuda.get_device_capability(device)
+    return [] if found == CAPABILITY else [f"needs compute capability 9.0, not {found[0]}.{found[1]}"]
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(p: ConvProblem, c: Config) -> fused.Layout:
+    return fused.Layout(p, integer(c, "places"), integer(c, "parts", 1))
+
+
+def _made(p: ConvProblem, c: Config) -> fused.Layout | None:
+    """What a config comes to; none where it is no config of the problem's."""
+    try:
+        return _layout(p, c)
+    except (KeyError, ValueError):
+        return None
+
+
+def _fitting(p: ConvProblem) -> list[fused.Layout]:
+    """Whatever blocks fit shared memory, their channels in one part."""
+    found = (_made(p, Config(places=places)) for places in fused.PLACES)
+    return [layout for layout in found if layout is not None]
+
+
+def _waves(layout: fused.Layout) -> int:
+    """Times that a group's blocks fill the multiprocessors, part by part."""
+    each = layout.place_blocks * layout.segments
+    return sum(-(-(-(-count // CHANNELS) * each) // PROCESSORS) for _, count in layout.parts)
+
+
+def _listed(p: ConvProblem, ceiling: int | None) -> Iterator[tuple[Config, int]]:
+    """By the time that their waves should take; in the most parts where none fits."""
+    found = []
+    for whole in _fitting(p):
+        base = Config(places=whole.places)
+        choices = [base, *(Config(**base, parts=n) for n in _parts(whole) if n > 1 and ceiling is not None)]
+        fits = (c for c in choices if ceiling is None or _layout(p, c).workspace <= ceiling)
+        c = next(fits, choices[-1])
+        found.append((_waves(_layout(p, c)) * (whole.places + OVERHEAD), c))
+    found.sort(key=lambda entry: entry[0])
+    for _, c in found[:MOST_OFFERED]:
+        yield c, _layout(p, c).workspace
+
+
+def _parts(layout: fused.Layout) -> list[int]:
+    """In how many parts the channels can be taken, the fewest first; constant filters in one."""
+    blocks = 1 if layout.keeps else layout.channel_blocks
+    return list(dict.fromkeys(-(-blocks // -(-blocks // n)) for n in range(1, blocks + 1)))
