@@ -23,10 +23,10 @@ __all__ = ["WinogradFused"]
 CAPABILITY = (9, 0)
 """The compute capability that has these matrix units: no other runs their instructions."""
 MOST_GROUPS = 8
-MOST_OFFERED = 4
+MOST_OFFERED = 2
 OVERHEAD = 12
 """What a block takes beside its tiles, in places of each half."""
-RATE, FEW_TAPS = 4.1, 1.5
+RATE, FEW_TAPS = 3.7, 1.5
 """Rate of blocks of many places beside cuBLAS's in fp32 on the same device, in products that are done, and the taps
 down the lines at which transforms take half of the time."""
 
