@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,11 +38,13 @@ class Sweep:
         return low, self.start + (self.count - 1) * self.step + max(0, across) + 1
 
 
+@functools.lru_cache(maxsize=4096)
 def forward(axis: Axis) -> tuple[Sweep, ...]:
     """FPROP's one sweep: outputs from inputs. WGRAD reads the same inputs."""
     return (Sweep(axis.out, -axis.before, axis.stride, axis.kernel, axis.dilation),)
 
 
+@functools.lru_cache(maxsize=4096)
 def backward(axis: Axis) -> tuple[Sweep, ...]:
     """DGRAD's sweeps, one for each input modulo the stride: input gradients from output gradients.
 
@@ -85,7 +88,8 @@ class Extent:
         return self.size + max(self.before, self.after)
 
 
-def extent(size: int, sweeps: Sequence[Sweep]) -> Extent:
+@functools.lru_cache(maxsize=4096)
+def extent(size: int, sweeps: tuple[Sweep, ...]) -> Extent:
     """What must be packed of an axis of ``size`` places for ``sweeps``. Without any that reads, all of it."""
     reaches = [sweep.reach for sweep in sweeps if sweep.taps]
     low = min((reach[0] for reach in reaches), default=0)
@@ -117,12 +121,14 @@ class Packed:
     @property
     def image(self) -> int:
         """Places of one image."""
-        return math.prod(axis.pitch for axis in self.axes)
+        d, h, w = self.axes
+        return d.pitch * h.pitch * w.pitch
 
     @property
     def head(self) -> int:
         """Places of zeros before the first image."""
-        return sum(axis.before * step for axis, step in zip(self.axes, self.places, strict=True))
+        d, h, w = self.axes
+        return (d.before * h.pitch + h.before) * w.pitch + w.before
 
     def elements(self, images: int) -> int:
         """Elements of ``images`` images."""
