@@ -116,6 +116,11 @@ class TilesLayout:
         return max(slot.sizes[0] for slot in (self.source_slot, *self.other_slots))
 
     @property
+    def block_count(self) -> int:
+        """How many blocks there are."""
+        return -(-self.p.batch // self.images)
+
+    @property
     def blocks(self) -> list[tuple[int, int]]:
         """First image and number of images of every block."""
         return [(n, min(self.images, self.p.batch - n)) for n in range(0, self.p.batch, self.images)]

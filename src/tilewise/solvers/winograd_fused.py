@@ -47,6 +47,7 @@ class WinogradFused(Solver):
     dtypes = frozenset({"fp32"})
     dims = frozenset({1, 2})
     compiles = True
+    kin = "Winograd's transforms on matrix units"
     accumulates = True
     amounts = Solver.amounts | {"parts", "places"}
     error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012

@@ -66,6 +66,7 @@ class WinogradGemm(Solver):
     devices = frozenset({"cuda"})
     dtypes = frozenset({"fp32"})
     compiles = True
+    kin = "Winograd's transforms on matrix units"
     accumulates = True
     amounts = Solver.amounts | {"parts"}
     error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
@@ -113,10 +114,10 @@ class WinogradGemm(Solver):
         taps = layout.axes[2].kernel
         flops = int(p.flops / taps * layout.points * layout.tiles / max(1, layout.written))
         rate = RATE * _tile_rate(p, c) * _filled(layout)
-        packed = layout.workspace * len(layout.blocks) * (1 if p.pass_ is Pass.WGRAD else len(layout.shares))
+        packed = layout.workspace * layout.block_count * (1 if p.pass_ is Pass.WGRAD else len(layout.shares))
         added = 2 * (len(layout.shares) - 1) * p.nbytes(p.result)
         sweeps = math.prod(len(each) for each in layout.sweeps)
-        kernels = p.groups * (3 + len(layout.blocks) * len(layout.shares) * (1 + sweeps))
+        kernels = p.groups * (3 + layout.block_count * len(layout.shares) * (1 + sweeps))
         return Cost(flops, 2 * p.bytes + packed + added, kernels, efficiency=rate, apart=packed + added)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
@@ -223,7 +224,7 @@ def _waves(layout: TilesLayout) -> float:
     products = read * layout.axes[0].kernel * layout.axes[1].kernel * layout.points
     adding = ADDING * layout.m * (shares - 1) / products
     launching = LAUNCHING * shares / (products * tile.channels * tile.columns)
-    return len(layout.blocks) * (_turns(_programs(layout), tile) * (1 + adding) + launching)
+    return layout.block_count * (_turns(_programs(layout), tile) * (1 + adding) + launching)
 
 
 def _turns(programs: int, tile: Tile) -> float:
