@@ -123,9 +123,8 @@ def run(settings: Settings) -> Result:
 
 def _earlier(settings: Settings) -> tuple[dict[str, Row], dict[str, dict[str, Any]], set[str]]:
     """Rows and failures of an earlier run that planned and measured in the same way, and what it was ended in."""
-    found = settings.earlier
-    alike = ("precision", "rigor")
-    if found is None or any(found["settings"][name] != settings.text(name) for name in alike):
+    found = settings.earlier_with("precision", "rigor")
+    if found is None:
         return {}, {}, set()
     device = settings.device.type == "cuda"
     rows = (row for row in found["rows"] if not device or "torch_device_ms" in row["details"])

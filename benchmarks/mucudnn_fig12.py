@@ -55,11 +55,8 @@ def run(settings: Settings) -> Result:
 
 def _earlier(settings: Settings) -> dict[tuple[str, str, str], Row]:
     """Rows of an earlier run with the same options, by network, kernel and problem."""
-    found = settings.earlier
-    alike = ("batch", "baseline", "policy", "rigor")
-    if found is None or any(found["settings"][name] != settings.text(name) for name in alike):
-        return {}
-    rows = [Row.from_json(row) for row in found["rows"]]
+    found = settings.earlier_with("batch", "baseline", "policy", "rigor")
+    rows = [Row.from_json(row) for row in found["rows"]] if found is not None else []
     return {(row.group, row.name, row.details["problem"]): row for row in rows}
 
 

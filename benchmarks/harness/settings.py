@@ -90,6 +90,13 @@ class Settings:
         """A comma-separated option of whole numbers. Raises :class:`BadInput`."""
         return [_whole_number(name, word) for word in self.words(name)]
 
+    def earlier_with(self, *names: str) -> Mapping[str, Any] | None:
+        """:attr:`earlier` where these options were what they are now."""
+        found = self.earlier
+        if found is None or any(found["settings"][name] != self.text(name) for name in names):
+            return None
+        return found
+
     def deadline(self) -> Deadline:
         """The option ``seconds``, counted from now on."""
         return Deadline(self.integer("seconds"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.kernels.cook_toom import POINTS, Matrix, Transforms, matrices, transforms, turned
+from tilewise.kernels.cook_toom import POINTS, Matrix, Transforms, matrices, shift, transforms, turned
 
 VALUES = st.fractions(-9, 9, max_denominator=7)
 
@@ -57,3 +57,8 @@ def test_too_few_points(m: int, r: int) -> None:
 def test_points_must_differ() -> None:
     with pytest.raises(ValueError, match="2 different ones"):
         matrices(2, 2, [Fraction(1), Fraction(1)])
+
+
+def test_transforms_enlarge_by_powers_of_two() -> None:
+    half = [[1 / 2] * 3]
+    assert [shift(m) for m in ([[1, 0]], [[1, 1]], [[2, 1], [1, 1]], half)] == [0, 1, 2, 1]  # type: ignore[arg-type]

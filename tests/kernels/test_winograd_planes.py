@@ -14,7 +14,7 @@ from tests.kernels.emulator import emulate, emulated
 from tests.kernels.spectra import Guarded, relative
 
 from tilewise.kernels.cuda.launch import Program, kernel
-from tilewise.kernels.cuda.winograd import CHANNELS, DEPTH, OUTPUTS, Planes, Prepare, shift
+from tilewise.kernels.cuda.winograd import CHANNELS, DEPTH, OUTPUTS, Planes, Prepare
 
 LIMIT = 2e-6
 ZEROS = 16
@@ -230,8 +230,3 @@ def test_too_much_for_a_block_is_said() -> None:
     for held, filters_held in ((1, 3), (2, 2)):
         (reason,) = Planes(3, 3, 2, 8, held, filters_held, together=2).problems()
         assert "2 and 3 would do" in reason
-
-
-def test_transforms_enlarge_by_powers_of_two() -> None:
-    half = [[1 / 2] * 3]
-    assert [shift(m) for m in ([[1, 0]], [[1, 1]], [[2, 1], [1, 1]], half)] == [0, 1, 2, 1]  # type: ignore[arg-type]

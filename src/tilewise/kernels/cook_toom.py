@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-__all__ = ["POINTS", "Matrix", "Transforms", "matrices", "transforms", "turned"]
+__all__ = ["POINTS", "Matrix", "Transforms", "matrices", "shift", "transforms", "turned"]
 
 Matrix = tuple[tuple[Fraction, ...], ...]
 POINTS: dict[int, tuple[int | Fraction, ...]] = {
@@ -79,6 +79,11 @@ def _polynomial(roots: Sequence[Fraction], n: int) -> tuple[Fraction, ...]:
         shifted = [Fraction(0), *found]
         found = [a - root * b for a, b in zip(shifted, [*found, Fraction(0)], strict=True)]
     return tuple(found + [Fraction(0)] * (n - len(found)))
+
+
+def shift(matrix: Matrix) -> int:
+    """By how many powers of two a transform may enlarge a value."""
+    return max(0, math.ceil(math.log2(max(sum(abs(entry) for entry in row) for row in matrix))))
 
 
 def turned(matrix: Matrix) -> Matrix:

@@ -14,7 +14,7 @@ from tilewise.kernels.cuda.winograd import CHANNELS, DEPTH, OUTPUTS, Planes, Pre
 from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
 from tilewise.solvers._buffers import Arena, Slot
 from tilewise.solvers._depthwise_fft import FIRST, OUT, SECOND, WORKSPACE, Step
-from tilewise.solvers._implicit_gemm import UNIT, View
+from tilewise.solvers._implicit_gemm import UNIT, View, chunks_of
 from tilewise.solvers._tiles import PROCESSORS
 from tilewise.solvers._winograd_gemm import wound
 
@@ -33,8 +33,8 @@ LARGEST = 2**31 - 2**20
 """Elements of an image, places of all of them and bytes between what a block reads: kernels count them in 32 bits."""
 OF_BLOCK = 8
 """Filters that a block prepares."""
-PEAKS, MOST_SHARES, LEAST_SHARE = 1024, 64, 4096
-"""Blocks that look for the largest values of all images, about; of one image; elements that are worth one."""
+MOST_SHARES = 64
+"""Blocks that look for the largest values of one image: all blocks of the convolution read what they find."""
 
 
 def along(p: ConvProblem) -> int | None:
@@ -85,7 +85,7 @@ class Layout:
         """First channel of the result and number of channels whose filters are there at a time."""
         if len(self.parts) != parts:
             raise ValueError(f"parts={parts}: {self.channel_blocks} times {CHANNELS} channels make {len(self.parts)}")
-        self.shares = max(1, min(MOST_SHARES, PEAKS // p.batch, self.elements // LEAST_SHARE))
+        self.shares = min(MOST_SHARES, chunks_of(p.batch, self.elements))
         """Parts of an image whose largest values are found by one block each."""
         arena, kept = Arena(), Arena()
         self.peaks = arena.add([p.batch * self.shares], torch.int32)

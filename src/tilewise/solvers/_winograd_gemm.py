@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.axis import Axis
-from tilewise.kernels.cook_toom import POINTS, Matrix, transforms
+from tilewise.kernels.cook_toom import POINTS, Matrix, shift, transforms
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._buffers import Arena, Slot
 from tilewise.solvers._implicit_gemm import (
@@ -33,9 +33,10 @@ from tilewise.solvers._sweeps import Extent, Packed, Sweep, backward, extent, fo
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
 
-__all__ = ["MOST_TAPS", "TilesLayout", "launches", "wound"]
+__all__ = ["MOST_TAPS", "TilesLayout", "launches", "refused", "wound"]
 
 MOST_TAPS = 7
+MOST_GROUPS = 8
 PACK_PLACES = 16
 PACK_CHANNELS = 64
 FEW_STEPS, DEEP = 10, 64
@@ -50,6 +51,18 @@ def wound(p: ConvProblem, most: int = MOST_TAPS) -> int | None:
         if 2 <= axis.kernel <= most and (axis.stride, axis.dilation) == (1, 1):
             return index
     return None
+
+
+def refused(p: ConvProblem) -> list[str]:
+    """Why three fp16 products for one, group by group, are not what is asked for; empty where they are."""
+    reasons = []
+    if p.groups > MOST_GROUPS:
+        reasons.append(f"launches each group by itself: at most {MOST_GROUPS} groups, not {p.groups}")
+    if p.precision == "tf32":
+        reasons.append("multiplies in fp32 accuracy, three products for one, not with precision tf32")
+    if p.out_dtype != "fp32":
+        reasons.append(f"gives fp32, not {p.out_dtype}")
+    return reasons
 
 
 class TilesLayout:
@@ -198,14 +211,13 @@ def _transform(layout: TilesLayout, view: View, source: int, matrix: Matrix, pac
     depth, height, tiles = packed.axes
     inner = view.narrow(2, depth.first, depth.size).narrow(3, height.first, height.size)
     blocks = -(-packed.image // PACK_PLACES)
-    gain = max(sum(abs(entry) for entry in row) for row in matrix)
     return launch(
         kernels.transform,
         [(view.sizes[0] + (head > 0)) * blocks, -(-packed.channels // PACK_CHANNELS)],
         [within(inner, source), at(peaks), at(slot), at(exponents, first)],
         [-1 if head else 0, blocks, known, *inner.sizes[1:], begin, step, tiles.size, depth.pitch, height.pitch, head,
          *inner.strides, packed.channels],
-        MATRIX=_flat(matrix), POINTS=layout.points, INPUTS=len(matrix[0]), SHIFT=max(0, math.ceil(math.log2(gain))),
+        MATRIX=_flat(matrix), POINTS=layout.points, INPUTS=len(matrix[0]), SHIFT=shift(matrix),
         PER_IMAGE=per_image, CHUNKS=1 << (known - 1).bit_length(), ALIGNED=inner.aligned, BLOCK_P=PACK_PLACES,
         BLOCK_C=PACK_CHANNELS,
     )  # fmt: skip

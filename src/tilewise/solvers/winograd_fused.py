@@ -16,13 +16,13 @@ from tilewise.solvers import _winograd_fused as fused
 from tilewise.solvers._depthwise_fft import Step, compiled
 from tilewise.solvers._implicit_gemm import View
 from tilewise.solvers._tiles import PROCESSORS, integer
+from tilewise.solvers._winograd_gemm import refused
 from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
 
 __all__ = ["WinogradFused"]
 
 CAPABILITY = (9, 0)
 """The compute capability that has these matrix units: no other runs their instructions."""
-MOST_GROUPS = 8
 MOST_OFFERED = 2
 OVERHEAD = 12
 """What a block takes beside its tiles, in places of each half."""
@@ -54,13 +54,7 @@ class WinogradFused(Solver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Many groups, TF32, strides, no axis to save products along, images too large for 32 bits, another GPU."""
-        reasons = []
-        if p.groups > MOST_GROUPS:
-            reasons.append(f"launches each group by itself: at most {MOST_GROUPS} groups, not {p.groups}")
-        if p.precision == "tf32":
-            reasons.append("multiplies in fp32 accuracy, three products for one, not with precision tf32")
-        if p.out_dtype != "fp32":
-            reasons.append(f"gives fp32, not {p.out_dtype}")
+        reasons = refused(p)
         if fused.along(p) is None:
             reasons.append(
                 f"saves products along an axis of 2 to {fused.MOST_ALONG} taps beside one of at most "

@@ -14,12 +14,11 @@ from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._implicit_gemm import Tile, View
 from tilewise.solvers._program_run import compiled, has_triton
 from tilewise.solvers._tiles import PROCESSORS, integer
-from tilewise.solvers._winograd_gemm import MOST_TAPS, TilesLayout, launches, wound
+from tilewise.solvers._winograd_gemm import MOST_TAPS, TilesLayout, launches, refused, wound
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
 __all__ = ["WinogradGemm"]
 
-MOST_GROUPS = 8
 MOST_ELEMENTS = 2**31 - 2**20
 """Elements of a packed tensor: kernels count them in 32 bits."""
 MOST_POINTS = 8
@@ -73,15 +72,8 @@ class WinogradGemm(Solver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """The absent Triton, many groups, TF32, no axis to save products along, images too large for 32 bits."""
-        reasons = []
-        if not has_triton():
-            reasons.append("needs the package triton")
-        if p.groups > MOST_GROUPS:
-            reasons.append(f"launches each group by itself: at most {MOST_GROUPS} groups, not {p.groups}")
-        if p.precision == "tf32":
-            reasons.append("multiplies in fp32 accuracy, three products for one, not with precision tf32")
-        if p.out_dtype != "fp32":
-            reasons.append(f"gives fp32, not {p.out_dtype}")
+        reasons = [] if has_triton() else ["needs the package triton"]
+        reasons += refused(p)
         if wound(p) is None:
             reasons.append(f"saves products along an axis of 2 to {MOST_TAPS} taps without stride or dilation")
         if reasons:

@@ -7,17 +7,16 @@ Winograd's F(4, r) (1980; Lavin and Gray 2016, section 4) in fp32 accuracy by th
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tilewise.kernels.cook_toom import POINTS, Matrix, transforms
+from tilewise.kernels.cook_toom import POINTS, shift, transforms
 from tilewise.kernels.cuda.codelets import literal
 from tilewise.kernels.cuda.launch import block_limits, read_source
 from tilewise.kernels.cuda.operands import constants
 
-__all__ = ["CHANNELS", "DEPTH", "OUTPUTS", "Planes", "Prepare", "shift"]
+__all__ = ["CHANNELS", "DEPTH", "OUTPUTS", "Planes", "Prepare"]
 
 OUTPUTS = 4
 """Results of a tile."""
@@ -104,11 +103,6 @@ class Planes:
     def source(self) -> str:
         """The CUDA C++."""
         return _planes_source(self)
-
-
-def shift(matrix: Matrix) -> int:
-    """By how many powers of two a transform may enlarge a value."""
-    return max(0, math.ceil(math.log2(max(sum(abs(entry) for entry in row) for row in matrix))))
 
 
 def _up(count: int) -> int:
