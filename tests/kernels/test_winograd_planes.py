@@ -199,6 +199,21 @@ def test_each_image_keeps_its_own_accuracy(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_filters_as_far_apart_as_numbers_are(place: str) -> None:
+    """In any order among the sixteen that share a scale."""
+    x = Guarded((2, 6, 3, 7), torch.float32, place).fill(1)
+    w = Guarded((18, 6, 3, 3), torch.float32, place).fill(2)
+    powers = [112, -108, 0, 5, 112, -108, *range(-36, 36, 8), 3, -108, 112]
+    for o, power in enumerate(powers):
+        w.tensor[o] *= 2.0**power
+    y = Guarded((2, 18, 3, 7), torch.float32, place)
+    run(Planes(3, 3, 2, 16, 4, 4), x.tensor, w.tensor, y.tensor, (1, 1))
+    want = reference(x.tensor, w.tensor, (1, 1), (3, 7))
+    for o in range(18):
+        assert relative(y.tensor[:, o].cpu(), want[:, o]) <= LIMIT
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_what_is_not_finite_stays_in_its_tiles(place: str) -> None:
     """Images that share a block and the zeros between them."""
     x = Guarded((3, 2, 4, 12), torch.float32, place).fill(1).tensor

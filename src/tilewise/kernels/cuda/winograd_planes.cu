@@ -46,6 +46,17 @@ template <int COUNT> struct Ring {
 
 __device__ __forceinline__ float power(int exponent) { return float_of((unsigned)(exponent + 127) << 23); }
 
+// Halfway between the least and the greatest number of a warp.
+__device__ __forceinline__ int middle(int number) {
+  float least = (float)number, most = least;
+#pragma unroll
+  for (int other = 16; other; other /= 2) {
+    least = fminf(least, __shfl_xor_sync(~0u, least, other));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
+  }
+  return (int)(least + most) / 2;
+}
+
 // Two values as fp16 and what is left of them.
 __device__ __forceinline__ void split(float a, float b, unsigned& high, unsigned& low) {
   high = two_halves(a, b);
@@ -359,15 +370,15 @@ struct Results {
   i64 y_n, y_c, y_h, y_w;
 
   // Of a warp: through ``staged``, eight rows and STAGED columns at a time, so that neighbours write neighbours. A result's
-  // exponent is its row's over the first row's and half of the rest, twice: none of the three is out of range.
+  // exponent is its row's over the middle of all rows' and half of the rest, twice: none of the three is out of range.
   __device__ __forceinline__ void write(const float (&results)[OUTPUTS][SUMS], const Line* lines, int place, int segment,
                                         int channel, float* staged) const {
     constexpr int GROUP = STAGED / OUTPUTS / 8, EACH = STAGED / 32;  // eights of places, columns of a thread
     const int lane = threadIdx.x % 32, own = (int)threadIdx.x / 128 * PLACES, first = channel + (int)threadIdx.x % 128 / 32 * 16;
     const int rows = channels - first;
     if (rows <= 0) return;
-    const int shift = __ldg(exponents + first);
-    const float factors = power(max(-126, min(127, __ldg(exponents + first + min(lane % 16, rows - 1)) - shift)));
+    const int exponent_of_row = __ldg(exponents + first + min(lane % 16, rows - 1)), shift = middle(exponent_of_row);
+    const float factors = power(exponent_of_row - shift);
 #pragma unroll
     for (int eight = 0; eight < PLACES / 8; eight += GROUP) {
       float* to[EACH];
