@@ -68,9 +68,8 @@ class Arena:
     def add(self, sizes: Sequence[int], dtype: torch.dtype) -> Slot:
         """A slot for a dense tensor of ``sizes``."""
         offset = -(-self.size // ALIGNMENT) * ALIGNMENT
-        slot = Slot(tuple(sizes), dtype, offset)
-        self.size = offset + slot.bytes
-        return slot
+        self.size = offset + math.prod(sizes) * dtype.itemsize
+        return Slot(tuple(sizes), dtype, offset)
 
 
 def dense(sizes: Sequence[int]) -> tuple[int, ...]:
