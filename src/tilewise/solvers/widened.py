@@ -13,6 +13,7 @@ from tilewise import solvers
 from tilewise.plan import Config
 from tilewise.problem import ALIGNMENT, ConvProblem, dense_strides
 from tilewise.solvers._buffers import Arena, Slot
+from tilewise.solvers._inner import named, own
 from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
 
 __all__ = ["Widened"]
@@ -37,7 +38,7 @@ class Widened(Solver):
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         wide = widened(p)
-        return (_named(solver, c) for solver in _able(p) for c in solver.configs(wide))
+        return (named(solver, c) for solver in _able(p) for c in solver.configs(wide))
 
     def offers(
         self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
@@ -46,24 +47,24 @@ class Widened(Solver):
         wide, copies = widened(p), _Buffers(p, 0).arena.size
         left = None if ceiling is None else max(0, ceiling - copies)
         for solver in _able(p):
-            theirs = None if only is None else [_own(c) for c in only if c["solver"] == solver.name]
+            theirs = None if only is None else [own(c) for c in only if c["solver"] == solver.name]
             for c, _ in solver.offers(wide, left, theirs):
-                found = _named(solver, c)
+                found = named(solver, c)
                 yield found, self.workspace(p, found)
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """Copies of operands and result, and what the other solver needs."""
-        return _Buffers(p, _solver(c).workspace(widened(p), _own(c))).arena.size
+        return _Buffers(p, _solver(c).workspace(widened(p), own(c))).arena.size
 
     def constant(self, p: ConvProblem, c: Config) -> int:
         """What the other solver keeps."""
-        return _solver(c).constant(widened(p), _own(c))
+        return _solver(c).constant(widened(p), own(c))
 
     def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
         """The other solver's preparation of the widened filter."""
         solver, wide = _solver(c), widened(p)
-        buffers = _Buffers(p, solver.workspace(wide, _own(c)))
-        prepared = solver.prepare(wide, _own(c), buffers.example("w"))
+        buffers = _Buffers(p, solver.workspace(wide, own(c)))
+        prepared = solver.prepare(wide, own(c), buffers.example("w"))
 
         def prepare(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
             prepared(buffers.filled("w", weight, workspace), kept, buffers.rest(workspace))
@@ -72,7 +73,7 @@ class Widened(Solver):
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The other solver's, and copies before and after it."""
-        found = _solver(c).cost(widened(p), _own(c))
+        found = _solver(c).cost(widened(p), own(c))
         roles = [role for role in (*p.operands, p.result) if not (role == "w" and self.constant(p, c))]
         copies = sum(3 * p.nbytes(role) for role in roles)
         return replace(found, kernels=found.kernels + len(roles), apart=found.apart + copies)
@@ -81,12 +82,12 @@ class Widened(Solver):
         """The other solver's run between copies. Raises ``SolverUnavailable`` with its reason."""
         assert out is not None
         try:
-            solver, own, wide = _solver(c), _own(c), widened(p)
-            buffers, kept = _Buffers(p, solver.workspace(wide, own)), bool(solver.constant(wide, own))
+            solver, theirs, wide = _solver(c), own(c), widened(p)
+            buffers, kept = _Buffers(p, solver.workspace(wide, theirs)), bool(solver.constant(wide, theirs))
         except (KeyError, ValueError) as error:
             raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
         first, second = p.operands
-        inner = solver.bind(wide, own, buffers.example(first), buffers.example(second), buffers.example(p.result))
+        inner = solver.bind(wide, theirs, buffers.example(first), buffers.example(second), buffers.example(p.result))
 
         def run(
             a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
@@ -149,12 +150,3 @@ def _solver(c: Config) -> Solver:
     if found.dtypes != {"fp32"}:
         raise ValueError(f"solver={found.name!r}: one that takes fp32 alone would do")
     return found
-
-
-def _own(c: Config) -> Config:
-    """What of a config is the other solver's."""
-    return Config(**{name: value for name, value in c.items() if name != "solver"})
-
-
-def _named(solver: Solver, c: Config) -> Config:
-    return Config(solver=solver.name, **c)

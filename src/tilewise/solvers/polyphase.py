@@ -1,0 +1,218 @@
+"""Strided convolutions of few channels without their strides, by solvers that take none."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise import solvers
+from tilewise.axis import Axis
+from tilewise.plan import Config
+from tilewise.problem import ALIGNMENT, ROLES, ConvProblem
+from tilewise.solvers._buffers import Arena, Slot
+from tilewise.solvers._implicit_gemm import View, at, launch, within
+from tilewise.solvers._inner import named, own
+from tilewise.solvers._program_run import ProgramRun, compiled, has_triton
+from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.launch import Launch
+
+__all__ = ["Polyphase"]
+
+FEW = 16
+"""Channels of a group. Of more, matrix units are full without phases, which add taps of zeros."""
+BLOCK = 1024
+MOST = 2**31 - 2**20
+"""Elements of an image's phases: kernels count them in 32 bits."""
+
+
+class Polyphase(Solver):
+    """Another solver on the phases of image and filter, as many times the channels without a stride.
+
+    An image's places that are alike modulo the stride become a channel (polyphase decomposition; Vaidyanathan 1993,
+    section 4.3), and so do a filter's taps: 3 channels at stride 4 in both axes are 48 channels, and 11x11 taps are 3x3
+    with a rim of zeros. What pads few channels, or takes no strides, then computes a network's first layer. ``solver``
+    is the other solver's name, the rest of a config is its own.
+    """
+
+    name, version = "polyphase", 1
+    devices = frozenset({"cuda"})
+    compiles = True
+    most_configs = 3
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """No strides, those beyond the kernel, dilation beside them, and many channels."""
+        reasons = [] if has_triton() else ["needs the package triton"]
+        if all(axis.stride == 1 for axis in p.axes):
+            reasons.append("takes strides away, and there are none")
+        for name, axis in zip(p.space, p.axes, strict=True):
+            if axis.stride > 1 and (axis.dilation > 1 or axis.kernel < axis.stride):
+                reasons.append(
+                    f"along {name} needs taps side by side, no fewer than the stride; this is kernel {axis.kernel}, "
+                    f"stride {axis.stride}, dilation {axis.dilation}"
+                )
+        if p.in_channels // p.groups > FEW:
+            reasons.append(f"is for at most {FEW} channels in a group, not {p.in_channels // p.groups}")
+        if reasons:
+            return reasons
+        inner = phased(p)
+        largest = max(math.prod(inner.shape(role)[1:]) for role in "xw")
+        if largest > MOST:
+            reasons.append(f"counts to {MOST}; there are {largest} elements in the phases of an image or a filter")
+        return reasons or ([] if _able(p) else ["no solver computes it without strides"])
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        return (named(solver, c) for solver in _able(p) for c in solver.configs(phased(p)))
+
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterator[tuple[Config, int]]:
+        """As the other solvers offer them, within what phases leave of ``ceiling``."""
+        left = None if ceiling is None else max(0, ceiling - _Phases(p, 0).arena.size)
+        for solver in _able(p):
+            theirs = None if only is None else [own(c) for c in only if c["solver"] == solver.name]
+            for c, _ in solver.offers(phased(p), left, theirs):
+                found = named(solver, c)
+                yield found, self.workspace(p, found)
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """Phases of image and filter, and what the other solver needs."""
+        return _phases(p, c).arena.size
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """The other solver's, and copies to phases or from them."""
+        inner = phased(p)
+        found = _solver(c).cost(inner, own(c))
+        copies = sum(p.nbytes(role) + inner.nbytes(role) for role in "xw")
+        return replace(found, kernels=found.kernels + 2, apart=found.apart + copies)
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """The other solver's run between copies. Raises ``SolverUnavailable`` with its reason."""
+        assert out is not None
+        try:
+            phases = _phases(p, c)
+        except (KeyError, ValueError) as error:
+            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
+        given = dict(zip((*p.operands, p.result), (a, b, out), strict=True))
+        space = torch.empty(phases.last.offset, dtype=torch.uint8, device=a.device)
+        first, second, result = phases.operands(given, space)
+        inner = _solver(c).bind(phased(p), own(c), first, second, result)
+        alignment = [*(p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)), ALIGNMENT]
+        split = compiled(phases.launches(given, p.operands), alignment, a.device)
+        join = compiled(phases.launches(given, [p.result]), alignment, a.device)
+        return _Run(p, phases, inner, split, join)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Phases of the operands, the other solver, and the result from its phases."""
+
+    p: ConvProblem
+    phases: _Phases
+    inner: Run
+    split: ProgramRun
+    join: ProgramRun
+
+    def __call__(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert out is not None
+        assert workspace is not None
+        self.split(a, b, out, workspace)
+        given = dict(zip((*self.p.operands, self.p.result), (a, b, out), strict=True))
+        first, second, result = self.phases.operands(given, workspace)
+        self.inner(first, second, result, self.phases.rest(workspace))
+        if self.p.result != "y":
+            self.join(a, b, out, workspace)
+        return out
+
+
+class _Phases:
+    """Dense phases of ``x`` and ``w`` in the workspace, and behind them the other solver's own."""
+
+    def __init__(self, p: ConvProblem, own: int) -> None:
+        self.p, self.inner, self.arena, self.own = p, phased(p), Arena(), own
+        self.shapes = {role: self.inner.shape(role) for role in "xw"}
+        self.slots: dict[str, Slot] = {
+            role: self.arena.add([math.prod(shape)], p.torch_dtype(role)) for role, shape in self.shapes.items()
+        }
+        self.last = self.arena.add([own], torch.uint8)
+
+    def operands(self, given: dict[str, torch.Tensor], workspace: torch.Tensor) -> list[torch.Tensor]:
+        """What the other solver computes with: ``y`` as it is given."""
+        roles = (*self.p.operands, self.p.result)
+        return [given["y"] if r == "y" else self.slots[r].of(workspace).view(self.shapes[r]) for r in roles]
+
+    def rest(self, workspace: torch.Tensor) -> torch.Tensor | None:
+        """The other solver's workspace."""
+        return self.last.of(workspace) if self.own else None
+
+    def launches(self, given: dict[str, torch.Tensor], roles: Iterable[str]) -> list[Launch]:
+        """The copies of those tensors, to phases or, of the result, from them."""
+        from tilewise.kernels.triton import phases as kernels
+
+        found = []
+        for number, role in enumerate((*self.p.operands, self.p.result)):
+            if role not in roles or role == "y":
+                continue
+            view, slot = View.of(given[role]), self.slots[role]
+            missing = 3 - self.p.dims
+            before = [0] * missing + [axis.before if role == "x" and axis.stride > 1 else 0 for axis in self.p.axes]
+            sizes = [1] * missing + list(self.shapes[role][2:])
+            strides = [1] * missing + [axis.stride for axis in self.p.axes]
+            d, h, w = strides
+            images, channels = view.sizes[:2]
+            scalars = [channels, *view.sizes[2:], *before, *sizes, *view.strides]
+            places = {"S_D": d, "S_H": h, "S_W": w, "BLOCK": BLOCK}
+            if role == self.p.result:
+                grid = [images * channels, -(-math.prod(view.sizes[2:]) // BLOCK)]
+                pointers = [at(slot), within(view, number)]
+                found.append(launch(kernels.join_phases, grid, pointers, scalars, **places))
+            else:
+                grid = [images * channels * d * h, -(-math.prod(sizes) * w // BLOCK)]
+                pointers = [within(view, number), at(slot)]
+                found.append(launch(kernels.split_phases, grid, pointers, scalars, **places))
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def phased(p: ConvProblem) -> ConvProblem:
+    """The same convolution over phases: without strides and, where there were some, without padding."""
+    axes = []
+    for axis in p.axes:
+        if axis.stride == 1:
+            axes.append(axis)
+        else:
+            kernel = -(-axis.kernel // axis.stride)
+            axes.append(Axis(axis.out + kernel - 1, kernel))
+    more = math.prod(axis.stride for axis in p.axes)
+    return replace(
+        p, in_channels=p.in_channels * more, axes=tuple(axes), layouts=("contiguous", "contiguous", p.layouts[2]),
+        alignment=(ALIGNMENT, ALIGNMENT, p.alignment[2]), bias=False,
+        accumulate=False, constant_weight=False,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _able(p: ConvProblem) -> tuple[Solver, ...]:
+    """Our own kernels that can compute it without strides."""
+    found = (s for s in solvers.all_solvers() if s.compiles and s.name != Polyphase.name)
+    return tuple(s for s in found if not s.why_not(phased(p)))
+
+
+def _solver(c: Config) -> Solver:
+    found = solvers.get(str(c["solver"]))
+    if not found.compiles or found.name == Polyphase.name:
+        raise ValueError(f"solver={found.name!r}: one of our own kernels for a GPU would do")
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _phases(p: ConvProblem, c: Config) -> _Phases:
+    return _Phases(p, _solver(c).workspace(phased(p), own(c)))
