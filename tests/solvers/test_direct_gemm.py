@@ -53,7 +53,7 @@ def test_any_layer_and_memory(pass_: Pass, data: st.DataObject) -> None:
 @interpreted
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("width", [6, 8])
+@pytest.mark.parametrize("width", [6, 7, 8])
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_pointwise_kernels_read_runs_of_places(pass_: Pass, width: int, layout: str, accumulate: bool) -> None:
     """Tiles that hold the end of one image and the start of the next, and depth that ends within a step."""
@@ -62,7 +62,8 @@ def test_pointwise_kernels_read_runs_of_places(pass_: Pass, width: int, layout: 
     if pass_ is Pass.WGRAD:
         c = Config(**c, splits=2)
     check(SOLVER, p, c, ((layout, 0),) * 3, accumulate)  # type: ignore[arg-type]
-    assert _direct_gemm._Gathered(p, *_told(p, layout)).access["RUN"] == (1 if layout == "channels_last" else 4)
+    even = width == 8 and layout == "contiguous"
+    assert _direct_gemm._Gathered(p, *_told(p, layout)).access["RUN"] == (4 if even else 1)
 
 
 def _told(p: ConvProblem, layout: str) -> Any:
@@ -114,7 +115,7 @@ def test_offers_keep_the_ceiling(p: ConvProblem) -> None:
         pytest.skip(SOLVER.why_not(p)[0])
     for ceiling in (None, 2**30, 2**20, 300_000):
         offers = list(SOLVER.offers(p, ceiling))
-        assert len({c for c, _ in offers}) == len(offers) >= 3
+        assert len({c for c, _ in offers}) == len(offers) >= 1
         for c, workspace in offers:
             assert workspace == SOLVER.workspace(p, c)
             assert ceiling is None or workspace <= ceiling

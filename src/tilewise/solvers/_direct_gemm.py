@@ -36,8 +36,9 @@ __all__ = ["Layout", "Tile", "launches"]
 
 MOST_PROGRAMS, MOST_CHUNKS = 512, 64
 """Programs that look for the largest exponents, about, and an image's: every program looks at those in turn."""
-RUN = 4
-"""Elements of the widest access."""
+RUN, EVEN = 4, 16
+"""Elements of the widest access, and what places and channels must be multiples of: elsewhere threads that take single
+elements of neighbouring channels were faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +195,9 @@ def _merged(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 def _run(p: ConvProblem, role: str, count: int, strides: Sequence[int]) -> int:
     """Places that follow each other in memory, from aligned ones on."""
-    if strides[4] != 1:
+    if strides[4] != 1 or math.gcd(EVEN, count, strides[0], strides[1]) < EVEN:
         return 1
-    return math.gcd(RUN, count, strides[0], strides[1], p.alignment[ROLES.index(role)] // 4)
+    return math.gcd(RUN, p.alignment[ROLES.index(role)] // 4)
 
 
 def _gather(layout: Layout, source: View, filters: View, out: View) -> Iterator[Launch]:

@@ -10,7 +10,7 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers._direct_gemm import Layout, Tile, launches
+from tilewise.solvers._direct_gemm import EVEN, Layout, Tile, launches
 from tilewise.solvers._implicit_gemm import View
 from tilewise.solvers._program_run import compiled, has_triton
 from tilewise.solvers._tiles import PROCESSORS, busy, integer
@@ -22,9 +22,13 @@ __all__ = ["DirectGemm"]
 MOST = 2**31 - 2**20
 """Places, and elements of an image or the filter: kernels count them in 32 bits."""
 MOST_SPLITS = 128
-MOST_OFFERED = 3
-RATES = {"one": 0.9, "several": 1.8, "gradient": 0.28}
+MOST_OFFERED = 2
+NEAR = 0.85
+"""Tiles whose rate beside the best is less are not offered."""
+RATES = {"one": 0.9, "several": 1.8, "gradient": 0.2}
 """Rates of full tiles beside cuBLAS's in fp32 on the same device: of one tap, of several, of a filter's gradient."""
+EVEN_GRADIENT = 0.6
+"""That of a gradient where places are read in runs."""
 FEW = 16
 """Channels of a group of which several taps are gathered: of more, others pack what they read again and again."""
 
@@ -87,7 +91,7 @@ class DirectGemm(Solver):
             c = _config(p, tile, _splits(p, tile))
             rated.append((rate * _filled(_layout(p, c)), c))
         rated.sort(key=lambda entry: -entry[0])
-        return [c for _, c in rated[:MOST_OFFERED]]
+        return [c for score, c in rated[:MOST_OFFERED] if score >= NEAR * rated[0][0]]
 
     def offers(
         self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
@@ -109,7 +113,7 @@ class DirectGemm(Solver):
         looked = sum(p.nbytes(role) for role in p.operands if role != "w")
         sweeps = math.prod(len(each) for each in layout.sweeps)
         kernels = p.groups * (4 if p.pass_ is Pass.WGRAD else 1 + 2 * sweeps)
-        return Cost(p.flops, p.bytes + 2 * layout.workspace, kernels, efficiency=RATES[_kind(p)] * rate, apart=looked)
+        return Cost(p.flops, p.bytes + 2 * layout.workspace, kernels, efficiency=_rate(p) * rate, apart=looked)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
@@ -122,6 +126,13 @@ class DirectGemm(Solver):
 
 def _kind(p: ConvProblem) -> str:
     return "gradient" if p.pass_ is Pass.WGRAD else "one" if p.taps == 1 else "several"
+
+
+def _rate(p: ConvProblem) -> float:
+    if _kind(p) != "gradient":
+        return RATES[_kind(p)]
+    even = math.prod(axis.out for axis in p.axes) % EVEN == 0 and all(axis.stride == 1 for axis in p.axes)
+    return EVEN_GRADIENT if even and p.layouts == ("contiguous",) * 3 else RATES["gradient"]
 
 
 def _config(p: ConvProblem, tile: Tile, splits: int) -> Config:

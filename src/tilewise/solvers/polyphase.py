@@ -44,7 +44,7 @@ class Polyphase(Solver):
     name, version = "polyphase", 1
     devices = frozenset({"cuda"})
     compiles = True
-    most_configs = 3
+    most_configs = 2
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """No strides, those beyond the kernel, dilation beside them, and many channels."""
