@@ -33,7 +33,7 @@ def rounds(
     """What plans took in turns, and where they are ``compared`` torch's choice, the last, until that is settled."""
     if device.type == "cuda":
         decided = settled if compared else None
-        return timed(calls, device, budget_ms=40.0, least=ROUNDS, most=31, decided=decided, launched=launched)
+        return timed(calls, device, budget_ms=25.0, least=ROUNDS, most=31, decided=decided, launched=launched)
     decided = clear if compared else None
     return timed(calls, device, budget_ms=1500.0, least=7, most=31, decided=decided, launched=launched)
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 from tilewise.plan import Config
 
-__all__ = ["PROCESSORS", "busy", "integer"]
+__all__ = ["PROCESSORS", "busy", "first_that", "integer"]
+
+T = TypeVar("T")
 
 PROCESSORS = 132
 """Multiprocessors that tiles are shared out to, for estimates and for the number of partial sums."""
@@ -21,3 +27,11 @@ def integer(c: Config, name: str, default: int | None = None) -> int:
 def busy(programs: int) -> float:
     """Share of the multiprocessors that are busy when ``programs`` equal ones run."""
     return programs / (-(-programs // PROCESSORS) * PROCESSORS)
+
+
+def first_that(fits: Callable[[T], bool], choices: Sequence[T]) -> int:
+    """Number of the first of ``choices``, which ask for less and less, that ``fits``; of one beyond where none does.
+
+    Mostly the first one does, so it is asked about before the others are halved.
+    """
+    return 0 if fits(choices[0]) else bisect.bisect_left(choices, True, lo=1, key=fits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
@@ -29,6 +29,8 @@ RATES = {"one": 0.9, "several": 1.8, "gradient": 0.2}
 """Rates of full tiles beside cuBLAS's in fp32 on the same device: of one tap, of several, of a filter's gradient."""
 EVEN_GRADIENT = 0.6
 """That of a gradient where places are read in runs."""
+MOST_SUMS = 32
+"""Sums of a thread where images do not lie plane by plane: addresses leave no registers for more."""
 FEW = 16
 """Channels of a group of which several taps are gathered: of more, others pack what they read again and again."""
 
@@ -44,7 +46,7 @@ TILES = {
         (Tile(64, 16, 32, 4, 3), 0.3),
     ),
     "gradient": (
-        (Tile(32, 128, 128, 8, 3), 1.0), (Tile(32, 64, 128, 8, 3), 1.0), (Tile(64, 64, 128, 8, 2), 0.95),
+        (Tile(32, 128, 128, 8, 3), 1.0), (Tile(32, 64, 128, 8, 3), 1.0),
         (Tile(32, 64, 64, 4, 3), 0.9),
     ),
 }  # fmt: skip
@@ -87,7 +89,7 @@ class DirectGemm(Solver):
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """The tiles that fill best, by the rate that they usually reach."""
         rated = []
-        for tile, rate in TILES[_kind(p)]:
+        for tile, rate in tiles(p):
             c = _config(p, tile, _splits(p, tile))
             rated.append((rate * _filled(_layout(p, c)), c))
         rated.sort(key=lambda entry: -entry[0])
@@ -122,6 +124,15 @@ class DirectGemm(Solver):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
         alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
         return compiled(launches(_layout(p, c), *map(View.of, (a, b, out))), [*alignment, 256], a.device)
+
+
+def tiles(p: ConvProblem) -> Iterator[tuple[Tile, float]]:
+    """Those whose sums registers hold, with their rates."""
+    planes = p.layout(p.operands[0]) == "contiguous"
+    for tile, rate in TILES[_kind(p)]:
+        across = tile.depth if p.pass_ is Pass.WGRAD else tile.places
+        if planes or across * tile.channels <= MOST_SUMS * 32 * tile.warps:
+            yield tile, rate
 
 
 def _kind(p: ConvProblem) -> str:

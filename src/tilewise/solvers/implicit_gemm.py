@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator
@@ -13,7 +12,7 @@ from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._implicit_gemm import LONGEST, PRODUCTS, Layout, Tile, View, launches, sum_length
 from tilewise.solvers._program_run import compiled, has_triton
-from tilewise.solvers._tiles import PROCESSORS, busy, integer
+from tilewise.solvers._tiles import PROCESSORS, busy, first_that, integer
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
 __all__ = ["ImplicitGemm"]
@@ -182,10 +181,10 @@ def _blocks(p: ConvProblem, c: Config, ceiling: int | None, *, fewer: bool) -> I
         return layout.largest <= MOST_ELEMENTS and (ceiling is None or layout.workspace <= ceiling)
 
     choices = _equal_blocks(p.batch)
-    found = bisect.bisect_left(choices, True, hi=len(choices) - 1, key=fits)  # one image where none fits
-    sized = _sized(p, c, choices[found])
+    images = choices[min(first_that(fits, choices), len(choices) - 1)]  # one where none fits
+    sized = _sized(p, c, images)
     yield sized
-    if fewer and choices[found] > 1:
+    if fewer and images > 1:
         yield from _blocks(p, c, _layout(p, sized).workspace // 4, fewer=False)
 
 

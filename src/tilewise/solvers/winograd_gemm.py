@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator
@@ -13,7 +12,7 @@ from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._implicit_gemm import Tile, View
 from tilewise.solvers._program_run import compiled, has_triton
-from tilewise.solvers._tiles import PROCESSORS, integer
+from tilewise.solvers._tiles import PROCESSORS, first_that, integer
 from tilewise.solvers._winograd_gemm import MOST_TAPS, TilesLayout, launches, refused, wound
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
@@ -178,8 +177,10 @@ def _blocks(p: ConvProblem, c: Config, ceiling: int | None, *, fewer: bool) -> I
 
     Where blocks so small leave multiprocessors idle, on more images of fewer channels.
     """
-    found = [_filling(p, c, parts, ceiling) for parts in _parts(p, c)]
-    best = min(found, key=lambda sized: _waves(_layout(p, sized)))
+    best = _filling(p, c, 1, ceiling)
+    if integer(best, "images", p.batch) < p.batch:
+        found = (_filling(p, c, parts, ceiling) for parts in _parts(p, c))
+        best = min(found, key=lambda sized: _waves(_layout(p, sized)))
     yield best
     if fewer and integer(best, "images", p.batch) > 1:
         yield from _blocks(p, c, _layout(p, best).workspace // 4, fewer=False)
@@ -202,7 +203,7 @@ def _filling(p: ConvProblem, c: Config, parts: int, ceiling: int | None) -> Conf
         return layout.largest <= MOST_ELEMENTS and (ceiling is None or layout.workspace <= ceiling)
 
     choices = _equal_blocks(p.batch)
-    first = bisect.bisect_left(choices, True, hi=len(choices) - 1, key=fits)
+    first = min(first_that(fits, choices), len(choices) - 1)
     if p.pass_ is Pass.WGRAD:
         return _sized(p, c, choices[first], parts)  # what does not fill is split
     near = [_sized(p, c, images, parts) for images in choices[first : first + NEAR]]
