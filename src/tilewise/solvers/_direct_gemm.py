@@ -23,6 +23,7 @@ from tilewise.solvers._implicit_gemm import (
     View,
     at,
     chunks_of,
+    group_views,
     launch,
     look,
     within,
@@ -97,19 +98,8 @@ def _chunks(images: int, elements: int) -> int:
 
 def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
     """Every launch of the pass, group by group. ``out`` is read where the problem accumulates."""
-    p = layout.p
-    found: list[Launch] = []
-    for g in range(p.groups):
-        x_part, y_part = (g * layout.into, layout.into), (g * layout.outof, layout.outof)
-        if p.pass_ is Pass.WGRAD:
-            found += _gradient(layout, a.narrow(1, *x_part), b.narrow(1, *y_part), out.narrow(0, *y_part))
-        else:
-            backwards = p.pass_ is Pass.DGRAD
-            read, written = (y_part, x_part) if backwards else (x_part, y_part)
-            filters = b.narrow(0, *y_part)
-            group = a.narrow(1, *read), filters.swapped() if backwards else filters, out.narrow(1, *written)
-            found += _gather(layout, *group)
-    return found
+    launches_of = _gradient if layout.p.pass_ is Pass.WGRAD else _gather
+    return [each for group in group_views(layout.p, a, b, out) for each in launches_of(layout, *group)]
 
 
 class _Gathered:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADD_BLOCK", "LONGEST", "OUT", "PRODUCTS", "UNIT", "A", "B", "Layout", "Product", "Tile", "View", "at", "chunks_of",
-    "launch", "launches", "look", "sum_length", "within",
+    "group_views", "launch", "launches", "look", "sum_length", "within",
 ]  # fmt: skip
 
 A, B, OUT, WORKSPACE = range(4)
@@ -204,22 +204,26 @@ def chunks_of(images: int, elements: int) -> int:
     return max(1, min(PEAKS // images, elements // 4096))
 
 
+def group_views(p: ConvProblem, a: View, b: View, out: View) -> Iterator[tuple[View, View, View]]:
+    """Operands and result of each group: what is gathered first, then filters or gradients, then the result.
+
+    Filters are turned so that what is gathered is their second dimension.
+    """
+    into, outof = p.in_channels // p.groups, p.out_channels // p.groups
+    for g in range(p.groups):
+        x_part, y_part = (g * into, into), (g * outof, outof)
+        if p.pass_ is Pass.WGRAD:
+            yield a.narrow(1, *x_part), b.narrow(1, *y_part), out.narrow(0, *y_part)
+        elif p.pass_ is Pass.DGRAD:
+            yield a.narrow(1, *y_part), b.narrow(0, *y_part).swapped(), out.narrow(1, *x_part)
+        else:
+            yield a.narrow(1, *x_part), b.narrow(0, *y_part), out.narrow(1, *y_part)
+
+
 def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
     """Every launch of the pass, group by group. ``out`` is read where the problem accumulates."""
-    p = layout.p
-    found: list[Launch] = []
-    for g in range(p.groups):
-        x_part, y_part = (g * layout.into, layout.into), (g * layout.outof, layout.outof)
-        if p.pass_ is Pass.WGRAD:
-            group = a.narrow(1, *x_part), b.narrow(1, *y_part), out.narrow(0, *y_part)
-            found += _gradient(layout, *group)
-        else:
-            gradient = p.pass_ is Pass.DGRAD
-            read, written = (y_part, x_part) if gradient else (x_part, y_part)
-            filters = b.narrow(0, *y_part)
-            group = a.narrow(1, *read), filters.swapped() if gradient else filters, out.narrow(1, *written)
-            found += _gather(layout, *group)
-    return found
+    launches_of = _gradient if layout.p.pass_ is Pass.WGRAD else _gather
+    return [each for group in group_views(layout.p, a, b, out) for each in launches_of(layout, *group)]
 
 
 def _gather(layout: Layout, source: View, filters: View, out: View) -> Iterator[Launch]:

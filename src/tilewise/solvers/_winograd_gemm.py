@@ -24,6 +24,7 @@ from tilewise.solvers._implicit_gemm import (
     View,
     at,
     chunks_of,
+    group_views,
     launch,
     look,
     within,
@@ -145,19 +146,15 @@ class TilesLayout:
 
 def launches(layout: TilesLayout, a: View, b: View, out: View) -> list[Launch]:
     """Every launch of the pass, group by group. ``out`` is read where the problem accumulates."""
-    p = layout.p
-    a, b, out = map(layout.turned, (a, b, out))
     found: list[Launch] = []
-    for g in range(p.groups):
-        x_part, y_part = (g * layout.into, layout.into), (g * layout.outof, layout.outof)
-        if p.pass_ is Pass.WGRAD:
-            found += _gradient(layout, a.narrow(1, *x_part), b.narrow(1, *y_part), out.narrow(0, *y_part))
-        elif p.pass_ is Pass.DGRAD:
+    for source, other, result in group_views(layout.p, *map(layout.turned, (a, b, out))):
+        if layout.p.pass_ is Pass.WGRAD:
+            found += _gradient(layout, source, other, result)
+        elif layout.p.pass_ is Pass.DGRAD:
             # Taps in reverse: a gradient of the image then reads what it needs from left to right.
-            filters = b.narrow(0, *y_part).swapped().reversed(4)
-            found += _gather(layout, a.narrow(1, *y_part), filters, out.narrow(1, *x_part))
+            found += _gather(layout, source, other.reversed(4), result)
         else:
-            found += _gather(layout, a.narrow(1, *x_part), b.narrow(0, *y_part), out.narrow(1, *y_part))
+            found += _gather(layout, source, other, result)
     return found
 
 
