@@ -101,6 +101,8 @@ def test_offers_keep_the_ceiling(pass_: Pass) -> None:
             assert Config.from_key(c.key) == c
             assert SOLVER.cost(p, c).efficiency > 0
         assert ceiling is None or any(workspace <= ceiling for _, workspace in offers)
+    ((c, workspace),) = SOLVER.offers(p, 2**26)
+    assert workspace == SOLVER.workspace(p, c) > 2**26
     known = [c for c, _ in SOLVER.offers(p, 3 * 2**26)]
     assert {c for c, _ in SOLVER.offers(replace(p, batch=64), None, known)} <= set(known)
 

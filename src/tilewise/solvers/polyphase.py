@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -73,8 +74,12 @@ class Polyphase(Solver):
     def offers(
         self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
     ) -> Iterator[tuple[Config, int]]:
-        """As the other solvers offer them, within what phases leave of ``ceiling``."""
-        left = None if ceiling is None else max(0, ceiling - _Phases(p, 0).arena.size)
+        """As the other solvers offer them, within what phases leave of ``ceiling``; one where these alone exceed it."""
+        left = None if ceiling is None else ceiling - _Phases(p, 0).arena.size
+        if left is not None and left < 0:
+            some = self.configs(p) if only is None else only
+            yield from ((c, self.workspace(p, c)) for c in itertools.islice(some, 1))
+            return
         for solver in _able(p):
             theirs = None if only is None else [own(c) for c in only if c["solver"] == solver.name]
             for c, _ in solver.offers(phased(p), left, theirs):
