@@ -14,6 +14,7 @@ from tests.interpreter import interpreted
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import problems, with_memory
 
+from tilewise import solvers
 from tilewise.axis import Axis
 from tilewise.device import device_name
 from tilewise.plan import Config
@@ -37,8 +38,6 @@ def inner(p: ConvProblem) -> Config:
 @pytest.fixture
 def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Solvers of GPUs count as able where kernels are interpreted."""
-    from tilewise import solvers
-
     monkeypatch.setattr(polyphase, "_able", lambda p: (solvers.get("implicit_gemm"),))
 
 
@@ -119,6 +118,20 @@ def test_offers_keep_the_ceiling(pass_: Pass) -> None:
 )  # fmt: skip
 def test_what_it_cannot_do_is_said(change: dict[str, Any], reason: str) -> None:
     assert any(reason in each for each in SOLVER.unsupported(stem(Pass.FPROP, **change)))
+
+
+def test_what_the_other_solver_takes_and_promises_is_its_own() -> None:
+    p = stem(Pass.FPROP)
+    if SOLVER.why_not(p):
+        pytest.skip(SOLVER.why_not(p)[0])
+    hidden = {}
+    for c, _ in SOLVER.offers(p, None):
+        other, theirs = solvers.get(str(c["solver"])), Config(**{k: v for k, v in c.items() if k != "solver"})
+        hidden[c] = SOLVER.hidden_workspace(p, c)
+        assert hidden[c] == other.hidden_workspace(phased(p), theirs)
+        assert SOLVER.is_deterministic(p, c) == other.is_deterministic(phased(p), theirs)
+    assert min(hidden.values()) == 0 < max(hidden.values())
+    assert SOLVER.like(Config(solver="winograd_fused", places=56, parts=2)) == Config(solver="winograd_fused")
 
 
 @pytest.mark.parametrize("values", [{}, {"solver": "none"}, {"solver": "aten"}, {"solver": "polyphase"}])

@@ -45,6 +45,7 @@ class Polyphase(Solver):
     name, version = "polyphase", 1
     devices = frozenset({"cuda"})
     compiles = True
+    amounts = Solver.amounts | {"parts", "places"}
     most_configs = 2
 
     def unsupported(self, p: ConvProblem) -> list[str]:
@@ -89,6 +90,14 @@ class Polyphase(Solver):
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """Phases of image and filter, and what the other solver needs."""
         return _phases(p, c).arena.size
+
+    def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
+        """The other solver's."""
+        return _solver(c).hidden_workspace(phased(p), own(c))
+
+    def is_deterministic(self, p: ConvProblem, c: Config) -> bool:
+        """Whether the other solver's config is."""
+        return _solver(c).is_deterministic(phased(p), own(c))
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The other solver's, and copies to phases or from them."""
