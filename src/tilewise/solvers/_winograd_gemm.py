@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -77,7 +78,7 @@ class TilesLayout:
             raise ValueError(f"no axis of {p.axes} has taps to save")
         self.order = (*(i for i in range(p.dims) if i != index), index)
         self.axes: tuple[Axis, ...] = (*[UNIT] * (3 - p.dims), *(p.axes[i] for i in self.order))
-        self.matrices = transforms(outputs, self.axes[2].kernel)
+        transforms(outputs, self.axes[2].kernel)  # raises where there are none
         self.points = outputs + self.axes[2].kernel - 1
         self.into, self.outof = p.in_channels // p.groups, p.out_channels // p.groups
         gradient, backwards = p.pass_ is Pass.WGRAD, p.pass_ is Pass.DGRAD
@@ -139,6 +140,10 @@ class TilesLayout:
         """First image and number of images of every block."""
         return [(n, min(self.images, self.p.batch - n)) for n in range(0, self.p.batch, self.images)]
 
+    def constants(self, matrix: str) -> dict[str, Any]:
+        """What a kernel is told of the matrix for ``filter``, ``input`` or ``output``."""
+        return _constants(self.m, self.axes[2].kernel, matrix)
+
     def turned(self, tensor: View) -> View:
         """With the axis last along which products are saved."""
         return tensor.reordered([0, 1, *range(2, 5 - self.p.dims), *(5 - self.p.dims + i for i in self.order)])
@@ -161,17 +166,16 @@ def launches(layout: TilesLayout, a: View, b: View, out: View) -> list[Launch]:
 def _gather(layout: TilesLayout, source: View, filters: View, out: View) -> Iterator[Launch]:
     axis = layout.axes[2]
     begin = axis.before - axis.kernel + 1 if layout.p.pass_ is Pass.DGRAD else -axis.before
-    matrices = layout.matrices
     yield look(filters, B, layout.other_peaks, 1)
     for slot, share in zip(layout.other_slots, layout.shares, strict=True):
-        yield _transform(layout, filters.narrow(1, *share), B, matrices.filter, layout.other, slot,
+        yield _transform(layout, filters.narrow(1, *share), B, "filter", layout.other, slot,
                          layout.other_peaks, 1, layout.other_exponents, 0, 0, 1)  # fmt: skip
     for first, count in layout.blocks:
         images = source.narrow(0, first, count)
         yield look(images, A, layout.source_peaks, layout.chunks)  # and then transform what caches may still hold
         for number, share in enumerate(layout.shares):
             block = images.narrow(1, *share)
-            yield _transform(layout, block, A, matrices.input, layout.source, layout.source_slot, layout.source_peaks,
+            yield _transform(layout, block, A, "input", layout.source, layout.source_slot, layout.source_peaks,
                              layout.chunks, layout.source_exponents, first, begin, layout.m)  # fmt: skip
             adds = layout.p.accumulate or number > 0
             for sweeps in itertools.product(*layout.sweeps):
@@ -180,25 +184,28 @@ def _gather(layout: TilesLayout, source: View, filters: View, out: View) -> Iter
 
 
 def _gradient(layout: TilesLayout, source: View, gradients: View, out: View) -> Iterator[Launch]:
-    matrices = layout.matrices
     yield look(source, A, layout.source_peaks, layout.chunks)
     yield look(gradients, B, layout.other_peaks, layout.other_chunks)
     for first, count in layout.blocks:
         block = source.narrow(0, first, count)
-        yield _transform(layout, block, A, matrices.input, layout.source, layout.source_slot, layout.source_peaks,
+        yield _transform(layout, block, A, "input", layout.source, layout.source_slot, layout.source_peaks,
                          layout.chunks, layout.source_exponents, 0, -layout.axes[2].before, layout.m)  # fmt: skip
         block = gradients.narrow(0, first, count)
-        yield _transform(layout, block, B, matrices.output, layout.other, layout.other_slots[0], layout.other_peaks,
+        yield _transform(layout, block, B, "output", layout.other, layout.other_slots[0], layout.other_peaks,
                          layout.other_chunks, layout.other_exponents, 0, 0, layout.m)  # fmt: skip
         yield _gradient_gemm(layout, count, again=first > 0)
     yield _add_points(layout, out)
 
 
-def _flat(matrix: Matrix) -> tuple[float, ...]:
-    return tuple(float(entry) for row in matrix for entry in row)
+@functools.cache
+def _constants(outputs: int, taps: int, name: str) -> dict[str, Any]:
+    """What a kernel is told of one of the matrices."""
+    matrix: Matrix = getattr(transforms(outputs, taps), name)
+    flat = tuple(float(entry) for row in matrix for entry in row)
+    return {"MATRIX": flat, "INPUTS": len(matrix[0]), "SHIFT": shift(matrix)}
 
 
-def _transform(layout: TilesLayout, view: View, source: int, matrix: Matrix, packed: Packed, slot: Slot, peaks: Slot,
+def _transform(layout: TilesLayout, view: View, source: int, matrix: str, packed: Packed, slot: Slot, peaks: Slot,
                chunks: int, exponents: Slot, first: int, begin: int, step: int) -> Launch:  # fmt: skip
     from tilewise.kernels.triton import winograd as kernels
 
@@ -214,7 +221,7 @@ def _transform(layout: TilesLayout, view: View, source: int, matrix: Matrix, pac
         [within(inner, source), at(peaks), at(slot), at(exponents, first)],
         [-1 if head else 0, blocks, known, *inner.sizes[1:], begin, step, tiles.size, depth.pitch, height.pitch, head,
          *inner.strides, packed.channels],
-        MATRIX=_flat(matrix), POINTS=layout.points, INPUTS=len(matrix[0]), SHIFT=shift(matrix),
+        **layout.constants(matrix), POINTS=layout.points,
         PER_IMAGE=per_image, CHUNKS=1 << (known - 1).bit_length(), ALIGNED=inner.aligned, BLOCK_P=PACK_PLACES,
         BLOCK_C=PACK_CHANNELS,
     )  # fmt: skip
@@ -289,6 +296,6 @@ def _add_points(layout: TilesLayout, out: View) -> Launch:
         [at(layout.partials), at(layout.source_exponents), at(layout.other_exponents), within(out, OUT)],
         [layout.splits, layout.columns, layout.source.channels, layout.into, total, layout.axes[1].kernel,
          *out.strides],
-        MATRIX=_flat(layout.matrices.filter), POINTS=layout.points, TAPS=layout.axes[2].kernel,
+        MATRIX=layout.constants("filter")["MATRIX"], POINTS=layout.points, TAPS=layout.axes[2].kernel,
         ACCUMULATE=layout.p.accumulate, BLOCK=ADD_BLOCK,
     )  # fmt: skip
