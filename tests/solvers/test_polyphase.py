@@ -61,6 +61,7 @@ def test_any_layer_and_memory(pass_: Pass, dtype: str, precision: str, data: st.
     check(SOLVER, p, inner(p), forms, False)
 
 
+@pytest.mark.sampled(4)
 @interpreted
 @pytest.mark.usefixtures("_anywhere")
 @pytest.mark.parametrize("pass_", list(Pass))

@@ -30,7 +30,7 @@ RATES = {"one": 0.9, "several": 1.8, "gradient": 0.2}
 EVEN_GRADIENT = 0.6
 """That of a gradient where places are read in runs."""
 MOST_SUMS = 32
-"""Sums of a thread where images do not lie plane by plane: addresses leave no registers for more."""
+"""Sums of a thread where images do not lie plane by plane or results are added to: there are no registers for more."""
 FEW = 16
 """Channels of a group of which several taps are gathered: of more, others pack what they read again and again."""
 
@@ -128,10 +128,11 @@ class DirectGemm(Solver):
 
 def tiles(p: ConvProblem) -> Iterator[tuple[Tile, float]]:
     """Those whose sums registers hold, with their rates."""
-    planes = p.layout(p.operands[0]) == "contiguous"
+    gradient = p.pass_ is Pass.WGRAD
+    free = p.layout(p.operands[0]) == "contiguous" and (gradient or not p.accumulate)
     for tile, rate in TILES[_kind(p)]:
-        across = tile.depth if p.pass_ is Pass.WGRAD else tile.places
-        if planes or across * tile.channels <= MOST_SUMS * 32 * tile.warps:
+        across = tile.depth if gradient else tile.places
+        if free or across * tile.channels <= MOST_SUMS * 32 * tile.warps:
             yield tile, rate
 
 
