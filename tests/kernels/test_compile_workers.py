@@ -29,7 +29,7 @@ PATIENCE_S = 60
 
 
 def run(program: Callable[[], None], cache: Path, **environment: str) -> Any:
-    """What a function of a test's file prints as JSON in a process of its own, where kernels are compiled."""
+    """What a function of this file prints as JSON in a process of its own, where kernels are compiled."""
     with start(program, cache, **environment) as process:
         out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
@@ -42,7 +42,7 @@ def start(program: Callable[[], None], cache: Path, **more: str) -> subprocess.P
     environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "src"), environment.get("PYTHONPATH", "")])
     environment |= {"TRITON_CACHE_DIR": str(cache), workers.VARIABLE: "2", **more}
     name = program.__name__
-    command = [sys.executable, "-c", f"from {program.__module__} import {name}; {name}()"]
+    command = [sys.executable, "-c", f"from tests.kernels.test_compile_workers import {name}; {name}()"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
 
 

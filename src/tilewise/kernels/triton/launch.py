@@ -18,11 +18,6 @@ __all__ = ["Launch", "Pointer", "Program"]
 ALIGNED = 16
 """Bytes; Triton compiles one version for pointers at multiples of this and one for others."""
 
-MOST_KNOWN = 4096
-"""Compiled kernels that are found without asking Triton."""
-_known: dict[Any, tuple[Any, Any]] = {}
-"""By device and :meth:`Launch.kind`; the kernel itself is kept, as its address is in the key."""
-
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
@@ -56,22 +51,6 @@ class Launch:
             *stand_ins, *self.scalars, **self.constants, grid=self.grid, num_warps=self.warps, num_stages=self.stages
         )
 
-    def kind(self, alignment: Sequence[int]) -> tuple[Any, ...]:
-        """The same for launches that compile to the same: types count, as ``1``, ``1.0`` and ``True`` are equal.
-
-        Of a number by whose value no kernel is compiled it counts whether 32 bits hold it.
-        """
-        parameters = self.kernel.params[len(self.pointers) :]
-        scalars = (
-            -(2**31) <= value < 2**31 if parameter.do_not_specialize else value
-            for value, parameter in zip(self.scalars, parameters, strict=False)
-        )
-        values = *self.scalars, *self.constants.values()
-        return (
-            id(self.kernel), self.warps, self.stages, *map(type, values), *scalars, *self.constants.items(),
-            *((p.dtype, math.gcd(alignment[p.source], p.offset, ALIGNED)) for p in self.pointers),
-        )  # fmt: skip
-
     def interpret(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Run in Triton's interpreter, on CPU tensors."""
         views = [_view(tensors[p.source], p) for p in self.pointers]
@@ -101,20 +80,10 @@ class Program:
         self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
         with torch.cuda.device(self._device):
             for launch in launches:
-                compiled = self._compiled(launch, alignment)
+                compiled = launch.compile(alignment)
                 pointers = tuple((p.source, p.offset) for p in launch.pointers)
                 constants = tuple(launch.constants[n] for n in launch.kernel.arg_names if n in launch.constants)
                 self._steps.append((compiled[launch.grid], pointers, (*launch.scalars, *constants)))
-
-    def _compiled(self, launch: Launch, alignment: Sequence[int]) -> Any:
-        """What an equal launch was compiled to before: Triton takes hundreds of microseconds to find the same."""
-        key = self._device, launch.kind(alignment)
-        kept = _known.get(key)
-        if kept is None:
-            if len(_known) >= MOST_KNOWN:
-                _known.clear()
-            kept = _known[key] = launch.kernel, launch.compile(alignment)
-        return kept[1]
 
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Launch over tensors aligned as promised."""
