@@ -59,6 +59,7 @@ class ImplicitGemm(Solver):
     devices = frozenset({"cuda"})
     compiles = True
     accumulates = True
+    most_configs = 4
     error_bound = {"ieee": 5e-6, "tf32": 1e-3}  # noqa: RUF012
 
     def unsupported(self, p: ConvProblem) -> list[str]:

@@ -49,6 +49,7 @@ class WinogradFused(Solver):
     compiles = True
     kin = "Winograd's transforms on matrix units"
     accumulates = True
+    most_configs = 1
     amounts = Solver.amounts | {"parts", "places"}
     error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
 
