@@ -68,8 +68,9 @@ class Arena:
     def add(self, sizes: Sequence[int], dtype: torch.dtype) -> Slot:
         """A slot for a dense tensor of ``sizes``."""
         offset = -(-self.size // ALIGNMENT) * ALIGNMENT
-        self.size = offset + math.prod(sizes) * dtype.itemsize
-        return Slot(tuple(sizes), dtype, offset)
+        slot = Slot(tuple(sizes), dtype, offset)
+        self.size = offset + slot.bytes
+        return slot
 
 
 def dense(sizes: Sequence[int]) -> tuple[int, ...]:

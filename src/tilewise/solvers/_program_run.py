@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilewise.problem import ROLES, ConvProblem
+from tilewise.solvers._buffers import ALIGNMENT
 from tilewise.solvers.base import SolverUnavailable
 
 if TYPE_CHECKING:
@@ -37,13 +39,14 @@ class ProgramRun:
         self._program.at((a, b, out, workspace))
 
 
-def compiled(launches: Sequence[Launch], alignment: Sequence[int], device: torch.device) -> ProgramRun:
-    """The launches as one run; ``alignment`` in bytes of operands, result and workspace.
+def compiled(p: ConvProblem, launches: Sequence[Launch], device: torch.device) -> ProgramRun:
+    """The launches as one run over operands, result and workspace, aligned as the problem's are.
 
     Raises ``SolverUnavailable`` with Triton's reason.
     """
     from tilewise.kernels.triton.launch import Program
 
+    alignment = [*(p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)), ALIGNMENT]
     try:
         return ProgramRun(Program(launches, alignment, device))
     except Exception as error:  # Triton raises errors of many kinds when a kernel does not compile or fit

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tilewise.plan import Config
 
-__all__ = ["PROCESSORS", "busy", "first_that", "integer"]
+__all__ = ["PROCESSORS", "busy", "first_that", "integer", "splits_that_fill"]
 
 T = TypeVar("T")
 
@@ -35,3 +35,9 @@ def first_that(fits: Callable[[T], bool], choices: Sequence[T]) -> int:
     Mostly the first one does, so it is asked about before the others are halved.
     """
     return 0 if fits(choices[0]) else bisect.bisect_left(choices, True, lo=1, key=fits)
+
+
+def splits_that_fill(most: int, places: int, busy_with: Callable[[int], float]) -> int:
+    """In how many sums, from 1 to ``most``, to take one over ``places``: ``busy_with`` so many, that share is busy."""
+    # Partial sums go through memory: at usual rates that takes some 200 / places of the time of a share's products.
+    return max(range(1, most + 1), key=lambda n: (busy_with(n) / (1 + 200 * n / places), -n))

@@ -119,8 +119,7 @@ class Depthwise(Solver):
             return cpu.bind(p, c, a, b, out)
         if not _fits(p, c):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
-        alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
-        return compiled(launches(p, _tile(c), integer(c, "splits", 1), a, b, out), [*alignment, 256], a.device)
+        return compiled(p, launches(p, _tile(c), integer(c, "splits", 1), a, b, out), a.device)
 
 
 def _front(p: ConvProblem, ranked: list[Tile]) -> list[Tile]:

@@ -13,7 +13,7 @@ from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._direct_gemm import EVEN, Layout, Tile, launches
 from tilewise.solvers._implicit_gemm import View
 from tilewise.solvers._program_run import compiled, has_triton
-from tilewise.solvers._tiles import PROCESSORS, busy, integer
+from tilewise.solvers._tiles import PROCESSORS, busy, integer, splits_that_fill
 from tilewise.solvers._winograd_gemm import refused
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
@@ -122,8 +122,7 @@ class DirectGemm(Solver):
         assert out is not None
         if not _fits(p, c):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
-        alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
-        return compiled(launches(_layout(p, c), *map(View.of, (a, b, out))), [*alignment, 256], a.device)
+        return compiled(p, launches(_layout(p, c), *map(View.of, (a, b, out))), a.device)
 
 
 def tiles(p: ConvProblem) -> Iterator[tuple[Tile, float]]:
@@ -155,7 +154,7 @@ def _config(p: ConvProblem, tile: Tile, splits: int) -> Config:
 def _fits(p: ConvProblem, c: Config) -> bool:
     names = {"tile", "warps", "stages", *(["splits"] if p.pass_ is Pass.WGRAD else [])}
     try:
-        return set(c) == names and _layout(p, c).splits <= max(MOST_SPLITS, 1)
+        return set(c) == names and _layout(p, c).splits <= MOST_SPLITS
     except (KeyError, ValueError):
         return False
 
@@ -214,5 +213,4 @@ def _splits(p: ConvProblem, tile: Tile) -> int:
     layout = Layout(p, tile)
     programs = _programs(layout)
     most = max(1, min(MOST_SPLITS, layout.places // (8 * tile.places), 4 * PROCESSORS // programs))
-    # Partial sums go through memory: at usual rates that takes some 200 / places of the time of a share's products.
-    return max(range(1, most + 1), key=lambda n: (busy(n * programs) / (1 + 200 * n / layout.places), -n))
+    return splits_that_fill(most, layout.places, lambda n: busy(n * programs))

@@ -12,7 +12,7 @@ from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._implicit_gemm import LONGEST, PRODUCTS, Layout, Tile, View, launches, sum_length
 from tilewise.solvers._program_run import compiled, has_triton
-from tilewise.solvers._tiles import PROCESSORS, busy, first_that, integer
+from tilewise.solvers._tiles import PROCESSORS, busy, first_that, integer, splits_that_fill
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
 __all__ = ["ImplicitGemm"]
@@ -107,8 +107,7 @@ class ImplicitGemm(Solver):
         assert out is not None
         if not self._fits(p, c):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
-        alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
-        return compiled(launches(_layout(p, c), *map(View.of, (a, b, out))), [*alignment, 256], a.device)
+        return compiled(p, launches(_layout(p, c), *map(View.of, (a, b, out))), a.device)
 
     def _fits(self, p: ConvProblem, c: Config) -> bool:
         try:
@@ -206,8 +205,7 @@ def _splits(p: ConvProblem, tile: Tile, images: int) -> int:
     tiles = -(-p.out_channels // p.groups // tile.channels) * -(-columns // tile.columns)
     pixels = images * math.prod(axis.out for axis in p.axes)
     most = max(1, min(64, pixels // (8 * tile.depth), 4 * PROCESSORS // tiles))
-    # Partial sums go through memory: at usual rates that takes some 200 / pixels of the time of a share's products.
-    return max(range(1, most + 1), key=lambda n: (busy(n * tiles) / (1 + 200 * n / pixels), -n))
+    return splits_that_fill(most, pixels, lambda n: busy(n * tiles))
 
 
 def _filled(layout: Layout) -> float:

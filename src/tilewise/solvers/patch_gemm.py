@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 
 from tilewise.plan import Config
-from tilewise.problem import ROLES, ConvProblem, Pass
+from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._patch_gemm import Tile, counts, launches, sizes
 from tilewise.solvers._program_run import compiled, has_triton
-from tilewise.solvers._tiles import PROCESSORS, busy, integer
+from tilewise.solvers._tiles import PROCESSORS, busy, integer, splits_that_fill
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
 __all__ = ["PatchGemm"]
@@ -108,9 +108,8 @@ class PatchGemm(Solver):
         assert out is not None
         if not _fits(p, c):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
-        alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
         steps = launches(p, _tile(c), integer(c, "splits", 1), a, b, out)
-        return compiled(steps, [*alignment, 256], a.device)
+        return compiled(p, steps, a.device)
 
 
 def _config(p: ConvProblem, tile: Tile, splits: int) -> Config:
@@ -152,5 +151,4 @@ def _splits(p: ConvProblem, tile: Tile) -> int:
     rows, columns, tokens = sizes(p)
     tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
     most = max(1, min(64, tokens // (8 * tile.depth), 4 * PROCESSORS // tiles))
-    # Partial sums go through memory: at usual rates that takes some 200 / tokens of the time of a share's products.
-    return max(range(1, most + 1), key=lambda n: (_filled(p, tile, n) / (1 + 200 * n / tokens), -n))
+    return splits_that_fill(most, tokens, lambda n: _filled(p, tile, n))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import torch
 from tilewise import solvers
 from tilewise.axis import Axis
 from tilewise.plan import Config
-from tilewise.problem import ALIGNMENT, ROLES, ConvProblem
+from tilewise.problem import ALIGNMENT, ConvProblem
 from tilewise.solvers._buffers import Arena, Slot
 from tilewise.solvers._implicit_gemm import View, at, launch, within
 from tilewise.solvers._inner import named, own
@@ -113,25 +113,23 @@ class Polyphase(Solver):
             phases = _phases(p, c)
         except (KeyError, ValueError) as error:
             raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
-        given = dict(zip((*p.operands, p.result), (a, b, out), strict=True))
+        given = a, b, out
+        copies = [phases.copies(list(map(View.of, given)), result=back) for back in (False, True)]
         space = torch.empty(phases.last.offset, dtype=torch.uint8, device=a.device)
-        first, second, result = phases.operands(given, space)
+        first, second, result = phases.tensors(given, space)
         inner = _solver(c).bind(phased(p), own(c), first, second, result)
-        alignment = [*(p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)), ALIGNMENT]
-        split = compiled(phases.launches(given, p.operands), alignment, a.device)
-        join = compiled(phases.launches(given, [p.result]), alignment, a.device)
-        return _Run(p, phases, inner, split, join)
+        split, join = (compiled(p, launches, a.device) for launches in copies)
+        return _Run(phases, inner, split, join if copies[1] else None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Phases of the operands, the other solver, and the result from its phases."""
+    """Phases of the operands, the other solver, and the result from its phases where it has some."""
 
-    p: ConvProblem
     phases: _Phases
     inner: Run
     split: ProgramRun
-    join: ProgramRun
+    join: ProgramRun | None
 
     def __call__(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
@@ -139,10 +137,9 @@ class _Run:
         assert out is not None
         assert workspace is not None
         self.split(a, b, out, workspace)
-        given = dict(zip((*self.p.operands, self.p.result), (a, b, out), strict=True))
-        first, second, result = self.phases.operands(given, workspace)
+        first, second, result = self.phases.tensors((a, b, out), workspace)
         self.inner(first, second, result, self.phases.rest(workspace))
-        if self.p.result != "y":
+        if self.join is not None:
             self.join(a, b, out, workspace)
         return out
 
@@ -151,48 +148,43 @@ class _Phases:
     """Dense phases of ``x`` and ``w`` in the workspace, and behind them the other solver's own."""
 
     def __init__(self, p: ConvProblem, own: int) -> None:
-        self.p, self.inner, self.arena, self.own = p, phased(p), Arena(), own
-        self.shapes = {role: self.inner.shape(role) for role in "xw"}
-        self.slots: dict[str, Slot] = {
-            role: self.arena.add([math.prod(shape)], p.torch_dtype(role)) for role, shape in self.shapes.items()
-        }
+        self.p, self.arena, self.own = p, Arena(), own
+        self.roles = (*p.operands, p.result)
+        slots = {role: self.arena.add(phased(p).shape(role), p.torch_dtype(role)) for role in "xw"}
+        self.slots: list[Slot | None] = [slots.get(role) for role in self.roles]
+        """Of operands and result; none of ``y``, which stays where it is."""
         self.last = self.arena.add([own], torch.uint8)
 
-    def operands(self, given: dict[str, torch.Tensor], workspace: torch.Tensor) -> list[torch.Tensor]:
-        """What the other solver computes with: ``y`` as it is given."""
-        roles = (*self.p.operands, self.p.result)
-        return [given["y"] if r == "y" else self.slots[r].of(workspace).view(self.shapes[r]) for r in roles]
+    def tensors(self, given: Sequence[torch.Tensor], workspace: torch.Tensor) -> list[torch.Tensor]:
+        """What the other solver computes with."""
+        return [t if slot is None else slot.of(workspace) for t, slot in zip(given, self.slots, strict=True)]
 
     def rest(self, workspace: torch.Tensor) -> torch.Tensor | None:
         """The other solver's workspace."""
         return self.last.of(workspace) if self.own else None
 
-    def launches(self, given: dict[str, torch.Tensor], roles: Iterable[str]) -> list[Launch]:
-        """The copies of those tensors, to phases or, of the result, from them."""
+    def copies(self, views: Sequence[View], *, result: bool) -> list[Launch]:
+        """Of the operands to phases, or of the ``result`` from them."""
+        numbers = [2] if result else [0, 1]
+        found = ((number, self.slots[number]) for number in numbers)
+        return [self._copy(number, slot, views[number], back=result) for number, slot in found if slot is not None]
+
+    def _copy(self, number: int, slot: Slot, view: View, *, back: bool) -> Launch:
         from tilewise.kernels.triton import phases as kernels
 
-        found = []
-        for number, role in enumerate((*self.p.operands, self.p.result)):
-            if role not in roles or role == "y":
-                continue
-            view, slot = View.of(given[role]), self.slots[role]
-            missing = 3 - self.p.dims
-            before = [0] * missing + [axis.before if role == "x" and axis.stride > 1 else 0 for axis in self.p.axes]
-            sizes = [1] * missing + list(self.shapes[role][2:])
-            strides = [1] * missing + [axis.stride for axis in self.p.axes]
-            d, h, w = strides
-            images, channels = view.sizes[:2]
-            scalars = [channels, *view.sizes[2:], *before, *sizes, *view.strides]
-            places = {"S_D": d, "S_H": h, "S_W": w, "BLOCK": BLOCK}
-            if role == self.p.result:
-                grid = [images * channels, -(-math.prod(view.sizes[2:]) // BLOCK)]
-                pointers = [at(slot), within(view, number)]
-                found.append(launch(kernels.join_phases, grid, pointers, scalars, **places))
-            else:
-                grid = [images * channels * d * h, -(-math.prod(sizes) * w // BLOCK)]
-                pointers = [within(view, number), at(slot)]
-                found.append(launch(kernels.split_phases, grid, pointers, scalars, **places))
-        return found
+        image = self.roles[number] == "x"
+        missing = [1] * (3 - self.p.dims)
+        before = [axis.before if image and axis.stride > 1 else 0 for axis in self.p.axes]
+        sizes = [*missing, *slot.sizes[2:]]
+        d, h, w = [*missing, *(axis.stride for axis in self.p.axes)]
+        images, channels = view.sizes[:2]
+        scalars = [channels, *view.sizes[2:], *[0] * len(missing), *before, *sizes, *view.strides]
+        places = {"S_D": d, "S_H": h, "S_W": w, "BLOCK": BLOCK}
+        if back:
+            grid = [images * channels, -(-math.prod(view.sizes[2:]) // BLOCK)]
+            return launch(kernels.join_phases, grid, [at(slot), within(view, number)], scalars, **places)
+        grid = [images * channels * d * h, -(-math.prod(sizes) * w // BLOCK)]
+        return launch(kernels.split_phases, grid, [within(view, number), at(slot)], scalars, **places)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -213,16 +205,20 @@ def phased(p: ConvProblem) -> ConvProblem:
     )  # fmt: skip
 
 
+def _is_other(solver: Solver) -> bool:
+    """Whether it is another one of our own kernels for a GPU."""
+    return solver.compiles and solver.name != Polyphase.name
+
+
 @functools.lru_cache(maxsize=1024)
 def _able(p: ConvProblem) -> tuple[Solver, ...]:
-    """Our own kernels that can compute it without strides."""
-    found = (s for s in solvers.all_solvers() if s.compiles and s.name != Polyphase.name)
-    return tuple(s for s in found if not s.why_not(phased(p)))
+    """Those that can compute it without strides."""
+    return tuple(s for s in solvers.all_solvers() if _is_other(s) and not s.why_not(phased(p)))
 
 
 def _solver(c: Config) -> Solver:
     found = solvers.get(str(c["solver"]))
-    if not found.compiles or found.name == Polyphase.name:
+    if not _is_other(found):
         raise ValueError(f"solver={found.name!r}: one of our own kernels for a GPU would do")
     return found
 

@@ -12,7 +12,7 @@ from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._implicit_gemm import Tile, View
 from tilewise.solvers._program_run import compiled, has_triton
-from tilewise.solvers._tiles import PROCESSORS, first_that, integer
+from tilewise.solvers._tiles import PROCESSORS, first_that, integer, splits_that_fill
 from tilewise.solvers._winograd_gemm import MOST_TAPS, TilesLayout, launches, refused, wound
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
@@ -116,8 +116,7 @@ class WinogradGemm(Solver):
         assert out is not None
         if not _fits(p, c):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
-        alignment = [p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)]
-        return compiled(launches(_layout(p, c), *map(View.of, (a, b, out))), [*alignment, 256], a.device)
+        return compiled(p, launches(_layout(p, c), *map(View.of, (a, b, out))), a.device)
 
 
 def _fits(p: ConvProblem, c: Config) -> bool:
@@ -250,8 +249,7 @@ def _splits(p: ConvProblem, c: Config, images: int) -> int:
     places = images * math.prod(sweeps[0].count for sweeps in layout.sweeps) * layout.tiles
     programs = _programs(layout)
     most = max(1, min(16, places // (8 * layout.tile.depth), 4 * PROCESSORS * at_once(layout.tile) // programs))
-    # Partial sums go through memory: at usual rates that takes some 200 / places of the time of a share's products.
-    return max(range(1, most + 1), key=lambda n: (_busy(n * programs, layout.tile) / (1 + 200 * n / places), -n))
+    return splits_that_fill(most, places, lambda n: _busy(n * programs, layout.tile))
 
 
 def at_once(tile: Tile) -> int:
