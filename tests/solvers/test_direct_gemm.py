@@ -78,6 +78,29 @@ def _told(p: ConvProblem, layout: str) -> Any:
     return sweeps, *(View.of(torch.empty(p.shape(r)).to(memory_format=memory)) for r in roles), roles
 
 
+def test_runs_begin_where_memory_is_aligned() -> None:
+    """Lines of 32 places that lie 33 apart, though channels and images are multiples of sixteen apart."""
+    from tilewise.solvers._implicit_gemm import View
+
+    p = ConvProblem(Pass.FPROP, 3, 18, 21, (Axis(2, 1), Axis(32, 1)))
+    sweeps, dense, out, roles = _told(p, "contiguous")
+    memory = torch.empty(3 * 18 * 16 * 33, device="meta")
+    apart = View.of(memory.as_strided(p.shape("x"), (18 * 16 * 33, 16 * 33, 33, 1)))
+    runs = [_direct_gemm._Gathered(p, sweeps, view, out, roles).access["RUN"] for view in (dense, apart)]
+    assert runs == [4, 1]
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_memory_too_far_apart_is_refused(pass_: Pass) -> None:
+    p = pointwise(pass_, 2)
+    c, *_ = SOLVER.configs(p)
+    sizes = p.shape(p.operands[0])
+    a = torch.empty(1, device="meta").as_strided(sizes, (2**35, 2**26, 2**14, 2))
+    b, out = (torch.empty(p.shape(role), device="meta") for role in (p.operands[1], p.result))
+    with pytest.raises(SolverUnavailable, match="too large to count in 32 bits"):
+        SOLVER.bind(p, c, a, b, out)
+
+
 @pytest.mark.sampled(1)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))

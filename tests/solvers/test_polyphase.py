@@ -142,6 +142,15 @@ def test_a_config_of_something_else_is_refused(values: dict[str, Any]) -> None:
         SOLVER.bind(stem(Pass.FPROP, 2), Config(**values), empty, empty, empty)
 
 
+@interpreted
+def test_memory_too_far_apart_is_refused() -> None:
+    p = stem(Pass.FPROP, 2, device="cpu")
+    a = torch.empty(1, device="meta").as_strided(p.shape("x"), (2**35, 2**33, 2**25, 2))
+    b, out = (torch.empty(p.shape(role), device="meta") for role in "wy")
+    with pytest.raises(SolverUnavailable, match="too large to count in 32 bits"):
+        SOLVER.bind(p, inner(p), a, b, out)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "layout", "limit"),

@@ -23,6 +23,7 @@ from tilewise.solvers._implicit_gemm import (
     View,
     at,
     chunks_of,
+    counted,
     group_views,
     launch,
     look,
@@ -97,8 +98,14 @@ def _chunks(images: int, elements: int) -> int:
 
 
 def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
-    """Every launch of the pass, group by group. ``out`` is read where the problem accumulates."""
-    launches_of = _gradient if layout.p.pass_ is Pass.WGRAD else _gather
+    """Every launch of the pass, group by group. ``out`` is read where the problem accumulates.
+
+    Raises ``SolverUnavailable`` where an image or a filter lies too far apart.
+    """
+    gradient = layout.p.pass_ is Pass.WGRAD
+    for view in (a.narrow(0, 0, 1), out if gradient else b):
+        counted(view)
+    launches_of = _gradient if gradient else _gather
     return [each for group in group_views(layout.p, a, b, out) for each in launches_of(layout, *group)]
 
 
@@ -184,8 +191,8 @@ def _merged(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _run(p: ConvProblem, role: str, count: int, strides: Sequence[int]) -> int:
-    """Places that follow each other in memory, from aligned ones on."""
-    if strides[4] != 1 or math.gcd(EVEN, count, strides[0], strides[1]) < EVEN:
+    """Places that follow each other in memory, from aligned ones on: wherever a run may start is one."""
+    if strides[4] != 1 or math.gcd(EVEN, count, *strides[:4]) < EVEN:
         return 1
     return math.gcd(RUN, p.alignment[ROLES.index(role)] // 4)
 

@@ -14,13 +14,14 @@ from tilewise.axis import Axis
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers._buffers import Arena, Slot
 from tilewise.solvers._sweeps import Packed, Sweep, backward, extent, forward
+from tilewise.solvers.base import SolverUnavailable
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
 
 __all__ = [
     "ADD_BLOCK", "LONGEST", "OUT", "PRODUCTS", "UNIT", "A", "B", "Layout", "Product", "Tile", "View", "at", "chunks_of",
-    "group_views", "launch", "launches", "look", "sum_length", "within",
+    "counted", "group_views", "launch", "launches", "look", "sum_length", "within",
 ]  # fmt: skip
 
 A, B, OUT, WORKSPACE = range(4)
@@ -202,6 +203,13 @@ def sum_length(p: ConvProblem) -> int:
 def chunks_of(images: int, elements: int) -> int:
     """Programs that look for the largest of an image's ``elements``, where there are so many ``images`` at a time."""
     return max(1, min(PEAKS // images, elements // 4096))
+
+
+def counted(view: View) -> View:
+    """``view``, whose elements kernels count in 32 bits. Raises ``SolverUnavailable`` where they lie too far apart."""
+    if view.span >= 2**31:
+        raise SolverUnavailable(f"strides {view.strides} of sizes {view.sizes} are too large to count in 32 bits")
+    return view
 
 
 def group_views(p: ConvProblem, a: View, b: View, out: View) -> Iterator[tuple[View, View, View]]:

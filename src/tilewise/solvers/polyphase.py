@@ -16,7 +16,7 @@ from tilewise.axis import Axis
 from tilewise.plan import Config
 from tilewise.problem import ALIGNMENT, ConvProblem
 from tilewise.solvers._buffers import Arena, Slot
-from tilewise.solvers._implicit_gemm import View, at, launch, within
+from tilewise.solvers._implicit_gemm import View, at, counted, launch, within
 from tilewise.solvers._inner import named, own
 from tilewise.solvers._program_run import ProgramRun, compiled, has_triton
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
@@ -172,6 +172,7 @@ class _Phases:
     def _copy(self, number: int, slot: Slot, view: View, *, back: bool) -> Launch:
         from tilewise.kernels.triton import phases as kernels
 
+        counted(view.narrow(0, 0, 1).narrow(1, 0, 1))
         image = self.roles[number] == "x"
         missing = [1] * (3 - self.p.dims)
         before = [axis.before if image and axis.stride > 1 else 0 for axis in self.p.axes]
