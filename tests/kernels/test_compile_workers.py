@@ -145,6 +145,37 @@ def test_a_worker_fills_the_cache_that_is_looked_for(driver: str, tmp_path: Path
     assert not last
 
 
+def refused() -> None:
+    """Only loaded kernels are asked for: of Triton, then of CUDA C++."""
+    from tilewise.kernels.cuda import launch as cuda
+    from tilewise.kernels.loaded import NotLoaded, loaded_only
+
+    hits, found = watched(), []
+    launches = [peak_launch(256), peak_launch(128)]
+    launches[1].compile((256, 256))
+    for launch in (*launches, *launches):
+        try:
+            with loaded_only():
+                launch.compile((256, 256))
+            found.append("loaded")
+        except NotLoaded as error:
+            found.append(str(error))
+            launch.compile((256, 256))
+    try:
+        with loaded_only():
+            cuda.kernel("no such source", "no_such_kernel", 0)
+    except NotLoaded as error:
+        found.append(str(error))
+    json.dump({"hits": len(hits), "found": found}, sys.stdout)
+
+
+@pytest.mark.parametrize("driver", ["stand-in", pytest.param("own", marks=pytest.mark.gpu)])
+def test_what_is_not_loaded_is_refused_where_that_is_asked_for(driver: str, tmp_path: Path) -> None:
+    """Two kernels are compiled once each, and neither while only loaded ones were asked for."""
+    found = ["peak", "loaded", "loaded", "loaded", "no_such_kernel"]
+    assert run(refused, tmp_path, DRIVER=driver) == {"hits": 2, "found": found}
+
+
 def troubled() -> None:
     """Workers that fail, are killed and are stopped: kernels come out right all the same."""
     hits, found = watched(), {}

@@ -1,4 +1,4 @@
-"""What is compiled before anything is measured, without a GPU: nothing here is compiled."""
+"""What is compiled beside a candidate that has to be, without a GPU: nothing here is compiled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from tilewise import execute
 from tilewise.axis import Axis
+from tilewise.kernels.loaded import NotLoaded, only_loaded, refuse
 from tilewise.kernels.triton import workers
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.options import Options
@@ -39,14 +40,24 @@ def trial(rigor: str = "measure", **more: Any) -> Trial:
     return found
 
 
+def try_first(found: Trial, listed: list[tuple[float, int, Any, Config, int]]) -> Measurement:
+    """Measure the first of ``listed`` as :meth:`Trial.run` does."""
+    estimate, _, first, config, needed = listed[0]
+    found._waiting = listed[:0:-1]
+    assert not found._pruned(first, config, estimate, needed)
+    found._try(first, config, estimate, needed)
+    return found.found[-1]
+
+
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """Candidates that are bound ahead, each where a pool serves the thread."""
     found: list[tuple[str, object]] = []
 
     def bind(plan: Plan, *rest: Any) -> None:
-        assert isinstance(workers._served.pool, workers.Pool)
-        found.append((plan.solver, plan.config["n"]))
+        refuse("it")
+        if isinstance(getattr(workers._served, "pool", None), workers.Pool):
+            found.append((plan.solver, plan.config["n"]))
         raise RuntimeError("does not compile")
 
     monkeypatch.setattr(execute, "bind", bind)
@@ -65,19 +76,19 @@ def test_what_will_be_measured_is_bound(bound: list[tuple[str, object]]) -> None
         (own, 0.1), (own, 0.2), (ready, 0.2), (own, 0.3), (other, 0.4), (other, 0.5), (other, 0.6),
         (other, PRUNE * BEST_MS * 1.01), (full, 1.5), (full, 1.6),
     )  # fmt: skip
-    trial(prior_ms=prior, known=known)._compile_ahead(listed)
+    assert "does not compile" in try_first(trial(prior_ms=prior, known=known), listed).reason
     assert sorted(bound) == [("other", 6), ("own", 0), ("own", 1)]
 
 
 def test_patience_measures_all_and_so_compiles_all(bound: list[tuple[str, object]]) -> None:
     own = solver("own", most=1)
-    trial("patient")._compile_ahead(waiting((own, 0.1), (own, 0.2), (own, 9.0)))
+    try_first(trial("patient"), waiting((own, 0.1), (own, 0.2), (own, 9.0)))
     assert sorted(bound) == [("own", 0), ("own", 1), ("own", 2)]
 
 
 @pytest.mark.parametrize("rigor", ["estimate", "wisdom_only"])
 def test_what_is_not_measured_is_not_compiled(rigor: str, bound: list[tuple[str, object]]) -> None:
-    trial(rigor)._compile_ahead(waiting((solver("own"), 0.1), (solver("own"), 0.1)))
+    try_first(trial(rigor), waiting((solver("own"), 0.1), (solver("own"), 0.1)))
     assert not bound
 
 
@@ -85,13 +96,15 @@ def test_an_interruption_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> No
     taken: list[workers.Pool] = []
 
     def bind(*rest: Any) -> None:
+        refuse("it")
         taken.append(workers._served.pool)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(execute, "bind", bind)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     with pytest.raises(KeyboardInterrupt):
-        trial()._compile_ahead(waiting((solver("own"), 0.1), (solver("own"), 0.1)))
+        try_first(trial(), waiting((solver("own"), 0.1), (solver("own"), 0.1)))
+    assert taken
     assert all(pool.stopped for pool in taken)
     with workers.opened(2) as pool:
         assert not pool.stopped
@@ -99,10 +112,10 @@ def test_an_interruption_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_was_bound_ahead_is_measured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, so that what is bound in vain is bound again where its reason is kept."""
-    found = trial()
     own, calls = solver("own"), []
 
     def bind(plan: Plan, *rest: Any) -> Any:
+        refuse("it")
         calls.append(plan.config["n"])
         if len(calls) > 2:
             raise RuntimeError("bound again")
@@ -110,7 +123,37 @@ def test_what_was_bound_ahead_is_measured_as_it_is(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(execute, "bind", bind)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    found._compile_ahead(waiting((own, 0.1), (own, 0.2)))
+    found = trial()
+    assert "bound again" not in try_first(found, waiting((own, 0.1), (own, 0.2))).reason
     assert sorted(calls) == [0, 1]
-    assert "bound again" not in found.measure(own, Config(n=0)).reason
-    assert "bound again" in found.measure(own, Config(n=0)).reason
+    assert "bound again" not in found.measure(own, Config(n=1)).reason
+    assert "bound again" in found.measure(own, Config(n=1)).reason
+
+
+def test_what_is_loaded_is_bound_when_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, calls = solver("own"), []
+
+    def bind(plan: Plan, *rest: Any) -> Any:
+        calls.append((plan.config["n"], only_loaded()))
+        return SimpleNamespace(workspace=0)
+
+    monkeypatch.setattr(execute, "bind", bind)
+    try_first(trial(), waiting((own, 0.1), (own, 0.2)))
+    assert calls == [(0, True)]
+    assert not only_loaded()
+
+
+def test_the_last_is_compiled_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is beside it, so no worker is asked."""
+    calls: list[bool] = []
+
+    def bind(plan: Plan, *rest: Any) -> Any:
+        calls.append(only_loaded())
+        if only_loaded():
+            raise NotLoaded("it")
+        return SimpleNamespace(workspace=0)
+
+    monkeypatch.setattr(execute, "bind", bind)
+    monkeypatch.setattr(workers, "opened", None)
+    try_first(trial(), waiting((solver("own"), 0.1), (solver("own", compiles=False), 0.2)))
+    assert calls == [True, False]

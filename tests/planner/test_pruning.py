@@ -13,7 +13,7 @@ from tests.planner.simulated import Clock, Simulated, reasons, search, simulated
 from tilewise.plan import Config
 from tilewise.planner.rates import LOST, Rates
 from tilewise.planner.store import Store
-from tilewise.planner.trial import FAR, FEW, WORTH_MS
+from tilewise.planner.trial import FAR, FEW, LOSES, WORTH_MS
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import Prepare, Run, Solver, SolverUnavailable
 
@@ -93,6 +93,19 @@ def test_only_the_best_configs_of_a_solver_are_run_unless_patient(clock: Clock) 
         lost = [m.config["i"] for m in found.log if m.reason.startswith("not measured: 3 of this solver")]
         assert lost == [3, 4]
         assert search(toys.small(), store, rigor="patient", batch_sizes="undivided").best().config == Config(i=4)
+
+
+def test_a_candidate_that_lost_twice_is_not_repeated(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSES, "cpu", 1.2)
+    rising = {"best": 0.1, "near": 0.115, "behind": 0.125}
+    each = [simulated(clock, name, lambda p, c, ms=ms: ms) for name, ms in rising.items()]  # type: ignore[misc]
+    with world(clock, *each):
+        trial = search(toys.small(), batch_sizes="undivided")
+        trial.survey()
+        found = {m.solver: m.time_ms for m in trial.log if m.solver in rising}
+    batch = toys.small().batch
+    assert found == {name: pytest.approx(ms) for name, ms in rising.items()}
+    assert {name: clock.runs[name, batch] for name in rising} == {"best": 4, "near": 4, "behind": 2}
 
 
 @pytest.mark.parametrize("limit", [None, 2**20])

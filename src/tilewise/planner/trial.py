@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewise import execute, solvers
+from tilewise.kernels.loaded import NotLoaded, loaded_only
 from tilewise.kernels.triton.ahead import side_by_side
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.estimate import Profile, estimate_ms
@@ -41,12 +42,16 @@ WORTH_MS = 0.5
 """Where the best takes less, a candidate that is hundreds of times slower is over before such a run would be."""
 GIVE_UP = 1.5
 """After one run this many times slower than the best a candidate is not repeated."""
+LOSES = {"cuda": 1.2, "cpu": GIVE_UP}
+"""Nor after two runs that were both so many times slower: what disturbs a run seldom meets two."""
 SHORT_MS = {"cuda": 1.0, "cpu": 0.0}
 """Unless it is as short as this: the host may have been kept from a launch, and that repeating takes no time."""
 
 UNKNOWN = "not measured, and wisdom knows nothing of it"
 
 Known = dict[Key, Measurement]
+Offer = tuple[float, int, Solver, Config, int]
+"""Estimate, rank among its solver's, solver, config and workspace."""
 
 
 def leaf_plan(problem: ConvProblem, m: Measurement) -> Plan:
@@ -119,12 +124,16 @@ class Trial:
     """What candidates took whose first run was their last."""
     _ahead: dict[tuple[str, Config], execute.Bound] = field(default_factory=dict)
     """What was bound to be compiled and waits to be measured."""
+    _waiting: list[Offer] = field(default_factory=list)
+    """What is still to be tried, the next one last."""
+    _tried: dict[str, int] = field(default_factory=dict)
+    """How many candidates of each solver were measured."""
     _kin: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """Estimates and workspaces of the candidates whose solvers have kin, by its name."""
 
     def run(self) -> list[Measurement]:
         """Every leaf solver's candidates, tried in the order of their estimates."""
-        waiting: list[tuple[float, int, Solver, Config, int]] = []
+        waiting: list[Offer] = []
         for solver in solvers.all_solvers():
             if isinstance(solver, Split) or (solver.baseline and self.is_root):
                 continue  # the root's baseline is measured by the search, outside the limit
@@ -144,10 +153,10 @@ class Trial:
         for estimate, _, solver, _, needed in waiting:
             if solver.kin:
                 self._kin.setdefault(solver.kin, []).append((estimate, needed))
-        self._compile_ahead(waiting)
-        tried: dict[str, int] = {}
-        for estimate, _, solver, config, needed in waiting:
-            if not self._pruned(solver, config, estimate, needed, tried):
+        self._waiting, self._tried = waiting[::-1], {}
+        while self._waiting:
+            estimate, _, solver, config, needed = self._waiting.pop()
+            if not self._pruned(solver, config, estimate, needed):
                 self._try(solver, config, estimate, needed)
         return self.found
 
@@ -156,29 +165,37 @@ class Trial:
         known = {key: m.time_ms for key, m in self.known.items() if m.time_ms is not None and not m.reason}
         return {**self._too_slow, **known}
 
-    def _compile_ahead(self, waiting: Sequence[tuple[float, int, Solver, Config, int]]) -> None:
-        """Bind side by side what will be measured and has to be compiled, which takes a second or more each.
+    def _bound(self, plan: Plan) -> execute.Bound:
+        """``plan`` bound. Where that has to compile for a GPU, what will be measured later is compiled beside it.
 
-        What fails here fails again when it is measured, and is lost there with its reason.
+        What fails beside it fails again when it is measured, and is lost there with its reason.
         """
-        wanted = self._to_compile(waiting)
-        if len(wanted) < 2:
+        a, b, out = self.tensors
+        key = plan.solver, plan.config
+        if key not in self._ahead and self._waiting and self.problem.device_type == "cuda":
+            try:
+                with loaded_only():
+                    return execute.bind(plan, self.problem, a, b, out)
+            except NotLoaded:
+                self._bind_side_by_side([plan, *self._to_compile()])
+        return self._ahead.pop(key, None) or execute.bind(plan, self.problem, a, b, out)
+
+    def _bind_side_by_side(self, plans: Sequence[Plan]) -> None:
+        if len(plans) < 2:
             return
         a, b, out = self.tensors
 
         def bind(plan: Plan) -> None:
             self._ahead[plan.solver, plan.config] = execute.bind(plan, self.problem, a, b, out)
 
-        side_by_side([functools.partial(bind, plan) for plan in wanted], a.device)
+        side_by_side([functools.partial(bind, plan) for plan in plans], a.device)
 
-    def _to_compile(self, waiting: Sequence[tuple[float, int, Solver, Config, int]]) -> list[Plan]:
-        """Those that will be measured as far as can be told before anything is, and whose kernels are a GPU's."""
+    def _to_compile(self) -> list[Plan]:
+        """Those that will be measured as far as can be told now, and whose kernels may have to be compiled."""
         wanted: list[Plan] = []
-        if self.problem.device_type != "cuda" or self.options.rigor in ("estimate", "wisdom_only"):
-            return wanted
         patient = self.options.rigor == "patient"
-        tried: dict[str, int] = {}
-        for estimate, _, solver, config, needed in waiting:
+        tried = dict(self._tried)
+        for estimate, _, solver, config, needed in reversed(self._waiting):
             if not solver.compiles:
                 continue
             known = (solver.name, solver.version, config) in self.known
@@ -196,7 +213,7 @@ class Trial:
             return ["torch's benchmark mode tries workspaces of any size, so as a part it cannot be held to a limit"]
         return []
 
-    def _offers(self, solver: Solver) -> list[tuple[float, int, Solver, Config, int]]:
+    def _offers(self, solver: Solver) -> list[Offer]:
         listed = []
         lost, limit = len(self.found), self.options.workspace
         only = None if self.only is None else [c for name, c in self.only if name == solver.name]
@@ -239,9 +256,10 @@ class Trial:
                 found[m.solver, solver.like(m.config)] = m.time_ms / max(estimate, 1e-9)
         return found
 
-    def _pruned(self, solver: Solver, config: Config, estimate: float, needed: int, tried: dict[str, int]) -> bool:
+    def _pruned(self, solver: Solver, config: Config, estimate: float, needed: int) -> bool:
         if self.options.rigor == "patient":
             return False
+        tried = self._tried
         if (solver.name, solver.version, config) in self.known:
             tried[solver.name] = tried.get(solver.name, 0) + 1  # else each search would measure as many again
             return False
@@ -326,8 +344,7 @@ class Trial:
         """As :meth:`measure`, of any plan for the problem; the measurement has the plan's own config."""
         a, b, out = self.tensors
         try:
-            ahead = self._ahead.pop((plan.solver, plan.config), None)
-            bound = ahead or execute.bind(plan, self.problem, a, b, out)
+            bound = self._bound(plan)
             if self.options.workspace is not None and bound.workspace > self.options.workspace:
                 raise OverLimit(bound.workspace, self.options.workspace)
             solver = solvers.get(plan.solver)
@@ -348,6 +365,8 @@ class Trial:
                     workspace = self.peak(call, bound.workspace, new)
                 for _ in range(_repeats(first_ms)):
                     timed()
+                    if min(took.device_ms for took in times) > LOSES[self.timer.device.type] * best_ms:
+                        break
             took = _usual(times[1:] or times)
             time_ms = (took.replayed() if self.options.cuda_graphs else took).weighed_ms
             return Measurement(plan.solver, plan.version, plan.config, time_ms, workspace)

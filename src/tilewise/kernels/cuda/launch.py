@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.kernels.cuda import cubins
+from tilewise.kernels.loaded import refuse
 
 __all__ = [
     "Bound",
@@ -261,4 +262,5 @@ def has_clusters() -> bool:
 @functools.lru_cache(maxsize=1024)
 def kernel(source: str, name: str, device: int) -> Kernel:
     """The kernel ``name`` of ``source`` for a device, compiled on first use. Raises as :func:`compile_cubin`."""
+    refuse(name)
     return Kernel(source, name, device)

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from tilewise.kernels.loaded import only_loaded, refuse
 from tilewise.kernels.triton.jobs import PACKAGE, describe, read_compiler
 
 __all__ = ["VARIABLE", "CompileFailed", "Pool", "close", "opened", "reroute"]
@@ -70,8 +71,11 @@ def opened(jobs: int) -> Iterator[Pool]:
 
 
 def reroute(kernel: Any) -> None:
-    """Have Triton compile ``kernel`` for the current device by way of the pool that serves this thread, if one does."""
-    if getattr(_served, "pool", None) is None:
+    """Have Triton compile ``kernel`` for the current device by way of the pool that serves this thread, if one does.
+
+    Where only loaded kernels are asked for, it is not compiled but refused.
+    """
+    if getattr(_served, "pool", None) is None and not only_loaded():
         return
     try:
         from triton.runtime import driver
@@ -92,6 +96,7 @@ class _Rerouted:
         self._original = original
 
     def __call__(self, source: Any, *rest: Any, **options: Any) -> Any:
+        refuse(getattr(source, "name", "a kernel"))
         pool: Pool | None = getattr(_served, "pool", None)
         filled = None
         if pool is not None and not rest and options.keys() == {"target", "options"}:
