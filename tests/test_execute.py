@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -15,10 +16,18 @@ from tests import toys
 
 from tilewise import execute
 from tilewise.axis import Axis
-from tilewise.execute import PlanMismatch, bind
+from tilewise.execute import PlanMismatch, adds_bias, bind
 from tilewise.plan import Config, Plan
 from tilewise.planner.measure import peak_bytes
 from tilewise.problem import ConvProblem, Pass, dense_strides
+
+
+class BiasedByAddress(toys.Addressed):
+    """Adds a bias over addresses."""
+
+    name = "biased_by_address"
+    adds_bias = True
+
 
 LEAVES = (
     toys.toy(name="writer"),
@@ -27,6 +36,9 @@ LEAVES = (
     toys.toy(name="dense", writes_views=False),
     toys.toy(name="dense_adder", writes_views=False, accumulates=True, scratch=513),
     toys.toy(name="giver", own_output=True, scratch=64),
+    toys.toy(name="biased", adds_bias=True, accumulates=True, scratch=64),
+    toys.toy(name="biased_giver", adds_bias=True, own_output=True),
+    BiasedByAddress(),
 )
 NAMES = tuple(solver.name for solver in LEAVES)
 some = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -113,6 +125,59 @@ def check(problem: ConvProblem, plan: Plan) -> None:
 def test_any_tree_gives_the_reference(data: st.DataObject) -> None:
     problem = data.draw(toys.problems())
     check(problem, data.draw(trees(problem)))
+
+
+def biased(accumulate: bool = False, **changes: Any) -> ConvProblem:
+    return replace(toys.small(batch=4), bias=True, accumulate=accumulate, **changes)
+
+
+def divided(problem: ConvProblem, axis: str, sizes: tuple[int, ...], names: Sequence[str]) -> Plan:
+    parts = problem.split(axis, sizes)
+    leaves = tuple(toys.leaf(name, part.problem) for name, part in zip(names, parts, strict=True) if part.problem)
+    return Plan(problem.key, "cut", 1, Config(axis=axis, sizes=sizes), leaves, (1,) * len(leaves))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("axis", "names", "adds"),
+    [
+        ("batch", ("biased", "biased_giver"), True),
+        ("h", ("biased_by_address", "biased_by_address"), True),
+        ("batch", ("biased", "writer"), False),
+        ("out_channels", ("biased", "biased"), False),
+        ("in_channels", ("biased", "biased"), False),
+    ],
+)
+def test_a_bias_is_added_once_where_results_are_written(
+    axis: str, names: Sequence[str], adds: bool, accumulate: bool
+) -> None:
+    """By the leaves where each writes results that no other does, with all channels; else after all of them."""
+    problem = biased(accumulate)
+    extent = problem.extent(axis)
+    plan = divided(problem, axis, (extent - 1, 1), names)
+    assert adds_bias(plan, problem) == adds
+    check(problem, plan)
+
+
+@pytest.mark.parametrize("name", ["writer", "biased", "biased_by_address", "biased_giver"])
+def test_a_bias_in_any_form(name: str) -> None:
+    """Strided, of another type, or none."""
+    problem = biased(dtype="bf16", out_dtype="bf16")
+    a, b = toys.operands(problem)
+    bound = bind(toys.leaf(name, problem), problem, a, b)
+    bias = toys.bias_of(problem)
+    want = toys.reference(problem, a, b, 1.0, True)
+    for given_bias in (bias, bias.double().repeat_interleave(2)[::2]):
+        assert toys.distance(bound(a, b, given_bias), want) <= toys.DTYPE_ERROR["bf16"]
+    assert toys.distance(bound(a, b), toys.reference(problem, a, b, 1.0)) <= toys.DTYPE_ERROR["bf16"]
+
+
+def test_a_bias_of_another_length_is_refused() -> None:
+    problem = biased()
+    a, b = toys.operands(problem)
+    bound = bind(toys.leaf("biased", problem), problem, a, b)
+    with pytest.raises(ValueError, match=r"bias of \(1,\) on cpu"):
+        bound(a, b, torch.ones(1))
 
 
 @some

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import tilewise
-from tilewise import execute
+from tilewise import execute, kept_filter
 from tilewise.axis import Axis
 from tilewise.device import device_name
+from tilewise.kept_filter import KeptFilter
 from tilewise.kernels.reference import convolve
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner import Planner
@@ -105,14 +106,14 @@ def test_what_came_of_a_weight_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> 
     p = LAYERS["dense"]
     run, a, _ = bound(p)
     kept: list[weakref.ref[torch.Tensor]] = []
-    original = execute.KeptFilter._prepared
+    original = KeptFilter._prepared
 
-    def prepare(self: execute.KeptFilter, w: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
+    def prepare(self: KeptFilter, w: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
         found = original(self, w, workspace)
         kept.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(execute.KeptFilter, "_prepared", prepare)
+    monkeypatch.setattr(KeptFilter, "_prepared", prepare)
     weights = [torch.randn(p.shape("w")) for _ in range(3)]
     for w in weights:
         run(a, w)
@@ -148,7 +149,7 @@ def test_a_captured_call_neither_takes_nor_leaves_a_filter(
     run, a, w = bound(p)
     check(run, p, a, w)
     with monkeypatch.context() as patch:
-        patch.setattr(execute, "is_capturing", lambda device: True)
+        patch.setattr(kept_filter, "is_capturing", lambda device: True)
         check(run, p, a, w)
         check(run, p, a, w)
         assert len(prepared) == 3

@@ -124,12 +124,18 @@ class Plain(Solver):
         strides = a.stride(), b.stride(), None if out is None else out.stride()
         adds = p.accumulate
         assert not (adds and not self.accumulates)
+        assert not (p.bias and not self.adds_bias)
         if out is not None and not self.writes_views:
             assert strides[2] == dense_strides(out.shape, p.layout(p.result))
 
         def run(
-            a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+            a: torch.Tensor,
+            b: torch.Tensor,
+            out: torch.Tensor | None,
+            workspace: torch.Tensor | None,
+            *bias: torch.Tensor,
         ) -> torch.Tensor:
+            assert len(bias) == p.bias
             assert (a.stride(), b.stride()) == strides[:2]
             for role, tensor in zip((*p.operands, p.result), (a, b, out), strict=True):
                 assert tensor is None or tensor.data_ptr() % p.alignment[ROLES.index(role)] == 0
@@ -139,6 +145,11 @@ class Plain(Solver):
                 assert workspace.data_ptr() % 256 == 0
                 workspace[: self.scratch].fill_(0xFF)
             value = self.compute(p, a, b)
+            for vector in bias:
+                assert vector.is_contiguous()
+                assert vector.dtype is p.torch_dtype(p.result)
+                assert vector.shape == p.shape(p.result)[1:2]
+                value = value + vector.double().view(-1, *[1] * p.dims)
             if self.own_output:
                 return value.to(p.torch_dtype(p.result))
             assert out is not None
@@ -157,22 +168,31 @@ class Addressed(Plain):
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         assert out is not None
-        return _AddressedRun(super().bind(p, c, a, b, out), a, b, out, self.scratch)
+        return _AddressedRun(super().bind(p, c, a, b, out), p, a, b, out, self.scratch)
 
 
 class _AddressedRun:
-    def __init__(self, run: Run, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scratch: int) -> None:
+    def __init__(
+        self, run: Run, p: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scratch: int
+    ) -> None:
         self._run, self._scratch = run, scratch
         self._like = [(t.shape, t.stride(), t.dtype) for t in (a, b, out)]
+        self._bias = p.shape(p.result)[1:2], (1,), p.torch_dtype(p.result)
 
     def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
     ) -> torch.Tensor:
-        return self._run(a, b, out, workspace)
+        return self._run(a, b, out, workspace, *bias)
 
-    def run_pointers(self, a: int, b: int, out: int, workspace: int) -> None:
+    def run_pointers(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
         tensors = [_at(address, *like) for address, like in zip((a, b, out), self._like, strict=True)]
-        self._run(*tensors, _at(workspace, (self._scratch,), (1,), torch.uint8))
+        vectors = [_at(address, *self._bias) for address in bias]
+        self._run(*tensors, _at(workspace, (self._scratch,), (1,), torch.uint8), *vectors)
 
 
 def _at(address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilewise import solvers
-from tilewise.device import is_capturing
+from tilewise.kept_filter import KeptFilter
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, Part, Range, Write, dense_strides
-from tilewise.solvers import Prepare, Run, Solver, Split
+from tilewise.solvers import Run, Solver, Split
 from tilewise.threads import at_once
-from tilewise.workspaces import GRAIN, Workspaces, aligned
+from tilewise.workspaces import GRAIN, Workspaces
 
-__all__ = ["Bound", "PlanMismatch", "bind", "release_workspaces"]
+__all__ = ["Bound", "PlanMismatch", "adds_bias", "bind", "release_workspaces"]
 
-Addressed = Callable[[int, int, int, int], None]
-"""``run(a, b, out, workspace)`` over addresses."""
+Addressed = Callable[..., None]
+"""``run(a, b, out, workspace)`` over addresses, and that of the bias where the node adds one."""
 
 
 class PlanMismatch(ValueError):
@@ -47,11 +45,13 @@ class Bound:
     """A plan bound to tensors of fixed shapes and strides.
 
     ``bound(a, b, bias=None, out=None)`` computes the problem from operands in the order of ``problem.operands`` and
-    returns the result. ``workspace`` is in bytes, allocations hidden inside libraries not counted.
+    returns the result. ``workspace`` is in bytes, allocations hidden inside libraries not counted. ``ValueError`` for a
+    bias of another length or device, where the plan's solvers add it.
     """
 
     __slots__ = (
         "_addressed",
+        "_adds",
         "_bias_shape",
         "_dtype",
         "_fresh",
@@ -71,6 +71,7 @@ class Bound:
         self._strides = strides  # the solvers have been bound to these
         self._dtype = problem.torch_dtype(problem.result)
         self._bias_shape = (1, -1, *([1] * problem.dims))
+        self._adds = node.adds
         self._fresh = isinstance(node, Leaf) and node.returns_new
         self._run = node.shortest()
         self._addressed = node.addressed()
@@ -90,6 +91,21 @@ class Bound:
                 out = a.new_empty_strided(self._shape, self._strides)
             else:
                 out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
+        if self._adds:
+            if (
+                bias is None
+                or bias.dtype is not self._dtype
+                or bias.shape != self._shape[1:2]
+                or bias.device != a.device
+                or not bias.is_contiguous()
+            ):
+                bias = self._fitting(bias, a)
+            if self._addressed is not None and out is not None:
+                address = 0 if workspace is None else workspace.data_ptr()
+                self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address, bias.data_ptr())
+                return out
+            computed = self._run(a, b, out, workspace, bias)
+            return computed if out is None else out
         if self._addressed is not None and out is not None:
             address = 0 if workspace is None else workspace.data_ptr()
             self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address)
@@ -97,6 +113,15 @@ class Bound:
         computed = self._run(a, b, out, workspace)
         result = computed if out is None else out
         return result if bias is None else result.add_(bias.view(self._bias_shape))
+
+    def _fitting(self, bias: torch.Tensor | None, a: torch.Tensor) -> torch.Tensor:
+        """A bias as solvers take it; zeros for none."""
+        channels = self._shape[1]
+        if bias is None:
+            return torch.zeros(channels, dtype=self._dtype, device=a.device)
+        if bias.shape != (channels,) or bias.device != a.device:
+            raise ValueError(f"bias of {tuple(bias.shape)} on {bias.device}: ({channels},) on {a.device} would do")
+        return bias.to(self._dtype).contiguous()
 
 
 def bind(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Bound:
@@ -116,7 +141,27 @@ def bind(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out
         shape = problem.shape(problem.result)
         strides = dense_strides(shape, problem.layout(problem.result))
         out = torch.empty_strided(shape, strides, dtype=problem.torch_dtype(problem.result), device="meta")
-    return Bound(plan, problem, _node(plan, problem, a, b, out), tuple(out.stride()))
+    own = replace(problem, bias=problem.bias and adds_bias(plan, problem))
+    return Bound(plan, problem, _node(plan, own, a, b, out), tuple(out.stride()))
+
+
+def adds_bias(plan: Plan, problem: ConvProblem) -> bool:
+    """Whether every part of the result gets its bias from the one leaf that writes it."""
+    try:
+        solver = solvers.get(plan.solver)
+    except KeyError:
+        return False  # which is said where the plan is bound
+    if not isinstance(solver, Split):
+        return solver.adds_bias
+    if solver.at_once:
+        return False
+    parts, plans = parts_of(plan, problem, solver)
+    whole = all(
+        part.problem is not None and part.write is Write.SET and all(r.dim != 1 for r in part.ranges(problem.result))
+        for part in parts
+    )
+    each = {(id(child), part.problem): child for part, child in zip(parts, plans, strict=True)}
+    return whole and all(adds_bias(child, part) for (_, part), child in each.items() if part is not None)
 
 
 def _check(problem: ConvProblem, role: str, tensor: torch.Tensor) -> None:
@@ -129,13 +174,22 @@ def _check(problem: ConvProblem, role: str, tensor: torch.Tensor) -> None:
 
 
 class Node:
-    """One place in a bound plan tree: ``run(a, b, out, workspace)``, with ``workspace`` bytes at its call."""
+    """One place in a bound plan tree: ``run(a, b, out, workspace)``, with ``workspace`` bytes at its call.
 
-    __slots__ = ("workspace",)
+    One that ``adds`` takes the bias as well.
+    """
+
+    __slots__ = ("adds", "workspace")
+    adds: bool
     workspace: int
 
     def run(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
     ) -> torch.Tensor:
         raise NotImplementedError
 
@@ -146,50 +200,6 @@ class Node:
     def addressed(self) -> Addressed | None:
         """The same over raw addresses where every leaf takes them: no tensor views are made then."""
         return None
-
-
-class KeptFilter:
-    """Prepared filters, each kept while its weight's memory and version counter stay the same.
-
-    Layers of one problem share what is bound, so there is one for every weight that is still there. Prepared anew on
-    another stream, and at every call for a weight without a version (``torch.inference_mode``). A CUDA graph prepares
-    its own at every replay: what it was captured with would not be there before the first, nor stay.
-    """
-
-    __slots__ = ("_kept", "_lock", "_prepare", "_size")
-
-    def __init__(self, prepare: Prepare, size: int) -> None:
-        self._prepare, self._size = prepare, size
-        self._kept: dict[tuple[int, ...], tuple[int, torch.Tensor, StorageWeakRef]] = {}
-        self._lock = threading.Lock()
-
-    def of(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
-        """What ``weight`` comes to."""
-        if is_capturing(weight.device) or weight.is_inference():
-            return self._prepared(weight, workspace)
-        with self._lock:
-            storage = weight.untyped_storage()
-            stream = torch._C._cuda_getCurrentRawStream(weight.get_device()) if weight.is_cuda else 0
-            key = storage._cdata, int(weight.storage_offset()), stream
-            version = weight._version
-            entry = self._kept.get(key)
-            if entry is None or entry[0] != version:
-                self._forget(key)
-                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # its address stays its own
-                entry = self._kept[key] = version, self._prepared(weight, workspace), reference
-            return entry[1]
-
-    def _forget(self, key: tuple[int, ...]) -> None:
-        """What is to be prepared anew, and what came of weights that are gone."""
-        gone = [k for k, entry in self._kept.items() if entry[2].expired()]  # type: ignore[no-untyped-call]
-        for k in {key, *gone}:
-            self._kept.pop(k, None)
-
-    def _prepared(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
-        kept = aligned(self._size, weight.device)
-        with torch.inference_mode(False), torch.no_grad():
-            self._prepare(weight, kept, workspace)
-        return kept
 
 
 class Leaf(Node):
@@ -225,27 +235,33 @@ class Leaf(Node):
         target = out
         if self._temporary or self._own:
             target = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="meta")
-        inner = replace(problem, accumulate=False, bias=False) if self._accumulate else replace(problem, bias=False)
+        self.adds = problem.bias
+        inner = replace(problem, accumulate=problem.accumulate and not self._accumulate)
         self._call = solver.bind(inner, plan.config, a, b, None if self._own else target)
         self.workspace = self._size + solver.workspace(inner, plan.config)
         constant = solver.constant(inner, plan.config) if problem.constant_weight else 0
         self._filter = KeptFilter(solver.prepare(inner, plan.config, b), constant) if constant else None
 
     def run(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
     ) -> torch.Tensor:
         if self._filter is not None:
             b = self._filter.of(b, None if workspace is None else workspace[self._size :])
         if not self._own and not self._temporary:
-            return self._call(a, b, out, workspace)
+            return self._call(a, b, out, workspace, *bias)
         if self._own:
-            result = self._call(a, b, None, workspace)
+            result = self._call(a, b, None, workspace, *bias)
             if out is None:
                 return result if result.dtype is self._dtype else result.to(self._dtype)
         else:
             assert workspace is not None
             result = _carve(workspace, self._size, self._shape, self._strides, self._dtype)
-            self._call(a, b, result, workspace[self._size :])
+            self._call(a, b, result, workspace[self._size :], *bias)
         assert out is not None
         return out.add_(result) if self._accumulate else out.copy_(result)
 
@@ -275,6 +291,7 @@ class Parts(Node):
         out: torch.Tensor,
     ) -> None:
         role = problem.result
+        self.adds = problem.bias
         self._shape = problem.shape(role)
         layout = problem.layout(role)
         self._strides = dense_strides(self._shape, "contiguous" if layout == "view" else layout)
@@ -296,6 +313,8 @@ class Parts(Node):
             child = part.problem
             if fresh and (part.write is Write.SET or (index == 0 and first_sets)):
                 child = replace(child, accumulate=False)
+            if self.adds:
+                child = replace(child, bias=True)
             roles = (*problem.operands, role)
             ranges = [part.ranges(name) for name in roles]
             views = [_narrow(t, r) for t, r in zip((a, b, out), ranges, strict=True)]
@@ -323,20 +342,25 @@ class Parts(Node):
         """All parts by address, when nothing must be zeroed or summed beside the result."""
         return None if self._by is None or self._zero else self._run_by_address
 
-    def _run_by_address(self, a: int, b: int, out: int, workspace: int) -> None:
+    def _run_by_address(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
         assert self._by is not None
         for da, db, do, call in self._by:
-            call(a + da, b + db, out + do, workspace)
+            call(a + da, b + db, out + do, workspace, *bias)
 
     def run(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
     ) -> torch.Tensor:
         assert out is not None
         if self._zero and not self._size:
             out.zero_()
         if self._by is not None:
             address = 0 if workspace is None else workspace.data_ptr()
-            self._run_by_address(a.data_ptr(), b.data_ptr(), out.data_ptr(), address)
+            self._run_by_address(a.data_ptr(), b.data_ptr(), out.data_ptr(), address, *(t.data_ptr() for t in bias))
             return out
         target = out
         if self._size:
@@ -346,7 +370,7 @@ class Parts(Node):
             if self._zero:
                 target.zero_()
         for ra, rb, ro, node in self._steps:
-            node.run(_narrow(a, ra), _narrow(b, rb), _narrow(target, ro), workspace)
+            node.run(_narrow(a, ra), _narrow(b, rb), _narrow(target, ro), workspace, *bias)
         if target is not out:
             return out.add_(target) if self._add_back else out.copy_(target)
         return out
@@ -388,6 +412,7 @@ class AtOnce(Node):
         self._dense = shape, dense_strides(shape, "contiguous" if layout == "view" else layout), torch.float32
         self._size = carved(math.prod(shape) * 4)
         self._add_back = problem.accumulate
+        self.adds = False
         sums = any(part.write is not Write.SET for part in parts)
         self._apart = sums and problem.torch_dtype(role) is not torch.float32
         self._steps: list[Step] = []
@@ -412,7 +437,12 @@ class AtOnce(Node):
             self._steps.append(Step(first, second, ranges, term if own else None, start, nodes[key]))
 
     def run(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
     ) -> torch.Tensor:
         assert out is not None
         result, steps = out, self._steps

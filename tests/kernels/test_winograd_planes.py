@@ -56,7 +56,7 @@ class Prepared:
 
 def run(
     p: Planes, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, padding: tuple[int, int] = (0, 0), *,
-    shares: int = 2, dense: int = 0, backwards: bool = False, blocks: int = 3,
+    shares: int = 2, dense: int = 0, backwards: bool = False, blocks: int = 3, bias: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """``blocks`` take all tasks. ``padding``: before the first line and column, with sign; after the last whatever the
     result's sizes ask for."""
@@ -73,7 +73,8 @@ def run(
         grid, n, shares, c, len(w), h, width, pitch, padding[0], -padding[1], out_height, out_width, place_blocks,
         segments, *x.stride(), *y.stride(),
     ]  # fmt: skip
-    launch(p, grid, [x, found.peaks, found.parts, found.exponents, y], scalars, backwards)
+    more = y if bias is None else bias
+    launch(p, grid, [x, found.peaks, found.parts, found.exponents, y, more], scalars, backwards)
 
 
 def reference(x: torch.Tensor, w: torch.Tensor, padding: tuple[int, int], sizes: Sequence[int]) -> torch.Tensor:
@@ -94,7 +95,10 @@ def check(
     want = reference(x.tensor, w.tensor, padding, out)
     if p.accumulate:
         want += y.fill(3).tensor.double().cpu()
-    run(p, x.tensor, w.tensor, y.tensor, padding, shares=shares, dense=dense, backwards=backwards)
+    bias = torch.randn(channels[1], device=x.tensor.device) if p.bias else None
+    if bias is not None:
+        want += bias.double().cpu().view(-1, 1, 1)
+    run(p, x.tensor, w.tensor, y.tensor, padding, shares=shares, dense=dense, backwards=backwards, bias=bias)
     assert relative(y.tensor.cpu(), want) <= LIMIT
     assert y.untouched()
 
@@ -106,10 +110,10 @@ def check(
     ("program", "images", "channels", "size", "padding"),
     [
         (Planes(3, 3, 3, 16, 4, 4), 2, (18, 5), (9, 13), (1, 1)),
-        (Planes(5, 5, 4, 16, 3, 4), 2, (18, 70), (5, 13), (2, 2)),
+        (Planes(5, 5, 4, 16, 3, 4, bias=True), 2, (18, 70), (5, 13), (2, 2)),
         (Planes(5, 5, 2, 8, 6, 3, together=2), 1, (5, 3), (7, 9), (2, 2)),
         (Planes(1, 2, 5, 8, 6, 4, together=3), 3, (33, 4), (2, 19), (0, 1)),
-        (Planes(2, 3, 1, 24, 4, 3, accumulate=True), 5, (3, 65), (4, 4), (1, 0)),
+        (Planes(2, 3, 1, 24, 4, 3, accumulate=True, bias=True), 5, (3, 65), (4, 4), (1, 0)),
         (Planes(4, 4, 2, 16, 4, 4, together=2), 2, (7, 9), (6, 7), (3, 3)),
         (Planes(3, 4, 4, 8, 5, 3), 2, (16, 8), (3, 14), (-1, -2)),
         (Planes(3, 5, 2, 8, 4, 3, together=2), 2, (2, 3), (3, 5), (5, 6)),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests import toys
-from tests.planner.simulated import Clock, Simulated, reasons, search, simulated, world
+from tests.planner.simulated import PROFILE, Clock, Simulated, reasons, search, simulated, world
 
 from tilewise.plan import Config
 from tilewise.planner.rates import LOST, Rates
@@ -106,6 +107,17 @@ def test_a_candidate_that_lost_twice_is_not_repeated(clock: Clock, monkeypatch: 
     batch = toys.small().batch
     assert found == {name: pytest.approx(ms) for name, ms in rising.items()}
     assert {name: clock.runs[name, batch] for name in rising} == {"best": 4, "near": 4, "behind": 2}
+
+
+@pytest.mark.parametrize("adds_bias", [False, True])
+def test_a_division_counts_the_pass_that_adds_a_bias(clock: Clock, adds_bias: bool) -> None:
+    """Its parts were measured without one."""
+    sixteenth = simulated(clock, "sixteenth", lambda p, c: p.batch / 16 + (p.batch > 8), adds_bias=adds_bias)
+    problem = replace(toys.small(batch=16), bias=True)
+    with world(clock, sixteenth):
+        (division,) = (plan for plan in search(problem)._ranked() if plan.config.get("sizes") == (8, 8))
+    pass_ms = 2 * problem.nbytes("y") / PROFILE["copy"]
+    assert division.time_ms == pytest.approx(1.0 + (0.0 if adds_bias else pass_ms))
 
 
 @pytest.mark.parametrize("limit", [None, 2**20])

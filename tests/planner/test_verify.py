@@ -26,8 +26,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def right(problem: ConvProblem) -> Compute:
-    def compute(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def compute(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         value = problem.reference(a, b)
+        if bias is not None:
+            value += bias.double().view(-1, *[1] * problem.dims)
         return out.add_(value) if problem.accumulate else out.copy_(value)
 
     return compute
@@ -53,12 +55,22 @@ def spoilt(problem: ConvProblem, where: tuple[int | slice, ...], value: float) -
     """Right but for ``where``: times ``value``."""
     good = right(problem)
 
-    def compute(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        result = good(a, b, out)
+    def compute(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        result = good(a, b, bias, out)
         result[where] *= value
         return result
 
     return compute
+
+
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_a_bias_that_is_forgotten_or_added_twice_is_seen(pass_: Pass, factor: float) -> None:
+    problem = replace(toys.small(pass_), bias=True)
+    good = right(problem)
+    assert errors_of(problem, good).l2 < 1e-6
+    wrong = errors_of(problem, lambda a, b, bias, out: good(a, b, None if bias is None else factor * bias, out))
+    assert wrong.l2 > 1e-2
 
 
 @pytest.mark.parametrize("pass_", Pass)
@@ -116,8 +128,8 @@ def test_rows_of_a_large_image_that_read_nothing_are_zero(monkeypatch: pytest.Mo
     problem = replace(problem, axes=(replace(problem.axes[0], before=9), problem.axes[1]))
     assert errors_of(problem, right(problem)).l2 < 1e-6
 
-    def compute(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        result = right(problem)(a, b, out)
+    def compute(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        result = right(problem)(a, b, bias, out)
         result[:, :, 1] = 1.0
         return result
 
@@ -141,7 +153,7 @@ def test_setting_where_it_should_add_is_seen() -> None:
 def test_an_error_beside_an_outlier_shows_in_the_spread() -> None:
     problem = toys.small(batch=2)
 
-    def compute(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def compute(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         value = problem.reference(a, b)
         return out.copy_(value + 1e-7 * value.abs().max())
 

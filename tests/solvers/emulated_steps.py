@@ -41,11 +41,15 @@ class EmulatedSteps(Solver):
         steps = self.steps(p, c, a, b, out)
 
         def run(
-            a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+            a: torch.Tensor,
+            b: torch.Tensor,
+            out: torch.Tensor | None,
+            workspace: torch.Tensor | None,
+            *bias: torch.Tensor,
         ) -> torch.Tensor:
             assert out is not None
             for step in steps:
-                launch(step, (a, b, out, workspace), self.backwards)
+                launch(step, (a, b, out, workspace, *bias), self.backwards)
             return out
 
         return run

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
-from tests.solvers.test_solvers import Memory, check
+from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import problems, with_memory
 
 from tilewise.axis import Axis
@@ -43,6 +43,7 @@ def test_any_layer_and_memory(pass_: Pass, data: st.DataObject) -> None:
     found: tuple[ConvProblem, Memory] = data.draw(with_memory(problems(pass_, longest=9)), "problem")
     p, forms = found
     p = replace(p, accumulate=data.draw(st.booleans(), "accumulate"))
+    p = replace(p, bias=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "bias"))
     if p.pass_ is Pass.WGRAD:
         axes = tuple(Axis(axis.size, 1, axis.stride) for axis in p.axes)
         p = replace(p, axes=axes)
@@ -192,12 +193,13 @@ def test_all_that_is_offered_of_networks(pass_: Pass, into: int, outof: int, axi
     into, outof = (outof, into) if pass_ is Pass.DGRAD else (into, outof)
     axis = Axis(axis.size, 1, axis.stride) if pass_ is Pass.WGRAD else axis
     p = ConvProblem(pass_, 9, into, outof, (axis, axis), layouts=(layout,) * 3, device=device_name("cuda"))  # type: ignore[arg-type]
+    p = replace(p, bias=pass_ is Pass.FPROP)
     a, b = make_operands(p, wide=True)
-    want = p.reference(a, b)
+    want = plus_bias(p, p.reference(a, b))
     for c, workspace in SOLVER.offers(p, None):
         out = make_result(p).fill_(math.nan)
         space = torch.full((workspace,), 0xFF, dtype=torch.uint8, device="cuda")
-        SOLVER.bind(p, c, a, b, out)(a, b, out, space)
+        SOLVER.bind(p, c, a, b, out)(a, b, out, space, *biases(p))
         error = ((out.double() - want).norm() / want.norm()).item()
         assert error < SOLVER.error_bound["ieee"], c
 

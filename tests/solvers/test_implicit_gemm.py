@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
-from tests.solvers.test_solvers import Memory, check
+from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import problems, with_memory
 
 from tilewise.axis import Axis
@@ -53,7 +53,7 @@ def test_any_tile_and_block(pass_: Pass, dtype: str, precision: str, data: st.Da
     )
     p, forms = found
     accumulate = data.draw(st.booleans(), "accumulate")
-    p = replace(p, accumulate=accumulate)
+    p = replace(p, accumulate=accumulate, bias=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "bias"))
     assume(not SOLVER.unsupported(p))
     check(SOLVER, p, data.draw(configs(p), "config"), forms, accumulate)
 
@@ -123,13 +123,13 @@ def test_tiles_fit_shared_memory() -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_alexnet_conv2(pass_: Pass, layout: str) -> None:
-    p = replace(conv2(pass_, 8), layouts=(layout,) * 3, device=device_name("cuda"))
+    p = replace(conv2(pass_, 8), layouts=(layout,) * 3, device=device_name("cuda"), bias=pass_ is Pass.FPROP)
     a, b = make_operands(p, wide=True)
-    want = p.reference(a, b)
+    want = plus_bias(p, p.reference(a, b))
     for c, workspace in SOLVER.offers(p, 2**26):
         out = make_result(p)
         space = torch.full((workspace,), 0xFF, dtype=torch.uint8, device="cuda")
-        SOLVER.bind(p, c, a, b, out)(a, b, out, space)
+        SOLVER.bind(p, c, a, b, out)(a, b, out, space, *biases(p))
         error = ((out.double() - want).norm() / want.norm()).item()
         assert error < SOLVER.error_bound["ieee"], c
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
-from tests.solvers.test_solvers import Memory, check
+from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import problems, with_memory
 
 from tilewise import solvers
@@ -58,6 +58,7 @@ def test_any_layer_and_memory(pass_: Pass, dtype: str, precision: str, data: st.
     found: tuple[ConvProblem, Memory] = data.draw(with_memory(drawn, lambda p: not SOLVER.unsupported(p)), "problem")
     p, forms = found
     assume(p.batch * p.in_channels * math.prod(axis.size for axis in p.axes) < 2000)
+    p = replace(p, bias=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "bias"))
     check(SOLVER, p, inner(p), forms, False)
 
 
@@ -161,9 +162,9 @@ def test_memory_too_far_apart_is_refused() -> None:
 def test_every_solver_on_first_layers(pass_: Pass, axis: Axis, dtype: str, layout: str, limit: float) -> None:
     layouts = (layout,) * 3
     p = ConvProblem(pass_, 9, 3, 64, (axis, axis), dtype=dtype, out_dtype=dtype, layouts=layouts)  # type: ignore[arg-type]
-    p = replace(p, device=device_name("cuda"))
+    p = replace(p, device=device_name("cuda"), bias=pass_ is Pass.FPROP)
     a, b = make_operands(p)
-    want = p.reference(a, b)
+    want = plus_bias(p, p.reference(a, b))
     bound = 0
     first = {c["solver"]: (c, workspace) for c, workspace in reversed(list(SOLVER.offers(p, None)))}
     for c, workspace in first.values():
@@ -173,7 +174,7 @@ def test_every_solver_on_first_layers(pass_: Pass, axis: Axis, dtype: str, layou
             run = SOLVER.bind(p, c, a, b, out)
         except SolverUnavailable:
             continue
-        run(a, b, out, space)
+        run(a, b, out, space, *biases(p))
         bound += 1
         error = ((out.double() - want).norm() / want.norm()).item()
         assert error < limit, c

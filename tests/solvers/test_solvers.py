@@ -65,6 +65,22 @@ def poisoned(size: int, device: torch.device) -> tuple[torch.Tensor | None, torc
     return (buffer[:size] if size else None), buffer
 
 
+def biases(p: ConvProblem) -> list[torch.Tensor]:
+    """The bias of a problem that has one, behind elements that are none of it."""
+    if not p.bias:
+        return []
+    whole = torch.empty(p.shape(p.result)[1] + 3, dtype=p.torch_dtype(p.result), device=p.device_type)
+    fill(whole, 4)
+    return [whole[3:]]
+
+
+def plus_bias(p: ConvProblem, result: torch.Tensor) -> torch.Tensor:
+    """``result`` and the bias of a problem that has one."""
+    for bias in biases(p):
+        result = result + bias.to(result.device, result.dtype).view(-1, *[1] * p.dims)
+    return result
+
+
 def compute(
     solver: Solver, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
@@ -86,7 +102,7 @@ def compute(
         solver.prepare(p, c, b)(b, kept, workspace)
         buffer.fill_(0xFF)  # what is in the workspace is not kept
         b = kept
-    result = run(a, b, target, workspace)
+    result = run(a, b, target, workspace, *biases(p))
     assert bool((buffer[-GUARD:] == 0xFF).all()), "wrote past its workspace"
     assert bool((kept_buffer[-GUARD:] == 0xFF).all()), "wrote past what it keeps"
     if target is out:
@@ -110,6 +126,9 @@ def check(solver: Solver, p: ConvProblem, c: Config, forms: Memory, accumulate: 
         fill(out, 3)
         want += out.cpu().double()
         scale += out.cpu().double().abs()
+    want = plus_bias(p, want)
+    for bias in biases(p):
+        scale += bias.cpu().double().abs().view(-1, *[1] * p.dims)
     written = torch.zeros_like(base, dtype=torch.bool)
     written.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(True)
     try:
@@ -149,6 +168,7 @@ def test_a_solver_computes_what_it_supports(
         wider = replace(p, out_dtype="fp32")
         if wide and p.dtype != "fp32" and not solver.why_not(wider):
             p = wider
+        p = replace(p, bias=solver.adds_bias and pass_ is not Pass.WGRAD and data.draw(st.booleans(), "bias"))
         adding = replace(p, accumulate=True)
         accumulate = adds and solver.accumulates and not solver.why_not(adding)
         if accumulate:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kernels.emulator import emulated
 from tests.solvers.emulated_steps import EmulatedSteps
-from tests.solvers.test_solvers import Memory, check
+from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import with_memory
 
 from tilewise.axis import Axis
@@ -71,6 +71,7 @@ def test_any_layer_and_memory(pass_: Pass, dims: int, data: st.DataObject) -> No
     found: tuple[ConvProblem, Memory] = data.draw(with_memory(layers(pass_, dims), lambda p: not SOLVER.unsupported(p)))
     p, forms = found
     p = replace(p, constant_weight=data.draw(st.booleans()), accumulate=data.draw(st.booleans()))
+    p = replace(p, bias=data.draw(st.booleans(), "bias"))
     c = Config(places=data.draw(st.sampled_from((8, 16, 24)), "places"))
     check(Emulated(data.draw(st.booleans(), "backwards")), p, c, forms, p.accumulate)
 
@@ -81,6 +82,7 @@ def test_channels_in_parts(pass_: Pass) -> None:
     """The same filters' memory again for each part, whose last one is smaller."""
     channels = (3, 130) if pass_ is Pass.FPROP else (130, 3)
     p = ConvProblem(pass_, 2, *channels, (Axis(2, 2, 1, 1, 1, 0), Axis(4, 2, 1, 1, 1, 0)))
+    p = replace(p, bias=pass_ is Pass.FPROP)
     workspaces = []
     for parts in (1, 2, 3):
         c = Config(places=8, parts=parts)
@@ -214,10 +216,11 @@ def test_all_that_is_offered_of_networks(
 ) -> None:
     axis = Axis(size, kernel, 1, 1, kernel // 2, kernel // 2)
     p = ConvProblem(pass_, 9, *channels, (axis, axis), layouts=(layout,) * 3, device=device_name("cuda"))
+    p = replace(p, bias=pass_ is Pass.FPROP)
     if SOLVER.why_not(p):
         pytest.skip(SOLVER.why_not(p)[0])
     a, b = make_operands(p, wide=True)
-    want = p.reference(a, b)
+    want = plus_bias(p, p.reference(a, b))
     for constant, ceiling in ((False, None), (False, 2**19), (True, None)):
         here = replace(p, constant_weight=constant)
         for c, workspace in WinogradFused().offers(here, ceiling):
@@ -226,7 +229,7 @@ def test_all_that_is_offered_of_networks(
             filters = torch.full((WinogradFused().constant(here, c),), 0xFF, dtype=torch.uint8, device="cuda")
             if constant:
                 WinogradFused().prepare(here, c, b)(b, filters, space)
-            WinogradFused().bind(here, c, a, b, out)(a, filters if constant else b, out, space)
+            WinogradFused().bind(here, c, a, b, out)(a, filters if constant else b, out, space, *biases(p))
             error = ((out.double() - want).norm() / want.norm()).item()
             assert error < WinogradFused().error_bound["ieee"], c
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
-from tests.solvers.test_solvers import Memory, check
+from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import problems, with_memory
 
 from tilewise.axis import Axis
@@ -54,7 +54,7 @@ def test_any_tile_and_block(pass_: Pass, dims: int, data: st.DataObject) -> None
     found: tuple[ConvProblem, Memory] = data.draw(with_memory(problems(pass_, dims, longest=9)), "problem")
     p, forms = found
     accumulate = data.draw(st.booleans(), "accumulate")
-    p = replace(p, accumulate=accumulate)
+    p = replace(p, accumulate=accumulate, bias=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "bias"))
     assume(not SOLVER.unsupported(p))
     check(SOLVER, p, data.draw(configs(p), "config"), forms, accumulate)
 
@@ -142,13 +142,14 @@ def test_a_config_of_something_else_is_refused(values: dict[str, object]) -> Non
 def test_all_that_is_offered_of_alexnet(pass_: Pass, kernel: int, layout: str) -> None:
     axis = Axis(27, kernel, 1, 1, kernel // 2, kernel // 2)
     p = replace(conv2(pass_, 8), axes=(axis, axis), layouts=(layout,) * 3, device=device_name("cuda"))
+    p = replace(p, bias=pass_ is Pass.FPROP)
     a, b = make_operands(p, wide=True)
-    want = p.reference(a, b)
+    want = plus_bias(p, p.reference(a, b))
     for ceiling in (None, 2**22):
         for c, workspace in SOLVER.offers(p, ceiling):
             out = make_result(p)
             space = torch.full((workspace,), 0xFF, dtype=torch.uint8, device="cuda")
-            SOLVER.bind(p, c, a, b, out)(a, b, out, space)
+            SOLVER.bind(p, c, a, b, out)(a, b, out, space, *biases(p))
             error = ((out.double() - want).norm() / want.norm()).item()
             assert error < SOLVER.error_bound["ieee"], c
 

@@ -10,7 +10,7 @@ import torch
 from tilewise.device import torch_device
 from tilewise.problem import ALIGNMENT, ConvProblem, Range, dense_strides
 
-__all__ = ["Tensors", "make_operand", "make_operands", "make_result", "narrow"]
+__all__ = ["Tensors", "make_bias", "make_operand", "make_operands", "make_result", "narrow"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Both operands, in the order of ``problem.operands``, and the result."""
@@ -40,6 +40,17 @@ def make_operand(problem: ConvProblem, role: str, generator: torch.Generator, wi
         # fp16 ends at 2^16: scaled down, sums of products of outliers stay within it.
         tensor.mul_(octaves.sub_(6.0 if problem.dtype == "fp16" else 0.0).exp2_().to(tensor.dtype))
     return tensor
+
+
+def make_bias(problem: ConvProblem, seed: int = 0) -> torch.Tensor | None:
+    """What is added over the result's channels, standard normal; ``None`` where nothing is."""
+    if not problem.bias:
+        return None
+    generator = torch.Generator(torch_device(problem.device)).manual_seed(seed)
+    bias = torch.empty(
+        problem.shape(problem.result)[1], dtype=problem.torch_dtype(problem.result), device=generator.device
+    )
+    return bias.normal_(generator=generator)
 
 
 def make_result(problem: ConvProblem) -> torch.Tensor:

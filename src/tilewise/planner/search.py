@@ -20,9 +20,9 @@ from tilewise.device import torch_device
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner import replacing
 from tilewise.planner.divisions import BATCH_LEVEL, Choice, Divisions, choice_of, leaf_parts
-from tilewise.planner.estimate import Profile
+from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, peak_is_known
-from tilewise.planner.operands import Tensors, make_operands, make_result
+from tilewise.planner.operands import Tensors, make_bias, make_operands, make_result
 from tilewise.planner.options import NoPlanError, Options, no_plan_text
 from tilewise.planner.pareto import front, thin
 from tilewise.planner.partitions import Partitions, told_as
@@ -31,8 +31,8 @@ from tilewise.planner.store import Store
 from tilewise.planner.tilings import Tilings
 from tilewise.planner.trial import UNKNOWN, OverLimit, Trial, first_line, leaf_plan
 from tilewise.planner.verify import error_limit, errors_of
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers import Split
+from tilewise.problem import ConvProblem
+from tilewise.solvers import Cost, Split
 
 __all__ = ["Search"]
 
@@ -74,6 +74,7 @@ class Search:
             check_peak_is_known(self.timer.device)
         a, b = make_operands(self.problem)
         self.tensors: Tensors = (a, b, make_result(self.problem))
+        self.bias = make_bias(self.problem)
         self._for_front = False
         self._share = (0, 1)
 
@@ -193,6 +194,7 @@ class Search:
             {**self.wrong, **{key[:2]: reason for key, reason in self.dropped.items()}} if root else self.wrong,
             functools.partial(self._judge, problem),
             is_root=root,
+            bias=self.bias if root else None,
             for_front=self._for_front,
         )
 
@@ -210,11 +212,18 @@ class Search:
         if self._for_front:
             usable += self._within_less(usable)
         plans = [leaf_plan(self.problem, m) for m in usable]
-        plans += self._cut(trial, -1)
+        plans += map(self._with_bias, self._cut(trial, -1))
         found = {choice_of(plan) for plan in plans}
         plans += [plan for plan in self.also if choice_of(plan) not in found]
         kept = (plan for plan in plans if choice_of(plan) not in self.dropped)
         return sorted(kept, key=lambda plan: plan.time_ms)
+
+    def _with_bias(self, division: Plan) -> Plan:
+        """A division's parts, which were measured without a bias, and the pass that adds one."""
+        if not self.problem.bias or execute.adds_bias(division, self.problem):
+            return division
+        more = estimate_ms(self.problem, Cost(0, 2 * self.problem.nbytes(self.problem.result)), self.profile)
+        return replace(division, time_ms=division.time_ms + more)
 
     def _within_less(self, usable: list[Measurement]) -> list[Measurement]:
         """What solvers offer under lower and lower limits: some block their work to fit one, and only then."""
@@ -324,12 +333,13 @@ class Search:
                 self._note_torchs_parts(plan, workspace)
                 continue
             # Timed as a layer runs it: like torch, each call allocates its result.
-            calls.append(functools.partial(bound, a, b, self._bias()))
+            calls.append(functools.partial(bound, a, b, self.bias))
             kept.append(replace(plan, workspace=workspace))
         if not kept:
             return []
         if self.baseline is not None:
-            calls.append(self._framework_call())
+            baseline = leaf_plan(self.problem, self.baseline)
+            calls.append(functools.partial(execute.bind(baseline, self.problem, a, b), a, b, self.bias))
         try:
             times = rounds(calls, a.device, self.baseline is not None, launched=not self.options.cuda_graphs)
         except Exception as error:
@@ -350,7 +360,7 @@ class Search:
         a, b, out = self.tensors
         bound = execute.bind(plan, self.problem, a, b, out)
         new = plan.leaf and solvers.get(plan.solver).own_output and not self.problem.accumulate
-        call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
+        call = functools.partial(bound, a, b, self.bias, None if new else out)
         trial = self._trial(self.problem, self.tensors, self.options)
         workspace = trial.peak(call, bound.workspace, new)
         if a.device.type == "cpu" and workspace > bound.workspace:
@@ -367,27 +377,6 @@ class Search:
         self.dropped[choice_of(plan)] = reason
         self.log.append(
             Measurement(plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, reason)
-        )
-
-    def _bias(self) -> torch.Tensor | None:
-        if not self.problem.bias:
-            return None
-        a = self.tensors[0]
-        return torch.zeros(self.problem.shape(self.problem.result)[1], dtype=a.dtype, device=a.device)
-
-    def _framework_call(self) -> Callable[[], object]:
-        """torch's operator, with the layer's bias where it has one."""
-        a, b, _ = self.tensors
-        p, bias = self.problem, self._bias()
-        if bias is None:
-            assert self.baseline is not None
-            return functools.partial(execute.bind(leaf_plan(p, self.baseline), p, a, b), a, b)
-        transposed = p.pass_ is Pass.DGRAD
-        extra = [x.size + x.before + x.after - (x.out - 1) * x.stride - x.reach for x in p.axes]
-        strides, dilations = [x.stride for x in p.axes], [x.dilation for x in p.axes]
-        padding, output_padding = [x.before for x in p.axes], extra if transposed else [0] * p.dims
-        return functools.partial(
-            torch.convolution, a, b, bias, strides, padding, dilations, transposed, output_padding, p.groups
         )
 
     def _keeps_baseline(self, plan: Plan) -> bool:
@@ -475,8 +464,8 @@ class Search:
         return self._errors(self._baseline_plan(), self.problem)
 
     def _errors(self, plan: Plan, problem: ConvProblem) -> Error:
-        def compute(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return execute.bind(plan, problem, a, b, out)(a, b, None, out)
+        def compute(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+            return execute.bind(plan, problem, a, b, out)(a, b, bias, out)
 
         return errors_of(problem, compute, plan)
 

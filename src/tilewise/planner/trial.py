@@ -100,6 +100,8 @@ class Trial:
     judge: Callable[[Error], str] = lambda error: ""
     """Why an error that is known of a candidate is too large; empty when it is not."""
     is_root: bool = True
+    bias: torch.Tensor | None = None
+    """What is added to the result of a root that has a bias."""
     for_front: bool = False
     """Whether slower candidates count that take less workspace."""
     best_ms: float = float("inf")
@@ -349,7 +351,7 @@ class Trial:
                 raise OverLimit(bound.workspace, self.options.workspace)
             solver = solvers.get(plan.solver)
             new = solver.own_output and self.is_root and not self.problem.accumulate
-            call = functools.partial(bound, a, b) if new else functools.partial(bound, a, b, None, out)
+            call = functools.partial(bound, a, b, self.bias, None if new else out)
             if solver.unpredicted(self.problem, plan.config):
                 self._run_on_few(plan, best_ms, bound.workspace)
             if self._keeps(plan):

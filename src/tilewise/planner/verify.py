@@ -19,14 +19,14 @@ from tilewise import solvers
 from tilewise.kernels.reference import convolve_by_transform
 from tilewise.plan import Error, Plan
 from tilewise.planner.measure import without_benchmark
-from tilewise.planner.operands import make_operands, make_result, narrow
+from tilewise.planner.operands import make_bias, make_operands, make_result, narrow
 from tilewise.problem import ROLES, ConvProblem, Pass, Range
 from tilewise.solvers import Split
 
 __all__ = ["FLOOR", "Compute", "allowed", "error_limit", "errors_of"]
 
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``compute(a, b, out) -> result`` of the problem without bias."""
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""``compute(a, b, bias, out) -> result`` of the problem; a bias where it has one."""
 
 FLOPS = {"cpu": 1e8, "cuda": 2e10}
 """Most float64 operations a check spends on its reference."""
@@ -53,7 +53,8 @@ def errors_of(problem: ConvProblem, compute: Compute, plan: Plan | None = None) 
         result = make_result(problem)
         if problem.accumulate:
             result.fill_(start)
-        result = compute(a, b, result)
+        bias = make_bias(problem, seed)
+        result = compute(a, b, bias, result)
         if not torch.isfinite(result).all():
             return Error(math.inf, math.inf)
         square = norm = spread = 0.0
@@ -67,6 +68,9 @@ def errors_of(problem: ConvProblem, compute: Compute, plan: Plan | None = None) 
             else:
                 want, scale = _reference(sample.problem, *operands)
             want, scale = want.add_(start), scale.add_(start)
+            if bias is not None:
+                added = bias.double().view(-1, *[1] * problem.dims)
+                want, scale = want.add_(added), scale.add_(added.abs())
             gap = got - want
             square += float(gap.square().sum())
             norm += float(want.square().clamp_min_(tiny**2).sum())

@@ -15,9 +15,9 @@ from tilewise.solvers.base import SolverUnavailable
 if TYPE_CHECKING:
     from tilewise.kernels.cuda.launch import Program
 
-__all__ = ["FIRST", "OUT", "SECOND", "WORKSPACE", "Operand", "Step", "StepsRun", "compiled", "operands"]
+__all__ = ["BIAS", "FIRST", "OUT", "SECOND", "WORKSPACE", "Operand", "Step", "StepsRun", "compiled", "operands"]
 
-FIRST, SECOND, OUT, WORKSPACE = range(4)
+FIRST, SECOND, OUT, WORKSPACE, BIAS = range(5)
 """The tensors of a step's pointers."""
 
 
@@ -80,15 +80,21 @@ class StepsRun:
         self._steps = tuple(steps)
 
     def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
     ) -> torch.Tensor:
         assert out is not None
-        self.run_pointers(a.data_ptr(), b.data_ptr(), out.data_ptr(), 0 if workspace is None else workspace.data_ptr())
+        space = 0 if workspace is None else workspace.data_ptr()
+        self.run_pointers(a.data_ptr(), b.data_ptr(), out.data_ptr(), space, *(t.data_ptr() for t in bias))
         return out
 
-    def run_pointers(self, a: int, b: int, out: int, workspace: int) -> None:
+    def run_pointers(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
         """Queue the kernels on the current stream of the device that they were compiled for."""
-        addresses = (a, b, out, workspace)
+        addresses = (a, b, out, workspace, *bias)
         for launch, pointers in self._steps:
             launch(*[addresses[source] + offset for source, offset in pointers])
 

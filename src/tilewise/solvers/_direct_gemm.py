@@ -22,6 +22,7 @@ from tilewise.solvers._implicit_gemm import (
     B,
     View,
     at,
+    bias_of,
     chunks_of,
     counted,
     group_views,
@@ -105,8 +106,13 @@ def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
     gradient = layout.p.pass_ is Pass.WGRAD
     for view in (a.narrow(0, 0, 1), out if gradient else b):
         counted(view)
-    launches_of = _gradient if gradient else _gather
-    return [each for group in group_views(layout.p, a, b, out) for each in launches_of(layout, *group)]
+    found: list[Launch] = []
+    for group, (source, other, result) in enumerate(group_views(layout.p, a, b, out)):
+        if gradient:
+            found += _gradient(layout, source, other, result)
+        else:
+            found += _gather(layout, source, other, result, bias_of(layout.p, group))
+    return found
 
 
 class _Gathered:
@@ -197,7 +203,7 @@ def _run(p: ConvProblem, role: str, count: int, strides: Sequence[int]) -> int:
     return math.gcd(RUN, p.alignment[ROLES.index(role)] // 4)
 
 
-def _gather(layout: Layout, source: View, filters: View, out: View) -> Iterator[Launch]:
+def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -> Iterator[Launch]:
     from tilewise.kernels.triton import direct_gemm as kernels
 
     p, tile = layout.p, layout.tile
@@ -207,7 +213,7 @@ def _gather(layout: Layout, source: View, filters: View, out: View) -> Iterator[
         for dim, sweep in enumerate(sweeps, start=2):
             results = results.narrow(dim, sweep.first, sweep.count * sweep.stride)
         told = _Gathered(p, sweeps, source, results, (p.operands[0], p.result))
-        if told.products == 0 and p.accumulate:
+        if told.products == 0 and p.accumulate and not bias:
             continue
         row = max(layout.row(told.products), tile.depth)
         yield _split(layout, _taken(filters, sweeps), told, row)
@@ -215,11 +221,12 @@ def _gather(layout: Layout, source: View, filters: View, out: View) -> Iterator[
         yield launch(
             kernels.direct_gemm,
             [tiles],
-            [within(source, A), at(layout.parts), at(layout.peaks), at(layout.exponents), within(results, OUT)],
+            [within(source, A), at(layout.parts), at(layout.peaks), at(layout.exponents), within(results, OUT),
+             bias or within(results, OUT)],
             [told.places, layout.chunks, layout.written, told.channels, told.products, row, layout.written * row,
              *told.counts, *told.taps],
             warps=tile.warps, stages=tile.stages, **told.order, **told.bounds, **told.access,
-            WHOLE=told.products % tile.depth == 0, ACCUMULATE=p.accumulate,
+            WHOLE=told.products % tile.depth == 0, ACCUMULATE=p.accumulate, BIAS=bool(bias),
             PROMOTE=LONGEST // tile.depth if told.products > LONGEST * 3 // 2 else 0,
             BLOCK_P=tile.places, BLOCK_O=tile.channels, BLOCK_K=tile.depth,
         )  # fmt: skip

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
 
 __all__ = [
-    "ADD_BLOCK", "LONGEST", "OUT", "PRODUCTS", "UNIT", "A", "B", "Layout", "Product", "Tile", "View", "at", "chunks_of",
-    "counted", "group_views", "launch", "launches", "look", "sum_length", "within",
+    "ADD_BLOCK", "LONGEST", "OUT", "PRODUCTS", "UNIT", "A", "B", "Layout", "Product", "Tile", "View", "at", "bias_of",
+    "chunks_of", "counted", "group_views", "launch", "launches", "look", "sum_length", "within",
 ]  # fmt: skip
 
-A, B, OUT, WORKSPACE = range(4)
+A, B, OUT, WORKSPACE, BIAS = range(5)
 """The tensors of a launch's pointers."""
 UNIT = Axis(1, 1)
 LONGEST = 1024
@@ -230,11 +230,16 @@ def group_views(p: ConvProblem, a: View, b: View, out: View) -> Iterator[tuple[V
 
 def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
     """Every launch of the pass, group by group. ``out`` is read where the problem accumulates."""
-    launches_of = _gradient if layout.p.pass_ is Pass.WGRAD else _gather
-    return [each for group in group_views(layout.p, a, b, out) for each in launches_of(layout, *group)]
+    found: list[Launch] = []
+    for group, (source, other, result) in enumerate(group_views(layout.p, a, b, out)):
+        if layout.p.pass_ is Pass.WGRAD:
+            found += _gradient(layout, source, other, result)
+        else:
+            found += _gather(layout, source, other, result, bias_of(layout.p, group))
+    return found
 
 
-def _gather(layout: Layout, source: View, filters: View, out: View) -> Iterator[Launch]:
+def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -> Iterator[Launch]:
     if layout.product.scaled:
         yield look(source, A, layout.source_peaks, layout.chunks)
         yield look(filters, B, layout.other_peaks, 1)
@@ -244,9 +249,9 @@ def _gather(layout: Layout, source: View, filters: View, out: View) -> Iterator[
         yield _pack(layout, block, A, layout.source, layout.source_slot, layout.source_peaks, layout.chunks,
                     layout.source_exponents, first)  # fmt: skip
         for sweeps in itertools.product(*layout.sweeps):
-            if layout.p.accumulate and not all(sweep.taps for sweep in sweeps):
+            if layout.p.accumulate and not bias and not all(sweep.taps for sweep in sweeps):
                 continue
-            yield _gather_gemm(layout, sweeps, out.narrow(0, first, count), first)
+            yield _gather_gemm(layout, sweeps, out.narrow(0, first, count), first, bias)
 
 
 def _gradient(layout: Layout, source: View, gradients: View, out: View) -> Iterator[Launch]:
@@ -276,6 +281,16 @@ def within(view: View, source: int) -> Any:
     from tilewise.kernels.triton.launch import Pointer
 
     return Pointer(source, view.offset * view.dtype.itemsize, view.dtype)
+
+
+def bias_of(p: ConvProblem, group: int) -> Any:
+    """The pointer to the vector that is added to a group's results; ``None`` without one."""
+    from tilewise.kernels.triton.launch import Pointer
+
+    if not p.bias:
+        return None
+    dtype, channels = p.torch_dtype(p.result), p.shape(p.result)[1] // p.groups
+    return Pointer(BIAS, group * channels * dtype.itemsize, dtype)
 
 
 def launch(kernel: Any, grid: Sequence[int], pointers: Sequence[Any], scalars: Sequence[int], warps: int = 4,
@@ -325,7 +340,7 @@ def _pack(layout: Layout, view: View, source: int, packed: Packed, slot: Slot, p
     )  # fmt: skip
 
 
-def _gather_gemm(layout: Layout, sweeps: Sequence[Sweep], out: View, first: int) -> Launch:
+def _gather_gemm(layout: Layout, sweeps: Sequence[Sweep], out: View, first: int, bias: Any) -> Launch:
     from tilewise.kernels.triton import implicit_gemm as kernels
 
     tile, source, filters = layout.tile, layout.source, layout.other
@@ -342,7 +357,7 @@ def _gather_gemm(layout: Layout, sweeps: Sequence[Sweep], out: View, first: int)
         [-(-channels // tile.channels) * -(-pixels // tile.columns)],
         [at(layout.source_slot, place),
          at(layout.other_slot, filters.offset([sweep.first_tap for sweep in sweeps])),
-         at(layout.source_exponents, first), at(layout.other_exponents), within(out, OUT)],
+         at(layout.source_exponents, first), at(layout.other_exponents), within(out, OUT), bias or within(out, OUT)],
         [pixels, channels, *counts, source.image * source.row, *source.strides([sweep.step for sweep in sweeps]),
          math.prod(taps) * source.channels // tile.depth, *taps[1:],
          *source.strides([sweep.tap_step for sweep in sweeps]),
@@ -350,7 +365,7 @@ def _gather_gemm(layout: Layout, sweeps: Sequence[Sweep], out: View, first: int)
          source.channels, *out.strides[:2], *steps],
         warps=tile.warps, stages=tile.stages,
         PLANES=source.planes, SCALED=layout.product.scaled,
-        PRECISION=layout.product.precision, ACCUMULATE=layout.p.accumulate, FLAT=counts[0] == 1,
+        PRECISION=layout.product.precision, ACCUMULATE=layout.p.accumulate, BIAS=bool(bias), FLAT=counts[0] == 1,
         WIDE=out.span >= 2**31, ALIGNED=written.aligned,
         BLOCK_O=tile.halves[0], MORE_O=tile.halves[1], BLOCK_P=tile.columns, BLOCK_K=tile.depth,
         PROMOTE=LONGEST // tile.depth if layout.promotes else 0,

@@ -13,7 +13,7 @@ from tilewise.axis import Axis
 from tilewise.kernels.cuda.winograd import CHANNELS, DEPTH, OUTPUTS, Planes, Prepare
 from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
 from tilewise.solvers._buffers import Arena, Slot
-from tilewise.solvers._depthwise_fft import FIRST, OUT, SECOND, WORKSPACE, Step
+from tilewise.solvers._depthwise_fft import BIAS, FIRST, OUT, SECOND, WORKSPACE, Step
 from tilewise.solvers._implicit_gemm import UNIT, View, chunks_of
 from tilewise.solvers._tiles import PROCESSORS
 from tilewise.solvers._winograd_gemm import wound
@@ -77,7 +77,7 @@ class Layout:
         """Lines from one image's to the next one's."""
         self.places = places
         self.program = _block(self.taps, self.wide_taps, -(-self.out_width // OUTPUTS), p.batch * self.pitch, places,
-                              p.accumulate)  # fmt: skip
+                              p.accumulate, p.bias)  # fmt: skip
         self.segments = -(-self.out_width // (OUTPUTS * self.program.tiles))
         self.place_blocks = -(-p.batch * self.pitch * self.program.tiles // (2 * places))
         share = -(-self.channel_blocks // parts) * CHANNELS
@@ -136,7 +136,7 @@ def _pitch(height: int, out_height: int, taps: int, before: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _block(taps: int, wide_taps: int, tiles: int, lines: int, places: int, accumulate: bool) -> Planes:
+def _block(taps: int, wide_taps: int, tiles: int, lines: int, places: int, accumulate: bool, bias: bool) -> Planes:
     """The program of blocks with two times ``places`` tiles, for ``lines`` of ``tiles`` each in whole.
 
     Lines are cut into equal segments. Raises ``ValueError`` where nothing fits shared memory.
@@ -145,7 +145,7 @@ def _block(taps: int, wide_taps: int, tiles: int, lines: int, places: int, accum
         raise ValueError(f"places={places}: a multiple of 8 up to {PLACES[-1]} would do")
     best: tuple[int, Planes] | None = None
     for each in dict.fromkeys(-(-tiles // -(-tiles // most)) for most in range(min(tiles, 2 * places), 0, -1)):
-        found = _held(taps, wide_taps, each, places, accumulate)
+        found = _held(taps, wide_taps, each, places, accumulate, bias)
         if found is None:
             continue
         blocks = -(-tiles // each) * -(-lines * each // (2 * places))
@@ -158,13 +158,13 @@ def _block(taps: int, wide_taps: int, tiles: int, lines: int, places: int, accum
     return best[1]
 
 
-def _held(taps: int, wide_taps: int, tiles: int, places: int, accumulate: bool) -> Planes | None:
+def _held(taps: int, wide_taps: int, tiles: int, places: int, accumulate: bool, bias: bool) -> Planes | None:
     """With as much waiting in shared memory as fits."""
     pairs = (OUTPUTS + wide_taps) // 2
     for together in (3 if pairs == 3 else 2, 1):
         most = range(2 * together, together, -1)
         for held, filters_held in (*itertools.product(most, (5, 4)), *itertools.product(most, (3,))):
-            found = Planes(taps, wide_taps, tiles, places, held, filters_held, together, accumulate)
+            found = Planes(taps, wide_taps, tiles, places, held, filters_held, together, accumulate, bias)
             if not found.problems():
                 return found
     return None
@@ -225,7 +225,8 @@ def _group(layout: Layout, group: int, source: View, taps: View | None, result: 
         if own is not None or number == 0:
             pointers = ((FIRST, 4 * source.offset), (SECOND, 4 * own.offset if own is not None else 0), *places)
             yield _prepare(layout, source, own, pointers, images=number == 0)
-        yield _convolve(layout, source, result.narrow(1, first, count), places)
+        bias = 4 * (group * layout.made + first)
+        yield _convolve(layout, source, result.narrow(1, first, count), places, bias)
 
 
 def _prepare(layout: Layout, source: View | None, taps: View | None, pointers: tuple[tuple[int, int], ...], *,
@@ -254,10 +255,12 @@ def _strides(view: View) -> tuple[int, ...]:
     return tuple(0 if view.sizes[dim] == 1 else view.strides[dim] for dim in (0, 1, 3, 4))
 
 
-def _convolve(layout: Layout, source: View, result: View, prepared: tuple[tuple[int, int], ...]) -> Step:
+def _convolve(layout: Layout, source: View, result: View, prepared: tuple[tuple[int, int], ...], bias: int) -> Step:
+    """``bias``: bytes before these channels' part of the vector that is added, where one is."""
     count = result.sizes[1]
     grid = min(PROCESSORS, -(-count // CHANNELS) * layout.place_blocks * layout.segments)
-    pointers = ((FIRST, 4 * source.offset), *prepared, (OUT, 4 * result.offset))
+    added = (BIAS, bias) if layout.p.bias else (OUT, 4 * result.offset)
+    pointers = ((FIRST, 4 * source.offset), *prepared, (OUT, 4 * result.offset), added)
     scalars = (
         grid, layout.p.batch, layout.shares, layout.read, count, layout.height, layout.width, layout.pitch,
         layout.before, layout.first_column, layout.out_height, layout.out_width, layout.place_blocks, layout.segments,

@@ -24,6 +24,7 @@ from tilewise.solvers._implicit_gemm import (
     Tile,
     View,
     at,
+    bias_of,
     chunks_of,
     group_views,
     launch,
@@ -152,18 +153,17 @@ class TilesLayout:
 def launches(layout: TilesLayout, a: View, b: View, out: View) -> list[Launch]:
     """Every launch of the pass, group by group. ``out`` is read where the problem accumulates."""
     found: list[Launch] = []
-    for source, other, result in group_views(layout.p, *map(layout.turned, (a, b, out))):
+    for group, (source, other, result) in enumerate(group_views(layout.p, *map(layout.turned, (a, b, out)))):
         if layout.p.pass_ is Pass.WGRAD:
             found += _gradient(layout, source, other, result)
-        elif layout.p.pass_ is Pass.DGRAD:
-            # Taps in reverse: a gradient of the image then reads what it needs from left to right.
-            found += _gather(layout, source, other.reversed(4), result)
         else:
-            found += _gather(layout, source, other, result)
+            # Taps in reverse: a gradient of the image then reads what it needs from left to right.
+            filters = other.reversed(4) if layout.p.pass_ is Pass.DGRAD else other
+            found += _gather(layout, source, filters, result, bias_of(layout.p, group))
     return found
 
 
-def _gather(layout: TilesLayout, source: View, filters: View, out: View) -> Iterator[Launch]:
+def _gather(layout: TilesLayout, source: View, filters: View, out: View, bias: Any) -> Iterator[Launch]:
     axis = layout.axes[2]
     begin = axis.before - axis.kernel + 1 if layout.p.pass_ is Pass.DGRAD else -axis.before
     yield look(filters, B, layout.other_peaks, 1)
@@ -177,10 +177,10 @@ def _gather(layout: TilesLayout, source: View, filters: View, out: View) -> Iter
             block = images.narrow(1, *share)
             yield _transform(layout, block, A, "input", layout.source, layout.source_slot, layout.source_peaks,
                              layout.chunks, layout.source_exponents, first, begin, layout.m)  # fmt: skip
-            adds = layout.p.accumulate or number > 0
+            adds, more = layout.p.accumulate or number > 0, None if number else bias
             for sweeps in itertools.product(*layout.sweeps):
-                if all(sweep.taps for sweep in sweeps) or not adds:
-                    yield _gemm(layout, sweeps, number, out.narrow(0, first, count), first, adds=adds)
+                if all(sweep.taps for sweep in sweeps) or not adds or more:
+                    yield _gemm(layout, sweeps, number, out.narrow(0, first, count), first, more, adds=adds)
 
 
 def _gradient(layout: TilesLayout, source: View, gradients: View, out: View) -> Iterator[Launch]:
@@ -232,7 +232,8 @@ def _values(points: int) -> tuple[float, ...]:
     return tuple(float(value) for value in POINTS[points - 1])
 
 
-def _gemm(layout: TilesLayout, sweeps: Sequence[Sweep], share: int, out: View, first: int, *, adds: bool) -> Launch:
+def _gemm(layout: TilesLayout, sweeps: Sequence[Sweep], share: int, out: View, first: int, bias: Any, *,
+          adds: bool) -> Launch:  # fmt: skip
     from tilewise.kernels.triton import winograd as kernels
 
     tile, source, filters = layout.tile, layout.source, layout.other
@@ -248,7 +249,7 @@ def _gemm(layout: TilesLayout, sweeps: Sequence[Sweep], share: int, out: View, f
         [-(-channels // tile.channels) * -(-places // tile.columns)],
         [at(layout.source_slot, source.offset([*(sweep.start for sweep in sweeps), 0])),
          at(layout.other_slots[share], filters.offset([*(sweep.first_tap for sweep in sweeps), 0])),
-         at(layout.source_exponents, first), at(layout.other_exponents), within(out, OUT)],
+         at(layout.source_exponents, first), at(layout.other_exponents), within(out, OUT), bias or within(out, OUT)],
         [places, channels, *counts, layout.tiles, layout.written, source.image * source.row,
          *source.strides([*(sweep.step for sweep in sweeps), 1]),
          steps, taps[1],
@@ -256,8 +257,8 @@ def _gemm(layout: TilesLayout, sweeps: Sequence[Sweep], share: int, out: View, f
          filters.image * filters.row, *filters.strides([*(sweep.tap_stride for sweep in sweeps), 1])[:2],
          source.channels, *out.strides[:2], *pitches, out.strides[4]],
         warps=tile.warps, stages=tile.stages,
-        VALUES=_values(layout.points), M=layout.m, ACCUMULATE=adds, FLAT=counts[0] == 1, WIDE=out.span >= 2**31,
-        ALIGNED=out.aligned, BLOCK_O=tile.channels, BLOCK_P=tile.columns, BLOCK_K=tile.depth,
+        VALUES=_values(layout.points), M=layout.m, ACCUMULATE=adds, BIAS=bool(bias), FLAT=counts[0] == 1,
+        WIDE=out.span >= 2**31, ALIGNED=out.aligned, BLOCK_O=tile.channels, BLOCK_P=tile.columns, BLOCK_K=tile.depth,
         PROMOTE=1 if steps <= FEW_STEPS and tile.depth >= DEEP else LONGEST // tile.depth,
     )  # fmt: skip
 

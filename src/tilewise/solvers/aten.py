@@ -14,8 +14,9 @@ from tilewise.solvers.base import Cost, Run, Solver
 class Aten(Solver):
     """``aten::convolution`` and ``aten::convolution_backward``."""
 
-    name, version = "aten", 1
+    name, version = "aten", 2
     own_output = True
+    adds_bias = True
     baseline = True
 
     def unsupported(self, p: ConvProblem) -> list[str]:
@@ -40,13 +41,21 @@ class Aten(Solver):
         """``run`` calls the operator with torch's flags as they are."""
         options = ([x.stride for x in p.axes], [x.before for x in p.axes], [x.dilation for x in p.axes])
         zeros, groups = [0] * p.dims, p.groups
-        if p.pass_ is Pass.FPROP:
+        if p.pass_ is Pass.FPROP or p.bias:
             convolution = torch.convolution  # less host time than the operator object
+            transposed = p.pass_ is Pass.DGRAD  # with a bias a layer of its own, not a gradient
+            extra = [
+                x.size + x.before + x.after - (x.out - 1) * x.stride - x.reach if transposed else 0 for x in p.axes
+            ]
 
             def forward(
-                x: torch.Tensor, w: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
+                x: torch.Tensor,
+                w: torch.Tensor,
+                _: torch.Tensor | None,
+                __: torch.Tensor | None,
+                bias: torch.Tensor | None = None,
             ) -> torch.Tensor:
-                y: torch.Tensor = convolution(x, w, None, *options, False, zeros, groups)
+                y: torch.Tensor = convolution(x, w, bias, *options, transposed, extra, groups)
                 return y
 
             return forward

@@ -19,11 +19,12 @@ Prepare = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 ``constant(p, c)`` bytes, 256-byte aligned; ``workspace`` is that of ``run``."""
 
 
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+Run = Callable[..., torch.Tensor]
 """``run(a, b, out, workspace) -> result`` for fixed shapes and strides, ``a`` and ``b`` in the order of
 ``problem.operands``. Writes ``out`` and returns it, or with ``own_output`` ignores it (it may be ``None``) and returns
 a new tensor. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte aligned, or ``None`` where
-that is 0. It follows the current stream and never synchronises or measures."""
+that is 0. Where ``problem.bias``, which only those with ``adds_bias`` are bound to, a fifth argument is the vector that
+is added, contiguous and of the result's dtype. It follows the current stream and never synchronises or measures."""
 
 
 class SolverUnavailable(RuntimeError):
@@ -49,7 +50,7 @@ class Solver(abc.ABC):
     """One way to solve problems. A new subclass in its own file in this package is found by being there.
 
     ``name`` and ``version`` are keys in wisdom: raise the version when results or speed change. What a solver cannot do
-    natively (add into a result, write a view, add a bias) the executor does through a temporary, counted as workspace.
+    natively (add into a result, write a view) the executor does through a temporary, counted as workspace.
     """
 
     name: ClassVar[str]
@@ -59,6 +60,8 @@ class Solver(abc.ABC):
     dtypes: ClassVar[frozenset[str]] = frozenset({"fp32", "bf16", "fp16"})
     dims: ClassVar[frozenset[int]] = frozenset({1, 2, 3})
     deterministic: ClassVar[bool] = True
+    adds_bias: ClassVar[bool] = False
+    """Adds a vector over the result's channels as it writes them; elsewhere a pass of its own does."""
     accumulates: ClassVar[bool] = False
     """Can add into ``out`` when ``problem.accumulate``; it can then also set it."""
     own_output: ClassVar[bool] = False

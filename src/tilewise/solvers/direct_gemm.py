@@ -63,10 +63,11 @@ class DirectGemm(Solver):
     the places.
     """
 
-    name, version = "direct_gemm", 1
+    name, version = "direct_gemm", 2
     devices = frozenset({"cuda"})
     dtypes = frozenset({"fp32"})
     compiles = True
+    adds_bias = True
     accumulates = True
     error_bound = {"ieee": 5e-6, "tf32": 5e-6}  # noqa: RUF012
 

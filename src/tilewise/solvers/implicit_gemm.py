@@ -55,9 +55,10 @@ class ImplicitGemm(Solver):
     results that meet them may be NaN. ``images`` are packed at a time, all of them where it is absent.
     """
 
-    name, version = "implicit_gemm", 1
+    name, version = "implicit_gemm", 2
     devices = frozenset({"cuda"})
     compiles = True
+    adds_bias = True
     accumulates = True
     most_configs = 4
     error_bound = {"ieee": 5e-6, "tf32": 1e-3}  # noqa: RUF012

@@ -42,9 +42,10 @@ class Polyphase(Solver):
     is the other solver's name, the rest of a config is its own.
     """
 
-    name, version = "polyphase", 1
+    name, version = "polyphase", 2
     devices = frozenset({"cuda"})
     compiles = True
+    adds_bias = True
     amounts = Solver.amounts | {"parts", "places"}
     most_configs = 2
 
@@ -117,30 +118,41 @@ class Polyphase(Solver):
         copies = [phases.copies(list(map(View.of, given)), result=back) for back in (False, True)]
         space = torch.empty(phases.last.offset, dtype=torch.uint8, device=a.device)
         first, second, result = phases.tensors(given, space)
-        inner = _solver(c).bind(phased(p), own(c), first, second, result)
-        split, join = (compiled(p, launches, a.device) for launches in copies)
-        return _Run(phases, inner, split, join if copies[1] else None)
+        solver, theirs = _solver(c), phased(p)
+        adds = p.bias and solver.adds_bias and not copies[1]
+        inner = solver.bind(replace(theirs, bias=adds), own(c), first, second, result)
+        split, join = (compiled(replace(p, bias=False), launches, a.device) for launches in copies)
+        return _Run(phases, inner, split, join if copies[1] else None, adds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Phases of the operands, the other solver, and the result from its phases where it has some."""
+    """Phases of the operands, the other solver, which perhaps ``adds`` a bias, and the result from its phases where it
+    has some."""
 
     phases: _Phases
     inner: Run
     split: ProgramRun
     join: ProgramRun | None
+    adds: bool
 
     def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert out is not None
         assert workspace is not None
         self.split(a, b, out, workspace)
         first, second, result = self.phases.tensors((a, b, out), workspace)
-        self.inner(first, second, result, self.phases.rest(workspace))
+        self.inner(first, second, result, self.phases.rest(workspace), *((bias,) if self.adds else ()))
         if self.join is not None:
             self.join(a, b, out, workspace)
+        if bias is not None and not self.adds:
+            out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
         return out
 
 

@@ -41,12 +41,13 @@ class WinogradFused(Solver):
     computed in ``parts``, one after another. Those of constant filters are kept.
     """
 
-    name, version = "winograd_fused", 1
+    name, version = "winograd_fused", 2
     passes = frozenset({Pass.FPROP, Pass.DGRAD})
     devices = frozenset({"cuda"})
     dtypes = frozenset({"fp32"})
     dims = frozenset({1, 2})
     compiles = True
+    adds_bias = True
     kin = "Winograd's transforms on matrix units"
     accumulates = True
     most_configs = 1

@@ -60,10 +60,11 @@ class WinogradGemm(Solver):
     so that only operands are transformed in memory: ``images`` of them and ``parts`` of their channels at a time.
     """
 
-    name, version = "winograd_gemm", 1
+    name, version = "winograd_gemm", 2
     devices = frozenset({"cuda"})
     dtypes = frozenset({"fp32"})
     compiles = True
+    adds_bias = True
     kin = "Winograd's transforms on matrix units"
     accumulates = True
     amounts = Solver.amounts | {"parts"}

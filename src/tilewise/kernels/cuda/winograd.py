@@ -65,6 +65,7 @@ class Planes:
     filters_held: int = 4
     together: int = 1
     accumulate: bool = False
+    bias: bool = False
     name: str = "winograd_planes"
     threads: int = MULTIPLIERS + READERS
 
@@ -142,7 +143,7 @@ def _planes_source(p: Planes) -> str:
     values = {
         "TAPS": p.taps, "WIDE_TAPS": p.wide_taps, "POINTS": p.points, "GROUPS": len(groups), "OUTPUTS": OUTPUTS,
         "CHANNELS": CHANNELS, "DEPTH": DEPTH, "TILES": p.tiles, "PLACES": p.places, "HELD": p.held,
-        "FILTERS_HELD": p.filters_held, "ACCUMULATE": p.accumulate, "IMAGE_SHIFT": shift(found.input),
+        "FILTERS_HELD": p.filters_held, "ACCUMULATE": p.accumulate, "BIAS": p.bias, "IMAGE_SHIFT": shift(found.input),
         "READERS": READERS, "READER_REGISTERS": REGISTERS[1], "MULTIPLIER_REGISTERS": REGISTERS[0], "STAGED": STAGED,
         "SHARED_BYTES": p.shared,
     }  # fmt: skip

@@ -70,8 +70,8 @@ def _sides(values):
 
 @triton.jit
 def _write(
-    acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr,
+    acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, SCALED: tl.constexpr,
+    ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     # Pixels first: where nothing is known of strides, Triton lets neighbouring threads walk the first dimension.
     acc = acc.T
@@ -80,6 +80,8 @@ def _write(
         e_image = tl.load(image_exponents + image)
         e_filter = tl.load(filter_exponents + tl.minimum(o, channels - 1))
         acc = unscaled(acc, e_image[:, None] + e_filter[None, :] - 282)
+    if BIAS:
+        acc += tl.load(bias + tl.minimum(o, channels - 1)).to(tl.float32)[None, :]
     if ALIGNED > 0:
         # By arithmetic: what is said of a parameter by ``multiple_of`` is lost with the function's call.
         place = place // ALIGNED * ALIGNED
@@ -93,10 +95,13 @@ def _write(
 
 @triton.jit
 def write(
-    acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr,
+    acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, SCALED: tl.constexpr,
+    ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Results ``acc`` [channels ``o``, places] where they belong, back at the operands' scale."""
+    """Results ``acc`` [channels ``o``, places] where they belong, back at the operands' scale.
+
+    ``BIAS`` adds to each channel its number of ``bias``.
+    """
     if ACCUMULATE:
         # Quarter by quarter: what is added to would be read all at once, and there are no registers to hold it.
         acc_0, acc_1 = _sides(acc)
@@ -108,15 +113,15 @@ def write(
             place_l, place_r = _sides(place_1 if side else place_0)
             valid_l, valid_r = _sides(valid_1 if side else valid_0)
             image_l, image_r = _sides(image_1 if side else image_0)
-            _write(left, out, o, channels, y_c, place_l, valid_l, image_exponents, filter_exponents, image_l, SCALED,
-                   ACCUMULATE, ALIGNED)  # fmt: skip
+            _write(left, out, o, channels, y_c, place_l, valid_l, image_exponents, filter_exponents, image_l, bias,
+                   SCALED, ACCUMULATE, BIAS, ALIGNED)  # fmt: skip
             tl.debug_barrier()
-            _write(right, out, o, channels, y_c, place_r, valid_r, image_exponents, filter_exponents, image_r, SCALED,
-                   ACCUMULATE, ALIGNED)  # fmt: skip
+            _write(right, out, o, channels, y_c, place_r, valid_r, image_exponents, filter_exponents, image_r, bias,
+                   SCALED, ACCUMULATE, BIAS, ALIGNED)  # fmt: skip
             tl.debug_barrier()
     else:
-        _write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED, ACCUMULATE,
-               ALIGNED)  # fmt: skip
+        _write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, SCALED,
+               ACCUMULATE, BIAS, ALIGNED)  # fmt: skip
 
 
 @triton.jit
@@ -180,13 +185,12 @@ def steps_along(
     ]
 )  # fmt: skip
 def gather_gemm(
-    images, filters, image_exponents, filter_exponents, out,
+    images, filters, image_exponents, filter_exponents, out, bias,
     pixels, channels, depth, height, width, x_n, x_d, x_h, x_w, steps, taps_h, taps_w, xt_d, xt_h, xt_w,
     f_row, ft_d, ft_h, ft_w, row_channels, y_n, y_c, y_d, y_h, y_w,
     PLANES: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
-    ACCUMULATE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_O: tl.constexpr,
-    MORE_O: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_K: tl.constexpr, PROMOTE: tl.constexpr,
+    ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_O: tl.constexpr, MORE_O: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """``channels`` results for each of ``pixels`` (images * depth * height * width, the last fastest).
 
@@ -237,11 +241,11 @@ def gather_gemm(
         place = image.to(tl.int64) * y_n + d.to(tl.int64) * y_d + h.to(tl.int64) * y_h + w.to(tl.int64) * y_w
     else:
         place = image * y_n + d * y_d + h * y_h + w * y_w
-    write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED, ACCUMULATE,
-           ALIGNED)  # fmt: skip
+    write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, SCALED, ACCUMULATE,
+          BIAS, ALIGNED)  # fmt: skip
     if MORE_O > 0:
-        write(acc_more, out, o_more, channels, y_c, place, valid, image_exponents, filter_exponents, image, SCALED,
-               ACCUMULATE, ALIGNED)  # fmt: skip
+        write(acc_more, out, o_more, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias,
+              SCALED, ACCUMULATE, BIAS, ALIGNED)  # fmt: skip
 
 
 @triton.jit(
