@@ -52,6 +52,15 @@ def test_any_layer_and_memory(pass_: Pass, data: st.DataObject) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_where_nothing_reaches_the_image(accumulate: bool, bias: bool) -> None:
+    """All taps lie in the padding."""
+    p = ConvProblem(Pass.DGRAD, 2, 4, 1, (Axis(1, 1, 3, 1, 1, 1),), accumulate=accumulate, bias=bias)
+    check(SOLVER, p, Config(tile=(16, 32, 16), warps=4, stages=2), PLAIN, accumulate)
+
+
+@interpreted
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("width", [6, 7, 8])

@@ -85,8 +85,8 @@ class Layout:
         self.workspace = arena.size
 
     def row(self, products: int) -> int:
-        """Elements of a filter's row."""
-        return -(-products // self.tile.depth) * self.tile.depth
+        """Elements of a filter's row: zeros where a result meets no taps."""
+        return max(1, -(-products // self.tile.depth)) * self.tile.depth
 
     @property
     def places(self) -> int:
@@ -215,7 +215,7 @@ def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -
         told = _Gathered(p, sweeps, source, results, (p.operands[0], p.result))
         if told.products == 0 and p.accumulate and not bias:
             continue
-        row = max(layout.row(told.products), tile.depth)
+        row = layout.row(told.products)
         yield _split(layout, _taken(filters, sweeps), told, row)
         tiles = -(-layout.written // tile.channels) * -(-told.places // tile.places)
         yield launch(
