@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib.util
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,12 +57,23 @@ class ForkedScript:
         self.process.kill()
         self.process.join(30)
 
+    def aborted(self) -> str:
+        """End it where it still runs; its exit status and all that it wrote, lastly the stacks of its threads."""
+        if self.process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.process.pid, signal.SIGABRT)  # faulthandler tells them even where the GIL is never free
+            self.process.join(10)
+            self.kill()
+        out, err = (file.read() for file in self._files)
+        return f"exit status {self.process.exitcode}\n{out}\n{err}"
+
     def finished(self, timeout: float) -> subprocess.CompletedProcess[str]:
-        """Wait for its end; one that takes more than ``timeout`` seconds is killed and raises."""
+        """Wait for its end; one that takes more than ``timeout`` seconds is aborted and raises."""
         self.process.join(timeout)
         if self.process.exitcode is None:
-            self.kill()
-            raise subprocess.TimeoutExpired(self.args, timeout, *(file.read() for file in self._files))
+            error = subprocess.TimeoutExpired(self.args, timeout)
+            error.add_note(self.aborted())
+            raise error
         out, err = (file.read() for file in self._files)
         return subprocess.CompletedProcess(self.args, self.process.exitcode, out, err)
 
@@ -74,6 +88,7 @@ def run_script(
 def _main(words: list[str], environment: dict[str, str], cwd: str, paths: list[str]) -> None:
     for descriptor, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+    faulthandler.enable(2)  # for aborted(); by number, as a program may put something else in place of sys.stderr
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)

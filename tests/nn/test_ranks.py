@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ def run(script: str, tmp_path: Path, ranks: int = 2) -> list[str]:
     ]  # fmt: skip
     try:
         results = [process.finished(timeout=120) for process in begun]
+    except subprocess.TimeoutExpired as error:
+        for rank, process in enumerate(begun):
+            if process.args is not error.cmd:
+                error.add_note(f"rank {rank} meanwhile: {process.aborted()}")
+        raise
     finally:
         for process in begun:
             process.kill()
