@@ -24,13 +24,19 @@ model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
 x = torch.randn(4, 3, 9, 9)
 planner = Dividing()
 """
+# DistributedDataParallel goes before the group. If it is the last to hold it, torch ends the group while it holds the
+# GIL, and waits for gloo's thread, which may itself be waiting for the GIL to let go of what a backward gave its work.
+END = """
+ddp = None
+dist.destroy_process_group()
+"""
 
 
 def run(script: str, tmp_path: Path, ranks: int = 2) -> list[str]:
-    """All ranks' outputs; a hang is a failure."""
+    """All ranks' outputs; a hang is a failure. A script calls its DistributedDataParallel ``ddp``, if it has one."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-    whole = PRELUDE + script + "\ndist.destroy_process_group()\n"
+    whole = PRELUDE + script + END
     begun = [
         ForkedScript(
             "-c", whole, str(rank), str(tmp_path / "store"), str(ranks),
