@@ -24,7 +24,9 @@ BEST_MS = 1.0
 
 
 def solver(name: str, *, compiles: bool = True, most: int = 9) -> Any:
-    return SimpleNamespace(name=name, version=1, compiles=compiles, kin="", most=lambda problem: most)
+    return SimpleNamespace(
+        name=name, version=1, compiles=compiles, kin="", most=lambda problem: most, family=lambda config: name
+    )
 
 
 def waiting(*entries: tuple[Any, float]) -> list[tuple[float, int, Any, Config, int]]:

@@ -91,7 +91,7 @@ def test_only_the_best_configs_of_a_solver_are_run_unless_patient(clock: Clock) 
         for _ in range(3):  # also when they are known already
             found = search(toys.small(), store, batch_sizes="undivided")
             assert found.best().config == Config(i=2)
-        lost = [m.config["i"] for m in found.log if m.reason.startswith("not measured: 3 of this solver")]
+        lost = [m.config["i"] for m in found.log if m.reason.startswith("not measured: 3 of many")]
         assert lost == [3, 4]
         assert search(toys.small(), store, rigor="patient", batch_sizes="undivided").best().config == Config(i=4)
 
@@ -107,6 +107,25 @@ def test_a_candidate_that_lost_twice_is_not_repeated(clock: Clock, monkeypatch: 
     batch = toys.small().batch
     assert found == {name: pytest.approx(ms) for name, ms in rising.items()}
     assert {name: clock.runs[name, batch] for name in rising} == {"best": 4, "near": 4, "behind": 2}
+
+
+class Families(Simulated):
+    """Odd and even configs are two families."""
+
+    def family(self, c: Config) -> str:
+        return f"{self.name} {int(c['i']) % 2}"
+
+
+def test_the_best_of_each_family_are_run(clock: Clock) -> None:
+    traits = {"clock": clock, "name": "many", "ms": staticmethod(lambda p, c: 10.0 + int(c["i"]) / 10),
+              "choices": tuple(Config(i=i) for i in (0, 2, 4, 6, 1, 3, 5)), "most_configs": 2}  # fmt: skip
+    many: Solver = type("Some", (Families,), traits)()
+    with world(clock, many):
+        found = search(toys.small(), batch_sizes="undivided")
+        found.best()
+    lost = {m.config["i"]: m.reason for m in found.log if m.reason and m.solver == "many"}
+    assert set(lost) == {4, 5, 6}
+    assert lost[5] == "not measured: 2 of many 1 with better estimates were"
 
 
 @pytest.mark.parametrize("adds_bias", [False, True])

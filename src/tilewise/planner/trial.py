@@ -129,7 +129,7 @@ class Trial:
     _waiting: list[Offer] = field(default_factory=list)
     """What is still to be tried, the next one last."""
     _tried: dict[str, int] = field(default_factory=dict)
-    """How many candidates of each solver were measured."""
+    """How many candidates of each solver's families were measured."""
     _kin: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """Estimates and workspaces of the candidates whose solvers have kin, by its name."""
 
@@ -202,8 +202,9 @@ class Trial:
                 continue
             known = (solver.name, solver.version, config) in self.known
             if known or patient or not self._hopeless(solver, config, estimate, needed, self.best_ms):
-                tried[solver.name] = tried.get(solver.name, 0) + 1  # as in _pruned
-                if not known and (patient or tried[solver.name] <= self._most(solver)):
+                family = solver.family(config)
+                tried[family] = tried.get(family, 0) + 1  # as in _pruned
+                if not known and (patient or tried[family] <= self._most(solver)):
                     wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
         return wanted
 
@@ -261,18 +262,18 @@ class Trial:
     def _pruned(self, solver: Solver, config: Config, estimate: float, needed: int) -> bool:
         if self.options.rigor == "patient":
             return False
-        tried = self._tried
+        tried, family = self._tried, solver.family(config)
         if (solver.name, solver.version, config) in self.known:
-            tried[solver.name] = tried.get(solver.name, 0) + 1  # else each search would measure as many again
+            tried[family] = tried.get(family, 0) + 1  # else each search would measure as many again
             return False
         text = self._hopeless(solver, config, estimate, needed, self._bound_ms(needed))
         if text:
             self._lose(solver, config, text)
             return True
-        tried[solver.name] = tried.get(solver.name, 0) + 1
+        tried[family] = tried.get(family, 0) + 1
         most = self._most(solver)
-        if tried[solver.name] > most:
-            self._lose(solver, config, f"not measured: {most} of this solver with better estimates were")
+        if tried[family] > most:
+            self._lose(solver, config, f"not measured: {most} of {family} with better estimates were")
             return True
         return False
 

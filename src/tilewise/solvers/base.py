@@ -79,7 +79,7 @@ class Solver(abc.ABC):
     kin: ClassVar[str] = ""
     """A name for solvers whose estimates err alike, so that one far behind another of them need not be measured."""
     most_configs: ClassVar[int] = 6
-    """Configs measured when planning is not ``patient``: those with the best estimates."""
+    """Configs of a family measured when planning is not ``patient``: those with the best estimates."""
     error_bound: ClassVar[dict[str, float]] = {"ieee": 1e-5, "tf32": 5e-3}
     """Relative L2 error it may have in fp32, by precision."""
 
@@ -120,8 +120,12 @@ class Solver(abc.ABC):
         return ((c, self.workspace(p, c)) for c in self.configs(p) if only is None or c in only)
 
     def most(self, p: ConvProblem) -> int:
-        """Configs of ``p`` measured when planning is not ``patient``."""
+        """Configs of ``p``, of each family, measured when planning is not ``patient``."""
         return self.most_configs
+
+    def family(self, c: Config) -> str:
+        """A name for configs whose estimates err alike; those of one solver, unless it computes with others."""
+        return self.name
 
     def like(self, c: Config) -> Config:
         """``c`` without :attr:`amounts`."""

@@ -70,6 +70,10 @@ class Polyphase(Solver):
             reasons.append(f"counts to {MOST}; there are {largest} elements in the phases of an image or a filter")
         return reasons or ([] if _able(p) else ["no solver computes it without strides"])
 
+    def family(self, c: Config) -> str:
+        """Those of each other solver."""
+        return f"{self.name} with {c['solver']}"
+
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         return (named(solver, c) for solver in _able(p) for c in solver.configs(phased(p)))
 
