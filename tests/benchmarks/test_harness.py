@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tilewise.plan import Config, Plan
 from tilewise.problem import ConvProblem, Pass
+from tilewise.solvers import baseline
 
 CPU = torch.device("cpu")
 
@@ -134,9 +135,8 @@ def test_framework_side_computes_the_problem(pass_: Pass, layout: str) -> None:
 def test_planned_side_computes_the_problem() -> None:
     problem = FBFFT_TABLE_4[3].problem(Pass.FPROP, CPU, batch=3)
     tensors = Tensors(problem)
-    children = tuple(
-        Plan(part.problem.key, "aten", 1) for part in problem.split("batch", (2, 1)) if part.problem is not None
-    )
+    own, parts = baseline(), problem.split("batch", (2, 1))
+    children = tuple(Plan(part.problem.key, own.name, own.version) for part in parts if part.problem is not None)
     plan = Plan(problem.key, "micro_batch", 1, Config(sizes=(2, 1)), children, (1, 1))
     a, b = (tensors[role] for role in problem.operands)
     got, want = planned_call(problem, plan, tensors)(), problem.reference(a, b)

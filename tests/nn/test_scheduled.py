@@ -43,6 +43,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 3), nn.Conv2d(3, 3, 3, padding=1))
 
 
+ATEN = solvers.baseline()
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 PASSES, KERNELS = 8, 7
 """Both first layers have the same weight gradient."""
@@ -129,7 +130,7 @@ def test_a_schedule_is_taken_as_it_is(made: Schedule, tmp_path: Path) -> None:
     [
         (lambda plan: replace(plan, version=99), "by micro_batch version 99, here is version 1"),
         (lambda plan: replace(plan, solver="quantum"), "needs the solver 'quantum', which there is not here"),
-        (lambda plan: replace(plan, solver="aten"), "has parts below aten, which has none"),
+        (lambda plan: replace(plan, solver=ATEN.name, version=ATEN.version), "has parts below aten, which has none"),
         (lambda plan: replace(plan, config=Config(sizes=(1, 4))), "which is not the whole"),
         (lambda plan: replace(plan, config=Config(sizes=(4, 0))), "which is not the whole"),
         (lambda plan: replace(plan, counts=(10**12, 1)), "micro_batch does not offer"),

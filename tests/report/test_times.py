@@ -11,12 +11,14 @@ from tilewise.plan import Config, Plan
 from tilewise.report.layer_time import time_pass
 from tilewise.report.network_time import time_training_steps
 from tilewise.report.values import PassResult
+from tilewise.solvers import baseline
 
+ATEN = baseline()
 LAYER = "mb4ic3ih12oc8oh12kh3ph1"
 
 
 def divided(problem) -> Plan:
-    leaf = Plan("", "aten", 1)
+    leaf = Plan("", ATEN.name, ATEN.version)
     return Plan(problem.key, "micro_batch", 1, Config(sizes=(2, 2)), (leaf,), (2,))
 
 
@@ -28,7 +30,7 @@ def test_both_sides_of_a_replaced_pass_are_timed():
     assert found.ratio == pytest.approx(found.framework_ms / found.planned_ms)
 
 
-@pytest.mark.parametrize("plan", [None, Plan("", "aten", 1)])
+@pytest.mark.parametrize("plan", [None, Plan("", ATEN.name, ATEN.version)])
 def test_only_the_framework_is_timed_where_nothing_replaces_it(plan):
     found = time_pass(PassResult(parse_layer(LAYER), plan), iterations=1)
     assert found.framework_ms is not None
