@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilewise import solvers
 from tilewise.kept_filter import KeptFilter
@@ -77,13 +78,7 @@ class Bound:
         self._addressed = node.addressed()
         self._like_a = self._dtype is problem.torch_dtype(problem.operands[0])
 
-    def __call__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         size = self.workspace
         workspace = _workspaces.take(size, a.device) if size else None
         if out is None and not self._fresh:
@@ -114,7 +109,7 @@ class Bound:
         result = computed if out is None else out
         return result if bias is None else result.add_(bias.view(self._bias_shape))
 
-    def _fitting(self, bias: torch.Tensor | None, a: torch.Tensor) -> torch.Tensor:
+    def _fitting(self, bias: Tensor | None, a: Tensor) -> Tensor:
         """A bias as solvers take it; zeros for none."""
         channels = self._shape[1]
         if bias is None:
@@ -124,7 +119,7 @@ class Bound:
         return bias.to(self._dtype).contiguous()
 
 
-def bind(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Bound:
+def bind(plan: Plan, problem: ConvProblem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Bound:
     """Bind ``plan`` to tensors with the shapes, strides and dtypes of ``a``, ``b`` and ``out``.
 
     Results that a call allocates have the strides of ``out``, or without it those of the problem's layout. Raises
@@ -164,7 +159,7 @@ def adds_bias(plan: Plan, problem: ConvProblem) -> bool:
     return whole and all(adds_bias(child, part) for (_, part), child in each.items() if part is not None)
 
 
-def _check(problem: ConvProblem, role: str, tensor: torch.Tensor) -> None:
+def _check(problem: ConvProblem, role: str, tensor: Tensor) -> None:
     if tuple(tensor.shape) != problem.shape(role):
         raise PlanMismatch(f"{role} has shape {tuple(tensor.shape)}, the problem {problem.shape(role)}")
     if tensor.dtype is not problem.torch_dtype(role):
@@ -183,14 +178,7 @@ class Node:
     adds: bool
     workspace: int
 
-    def run(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        workspace: torch.Tensor | None,
-        *bias: torch.Tensor,
-    ) -> torch.Tensor:
+    def run(self, a: Tensor, b: Tensor, out: Tensor | None, workspace: Tensor | None, *bias: Tensor) -> Tensor:
         raise NotImplementedError
 
     def shortest(self) -> Run:
@@ -218,9 +206,7 @@ class Leaf(Node):
         "returns_new",
     )
 
-    def __init__(
-        self, solver: Solver, plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def __init__(self, solver: Solver, plan: Plan, problem: ConvProblem, a: Tensor, b: Tensor, out: Tensor) -> None:
         role = problem.result
         self._own = solver.own_output
         self.returns_new = solver.own_output and not problem.accumulate
@@ -242,14 +228,7 @@ class Leaf(Node):
         constant = solver.constant(inner, plan.config) if problem.constant_weight else 0
         self._filter = KeptFilter(solver.prepare(inner, plan.config, b), constant) if constant else None
 
-    def run(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        workspace: torch.Tensor | None,
-        *bias: torch.Tensor,
-    ) -> torch.Tensor:
+    def run(self, a: Tensor, b: Tensor, out: Tensor | None, workspace: Tensor | None, *bias: Tensor) -> Tensor:
         if self._filter is not None:
             b = self._filter.of(b, None if workspace is None else workspace[self._size :])
         if not self._own and not self._temporary:
@@ -286,9 +265,9 @@ class Parts(Node):
         problem: ConvProblem,
         parts: Sequence[Part],
         plans: Sequence[Plan],
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
     ) -> None:
         role = problem.result
         self.adds = problem.bias
@@ -325,7 +304,7 @@ class Parts(Node):
         self._by = self._by_address((a, b, out)) if not apart else None
         self.workspace = self._size + max((step[3].workspace for step in self._steps), default=0)
 
-    def _by_address(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, int, int, Addressed]] | None:
+    def _by_address(self, tensors: tuple[Tensor, ...]) -> list[tuple[int, int, int, Addressed]] | None:
         steps = []
         for *ranges, node in self._steps:
             call = node.addressed()
@@ -347,14 +326,7 @@ class Parts(Node):
         for da, db, do, call in self._by:
             call(a + da, b + db, out + do, workspace, *bias)
 
-    def run(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        workspace: torch.Tensor | None,
-        *bias: torch.Tensor,
-    ) -> torch.Tensor:
+    def run(self, a: Tensor, b: Tensor, out: Tensor | None, workspace: Tensor | None, *bias: Tensor) -> Tensor:
         assert out is not None
         if self._zero and not self._size:
             out.zero_()
@@ -403,9 +375,9 @@ class AtOnce(Node):
         problem: ConvProblem,
         parts: Sequence[Part],
         plans: Sequence[Plan],
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
     ) -> None:
         role = problem.result
         shape, layout = problem.shape(role), problem.layout(role)
@@ -436,14 +408,7 @@ class AtOnce(Node):
             self.workspace = start + carved(nodes[key].workspace)
             self._steps.append(Step(first, second, ranges, term if own else None, start, nodes[key]))
 
-    def run(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        workspace: torch.Tensor | None,
-        *bias: torch.Tensor,
-    ) -> torch.Tensor:
+    def run(self, a: Tensor, b: Tensor, out: Tensor | None, workspace: Tensor | None, *bias: Tensor) -> Tensor:
         assert out is not None
         result, steps = out, self._steps
 
@@ -462,12 +427,12 @@ class AtOnce(Node):
             return out
         return out.add_(total) if self._add_back else out.copy_(total)
 
-    def _term(self, workspace: torch.Tensor | None, start: int) -> torch.Tensor:
+    def _term(self, workspace: Tensor | None, start: int) -> Tensor:
         assert workspace is not None
         return _carve(workspace[start:], self._size, *self._dense)
 
 
-def _node(plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Node:
+def _node(plan: Plan, problem: ConvProblem, a: Tensor, b: Tensor, out: Tensor) -> Node:
     try:
         solver = solvers.get(plan.solver)
     except KeyError as error:
@@ -497,15 +462,15 @@ def parts_of(plan: Plan, problem: ConvProblem, split: Split) -> tuple[tuple[Part
     return parts, [child for child, count in zip(plan.children, plan.counts, strict=True) for _ in range(count)]
 
 
-def _narrow(tensor: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:
+def _narrow(tensor: Tensor, ranges: tuple[Range, ...]) -> Tensor:
     for r in ranges:
         tensor = tensor.narrow(r.dim, r.start, r.length)
     return tensor
 
 
 def _carve(
-    workspace: torch.Tensor, size: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
+    workspace: Tensor, size: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     return workspace[:size].view(dtype).as_strided(shape, strides)
 
 
