@@ -77,6 +77,7 @@ def _solver(solver: Solver) -> dict[str, Any]:
         "dims": sorted(solver.dims),
         "deterministic": solver.deterministic,
         "accumulates": solver.accumulates,
+        "adds_bias": solver.adds_bias,
         "error_bound": dict(solver.error_bound),
     }
 
