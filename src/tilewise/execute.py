@@ -86,28 +86,14 @@ class Bound:
                 out = a.new_empty_strided(self._shape, self._strides)
             else:
                 out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
-        if self._adds:
-            if (
-                bias is None
-                or bias.dtype is not self._dtype
-                or bias.shape != self._shape[1:2]
-                or bias.device != a.device
-                or not bias.is_contiguous()
-            ):
-                bias = self._fitting(bias, a)
-            if self._addressed is not None and out is not None:
-                address = 0 if workspace is None else workspace.data_ptr()
-                self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address, bias.data_ptr())
-                return out
-            computed = self._run(a, b, out, workspace, bias)
-            return computed if out is None else out
+        added = (self._fitting(bias, a),) if self._adds else ()
         if self._addressed is not None and out is not None:
             address = 0 if workspace is None else workspace.data_ptr()
-            self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address)
-            return out if bias is None else out.add_(bias.view(self._bias_shape))
-        computed = self._run(a, b, out, workspace)
-        result = computed if out is None else out
-        return result if bias is None else result.add_(bias.view(self._bias_shape))
+            self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address, *map(Tensor.data_ptr, added))
+        else:
+            computed = self._run(a, b, out, workspace, *added)
+            out = computed if out is None else out
+        return out if bias is None or added else out.add_(bias.view(self._bias_shape))
 
     def _fitting(self, bias: Tensor | None, a: Tensor) -> Tensor:
         """A bias as solvers take it; zeros for none."""
@@ -116,7 +102,7 @@ class Bound:
             return torch.zeros(channels, dtype=self._dtype, device=a.device)
         if bias.shape != (channels,) or bias.device != a.device:
             raise ValueError(f"bias of {tuple(bias.shape)} on {bias.device}: ({channels},) on {a.device} would do")
-        return bias.to(self._dtype).contiguous()
+        return bias.to(self._dtype).contiguous()  # itself where it is so already
 
 
 def bind(plan: Plan, problem: ConvProblem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Bound:
@@ -147,7 +133,7 @@ def adds_bias(plan: Plan, problem: ConvProblem) -> bool:
     except KeyError:
         return False  # which is said where the plan is bound
     if not isinstance(solver, Split):
-        return solver.adds_bias
+        return solver.does_add_bias(problem, plan.config)
     if solver.at_once:
         return False
     parts, plans = parts_of(plan, problem, solver)

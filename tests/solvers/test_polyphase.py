@@ -58,7 +58,7 @@ def test_any_layer_and_memory(pass_: Pass, dtype: str, precision: str, data: st.
     found: tuple[ConvProblem, Memory] = data.draw(with_memory(drawn, lambda p: not SOLVER.unsupported(p)), "problem")
     p, forms = found
     assume(p.batch * p.in_channels * math.prod(axis.size for axis in p.axes) < 2000)
-    p = replace(p, bias=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "bias"))
+    p = replace(p, bias=SOLVER.does_add_bias(p, inner(p)) and data.draw(st.booleans(), "bias"))
     check(SOLVER, p, inner(p), forms, False)
 
 
@@ -72,6 +72,14 @@ def test_padding_and_what_no_window_reaches(pass_: Pass, before: int) -> None:
     axes = (Axis(11, 5, 4, 1, before, 1), Axis(8, 3, 1, 1, 1, 0), Axis(7, 3, 2, 1, 0, 1))
     for some in (axes[:2], axes[::2], axes, axes[:1]):
         check(SOLVER, ConvProblem(pass_, 2, 4, 6, some, 2), inner(ConvProblem(pass_, 2, 4, 6, some, 2)), PLAIN, False)
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_a_bias_is_added_where_the_other_solver_writes_the_result(pass_: Pass) -> None:
+    p = stem(pass_)
+    added = {name: SOLVER.does_add_bias(p, Config(solver=name)) for name in ("implicit_gemm", "fft", "aten", "none")}
+    assert added == {"implicit_gemm": pass_ is Pass.FPROP, "fft": False, "aten": False, "none": False}
+    assert not SOLVER.does_add_bias(p, Config())
 
 
 def test_phases_of_a_first_layer() -> None:
@@ -161,13 +169,14 @@ def test_memory_too_far_apart_is_refused() -> None:
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_every_solver_on_first_layers(pass_: Pass, axis: Axis, dtype: str, layout: str, limit: float) -> None:
     layouts = (layout,) * 3
-    p = ConvProblem(pass_, 9, 3, 64, (axis, axis), dtype=dtype, out_dtype=dtype, layouts=layouts)  # type: ignore[arg-type]
-    p = replace(p, device=device_name("cuda"), bias=pass_ is Pass.FPROP)
-    a, b = make_operands(p)
-    want = plus_bias(p, p.reference(a, b))
+    plain = ConvProblem(pass_, 9, 3, 64, (axis, axis), dtype=dtype, out_dtype=dtype, layouts=layouts)  # type: ignore[arg-type]
+    plain = replace(plain, device=device_name("cuda"))
+    a, b = make_operands(plain)
     bound = 0
-    first = {c["solver"]: (c, workspace) for c, workspace in reversed(list(SOLVER.offers(p, None)))}
+    first = {c["solver"]: (c, workspace) for c, workspace in reversed(list(SOLVER.offers(plain, None)))}
     for c, workspace in first.values():
+        p = replace(plain, bias=SOLVER.does_add_bias(plain, c))
+        want = plus_bias(p, p.reference(a, b))
         out = make_result(p).fill_(math.nan)
         space = torch.full((workspace,), 0xFF, dtype=torch.uint8, device="cuda")
         try:

@@ -6,6 +6,7 @@ import functools
 import gc
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -128,7 +129,7 @@ class Trial:
     """What was bound to be compiled and waits to be measured."""
     _waiting: list[Offer] = field(default_factory=list)
     """What is still to be tried, the next one last."""
-    _tried: dict[str, int] = field(default_factory=dict)
+    _tried: Counter[str] = field(default_factory=Counter)
     """How many candidates of each solver's families were measured."""
     _kin: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """Estimates and workspaces of the candidates whose solvers have kin, by its name."""
@@ -155,7 +156,7 @@ class Trial:
         for estimate, _, solver, _, needed in waiting:
             if solver.kin:
                 self._kin.setdefault(solver.kin, []).append((estimate, needed))
-        self._waiting, self._tried = waiting[::-1], {}
+        self._waiting, self._tried = waiting[::-1], Counter()
         while self._waiting:
             estimate, _, solver, config, needed = self._waiting.pop()
             if not self._pruned(solver, config, estimate, needed):
@@ -196,14 +197,14 @@ class Trial:
         """Those that will be measured as far as can be told now, and whose kernels may have to be compiled."""
         wanted: list[Plan] = []
         patient = self.options.rigor == "patient"
-        tried = dict(self._tried)
+        tried = self._tried.copy()
         for estimate, _, solver, config, needed in reversed(self._waiting):
             if not solver.compiles:
                 continue
             known = (solver.name, solver.version, config) in self.known
             if known or patient or not self._hopeless(solver, config, estimate, needed, self.best_ms):
                 family = solver.family(config)
-                tried[family] = tried.get(family, 0) + 1  # as in _pruned
+                tried[family] += 1  # as in _pruned
                 if not known and (patient or tried[family] <= self._most(solver)):
                     wanted.append(Plan(self.problem.key, solver.name, solver.version, config))
         return wanted
@@ -264,13 +265,13 @@ class Trial:
             return False
         tried, family = self._tried, solver.family(config)
         if (solver.name, solver.version, config) in self.known:
-            tried[family] = tried.get(family, 0) + 1  # else each search would measure as many again
+            tried[family] += 1  # else each search would measure as many again
             return False
         text = self._hopeless(solver, config, estimate, needed, self._bound_ms(needed))
         if text:
             self._lose(solver, config, text)
             return True
-        tried[family] = tried.get(family, 0) + 1
+        tried[family] += 1
         most = self._most(solver)
         if tried[family] > most:
             self._lose(solver, config, f"not measured: {most} of {family} with better estimates were")

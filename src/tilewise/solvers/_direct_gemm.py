@@ -22,7 +22,6 @@ from tilewise.solvers._implicit_gemm import (
     B,
     View,
     at,
-    bias_of,
     chunks_of,
     counted,
     group_views,
@@ -106,13 +105,8 @@ def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
     gradient = layout.p.pass_ is Pass.WGRAD
     for view in (a.narrow(0, 0, 1), out if gradient else b):
         counted(view)
-    found: list[Launch] = []
-    for group, (source, other, result) in enumerate(group_views(layout.p, a, b, out)):
-        if gradient:
-            found += _gradient(layout, source, other, result)
-        else:
-            found += _gather(layout, source, other, result, bias_of(layout.p, group))
-    return found
+    launches_of = _gradient if gradient else _gather
+    return [each for group in group_views(layout.p, a, b, out) for each in launches_of(layout, *group)]
 
 
 class _Gathered:
@@ -255,7 +249,7 @@ def _split(layout: Layout, filters: View, told: _Gathered, row: int) -> Launch:
     )  # fmt: skip
 
 
-def _gradient(layout: Layout, source: View, gradients: View, out: View) -> Iterator[Launch]:
+def _gradient(layout: Layout, source: View, gradients: View, out: View, _: None) -> Iterator[Launch]:
     from tilewise.kernels.triton import direct_gemm as kernels
 
     p, tile = layout.p, layout.tile

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
 
 __all__ = [
-    "ADD_BLOCK", "LONGEST", "OUT", "PRODUCTS", "UNIT", "A", "B", "Layout", "Product", "Tile", "View", "at", "bias_of",
+    "ADD_BLOCK", "LONGEST", "OUT", "PRODUCTS", "UNIT", "A", "B", "Layout", "Product", "Tile", "View", "at",
     "chunks_of", "counted", "group_views", "launch", "launches", "look", "sum_length", "within",
 ]  # fmt: skip
 
@@ -212,31 +212,27 @@ def counted(view: View) -> View:
     return view
 
 
-def group_views(p: ConvProblem, a: View, b: View, out: View) -> Iterator[tuple[View, View, View]]:
+def group_views(p: ConvProblem, a: View, b: View, out: View) -> Iterator[tuple[View, View, View, Any]]:
     """Operands and result of each group: what is gathered first, then filters or gradients, then the result.
 
-    Filters are turned so that what is gathered is their second dimension.
+    Filters are turned so that what is gathered is their second dimension. Last the pointer to the vector that is added
+    to the results, ``None`` without one.
     """
     into, outof = p.in_channels // p.groups, p.out_channels // p.groups
     for g in range(p.groups):
         x_part, y_part = (g * into, into), (g * outof, outof)
         if p.pass_ is Pass.WGRAD:
-            yield a.narrow(1, *x_part), b.narrow(1, *y_part), out.narrow(0, *y_part)
+            yield a.narrow(1, *x_part), b.narrow(1, *y_part), out.narrow(0, *y_part), None
         elif p.pass_ is Pass.DGRAD:
-            yield a.narrow(1, *y_part), b.narrow(0, *y_part).swapped(), out.narrow(1, *x_part)
+            yield a.narrow(1, *y_part), b.narrow(0, *y_part).swapped(), out.narrow(1, *x_part), _bias(p, g * into)
         else:
-            yield a.narrow(1, *x_part), b.narrow(0, *y_part), out.narrow(1, *y_part)
+            yield a.narrow(1, *x_part), b.narrow(0, *y_part), out.narrow(1, *y_part), _bias(p, g * outof)
 
 
 def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
     """Every launch of the pass, group by group. ``out`` is read where the problem accumulates."""
-    found: list[Launch] = []
-    for group, (source, other, result) in enumerate(group_views(layout.p, a, b, out)):
-        if layout.p.pass_ is Pass.WGRAD:
-            found += _gradient(layout, source, other, result)
-        else:
-            found += _gather(layout, source, other, result, bias_of(layout.p, group))
-    return found
+    launches_of = _gradient if layout.p.pass_ is Pass.WGRAD else _gather
+    return [each for group in group_views(layout.p, a, b, out) for each in launches_of(layout, *group)]
 
 
 def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -> Iterator[Launch]:
@@ -254,7 +250,7 @@ def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -
             yield _gather_gemm(layout, sweeps, out.narrow(0, first, count), first, bias)
 
 
-def _gradient(layout: Layout, source: View, gradients: View, out: View) -> Iterator[Launch]:
+def _gradient(layout: Layout, source: View, gradients: View, out: View, _: None) -> Iterator[Launch]:
     if layout.product.scaled:
         yield look(source, A, layout.source_peaks, layout.chunks)
         yield look(gradients, B, layout.other_peaks, layout.other_chunks)
@@ -283,14 +279,12 @@ def within(view: View, source: int) -> Any:
     return Pointer(source, view.offset * view.dtype.itemsize, view.dtype)
 
 
-def bias_of(p: ConvProblem, group: int) -> Any:
-    """The pointer to the vector that is added to a group's results; ``None`` without one."""
+def _bias(p: ConvProblem, channel: int) -> Any:
+    """The pointer to what is added to the result from ``channel`` on; ``None`` where nothing is."""
     from tilewise.kernels.triton.launch import Pointer
 
-    if not p.bias:
-        return None
-    dtype, channels = p.torch_dtype(p.result), p.shape(p.result)[1] // p.groups
-    return Pointer(BIAS, group * channels * dtype.itemsize, dtype)
+    dtype = p.torch_dtype(p.result)
+    return Pointer(BIAS, channel * dtype.itemsize, dtype) if p.bias else None
 
 
 def launch(kernel: Any, grid: Sequence[int], pointers: Sequence[Any], scalars: Sequence[int], warps: int = 4,

@@ -24,7 +24,6 @@ from tilewise.solvers._implicit_gemm import (
     Tile,
     View,
     at,
-    bias_of,
     chunks_of,
     group_views,
     launch,
@@ -153,13 +152,13 @@ class TilesLayout:
 def launches(layout: TilesLayout, a: View, b: View, out: View) -> list[Launch]:
     """Every launch of the pass, group by group. ``out`` is read where the problem accumulates."""
     found: list[Launch] = []
-    for group, (source, other, result) in enumerate(group_views(layout.p, *map(layout.turned, (a, b, out)))):
+    for source, other, result, bias in group_views(layout.p, *map(layout.turned, (a, b, out))):
         if layout.p.pass_ is Pass.WGRAD:
             found += _gradient(layout, source, other, result)
         else:
             # Taps in reverse: a gradient of the image then reads what it needs from left to right.
             filters = other.reversed(4) if layout.p.pass_ is Pass.DGRAD else other
-            found += _gather(layout, source, filters, result, bias_of(layout.p, group))
+            found += _gather(layout, source, filters, result, bias)
     return found
 
 

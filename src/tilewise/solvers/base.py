@@ -23,7 +23,7 @@ Run = Callable[..., torch.Tensor]
 """``run(a, b, out, workspace) -> result`` for fixed shapes and strides, ``a`` and ``b`` in the order of
 ``problem.operands``. Writes ``out`` and returns it, or with ``own_output`` ignores it (it may be ``None``) and returns
 a new tensor. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte aligned, or ``None`` where
-that is 0. Where ``problem.bias``, which only those with ``adds_bias`` are bound to, a fifth argument is the vector that
+that is 0. Where ``problem.bias``, to which only what ``does_add_bias`` is bound, a fifth argument is the vector that
 is added, contiguous and of the result's dtype. It follows the current stream and never synchronises or measures."""
 
 
@@ -138,6 +138,10 @@ class Solver(abc.ABC):
     def unpredicted(self, p: ConvProblem, c: Config) -> bool:
         """Whether it may take hundreds of times its estimate: it is then run on a few images of many first."""
         return False
+
+    def does_add_bias(self, p: ConvProblem, c: Config) -> bool:
+        """Whether this config adds a bias as it writes."""
+        return self.adds_bias
 
     def is_deterministic(self, p: ConvProblem, c: Config) -> bool:
         """Whether this config gives the same bits every time."""

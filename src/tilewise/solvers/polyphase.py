@@ -100,6 +100,13 @@ class Polyphase(Solver):
         """The other solver's."""
         return _solver(c).hidden_workspace(phased(p), own(c))
 
+    def does_add_bias(self, p: ConvProblem, c: Config) -> bool:
+        """Whether the other solver's config does, where it writes the result itself."""
+        try:
+            return p.result == "y" and _solver(c).does_add_bias(phased(p), own(c))
+        except (KeyError, ValueError):
+            return False  # no config of this solver, which is said where it is bound
+
     def is_deterministic(self, p: ConvProblem, c: Config) -> bool:
         """Whether the other solver's config is."""
         return _solver(c).is_deterministic(phased(p), own(c))
@@ -122,23 +129,19 @@ class Polyphase(Solver):
         copies = [phases.copies(list(map(View.of, given)), result=back) for back in (False, True)]
         space = torch.empty(phases.last.offset, dtype=torch.uint8, device=a.device)
         first, second, result = phases.tensors(given, space)
-        solver, theirs = _solver(c), phased(p)
-        adds = p.bias and solver.adds_bias and not copies[1]
-        inner = solver.bind(replace(theirs, bias=adds), own(c), first, second, result)
-        split, join = (compiled(replace(p, bias=False), launches, a.device) for launches in copies)
-        return _Run(phases, inner, split, join if copies[1] else None, adds)
+        inner = _solver(c).bind(replace(phased(p), bias=p.bias), own(c), first, second, result)
+        split, join = (compiled(p, launches, a.device) for launches in copies)
+        return _Run(phases, inner, split, join if copies[1] else None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Phases of the operands, the other solver, which perhaps ``adds`` a bias, and the result from its phases where it
-    has some."""
+    """Phases of the operands, the other solver, and the result from its phases where it has some."""
 
     phases: _Phases
     inner: Run
     split: ProgramRun
     join: ProgramRun | None
-    adds: bool
 
     def __call__(
         self,
@@ -146,17 +149,15 @@ class _Run:
         b: torch.Tensor,
         out: torch.Tensor | None,
         workspace: torch.Tensor | None,
-        bias: torch.Tensor | None = None,
+        *bias: torch.Tensor,
     ) -> torch.Tensor:
         assert out is not None
         assert workspace is not None
         self.split(a, b, out, workspace)
         first, second, result = self.phases.tensors((a, b, out), workspace)
-        self.inner(first, second, result, self.phases.rest(workspace), *((bias,) if self.adds else ()))
+        self.inner(first, second, result, self.phases.rest(workspace), *bias)
         if self.join is not None:
             self.join(a, b, out, workspace)
-        if bias is not None and not self.adds:
-            out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
         return out
 
 
