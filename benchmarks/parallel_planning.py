@@ -35,6 +35,7 @@ from tilewise.wisdom import Wisdom
 DEFAULTS = {
     "parts": "alexnet,network,exhaustive",
     "layers": "",
+    "passes": "",
     "batch": "0",
     "limit": "64MiB",
     "policies": "powers_of_two,all",
@@ -75,11 +76,11 @@ def run(settings: Settings) -> Result:
 
 
 def alexnet_problems(settings: Settings) -> list[ConvProblem]:
-    """The paper's layers, every pass."""
+    """The paper's ``layers`` in the ``passes``, all where none are named."""
     return [
         layer.problem(pass_, settings.device, batch=settings.integer("batch"))
         for layer in settings.chosen("layers", by_name(ALEXNET))
-        for pass_ in Pass
+        for pass_ in settings.chosen("passes", {each.value: each for each in Pass})
     ]
 
 

@@ -146,34 +146,47 @@ def test_a_worker_fills_the_cache_that_is_looked_for(driver: str, tmp_path: Path
 
 
 def refused() -> None:
-    """Only loaded kernels are asked for: of Triton, then of CUDA C++."""
-    from tilewise.kernels.cuda import launch as cuda
-    from tilewise.kernels.loaded import NotLoaded, loaded_only
+    """Only compiled kernels are asked for, and then those that were refused are compiled."""
+    from tilewise.kernels.kept import NotKept, kept_only
 
     hits, found = watched(), []
     launches = [peak_launch(256), peak_launch(128)]
     launches[1].compile((256, 256))
     for launch in (*launches, *launches):
         try:
-            with loaded_only():
+            with kept_only():
                 launch.compile((256, 256))
-            found.append("loaded")
-        except NotLoaded as error:
+            found.append("kept")
+        except NotKept as error:
             found.append(str(error))
             launch.compile((256, 256))
-    try:
-        with loaded_only():
-            cuda.kernel("no such source", "no_such_kernel", 0)
-    except NotLoaded as error:
-        found.append(str(error))
-    json.dump({"hits": len(hits), "found": found}, sys.stdout)
+    json.dump({"hits": hits, "found": found}, sys.stdout)
 
 
 @pytest.mark.parametrize("driver", ["stand-in", pytest.param("own", marks=pytest.mark.gpu)])
-def test_what_is_not_loaded_is_refused_where_that_is_asked_for(driver: str, tmp_path: Path) -> None:
-    """Two kernels are compiled once each, and neither while only loaded ones were asked for."""
-    found = ["peak", "loaded", "loaded", "loaded", "no_such_kernel"]
-    assert run(refused, tmp_path, DRIVER=driver) == {"hits": 2, "found": found}
+def test_what_is_not_compiled_is_refused_where_that_is_asked_for(driver: str, tmp_path: Path) -> None:
+    """Two kernels are compiled once each, and neither while only compiled ones were asked for."""
+    assert run(refused, tmp_path, DRIVER=driver) == {"hits": [False] * 2, "found": ["peak", "kept", "kept", "kept"]}
+    # Another process finds both on disk.
+    assert run(refused, tmp_path, DRIVER=driver) == {"hits": [True] * 2, "found": ["kept"] * 4}
+
+
+def found_on_disk() -> None:
+    """What is on disk is loaded though a pool serves the thread; how many workers it started."""
+    hits = watched()
+    with workers.opened(2) as pool, pool.serving():
+        for launch in real_launches():
+            launch.compile((256,) * 4)
+        json.dump({"hits": hits, "workers": len(pool._workers)}, sys.stdout)
+
+
+@pytest.mark.parametrize("driver", ["stand-in", pytest.param("own", marks=pytest.mark.gpu)])
+def test_no_worker_is_started_for_what_is_on_disk(driver: str, tmp_path: Path) -> None:
+    first, again = (run(found_on_disk, tmp_path, DRIVER=driver) for _ in range(2))
+    assert first["workers"] == 2
+    assert again["workers"] == 0
+    assert len(again["hits"]) == len(first["hits"]) > 4
+    assert all(again["hits"])
 
 
 def troubled() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tilewise import execute
 from tilewise.axis import Axis
-from tilewise.kernels.loaded import NotLoaded, only_loaded, refuse
+from tilewise.kernels.kept import NotKept, only_kept, refuse
 from tilewise.kernels.triton import workers
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.options import Options
@@ -132,17 +132,17 @@ def test_what_was_bound_ahead_is_measured_as_it_is(monkeypatch: pytest.MonkeyPat
     assert "bound again" in found.measure(own, Config(n=1)).reason
 
 
-def test_what_is_loaded_is_bound_when_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_bound_when_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     own, calls = solver("own"), []
 
     def bind(plan: Plan, *rest: Any) -> Any:
-        calls.append((plan.config["n"], only_loaded()))
+        calls.append((plan.config["n"], only_kept()))
         return SimpleNamespace(workspace=0)
 
     monkeypatch.setattr(execute, "bind", bind)
     try_first(trial(), waiting((own, 0.1), (own, 0.2)))
     assert calls == [(0, True)]
-    assert not only_loaded()
+    assert not only_kept()
 
 
 def test_the_last_is_compiled_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +150,9 @@ def test_the_last_is_compiled_in_its_own_process(monkeypatch: pytest.MonkeyPatch
     calls: list[bool] = []
 
     def bind(plan: Plan, *rest: Any) -> Any:
-        calls.append(only_loaded())
-        if only_loaded():
-            raise NotLoaded("it")
+        calls.append(only_kept())
+        if only_kept():
+            raise NotKept("it")
         return SimpleNamespace(workspace=0)
 
     monkeypatch.setattr(execute, "bind", bind)

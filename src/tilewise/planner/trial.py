@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewise import execute, solvers
-from tilewise.kernels.loaded import NotLoaded, loaded_only
+from tilewise.kernels.kept import NotKept, kept_only
 from tilewise.kernels.triton.ahead import side_by_side
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.estimate import Profile, estimate_ms
@@ -177,9 +177,9 @@ class Trial:
         key = plan.solver, plan.config
         if key not in self._ahead and self._waiting and self.problem.device_type == "cuda":
             try:
-                with loaded_only():
+                with kept_only():
                     return execute.bind(plan, self.problem, a, b, out)
-            except NotLoaded:
+            except NotKept:
                 self._bind_side_by_side([plan, *self._to_compile()])
         return self._ahead.pop(key, None) or execute.bind(plan, self.problem, a, b, out)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.kernels.cuda import cubins
-from tilewise.kernels.loaded import refuse
+from tilewise.kernels.kept import refuse
 
 __all__ = [
     "Bound",
@@ -89,6 +89,7 @@ def compile_cubin(source: str, architecture: str) -> Any:
     kept = cubins.load(path)
     if kept is not None:
         return core.ObjectCode.from_cubin(kept)
+    refuse("CUDA C++")
     program = core.Program(text, code_type="c++", options=core.ProgramOptions(arch=architecture, **OPTIONS))
     found = program.compile("cubin")
     cubins.store(path, bytes(found.code))
@@ -262,5 +263,4 @@ def has_clusters() -> bool:
 @functools.lru_cache(maxsize=1024)
 def kernel(source: str, name: str, device: int) -> Kernel:
     """The kernel ``name`` of ``source`` for a device, compiled on first use. Raises as :func:`compile_cubin`."""
-    refuse(name)
     return Kernel(source, name, device)

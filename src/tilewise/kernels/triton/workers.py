@@ -21,8 +21,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from tilewise.kernels.loaded import only_loaded, refuse
-from tilewise.kernels.triton.jobs import PACKAGE, describe, read_compiler
+from tilewise.kernels.kept import only_kept, refuse
+from tilewise.kernels.triton.jobs import PACKAGE, describe
 
 __all__ = ["VARIABLE", "CompileFailed", "Pool", "close", "opened", "reroute"]
 
@@ -73,9 +73,10 @@ def opened(jobs: int) -> Iterator[Pool]:
 def reroute(kernel: Any) -> None:
     """Have Triton compile ``kernel`` for the current device by way of the pool that serves this thread, if one does.
 
-    Where only loaded kernels are asked for, it is not compiled but refused.
+    What is in Triton's cache on disk is loaded by this process. Where only such kernels are asked for, others are
+    refused.
     """
-    if getattr(_served, "pool", None) is None and not only_loaded():
+    if getattr(_served, "pool", None) is None and not only_kept():
         return
     try:
         from triton.runtime import driver
@@ -89,24 +90,48 @@ def reroute(kernel: Any) -> None:
         _tell(f"this version of Triton compiles kernels in another way than is known here ({error})")
 
 
+class _Absent(Exception):
+    """Triton's cache on disk has no entry for a kernel."""
+
+
 class _Rerouted:
-    """Triton's ``compile``, after a worker has filled the cache that it reads."""
+    """Triton's ``compile``, after a worker has filled the cache that it reads where it had no entry."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
 
     def __call__(self, source: Any, *rest: Any, **options: Any) -> Any:
-        refuse(getattr(source, "name", "a kernel"))
         pool: Pool | None = getattr(_served, "pool", None)
+        if pool is None and not only_kept():
+            return self._original(source, *rest, **options)
+        with contextlib.suppress(_Absent):
+            return self._kept(source, *rest, **options)
+        refuse(getattr(source, "name", "a kernel"))
         filled = None
         if pool is not None and not rest and options.keys() == {"target", "options"}:
             filled = pool.fill(source, options["target"], options["options"])
         elif pool is not None:
             _tell(f"this version of Triton compiles with other arguments ({len(rest)} and {sorted(options)})")
         kernel = self._original(source, *rest, **options)
-        if pool is not None and filled is not None and filled != getattr(kernel, "hash", None):
+        if filled is not None and pool is not None and filled != getattr(kernel, "hash", None):
             pool.give_up(f"a worker's entry of Triton's cache is not the one that is looked for ({source.name})")
         return kernel
+
+    def _kept(self, source: Any, *rest: Any, **options: Any) -> Any:
+        """The kernel from Triton's cache on disk. Raises :class:`_Absent` where it would be compiled.
+
+        The key of an entry is Triton's own affair. Triton asks a source for its intermediate code once it has looked
+        there in vain.
+        """
+
+        def absent(*_: Any) -> None:
+            raise _Absent
+
+        source.make_ir = absent
+        try:
+            return self._original(source, *rest, **options)
+        finally:
+            del source.make_ir
 
 
 class Pool:
@@ -211,8 +236,6 @@ class Pool:
             worker.end()
             self._idle.remove(worker)
             self._workers.remove(worker)
-        if not self._workers:
-            threading.Thread(target=read_compiler, daemon=True).start()  # this process needs it too, and now it waits
         try:
             while len(self._workers) < self.size:
                 worker = _Worker()
