@@ -97,6 +97,7 @@ def _begin(link: _Link, told: dict[str, Any]) -> Planner:
 
     from tilewise.axis import Axis
     from tilewise.device import environment, torch_device
+    from tilewise.kernels import compilers
     from tilewise.planner.options import Options
     from tilewise.planner.places import Place, identity
     from tilewise.planner.planner import Planner
@@ -120,6 +121,8 @@ def _begin(link: _Link, told: dict[str, Any]) -> Planner:
     small = ConvProblem(Pass.FPROP, 2, 4, 4, (Axis(8, 3),) * 2, device=name)
     # Every solver is asked, and torch's own is run: libraries are loaded before anything is to be planned.
     Search(small, Options(rigor="estimate"), found.profile(name), Store(lambda problem: {})).survey()
+    if device.type == "cuda":
+        compilers.load()
     place = Place(name, device.index)
     link.say({"ready": os.getpid(), "environment": environment(name).key, "identity": identity(place)})
     return found

@@ -23,6 +23,7 @@ __all__ = [
     "Program",
     "block_limits",
     "compile_cubin",
+    "compiler",
     "has_clusters",
     "kernel",
     "read_source",
@@ -67,8 +68,8 @@ def read_source(name: str) -> str:
 
 
 @functools.cache
-def _compiler() -> str:
-    """The compiler's version, and what it is asked for."""
+def compiler() -> str:
+    """The compiler's version, and what it is asked for. ``RuntimeError`` where it does not tell."""
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     error, *version = nvrtc.nvrtcVersion()
     if int(error):
@@ -85,7 +86,7 @@ def compile_cubin(source: str, architecture: str) -> Any:
     if reason:
         raise RuntimeError(reason)
     text = read_source("ptx.cu") + source
-    path = cubins.path_of(text, architecture, _compiler())
+    path = cubins.path_of(text, architecture, compiler())
     kept = cubins.load(path)
     if kept is not None:
         return core.ObjectCode.from_cubin(kept)
