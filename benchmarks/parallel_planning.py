@@ -44,6 +44,7 @@ DEFAULTS = {
     "network_batch": "32",
     "dtype": "fp32",
     "devices": "1,2,4",
+    "start": "before,counted",
     "rigor": "measure",
     "runs": "5",
 }
@@ -54,6 +55,7 @@ QUICK = {
     "network": "mb4ic2oc2iw6kw3",
     "dtype": "bf16",
     "devices": "1,2",
+    "start": "before",
     "runs": "1",
 }
 BARS = {"powers_of_two": 3.5, "all": 20.0}
@@ -132,37 +134,43 @@ def network(settings: Settings) -> Iterator[Result]:
     counts = [n for n in settings.integers("devices") if n <= here or not here]
     notes = [f"{n} devices were not tried: there are {here}" for n in settings.integers("devices") if n not in counts]
     profile = settings.planner().profile(device_name(settings.device))
-    found: dict[tuple[int, bool], dict[str, Any]] = {}
-    for count in counts:
-        devices: list[int | str] = list(range(count)) if here else ["cpu"] * count
-        for started in (True, False) if count > 1 and not settings.quick else (True,):
-            settings.say(f"{settings.text('network')}: {len(problems)} kernels, all, {count} devices, {started=}")
-            runs = [apart(problems, options, devices, profile, started=started)]
-            while runs[-1]["compiled"] and len(runs) <= settings.integer("runs"):
-                runs.append(apart(problems, options, devices, profile, started=started))
-            found[count, started] = {**runs[-1], "first_s": runs[0]["seconds"], "first_compiled": runs[0]["compiled"]}
     if 1 not in counts:
         raise BadInput(f"devices={settings.text('devices')!r}: 1 is what the others are compared with")
-    alone = found[1, True]
-    rows = [
-        Row(
-            f"{settings.text('network')} on {count} devices",
-            "workers started" if started else "start counted",
-            Side("one device", alone["seconds"]),
-            Side(f"{count} devices", one["seconds"]),
-            unit="s",
-            details={"kernels": len(problems), "one": alone, "several": one},
+    starts = settings.chosen("start", {"before": True, "counted": False})
+    order = [(1, True), *((count, started) for count in counts if count > 1 for started in starts)]
+    alone: dict[str, Any] = {}
+    rows: list[Row] = []
+    for count, started in order:
+        devices: list[int | str] = list(range(count)) if here else ["cpu"] * count
+        group = "workers started" if started else "start counted"
+        settings.say(f"{settings.text('network')}: {len(problems)} kernels, all, {count} devices, {group}")
+        runs = [apart(problems, options, devices, profile, started=started)]
+        while runs[-1]["compiled"] and len(runs) <= settings.integer("runs"):
+            runs.append(apart(problems, options, devices, profile, started=started))
+        found = {**runs[-1], "first_s": runs[0]["seconds"], "first_compiled": runs[0]["compiled"]}
+        if count == 1:
+            alone = found
+            continue
+        sides = Side("one device", alone["seconds"]), Side(f"{count} devices", found["seconds"])
+        details = {"kernels": len(problems), "one": alone, "several": found}
+        rows.append(Row(f"{settings.text('network')} on {count} devices", group, *sides, unit="s", details=details))
+        yield Result(rows, _bars(rows, applies=bool(here) and not settings.quick), notes=notes)
+    if not rows:
+        yield Result([], [], notes=notes)
+
+
+def _bars(rows: list[Row], *, applies: bool) -> list[Bar]:
+    """Of four devices; with the start counted the ratio is told and not judged."""
+    return [
+        Bar(
+            f"planning on 4 devices over one, {row.group}",
+            row.ratio,
+            least=3.0,
+            applies=applies and row.group == "workers started",
         )
-        for (count, started), one in found.items()
-        if count > 1
-    ]
-    applies = bool(here) and not settings.quick
-    bars = [
-        Bar(f"planning on 4 devices over one, {row.group}", row.ratio, least=3.0, applies=applies and started)
-        for row, started in ((row, row.group == "workers started") for row in rows)
+        for row in rows
         if row.name.endswith("on 4 devices")
     ]
-    yield Result(rows, bars, notes=notes)
 
 
 def exhaustive(settings: Settings) -> Iterator[Result]:

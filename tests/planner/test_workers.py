@@ -262,6 +262,22 @@ def told_by(wisdom: Wisdom, sizes: str = "powers_of_two") -> set[str]:
     return set(wisdom.plans_many(environment("cpu").key, keys, text.format(sizes)))
 
 
+@pytest.mark.parametrize("told", ["", "{}\n"[:1], '{"device": "cpu", "wisdom": "none", "threads": 1}\n'])
+def test_a_worker_whose_pipe_ends_at_once_says_nothing(told: str, tmp_path: Path) -> None:
+    """Planning may be over before a worker has started."""
+    command = [sys.executable, "-m", "tilewise.planner.worker", str(os.getpid())]
+    found = [
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+        for _ in range(4)
+    ]
+    for each in found:
+        out, errors = each.communicate(told, timeout=60)
+        assert (errors, each.returncode) == ("", 0)
+        assert "ready" in out or not out
+
+
 def test_workers_that_hang_or_die_are_done_without(wisdom: Wisdom, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner(wisdom, devices=["cpu"] * 3)
     crew = planner.workers

@@ -71,16 +71,17 @@ class _Link:
             for line in lines:
                 self.lines.put(line)
         self.ending = True
-        self.lines.put(None)
         _thread.interrupt_main()  # what was measured is kept on the way out, as after Ctrl-C
+        self.lines.put(None)  # after that: whoever waits for a line is interrupted before it leaves
         time.sleep(ENDING_S)
         os._exit(1)
 
 
 def main() -> None:
     """Serve until standard input ends or the parent is gone; what was measured by then is kept."""
-    link = _Link(int(sys.argv[1]))
+    link: _Link | None = None
     try:
+        link = _Link(int(sys.argv[1]))
         first = link.lines.get()
         planner = None if first is None else _begin(link, json.loads(first))
         while not link.status and planner is not None and (line := link.lines.get()) is not None:
@@ -88,7 +89,8 @@ def main() -> None:
     except KeyboardInterrupt:
         pass
     sys.stderr.flush()
-    os._exit(link.status)  # libraries take seconds to let go of a device, which the system does at once
+    # Libraries take seconds to let go of a device, which the system does at once.
+    os._exit(0 if link is None else link.status)
 
 
 def _begin(link: _Link, told: dict[str, Any]) -> Planner:
