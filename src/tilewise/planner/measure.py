@@ -1,4 +1,4 @@
-"""Times and memory peaks: CUDA events over a cold L2, medians, both sides of a ratio in turns.
+"""Times and memory peaks: over cold caches, on a GPU by CUDA events, medians, both sides of a ratio in turns.
 
 Nothing here is called while a CUDA graph is being captured; :class:`Timer` says so.
 """
@@ -17,6 +17,7 @@ import torch
 
 from tilewise.device import is_capturing
 from tilewise.heap import AllocatorError, hand_back, releasing
+from tilewise.planner.cold import fill_caches, other_data
 from tilewise.resident import reset_peak, resident, settle
 
 __all__ = [
@@ -42,7 +43,7 @@ LEAD = 1.5
 """The lead of a call in the time that it took to launch before."""
 NOISE = 128 << 10
 """Bytes of a resident set that are not told from none: pages of the interpreter, of other threads and of the looks."""
-LONG_MS = 250.0
+LONG_MS = 50.0
 """A longer first run tells how many rounds fit: what it loaded is little beside it."""
 UNKNOWN = "a workspace limit cannot be checked here, workspace=None would do"
 
@@ -77,9 +78,12 @@ class Took(NamedTuple):
 
 
 class Timer:
-    """Times calls on one device; ``time(call)`` is one run over a cold cache."""
+    """Times calls on one device; ``time(call)`` is one run.
 
-    def __init__(self, device: torch.device) -> None:
+    On a GPU over a cold L2; on a CPU over caches as they are, or where they are to be ``cold`` filled with other data.
+    """
+
+    def __init__(self, device: torch.device, *, cold: bool = False) -> None:
         if is_capturing(device):
             raise RuntimeError("nothing can be measured while a CUDA graph is being captured")
         self.device = device
@@ -94,6 +98,8 @@ class Timer:
             )
             self._flush()
             self._flush_ms = max(self._run(self._flush).device_ms, 1e-3)
+        else:
+            self._other = other_data() if cold else None
 
     def time_ms(self, call: Call) -> float:
         """One run, as :attr:`Took.ms` has it."""
@@ -105,6 +111,8 @@ class Timer:
         The GPU has other work for ``lead_ms``: a call that the host launches in less is timed without waiting for it.
         """
         if not self._cuda:
+            if self._other is not None:
+                fill_caches(self._other)
             start = time.perf_counter()
             call()
             return Took((time.perf_counter() - start) * 1e3, 0.0)
@@ -164,13 +172,13 @@ def rounds(
     decided: Callable[[list[list[Took]]], bool] | None = None,
     launched: bool = True,
 ) -> list[list[Took]]:
-    """What each call took in each round, run in turns so that a drift of clocks or load meets all alike.
+    """What each call took in each round, run in turns so that a drift of clocks or load meets all alike; caches cold.
 
     One round warms up. ``repeats`` rounds follow, or as many as ``budget_ms`` holds within ``least`` and ``most``, or
     fewer where after a round what was found so far is ``decided``. Where nothing is ``launched``, as in replays of CUDA
     graphs, the host's times are none.
     """
-    timer = Timer(device)
+    timer = Timer(device, cold=True)
     warm = [timer.time(call) for call in calls]
     if not repeats:
         if max(took.ms for took in warm) < LONG_MS:

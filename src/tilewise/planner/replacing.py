@@ -35,7 +35,7 @@ def rounds(
         decided = settled if compared else None
         return timed(calls, device, budget_ms=25.0, least=ROUNDS, most=31, decided=decided, launched=launched)
     decided = clear if compared else None
-    return timed(calls, device, budget_ms=1500.0, least=7, most=31, decided=decided, launched=launched)
+    return timed(calls, device, budget_ms=1500.0, least=7, most=15, decided=decided, launched=launched)
 
 
 def clear(times: list[list[Took]]) -> bool:

@@ -1,0 +1,90 @@
+"""Other data in a CPU's caches between runs."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewise.planner import cold
+from tilewise.planner.cold import MOST, USUAL, fill_caches, last_level_bytes, other_data
+from tilewise.planner.measure import Timer, rounds
+
+CPU = torch.device("cpu")
+
+
+def told(folder: Path, *sizes: str) -> Path:
+    for number, text in enumerate(sizes):
+        place = folder / f"index{number}"
+        place.mkdir(parents=True)
+        (place / "size").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bytes_"),
+    [
+        (["32K\n", "1024K\n", "32768K\n"], 32 << 20),
+        (["1M\n", "2G\n"], 2 << 30),
+        (["512\n"], 512),
+        ([], USUAL),
+        (["many\n", "-3K\n", "\n"], USUAL),
+        (["0K\n"], USUAL),
+    ],
+)
+def test_the_largest_cache_is_the_last(sizes: list[str], bytes_: int, tmp_path: Path) -> None:
+    assert last_level_bytes(told(tmp_path / "cache", *sizes)) == bytes_
+
+
+@given(st.text(max_size=12))
+def test_whatever_the_system_tells_is_a_size(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    assert last_level_bytes(told(tmp_path_factory.mktemp("cache") / "it", text)) > 0
+
+
+def test_this_machine_has_a_cache() -> None:
+    assert 1 << 16 <= last_level_bytes() < 1 << 34
+
+
+def test_data_is_shared_while_it_is_used_and_then_gone() -> None:
+    first, second = other_data(), other_data()
+    assert first is second
+    assert first.nbytes == min(2 * last_level_bytes(), MOST)
+    assert bool((first == 1).all())
+    del first, second
+    gc.collect()
+    assert "data" not in cold._shared
+
+
+def test_caches_are_filled_before_each_run_of_rounds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr("tilewise.planner.measure.fill_caches", lambda data: order.append("filled"))
+    rounds([lambda: order.append("a"), lambda: order.append("b")], CPU, repeats=3)
+    assert order[::2] == ["filled"] * len(order[1::2])
+    assert sorted(set(order[1::2])) == ["a", "b"]
+    order.clear()
+    Timer(CPU).time(lambda: order.append("a"))
+    assert order == ["a"]
+
+
+def test_what_was_in_a_cache_is_not_any_more() -> None:
+    """Chasing pointers through a quarter of a megabyte takes longer behind other data than behind itself."""
+    data, step = other_data(), torch.randperm(1 << 15)
+
+    def chase() -> float:
+        start = time.perf_counter()
+        step[step[step[step]]]
+        return time.perf_counter() - start
+
+    chase()
+    warm, behind = [], []
+    for _ in range(41):
+        warm.append(chase())
+        fill_caches(data)
+        behind.append(chase())
+        chase()
+    assert sorted(behind)[4] > sorted(warm)[4]
