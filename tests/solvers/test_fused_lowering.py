@@ -65,7 +65,9 @@ def test_any_layer_in_any_blocks(pass_: Pass) -> None:
     @settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
     @given(with_memory(problems(pass_), lambda p: not SOLVER.why_not(p)), st.data())
     def any_layer(found: tuple[ConvProblem, Memory], data: st.DataObject) -> None:
-        p = replace(found[0], constant_weight=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "constant"))
+        forward = pass_ is not Pass.WGRAD
+        constant, bias = (forward and data.draw(st.booleans(), name) for name in ("constant", "bias"))
+        p = replace(found[0], constant_weight=constant, bias=bias)
         for c in by_type(p).values():
             changes: dict[str, object] = {
                 "block": data.draw(st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 9)), "block"),

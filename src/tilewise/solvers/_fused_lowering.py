@@ -285,7 +285,12 @@ class Units:
         return table
 
     def run(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
     ) -> torch.Tensor:
         """``b`` is what the problem says, or in place of a constant filter what :meth:`prepare` made of it."""
         assert out is not None
@@ -294,7 +299,7 @@ class Units:
         if self._own_filters:
             self._start(self._filters, workspace, 0, second, behind)
             second = behind
-        self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr())
+        self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr(), *bias)
         if self._partial:
             self._start(self._filters, workspace, 0, 0, out.data_ptr())
         return out
@@ -304,10 +309,14 @@ class Units:
         assert workspace is not None
         self._start(self._filters, workspace, 0, weight.data_ptr(), kept.data_ptr())
 
-    def _start(self, numbers: np.ndarray, workspace: torch.Tensor, *addresses: int) -> None:
+    def _start(
+        self, numbers: np.ndarray, workspace: torch.Tensor, a: int, b: int, out: int, *bias: torch.Tensor
+    ) -> None:
         data = numbers.copy()
         data[HEADER + of.PARTIAL] = workspace.data_ptr() + int(self._units[5]) * self._threads
-        start(self._run, data, self._threads, self._openmp, workspace.data_ptr(), *addresses)
+        if bias:
+            data[HEADER + of.BIAS] = bias[0].data_ptr()
+        start(self._run, data, self._threads, self._openmp, workspace.data_ptr(), a, b, out)
 
 
 def _three(space: list[int]) -> tuple[int, ...]:

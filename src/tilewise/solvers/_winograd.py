@@ -235,7 +235,12 @@ class Tiles:
         self._filters[3], self._filters[HEADER + of.KIND] = p.groups * t.chunks, 1
 
     def run(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
     ) -> torch.Tensor:
         """``b`` is what the problem says, or in place of a constant filter what :meth:`prepare` made of it."""
         assert out is not None
@@ -245,7 +250,7 @@ class Tiles:
             second = workspace.data_ptr() + int(self._units[5]) * self._threads
             self._start(self._filters, workspace, 0, b.data_ptr(), second)
         if self._parts is None:
-            self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr())
+            self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr(), *bias)
             return out
         begin, size = int(self._units[5]) * self._threads, 4 * math.prod(self._parts)
         parts = workspace[begin : begin + size].view(torch.float32).view(self._parts)
@@ -257,8 +262,13 @@ class Tiles:
         assert workspace is not None
         self._start(self._filters, workspace, 0, weight.data_ptr(), kept.data_ptr())
 
-    def _start(self, numbers: np.ndarray, workspace: torch.Tensor, *addresses: int) -> None:
-        start(self._run, numbers.copy(), self._threads, self._openmp, workspace.data_ptr(), *addresses)
+    def _start(
+        self, numbers: np.ndarray, workspace: torch.Tensor, a: int, b: int, out: int, *bias: torch.Tensor
+    ) -> None:
+        data = numbers.copy()
+        if bias:
+            data[HEADER + of.BIAS] = bias[0].data_ptr()
+        start(self._run, data, self._threads, self._openmp, workspace.data_ptr(), a, b, out)
 
 
 def _taps(apart: Sequence[int], r: Sizes) -> Sizes:

@@ -31,9 +31,10 @@ class FusedLowering(Solver):
     bounds threads, ``team`` says whether they are torch's. Constant filters are kept in the order of the products.
     """
 
-    name, version = "fused_lowering", 1
+    name, version = "fused_lowering", 2
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
+    adds_bias = True
     most_configs = 4
     error_bound = {"ieee": 5e-6, "tf32": 5e-6}  # noqa: RUF012
 

@@ -32,11 +32,12 @@ class Winograd(Solver):
     whether they are torch's. Transformed filters that are constant are kept.
     """
 
-    name, version = "winograd", 2
+    name, version = "winograd", 3
     passes = frozenset(Pass)
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
     dims = frozenset({1, 2, 3})
+    adds_bias = True
     error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
 
     def unsupported(self, p: ConvProblem) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import lowered as of
-from tilewise.kernels.cpu.pieces import ADDED, IN, OUT, TURNED, ZERO
+from tilewise.kernels.cpu.pieces import ADDED, FILLED, IN, OUT, TURNED, ZERO
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, number_at, pointer_call
 
@@ -153,16 +153,22 @@ def _tile_out() -> Callable[..., None]:
 
 @functools.cache
 def _tile() -> Callable[..., None]:
-    """``(v, filters, source, phase, sums, add, blocks)``: sums of some blocks of outputs at a row of places."""
+    """``(v, filters, source, phase, sums, add, blocks, bias, count)``: sums of blocks of outputs at a row of places.
+
+    New ones, where there is nothing to ``add`` to, begin with the ``count`` outputs' biases, unless ``bias`` is 0.
+    """
     product, piece, number = pointer_call(), pointer_call(), number_at()
 
     @compiled()
-    def run(v, filters, source, phase, sums, add, blocks):
+    def run(v, filters, source, phase, sums, add, blocks, bias, count):
         depth, table, high = number(phase, of.DEPTH), number(phase, of.TABLE), v[of.TILE_ROWS] * NUMBER
         parts = (depth + v[of.MOST_DEPTH] - 1) // v[of.MOST_DEPTH]
+        if bias and add == 0:
+            piece(v[of.PIECES], FILLED, bias, NUMBER, 0, count, v[of.ROW], 0, 0, sums, v[of.ROW] * NUMBER, 0)
+            add = 1
         if depth == 0 and add == 0:
-            count = blocks * v[of.TILE_ROWS] * v[of.ROW]
-            piece(v[of.PIECES], ZERO, 0, 0, 0, 1, count, 0, 0, sums, 0, 0)
+            numbers = blocks * v[of.TILE_ROWS] * v[of.ROW]
+            piece(v[of.PIECES], ZERO, 0, 0, 0, 1, numbers, 0, 0, sums, 0, 0)
         for part in range(parts):
             start = part * depth // parts
             length = (part + 1) * depth // parts - start
@@ -201,10 +207,11 @@ def _block() -> Callable[..., None]:
                 for first in range(0, v[of.OUTPUT_BLOCKS], v[of.CHUNK]):
                     blocks = min(v[of.CHUNK], v[of.OUTPUT_BLOCKS] - first)
                     factors = filters + number(phase, of.FILTER) + first * depth * high * NUMBER
+                    count = min(blocks * high, v[of.OUTPUTS] - first * high)
+                    bias = v[of.BIAS] + (group * v[of.OUTPUTS] + first * high) * NUMBER if v[of.BIAS] else 0
                     for begin in range(0, places, width):
-                        multiply(v, factors, scratch + begin * NUMBER, phase, sums, part, blocks)
+                        multiply(v, factors, scratch + begin * NUMBER, phase, sums, part, blocks, bias, count)
                         if is_last:
-                            count = min(blocks * high, v[of.OUTPUTS] - first * high)
                             target, end = y + first * high * v[of.Y + 1], min(places, begin + width)
                             tile_out(target, v, block, phase, rows, columns, begin, end, count, sums)
                         if v[of.CHUNKS] > 1:

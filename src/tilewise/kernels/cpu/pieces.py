@@ -11,9 +11,9 @@ from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.rows import added
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, intrinsic_of, named, transposed
 
-__all__ = ["ADDED", "IN", "OUT", "TURNED", "ZERO", "pieces"]
+__all__ = ["ADDED", "FILLED", "IN", "OUT", "TURNED", "ZERO", "pieces"]
 
-IN, OUT, TURNED, ZERO, ADDED = range(5)
+IN, OUT, TURNED, ZERO, ADDED, FILLED = range(6)
 """Kinds of :func:`pieces`."""
 STEPS = (2, 4)
 """Distances, in numbers, at which whole vectors are faster than one number at a time."""
@@ -31,9 +31,10 @@ def pieces(lanes: int) -> Callable[..., None]:
       ``to_apart`` bytes apart.
     * ``ZERO``: neighbours become zero.
     * ``ADDED``: neighbours, whole vectors of them, are added to the target's.
+    * ``FILLED``: neighbours, whole vectors of them, become the one number of the source's row.
     """
     window, spread, zero, square = _window_in(lanes), _line_out(lanes), _zero(lanes), _square(lanes)
-    plus = added(lanes)
+    plus, fill = added(lanes), _fill(lanes)
 
     def run(kind, source, apart, step, rows, columns, left, right, target, to_apart, to_step):
         if kind == IN:
@@ -53,6 +54,10 @@ def pieces(lanes: int) -> Callable[..., None]:
             for i in range(rows):
                 for j in range(0, columns, lanes):
                     plus(target + i * to_apart + j * NUMBER, source + i * apart + j * NUMBER)
+        elif kind == FILLED:
+            for i in range(rows):
+                for j in range(0, columns, lanes):
+                    fill(target + i * to_apart + j * NUMBER, source + i * apart)
         else:
             for i in range(rows):
                 for j in range(0, columns, lanes):
@@ -193,6 +198,17 @@ def _zero(lanes: int) -> Callable[..., None]:
     def emit(code: Code, arguments: Values) -> None:
         target, count = arguments
         masks.store(code, code.splat(0.0), target, masks.below(code, count))
+
+    return intrinsic_of(2, lanes, emit)
+
+
+@functools.cache
+def _fill(lanes: int) -> Callable[..., None]:
+    """``(target, source)``: one vector of the number at ``source``."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        target, source = arguments
+        code.store(code.broadcast(source), target)
 
     return intrinsic_of(2, lanes, emit)
 

@@ -19,8 +19,8 @@ __all__ = ["ROWS", "GradientTiling", "Tiling", "rows_of"]
     W_GROUP, W_OUTPUT, W_INPUT, W_SLICE, W_ROW, W_COLUMN, TURNED,
     FORWARD, FILTER, BACKWARD, DEEP_FORWARD, DEEP_FILTER, DEEP_BACKWARD, PRODUCTS, W_PART, BLOCK_ROWS, DISTANCES,
     LINE, PANEL, TILE, FREQUENCY, OTHER_TILE, OTHER_FREQUENCY, SUM_TILE, SUM_FREQUENCY, OTHERS, SUMS, STRIP, BETWEEN,
-    NUMBERS,
-) = range(74)  # fmt: skip
+    BIAS, BIAS_VECTOR, NUMBERS,
+) = range(76)  # fmt: skip
 
 Sizes = tuple[int, int, int]
 """Along depth, height and width; 1 where there is no such axis."""
@@ -169,11 +169,16 @@ class Tiling:
         return self.strip + max(rows * (self.columns * self.m[2] + self.r[2] - 1 + self.lanes), taps) * self.vector
 
     @property
-    def scratch(self) -> int:
-        """Bytes of a thread's scratch."""
+    def bias_vector(self) -> int:
+        """Where a vector of biases lies: behind all else."""
         deep, height, width = self.n
         planes = max(self.rows * self.columns * deep, self.r[0]) if deep > 1 else 0
-        return -(-(self.between + planes * height * width * self.vector) // PAGE) * PAGE
+        return self.between + planes * height * width * self.vector
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of a thread's scratch."""
+        return -(-(self.bias_vector + self.vector) // PAGE) * PAGE
 
     def _whole(self, size: int) -> int:
         return -(-size // self.vector) * self.vector
@@ -191,7 +196,7 @@ class Tiling:
             VECTORS: self.vectors, **dict(zip(range(M_DEPTH, X_DEPTH), (*self.m, *self.r, *self.n), strict=True)),
             BLOCK_ROWS: self.block_rows, LINE: self.line, PANEL: self.panel,
             TILE: self.tile, FREQUENCY: self.frequency, SUM_TILE: self.sum_tile, SUM_FREQUENCY: self.sum_frequency,
-            SUMS: self.sums, STRIP: self.strip, BETWEEN: self.between,
+            SUMS: self.sums, STRIP: self.strip, BETWEEN: self.between, BIAS_VECTOR: self.bias_vector,
         }  # fmt: skip
 
     def distances(self) -> list[int]:

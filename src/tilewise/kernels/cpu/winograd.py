@@ -18,6 +18,7 @@ from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import tiling as of
 from tilewise.kernels.cpu import vectors
+from tilewise.kernels.cpu.rows import added
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.strips import strip_in, strip_out
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, pointer_call
@@ -118,12 +119,15 @@ def _tiles_in(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def _tiles_out(lanes: int) -> Callable[..., None]:
-    """``(y, v, rows, columns, valid, strip, source)``: the way back from sums, as :func:`_tiles_in` has it."""
+    """``(y, v, rows, columns, valid, strip, source, bias)``: the way back from sums, as :func:`_tiles_in` has it.
+
+    ``bias`` is the address of a vector to be added, or 0.
+    """
     vector = NUMBER * lanes
-    put, call, deeply = strip_out(lanes), pointer_call(), _deep(lanes)
+    put, call, deeply, plus = strip_out(lanes), pointer_call(), _deep(lanes), added(lanes)
 
     @compiled(lanes)
-    def run(y, v, rows, columns, valid, strip, source):
+    def run(y, v, rows, columns, valid, strip, source, bias):
         m, row, column, to_tile, frequency = v[of.M_HEIGHT], v[of.Y_ROW], v[of.Y_COLUMN], v[of.SUM_TILE], v[of.LINE]
         tiles, across, slices, deep = columns[1] - columns[0], v[of.N_WIDTH], v[of.M_DEPTH], v[of.DEEP_BACKWARD]
         plane = v[of.N_HEIGHT] * across
@@ -147,6 +151,9 @@ def _tiles_out(lanes: int) -> Callable[..., None]:
                          tiles)  # fmt: skip
                 place = image + (inside + z) * v[of.Y_SLICE] + top * row + first * column
                 for j in range(min(m, v[of.Y_HEIGHT] - top)):
+                    if bias:
+                        for k in range(count):
+                            plus(strip + j * pitch + k * vector, bias)
                     put(place + j * row, column, v[of.Y_CHANNEL], valid, count, strip + j * pitch)
             source += tiles * to_tile
 
@@ -284,7 +291,7 @@ def _others(lanes: int) -> Callable[..., None]:
 def _block(lanes: int) -> Callable[..., None]:
     """``(x, u, y, v, scratch, rows, columns, share, group)``: a share of the outputs of a block."""
     vector = NUMBER * lanes
-    gather, put, multiply = _inputs(lanes), _tiles_out(lanes), pointer_call()
+    gather, put, multiply, take = _inputs(lanes), _tiles_out(lanes), pointer_call(), strip_in(lanes)
 
     @compiled(lanes)
     def run(x, u, y, v, scratch, rows, columns, share, group):
@@ -292,6 +299,7 @@ def _block(lanes: int) -> Callable[..., None]:
         depth, outputs, chunks = v[of.INPUTS], v[of.OUTPUTS], v[of.CHUNKS]
         points = v[of.N_DEPTH] * v[of.N_HEIGHT] * v[of.N_WIDTH]
         sums, strip = scratch + v[of.SUMS], scratch + v[of.STRIP]
+        bias = scratch + v[of.BIAS_VECTOR] if v[of.BIAS] else 0
         for c in range(0, depth, lanes):
             gather(x + (group * depth + c) * v[of.X_CHANNEL], v, rows, columns, min(lanes, depth - c), strip,
                    scratch + c * NUMBER)  # fmt: skip
@@ -302,8 +310,10 @@ def _block(lanes: int) -> Callable[..., None]:
             for j in range(v[of.VECTORS]):
                 first = (chunk * v[of.VECTORS] + j) * lanes
                 if first < outputs:
-                    place = y + (group * outputs + first) * v[of.Y_CHANNEL]
-                    put(place, v, rows, columns, min(lanes, outputs - first), strip, sums + j * vector)
+                    place, valid = y + (group * outputs + first) * v[of.Y_CHANNEL], min(lanes, outputs - first)
+                    if bias:
+                        take(v[of.BIAS] + (group * outputs + first) * NUMBER, 0, NUMBER, valid, 1, bias)
+                    put(place, v, rows, columns, valid, strip, sums + j * vector, bias)
 
     return run
 
