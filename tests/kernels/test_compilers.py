@@ -29,3 +29,19 @@ def test_the_names_of_kernels_are_known_then() -> None:
     assert triton_key.cache_info().misses == known
     if not launch.unavailable():
         assert launch.compiler.cache_info().currsize == 1
+
+
+def test_a_compiler_that_is_not_there_is_left_to_those_who_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that plans goes on with what needs no compiling."""
+    asked: list[str] = []
+
+    def fails(name: str) -> None:
+        asked.append(name)
+        raise RuntimeError("no library")
+
+    monkeypatch.setattr(launch, "unavailable", lambda: "")
+    monkeypatch.setattr(launch, "compiler", lambda: fails("CUDA C++"))
+    if importlib.util.find_spec("triton") is not None:
+        monkeypatch.setattr("tilewise.kernels.triton.jobs.read_compiler", lambda: fails("Triton"))
+    compilers.load()
+    assert asked[-1] == "CUDA C++"
