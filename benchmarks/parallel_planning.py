@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.layers import ALEXNET, by_name
+from harness.layers import ALEXNET, PASSES, by_name
 from harness.planning import apart, kernels, seconds, start_device
 from harness.result import Bar, Result, Row, Side
 from harness.settings import BadInput, Progress, Settings
@@ -82,7 +82,7 @@ def alexnet_problems(settings: Settings) -> list[ConvProblem]:
     return [
         layer.problem(pass_, settings.device, batch=settings.integer("batch"))
         for layer in settings.chosen("layers", by_name(ALEXNET))
-        for pass_ in settings.chosen("passes", {each.value: each for each in Pass})
+        for pass_ in settings.chosen("passes", PASSES)
     ]
 
 

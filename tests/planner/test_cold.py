@@ -61,7 +61,7 @@ def test_data_is_shared_while_it_is_used_and_then_gone() -> None:
 
 def test_caches_are_filled_before_each_run_of_rounds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr("tilewise.planner.measure.fill_caches", lambda data: order.append("filled"))
+    monkeypatch.setattr(Timer, "_flush", lambda self: order.append("filled"))
     rounds([lambda: order.append("a"), lambda: order.append("b")], CPU, repeats=3)
     assert order[::2] == ["filled"] * len(order[1::2])
     assert sorted(set(order[1::2])) == ["a", "b"]

@@ -65,8 +65,8 @@ def test_any_layer_in_any_blocks(pass_: Pass) -> None:
     @settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
     @given(with_memory(problems(pass_), lambda p: not SOLVER.why_not(p)), st.data())
     def any_layer(found: tuple[ConvProblem, Memory], data: st.DataObject) -> None:
-        forward = pass_ is not Pass.WGRAD
-        constant, bias = (forward and data.draw(st.booleans(), name) for name in ("constant", "bias"))
+        filtered = pass_ is not Pass.WGRAD
+        constant, bias = (filtered and data.draw(st.booleans(), name) for name in ("constant", "bias"))
         p = replace(found[0], constant_weight=constant, bias=bias)
         for c in by_type(p).values():
             changes: dict[str, object] = {

@@ -84,8 +84,8 @@ def test_layers_of_any_size_and_padding(pass_: Pass) -> None:
     @settings(max_examples=some(16), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
     @given(with_memory(layers(pass_), lambda p: not SOLVER.why_not(p)), st.data())
     def any_layer(found: tuple[ConvProblem, Memory], data: st.DataObject) -> None:
-        forward = pass_ is not Pass.WGRAD
-        constant, bias = (forward and data.draw(st.booleans(), name) for name in ("constant", "bias"))
+        filtered = pass_ is not Pass.WGRAD
+        constant, bias = (filtered and data.draw(st.booleans(), name) for name in ("constant", "bias"))
         p = replace(found[0], constant_weight=constant, bias=bias)
         for m in sizes(p):
             c = tile(p, m)

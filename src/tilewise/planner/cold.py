@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["fill_caches", "last_level_bytes", "other_data"]
+__all__ = ["last_level_bytes", "other_data"]
 
 SYSTEM = Path("/sys/devices/system/cpu/cpu0/cache")
 USUAL = 32 << 20
@@ -42,8 +42,3 @@ def other_data() -> torch.Tensor:
     if kept is None:
         kept = _shared["data"] = torch.ones(min(2 * last_level_bytes(), MOST) // 4)
     return kept
-
-
-def fill_caches(data: torch.Tensor) -> None:
-    """Read ``data`` in torch's threads, so that caches hold nothing else, and nothing to be written back."""
-    data.sum()

@@ -17,7 +17,7 @@ import torch
 
 from tilewise.device import is_capturing
 from tilewise.heap import AllocatorError, hand_back, releasing
-from tilewise.planner.cold import fill_caches, other_data
+from tilewise.planner.cold import other_data
 from tilewise.resident import reset_peak, resident, settle
 
 __all__ = [
@@ -88,18 +88,17 @@ class Timer:
             raise RuntimeError("nothing can be measured while a CUDA graph is being captured")
         self.device = device
         self._cuda = device.type == "cuda"
+        self._sum = torch.zeros((), device=device)
+        self._unrelated = other_data() if cold and not self._cuda else None
         if self._cuda:
             size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
             self._unrelated = torch.zeros(size // 4, device=device)
-            self._sum = torch.zeros((), device=device)
             self._start, self._stop = (
                 torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 for _ in range(2)
             )
             self._flush()
             self._flush_ms = max(self._run(self._flush).device_ms, 1e-3)
-        else:
-            self._other = other_data() if cold else None
 
     def time_ms(self, call: Call) -> float:
         """One run, as :attr:`Took.ms` has it."""
@@ -111,8 +110,8 @@ class Timer:
         The GPU has other work for ``lead_ms``: a call that the host launches in less is timed without waiting for it.
         """
         if not self._cuda:
-            if self._other is not None:
-                fill_caches(self._other)
+            if self._unrelated is not None:
+                self._flush()
             start = time.perf_counter()
             call()
             return Took((time.perf_counter() - start) * 1e3, 0.0)
@@ -121,6 +120,8 @@ class Timer:
         return self._run(call)
 
     def _flush(self) -> None:
+        """Have the caches hold unrelated data, and nothing to be written back."""
+        assert self._unrelated is not None
         torch.sum(self._unrelated, dim=0, out=self._sum)
 
     def _run(self, call: Call) -> Took:

@@ -113,7 +113,7 @@ class _Rerouted:
         elif pool is not None:
             _tell(f"this version of Triton compiles with other arguments ({len(rest)} and {sorted(options)})")
         kernel = self._original(source, *rest, **options)
-        if filled is not None and pool is not None and filled != getattr(kernel, "hash", None):
+        if pool is not None and filled is not None and filled != getattr(kernel, "hash", None):
             pool.give_up(f"a worker's entry of Triton's cache is not the one that is looked for ({source.name})")
         return kernel
 
