@@ -25,7 +25,8 @@ from tilewise.plan import Config, parse_bytes
 from tilewise.planner.measure import Timer, without_benchmark
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers._implicit_gemm import View, launches
+from tilewise.solvers._implicit_gemm import launches
+from tilewise.solvers._views import View
 from tilewise.solvers.cudnn import Cudnn
 from tilewise.solvers.implicit_gemm import ImplicitGemm, _layout
 

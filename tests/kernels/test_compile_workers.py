@@ -68,9 +68,10 @@ def peak_launch(block: int) -> Any:
     from tilewise.kernels.triton import layout
     from tilewise.kernels.triton.launch import Launch, Pointer
 
-    pointers = (Pointer(0, 0, torch.float32), Pointer(1, 4, torch.int32))
-    scalars = (400, 1, 1, 10, 10, 400, 100, 0, 10, 1)
-    return Launch(layout.peak, (4, 1, 1), pointers, scalars, {"DENSE": True, "BLOCK": block}, warps=2)
+    pointers = (Pointer(0, 0, torch.float32), Pointer(1, 4, torch.int32)) * 2
+    scalars = (4, *(400, 1, 1, 10, 10, 400, 100, 0, 10, 1) * 2)
+    constants = {"A_DENSE": True, "A_BLOCK": block, "B_DENSE": True, "B_BLOCK": 128}
+    return Launch(layout.peaks, (4, 1, 1), pointers, scalars, constants, warps=2)
 
 
 def real_launches() -> list[Any]:
@@ -166,7 +167,7 @@ def refused() -> None:
 @pytest.mark.parametrize("driver", ["stand-in", pytest.param("own", marks=pytest.mark.gpu)])
 def test_what_is_not_compiled_is_refused_where_that_is_asked_for(driver: str, tmp_path: Path) -> None:
     """Two kernels are compiled once each, and neither while only compiled ones were asked for."""
-    assert run(refused, tmp_path, DRIVER=driver) == {"hits": [False] * 2, "found": ["peak", "kept", "kept", "kept"]}
+    assert run(refused, tmp_path, DRIVER=driver) == {"hits": [False] * 2, "found": ["peaks", "kept", "kept", "kept"]}
     # Another process finds both on disk.
     assert run(refused, tmp_path, DRIVER=driver) == {"hits": [True] * 2, "found": ["kept"] * 4}
 
@@ -247,12 +248,12 @@ def worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def job(**changes: Any) -> str:
     numbers = ("elements", "chunks", "depth", "height", "width", "s_n", "s_c", "s_d", "s_h", "s_w")
-    pointers = {"source": "*fp32", "peaks": "*i32"}
+    pointers = {"program": "i32", "source": "*fp32", "found": "*i32"}
     said = {
         "module": LAYOUT,
         "kernel": "peak",
         "signature": {**pointers, **dict.fromkeys(numbers, "i32"), "DENSE": "constexpr", "BLOCK": "constexpr"},
-        "constants": [[[12], True], [[13], 64]],
+        "constants": [[[13], True], [[14], 64]],
         "attributes": [],
         "options": {"num_warps": 1},
         "target": ["cuda", 90, 32],
@@ -288,7 +289,7 @@ def test_a_worker_refuses_what_is_no_job_and_goes_on(worker: subprocess.Popen[st
         worker.stdin.write(line if line.endswith("\n") else line + "\n")
         answer = json.loads(worker.stdout.readline())
         assert list(answer) == ["refused"], (what, answer)
-    worker.stdin.write(job(constants=[[[12], True], [[13], 65]]))
+    worker.stdin.write(job(constants=[[[13], True], [[14], 65]]))
     assert list(json.loads(worker.stdout.readline())) == ["failed"]
     worker.send_signal(signal.SIGINT)
     moved = tmp_path / "moved"

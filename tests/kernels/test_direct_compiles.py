@@ -23,7 +23,7 @@ def direct() -> list[dict[str, Any]]:
     from tilewise.axis import Axis
     from tilewise.problem import ConvProblem, Pass
     from tilewise.solvers._direct_gemm import Layout, launches
-    from tilewise.solvers._implicit_gemm import View
+    from tilewise.solvers._views import View
     from tilewise.solvers.direct_gemm import tiles
 
     found = []

@@ -13,7 +13,7 @@ from tests.kernels.recorded import apart, compiled
 
 if TYPE_CHECKING:
     from tilewise.problem import ConvProblem, Pass
-    from tilewise.solvers._implicit_gemm import View
+    from tilewise.solvers._views import View
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 SHARED = 227 * 1024
@@ -23,7 +23,7 @@ REGISTERS = 64 * 1024
 def _problem(pass_: Pass, layout: str, kernel: int) -> tuple[ConvProblem, list[View]]:
     from tilewise.axis import Axis
     from tilewise.problem import ConvProblem
-    from tilewise.solvers._implicit_gemm import View
+    from tilewise.solvers._views import View
 
     axis = Axis(27, kernel, 1, 1, kernel // 2, kernel // 2)
     p = replace(ConvProblem(pass_, 32, 192, 192, (axis, axis), device="cuda:any"), layouts=(layout,) * 3)

@@ -78,8 +78,8 @@ def test_pointwise_kernels_read_runs_of_places(pass_: Pass, width: int, layout: 
 
 def _told(p: ConvProblem, layout: str) -> Any:
     """One sweep, and views of the tensors that are gathered and written."""
-    from tilewise.solvers._implicit_gemm import View
     from tilewise.solvers._sweeps import backward, forward
+    from tilewise.solvers._views import View
 
     axes = (Axis(1, 1), *p.axes)
     sweeps = [(backward if p.pass_ is Pass.DGRAD else forward)(axis)[0] for axis in axes]
@@ -90,7 +90,7 @@ def _told(p: ConvProblem, layout: str) -> Any:
 
 def test_runs_begin_where_memory_is_aligned() -> None:
     """Lines of 32 places that lie 33 apart, though channels and images are multiples of sixteen apart."""
-    from tilewise.solvers._implicit_gemm import View
+    from tilewise.solvers._views import View
 
     p = ConvProblem(Pass.FPROP, 3, 18, 21, (Axis(2, 1), Axis(32, 1)))
     sweeps, dense, out, roles = _told(p, "contiguous")

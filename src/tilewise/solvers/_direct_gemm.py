@@ -13,23 +13,10 @@ import torch
 from tilewise.axis import Axis
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._buffers import Arena
-from tilewise.solvers._implicit_gemm import (
-    ADD_BLOCK,
-    LONGEST,
-    OUT,
-    UNIT,
-    A,
-    B,
-    View,
-    at,
-    chunks_of,
-    counted,
-    group_views,
-    launch,
-    look,
-    within,
-)
+from tilewise.solvers._implicit_gemm import ADD_BLOCK, LONGEST, UNIT
+from tilewise.solvers._packing import Looked, chunks_of, look
 from tilewise.solvers._sweeps import Sweep, backward, forward
+from tilewise.solvers._views import OUT, A, B, View, at, counted, group_views, launch, within
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
@@ -201,7 +188,7 @@ def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -
     from tilewise.kernels.triton import direct_gemm as kernels
 
     p, tile = layout.p, layout.tile
-    yield look(source, A, layout.peaks, layout.chunks)
+    looked: Looked | None = Looked(source, A, layout.peaks, layout.chunks)
     for sweeps in itertools.product(*layout.sweeps):
         results = out
         for dim, sweep in enumerate(sweeps, start=2):
@@ -210,7 +197,8 @@ def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -
         if told.products == 0 and p.accumulate and not bias:
             continue
         row = layout.row(told.products)
-        yield _split(layout, _taken(filters, sweeps), told, row)
+        yield _split(layout, _taken(filters, sweeps), told, row, looked)
+        looked = None
         tiles = -(-layout.written // tile.channels) * -(-told.places // tile.places)
         yield launch(
             kernels.direct_gemm,
@@ -236,16 +224,19 @@ def _taken(filters: View, sweeps: Sequence[Sweep]) -> View:
     return View((*filters.sizes[:2], *(sweep.taps for sweep in sweeps)), tuple(strides), filters.dtype, filters.offset)
 
 
-def _split(layout: Layout, filters: View, told: _Gathered, row: int) -> Launch:
+def _split(layout: Layout, filters: View, told: _Gathered, row: int, looked: Looked | None) -> Launch:
+    """Split filters, and look at the source where that has not been done."""
     from tilewise.kernels.triton import direct_gemm as kernels
 
     block = min(1024, 1 << (row - 1).bit_length())
+    source = looked or Looked(filters, B, layout.peaks, 1)
+    programs = looked.programs if looked else 0
     return launch(
-        kernels.split_filters,
-        [layout.written],
-        [within(filters, B), at(layout.parts), at(layout.exponents)],
-        [told.channels, told.products, row, *filters.strides],
-        **told.order, BLOCK=block,
+        kernels.look_and_split,
+        [programs + layout.written],
+        [*source.pointers, within(filters, B), at(layout.parts), at(layout.exponents)],
+        [programs, *source.scalars, layout.written, told.channels, told.products, row, *filters.strides],
+        **told.order, **source.constants("LOOK_"), BLOCK=block,
     )  # fmt: skip
 
 
@@ -253,8 +244,9 @@ def _gradient(layout: Layout, source: View, gradients: View, out: View, _: None)
     from tilewise.kernels.triton import direct_gemm as kernels
 
     p, tile = layout.p, layout.tile
-    yield look(source, A, layout.peaks, layout.chunks)
-    yield look(gradients, B, layout.other_peaks, layout.other_chunks)
+    yield look(
+        Looked(source, A, layout.peaks, layout.chunks), Looked(gradients, B, layout.other_peaks, layout.other_chunks)
+    )
     told = _Gathered(p, [each[0] for each in layout.sweeps], source, gradients, p.operands)
     share = -(-told.places // (tile.places * layout.splits)) * tile.places
     chunks = [slot.sizes[0] for slot in (layout.peaks, layout.other_peaks)]

@@ -12,26 +12,19 @@ import torch
 
 from tilewise.axis import Axis
 from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._buffers import Arena, Slot
+from tilewise.solvers._buffers import Arena
+from tilewise.solvers._packing import Looked, Packing, chunks_of, look, pack
 from tilewise.solvers._sweeps import Packed, Sweep, backward, extent, forward
-from tilewise.solvers.base import SolverUnavailable
+from tilewise.solvers._views import OUT, A, B, View, at, group_views, launch, within
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
 
-__all__ = [
-    "ADD_BLOCK", "LONGEST", "OUT", "PRODUCTS", "UNIT", "A", "B", "Layout", "Product", "Tile", "View", "at",
-    "chunks_of", "counted", "group_views", "launch", "launches", "look", "sum_length", "within",
-]  # fmt: skip
+__all__ = ["ADD_BLOCK", "LONGEST", "PRODUCTS", "UNIT", "Layout", "Product", "Tile", "launches", "sum_length"]
 
-A, B, OUT, WORKSPACE, BIAS = range(5)
-"""The tensors of a launch's pointers."""
 UNIT = Axis(1, 1)
 LONGEST = 1024
 """Products summed in the matrix units before a sum is added outside of them, where fp32's accuracy is asked for."""
-PEAKS = 1024
-"""Programs that look for the largest value of a tensor, about."""
-PACK_PLACES = 64
 ADD_BLOCK = 256
 
 
@@ -69,67 +62,6 @@ class Tile:
         """Channels as a power of two and another or none, which is what Triton can hold."""
         first = 1 << (self.channels.bit_length() - 1)
         return first, self.channels - first
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A tensor with 3 spatial axes: sizes and strides (images, channels, depth, height, width), offset in elements."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int = 0
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
-        """The view of a tensor with 1, 2 or 3 spatial axes."""
-        missing = 5 - tensor.dim()
-        sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
-        return cls((*sizes[:2], *[1] * missing, *sizes[2:]), (*strides[:2], *[0] * missing, *strides[2:]), tensor.dtype)
-
-    def narrow(self, dim: int, start: int, length: int) -> View:
-        """``length`` places of one dimension."""
-        sizes = (*self.sizes[:dim], length, *self.sizes[dim + 1 :])
-        return View(sizes, self.strides, self.dtype, self.offset + start * self.strides[dim])
-
-    def swapped(self) -> View:
-        """Images and channels exchanged."""
-        sizes, strides = ((t[1], t[0], *t[2:]) for t in (self.sizes, self.strides))
-        return View(sizes, strides, self.dtype, self.offset)
-
-    def reordered(self, order: Sequence[int]) -> View:
-        """Its dimensions in another order."""
-        sizes, strides = (tuple(t[i] for i in order) for t in (self.sizes, self.strides))
-        return View(sizes, strides, self.dtype, self.offset)
-
-    def reversed(self, dim: int) -> View:
-        """The places of one dimension from the last to the first."""
-        stride = self.strides[dim]
-        strides = (*self.strides[:dim], -stride, *self.strides[dim + 1 :])
-        return View(self.sizes, strides, self.dtype, self.offset + (self.sizes[dim] - 1) * stride)
-
-    @property
-    def dense(self) -> bool:
-        """Whether each image's elements lie without gaps."""
-        expected = 1
-        for stride, size in sorted(zip(self.strides[1:], self.sizes[1:], strict=True)):
-            if size > 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
-    @property
-    def aligned(self) -> int:
-        """0, or where channels are innermost a power of two that divides their number and all other strides."""
-        if self.sizes[1] == 1 or self.strides[1] != 1:
-            return 0
-        others = [stride for dim, stride in enumerate(self.strides) if dim != 1 and self.sizes[dim] > 1]
-        return math.gcd(8, self.sizes[1], *others)
-
-    @property
-    def span(self) -> int:
-        """Elements from the first to the last."""
-        return sum((size - 1) * abs(stride) for size, stride in zip(self.sizes, self.strides, strict=True))
 
 
 class Layout:
@@ -200,35 +132,6 @@ def sum_length(p: ConvProblem) -> int:
     return read // p.groups * p.taps
 
 
-def chunks_of(images: int, elements: int) -> int:
-    """Programs that look for the largest of an image's ``elements``, where there are so many ``images`` at a time."""
-    return max(1, min(PEAKS // images, elements // 4096))
-
-
-def counted(view: View) -> View:
-    """``view``, whose elements kernels count in 32 bits. Raises ``SolverUnavailable`` where they lie too far apart."""
-    if view.span >= 2**31:
-        raise SolverUnavailable(f"strides {view.strides} of sizes {view.sizes} are too large to count in 32 bits")
-    return view
-
-
-def group_views(p: ConvProblem, a: View, b: View, out: View) -> Iterator[tuple[View, View, View, Any]]:
-    """Operands and result of each group: what is gathered first, then filters or gradients, then the result.
-
-    Filters are turned so that what is gathered is their second dimension. Last the pointer to the vector that is added
-    to the results, ``None`` without one.
-    """
-    into, outof = p.in_channels // p.groups, p.out_channels // p.groups
-    for g in range(p.groups):
-        x_part, y_part = (g * into, into), (g * outof, outof)
-        if p.pass_ is Pass.WGRAD:
-            yield a.narrow(1, *x_part), b.narrow(1, *y_part), out.narrow(0, *y_part), None
-        elif p.pass_ is Pass.DGRAD:
-            yield a.narrow(1, *y_part), b.narrow(0, *y_part).swapped(), out.narrow(1, *x_part), _bias(p, g * into)
-        else:
-            yield a.narrow(1, *x_part), b.narrow(0, *y_part), out.narrow(1, *y_part), _bias(p, g * outof)
-
-
 def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
     """Every launch of the pass, group by group. ``out`` is read where the problem accumulates."""
     launches_of = _gradient if layout.p.pass_ is Pass.WGRAD else _gather
@@ -236,102 +139,42 @@ def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
 
 
 def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -> Iterator[Launch]:
+    p = layout.p
+    images = Looked(source, A, layout.source_peaks, layout.chunks)
+    weight = Looked(filters, B, layout.other_peaks, 1)
     if layout.product.scaled:
-        yield look(source, A, layout.source_peaks, layout.chunks)
-        yield look(filters, B, layout.other_peaks, 1)
-    yield _pack(layout, filters, B, layout.other, layout.other_slot, layout.other_peaks, 1, layout.other_exponents, 0)
+        yield look(images, weight)
+    other = Packing(p, weight, filters, layout.other, layout.other_slot, layout.other_exponents)
     for first, count in layout.blocks:
         block = source.narrow(0, first, count)
-        yield _pack(layout, block, A, layout.source, layout.source_slot, layout.source_peaks, layout.chunks,
-                    layout.source_exponents, first)  # fmt: skip
+        own = Packing(p, images, block, layout.source, layout.source_slot, layout.source_exponents, first, first)
+        yield _pack(layout, own, other, both=first == 0)
         for sweeps in itertools.product(*layout.sweeps):
-            if layout.p.accumulate and not bias and not all(sweep.taps for sweep in sweeps):
+            if p.accumulate and not bias and not all(sweep.taps for sweep in sweeps):
                 continue
             yield _gather_gemm(layout, sweeps, out.narrow(0, first, count), first, bias)
 
 
 def _gradient(layout: Layout, source: View, gradients: View, out: View, _: None) -> Iterator[Launch]:
+    p = layout.p
+    images = Looked(source, A, layout.source_peaks, layout.chunks)
+    results = Looked(gradients, B, layout.other_peaks, layout.other_chunks)
     if layout.product.scaled:
-        yield look(source, A, layout.source_peaks, layout.chunks)
-        yield look(gradients, B, layout.other_peaks, layout.other_chunks)
+        yield look(images, results)
     for first, count in layout.blocks:
         block = source.narrow(0, first, count)
-        yield _pack(layout, block, A, layout.source, layout.source_slot, layout.source_peaks, layout.chunks,
-                    layout.source_exponents, 0)  # fmt: skip
+        own = Packing(p, images, block, layout.source, layout.source_slot, layout.source_exponents)
         block = gradients.narrow(0, first, count)
-        yield _pack(layout, block, B, layout.other, layout.other_slot, layout.other_peaks, layout.other_chunks,
-                    layout.other_exponents, 0)  # fmt: skip
+        other = Packing(p, results, block, layout.other, layout.other_slot, layout.other_exponents)
+        yield _pack(layout, own, other)
         yield _gradient_gemm(layout, count, again=first > 0)
     yield _add_partials(layout, out)
 
 
-def at(slot: Slot, elements: int = 0) -> Any:
-    """The pointer to what is in the workspace, ``elements`` further on."""
-    from tilewise.kernels.triton.launch import Pointer
-
-    return Pointer(WORKSPACE, slot.offset + elements * slot.dtype.itemsize, slot.dtype)
-
-
-def within(view: View, source: int) -> Any:
-    """The pointer to a view of an operand or of the result."""
-    from tilewise.kernels.triton.launch import Pointer
-
-    return Pointer(source, view.offset * view.dtype.itemsize, view.dtype)
-
-
-def _bias(p: ConvProblem, channel: int) -> Any:
-    """The pointer to what is added to the result from ``channel`` on; ``None`` where nothing is."""
-    from tilewise.kernels.triton.launch import Pointer
-
-    dtype = p.torch_dtype(p.result)
-    return Pointer(BIAS, channel * dtype.itemsize, dtype) if p.bias else None
-
-
-def launch(kernel: Any, grid: Sequence[int], pointers: Sequence[Any], scalars: Sequence[int], warps: int = 4,
-           stages: int = 2, **constants: Any) -> Launch:  # fmt: skip
-    """One launch of ``kernel``; a ``grid`` has one to three sizes."""
-    from tilewise.kernels.triton.launch import Launch
-
-    x, y, z = (*grid, 1, 1)[:3]
-    return Launch(kernel, (x, y, z), tuple(pointers), tuple(scalars), constants, warps, stages)
-
-
-def look(view: View, source: int, peaks: Slot, chunks: int) -> Launch:
-    """The largest exponent of each of ``chunks`` shares of every image of ``view``."""
+def _pack(layout: Layout, a: Packing, b: Packing, *, both: bool = True) -> Launch:
     from tilewise.kernels.triton import layout as kernels
 
-    images, *sizes = view.sizes
-    elements = math.prod(sizes)
-    block = min(2048, max(128, 1 << (elements // chunks).bit_length()))
-    return launch(
-        kernels.peak, [images * chunks], [within(view, source), at(peaks)],
-        [elements, chunks, *sizes[1:], *view.strides], DENSE=view.dense, BLOCK=block,
-    )  # fmt: skip
-
-
-def _pack(layout: Layout, view: View, source: int, packed: Packed, slot: Slot, peaks: Slot, chunks: int,
-          exponents: Slot, first: int) -> Launch:  # fmt: skip
-    from tilewise.kernels.triton import layout as kernels
-
-    product = layout.product
-    per_image = layout.p.pass_ is not Pass.WGRAD
-    known = chunks if per_image else peaks.sizes[0]
-    head = packed.head
-    images = view.sizes[0] + (head > 0)
-    blocks = -(-packed.image // PACK_PLACES)
-    block_c = min(64, max(16, 1 << (packed.channels - 1).bit_length()))
-    inner = View(view.sizes, view.strides, view.dtype, view.offset)
-    for dim, axis in enumerate(packed.axes, start=2):
-        inner = inner.narrow(dim, axis.first, axis.size)
-    return launch(
-        kernels.pack,
-        [images * blocks, -(-packed.channels // block_c)],
-        [within(inner, source), at(peaks, first * chunks), at(slot), at(exponents, first)],
-        [-1 if head else 0, blocks, known, *inner.sizes[1:], *(axis.pitch for axis in packed.axes), head,
-         *inner.strides, packed.row, packed.channels],
-        PLANES=packed.planes, SCALED=product.scaled, PER_IMAGE=per_image,
-        CHUNKS=1 << (known - 1).bit_length(), ALIGNED=inner.aligned, BLOCK_P=PACK_PLACES, BLOCK_C=block_c,
-    )  # fmt: skip
+    return pack(kernels.pack, a, b, both=both, PLANES=layout.source.planes, SCALED=layout.product.scaled)
 
 
 def _gather_gemm(layout: Layout, sweeps: Sequence[Sweep], out: View, first: int, bias: Any) -> Launch:

@@ -14,8 +14,10 @@ from tilewise.kernels.cuda.winograd import CHANNELS, DEPTH, OUTPUTS, Planes, Pre
 from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
 from tilewise.solvers._buffers import Arena, Slot
 from tilewise.solvers._depthwise_fft import BIAS, FIRST, OUT, SECOND, WORKSPACE, Step
-from tilewise.solvers._implicit_gemm import UNIT, View, chunks_of
+from tilewise.solvers._implicit_gemm import UNIT
+from tilewise.solvers._packing import chunks_of
 from tilewise.solvers._tiles import PROCESSORS
+from tilewise.solvers._views import View
 from tilewise.solvers._winograd_gemm import wound
 
 __all__ = [

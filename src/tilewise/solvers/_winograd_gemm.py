@@ -6,31 +6,19 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from tilewise.axis import Axis
 from tilewise.kernels.cook_toom import POINTS, Matrix, shift, transforms
 from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._buffers import Arena, Slot
-from tilewise.solvers._implicit_gemm import (
-    ADD_BLOCK,
-    LONGEST,
-    OUT,
-    UNIT,
-    A,
-    B,
-    Tile,
-    View,
-    at,
-    chunks_of,
-    group_views,
-    launch,
-    look,
-    within,
-)
+from tilewise.solvers._buffers import Arena
+from tilewise.solvers._implicit_gemm import ADD_BLOCK, LONGEST, UNIT, Tile
+from tilewise.solvers._packing import Looked, Packing, chunks_of, look, pack
 from tilewise.solvers._sweeps import Extent, Packed, Sweep, backward, extent, forward
+from tilewise.solvers._views import OUT, A, B, View, at, group_views, launch, within
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
@@ -39,7 +27,6 @@ __all__ = ["MOST_TAPS", "TilesLayout", "launches", "refused", "wound"]
 
 MOST_TAPS = 7
 MOST_GROUPS = 8
-PACK_PLACES = 16
 PACK_CHANNELS = 64
 FEW_STEPS, DEEP = 10, 64
 """Up to so many steps of a point, each so deep, sums go into results at every step: a loop that ends starts anew with
@@ -165,17 +152,20 @@ def launches(layout: TilesLayout, a: View, b: View, out: View) -> list[Launch]:
 def _gather(layout: TilesLayout, source: View, filters: View, out: View, bias: Any) -> Iterator[Launch]:
     axis = layout.axes[2]
     begin = axis.before - axis.kernel + 1 if layout.p.pass_ is Pass.DGRAD else -axis.before
-    yield look(filters, B, layout.other_peaks, 1)
-    for slot, share in zip(layout.other_slots, layout.shares, strict=True):
-        yield _transform(layout, filters.narrow(1, *share), B, "filter", layout.other, slot,
-                         layout.other_peaks, 1, layout.other_exponents, 0, 0, 1)  # fmt: skip
+    weight = Looked(filters, B, layout.other_peaks, 1)
     for first, count in layout.blocks:
-        images = source.narrow(0, first, count)
-        yield look(images, A, layout.source_peaks, layout.chunks)  # and then transform what caches may still hold
+        images, both = Looked(source.narrow(0, first, count), A, layout.source_peaks, layout.chunks), first == 0
+        yield look(images, weight, both=both)  # and then transform what caches may still hold
         for number, share in enumerate(layout.shares):
-            block = images.narrow(1, *share)
-            yield _transform(layout, block, A, "input", layout.source, layout.source_slot, layout.source_peaks,
-                             layout.chunks, layout.source_exponents, first, begin, layout.m)  # fmt: skip
+            block = _Transforming(
+                layout.p, images, images.view.narrow(1, *share), layout.source, layout.source_slot,
+                layout.source_exponents, first, layout=layout, matrix="input", begin=begin, step=layout.m,
+            )  # fmt: skip
+            other = _Transforming(
+                layout.p, weight, filters.narrow(1, *share), layout.other, layout.other_slots[number],
+                layout.other_exponents, layout=layout, matrix="filter", begin=0, step=1,
+            )  # fmt: skip
+            yield _transform(layout, block, other, both=both)
             adds, more = layout.p.accumulate or number > 0, None if number else bias
             for sweeps in itertools.product(*layout.sweeps):
                 if all(sweep.taps for sweep in sweeps) or not adds or more:
@@ -183,15 +173,19 @@ def _gather(layout: TilesLayout, source: View, filters: View, out: View, bias: A
 
 
 def _gradient(layout: TilesLayout, source: View, gradients: View, out: View) -> Iterator[Launch]:
-    yield look(source, A, layout.source_peaks, layout.chunks)
-    yield look(gradients, B, layout.other_peaks, layout.other_chunks)
+    images = Looked(source, A, layout.source_peaks, layout.chunks)
+    results = Looked(gradients, B, layout.other_peaks, layout.other_chunks)
+    yield look(images, results)
     for first, count in layout.blocks:
-        block = source.narrow(0, first, count)
-        yield _transform(layout, block, A, "input", layout.source, layout.source_slot, layout.source_peaks,
-                         layout.chunks, layout.source_exponents, 0, -layout.axes[2].before, layout.m)  # fmt: skip
-        block = gradients.narrow(0, first, count)
-        yield _transform(layout, block, B, "output", layout.other, layout.other_slots[0], layout.other_peaks,
-                         layout.other_chunks, layout.other_exponents, 0, 0, layout.m)  # fmt: skip
+        block = _Transforming(
+            layout.p, images, source.narrow(0, first, count), layout.source, layout.source_slot,
+            layout.source_exponents, layout=layout, matrix="input", begin=-layout.axes[2].before, step=layout.m,
+        )  # fmt: skip
+        other = _Transforming(
+            layout.p, results, gradients.narrow(0, first, count), layout.other, layout.other_slots[0],
+            layout.other_exponents, layout=layout, matrix="output", begin=0, step=layout.m,
+        )  # fmt: skip
+        yield _transform(layout, block, other)
         yield _gradient_gemm(layout, count, again=first > 0)
     yield _add_points(layout, out)
 
@@ -204,26 +198,46 @@ def _constants(outputs: int, taps: int, name: str) -> dict[str, Any]:
     return {"MATRIX": flat, "INPUTS": len(matrix[0]), "SHIFT": shift(matrix)}
 
 
-def _transform(layout: TilesLayout, view: View, source: int, matrix: str, packed: Packed, slot: Slot, peaks: Slot,
-               chunks: int, exponents: Slot, first: int, begin: int, step: int) -> Launch:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class _Transforming(Packing):
+    """An operand that is transformed with ``matrix`` while it is packed; tile t begins at ``begin + t * step``."""
+
+    PLACES: ClassVar[int] = 16
+
+    layout: TilesLayout
+    matrix: str
+    begin: int
+    step: int
+
+    @property
+    def inner(self) -> View:
+        """What is read of the view; along the width tiles say what that is."""
+        depth, height, _ = self.packed.axes
+        return self.view.narrow(2, depth.first, depth.size).narrow(3, height.first, height.size)
+
+    @property
+    def block_c(self) -> int:
+        """Channels of a program."""
+        return PACK_CHANNELS
+
+    @property
+    def scalars(self) -> list[int]:
+        """Sizes, tiles, gaps and strides."""
+        inner, head = self.inner, self.packed.head
+        depth, height, tiles = self.packed.axes
+        return [-1 if head else 0, self.blocks, self.known, *inner.sizes[1:], self.begin, self.step, tiles.size,
+                depth.pitch, height.pitch, head, *inner.strides, self.packed.channels]  # fmt: skip
+
+    def constants(self, name: str) -> dict[str, Any]:
+        """The same, with the matrix."""
+        matrix = {name + key: value for key, value in self.layout.constants(self.matrix).items()}
+        return {**matrix, **super().constants(name)}
+
+
+def _transform(layout: TilesLayout, a: Packing, b: Packing, *, both: bool = True) -> Launch:
     from tilewise.kernels.triton import winograd as kernels
 
-    per_image = layout.p.pass_ is not Pass.WGRAD
-    known = chunks if per_image else peaks.sizes[0]
-    head = packed.head
-    depth, height, tiles = packed.axes
-    inner = view.narrow(2, depth.first, depth.size).narrow(3, height.first, height.size)
-    blocks = -(-packed.image // PACK_PLACES)
-    return launch(
-        kernels.transform,
-        [(view.sizes[0] + (head > 0)) * blocks, -(-packed.channels // PACK_CHANNELS)],
-        [within(inner, source), at(peaks), at(slot), at(exponents, first)],
-        [-1 if head else 0, blocks, known, *inner.sizes[1:], begin, step, tiles.size, depth.pitch, height.pitch, head,
-         *inner.strides, packed.channels],
-        **layout.constants(matrix), POINTS=layout.points,
-        PER_IMAGE=per_image, CHUNKS=1 << (known - 1).bit_length(), ALIGNED=inner.aligned, BLOCK_P=PACK_PLACES,
-        BLOCK_C=PACK_CHANNELS,
-    )  # fmt: skip
+    return pack(kernels.transform, a, b, both=both, POINTS=layout.points)
 
 
 def _values(points: int) -> tuple[float, ...]:

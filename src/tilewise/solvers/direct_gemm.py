@@ -11,9 +11,9 @@ import torch
 from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._direct_gemm import EVEN, Layout, Tile, launches
-from tilewise.solvers._implicit_gemm import View
 from tilewise.solvers._program_run import compiled, has_triton
 from tilewise.solvers._tiles import PROCESSORS, busy, integer, splits_that_fill
+from tilewise.solvers._views import View
 from tilewise.solvers._winograd_gemm import refused
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
@@ -63,7 +63,7 @@ class DirectGemm(Solver):
     the places.
     """
 
-    name, version = "direct_gemm", 2
+    name, version = "direct_gemm", 3
     devices = frozenset({"cuda"})
     dtypes = frozenset({"fp32"})
     compiles = True

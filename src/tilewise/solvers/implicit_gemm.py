@@ -10,9 +10,10 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers._implicit_gemm import LONGEST, PRODUCTS, Layout, Tile, View, launches, sum_length
+from tilewise.solvers._implicit_gemm import LONGEST, PRODUCTS, Layout, Tile, launches, sum_length
 from tilewise.solvers._program_run import compiled, has_triton
 from tilewise.solvers._tiles import PROCESSORS, busy, first_that, integer, splits_that_fill
+from tilewise.solvers._views import View
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
 __all__ = ["ImplicitGemm"]
@@ -55,7 +56,7 @@ class ImplicitGemm(Solver):
     results that meet them may be NaN. ``images`` are packed at a time, all of them where it is absent.
     """
 
-    name, version = "implicit_gemm", 2
+    name, version = "implicit_gemm", 3
     devices = frozenset({"cuda"})
     compiles = True
     adds_bias = True

@@ -16,9 +16,9 @@ from tilewise.axis import Axis
 from tilewise.plan import Config
 from tilewise.problem import ALIGNMENT, ConvProblem
 from tilewise.solvers._buffers import Arena, Slot
-from tilewise.solvers._implicit_gemm import View, at, counted, launch, within
 from tilewise.solvers._inner import named, own
 from tilewise.solvers._program_run import ProgramRun, compiled, has_triton
+from tilewise.solvers._views import View, at, counted, launch, within
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Polyphase(Solver):
     is the other solver's name, the rest of a config is its own.
     """
 
-    name, version = "polyphase", 2
+    name, version = "polyphase", 3
     devices = frozenset({"cuda"})
     compiles = True
     adds_bias = True

@@ -14,8 +14,8 @@ from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers import _winograd_fused as fused
 from tilewise.solvers._depthwise_fft import Step, compiled
-from tilewise.solvers._implicit_gemm import View
 from tilewise.solvers._tiles import PROCESSORS, integer
+from tilewise.solvers._views import View
 from tilewise.solvers._winograd_gemm import refused
 from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
 

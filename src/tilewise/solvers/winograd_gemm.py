@@ -10,9 +10,10 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers._implicit_gemm import Tile, View
+from tilewise.solvers._implicit_gemm import Tile
 from tilewise.solvers._program_run import compiled, has_triton
 from tilewise.solvers._tiles import PROCESSORS, first_that, integer, splits_that_fill
+from tilewise.solvers._views import View
 from tilewise.solvers._winograd_gemm import MOST_TAPS, TilesLayout, launches, refused, wound
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 
@@ -60,7 +61,7 @@ class WinogradGemm(Solver):
     so that only operands are transformed in memory: ``images`` of them and ``parts`` of their channels at a time.
     """
 
-    name, version = "winograd_gemm", 2
+    name, version = "winograd_gemm", 3
     devices = frozenset({"cuda"})
     dtypes = frozenset({"fp32"})
     compiles = True

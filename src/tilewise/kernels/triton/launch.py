@@ -64,12 +64,13 @@ class Program:
     that does not compile or needs more shared memory than there is.
     """
 
-    __slots__ = ("_current", "_device", "_launches", "_steps", "_stream")
+    __slots__ = ("_current", "_device", "_interpreted", "_launches", "_steps", "_stream")
 
     def __init__(self, launches: Sequence[Launch], alignment: Sequence[int], device: torch.device) -> None:
-        self._launches = launches if device.type == "cpu" else ()
+        self._interpreted = device.type == "cpu"
+        self._launches = launches if self._interpreted else ()
         self._steps: list[tuple[Callable[..., None], tuple[tuple[int, int], ...], tuple[Any, ...]]] = []
-        if device.type == "cpu":
+        if self._interpreted:
             for launch in launches:
                 if not isinstance(launch.kernel, InterpretedFunction):
                     raise RuntimeError("Triton kernels run on CPU tensors in its interpreter alone: TRITON_INTERPRET=1")
@@ -87,7 +88,7 @@ class Program:
 
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Launch over tensors aligned as promised."""
-        if self._launches:
+        if self._interpreted:
             for launch in self._launches:
                 launch.interpret(tensors)
         else:

@@ -7,6 +7,9 @@ address computed for a tap beyond the border meets zeros: one gap serves the end
 An fp32 value splits into two fp16 values after scaling by a power of two that brings the largest of its image to
 [2^14, 2^15): hi = fp16(s v) and lo = fp16(s v - hi). What is lost is at most 2^-23 |v|, or 2^-39 of the image's largest
 value where that is more. A value that is not finite stays in hi, and lo is zero.
+
+Both operands of a product are looked at in one launch, and packed in one: a filter is so small that a launch of its own
+takes longer than what it does.
 """
 
 from __future__ import annotations
@@ -14,19 +17,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["pack", "peak"]
+__all__ = ["pack", "peak", "peaks"]
 
 
-@triton.jit(do_not_specialize=["chunks", "depth", "height", "width", "s_c", "s_d", "s_h", "s_w"])
+@triton.jit
 def peak(
-    source, peaks, elements, chunks, depth, height, width, s_n, s_c, s_d, s_h, s_w, DENSE: tl.constexpr,
+    program, source, found, elements, chunks, depth, height, width, s_n, s_c, s_d, s_h, s_w, DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Biased fp32 exponent of the largest finite magnitude in each of ``chunks`` shares of every image.
 
-    Grid (images * chunks,). ``DENSE``: an image's ``elements`` lie without gaps, in whatever order.
+    Programs: images * chunks. ``DENSE``: an image's ``elements`` lie without gaps, in whatever order.
     """
-    chunk, image = tl.program_id(0) % chunks, tl.program_id(0) // chunks
+    chunk, image = program % chunks, program // chunks
     base = source + image.to(tl.int64) * s_n
     top = tl.zeros([BLOCK], tl.int32)
     for start in range(chunk * BLOCK, elements, chunks * BLOCK):
@@ -41,30 +44,41 @@ def peak(
         value = tl.load(base + offset, mask=e < elements, other=0.0).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         top = tl.maximum(top, tl.where(bits < 0x7F800000, bits, 0))
-    tl.store(peaks + image * chunks + chunk, tl.max(top, axis=0) >> 23)
+    tl.store(found + image * chunks + chunk, tl.max(top, axis=0) >> 23)
 
 
 @triton.jit(
     do_not_specialize=[
-        "first", "blocks", "chunks", "channels", "depth", "height", "width", "pitch_d", "pitch_h", "pitch_w", "head",
-        "s_n", "s_c", "s_d", "s_h", "s_w",
+        "programs", "a_chunks", "a_depth", "a_height", "a_width", "a_c", "a_d", "a_h", "a_w",
+        "b_chunks", "b_depth", "b_height", "b_width", "b_c", "b_d", "b_h", "b_w",
     ]
 )  # fmt: skip
-def pack(
-    source, peaks, target, exponents, first, blocks, chunks, channels, depth, height, width, pitch_d, pitch_h, pitch_w,
-    head, s_n, s_c, s_d, s_h, s_w, row, row_channels,
+def peaks(
+    a, a_found, b, b_found, programs,
+    a_elements, a_chunks, a_depth, a_height, a_width, a_n, a_c, a_d, a_h, a_w,
+    b_elements, b_chunks, b_depth, b_height, b_width, b_n, b_c, b_d, b_h, b_w,
+    A_DENSE: tl.constexpr, A_BLOCK: tl.constexpr, B_DENSE: tl.constexpr, B_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """:func:`peak` of ``a`` by the first ``programs``, and of ``b`` by those after them."""
+    program = tl.program_id(0)
+    if program < programs:
+        peak(program, a, a_found, a_elements, a_chunks, a_depth, a_height, a_width, a_n, a_c, a_d, a_h, a_w, A_DENSE,
+             A_BLOCK)  # fmt: skip
+    else:
+        peak(program - programs, b, b_found, b_elements, b_chunks, b_depth, b_height, b_width, b_n, b_c, b_d, b_h, b_w,
+             B_DENSE, B_BLOCK)  # fmt: skip
+
+
+@triton.jit
+def _pack(
+    program, source, peaks, target, exponents, first, blocks, chunks, channels, depth, height, width,
+    pitch_d, pitch_h, pitch_w, head, s_n, s_c, s_d, s_h, s_w, row, row_channels,
     PLANES: tl.constexpr, SCALED: tl.constexpr, PER_IMAGE: tl.constexpr,
     CHUNKS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Write the packed form of images, and each image's exponent, or unless ``PER_IMAGE`` one for all of them.
-
-    ``peaks`` holds ``chunks`` exponents for each image or for all. Grid (images * blocks, channel blocks); image
-    ``first`` comes first, -1 where ``head`` positions of zeros lead. ``pitch_d``, ``pitch_h``, ``pitch_w`` count
-    planes, lines and positions with their gaps. ``ALIGNED`` is 0, or where channels are innermost the elements of which
-    ``channels`` and all other strides are multiples.
-    """
-    image = tl.program_id(0) // blocks + first
-    block = tl.program_id(0) % blocks
+    """One operand of :func:`pack`, by images * blocks programs; image ``first`` comes first."""
+    image = program // blocks + first
+    block = program % blocks
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     w, line = p % pitch_w, p // pitch_w
@@ -97,3 +111,41 @@ def pack(
             tl.store(place_out + row_channels, rest.to(tl.float16), mask=written)
     else:
         tl.store(place_out, value.to(target.dtype.element_ty), mask=written)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "programs",
+        "a_first", "a_blocks", "a_chunks", "a_channels", "a_depth", "a_height", "a_width", "a_pitch_d", "a_pitch_h",
+        "a_pitch_w", "a_head", "a_n", "a_c", "a_d", "a_h", "a_w",
+        "b_first", "b_blocks", "b_chunks", "b_channels", "b_depth", "b_height", "b_width", "b_pitch_d", "b_pitch_h",
+        "b_pitch_w", "b_head", "b_n", "b_c", "b_d", "b_h", "b_w",
+    ]
+)  # fmt: skip
+def pack(
+    a, a_peaks, a_target, a_exponents, b, b_peaks, b_target, b_exponents, programs,
+    a_first, a_blocks, a_chunks, a_channels, a_depth, a_height, a_width, a_pitch_d, a_pitch_h, a_pitch_w, a_head,
+    a_n, a_c, a_d, a_h, a_w, a_row, a_row_channels,
+    b_first, b_blocks, b_chunks, b_channels, b_depth, b_height, b_width, b_pitch_d, b_pitch_h, b_pitch_w, b_head,
+    b_n, b_c, b_d, b_h, b_w, b_row, b_row_channels,
+    A_CHUNKS: tl.constexpr, A_ALIGNED: tl.constexpr, A_BLOCK_C: tl.constexpr,
+    B_CHUNKS: tl.constexpr, B_ALIGNED: tl.constexpr, B_BLOCK_C: tl.constexpr,
+    PLANES: tl.constexpr, SCALED: tl.constexpr, PER_IMAGE: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Write the packed form of ``a`` by the first ``programs``, and of ``b`` by those after them.
+
+    So is each image's exponent, or unless ``PER_IMAGE`` one for all of them. ``peaks`` holds ``chunks`` exponents for
+    each image or for all. Grid (images * blocks of both, channel blocks of the one that has more); image ``first``
+    comes first, -1 where ``head`` positions of zeros lead. ``pitch_d``, ``pitch_h``, ``pitch_w`` count planes, lines
+    and positions with their gaps. ``ALIGNED`` is 0, or where channels are innermost the elements of which ``channels``
+    and all other strides are multiples.
+    """
+    program = tl.program_id(0)
+    if program < programs:
+        _pack(program, a, a_peaks, a_target, a_exponents, a_first, a_blocks, a_chunks, a_channels, a_depth, a_height,
+              a_width, a_pitch_d, a_pitch_h, a_pitch_w, a_head, a_n, a_c, a_d, a_h, a_w, a_row, a_row_channels,
+              PLANES, SCALED, PER_IMAGE, A_CHUNKS, A_ALIGNED, BLOCK_P, A_BLOCK_C)  # fmt: skip
+    else:
+        _pack(program - programs, b, b_peaks, b_target, b_exponents, b_first, b_blocks, b_chunks, b_channels, b_depth,
+              b_height, b_width, b_pitch_d, b_pitch_h, b_pitch_w, b_head, b_n, b_c, b_d, b_h, b_w, b_row,
+              b_row_channels, PLANES, SCALED, PER_IMAGE, B_CHUNKS, B_ALIGNED, BLOCK_P, B_BLOCK_C)  # fmt: skip

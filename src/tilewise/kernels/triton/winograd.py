@@ -17,28 +17,16 @@ from tilewise.kernels.triton.implicit_gemm import filter_rows, one_step, planes_
 __all__ = ["add_points", "tile_gemm", "transform"]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "blocks", "chunks", "channels", "depth", "height", "width", "first", "step", "tiles", "pitch_d", "pitch_h",
-        "head", "s_n", "s_c", "s_d", "s_h", "s_w",
-    ]
-)  # fmt: skip
-def transform(
-    source, peaks, target, exponents, start, blocks, chunks, channels, depth, height, width, first, step, tiles,
-    pitch_d, pitch_h, head, s_n, s_c, s_d, s_h, s_w, row_channels,
-    MATRIX: tl.constexpr, POINTS: tl.constexpr, INPUTS: tl.constexpr, SHIFT: tl.constexpr, PER_IMAGE: tl.constexpr,
-    CHUNKS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+@triton.jit
+def _transform(
+    program, source, peaks, target, exponents, start, blocks, chunks, channels, depth, height, width, first, step,
+    tiles, pitch_d, pitch_h, head, s_n, s_c, s_d, s_h, s_w, row_channels,
+    MATRIX: tl.constexpr, INPUTS: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_C: tl.constexpr, POINTS: tl.constexpr, PER_IMAGE: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Pack ``INPUTS`` neighbours along the width, of every tile, at ``POINTS`` points: ``MATRIX`` times them.
-
-    Tile t begins at ``first + t * step``; what lies outside of ``width`` is zero. ``SHIFT`` is by how many powers of
-    two the matrix may enlarge a value. ``peaks`` holds ``chunks`` exponents for each image, or unless ``PER_IMAGE`` for
-    all. Grid (images * blocks, channel blocks); image ``start`` comes first, -1 where ``head`` places of zeros lead.
-    ``pitch_d`` and ``pitch_h`` count planes and lines with their gaps. ``ALIGNED`` is 0, or where channels are
-    innermost the elements of which ``channels`` and all other strides are multiples.
-    """
-    image = tl.program_id(0) // blocks + start
-    block = tl.program_id(0) % blocks
+    """One operand of :func:`transform`, by images * blocks programs; image ``start`` comes first."""
+    image = program // blocks + start
+    block = program % blocks
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     t, line = p % tiles, p // tiles
@@ -78,6 +66,49 @@ def transform(
         low = tl.where(tl.abs(value) < 65504.0, value - hi.to(tl.float32), 0.0)
         tl.store(rows + row_channels, low.to(tl.float16), mask=written)
         rows += 2 * row_channels
+
+
+@triton.jit(
+    do_not_specialize=[
+        "programs",
+        "a_start", "a_blocks", "a_chunks", "a_channels", "a_depth", "a_height", "a_width", "a_first", "a_step",
+        "a_tiles", "a_pitch_d", "a_pitch_h", "a_head", "a_n", "a_c", "a_d", "a_h", "a_w",
+        "b_start", "b_blocks", "b_chunks", "b_channels", "b_depth", "b_height", "b_width", "b_first", "b_step",
+        "b_tiles", "b_pitch_d", "b_pitch_h", "b_head", "b_n", "b_c", "b_d", "b_h", "b_w",
+    ]
+)  # fmt: skip
+def transform(
+    a, a_peaks, a_target, a_exponents, b, b_peaks, b_target, b_exponents, programs,
+    a_start, a_blocks, a_chunks, a_channels, a_depth, a_height, a_width, a_first, a_step, a_tiles, a_pitch_d, a_pitch_h,
+    a_head, a_n, a_c, a_d, a_h, a_w, a_row_channels,
+    b_start, b_blocks, b_chunks, b_channels, b_depth, b_height, b_width, b_first, b_step, b_tiles, b_pitch_d, b_pitch_h,
+    b_head, b_n, b_c, b_d, b_h, b_w, b_row_channels,
+    A_MATRIX: tl.constexpr, A_INPUTS: tl.constexpr, A_SHIFT: tl.constexpr, A_CHUNKS: tl.constexpr,
+    A_ALIGNED: tl.constexpr, A_BLOCK_C: tl.constexpr,
+    B_MATRIX: tl.constexpr, B_INPUTS: tl.constexpr, B_SHIFT: tl.constexpr, B_CHUNKS: tl.constexpr,
+    B_ALIGNED: tl.constexpr, B_BLOCK_C: tl.constexpr,
+    POINTS: tl.constexpr, PER_IMAGE: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Pack ``INPUTS`` neighbours along the width, of every tile, at ``POINTS`` points: ``MATRIX`` times them.
+
+    Those of ``a`` by the first ``programs``, of ``b`` by those after them. Tile t begins at ``first + t * step``; what
+    lies outside of ``width`` is zero. ``SHIFT`` is by how many powers of two the matrix may enlarge a value. ``peaks``
+    holds ``chunks`` exponents for each image, or unless ``PER_IMAGE`` for all. Grid (images * blocks of both, channel
+    blocks of the one that has more); image ``start`` comes first, -1 where ``head`` places of zeros lead. ``pitch_d``
+    and ``pitch_h`` count planes and lines with their gaps. ``ALIGNED`` is 0, or where channels are innermost the
+    elements of which ``channels`` and all other strides are multiples.
+    """
+    program = tl.program_id(0)
+    if program < programs:
+        _transform(program, a, a_peaks, a_target, a_exponents, a_start, a_blocks, a_chunks, a_channels, a_depth,
+                   a_height, a_width, a_first, a_step, a_tiles, a_pitch_d, a_pitch_h, a_head, a_n, a_c, a_d, a_h, a_w,
+                   a_row_channels, A_MATRIX, A_INPUTS, A_SHIFT, A_CHUNKS, A_ALIGNED, A_BLOCK_C,
+                   POINTS, PER_IMAGE, BLOCK_P)  # fmt: skip
+    else:
+        _transform(program - programs, b, b_peaks, b_target, b_exponents, b_start, b_blocks, b_chunks, b_channels,
+                   b_depth, b_height, b_width, b_first, b_step, b_tiles, b_pitch_d, b_pitch_h, b_head, b_n, b_c, b_d,
+                   b_h, b_w, b_row_channels, B_MATRIX, B_INPUTS, B_SHIFT, B_CHUNKS, B_ALIGNED, B_BLOCK_C,
+                   POINTS, PER_IMAGE, BLOCK_P)  # fmt: skip
 
 
 @triton.jit
