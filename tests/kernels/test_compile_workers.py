@@ -251,7 +251,7 @@ def job(**changes: Any) -> str:
     pointers = {"program": "i32", "source": "*fp32", "found": "*i32"}
     said = {
         "module": LAYOUT,
-        "kernel": "peak",
+        "kernel": "_peak",
         "signature": {**pointers, **dict.fromkeys(numbers, "i32"), "DENSE": "constexpr", "BLOCK": "constexpr"},
         "constants": [[[13], True], [[14], 64]],
         "attributes": [],
@@ -273,7 +273,7 @@ BAD = {
     "another type": job(module=7),
     "no kernel": job(kernel="nothing"),
     "a function that is none": job(module=f"{jobs.PACKAGE}.jobs", kernel="compile_job"),
-    "an attribute of a kernel": job(kernel="peak.fn"),
+    "an attribute of a kernel": job(kernel="_peak.fn"),
     "constants": job(constants=[3]),
     "a tuple": job(options={"num_warps": {"set": []}}),
     "a target": job(target=["cuda"]),
@@ -295,7 +295,7 @@ def test_a_worker_refuses_what_is_no_job_and_goes_on(worker: subprocess.Popen[st
     moved = tmp_path / "moved"
     worker.stdin.write(job(environment={**workers._environment(), "TRITON_CACHE_DIR": str(moved)}))
     assert list(json.loads(worker.stdout.readline())) == ["hash"]
-    assert list(moved.rglob("peak.cubin"))
+    assert list(moved.rglob("_peak.cubin"))
     loaded = Path(f"/proc/{worker.pid}/maps")
     assert not loaded.exists() or not any(name in loaded.read_text() for name in ("libcuda.so", "libtorch"))
     worker.stdin.close()

@@ -188,7 +188,8 @@ def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -
     from tilewise.kernels.triton import direct_gemm as kernels
 
     p, tile = layout.p, layout.tile
-    looked: Looked | None = Looked(source, A, layout.peaks, layout.chunks)
+    looked = Looked(source, A, layout.peaks, layout.chunks)
+    yield look(looked, looked, both=False)  # with the split in one launch it was slower by a tenth
     for sweeps in itertools.product(*layout.sweeps):
         results = out
         for dim, sweep in enumerate(sweeps, start=2):
@@ -197,8 +198,7 @@ def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -
         if told.products == 0 and p.accumulate and not bias:
             continue
         row = layout.row(told.products)
-        yield _split(layout, _taken(filters, sweeps), told, row, looked)
-        looked = None
+        yield _split(layout, _taken(filters, sweeps), told, row)
         tiles = -(-layout.written // tile.channels) * -(-told.places // tile.places)
         yield launch(
             kernels.direct_gemm,
@@ -224,19 +224,16 @@ def _taken(filters: View, sweeps: Sequence[Sweep]) -> View:
     return View((*filters.sizes[:2], *(sweep.taps for sweep in sweeps)), tuple(strides), filters.dtype, filters.offset)
 
 
-def _split(layout: Layout, filters: View, told: _Gathered, row: int, looked: Looked | None) -> Launch:
-    """Split filters, and look at the source where that has not been done."""
+def _split(layout: Layout, filters: View, told: _Gathered, row: int) -> Launch:
     from tilewise.kernels.triton import direct_gemm as kernels
 
     block = min(1024, 1 << (row - 1).bit_length())
-    source = looked or Looked(filters, B, layout.peaks, 1)
-    programs = looked.programs if looked else 0
     return launch(
-        kernels.look_and_split,
-        [programs + layout.written],
-        [*source.pointers, within(filters, B), at(layout.parts), at(layout.exponents)],
-        [programs, *source.scalars, layout.written, told.channels, told.products, row, *filters.strides],
-        **told.order, **source.constants("LOOK_"), BLOCK=block,
+        kernels.split_filters,
+        [layout.written],
+        [within(filters, B), at(layout.parts), at(layout.exponents)],
+        [told.channels, told.products, row, *filters.strides],
+        **told.order, BLOCK=block,
     )  # fmt: skip
 
 

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.implicit_gemm import unscaled
-from tilewise.kernels.triton.layout import peak
 
-__all__ = ["add_shares", "direct_gemm", "direct_gradient", "look_and_split"]
+__all__ = ["add_shares", "direct_gemm", "direct_gradient", "split_filters"]
 
 
 @triton.jit
@@ -131,15 +130,16 @@ def _add_products(acc, a, b, a_low, b_low):
     return tl.dot(a, b, acc)
 
 
-@triton.jit
-def _split_filter(
-    o, filters, parts, exponents, count, channels, products, row, w_o, w_c, w_d, w_h, w_w,
+@triton.jit(do_not_specialize=["channels", "products", "w_o", "w_c", "w_d", "w_h", "w_w"])
+def split_filters(
+    filters, parts, exponents, channels, products, row, w_o, w_c, w_d, w_h, w_w,
     TAPS_D: tl.constexpr, TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One of ``count`` filters: its ``products`` numbers in a row of ``row``, and its exponent.
+    """Each filter's ``products`` numbers in rows of ``row``: all high parts, then all low ones; and its exponent.
 
-    All high parts come first, then all low ones. Zeros fill the rest of a row.
+    Zeros fill the rest of a row. Grid (filters,).
     """
+    o = tl.program_id(0)
     top = tl.zeros([BLOCK], tl.int32)
     for first in range(0, products, BLOCK):
         k = first + tl.arange(0, BLOCK)
@@ -150,7 +150,7 @@ def _split_filter(
     exponent = tl.maximum(tl.max(top, axis=0) >> 23, 15)
     tl.store(exponents + o, exponent)
     scale = _scale(exponent)
-    low = parts + count * row
+    low = parts + tl.num_programs(0) * row
     for first in range(0, row, BLOCK):
         k = first + tl.arange(0, BLOCK)
         c, d, h, w = _digits(k, channels, TAPS_D, TAPS_H, TAPS_W, LAST)
@@ -158,31 +158,6 @@ def _split_filter(
         high, rest = _parts(value * scale)
         tl.store(parts + o * row + k, high, mask=k < row)
         tl.store(low + o * row + k, rest, mask=k < row)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "programs", "chunks", "depth", "height", "width", "x_c", "x_d", "x_h", "x_w",
-        "filters", "channels", "products", "w_o", "w_c", "w_d", "w_h", "w_w",
-    ]
-)  # fmt: skip
-def look_and_split(
-    x, peaks, w, parts, exponents, programs, elements, chunks, depth, height, width, x_n, x_c, x_d, x_h, x_w,
-    filters, channels, products, row, w_o, w_c, w_d, w_h, w_w,
-    TAPS_D: tl.constexpr, TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, LAST: tl.constexpr,
-    LOOK_DENSE: tl.constexpr, LOOK_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``layout.peak`` of ``x`` by the first ``programs``, and by one program after them each of ``filters`` split.
-
-    A launch of its own would take longer than the splitting.
-    """
-    program = tl.program_id(0)
-    if program < programs:
-        peak(program, x, peaks, elements, chunks, depth, height, width, x_n, x_c, x_d, x_h, x_w, LOOK_DENSE,
-             LOOK_BLOCK)  # fmt: skip
-    else:
-        _split_filter(program - programs, w, parts, exponents, filters, channels, products, row, w_o, w_c, w_d, w_h,
-                      w_w, TAPS_D, TAPS_H, TAPS_W, LAST, BLOCK)  # fmt: skip
 
 
 @triton.jit

@@ -17,18 +17,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["pack", "peak", "peaks"]
+__all__ = ["pack", "peaks"]
 
 
 @triton.jit
-def peak(
+def _peak(
     program, source, found, elements, chunks, depth, height, width, s_n, s_c, s_d, s_h, s_w, DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Biased fp32 exponent of the largest finite magnitude in each of ``chunks`` shares of every image.
-
-    Programs: images * chunks. ``DENSE``: an image's ``elements`` lie without gaps, in whatever order.
-    """
+    """One operand of :func:`peaks`, by images * chunks programs."""
     chunk, image = program % chunks, program // chunks
     base = source + image.to(tl.int64) * s_n
     top = tl.zeros([BLOCK], tl.int32)
@@ -59,13 +56,17 @@ def peaks(
     b_elements, b_chunks, b_depth, b_height, b_width, b_n, b_c, b_d, b_h, b_w,
     A_DENSE: tl.constexpr, A_BLOCK: tl.constexpr, B_DENSE: tl.constexpr, B_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """:func:`peak` of ``a`` by the first ``programs``, and of ``b`` by those after them."""
+    """Biased fp32 exponent of the largest finite magnitude in each of ``chunks`` shares of every image.
+
+    Of ``a`` by the first ``programs``, of ``b`` by those after them, if there are any. ``DENSE``: an image's
+    ``elements`` lie without gaps, in whatever order. Grid (images * chunks of both,).
+    """
     program = tl.program_id(0)
     if program < programs:
-        peak(program, a, a_found, a_elements, a_chunks, a_depth, a_height, a_width, a_n, a_c, a_d, a_h, a_w, A_DENSE,
+        _peak(program, a, a_found, a_elements, a_chunks, a_depth, a_height, a_width, a_n, a_c, a_d, a_h, a_w, A_DENSE,
              A_BLOCK)  # fmt: skip
     else:
-        peak(program - programs, b, b_found, b_elements, b_chunks, b_depth, b_height, b_width, b_n, b_c, b_d, b_h, b_w,
+        _peak(program - programs, b, b_found, b_elements, b_chunks, b_depth, b_height, b_width, b_n, b_c, b_d, b_h, b_w,
              B_DENSE, B_BLOCK)  # fmt: skip
 
 
@@ -134,11 +135,11 @@ def pack(
 ):  # fmt: skip
     """Write the packed form of ``a`` by the first ``programs``, and of ``b`` by those after them.
 
-    So is each image's exponent, or unless ``PER_IMAGE`` one for all of them. ``peaks`` holds ``chunks`` exponents for
-    each image or for all. Grid (images * blocks of both, channel blocks of the one that has more); image ``first``
-    comes first, -1 where ``head`` positions of zeros lead. ``pitch_d``, ``pitch_h``, ``pitch_w`` count planes, lines
-    and positions with their gaps. ``ALIGNED`` is 0, or where channels are innermost the elements of which ``channels``
-    and all other strides are multiples.
+    Each image's exponent is written too, or unless ``PER_IMAGE`` one for all of them. ``peaks`` holds ``chunks``
+    exponents for each image or for all. Grid (images * blocks of both, channel blocks of the one that has more); image
+    ``first`` comes first, -1 where ``head`` positions of zeros lead. ``pitch_d``, ``pitch_h``, ``pitch_w`` count
+    planes, lines and positions with their gaps. ``ALIGNED`` is 0, or where channels are innermost the elements of which
+    ``channels`` and all other strides are multiples.
     """
     program = tl.program_id(0)
     if program < programs:
