@@ -106,7 +106,31 @@ def test_a_candidate_that_lost_twice_is_not_repeated(clock: Clock, monkeypatch: 
         found = {m.solver: m.time_ms for m in trial.log if m.solver in rising}
     batch = toys.small().batch
     assert found == {name: pytest.approx(ms) for name, ms in rising.items()}
-    assert {name: clock.runs[name, batch] for name in rising} == {"best": 4, "near": 4, "behind": 2}
+    assert {name: clock.runs[name, batch] for name in rising} == {"best": 5, "near": 5, "behind": 2}
+
+
+class Settling(Simulated):
+    """Its first three runs are slower, by nine tenths, a half and a quarter."""
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        run = super().bind(p, c, a, b, out)
+
+        def settling(*operands: Any) -> torch.Tensor:
+            begun = self.clock.runs.get((self.name, p.batch), 0)
+            self.clock.now_ms += [3.6, 2.0, 1.0, 0.0][min(begun, 3)]
+            return run(*operands)
+
+        return settling
+
+
+def test_the_first_runs_on_a_cpu_are_not_a_candidates_time(clock: Clock) -> None:
+    """Of four the later two count, and one that settles as the best is not given up for the others."""
+    settling: Solver = type("Some", (Settling,), {"clock": clock, "name": "settling", "ms": lambda p, c: 4.0})()
+    with world(clock, simulated(clock, "settled", lambda p, c: 4.8, estimate=lambda p, c: 1.0), settling):
+        found = search(toys.small(), batch_sizes="undivided")
+        found.survey()
+        assert {m.solver: m.time_ms for m in found.log if not m.reason}["settling"] == pytest.approx(4.5)
+        assert found.best().solver == "settling"
 
 
 class Families(Simulated):

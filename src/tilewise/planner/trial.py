@@ -30,7 +30,9 @@ PRUNE = 2.0
 """A candidate whose estimate is this many times the best measured time is not measured, save by ``patient``."""
 REPEATS = 3
 LONG_MS = 1.0
-"""Runs longer than this vary little: one more is enough among candidates; finalists are timed again."""
+"""Runs on a GPU longer than this vary little: one more is enough among candidates; finalists are timed again."""
+SETTLING, SETTLING_MS = 4, 30.0
+"""Runs after the first on a CPU, where a candidate's first two or three are slower, as many as this holds."""
 BEHIND_KIN = 1.25
 """A candidate whose estimate is this many times the best of its kin is not measured, save by ``patient``."""
 SLOW_MS = 400.0
@@ -43,6 +45,8 @@ WORTH_MS = 0.5
 """Where the best takes less, a candidate that is hundreds of times slower is over before such a run would be."""
 GIVE_UP = 1.5
 """After one run this many times slower than the best a candidate is not repeated."""
+FIRST = 2.0
+"""The same for a short one on a CPU."""
 LOSES = {"cuda": 1.2, "cpu": GIVE_UP}
 """Nor after two runs that were both so many times slower: what disturbs a run seldom meets two."""
 SHORT_MS = {"cuda": 1.0, "cpu": 0.0}
@@ -363,15 +367,16 @@ class Trial:
             scratch = solver.baseline or solver.hidden_workspace(self.problem, plan.config) > 0
             workspace = self.peak(timed, bound.workspace, new, best_ms, scratch=scratch)
             first_ms = times[0].ms
-            if first_ms <= max(GIVE_UP * best_ms, SHORT_MS[self.timer.device.type]):
+            repeats, give_up = _repeats(first_ms, self.timer.device.type)
+            if first_ms <= max(give_up * best_ms, SHORT_MS[self.timer.device.type]):
                 if workspace > bound.workspace and self.timer.device.type == "cpu":
                     # A first run also makes what a library keeps for good.
                     workspace = self.peak(call, bound.workspace, new)
-                for _ in range(_repeats(first_ms)):
+                for _ in range(repeats):
                     timed()
                     if min(took.device_ms for took in times) > LOSES[self.timer.device.type] * best_ms:
                         break
-            took = _usual(times[1:] or times)
+            took = _usual(times[(len(times) + 1) // 2 if self.timer.device.type == "cpu" else 1 :] or times)
             time_ms = (took.replayed() if self.options.cuda_graphs else took).weighed_ms
             return Measurement(plan.solver, plan.version, plan.config, time_ms, workspace)
         except (OverLimit, _TooSlow):
@@ -465,8 +470,11 @@ def _usual(times: Sequence[Took]) -> Took:
     return Took(statistics.median(took.device_ms for took in times), min(took.host_ms for took in times))
 
 
-def _repeats(took_ms: float) -> int:
-    return REPEATS if took_ms < LONG_MS else 1 if took_ms < SLOW_MS else 0
+def _repeats(took_ms: float, device: str) -> tuple[int, float]:
+    """Runs after a first one of so long, and how many times slower than the best that one may be."""
+    if device == "cpu" and took_ms < SETTLING_MS / 2:
+        return min(SETTLING, int(SETTLING_MS / max(took_ms, 1e-3))), FIRST
+    return REPEATS if took_ms < LONG_MS else 1 if took_ms < SLOW_MS else 0, GIVE_UP
 
 
 def first_line(error: BaseException) -> str:

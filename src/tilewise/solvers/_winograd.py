@@ -35,6 +35,10 @@ OCCUPIED = 0.6
 """Share of a core's cache that a block may fill: filters pass through the rest."""
 LEAST_OCCUPIED = 0.33
 """The same where filters stay there too, at the least."""
+BEYOND = 2.0
+"""A core's caches that a block may fill where filters stay in none, so that products hide how they come by."""
+SPILLED = 24
+"""What it costs to have a number of a tile's inputs go through a cache that cores share, in products of it."""
 OVERHEAD = 2
 """What a block costs beside its tiles' products, in tiles."""
 STREAM = 24
@@ -101,14 +105,14 @@ def _tiling(p: ConvProblem, tile: int, lanes: int, vectors: int) -> Tiling:
     return kind(m, r, lanes, vectors, p.batch, p.groups, inputs, outputs, image, 1, 1)
 
 
-def forms(p: ConvProblem) -> Iterable[Config]:
-    """For each size of tiles the vectors and blocks that seem best."""
+def forms(p: ConvProblem, *, within: bool = False) -> Iterable[Config]:
+    """For each size of tiles the vectors and blocks that seem best, ``within`` a core's cache if that is asked for."""
     lanes = WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4)
     threads = torch.get_num_threads()
     teams = ("openmp", "own") if has_openmp() else ("own",)
     for m in sizes(p):
         ones = [_tiling(p, m, lanes, vectors) for vectors in _vectors(p, lanes)]
-        _, best = min((_best(one, threads) for one in ones), key=lambda found: found[0])
+        _, best = min((_best(one, threads, within) for one in ones), key=lambda found: found[0])
         base = Config(tile=m, lanes=lanes, threads=threads, **best)
         yield from [base] if threads == 1 else (Config(**base, team=team) for team in teams)
 
@@ -123,13 +127,13 @@ def _vectors(p: ConvProblem, lanes: int) -> list[int]:
     return [most, most - 1] if most == max(ROWS) and p.pass_ is not Pass.WGRAD else [most]
 
 
-def _best(one: Tiling, threads: int) -> tuple[float, dict[str, Any]]:
+def _best(one: Tiling, threads: int, within: bool) -> tuple[float, dict[str, Any]]:
     """The time that it should take, and the rest of the config."""
     if isinstance(one, GradientTiling):
         time, parts, shares, block = _gradient(one, threads)
         more = {} if parts == 1 else {"parts": parts}
     else:
-        time, shares, _, block = _blocks(one, threads)
+        time, shares, _, block = _blocks(one, threads, within)
         more = {}
     return time, {"block": block, "shares": shares, "vectors": one.vectors, **more}
 
@@ -164,17 +168,21 @@ def _within(t: Tiling, most: int) -> tuple[int, int]:
     return max(1, min(down, most // columns)), columns
 
 
-def _blocks(one: Tiling, threads: int) -> tuple[float, int, int, tuple[int, int]]:
+def _blocks(one: Tiling, threads: int, within: bool) -> tuple[float, int, int, tuple[int, int]]:
     """Rows and columns of blocks, for threads equally busy with blocks that fit a cache.
 
-    Behind their time, shares of outputs and, below zero, tiles of a block.
+    Where many channels leave so few tiles in a block that products do not hide how filters come by, and it need not be
+    ``within`` the cache, it may be larger. Behind their time, shares of outputs and, below zero, tiles of a block.
     """
     down, across = one.tiles
     _, high, wide = (r - 1 for r in one.r)
     filters = one.filters // one.groups
     stays = filters <= CPU_CACHE // 2
     room = OCCUPIED * CPU_CACHE - (filters if stays else 0)
-    most = max(4, int(max(room, LEAST_OCCUPIED * CPU_CACHE)) // (one.tile + one.sum_tile))
+    each = one.tile + one.sum_tile
+    fitting = most = max(4, int(max(room, LEAST_OCCUPIED * CPU_CACHE)) // each)
+    if not (stays or within):
+        most = max(most, min(STREAM, int(BEYOND * CPU_CACHE) // each))
     found = []
     for segments in range(-(-across // most), min(across, 4 * -(-across // most)) + 1):
         columns = -(-across // segments)
@@ -190,6 +198,7 @@ def _blocks(one: Tiling, threads: int) -> tuple[float, int, int, tuple[int, int]
                 outputs = -(-one.chunks // shares) * one.vectors * one.lanes
                 short = 1 + (wide + BEGIN) / (columns * one.m[2])
                 transforms = TRANSFORM * short * ((1 + high / (rows * one.m[1])) * one.inputs + outputs) * tiles
+                transforms += SPILLED * one.inputs * tiles * (tiles > fitting)
                 time = rounds * (one.inputs * outputs * multiplied + transforms)
                 found.append((time, shares, -tiles, (rows, columns)))
     return min(found)

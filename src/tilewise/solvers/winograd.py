@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -32,7 +32,7 @@ class Winograd(Solver):
     whether they are torch's. Transformed filters that are constant are kept.
     """
 
-    name, version = "winograd", 3
+    name, version = "winograd", 4
     passes = frozenset(Pass)
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
@@ -60,6 +60,18 @@ class Winograd(Solver):
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         return forms(p)
+
+    def offers(
+        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """Under a limit blocks within a core's cache in place of larger ones that break it."""
+        for c, less in zip(forms(p), forms(p, within=True), strict=True):
+            if only is not None:
+                yield from ((each, self.workspace(p, each)) for each in dict.fromkeys((c, less)) if each in only)
+            elif ceiling is not None and self.workspace(p, c) > ceiling >= self.workspace(p, less):
+                yield less, self.workspace(p, less)
+            else:
+                yield c, self.workspace(p, c)
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """A block of every thread, and transformed filters that are not kept or gradients that are added up."""
