@@ -203,6 +203,23 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int, monkeypatch: py
         assert torch.equal(run(p, c, a, b, make_result(p)), want)
 
 
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+def test_blocks_beyond_a_cache_where_filters_stay_in_none(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty-four tiles hide how filters come by; a limit that such a block breaks gets one within the cache."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    p = padded(pass_, 12, 512, 512, 7)
+    large, size = next((c, n) for c, n in SOLVER.offers(p, None) if c["tile"] == 4)
+    less, kept = next((c, n) for c, n in SOLVER.offers(p, size - 1) if c["tile"] == 4)
+    assert 20 <= math.prod(large["block"]) <= 24  # type: ignore[arg-type]
+    assert math.prod(less["block"]) < 20  # type: ignore[arg-type]
+    assert kept < size
+    assert [c for c, _ in SOLVER.offers(p, None, [less])] == [less]
+    assert (large, size) in list(SOLVER.offers(p, kept - 1))  # said to break the limit
+    a, b = make_operands(p)
+    for c in (large, less):
+        assert error(p, run(p, c, a, b, make_result(p)), a, b) < 3e-6
+
+
 @pytest.mark.parametrize(
     "change", [{"block": (0, 3)}, {"block": 4}, {"vectors": 5}, {"tile": 3}, {"lanes": 7}, {"shares": 0}, {"parts": 2}]
 )
