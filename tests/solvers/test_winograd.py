@@ -230,6 +230,16 @@ def test_a_config_that_is_none(change: dict[str, object]) -> None:
         SOLVER.bind(p, Config(**{**tile(p, 4), **change}), a, b, make_result(p))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(1256, 40), (40, 1256)])
+def test_all_passes_are_estimated_alike(inputs: int, outputs: int) -> None:
+    """A filter's gradient has its vectors along inputs; it was estimated to take thirty times its products."""
+    costs = []
+    for pass_ in Pass:
+        p = padded(pass_, 8, inputs, outputs, 8)
+        costs.append(SOLVER.cost(p, tile(p, 4)).flops)
+    assert max(costs) < 4 * min(costs)
+
+
 @pytest.mark.parametrize("vectors", ROWS)
 def test_blocks_of_rows_cover_any_count(vectors: int) -> None:
     for count in range(1, 100):

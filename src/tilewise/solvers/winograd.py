@@ -93,9 +93,11 @@ class Winograd(Solver):
         """Products of whole tiles, transforms, and what blocks read again, from a cache that cores share."""
         t = tiling(p, c)
         points = p.groups * t.tiles[0] * t.tiles[1] * t.points
-        products = 2 * points * t.inputs * t.chunks * t.vectors * t.lanes
-        transforms = 2 * points * sum(n for n in t.n if n > 1) * (t.inputs * t.shares + t.outputs)
-        if p.pass_ is Pass.WGRAD:
+        gradient = p.pass_ is Pass.WGRAD  # whose vectors are of inputs, and which transforms outputs for each of them
+        products = 2 * points * (t.outputs if gradient else t.inputs) * t.chunks * t.vectors * t.lanes
+        transformed = t.inputs * t.shares + t.outputs * (t.chunks if gradient else 1)
+        transforms = 2 * points * sum(n for n in t.n if n > 1) * transformed
+        if gradient:
             again = p.nbytes("x") * (t.shares - 1) + p.nbytes("y") * (t.chunks - 1)
             moved = p.bytes + (2 * t.parts * p.nbytes("w") if t.parts > 1 else 0)
         else:
