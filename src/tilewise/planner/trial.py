@@ -367,16 +367,17 @@ class Trial:
             scratch = solver.baseline or solver.hidden_workspace(self.problem, plan.config) > 0
             workspace = self.peak(timed, bound.workspace, new, best_ms, scratch=scratch)
             first_ms = times[0].ms
-            repeats, give_up = _repeats(first_ms, self.timer.device.type)
-            if first_ms <= max(give_up * best_ms, SHORT_MS[self.timer.device.type]):
-                if workspace > bound.workspace and self.timer.device.type == "cpu":
+            device = self.timer.device.type
+            repeats, give_up = _repeats(first_ms, device)
+            if first_ms <= max(give_up * best_ms, SHORT_MS[device]):
+                if workspace > bound.workspace and device == "cpu":
                     # A first run also makes what a library keeps for good.
                     workspace = self.peak(call, bound.workspace, new)
                 for _ in range(repeats):
                     timed()
-                    if min(took.device_ms for took in times) > LOSES[self.timer.device.type] * best_ms:
+                    if min(took.device_ms for took in times) > LOSES[device] * best_ms:
                         break
-            took = _usual(times[(len(times) + 1) // 2 if self.timer.device.type == "cpu" else 1 :] or times)
+            took = _usual(times, device)
             time_ms = (took.replayed() if self.options.cuda_graphs else took).weighed_ms
             return Measurement(plan.solver, plan.version, plan.config, time_ms, workspace)
         except (OverLimit, _TooSlow):
@@ -465,9 +466,13 @@ class Trial:
         self.found.append(Measurement(solver.name, solver.version, config, workspace=workspace, reason=reason))
 
 
-def _usual(times: Sequence[Took]) -> Took:
-    """Median of the device's times and the least of the host's, which other work only adds to."""
-    return Took(statistics.median(took.device_ms for took in times), min(took.host_ms for took in times))
+def _usual(times: Sequence[Took], device: str) -> Took:
+    """Median of the device's times and the least of the host's, which other work only adds to.
+
+    A first run counts where there is no other, and on a CPU the later half.
+    """
+    counted = times[(len(times) + 1) // 2 if device == "cpu" else 1 :] or times
+    return Took(statistics.median(took.device_ms for took in counted), min(took.host_ms for took in counted))
 
 
 def _repeats(took_ms: float, device: str) -> tuple[int, float]:

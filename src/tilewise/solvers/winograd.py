@@ -65,13 +65,16 @@ class Winograd(Solver):
         self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
     ) -> Iterable[tuple[Config, int]]:
         """Under a limit blocks within a core's cache in place of larger ones that break it."""
-        for c, less in zip(forms(p), forms(p, within=True), strict=True):
-            if only is not None:
-                yield from ((each, self.workspace(p, each)) for each in dict.fromkeys((c, less)) if each in only)
-            elif ceiling is not None and self.workspace(p, c) > ceiling >= self.workspace(p, less):
-                yield less, self.workspace(p, less)
-            else:
-                yield c, self.workspace(p, c)
+
+        def sized(within: bool) -> list[tuple[Config, int]]:
+            return [(c, self.workspace(p, c)) for c in forms(p, within=within)]
+
+        if only is not None:
+            return [offer for offer in dict.fromkeys((*sized(within=False), *sized(within=True))) if offer[0] in only]
+        if ceiling is None:
+            return sized(within=False)
+        pairs = zip(sized(within=False), sized(within=True), strict=True)
+        return [less if more[1] > ceiling >= less[1] else more for more, less in pairs]
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """A block of every thread, and transformed filters that are not kept or gradients that are added up."""
