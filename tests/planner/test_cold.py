@@ -59,6 +59,16 @@ def test_data_is_shared_while_it_is_used_and_then_gone() -> None:
     assert "data" not in cold._shared
 
 
+def test_data_lies_on_the_cpu_whatever_torchs_defaults_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "_shared", {})  # as in a process that has none yet
+    x = torch.ones(4)
+    with torch.device("meta"):
+        assert other_data().device == CPU
+        times = rounds([lambda: x + x], CPU, repeats=2)
+    assert [len(each) for each in times] == [2]
+    assert other_data().dtype is torch.float32
+
+
 def test_caches_are_filled_before_each_run_of_rounds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(Timer, "_flush", lambda self: order.append("filled"))

@@ -40,5 +40,6 @@ def other_data() -> torch.Tensor:
     """Twice what the last cache holds, pages and all; one for all who keep it at a time."""
     kept = _shared.get("data")
     if kept is None:
-        kept = _shared["data"] = torch.ones(min(2 * last_level_bytes(), MOST) // 4)
+        numbers = min(2 * last_level_bytes(), MOST) // 4
+        kept = _shared["data"] = torch.ones(numbers, dtype=torch.float32, device="cpu")
     return kept

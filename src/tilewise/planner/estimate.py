@@ -39,9 +39,17 @@ def is_profile(rates: Mapping[str, float]) -> bool:
     return all(rates.get(name, 0.0) > 0.0 for name in ("copy", *RATES)) and "launch" in rates
 
 
+@torch.no_grad()
 def measure_profile(device_name: str) -> Profile:
-    """Measure copy bandwidth, matrix-product rates and launch time; well under a second."""
-    device = torch_device(device_name)
+    """Measure copy bandwidth, matrix-product rates and launch time; well under a second.
+
+    In the types that it says, whatever autocast the caller is in.
+    """
+    with torch._C._DisableAutocast():
+        return _measured(torch_device(device_name))
+
+
+def _measured(device: torch.device) -> Profile:
     on_gpu = device.type == "cuda"
     timer = Timer(device)
     profile: Profile = {}
@@ -72,11 +80,12 @@ def _product_rates_of_a_cpu(timer: Timer) -> Profile:
 
 def _convolution_rate(timer: Timer) -> float:
     """Of fp32 in torch's own convolution: on some processors twice what the library of its matrix products reaches."""
-    x, w = torch.randn(8, 128, 28, 28), torch.randn(128, 128, 3, 3)
-    with torch.no_grad():
-        call = functools.partial(torch.conv2d, x, w, padding=1)
-        call()
-        return 2 * 8 * 128 * 128 * 28 * 28 * 9 / min(timer.time_ms(call) for _ in range(9))  # the first are slower
+    sizes = (8, 128, 28, 28), (128, 128, 3, 3)
+    x, w = (torch.randn(size, dtype=torch.float32, device=timer.device) for size in sizes)
+    call = functools.partial(torch.conv2d, x, w, padding=1)
+    call()
+    least_ms = min(timer.time_ms(call) for _ in range(9))  # the first are slower
+    return 2 * x.numel() * w.numel() / x.shape[1] / least_ms
 
 
 def _product_rate(timer: Timer, name: str, n: int) -> float:
