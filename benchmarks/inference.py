@@ -2,17 +2,20 @@
 
 Both sides see the same inputs in turns, without gradients; on a CPU both with memory that stays. ``compile=1`` puts
 ``torch.compile`` around both sides. ``details`` have how far the outputs are apart and how many convolutions were
-replaced.
+replaced. ``peers`` names what else is measured in the same turns on a CPU, each a row: ``compile`` (``torch.compile``
+with freezing), ``onnxruntime`` and ``openvino``, where they are installed.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 
 import torch
+from harness import peers
 from harness.result import Bar, Result, Row, Side
-from harness.settings import Settings
+from harness.settings import BadInput, Settings
 from torch import nn
 
 import tilewise
@@ -25,6 +28,7 @@ DEFAULTS = {
     "batches": "1,16",
     "rigor": "measure",
     "compile": "0",
+    "peers": "",
     "budget_ms": "8000",
     "seconds": "0",
 }
@@ -44,13 +48,15 @@ def run(settings: Settings) -> Result:
         if deadline.passed:
             notes.append(f"out of time before {name}, batch {batch}")
             continue
-        rows.append(_row(settings, name, batch))
-        settings.say(f"  {rows[-1].name}: {rows[-1].ratio:.2f}x")
+        found = _rows(settings, name, batch)
+        rows += found
+        for row in found:
+            settings.say(f"  {row.name}, {row.baseline.what}: {row.ratio:.2f}x")
         settings.keep(Result(rows, notes=[*notes, f"ended after {rows[-1].name}"]))
     return Result(rows, bars(rows, settings), notes=notes)
 
 
-def _row(settings: Settings, name: str, batch: int) -> Row:
+def _rows(settings: Settings, name: str, batch: int) -> list[Row]:
     network = load_network(name)
     own = network.module.to(settings.device).eval()
     inputs = network.example_inputs(batch, settings.device)
@@ -64,24 +70,36 @@ def _row(settings: Settings, name: str, batch: int) -> Row:
         calls = [torch.compile(side) if compiled else side for side in sides]
         want, got = (_first(call(inputs)) for call in calls)
         apart = float((got.double() - want.double()).norm() / want.double().norm())
-        took = interleaved(
-            [lambda: calls[0](inputs), lambda: calls[1](inputs)], settings.device,
-            budget_ms=float(settings.integer("budget_ms")), least=5,
-        )  # fmt: skip
-    return Row(
-        f"{name}, batch {batch}",
-        "compiled" if compiled else "eager",
-        Side("torch", took[0]),
-        Side("planned", took[1]),
-        details={
-            "network": name,
-            "batch": batch,
-            "images_per_s": [batch / ms * 1e3 for ms in took],
-            "outputs_apart": apart,
-            "convolutions": len(said.layers),
-            "replaced": sum(layer.replaced for layer in said.layers),
-        },
-    )
+        others = _peers(settings)
+        raced = {
+            "torch": lambda: calls[0](inputs),
+            "planned": lambda: calls[1](inputs),
+            **{peer: build(own, inputs) for peer, build in others.items()},
+        }
+        budget_ms = float(settings.integer("budget_ms"))
+        times = interleaved(list(raced.values()), settings.device, budget_ms=budget_ms, least=5)
+        took = dict(zip(raced, times, strict=True))
+    details = {
+        "network": name,
+        "batch": batch,
+        "images_per_s": {side: batch / ms * 1e3 for side, ms in took.items()},
+        "outputs_apart": apart,
+        "convolutions": len(said.layers),
+        "replaced": sum(layer.replaced for layer in said.layers),
+    }
+    return [
+        Row(f"{name}, batch {batch}", "compiled" if compiled else "eager" if side == "torch" else "peer",
+            Side(side, took[side]), Side("planned", took["planned"]), details=details)
+        for side in ("torch", *others)
+    ]  # fmt: skip
+
+
+def _peers(settings: Settings) -> dict[str, Callable[[nn.Module, torch.Tensor], peers.Call]]:
+    """What builds each peer that the options name. Raises :class:`BadInput`."""
+    names = settings.words("peers")
+    if names and (settings.device.type != "cpu" or settings.integer("compile")):
+        raise BadInput(f"peers={settings.text('peers')!r}: they are measured on a CPU and with compile=0")
+    return dict(zip(names, settings.chosen("peers", peers.PEERS), strict=True)) if names else {}
 
 
 def _first(result: object) -> torch.Tensor:
@@ -98,5 +116,5 @@ def bars(rows: list[Row], settings: Settings) -> list[Bar]:
         Bar(f"{row.name}, over torch", row.ratio, least=LEAST_COMPILED if compiled else LEAST[row.details["batch"]],
             applies=applies and row.details["network"] in ("resnet18", "vgg16"))
         for row in rows
-        if compiled or row.details["batch"] in LEAST
+        if row.group != "peer" and (compiled or row.details["batch"] in LEAST)
     ]  # fmt: skip

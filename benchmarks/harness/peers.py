@@ -1,0 +1,81 @@
+"""What else computes a trained network on a CPU: each peer from the same module and input, at its own best settings."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.settings import NothingToMeasure
+
+__all__ = ["PEERS", "Call"]
+
+Call = Callable[[], torch.Tensor]
+
+
+def torch_compiled(module: nn.Module, inputs: torch.Tensor) -> Call:
+    """``torch.compile`` with freezing: weights are constants, norms folded, convolutions prepacked and fused."""
+    from torch._inductor import config
+
+    config.freezing = True
+    compiled = torch.compile(copy.deepcopy(module))
+    compiled(inputs)
+    return lambda: compiled(inputs)
+
+
+def onnxruntime(module: nn.Module, inputs: torch.Tensor) -> Call:
+    """ONNX Runtime's CPU provider with all of its graph rewrites and as many threads as torch."""
+    try:
+        import onnxruntime as runtime
+    except ImportError as error:
+        raise NothingToMeasure(f"onnxruntime is not installed ({error})") from error
+    options = runtime.SessionOptions()
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = runtime.InferenceSession(_onnx(module, inputs), options, providers=["CPUExecutionProvider"])
+    feed = {session.get_inputs()[0].name: inputs.numpy()}
+    return lambda: torch.from_numpy(session.run(None, feed)[0])
+
+
+def openvino(module: nn.Module, inputs: torch.Tensor) -> Call:
+    """OpenVINO's CPU plugin set to latency, in fp32, with as many threads as torch."""
+    try:
+        import openvino as vino
+    except ImportError as error:
+        raise NothingToMeasure(f"openvino is not installed ({error})") from error
+    core = vino.Core()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "network.onnx"
+        path.write_bytes(_onnx(module, inputs))
+        model = core.read_model(path)
+    config: dict[str, Any] = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+    }
+    request = core.compile_model(model, "CPU", config).create_infer_request()
+    array = inputs.numpy()
+    return lambda: torch.from_numpy(request.infer([array])[0])
+
+
+PEERS: dict[str, Callable[[nn.Module, torch.Tensor], Call]] = {
+    "compile": torch_compiled,
+    "onnxruntime": onnxruntime,
+    "openvino": openvino,
+}
+
+
+def _onnx(module: nn.Module, inputs: torch.Tensor) -> bytes:
+    """The module as an ONNX file, written without a word on the terminal."""
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module, (inputs,), buffer, dynamo=False)
+    return buffer.getvalue()
