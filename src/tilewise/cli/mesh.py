@@ -153,6 +153,7 @@ def plan_mesh(
             device=device,
             rigor=settings.rigor,
             workspace=options.workspace,
+            exclude=options.exclude,
             precision=precision,
             planner=planner,
             progress=progress,

@@ -206,6 +206,7 @@ def time_training(
             batch_sizes=options.batch_sizes,
             rigor=options.rigor,
             deterministic=options.deterministic,
+            exclude=options.exclude,
             planner=planner,
             schedule=schedule,
         )

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from tilewise.cli.program import BadInput, bad_input, one_line
-from tilewise.cli.settings import BATCH_SIZES, RIGORS
+from tilewise.cli.settings import BATCH_SIZES, RIGORS, exclude_option, excluded_names
 
 __all__ = ["command"]
 
@@ -22,6 +22,7 @@ __all__ = ["command"]
 @click.option("--batch-sizes", type=click.Choice(BATCH_SIZES), help="Micro-batches that are tried.")
 @click.option("--rigor", type=click.Choice(RIGORS), help="Effort spent on finding plans.")
 @click.option("--deterministic", is_flag=True, default=None, help="Only what gives the same bits every time.")
+@exclude_option
 @click.option("--most-plans", type=click.IntRange(min=0), metavar="N", help="Problems planned at most.")
 @click.option("--report", "tell", is_flag=True, help="Print what was planned to stderr when the program ends.")
 @click.argument("script")
@@ -37,6 +38,8 @@ def command(as_module: bool, tell: bool, script: str, arguments: tuple[str, ...]
     if not as_module and not os.path.exists(script):
         raise BadInput(one_line(f"SCRIPT={script!r}: no such file; with -m it may be a module's name"))
     asked = {name: value for name, value in given.items() if value is not None}
+    if names := excluded_names(asked.pop("exclude")):  # without any: the environment's
+        asked["exclude"] = names
     with bad_input():
         if "workspace" in asked:
             asked["workspace"] = (

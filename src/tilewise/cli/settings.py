@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,8 @@ __all__ = [
     "Settings",
     "budget_options",
     "devices_option",
+    "exclude_option",
+    "excluded_names",
     "make_planner",
     "planning_options",
 ]
@@ -53,6 +55,7 @@ class Settings:
     dtype: str
     layout: str
     deterministic: bool
+    exclude: tuple[str, ...]
 
     def options(self) -> Options:
         """The planner's options. Raises :class:`BadInput`."""
@@ -63,7 +66,10 @@ class Settings:
         if self.workspace is not None and self.workspace != "none":
             with bad_input():
                 limit = parse_bytes(self.workspace, "--workspace")
-        return Options(limit, self.batch_sizes, self.rigor, self.deterministic)
+        with bad_input():
+            return Options(
+                limit, self.batch_sizes, self.rigor, self.deterministic, exclude=excluded_names(self.exclude)
+            )
 
     def budget(self, total_workspace: str | None, policy: str | None) -> Budget | None:
         """The budget of all kernels together, if one was given. Raises :class:`BadInput`."""
@@ -176,6 +182,23 @@ def budget_options(function: Function) -> Function:
     return wrapped
 
 
+exclude_option = click.option(
+    "--exclude",
+    multiple=True,
+    metavar="SOLVER",
+    help="Leave this solver out of all plans; may be repeated. `tilewise info` lists them; aten is torch's own choice.",
+)
+"""``--exclude``; a command receives the names as ``exclude``, for :func:`excluded_names`."""
+
+
+def excluded_names(given: Iterable[str]) -> tuple[str, ...]:
+    """The solvers to leave out, checked. Raises :class:`BadInput` naming the option."""
+    from tilewise.planner import Options
+
+    with bad_input("--exclude"):
+        return Options(exclude=tuple(given)).exclude
+
+
 def _options() -> list[Callable[[Any], Any]]:
     def choice(name: str, values: tuple[str, ...], default: str | None, text: str) -> Callable[[Any], Any]:
         return click.option(name, type=click.Choice(values), default=default, show_default=bool(default), help=text)
@@ -199,4 +222,5 @@ def _options() -> list[Callable[[Any], Any]]:
         choice("--dtype", DTYPES, "fp32", "Type of the operands; a network is cast to it."),
         choice("--layout", LAYOUTS, "contiguous", "Memory order of images, filters and outputs."),
         click.option("--deterministic", is_flag=True, help="Only what gives the same bits every time."),
+        exclude_option,
     ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 INPUTS = ("batch", "dtype", "precision", "layout")
-OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic")
+OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude")
 
 
 @click.command("time")

@@ -52,6 +52,7 @@ def plan_step(
         "batch_sizes": options.batch_sizes,
         "rigor": options.rigor,
         "deterministic": options.deterministic,
+        "exclude": options.exclude,
         "planner": planner,
     }
     module, make_inputs = target.network.module, target.make_inputs

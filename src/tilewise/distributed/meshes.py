@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,7 @@ def choose_mesh(
     device: torch.device | str | None = None,
     rigor: str = "estimate",
     workspace: int | None = None,
+    exclude: Sequence[str] = (),
     precision: str | None = None,
     training: bool = True,
     planner: Planner | None = None,
@@ -136,7 +137,8 @@ def choose_mesh(
 
     ``rigor="estimate"`` measures nothing but the rates of ``device`` where wisdom does not have them; plans that wisdom
     has are used. ``"measure"`` and ``"patient"`` plan the local convolutions of the mesh that leads until one leads by
-    measured times. ``workspace`` is the limit of each kernel in bytes. ``rates`` take the place of the device's.
+    measured times. ``workspace`` is the limit of each kernel in bytes, ``exclude`` names solvers
+    that no plan may use. ``rates`` take the place of the device's.
 
     Raises ``ValueError`` naming the argument at fault, and what :func:`~tilewise.distributed.step_trace.trace_step`
     raises.
@@ -149,7 +151,7 @@ def choose_mesh(
     limit = None if memory_limit is None else memory_bytes(memory_limit, place, "memory_limit")
     name = device_name(place)
     planner = Planner() if planner is None else planner
-    options = Options(workspace, rigor=rigor)
+    options = Options(workspace, rigor=rigor, exclude=tuple(exclude))
     clock = PlannerClock(planner, options, planner.profile(name) if rates is None else rates)
     if precision is None:
         precision = conv_precision() if place.type == "cuda" else "ieee"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ def optimize(
     error_limit: float | None = None,
     strict: bool = False,
     cuda_graphs: bool = False,
+    exclude: Sequence[str] = (),
     planner: Planner | None = None,
 ) -> SpatialParallel:
     """Plan each rank's own convolutions of ``parallel`` for inputs like ``example``, and run them from now on.
@@ -47,7 +48,7 @@ def optimize(
     Raises ``ValueError`` naming the argument at fault, ``NoPlanError`` where nothing keeps the limit, and
     :class:`~tilewise.comm.agreement.RankMismatch` on every rank where any two differ.
     """
-    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs)
+    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs, exclude)
     positional, named = arguments_of(example)
     positional = tuple(map(_apart, positional))
     named = {name: _apart(value) for name, value in named.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from tilewise.nn.progress import Late, showing
 from tilewise.nn.runner import BoundPass
 from tilewise.plan import Plan, parse_bytes
 from tilewise.planner import NoPlanError, Options, Planner
+from tilewise.planner.options import EXCLUDED
 from tilewise.problem import ConvProblem
 from tilewise.solvers import SolverUnavailable
 
@@ -52,10 +53,11 @@ def make_options(
     error_limit: float | None,
     strict: bool,
     cuda_graphs: bool = False,
+    exclude: Sequence[str] = (),
 ) -> Options:
     """Options from a user's arguments; raises ``ValueError`` naming the one at fault."""
     limit = None if workspace is None else parse_bytes(workspace)
-    return Options(limit, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs)
+    return Options(limit, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs, exclude)  # type: ignore[arg-type]
 
 
 class Book:
@@ -106,7 +108,8 @@ class Book:
         """Plan what is missing.
 
         Where no solver will do, torch keeps the problem and the reason is kept, unless there is a memory limit that
-        torch would break too: then ``NoPlanError`` is raised.
+        torch would break too: then ``NoPlanError`` is raised. Torch's own choice may be excluded from plans and still
+        keep the limit: such a problem is torch's.
         """
         with planning(), undisturbed(), showing(self.planner.progress):
             alike: dict[Options, list[ConvProblem]] = {}
@@ -119,7 +122,7 @@ class Book:
                 try:
                     found = self.planner.plan_many(todo, options)
                 except NoPlanError:
-                    if self.must_plan(options):
+                    if self.must_plan(options) and not options.excludes(solvers.baseline()):
                         raise
                     found = self._one_by_one(todo, deterministic, options)
                 for problem, plan in found.items():
@@ -148,8 +151,20 @@ class Book:
             try:
                 found[problem] = self.planner.plan(problem, options)
             except NoPlanError as error:
-                self.refuse(problem, deterministic, str(error))
+                if self.must_plan(options) and not self._torch_keeps(problem, options):
+                    raise
+                alone = f"no solver but {solvers.baseline().name}, {EXCLUDED}, can compute it\n"
+                self.refuse(problem, deterministic, f"{alone if options.excludes(solvers.baseline()) else ''}{error}")
         return found
+
+    def _torch_keeps(self, problem: ConvProblem, options: Options) -> bool:
+        """Whether torch's own choice keeps the constraints that it was excluded under."""
+        others = tuple(solver.name for solver in solvers.all_solvers() if not solver.baseline)
+        try:
+            self.planner.plan(problem, replace(options, exclude=others))
+        except NoPlanError:
+            return False
+        return True
 
     def learn(self, problem: ConvProblem, deterministic: bool, plan: Plan) -> None:
         """Take a plan, from this planner or another rank's."""

@@ -92,6 +92,7 @@ def set_defaults(
     error_limit: float | None = None,
     strict: bool = False,
     cuda_graphs: bool = False,
+    exclude: Sequence[str] = (),
     unplanned: str = "plan",
     planner: Planner | None = None,
 ) -> None:
@@ -100,7 +101,7 @@ def set_defaults(
     Arguments are those of :func:`tilewise.optimize`. Raises ``ValueError`` naming the argument at fault.
     """
     global _defaults
-    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs)
+    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs, exclude)
     _defaults = Table(Book(options, unplanned, planner))
 
 

@@ -48,6 +48,7 @@ def optimize(
     error_limit: float | None = None,
     strict: bool = False,
     cuda_graphs: bool = False,
+    exclude: Sequence[str] = (),
     unplanned: str = "plan",
     branches: str = "sequence",
     progress: Progress | None = None,
@@ -80,6 +81,9 @@ def optimize(
     - ``error_limit``, ``strict``: the relative L2 error allowed, and whether an outlier's spread is held to it.
     - ``cuda_graphs``: the model will be replayed from a CUDA graph, where launches cost nothing: plans are chosen by
       what they take on the GPU alone.
+    - ``exclude``: names of solvers that no plan may use, as ``tilewise info`` lists them: ``("fft",)``. Without
+      ``"aten"``, torch's own choice, a plan is used whether it is faster or not; what no other solver can compute stays
+      torch's, and the report says why.
     - ``unplanned``: what a shape seen later does: ``"plan"`` on sight, or ``"torch"``. Nothing is planned on sight
       while a CUDA graph is captured, under ``torch.compile``, or in one of several ranks.
     - ``branches``: parallel branches, such as an Inception module's, run in ``"sequence"``, or on streams at once where
@@ -114,7 +118,7 @@ def optimize(
         raise ValueError(f"memory_limit={memory_limit!r}: one process only; workspace would do for several ranks")
     if planner is None and progress is not None:
         planner = Planner(progress=progress)
-    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs)
+    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs, exclude)
     read = read_schedule(schedule)
     source = None if read is None else Source(read, schedule)
     budget = make_budget(total_workspace, policy, options.workspace)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewise.plan import parse_bytes
-from tilewise.planner.options import BATCH_SIZES, RIGORS
+from tilewise.planner.options import BATCH_SIZES, RIGORS, Options
 
 __all__ = ["MOST_PLANS", "VARIABLES", "Unset", "settled"]
 
@@ -57,6 +57,14 @@ def _count(name: str, text: str) -> int:
     return int(text)
 
 
+def _names(name: str, text: str) -> tuple[str, ...]:
+    names = tuple(word.strip() for word in text.split(","))
+    try:
+        return Options(exclude=names).exclude
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r}: {error}") from error
+
+
 VARIABLES: dict[str, tuple[str, Callable[[str, str], Any], Any]] = {
     "workspace": ("TILEWISE_WORKSPACE", _size, None),
     "batch_sizes": ("TILEWISE_BATCH_SIZES", _one_of(BATCH_SIZES), "powers_of_two"),
@@ -65,6 +73,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str, str], Any], Any]] = {
     "error_limit": ("TILEWISE_ERROR_LIMIT", _number, None),
     "strict": ("TILEWISE_STRICT", _flag, False),
     "cuda_graphs": ("TILEWISE_CUDA_GRAPHS", _flag, False),
+    "exclude": ("TILEWISE_EXCLUDE", _names, ()),
     "most_plans": ("TILEWISE_MOST_PLANS", _count, MOST_PLANS),
 }
 """By argument: its variable, what reads the variable's text, and the default without it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -149,6 +150,7 @@ def enabled(
     error_limit: float | None = ENVIRONMENT,
     strict: bool = ENVIRONMENT,
     cuda_graphs: bool = ENVIRONMENT,
+    exclude: Sequence[str] = ENVIRONMENT,
     most_plans: int = ENVIRONMENT,
     progress: Progress | None = None,
     planner: Planner | None = None,
@@ -160,8 +162,8 @@ def enabled(
     recorded and planned at their repeat in the same way.
 
     - ``workspace``, ``batch_sizes``, ``rigor``, ``deterministic``, ``error_limit``, ``strict``, ``cuda_graphs``,
-      ``planner``: as for :func:`optimize`. Where not given, ``TILEWISE_WORKSPACE`` and so on say, and else the defaults
-      there. A problem for which no plan keeps ``workspace`` is left to torch.
+      ``exclude``, ``planner``: as for :func:`optimize`. Where not given, ``TILEWISE_WORKSPACE`` and so on say, and else
+      the defaults there. A problem for which no plan keeps ``workspace`` is left to torch.
     - ``most_plans``: how many problems are planned at most (512); then torch computes what is new.
     - ``progress(done, total, text)``: called as problems are planned; by default a bar on stderr where that takes more
       than two seconds.
@@ -177,6 +179,7 @@ def enabled(
         error_limit=error_limit,
         strict=strict,
         cuda_graphs=cuda_graphs,
+        exclude=exclude,
         most_plans=most_plans,
         progress=progress,
         planner=planner,

@@ -10,7 +10,7 @@ import torch
 from tilewise import execute, solvers
 from tilewise.device import environment
 from tilewise.plan import Config, Plan
-from tilewise.planner.options import Options
+from tilewise.planner.options import EXCLUDED, Options
 from tilewise.planner.planner import Planner
 from tilewise.planner.results import PassResult
 from tilewise.planner.schedule import Schedule
@@ -99,6 +99,8 @@ def _unfit(plan: Plan, problem: ConvProblem, options: Options, level: int = -1, 
         return f"its plan needs the solver {plan.solver[:80]!r}, which there is not here"
     if solver.version != plan.version:
         return f"its plan is by {plan.solver} version {plan.version}, here is version {solver.version}"
+    if options.excludes(solver, plan.config):
+        return f"its plan uses {plan.solver}, {EXCLUDED}"
     reasons = solver.why_not(problem)
     if reasons:
         return f"{plan.solver} cannot solve it: {'; '.join(reasons)}"

@@ -14,6 +14,7 @@ import torch
 
 from tilewise import solvers
 from tilewise.plan import Config, Measurement, Plan, format_bytes
+from tilewise.planner.options import EXCLUDED
 from tilewise.planner.rates import LOST
 from tilewise.planner.trial import UNKNOWN, OverLimit, Trial
 from tilewise.problem import ConvProblem
@@ -124,6 +125,8 @@ class Partitions:
 
     def _unwanted(self, solver: Solver, configs: Iterable[Config]) -> str:
         for config in configs:
+            if self.trial.options.excludes(solver, config):
+                return EXCLUDED
             if (solver.name, config) in self.trial.wrong:
                 return self.trial.wrong[solver.name, config]
             if self.trial.options.deterministic and not solver.is_deterministic(self._problem, config):

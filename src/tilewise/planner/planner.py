@@ -400,7 +400,9 @@ def _place_text(place: int, options: Options) -> str:
 def _constraints(options: Options) -> str:
     return (
         f"workspace={options.workspace} batch_sizes={options.batch_sizes} deterministic={options.deterministic} "
-        f"error_limit={options.error_limit} strict={options.strict}" + (REPLAYED if options.cuda_graphs else "")
+        f"error_limit={options.error_limit} strict={options.strict}"
+        + (f" exclude={','.join(options.exclude)}" if options.exclude else "")
+        + (REPLAYED if options.cuda_graphs else "")
     )
 
 
@@ -410,7 +412,7 @@ def _fits(plan: Plan, problem: ConvProblem, options: Options) -> bool:
         return False
     try:
         solver = solvers.get(plan.solver)
-        if solver.version != plan.version or solver.why_not(problem):
+        if solver.version != plan.version or solver.why_not(problem) or options.excludes(solver, plan.config):
             return False
         if not isinstance(solver, Split):
             return plan.leaf

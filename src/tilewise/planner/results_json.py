@@ -51,11 +51,12 @@ def head_json(
     layout: str,
 ) -> dict[str, Any]:
     """What every planning document says first: for what and where it holds."""
+    asked = {**asdict(options), "exclude": list(options.exclude)}
     return {
         "target": target,
         "device": device,
         "environment": environment,
-        "options": {"batch": batch, "dtype": dtype, "precision": precision, "layout": layout, **asdict(options)},
+        "options": {"batch": batch, "dtype": dtype, "precision": precision, "layout": layout, **asked},
     }
 
 

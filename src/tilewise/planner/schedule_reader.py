@@ -216,6 +216,7 @@ def _options(given: dict[str, Any]) -> Options:
             None if given.get("error_limit") is None else _number(given["error_limit"], "options.error_limit"),
             _flag(given.get("strict", False), "options.strict"),
             _flag(given.get("cuda_graphs", False), "options.cuda_graphs"),
+            tuple(_list(given.get("exclude", []), "options.exclude", MOST_NAMES)),
         ),
     )
 

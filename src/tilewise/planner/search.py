@@ -23,7 +23,7 @@ from tilewise.planner.divisions import BATCH_LEVEL, Choice, Divisions, choice_of
 from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, peak_is_known
 from tilewise.planner.operands import Tensors, make_bias, make_operands, make_result
-from tilewise.planner.options import NoPlanError, Options, no_plan_text
+from tilewise.planner.options import EXCLUDED, NoPlanError, Options, no_plan_text
 from tilewise.planner.pareto import front, thin
 from tilewise.planner.partitions import Partitions, told_as
 from tilewise.planner.replacing import rounds
@@ -168,12 +168,14 @@ class Search:
 
     @property
     def baseline_allowed(self) -> bool:
-        """Whether torch's choice keeps the limit, the determinism and the error asked for."""
+        """Whether torch's choice may be used: it is not excluded, and keeps limit, determinism and error asked for."""
         return self.baseline is not None and not self._against_baseline()
 
     def _against_baseline(self) -> str:
         """The constraint that torch's choice breaks; empty when it keeps all."""
         assert self.baseline is not None
+        if self.options.excludes(solvers.baseline()):
+            return EXCLUDED
         limit, workspace = self.options.workspace, self.baseline.workspace or 0
         if limit is not None and workspace > limit:
             return f"took {format_bytes(workspace)} of workspace when run, the limit is {format_bytes(limit)}"
@@ -205,7 +207,7 @@ class Search:
         if self.baseline is not None and self.baseline.time_ms is not None:
             if allowed:
                 trial.best_ms = self.baseline.time_ms
-            elif self._over_limit(self.baseline.workspace or 0) and self.problem.device_type == "cpu":
+            elif self._may_in_parts(self.baseline):
                 # In parts it may keep the limit; on a GPU it is never held to one.
                 trial.blocked[self.baseline.solver, Config()] = self.baseline.time_ms
         usable = self._usable(trial)
@@ -217,6 +219,11 @@ class Search:
         plans += [plan for plan in self.also if choice_of(plan) not in found]
         kept = (plan for plan in plans if choice_of(plan) not in self.dropped)
         return sorted(kept, key=lambda plan: plan.time_ms)
+
+    def _may_in_parts(self, baseline: Measurement) -> bool:
+        """Whether torch's choice only takes too much workspace on the whole."""
+        over = bool(self._over_limit(baseline.workspace or 0)) and self.problem.device_type == "cpu"
+        return over and not self.options.excludes(solvers.baseline())
 
     def _with_bias(self, division: Plan) -> Plan:
         """A division's parts, which were measured without a bias, and the pass that adds one."""
@@ -245,7 +252,7 @@ class Search:
         for solver in solvers.all_solvers():
             if not isinstance(solver, Split) or solver.level <= level or depth == MOST_NESTED:
                 continue
-            reasons = solver.why_not(problem)
+            reasons = [EXCLUDED] if self.options.excludes(solver) else solver.why_not(problem)
             if self.options.batch_sizes == "undivided":
                 reasons = reasons or ["batch_sizes=undivided"]
             batch = solver.level <= BATCH_LEVEL

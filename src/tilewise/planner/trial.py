@@ -19,7 +19,7 @@ from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.measure import Timer, Took, lead_ms, peak_bytes, peak_is_known
 from tilewise.planner.operands import narrow
-from tilewise.planner.options import Options
+from tilewise.planner.options import EXCLUDED, Options
 from tilewise.planner.rates import LOST, Key
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver, SolverUnavailable, Split
@@ -148,6 +148,9 @@ class Trial:
                 continue
             if self.among is not None and solver.name not in self.among:
                 continue
+            if self.options.excludes(solver):
+                self._lose(solver, Config(), EXCLUDED)
+                continue
             try:
                 reasons = solver.why_not(self.problem) or self._policy(solver)
                 if not reasons:
@@ -226,6 +229,9 @@ class Trial:
         lost, limit = len(self.found), self.options.workspace
         only = None if self.only is None else [c for name, c in self.only if name == solver.name]
         for rank, (config, workspace) in enumerate(solver.offers(self.problem, limit, only)):
+            if self.options.excludes(solver, config):
+                self._lose(solver, config, EXCLUDED, workspace)
+                continue
             if self.options.deterministic and not solver.is_deterministic(self.problem, config):
                 self._lose(solver, config, "is not deterministic", workspace)
                 continue

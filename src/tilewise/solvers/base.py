@@ -127,6 +127,10 @@ class Solver(abc.ABC):
         """A name for configs whose estimates err alike; those of one solver, unless it computes with others."""
         return self.name
 
+    def computes_with(self, c: Config) -> str:
+        """The name of the other solver that this config computes with; empty where there is none."""
+        return ""
+
     def like(self, c: Config) -> Config:
         """``c`` without :attr:`amounts`."""
         return Config(**{name: value for name, value in c.items() if name not in self.amounts})

@@ -74,6 +74,10 @@ class Polyphase(Solver):
         """Those of each other solver."""
         return f"{self.name} with {c['solver']}"
 
+    def computes_with(self, c: Config) -> str:
+        """The solver that its config names."""
+        return str(c.get("solver", ""))
+
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         return (named(solver, c) for solver in _able(p) for c in solver.configs(phased(p)))
 

@@ -36,6 +36,10 @@ class Widened(Solver):
         """What no solver that takes fp32 alone can do."""
         return [] if _able(p) else ["no solver that takes fp32 alone can compute it in fp32"]
 
+    def computes_with(self, c: Config) -> str:
+        """The solver that its config names."""
+        return str(c.get("solver", ""))
+
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         wide = widened(p)
         return (named(solver, c) for solver in _able(p) for c in solver.configs(wide))

@@ -160,6 +160,7 @@ def _options(fields: Fields) -> tuple[tuple[str, str], ...]:
         "batch sizes": fields.text("batch_sizes"),
         "rigor": fields.text("rigor"),
         "deterministic": "" if same is None else "only" if same else "not asked for",
+        "solvers left out": ", ".join(fields.texts("exclude")),
     }
     if "workspace" not in fields:
         del pairs["workspace per kernel"]
