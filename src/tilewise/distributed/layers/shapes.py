@@ -15,7 +15,8 @@ Tensor = torch.Tensor
 SAME = (
     "dtype device requires_grad is_leaf grad_fn layout ndim dim is_floating_point is_complex is_cuda is_quantized "
     "is_sparse is_mkldnn is_meta is_nested is_mps is_xpu get_device element_size itemsize _version output_nr "
-    "retain_grad retains_grad register_hook is_inference data_ptr is_shared is_contiguous"
+    "retain_grad retains_grad register_hook register_post_accumulate_grad_hook is_inference "
+    "data_ptr is_shared is_contiguous"
 )
 """What is the same of a part and of the whole, or is the part's own affair."""
 

@@ -58,6 +58,14 @@ def _reshape(x: Shard, *shape: Any, **kwargs: Any) -> Tensor:
     return reshaped(x, _sizes(shape) if shape else next(iter(kwargs.values())))
 
 
+@handles(Tensor.view_as)
+def _view_as(x: Tensor, other: Tensor) -> Tensor:
+    """In the same shape too: autograd's for a function that returns its input, such as those of a module's hooks."""
+    if not isinstance(x, Shard):
+        return x.view(other.shape)
+    return x.like(x.local.view_as(x.local)) if x.shape == other.shape else reshaped(x, other.shape)
+
+
 @handles(Tensor.flatten, torch.flatten)
 def _flatten(x: Shard, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     shape = list(x.shape)
