@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,66 @@ def test_two_ranks_plan_and_run_alike() -> None:
     for (text,) in run(2, cases):
         assert "workspace=1" in text
         assert "workspace=2" in text
+
+
+def watched(passes: PlannedPasses) -> list[object]:
+    """What is found for each pass from now on."""
+    asked: list[object] = []
+    find = passes._found
+
+    def found(*given: Any) -> Any:
+        asked.append(find(*given))
+        return asked[-1]
+
+    passes._found = found  # type: ignore[method-assign]
+    return asked
+
+
+def every_pass_is_planned() -> None:
+    """Padding that differs by side, as at an image's border, is planned on every rank, whatever makes it differ."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Conv2d(4, 4, 7, padding=3),  # put together with its halo: padded on the image's side alone
+        nn.Conv2d(4, 4, 3, stride=2, padding=1),
+        nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1, output_padding=1),
+        nn.Conv2d(4, 2, 2),
+        nn.Conv2d(2, 2, 4, padding="same"),
+    )
+    layer = copy.deepcopy(plain)
+    x = torch.randn(4, 3, 17, 9)
+    for cuts in ((0, 6, 11, 17), (0, 3, 13, 17), (0, 9, 9, 17)):
+        own = x.clone().requires_grad_()
+        p = parallel(layer, (3,), ("h",))
+        shard = p.scatter(own, {"h": cuts})
+        optimize(p, shard, planner=Dividing())
+        passes = p.space.passes
+        assert isinstance(passes, PlannedPasses)
+        asked = watched(passes)
+        y = p.gather(p(shard))
+        y.square().sum().backward()
+        assert asked or not shard.local.numel()
+        assert all(one is not None for one in asked), "torch computes what no plan is found for"
+        exact = copy.deepcopy(plain).double()
+        full = x.double().requires_grad_()
+        expected = exact(full)
+        expected.square().sum().backward()
+        pairs = [(y, expected), (own.grad, full.grad)]
+        pairs += [(a.grad, b.grad) for a, b in zip(layer.parameters(), exact.parameters(), strict=True)]
+        for got, want in pairs:
+            assert got is not None
+            assert want is not None
+            assert (got.double() - want).norm() <= 1e-5 * want.norm()
+        layer.zero_grad()
+
+
+def planned_everywhere() -> None:
+    os.environ["TILEWISE_CACHE_DIR"] = f"{os.environ['TILEWISE_CACHE_DIR']}/{dist.get_rank()}"
+    every_pass_is_planned()
+
+
+def test_every_rank_plans_whatever_its_padding() -> None:
+    run(3, planned_everywhere)
 
 
 def blocks() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -44,10 +44,14 @@ class Passes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """How torch is to compute axes: ``pads`` for :func:`torch.nn.functional.pad` first, then ``native`` ones."""
+    """How torch is to compute axes: ``pads`` for :func:`torch.nn.functional.pad` first, then ``native`` ones.
+
+    ``even`` are the axes of what is then convolved: of the padded sizes, and padded by as much on both sides.
+    """
 
     pads: tuple[int, ...] | None
     native: tuple[int, ...]
+    even: Axes
     padded: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -68,10 +72,12 @@ def settle(axes: Axes) -> Settled:
         explicit.append((a.before - both, a.after - both))
         native.append(both)
     pads = tuple(side for pair in reversed(explicit) for side in pair)
+    padded = tuple(a.size + before + after for a, (before, after) in zip(axes, explicit, strict=True))
     return Settled(
         pads if any(pads) else None,
         tuple(native),
-        tuple(a.size + before + after for a, (before, after) in zip(axes, explicit, strict=True)),
+        tuple(replace(a, size=n, before=p, after=p) for a, n, p in zip(axes, padded, native, strict=True)),
+        padded,
         tuple(a.stride for a in axes),
         tuple(a.dilation for a in axes),
         (0,) * len(axes),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from tilewise.comm.agreement import gather
 from tilewise.device import conv_precision, device_name
 from tilewise.distributed.halo_choice import Call, Chosen, choose
 from tilewise.distributed.norm_choice import NormChoice
-from tilewise.distributed.passes import Axes, TorchPasses, settle
+from tilewise.distributed.passes import Axes, Settled, TorchPasses, settle
 from tilewise.distributed.peer_choice import PeerChoice
 from tilewise.distributed.share import Share
 from tilewise.distributed.terms import Terms
@@ -35,9 +35,10 @@ MOST_KEPT = 4096
 class PlannedPasses(TorchPasses):
     """Passes by the plans of ``book``; what it has no plan for, and what torch does best, is torch's.
 
-    A problem is one rank's own: a rank at the image's border pads on one side, one inside it does not. Nothing is
-    planned while a step runs, since other ranks would wait for it: :meth:`record` notes what a step asks for, and
-    :meth:`plan` plans it.
+    A problem is one rank's own: a rank at the image's border pads on one side, one inside it does not. What differs by
+    side is padded first, as torch does it, and the problem is that of the padded image: torch's own choice is there to
+    be measured against. Nothing is planned while a step runs, since other ranks would wait for it: :meth:`record` notes
+    what a step asks for, and :meth:`plan` plans it.
     """
 
     def __init__(self, book: Book) -> None:
@@ -107,18 +108,24 @@ class PlannedPasses(TorchPasses):
         self, x: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int, b: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``y`` of ``x`` and ``w``, and ``b`` of the channels."""
-        bound = self._found(Pass.FPROP, x, w, axes, groups, b is not None)
-        return super().fprop(x, w, axes, groups, b) if bound is None else bound(x, w, b)
+        s = settle(axes)
+        x = _padded(x, s)
+        bound = self._found(Pass.FPROP, x, w, s.even, groups, b is not None)
+        return super().fprop(x, w, s.even, groups, b) if bound is None else bound(x, w, b)
 
     def dgrad(self, y: torch.Tensor, w: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
         """``x`` of ``y`` and ``w``."""
-        bound = self._found(Pass.DGRAD, y, w, axes, groups)
-        return super().dgrad(y, w, axes, groups) if bound is None else bound(y, w)
+        s = settle(axes)
+        bound = self._found(Pass.DGRAD, y, w, s.even, groups)
+        dx = super().dgrad(y, w, s.even, groups) if bound is None else bound(y, w)
+        return dx if s.pads is None else F.pad(dx, [-n for n in s.pads])
 
     def wgrad(self, x: torch.Tensor, y: torch.Tensor, axes: Axes, groups: int) -> torch.Tensor:
         """``w`` of ``x`` and ``y``."""
-        bound = self._found(Pass.WGRAD, x, y, axes, groups)
-        return super().wgrad(x, y, axes, groups) if bound is None else bound(x, y)
+        s = settle(axes)
+        x = _padded(x, s)
+        bound = self._found(Pass.WGRAD, x, y, s.even, groups)
+        return super().wgrad(x, y, s.even, groups) if bound is None else bound(x, y)
 
     def _found(
         self, pass_: Pass, a: torch.Tensor, b: torch.Tensor, axes: Axes, groups: int, bias: bool = False
@@ -138,16 +145,20 @@ class PlannedPasses(TorchPasses):
         return found
 
 
+def _padded(x: torch.Tensor, settled: Settled) -> torch.Tensor:
+    """``x`` with what sides are padded by that the other is not, as torch does it: plans are measured against that."""
+    return x if settled.pads is None else F.pad(x, settled.pads)
+
+
 def _problem(
     pass_: Pass, a: torch.Tensor, b: torch.Tensor, axes: Axes, groups: int, precision: str, bias: bool
 ) -> ConvProblem | None:
-    """What two operands ask for, in the layouts in which they come or would be copied to; ``None``: torch's affair."""
+    """What two operands ask for, in the layouts in which they come or would be copied to; ``None``: torch's affair.
+
+    ``axes`` are padded by as much on both sides.
+    """
     if a.dtype not in DTYPE_NAMES or a.dtype is not b.dtype or not a.numel() or not b.numel():
         return None
-    settled = settle(axes)
-    if settled.pads is not None:
-        return None  # torch pads first, so that there would be nothing to measure against
-    axes = tuple(replace(axis, before=p, after=p) for axis, p in zip(axes, settled.native, strict=True))
     channels_last = any(suggested_layout(t.shape, t.stride()) == "channels_last" for t in (a, b))
     layout = "channels_last" if channels_last else "contiguous"
     first, second = (Operand.of(t).settled(layout) for t in (a, b))
