@@ -116,7 +116,9 @@ def described(p: ConvProblem, tensors: dict[str, torch.Tensor]) -> ConvProblem:
 
 def fill(tensor: torch.Tensor, seed: int) -> None:
     """Standard normal values, the same for a seed on every device."""
-    values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = torch.randn(
+        tensor.shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu"
+    )
     tensor.copy_(values)
 
 

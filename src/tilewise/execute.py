@@ -14,7 +14,7 @@ from tilewise import solvers
 from tilewise.kept_filter import KeptFilter
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, Part, Range, Write, dense_strides
-from tilewise.solvers import Run, Solver, Split
+from tilewise.solvers import Run, Solver, Split, mismatch
 from tilewise.threads import at_once
 from tilewise.workspaces import GRAIN, Workspaces
 
@@ -146,10 +146,8 @@ def adds_bias(plan: Plan, problem: ConvProblem) -> bool:
 
 
 def _check(problem: ConvProblem, role: str, tensor: Tensor) -> None:
-    if tuple(tensor.shape) != problem.shape(role):
-        raise PlanMismatch(f"{role} has shape {tuple(tensor.shape)}, the problem {problem.shape(role)}")
-    if tensor.dtype is not problem.torch_dtype(role):
-        raise PlanMismatch(f"{role} is {tensor.dtype}, in the problem {problem.torch_dtype(role)}")
+    if reason := mismatch(problem, role, tensor):
+        raise PlanMismatch(reason)
     if tensor.device.type != problem.device_type:
         raise PlanMismatch(f"{role} is on {tensor.device}, the problem on {problem.device}")
 
@@ -209,7 +207,7 @@ class Leaf(Node):
             target = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="meta")
         self.adds = problem.bias
         inner = replace(problem, accumulate=problem.accumulate and not self._accumulate)
-        self._call = solver.bind(inner, plan.config, a, b, None if self._own else target)
+        self._call = solver.bind_checked(inner, plan.config, a, b, None if self._own else target)
         self.workspace = self._size + solver.workspace(inner, plan.config)
         constant = solver.constant(inner, plan.config) if problem.constant_weight else 0
         self._filter = KeptFilter(solver.prepare(inner, plan.config, b), constant) if constant else None

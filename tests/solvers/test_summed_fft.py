@@ -100,7 +100,7 @@ def check_config(p: ConvProblem, c: Config, backwards: bool) -> None:
     a, b = make_operands(p)
     want = convolve_by_transform(p, a, b)
     out = make_result(p).fill_(math.nan)
-    space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
+    space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8, device="cpu")
     Emulated(backwards).bind(p, c, a, b, out)(a, b, out, space)
     assert (out.double() - want).norm() <= 4e-7 * want.norm()
 

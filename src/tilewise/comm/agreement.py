@@ -43,7 +43,7 @@ def difference(what: str, own: list[str], others: list[str], rank: int, other: i
 def send(data: object) -> None:
     """Rank 0's side of :func:`receive`: broadcast ``data`` as JSON."""
     payload = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8).to(_device())
-    dist.broadcast(torch.tensor([payload.numel()], device=payload.device), 0)
+    dist.broadcast(torch.tensor([payload.numel()], dtype=torch.int64, device=payload.device), 0)
     dist.broadcast(payload, 0)
 
 
@@ -63,7 +63,7 @@ def gather(data: object, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 def _gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     data = torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8).to(_device(group))
-    size = torch.tensor([data.numel()], device=data.device)
+    size = torch.tensor([data.numel()], dtype=torch.int64, device=data.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
     longest = max(int(n.item()) for n in sizes)

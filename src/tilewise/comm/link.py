@@ -135,7 +135,8 @@ class Link:
         if self._on_gpu:
             # NCCL lets a part of a group talk only once all of it has.
             for group in (self.group, self.sums):
-                dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
+                here = torch.device("cuda", torch.cuda.current_device())
+                dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=here), group=group)
             Watch(self).start()
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:
@@ -366,6 +367,8 @@ class Link:
                 # Gloo has no abort: a receive that runs out of time ends the connections of its group.
                 with contextlib.suppress(RuntimeError):
                     peer = self.places[self.others[0]]
-                    work = dist.irecv(torch.empty(1, device="cpu"), group=group, tag=TAGS, group_src=peer)
+                    work = dist.irecv(
+                        torch.empty(1, dtype=torch.float32, device="cpu"), group=group, tag=TAGS, group_src=peer
+                    )
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))

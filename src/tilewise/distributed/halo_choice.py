@@ -132,7 +132,7 @@ def _made(call: Call) -> list[torch.Tensor]:
         order = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
     def random(shape: Sequence[int], like: torch.memory_format) -> torch.Tensor:
-        made = torch.randn(shape, generator=generator, device=call.device)
+        made = torch.randn(shape, generator=generator, dtype=torch.float32, device=call.device)
         return made.to(x.dtype).contiguous(memory_format=like)
 
     channels = w.shape[1] * call.groups if share.transposed else w.shape[0]

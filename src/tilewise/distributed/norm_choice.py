@@ -98,8 +98,8 @@ def faults(link: Link, device: torch.device, kernels: NormSums, channels: int, t
             shape = (2, width, every[link.index], 5)
             form = torch.channels_last if last else torch.contiguous_format
             x, dy = (
-                torch.randn(shape, generator=generator, device=device).add(4 * n).to(DTYPES[dtype])
-                .contiguous(memory_format=form) for n in (1, 0)
+                torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+                .add(4 * n).to(DTYPES[dtype])                .contiguous(memory_format=form) for n in (1, 0)
             )  # fmt: skip
             # Counted or known, as SyncBatchNorm and BatchNorm have it.
             for count in (None, 10 * sum(every)):
@@ -116,7 +116,7 @@ def faults(link: Link, device: torch.device, kernels: NormSums, channels: int, t
 
 def _computed(over: Over, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     """Elements, the gradients of elements, weight and bias, and running statistics."""
-    w = torch.linspace(0.5, 1.5, x.shape[1], device=x.device).requires_grad_()
+    w = torch.linspace(0.5, 1.5, x.shape[1], dtype=torch.float32, device=x.device).requires_grad_()
     b, x = w.detach().flip(0).requires_grad_(), x.detach().requires_grad_()
     running = [torch.zeros_like(b.detach()), torch.ones_like(b.detach())]
     y = Normalize.apply(over, 1e-5, Tracking(running[0], running[1], 0.3), x, w, b)  # type: ignore[no-untyped-call]
@@ -133,7 +133,7 @@ def _part(norm: Norm, device: torch.device) -> torch.Tensor:
 def _call(link: Link, device: torch.device, kind: list[Norm], kernels: NormSums | None) -> Call:
     """A norm forward and backward, of parts as all ranks have them."""
     x, dy = (_part(kind[link.index], device) for _ in range(2))
-    w, b = (torch.ones(x.shape[1], device=device).requires_grad_() for _ in range(2))
+    w, b = (torch.ones(x.shape[1], dtype=torch.float32, device=device).requires_grad_() for _ in range(2))
     tracking = Tracking(torch.zeros_like(b.detach()), torch.zeros_like(b.detach()), 0.1)
     count = sum(math.prod(of) // of[1] for of, _, _ in kind)
     over, x = Over(link, WHAT, count, kernels=kernels), x.requires_grad_()

@@ -54,7 +54,7 @@ def choose_peers(link: Link, noted: Noted, device: torch.device, *, graphs: bool
     def trial(buffers: list[torch.Tensor], kept: object) -> _Trial:
         peers = Peers(places, buffers, link.index, link.timeout, kept)
         peers.near = sum(one["near"] for one in told) > 0
-        peers.compile(torch.empty(2, 4, 128, device=device)[:, 3:])
+        peers.compile(torch.empty(2, 4, 128, dtype=torch.float32, device=device)[:, 3:])
         return _Trial(link, peers, device)
 
     made, failures = shared(link, device, places.nbytes, trial)
@@ -77,7 +77,8 @@ class _Trial:
         for part in (*PARTS, self._peers.places.capacity // 20):
             rows = max(1, self._peers.places.capacity // part // 80)
             for _ in range(ROUNDS):
-                whole = torch.randint(-9, 9, (rows, 8, 6), generator=generator, device=self._device).float()
+                whole = torch.empty(rows, 8, 6, dtype=torch.float32, device=self._device)
+                whole.random_(-9, 9, generator=generator)
                 for sent in (whole.view(-1), whole[:, 2:7, 1:5], whole.mT[:, :, 3:6]):
                     by_memory, by_nccl = (self._exchanged(sent, peers) for peers in (self._peers, None))
                     if not all(torch.equal(a, b) for a, b in zip(by_memory, by_nccl, strict=True)):
@@ -106,7 +107,7 @@ class _Trial:
         capacity, times = self._peers.places.capacity, []
         for nbytes in sorted({max(CHUNK, capacity // part) for part in PARTS}):
             # A message of few rows of a larger image, as halos are.
-            whole = torch.zeros((nbytes // 512, 4, 128), device=self._device)
+            whole = torch.zeros((nbytes // 512, 4, 128), dtype=torch.float32, device=self._device)
             sent = whole[:, 3:]
             memory_ms, nccl_ms = timed(
                 self._link, self._device, [self._call(sent, self._peers), self._call(sent, None)], IN_A_ROW, graphs

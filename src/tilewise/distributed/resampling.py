@@ -141,7 +141,9 @@ def _bins(axis: Resampling) -> Taps:
     """Means of the inputs that lie under an output, as adaptive pooling has them."""
     bounds = [(i * axis.size // axis.out, -(-(i + 1) * axis.size // axis.out)) for i in range(axis.out)]
     longest = max(stop - start for start, stop in bounds)
-    start, stop = (torch.tensor(side, device="cpu").view(-1, 1) for side in zip(*bounds, strict=True))
-    index = start + torch.arange(longest, device="cpu")
+    start, stop = (
+        torch.tensor(side, dtype=torch.int64, device="cpu").view(-1, 1) for side in zip(*bounds, strict=True)
+    )
+    index = start + torch.arange(longest, dtype=torch.int64, device="cpu")
     weight = (index < stop).double() / (stop - start)
     return Taps(torch.minimum(index, stop - 1), None if longest == 1 else weight)

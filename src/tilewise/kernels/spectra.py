@@ -41,11 +41,11 @@ def multiplicity(s: Sequence[int], layout: str, leading: int, device: torch.devi
     """
     n = s[-1]
     if layout == "packed":
-        many = torch.full((math.prod(s) // 2,), 2.0, device=device)
+        many = torch.full((math.prod(s) // 2,), 2.0, dtype=torch.float32, device=device)
         # Numbers 0 and n / 2 hold two real frequencies each; in one dimension there is only the first.
         many[: n // 2 + 1 : n // 2] = 1.0
         return many.view(-1, *[1] * leading)
-    many = torch.full((n // 2 + 1,), 2.0, device=device)
+    many = torch.full((n // 2 + 1,), 2.0, dtype=torch.float32, device=device)
     many[0] = 1.0
     if n % 2 == 0:
         many[-1] = 1.0

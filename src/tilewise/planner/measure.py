@@ -88,11 +88,11 @@ class Timer:
             raise RuntimeError("nothing can be measured while a CUDA graph is being captured")
         self.device = device
         self._cuda = device.type == "cuda"
-        self._sum = torch.zeros((), device=device)
+        self._sum = torch.zeros((), dtype=torch.float32, device=device)
         self._unrelated = other_data() if cold and not self._cuda else None
         if self._cuda:
             size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
-            self._unrelated = torch.zeros(size // 4, device=device)
+            self._unrelated = torch.zeros(size // 4, dtype=torch.float32, device=device)
             self._start, self._stop = (
                 torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 for _ in range(2)

@@ -35,7 +35,8 @@ def make_operand(problem: ConvProblem, role: str, generator: torch.Generator, wi
     tensor = _allocate(problem, role, generator.device)
     tensor.normal_(generator=generator)
     if wide:
-        octaves = torch.empty(tensor.shape, device=tensor.device).uniform_(-OCTAVES, OCTAVES, generator=generator)
+        octaves = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+        octaves.uniform_(-OCTAVES, OCTAVES, generator=generator)
         octaves = torch.where(octaves > OCTAVES * (1 - 2 * RARE), OUTLIER, octaves)
         # fp16 ends at 2^16: scaled down, sums of products of outliers stay within it.
         tensor.mul_(octaves.sub_(6.0 if problem.dtype == "fp16" else 0.0).exp2_().to(tensor.dtype))

@@ -7,9 +7,20 @@ import importlib
 import inspect
 import pkgutil
 
-from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable, Split
+from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable, Split, mismatch
 
-__all__ = ["Cost", "Prepare", "Run", "Solver", "SolverUnavailable", "Split", "all_solvers", "baseline", "get"]
+__all__ = [
+    "Cost",
+    "Prepare",
+    "Run",
+    "Solver",
+    "SolverUnavailable",
+    "Split",
+    "all_solvers",
+    "baseline",
+    "get",
+    "mismatch",
+]
 
 
 @functools.cache

@@ -86,7 +86,7 @@ class FilterMatrix:
             first, last = self.inner[0], self.inner[-1] + 1
             taps = math.prod(self.sizes[first:last])
             middle = (math.prod(self.sizes[:first]), taps, math.prod(self.sizes[last:]))
-            index = torch.arange(taps - 1, -1, -1, device=w.device)
+            index = torch.arange(taps - 1, -1, -1, dtype=torch.int64, device=w.device)
         return BoundFilter(self, source, middle, index)
 
 

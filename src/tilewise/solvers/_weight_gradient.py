@@ -97,7 +97,7 @@ class WeightGradient:
         result = Strided(self.sizes, tuple(strides[i] for i in self.permutation))
         index = None
         if self._reversed is not None:
-            index = torch.arange(self.middle[1] - 1, -1, -1, device=x.device)
+            index = torch.arange(self.middle[1] - 1, -1, -1, dtype=torch.int64, device=x.device)
 
         def run(
             x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None

@@ -223,7 +223,7 @@ class Tiles:
         self._run, *functions = _compiled(t, gradient)
         x, y = ("y", "x") if backward else ("x", "y")
         if self._parts is not None:
-            apart = {**apart, "w": strides(torch.empty(self._parts[1:], device="meta"))}
+            apart = {**apart, "w": strides(torch.empty(self._parts[1:], dtype=torch.float32, device="meta"))}
         outer, inner, *between = apart["w"]
         taps = _taps(between, t.r)
         ahead = [a.kernel - 1 - a.before if backward else a.before for a in p.axes]

@@ -12,7 +12,7 @@ import torch
 from tilewise.plan import Config
 from tilewise.problem import ConvProblem, Part, Pass
 
-__all__ = ["Cost", "Prepare", "Run", "Solver", "SolverUnavailable", "Split"]
+__all__ = ["Cost", "Prepare", "Run", "Solver", "SolverUnavailable", "Split", "mismatch"]
 
 Prepare = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 """``prepare(weight, kept, workspace)`` writes what a constant weight comes to into ``kept``, a uint8 tensor of
@@ -29,6 +29,15 @@ is added, contiguous and of the result's dtype. It follows the current stream an
 
 class SolverUnavailable(RuntimeError):
     """A config that turned out not to run here; the message is kept as the candidate's reason."""
+
+
+def mismatch(p: ConvProblem, role: str, tensor: torch.Tensor) -> str:
+    """How ``tensor`` differs from what the problem says of ``role``; empty where it does not."""
+    if tuple(tensor.shape) != p.shape(role):
+        return f"{role} has shape {tuple(tensor.shape)}, the problem {p.shape(role)}"
+    if tensor.dtype is not p.torch_dtype(role):
+        return f"{role} is {tensor.dtype}, in the problem {p.torch_dtype(role)}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,18 @@ class Solver(abc.ABC):
 
         Raises :class:`SolverUnavailable` when the config cannot run here.
         """
+
+    def bind_checked(
+        self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
+    ) -> Run:
+        """:meth:`bind`, for examples that have the problem's shapes and dtypes: kernels take their addresses alone.
+
+        Raises ``ValueError`` naming the tensor that has not, else as :meth:`bind`.
+        """
+        for role, tensor in zip((*p.operands, p.result), (a, b, out), strict=True):
+            if tensor is not None and (reason := mismatch(p, role, tensor)):
+                raise ValueError(f"{self.name}: {reason}")
+        return self.bind(p, c, a, b, out)
 
     def why_not(self, p: ConvProblem) -> list[str]:
         """Every reason why it cannot solve ``p``: declared ones first, then its own. Empty when it can."""

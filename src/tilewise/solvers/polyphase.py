@@ -133,7 +133,7 @@ class Polyphase(Solver):
         copies = [phases.copies(list(map(View.of, given)), result=back) for back in (False, True)]
         space = torch.empty(phases.last.offset, dtype=torch.uint8, device=a.device)
         first, second, result = phases.tensors(given, space)
-        inner = _solver(c).bind(replace(phased(p), bias=p.bias), own(c), first, second, result)
+        inner = _solver(c).bind_checked(replace(phased(p), bias=p.bias), own(c), first, second, result)
         split, join = (compiled(p, launches, a.device) for launches in copies)
         return _Run(phases, inner, split, join if copies[1] else None)
 

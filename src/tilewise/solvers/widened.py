@@ -91,7 +91,9 @@ class Widened(Solver):
         except (KeyError, ValueError) as error:
             raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
         first, second = p.operands
-        inner = solver.bind(wide, theirs, buffers.example(first), buffers.example(second), buffers.example(p.result))
+        inner = solver.bind_checked(
+            wide, theirs, buffers.example(first), buffers.example(second), buffers.example(p.result)
+        )
 
         def run(
             a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
@@ -119,7 +121,7 @@ class _Buffers:
     def example(self, role: str) -> torch.Tensor:
         """A tensor with the shape and strides of the copy."""
         shape, strides = self.shapes[role]
-        return torch.empty_strided(shape, strides)
+        return torch.empty_strided(shape, strides, dtype=torch.float32, device="cpu")
 
     def of(self, role: str, workspace: torch.Tensor | None) -> torch.Tensor:
         """The copy's place."""

@@ -102,7 +102,7 @@ def _dropout(input: Shard, p: float = 0.5, training: bool = True, inplace: bool 
     if not training or p == 0:
         return input
     part = input.local
-    seed = int(torch.randint(2**62, (), device="cpu").item()) + input.spatial.grid.index
+    seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu").item()) + input.spatial.grid.index
     generator = torch.Generator(part.device).manual_seed(seed)
     keep = torch.empty_like(part, requires_grad=False).bernoulli_(1 - p, generator=generator)
     keep.mul_(0.0 if p == 1 else 1 / (1 - p))

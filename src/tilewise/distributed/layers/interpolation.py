@@ -34,7 +34,7 @@ def _axes(
     device: str,
 ) -> tuple[Resampling, ...]:
     """The axes of an interpolation. Its errors are torch's."""
-    whole = torch.empty((0, 1, *shape[2:]), device="cpu")  # which costs no work
+    whole = torch.empty((0, 1, *shape[2:]), dtype=torch.float32, device="cpu")  # which costs no work
     given: dict[str, Any] = {"size": size, "scale_factor": factors, "mode": mode, "align_corners": align_corners}
     out = F.interpolate(whole, recompute_scale_factor=recompute, antialias=antialias, **given).shape[2:]
     dims = len(shape) - 2

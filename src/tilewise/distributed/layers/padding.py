@@ -19,7 +19,7 @@ from tilewise.distributed.shard import Shard, handles
 @functools.lru_cache(maxsize=1024)
 def _check(shape: tuple[int, ...], pad: tuple[int, ...], mode: str) -> None:
     """Raise torch's errors."""
-    F.pad(torch.empty(shape, device="meta"), pad, mode)
+    F.pad(torch.empty(shape, dtype=torch.float32, device="meta"), pad, mode)
 
 
 def padded_cuts(cuts: Cuts, before: int, after: int) -> Cuts:

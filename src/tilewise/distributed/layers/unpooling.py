@@ -94,7 +94,9 @@ def _unpool(dims: int) -> Callable[..., Shard]:
         for i, ((start, stop), size) in enumerate(zip(own, sizes, strict=True)):
             behind //= size
             at = where.div(behind, rounding_mode="floor") % size
-            window = torch.arange(where.shape[i - dims], device=where.device) + first.get(i - dims, 0)
+            window = torch.arange(where.shape[i - dims], dtype=torch.int64, device=where.device) + first.get(
+                i - dims, 0
+            )
             window = (window * strides[i] - pads[i]).view(-1, *(1,) * (dims - 1 - i))
             # A place elsewhere could be another rank's, which never hears of it.
             torch._assert_async(

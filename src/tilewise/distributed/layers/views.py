@@ -102,7 +102,8 @@ def _transpose(x: Shard, first: int, second: int) -> Shard:
 
 @handles(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
 def _movedim(x: Shard, source: Any, destination: Any) -> Shard:
-    order = torch.empty((1,) * x.dim(), device="meta").expand(*range(1, x.dim() + 1)).movedim(source, destination).shape
+    plain = torch.empty((1,) * x.dim(), dtype=torch.float32, device="meta").expand(*range(1, x.dim() + 1))
+    order = plain.movedim(source, destination).shape
     return _permuted(x, [size - 1 for size in order])
 
 

@@ -261,11 +261,11 @@ class Lowered:
         """
         axes: list[np.ndarray] = []
         filters: list[np.ndarray] = []
-        strides = self.line * np.array([self.variants, len(self.sides[1].starts) * len(self.sides[2].starts),
-                                        len(self.sides[2].starts), 1])  # fmt: skip
-        shifts = NUMBER * np.array([0, 0, self.stored[1], 1])
-        axes.append(np.arange(channels) * strides[0])
-        filters.append(np.arange(channels) * apart[0])
+        starts = [len(side.starts) for side in self.sides]
+        strides = self.line * np.array([self.variants, starts[1] * starts[2], starts[2], 1], dtype=np.int64)
+        shifts = NUMBER * np.array([0, 0, self.stored[1], 1], dtype=np.int64)
+        axes.append(np.arange(channels, dtype=np.int64) * strides[0])
+        filters.append(np.arange(channels, dtype=np.int64) * apart[0])
         for i, part in enumerate(phase):
             taps = np.array(part.taps, dtype=np.int64).reshape(-1, 3)
             axes.append(taps[:, 1] * strides[i + 1] + taps[:, 2] * shifts[i + 1])

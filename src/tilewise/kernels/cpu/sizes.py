@@ -89,7 +89,7 @@ def twiddles(n: int) -> np.ndarray:
 def order(n: int) -> np.ndarray:
     """Where frequency k lies after the passes, int64: digits of k, the first radix's fastest, count the other way."""
     places = np.zeros(n, dtype=np.int64)
-    k = np.arange(n)
+    k = np.arange(n, dtype=np.int64)
     length = n
     for radix in factors(n):
         length //= radix

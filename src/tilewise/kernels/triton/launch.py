@@ -127,7 +127,7 @@ def _view(tensor: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:
     itemsize = pointer.dtype.itemsize
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.element_size() + pointer.offset
-    flat = torch.empty(0, dtype=pointer.dtype)
+    flat = torch.empty(0, dtype=pointer.dtype, device=tensor.device)
     size = (storage.nbytes() - start) // itemsize
     if start % itemsize:
         raise ValueError(f"byte {start} of tensor {pointer.source} is no multiple of {itemsize}")
