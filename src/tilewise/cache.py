@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["VARIABLE", "cache_dir", "kernel_dir"]
+__all__ = ["VARIABLE", "cache_dir", "first_to_tell", "kernel_dir", "nowhere"]
 
 VARIABLE = "TILEWISE_CACHE_DIR"
 
@@ -13,16 +13,50 @@ VARIABLE = "TILEWISE_CACHE_DIR"
 def cache_dir() -> Path:
     """Where all is kept between runs: ``$TILEWISE_CACHE_DIR``, else the user's cache directory.
 
-    It need not exist. The path is absolute unless the user has no home directory.
+    It need not exist. The path is absolute unless there is no home directory, or the current one is gone: then nothing
+    is kept.
     """
     moved = os.environ.get(VARIABLE)
     if moved:
-        return Path(os.path.abspath(os.path.expanduser(moved)))
+        path = os.path.expanduser(moved)
+        try:
+            return Path(path if path.startswith("~") else os.path.abspath(path))
+        except FileNotFoundError:
+            return Path(path)
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("tilewise", appauthor=False))
+    try:
+        return Path(platformdirs.user_cache_dir("tilewise", appauthor=False))
+    except RuntimeError:  # newer versions raise; older ones give a path from "~"
+        return Path("~/.cache/tilewise")
 
 
 def kernel_dir() -> Path:
     """Where kernels compiled for this machine are kept."""
     return cache_dir() / "kernels"
+
+
+def nowhere() -> str:
+    """Why nothing can be kept in :func:`cache_dir`; empty where something can."""
+    path = cache_dir()
+    if not path.is_absolute():
+        return "there is no home directory" if str(path).startswith("~") else "the current directory is gone"
+    while not os.path.lexists(path) and path.parent != path:
+        path = path.parent
+    if not os.path.isdir(path):
+        return f"{path} is no folder"
+    effective = os.access in os.supports_effective_ids
+    if not os.access(path, os.W_OK | os.X_OK, effective_ids=effective):
+        return f"{path} cannot be written"
+    return ""
+
+
+def first_to_tell() -> bool:
+    """Whether nobody has said yet that nothing can be kept in :func:`cache_dir`; from now on, somebody has."""
+    global _told
+    here = cache_dir()
+    first, _told = _told != here, here
+    return first
+
+
+_told: Path | None = None

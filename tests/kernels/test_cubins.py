@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import warnings
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,23 @@ def test_a_wrong_byte_is_noticed(folder: Path, place: int) -> None:
 def test_a_folder_that_cannot_be_made_keeps_nothing(folder: Path) -> None:
     (folder / "kernels").write_text("a file")
     path = cubins.path_of("source", "sm_90", "13.0")
-    cubins.store(path, b"code")
+    with pytest.warns(RuntimeWarning, match="TILEWISE_CACHE_DIR"):
+        cubins.store(path, b"code")
     assert cubins.load(path) is None
+
+
+def test_code_that_others_may_have_written_is_not_loaded_and_said_once(folder: Path) -> None:
+    path = cubins.path_of("source", "sm_90", "13.0")
+    cubins.store(path, b"code")
+    path.parent.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=f"chmod go-w {path.parent}"):
+        assert cubins.load(path) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cubins.store(path, b"mine")
+        assert cubins.load(path) is None
+    path.parent.chmod(0o700)
+    assert cubins.load(path) == b"code"
 
 
 def test_many_writers_of_one_kernel(folder: Path) -> None:

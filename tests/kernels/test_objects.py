@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,13 @@ import pytest
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from tilewise import cache
+from tilewise import cache, trusted
 from tilewise.kernels import code_files
 from tilewise.kernels.cpu import compiling, objects
 
 LOAD = """
 import ctypes, sys
-from tilewise import cache
+from tilewise import cache, trusted
 cache.kernel_dir = lambda: __import__("pathlib").Path(sys.argv[1])
 from tilewise.kernels.cpu import compiling
 places = compiling.load(4)
@@ -90,6 +91,48 @@ def test_a_directory_that_cannot_be_written_is_told(
     monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path / "file" / "kernels")
     with pytest.warns(RuntimeWarning, match="TILEWISE_CACHE_DIR"):
         assert objects.address("any", lambda: objects._unpacked(kept))
+
+
+@pytest.mark.parametrize("plant", ["mode", "owner", "pipe", "link"])
+def test_an_object_of_somebody_else_never_runs(
+    object_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: str
+) -> None:
+    """It is compiled anew, said once, and kept in the place of what was there."""
+    kept = code_files.load(object_file)
+    assert kept is not None
+    good = objects._unpacked(kept)
+    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path / "kernels")
+    made: list[str] = []
+
+    def make() -> objects.Code:
+        made.append("made")
+        return good
+
+    objects.address("first", make)
+    (path,) = (tmp_path / "kernels" / "cpu").glob("first-*.o")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == path.parent.parent.stat().st_mode & 0o777 == 0o700
+    if plant == "mode":
+        path.chmod(0o666)
+    elif plant == "owner":
+        if os.geteuid():
+            pytest.skip("only root gives files away")
+        os.chown(path, 54321, 54321)
+    elif plant == "pipe":
+        path.unlink()
+        os.mkfifo(path, 0o600)
+    else:
+        elsewhere = tmp_path / "elsewhere" / "file"
+        trusted.write(elsewhere, path.read_bytes())
+        elsewhere.parent.chmod(0o777)
+        path.unlink()
+        path.symlink_to(elsewhere)
+    with pytest.warns(RuntimeWarning, match="compiled anew") as said:
+        assert objects.address("first", make)
+    assert len(said) == 1
+    assert len(made) == 2
+    assert objects.address("first", make)
+    assert len(made) == 2
 
 
 def test_numba_loads_nothing_of_a_kernel() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 import time
 import warnings
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from tilewise import cache, trusted
 from tilewise.wisdom.paths import VARIABLE, on_network
 from tilewise.wisdom.schema import Damaged, create, identify, require_sound, roll_back
 
@@ -114,7 +116,7 @@ class Database:
         if not write and not os.path.lexists(self.path):
             return _on_nothing(work)
         if not self.path.is_absolute():
-            raise Unusable(f"there is no home directory: set {VARIABLE}")
+            raise Unusable(f"there is no home directory: set {VARIABLE}")  # see cache.cache_dir
         if write:
             _make_directory(self.path.parent)
         with (
@@ -174,7 +176,7 @@ class Database:
         # The database goes first: SQLite itself drops a log left beside a missing or empty one, so
         # that being killed between these lines cannot mix two stores.
         os.rename(self.path, target)
-        for side in ("-wal", "-shm", "-journal"):
+        for side in SIDES[1:]:
             if os.path.lexists(self._beside(side)):
                 os.rename(self._beside(side), f"{target}{side}")
         return target
@@ -182,18 +184,22 @@ class Database:
     def _fall_back(self, reason: str) -> None:
         copy = _memory_copy(self.path)
         self._memory = _blank() if copy is None else copy
+        if self.path.parent == cache.cache_dir() and (why := cache.nowhere()):
+            if not cache.first_to_tell():
+                return
+            text = f"{self.path.parent} cannot be used ({why}): what is measured and compiled from now on is"
+        else:
+            text = f"{self.path} cannot be used ({reason}): what is measured from now on is"
         held = "" if copy is None else " What the file holds is still used."
-        warnings.warn(
-            f"{self.path} cannot be used ({reason}): what is measured from now on is kept in "
-            f"memory, for this process only.{held} {VARIABLE} names another directory",
-            WisdomWarning,
-            stacklevel=5,
-        )
+        text += f" kept in memory, for this process only.{held} {VARIABLE} names another directory"
+        warnings.warn(text, WisdomWarning, stacklevel=5)
 
 
 def _connect(database: Path | str, mode: str, *, exclusive: bool = False) -> sqlite3.Connection:
     import sqlite3
 
+    if isinstance(database, Path):
+        _require_files(database)
     uri = database if isinstance(database, str) else f"{database.as_uri()}?mode={mode}"
     db = sqlite3.connect(uri, uri=True, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
     db.text_factory = _decode
@@ -204,6 +210,20 @@ def _connect(database: Path | str, mode: str, *, exclusive: bool = False) -> sql
     if exclusive:
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
     return db
+
+
+SIDES = ("", "-wal", "-shm", "-journal")
+"""A database and what SQLite keeps beside it."""
+
+
+def _require_files(database: Path) -> None:
+    """Raise :class:`Unusable` for a pipe, a device or the like in a file's place, which SQLite would wait for."""
+    for side in SIDES:
+        path = f"{database}{side}"
+        with contextlib.suppress(OSError):
+            mode = os.stat(path).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder SQLite says what is wrong
+                raise Unusable(f"{path} is no regular file")
 
 
 def _decode(raw: bytes) -> str | bytes:
@@ -326,7 +346,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _make_directory(path: Path) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        trusted.make_folders(path)  # compiled kernels, kept in the same folder, are loaded where others cannot write
     except OSError as error:
         raise Unusable(str(error)) from error
 
@@ -345,10 +365,12 @@ def _file_lock(path: Path, *, exclusive: bool) -> Iterator[None]:
         yield
         return
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise Unusable(str(error)) from error
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Unusable(f"{path} is no regular file")
         _wait_for(lambda: fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB))
         try:
             yield
@@ -389,7 +411,7 @@ def _memory_copy(path: Path) -> sqlite3.Connection | None:
                 require_sound(copy)
                 _try_writing(copy)
                 return copy
-        except (sqlite3.Error, UnicodeDecodeError, Damaged):
+        except (sqlite3.Error, UnicodeDecodeError, Damaged, Unusable):
             # Already on the way out of an unusable file, with a warning: this only salvages.
             pass
         copy.close()

@@ -44,7 +44,8 @@ class Code(NamedTuple):
 def address(name: str, make: Callable[[], Code]) -> int:
     """Where the function of the kernel ``name`` begins, of its file or, where there is none, as ``make`` compiles it.
 
-    It stays there as long as the process lives. Warns where a file cannot be written, or holds what is no object.
+    It stays there as long as the process lives. Warns where a file holds what is no object, and as
+    :mod:`tilewise.kernels.code_files` does.
     """
     path = cache.kernel_dir() / "cpu" / f"{name}-{_machine()}.o"
     kept = code_files.load(path)
@@ -54,11 +55,7 @@ def address(name: str, make: Callable[[], Code]) -> int:
         except (RuntimeError, ValueError, KeyError) as error:
             warnings.warn(f"{path}: a compiled kernel cannot be read ({error})", RuntimeWarning, stacklevel=2)
     made = make()
-    try:
-        code_files.store(path, _packed(made))
-    except OSError as error:
-        text = f"{path.parent}: compiled kernels cannot be kept ({error}); {cache.VARIABLE} moves them"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    code_files.store(path, _packed(made))
     return _load(made)
 
 

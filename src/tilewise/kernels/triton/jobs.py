@@ -55,6 +55,8 @@ def compile_job(job: Any) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from tilewise.kernels.triton.own_cache import own_cache
+
     try:
         signature = {name: _meant(kind) for name, kind in job["signature"].items()}
         source = ASTSource(kernel, signature, _mapping(job["constants"]), _mapping(job["attributes"]))
@@ -63,7 +65,8 @@ def compile_job(job: Any) -> str:
         _enter(job["environment"])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UnknownJob(f"a job of {job['kernel']} cannot be read: {error}") from error
-    return str(triton.compile(source, target=target, options=options).hash)
+    with own_cache():
+        return str(triton.compile(source, target=target, options=options).hash)
 
 
 def _enter(environment: dict[str, str]) -> None:

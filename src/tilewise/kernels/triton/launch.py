@@ -12,6 +12,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from tilewise.kernels.triton import workers
+from tilewise.kernels.triton.own_cache import own_cache
 
 __all__ = ["Launch", "Pointer", "Program"]
 
@@ -45,11 +46,11 @@ class Launch:
 
         In a thread that a pool of workers serves, one of them compiles it first.
         """
-        workers.reroute(self.kernel)
         stand_ins = [_Address(p.dtype, math.gcd(alignment[p.source], p.offset)) for p in self.pointers]
-        return self.kernel.warmup(
-            *stand_ins, *self.scalars, **self.constants, grid=self.grid, num_warps=self.warps, num_stages=self.stages
-        )
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        with own_cache():
+            workers.reroute(self.kernel)
+            return self.kernel.warmup(*stand_ins, *self.scalars, **self.constants, grid=self.grid, **options)
 
     def interpret(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Run in Triton's interpreter, on CPU tensors."""
@@ -79,7 +80,7 @@ class Program:
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         several = torch.cuda.device_count() > 1
         self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), own_cache():
             for launch in launches:
                 compiled = launch.compile(alignment)
                 pointers = tuple((p.source, p.offset) for p in launch.pointers)

@@ -402,9 +402,12 @@ def _forget() -> None:
 
 def _environment() -> dict[str, str]:
     """A worker's: this process's as it is now, Triton's settings among it, with the modules found here and no GPU."""
+    from tilewise.kernels.triton.own_cache import settings  # needs Triton, which planning on a CPU does without
+
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = (os.path.abspath(place) for place in sys.path if isinstance(place, str))
-    return found | {"PYTHONPATH": os.pathsep.join(places), "CUDA_VISIBLE_DEVICES": "", "TILEWISE_ENABLE": "0"}
+    found |= {"PYTHONPATH": os.pathsep.join(places), "CUDA_VISIBLE_DEVICES": "", "TILEWISE_ENABLE": "0"}
+    return found | settings()
 
 
 def _processors() -> int:
