@@ -1,35 +1,47 @@
-"""Filters that are prepared once: as right as ever when the weight changes, in whatever way its version tells."""
+"""Filters that are prepared once: as right as ever when the weight changes, in whatever way that is done."""
 
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.sampling import EVERY, some
 from torch import nn
 
 import tilewise
 from tilewise import execute, kept_filter
 from tilewise.axis import Axis
 from tilewise.device import device_name
-from tilewise.kept_filter import KeptFilter
+from tilewise.kept_filter import ALONE, CheckedFilter, KeptFilter, kept_bytes, same_bits
 from tilewise.kernels.reference import convolve
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner import Planner
 from tilewise.planner.options import Options
 from tilewise.planner.trial import leaf_plan
 from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers import get
+from tilewise.solvers import all_solvers, get
 
 FFT = get("fft")
+KEPT = {"constant_weight": True, "checked_weight": True}
 LAYERS = {
-    "dense": ConvProblem(Pass.FPROP, 3, 4, 6, (Axis(9, 3, 1, 1, 1, 1), Axis(8, 3)), constant_weight=True),
-    "depthwise": ConvProblem(Pass.FPROP, 3, 4, 4, (Axis(9, 5, 1, 1, 2, 2),), groups=4, constant_weight=True),
-    "transposed": ConvProblem(Pass.DGRAD, 3, 4, 6, (Axis(9, 3, 2), Axis(8, 3)), groups=2, constant_weight=True),
+    "dense": ConvProblem(Pass.FPROP, 3, 4, 6, (Axis(9, 3, 1, 1, 1, 1), Axis(8, 3)), **KEPT),
+    "depthwise": ConvProblem(Pass.FPROP, 3, 4, 4, (Axis(9, 5, 1, 1, 2, 2),), groups=4, **KEPT),
+    "transposed": ConvProblem(Pass.DGRAD, 3, 4, 6, (Axis(9, 3, 2), Axis(8, 3)), groups=2, **KEPT),
 }
+
+
+def frozen(p: ConvProblem) -> ConvProblem:
+    """The same where the caller promises that the weight stays."""
+    return replace(p, checked_weight=False)
 
 
 def bound(p: ConvProblem) -> tuple[execute.Bound, torch.Tensor, torch.Tensor]:
@@ -62,18 +74,24 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
+@pytest.mark.parametrize("kind", [replace, frozen])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_filter_is_prepared_once(name: str, prepared: list[object]) -> None:
-    p = LAYERS[name]
+def test_a_filter_is_prepared_once(
+    name: str, kind: Callable[[ConvProblem], ConvProblem], prepared: list[object]
+) -> None:
+    p = kind(LAYERS[name])
     run, a, w = bound(p)
     for _ in range(3):
         check(run, p, torch.randn_like(a), w)
     assert len(prepared) == 1
 
 
+@pytest.mark.parametrize("kind", [replace, frozen])
 @pytest.mark.parametrize("name", LAYERS)
-def test_any_change_of_the_weight_is_seen(name: str, prepared: list[object]) -> None:
-    p = LAYERS[name]
+def test_what_a_version_tells_is_seen(
+    name: str, kind: Callable[[ConvProblem], ConvProblem], prepared: list[object]
+) -> None:
+    p = kind(LAYERS[name])
     run, a, w = bound(p)
     check(run, p, a, w)
     w.mul_(2)
@@ -86,6 +104,197 @@ def test_any_change_of_the_weight_is_seen(name: str, prepared: list[object]) -> 
     for part in (whole[0], whole[1], whole[0]):
         check(run, p, a, part)
     assert len(prepared) == 6  # both parts of the whole are still there
+
+
+def by_numpy(w: torch.Tensor, at: tuple[int, ...], bits: int) -> None:
+    w.detach().numpy().view(np.int32)[at] = bits
+
+
+def by_dlpack(w: torch.Tensor, at: tuple[int, ...], bits: int) -> None:
+    torch.from_dlpack(w.detach()).view(torch.int32)[at] = bits
+
+
+def by_data(w: torch.Tensor, at: tuple[int, ...], bits: int) -> None:
+    w.data.view(torch.int32)[at] = bits
+
+
+def by_operator(w: torch.Tensor, at: tuple[int, ...], bits: int) -> None:
+    with torch.no_grad():
+        w[at] = float(np.int32(bits).view(np.float32))
+
+
+def by_another_storage(w: torch.Tensor, at: tuple[int, ...], bits: int) -> None:
+    other = w.detach().clone(memory_format=torch.preserve_format)
+    by_data(other, at, bits)
+    w.data = other
+
+
+def by_setting(w: torch.Tensor, at: tuple[int, ...], bits: int) -> None:
+    other = w.detach().clone(memory_format=torch.preserve_format)
+    by_data(other, at, bits)
+    with torch.no_grad():
+        w.set_(other)
+
+
+def by_another_process(w: torch.Tensor, at: tuple[int, ...], bits: int) -> None:
+    values = w.detach().numpy().view(np.int32)
+    child = os.fork()
+    if not child:
+        values[at] = bits
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+WAYS = [by_numpy, by_dlpack, by_data, by_operator, by_another_storage, by_setting, by_another_process]
+SPECIAL = [0, 1, -(2**31), 0x7FC00000, 0x7FC00001, -0x400000, 0x7F800000]
+"""Bits of 0.0, of the least number, of -0.0, of NaNs with several payloads and of infinity."""
+
+
+def weight_like(p: ConvProblem, form: str) -> torch.Tensor:
+    """A weight that may be shared with another process; as a parameter holds it, or a part of a larger tensor."""
+    shape = p.shape("w")
+    if form == "part":
+        whole = torch.randn(shape[0], 2 * shape[1] + 1, *shape[2:]).share_memory_()
+        return whole[:, 1 : 1 + shape[1]]
+    w = torch.randn(shape)
+    if form == "channels_last" and len(shape) == 4:
+        w = w.to(memory_format=torch.channels_last)
+    return nn.Parameter(w).share_memory_()
+
+
+def bits_of(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().contiguous().view(torch.int32)
+
+
+@settings(max_examples=some(75))
+@given(data=st.data())
+def test_any_change_of_any_element_is_seen(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(LAYERS)), "layer")
+    form = data.draw(st.sampled_from(["parameter", "channels_last", "part"]), "form")
+    p = LAYERS[name]
+    if form == "part":
+        p = replace(p, layouts=("contiguous", "view", "contiguous"), alignment=(16, 4, 16))
+    elif form == "channels_last" and p.dims == 2:
+        p = replace(p, layouts=("contiguous", "channels_last", "contiguous"))
+    torch.manual_seed(data.draw(st.integers(0, 99), "seed"))
+    a, w = torch.randn(p.shape(p.operands[0])), weight_like(p, form)
+    config = next(iter(FFT.configs(p)))
+    plan = Plan(p.key, FFT.name, FFT.version, config)
+    run = execute.bind(plan, p, a, w)
+    with torch.no_grad():
+        run(a, w)
+        for _ in range(data.draw(st.integers(1, 4), "writes")):
+            at = tuple(data.draw(st.integers(0, n - 1)) for n in w.shape)
+            way = data.draw(st.sampled_from(WAYS if form == "parameter" else WAYS[2:4] + WAYS[6:]), "way")
+            way(w, at, data.draw(st.sampled_from(SPECIAL) | st.integers(-(2**31), 2**31 - 1), "bits"))
+            found, anew = run(a, w), execute.bind(plan, p, a, w)(a, w)
+            assert torch.equal(bits_of(found), bits_of(anew))
+
+
+@settings(max_examples=some(150))
+@given(data=st.data())
+def test_weights_are_compared_bit_by_bit(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), "dtype")
+    size = dtype.itemsize
+    count = data.draw(st.integers(1, 40) | st.integers(ALONE // size - 9, ALONE // size + 9), "count")
+    start = data.draw(st.integers(0, 9), "start")
+    step = data.draw(st.sampled_from([1, 1, 2]), "step")
+    integers = {2: torch.int16, 4: torch.int32}[size]
+    memory = torch.randint(-(2**15), 2**15, (start + step * count,), dtype=integers)
+    weight = memory[start::step][:count].view(dtype)
+    copy = CheckedFilter(lambda *tensors: None, 1, (1,))._copy(weight)
+    assert same_bits(weight, copy)
+    at = data.draw(st.integers(0, count - 1), "at")
+    memory[start + step * at] ^= 1 << data.draw(st.integers(0, 8 * size - 2), "bit")
+    assert not same_bits(weight, copy)
+    assert same_bits(weight, CheckedFilter(lambda *tensors: None, 1, (1,))._copy(weight))
+
+
+KEEPING = {
+    "dense": ConvProblem(Pass.FPROP, 2, 16, 16, (Axis(12, 3, 1, 1, 1, 1),) * 2, **KEPT),
+    "depthwise": ConvProblem(Pass.FPROP, 2, 16, 16, (Axis(20, 9, 1, 1, 4, 4),) * 2, groups=16, **KEPT),
+    "signals": ConvProblem(Pass.FPROP, 2, 16, 16, (Axis(200, 65, 1, 1, 32, 32),), groups=16, **KEPT),
+    "half": ConvProblem(Pass.FPROP, 2, 16, 16, (Axis(12, 3, 1, 1, 1, 1),) * 2, dtype="bf16", **KEPT),
+}
+
+
+SOON = ("half", "signals")
+"""The others compile several kernels."""
+
+
+@pytest.mark.parametrize("name", [name for name in KEEPING if EVERY or name in SOON])
+def test_every_solver_that_keeps_filters_sees_changes(name: str) -> None:
+    p = KEEPING[name]
+    met = []
+    for solver in all_solvers():
+        if solver.why_not(p):
+            continue
+        config = next((c for c, _ in solver.offers(p, None) if solver.constant(p, c)), None)
+        if config is None:
+            continue
+        met.append(solver.name)
+        a, w = (torch.randn(p.shape(role)).to(p.torch_dtype(role)) for role in p.operands)
+        plan = Plan(p.key, solver.name, solver.version, config)
+        run = execute.bind(plan, p, a, w)
+        run(a, w)
+        w.data[-1] += 1
+        assert torch.equal(run(a, w), execute.bind(plan, p, a, w)(a, w)), solver.name
+        w.data.zero_()
+        assert not run(a, w).count_nonzero(), solver.name
+    assert met, "no solver keeps a filter of this layer: choose another"
+
+
+def test_a_weight_without_a_version_is_checked_like_any(prepared: list[object]) -> None:
+    p = LAYERS["dense"]
+    run, a, _ = bound(p)
+    with torch.inference_mode():
+        w = torch.randn(p.shape("w"))
+        for _ in range(2):
+            check(run, p, a, w)
+        assert len(prepared) == 1
+        w.mul_(2)
+        check(run, p, a, w)
+    assert len(prepared) == 2
+    check(run, p, a, w)
+    assert len(prepared) == 2
+
+
+def test_a_filter_comes_from_the_copy_that_is_compared() -> None:
+    """A weight that is written while its filter is prepared gives the filter of no weight that ever was: it is new."""
+    p = LAYERS["dense"]
+    run, a, w = bound(p)
+    node = run._run.__self__  # type: ignore[attr-defined]
+    inner = node._filter._prepare
+
+    def disturbed(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        inner(weight, kept, workspace)
+        w.data.mul_(2)
+
+    node._filter._prepare = disturbed
+    run(a, w)
+    node._filter._prepare = inner
+    check(run, p, a, w)
+
+
+def test_on_a_gpu_nothing_is_kept_that_would_have_to_be_compared() -> None:
+    p = LAYERS["dense"]
+    assert replace(p, device="cuda:Some GPU") == replace(p, constant_weight=False, device="cuda:Some GPU")
+    assert replace(frozen(p), device="cuda:Some GPU").constant_weight
+    assert replace(p, constant_weight=False).checked_weight is False
+
+
+def test_a_measurement_with_the_comparison_is_none_without() -> None:
+    """Keys of frozen weights are those of before there was a comparison."""
+    p = LAYERS["dense"]
+    assert frozen(p).key.endswith(" constant_weight cpu")
+    assert p.key.endswith(" constant_weight checked_weight cpu")
+    assert ConvProblem.from_key(p.key) == p
+    assert ConvProblem.from_key(frozen(p).key) == frozen(p)
+    with pytest.raises(ValueError, match="not as tilewise writes"):
+        ConvProblem.from_key(p.key.replace(" constant_weight", ""))
+    assert kept_bytes(FFT, p, next(iter(FFT.configs(p)))) == p.nbytes("w") + kept_bytes(
+        FFT, frozen(p), next(iter(FFT.configs(p)))
+    )
 
 
 def test_layers_that_share_a_plan_keep_a_filter_each(prepared: list[object]) -> None:
@@ -130,8 +339,8 @@ def test_an_address_used_again_is_another_weight(prepared: list[object]) -> None
     assert len(prepared) == 20
 
 
-def test_a_weight_without_a_version_is_prepared_every_time(prepared: list[object]) -> None:
-    p = LAYERS["dense"]
+def test_a_frozen_weight_without_a_version_is_prepared_every_time(prepared: list[object]) -> None:
+    p = frozen(LAYERS["dense"])
     run, a, _ = bound(p)
     with torch.inference_mode():
         w = torch.randn(p.shape("w"))
@@ -145,7 +354,7 @@ def test_a_weight_without_a_version_is_prepared_every_time(prepared: list[object
 def test_a_captured_call_neither_takes_nor_leaves_a_filter(
     prepared: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = LAYERS["dense"]
+    p = frozen(LAYERS["dense"])
     run, a, w = bound(p)
     check(run, p, a, w)
     with monkeypatch.context() as patch:
@@ -159,7 +368,7 @@ def test_a_captured_call_neither_takes_nor_leaves_a_filter(
 
 @pytest.mark.gpu
 def test_a_graph_follows_the_weight_and_streams_have_their_own() -> None:
-    p = replace(LAYERS["dense"], device=device_name("cuda"))
+    p = replace(frozen(LAYERS["dense"]), device=device_name("cuda"))
     config = next(c for c in FFT.configs(p) if c.get("transform") != "own")
     a, w = (torch.randn(p.shape(role), device="cuda") for role in p.operands)
     run = execute.bind(Plan(p.key, FFT.name, FFT.version, config), p, a, w)
@@ -202,7 +411,7 @@ def test_threads_with_weights_of_their_own() -> None:
 
 
 def test_a_micro_batch_keeps_one_filter_for_equal_parts(prepared: list[object]) -> None:
-    p = ConvProblem(Pass.FPROP, 4, 4, 6, (Axis(9, 3), Axis(8, 3)), constant_weight=True)
+    p = ConvProblem(Pass.FPROP, 4, 4, 6, (Axis(9, 3), Axis(8, 3)), **KEPT)
     split = get("micro_batch")
     child = split.child(p, 2)  # type: ignore[attr-defined]
     part = Plan(child.key, FFT.name, FFT.version, next(iter(FFT.configs(child))))
@@ -227,17 +436,19 @@ class ByTransform(Planner):
 def test_a_plan_says_what_it_keeps() -> None:
     p = LAYERS["dense"]
     plan = ByTransform().plan(p)
-    assert plan.constant == FFT.constant(p, plan.config) > 0
+    assert plan.constant == FFT.constant(p, plan.config) + p.nbytes("w") > p.nbytes("w")
+    assert ByTransform().plan(frozen(p)).constant == FFT.constant(p, plan.config)
     assert ByTransform().plan(replace(p, constant_weight=False)).constant == 0
     assert Plan.from_json(plan.to_json()).constant == plan.constant
 
 
-def test_inference_keeps_what_training_does_not(prepared: list[object]) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_inference_keeps_what_training_does_not(frozen: bool, prepared: list[object]) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Conv2d(16, 16, 15, padding=7, groups=16)).eval()
     x = torch.randn(2, 16, 24, 24)
     weight = model[0].weight
-    tilewise.optimize(model, x, training=False, planner=ByTransform())
+    tilewise.optimize(model, x, training=False, frozen=frozen, planner=ByTransform())
     prepared.clear()
     with torch.no_grad():
         want = copy.deepcopy(model)
@@ -257,3 +468,33 @@ def test_inference_keeps_what_training_does_not(prepared: list[object]) -> None:
         torch.testing.assert_close(
             model(x), torch.conv2d(x, weight, model[0].bias, padding=7, groups=16), rtol=1e-4, atol=1e-4
         )
+
+
+def test_adapters_may_be_merged_and_averages_swapped_in() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(8, 8, 5, padding=2), nn.ReLU(), nn.Conv2d(8, 8, 5, padding=2)).eval()
+    x = torch.randn(2, 8, 16, 16)
+    tilewise.optimize(model, x, training=False, planner=ByTransform())
+    plain = tilewise.restore(copy.deepcopy(model))
+    averages = [torch.randn_like(p) for p in plain.parameters()]
+
+    def merge(one: nn.Sequential) -> None:
+        one[0].weight.data += 0.25
+
+    def swap_in(one: nn.Sequential) -> None:
+        for parameter, average in zip(one.parameters(), averages, strict=True):
+            parameter.data = average
+
+    def edit_average(one: nn.Sequential) -> None:
+        averages[2].numpy()[0, 0, 0, 0] = 7 if one is model else averages[2][0, 0, 0, 0]
+
+    with torch.no_grad():
+        for change in (merge, swap_in, edit_average, merge):
+            for one in (model, plain):
+                change(one)
+            torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_trained_cannot_be_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen=True: training changes weights"):
+        tilewise.optimize(nn.Conv2d(4, 4, 3), torch.randn(1, 4, 8, 8), frozen=True)

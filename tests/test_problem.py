@@ -126,6 +126,7 @@ ALTERED: dict[str, object] = {
     "bias": True,
     "accumulate": True,
     "constant_weight": True,
+    "checked_weight": True,
     "layouts": ("channels_last", "contiguous", "contiguous"),
     "alignment": (16, 4, 16),
     "device": "cuda:Some GPU",
@@ -137,7 +138,8 @@ def test_a_key_holds_every_field() -> None:
     keys = {p.key}
     for field in fields(ConvProblem):
         if field.name != "axes":
-            keys.add(replace(p, **{field.name: ALTERED[field.name]}).key)
+            beside = {"constant_weight": True} if field.name == "checked_weight" else {}
+            keys.add(replace(p, **{field.name: ALTERED[field.name]}, **beside).key)
     for field in fields(Axis):
         axis = replace(p.axes[0], **{field.name: {"size": 12, "before": 1, "after": 1}.get(field.name, 2)})
         keys |= {replace(p, axes=(axis, p.axes[1])).key, replace(p, axes=(p.axes[1], axis)).key}

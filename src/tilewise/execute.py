@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import solvers
-from tilewise.kept_filter import KeptFilter
+from tilewise.kept_filter import kept_filter
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, Part, Range, Write, dense_strides
 from tilewise.solvers import Run, Solver, Split, mismatch
@@ -165,8 +165,12 @@ class Node:
     def run(self, a: Tensor, b: Tensor, out: Tensor | None, workspace: Tensor | None, *bias: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def taken(self, b: Tensor, workspace: Tensor | None) -> Tensor:
+        """What :meth:`run` takes as its second operand, the same for all parts of one call that have it in common."""
+        return b
+
     def shortest(self) -> Run:
-        """:meth:`run` with as few frames around it as there can be."""
+        """:meth:`run` of an operand as it comes, with as few frames around it as there can be."""
         return self.run
 
     def addressed(self) -> Addressed | None:
@@ -209,12 +213,15 @@ class Leaf(Node):
         inner = replace(problem, accumulate=problem.accumulate and not self._accumulate)
         self._call = solver.bind_checked(inner, plan.config, a, b, None if self._own else target)
         self.workspace = self._size + solver.workspace(inner, plan.config)
-        constant = solver.constant(inner, plan.config) if problem.constant_weight else 0
-        self._filter = KeptFilter(solver.prepare(inner, plan.config, b), constant) if constant else None
+        self._filter = kept_filter(solver, inner, plan.config, b)
+
+    def taken(self, b: Tensor, workspace: Tensor | None) -> Tensor:
+        """The prepared filter where one is kept."""
+        if self._filter is None:
+            return b
+        return self._filter.of(b, None if workspace is None else workspace[self._size :])
 
     def run(self, a: Tensor, b: Tensor, out: Tensor | None, workspace: Tensor | None, *bias: Tensor) -> Tensor:
-        if self._filter is not None:
-            b = self._filter.of(b, None if workspace is None else workspace[self._size :])
         if not self._own and not self._temporary:
             return self._call(a, b, out, workspace, *bias)
         if self._own:
@@ -230,7 +237,14 @@ class Leaf(Node):
 
     def shortest(self) -> Run:
         """The solver's own callable where nothing is to be done around it."""
-        return self.run if self._own or self._temporary or self._filter is not None else self._call
+        if self._filter is not None:
+            return self._run_by_filter
+        return self.run if self._own or self._temporary else self._call
+
+    def _run_by_filter(
+        self, a: Tensor, b: Tensor, out: Tensor | None, workspace: Tensor | None, *bias: Tensor
+    ) -> Tensor:
+        return self.run(a, self.taken(b, workspace), out, workspace, *bias)
 
     def addressed(self) -> Addressed | None:
         """The solver's own, when no temporary stands between."""
@@ -242,7 +256,7 @@ class Leaf(Node):
 class Parts(Node):
     """The parts of a split in sequence. Sums are kept in fp32; parts that meet no data leave zeros."""
 
-    __slots__ = ("_add_back", "_by", "_shape", "_size", "_steps", "_strides", "_zero")
+    __slots__ = ("_add_back", "_by", "_firsts", "_shape", "_size", "_steps", "_strides", "_zero")
 
     def __init__(
         self,
@@ -285,6 +299,7 @@ class Parts(Node):
             if node is None:
                 node = nodes[plan, child] = _node(plan, child, views[0], views[1], views[2])
             self._steps.append((ranges[0], ranges[1], ranges[2], node))
+        self._firsts = _firsts([(node, rb) for _, rb, _, node in self._steps])
         self._by = self._by_address((a, b, out)) if not apart else None
         self.workspace = self._size + max((step[3].workspace for step in self._steps), default=0)
 
@@ -325,8 +340,11 @@ class Parts(Node):
             workspace = workspace[self._size :]
             if self._zero:
                 target.zero_()
-        for ra, rb, ro, node in self._steps:
-            node.run(_narrow(a, ra), _narrow(b, rb), _narrow(target, ro), workspace, *bias)
+        taken: list[Tensor] = []
+        for index, (ra, rb, ro, node) in enumerate(self._steps):
+            first = self._firsts[index]
+            taken.append(taken[first] if first < index else node.taken(_narrow(b, rb), workspace))
+            node.run(_narrow(a, ra), taken[index], _narrow(target, ro), workspace, *bias)
         if target is not out:
             return out.add_(target) if self._add_back else out.copy_(target)
         return out
@@ -352,7 +370,7 @@ class AtOnce(Node):
     Terms of a sum but the first are computed apart, in fp32, and added in order: the result is the same every time.
     """
 
-    __slots__ = ("_add_back", "_apart", "_dense", "_size", "_steps")
+    __slots__ = ("_add_back", "_apart", "_dense", "_firsts", "_size", "_steps")
 
     def __init__(
         self,
@@ -391,16 +409,21 @@ class AtOnce(Node):
             term, start = self.workspace, self.workspace + self._size * own
             self.workspace = start + carved(nodes[key].workspace)
             self._steps.append(Step(first, second, ranges, term if own else None, start, nodes[key]))
+        self._firsts = _firsts([(step.node, step.b) for step in self._steps])
 
     def run(self, a: Tensor, b: Tensor, out: Tensor | None, workspace: Tensor | None, *bias: Tensor) -> Tensor:
         assert out is not None
         result, steps = out, self._steps
+        taken: list[Tensor] = []
+        for index, (step, first) in enumerate(zip(steps, self._firsts, strict=True)):
+            own = None if workspace is None else workspace[step.start :]
+            taken.append(taken[first] if first < index else step.node.taken(_narrow(b, step.b), own))
 
         def one(index: int) -> None:
             step = steps[index]
             target = _narrow(result, step.out) if step.term is None else self._term(workspace, step.term)
             own = None if workspace is None else workspace[step.start :]
-            step.node.run(_narrow(a, step.a), _narrow(b, step.b), target, own)
+            step.node.run(_narrow(a, step.a), taken[index], target, own)
 
         at_once(one, len(steps), torch.get_num_threads())
         terms = [self._term(workspace, step.term) for step in steps if step.term is not None]
@@ -450,6 +473,12 @@ def _narrow(tensor: Tensor, ranges: tuple[Range, ...]) -> Tensor:
     for r in ranges:
         tensor = tensor.narrow(r.dim, r.start, r.length)
     return tensor
+
+
+def _firsts(steps: Sequence[tuple[Node, tuple[Range, ...]]]) -> list[int]:
+    """For each step the first with its node and its ranges of the second operand, which are then taken once."""
+    found: dict[tuple[int, tuple[Range, ...]], int] = {}
+    return [found.setdefault((id(node), ranges), index) for index, (node, ranges) in enumerate(steps)]
 
 
 def _carve(

@@ -39,8 +39,8 @@ _N = r"(\d{1,18})"
 _AXES = r"((?:i[dhw]\d{1,18}k[dhw]\d{1,18}s[dhw]\d{1,18}d[dhw]\d{1,18}p[dhw]-?\d{1,18},-?\d{1,18}){1,3})"
 KEY = re.compile(
     rf"conv (fprop|dgrad|wgrad) (\w{{4}})(?:>(\w{{4}}))? (ieee|tf32) g{_N}mb{_N}ic{_N}oc{_N}{_AXES} "
-    r"x:(co|ch|vi)(\d{1,2})w:(co|ch|vi)(\d{1,2})y:(co|ch|vi)(\d{1,2})( bias)?( accumulate)?( constant_weight)? "
-    r"(cpu|cuda:[^\n]+)"
+    r"x:(co|ch|vi)(\d{1,2})w:(co|ch|vi)(\d{1,2})y:(co|ch|vi)(\d{1,2})( bias)?( accumulate)?( constant_weight)?"
+    r"( checked_weight)? (cpu|cuda:[^\n]+)"
 )
 """The form of :attr:`ConvProblem.key`."""
 AXIS = re.compile(r"i[dhw](\d+)k[dhw](\d+)s[dhw](\d+)d[dhw](\d+)p[dhw](-?\d+),(-?\d+)")
@@ -134,6 +134,11 @@ class ConvProblem:
     most 16) describe x, w, y; exact strides are bound later, so that all tiles of one size are one problem.
     ``device`` is ``"cpu"`` or ``"cuda:<name>"``.
 
+    ``constant_weight``: what the weight comes to (a spectrum, say) may be kept between calls. With ``checked_weight``
+    every call compares the weight with a copy first, and that is part of the time; without, the caller promises that
+    the weight stays. On a GPU a comparison would have to tell the host, so there a checked weight is not kept at all:
+    both flags are off.
+
     Raises ``ValueError`` naming the field for sizes that make no convolution.
     """
 
@@ -149,6 +154,7 @@ class ConvProblem:
     bias: bool = False
     accumulate: bool = False
     constant_weight: bool = False
+    checked_weight: bool = False
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")
     alignment: tuple[int, int, int] = (ALIGNMENT, ALIGNMENT, ALIGNMENT)
     device: str = "cpu"
@@ -176,6 +182,10 @@ class ConvProblem:
         if self.dtype != "fp32" and self.precision != "ieee":
             # Only fp32 operands can be rounded to TF32, so both names would be one problem.
             object.__setattr__(self, "precision", "ieee")
+        if self.checked_weight and (self.device_type != "cpu" or not self.constant_weight):
+            # Nothing is kept that could be checked, so all these names would be one problem.
+            object.__setattr__(self, "constant_weight", False)
+            object.__setattr__(self, "checked_weight", False)
         if self.bias and self.pass_ is Pass.WGRAD:
             raise ValueError("bias=True: WGRAD has no bias")
         if self.pass_ is Pass.WGRAD and self.constant_weight:
@@ -257,7 +267,7 @@ class ConvProblem:
         for name, a in zip(self.space, self.axes, strict=True):
             sizes.append(f"i{name}{a.size}k{name}{a.kernel}s{name}{a.stride}d{name}{a.dilation - 1}")
             sizes.append(f"p{name}{a.before},{a.after}")
-        flags = [name for name in ("bias", "accumulate", "constant_weight") if getattr(self, name)]
+        flags = [name for name in ("bias", "accumulate", "constant_weight", "checked_weight") if getattr(self, name)]
         dtypes = self.dtype if self.dtype == self.out_dtype else f"{self.dtype}>{self.out_dtype}"
         tensors = "".join(
             f"{role}:{layout}{align}"
@@ -273,7 +283,7 @@ class ConvProblem:
         if found is None:
             raise ValueError(f"problem {text[:200]!r}: not a problem's key")
         pass_, dtype, out_dtype, precision, groups, batch, into, outof, axes, *rest = found.groups()
-        lx, ax, lw, aw, ly, ay, bias, accumulate, constant_weight, device = rest
+        lx, ax, lw, aw, ly, ay, bias, accumulate, constant_weight, checked_weight, device = rest
         layouts = {name[:2]: name for name in LAYOUTS}
         problem = cls(
             Pass(pass_),
@@ -291,6 +301,7 @@ class ConvProblem:
             bias=bool(bias),
             accumulate=bool(accumulate),
             constant_weight=bool(constant_weight),
+            checked_weight=bool(checked_weight),
             layouts=(layouts[lx], layouts[lw], layouts[ly]),
             alignment=(int(ax), int(aw), int(ay)),
             device=device,

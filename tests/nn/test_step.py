@@ -25,6 +25,7 @@ from tilewise.execute import release_workspaces
 from tilewise.nn import StepTooLarge, report
 from tilewise.nn.batch import PLANNED, _largest, _narrowed
 from tilewise.nn.book import Book
+from tilewise.nn.geometry import Weights
 from tilewise.nn.meter import CpuMeter, storage_bytes
 from tilewise.nn.modules import is_planned
 from tilewise.nn.step import Step
@@ -226,8 +227,8 @@ def test_each_layer_has_the_room_of_its_own_moment(monkeypatch: pytest.MonkeyPat
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
     tilewise.restore(model)
     book = Book(Options(), "torch", planner)
-    within = Within(Step(model, [x], None, training=True), modules, book, {}, lambda _: None, limit, False)
-    needs = profile(within.step, modules, frozen=False)
+    within = Within(Step(model, [x], None, training=True), modules, book, {}, lambda _: None, limit, Weights.CHANGING)
+    needs = profile(within.step, modules, Weights.CHANGING)
     book.plan([key[1] for key in needs.base()], False)
     within._base, within._grain = needs.base(), 0
     chosen = within._chosen(limit, {})
@@ -272,7 +273,7 @@ def test_what_is_alive_is_what_is_alive(kind: type[nn.Module]) -> None:
     model, x = kind(), example()
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
     step = Step(model, [x], None, training=True)
-    needs = profile(step, modules, frozen=False)
+    needs = profile(step, modules, Weights.CHANGING)
     with Ledger(step.held()) as ledger:
         step()
     calls = [m for m in needs.moments if m.kernel.problem.pass_.value != "wgrad"]

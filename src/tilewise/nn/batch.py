@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from tilewise.nn.geometry import Weights
 from tilewise.nn.modules import is_convolution, obstacle, swap_back
 from tilewise.nn.optimize import optimize, unwrapped
 from tilewise.nn.report import report
@@ -51,6 +52,7 @@ def largest_batch(
     *,
     memory_step: Callable[[Model, object], object] | None = None,
     training: bool = True,
+    frozen: bool = False,
     **options: Any,
 ) -> LargestBatch:
     """The largest batch whose step keeps ``memory_limit``, with the model left planned for it.
@@ -62,6 +64,7 @@ def largest_batch(
     Raises ``NoPlanError`` where not even a batch of one fits, ``ValueError`` for a limit that is none, and what
     ``optimize`` and the model raise.
     """
+    weights = Weights.of(training=training, frozen=frozen)
     inputs: dict[int, object] = {}
 
     def step_of(batch: int) -> Step:
@@ -79,7 +82,7 @@ def largest_batch(
             for module in modules.values():
                 swap_back(module)
             try:
-                return profile(step_of(batch), modules, frozen=not training).floor
+                return profile(step_of(batch), modules, weights).floor
             except NoPlanError:  # not in the device's memory
                 return math.inf
 
@@ -89,7 +92,8 @@ def largest_batch(
         step_of(batch)
         own = None if memory_step is None else _with(memory_step, inputs[batch])
         try:
-            optimize(model, inputs[batch], memory_limit=limit, memory_step=own, training=training, **options)
+            asked = options | {"training": training, "frozen": frozen}
+            optimize(model, inputs[batch], memory_limit=limit, memory_step=own, **asked)
         except StepTooLarge as error:  # the model is left as the last batch that fitted was planned
             if batch == 1:
                 raise

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tilewise.axis import Axis
 from tilewise.problem import ConvProblem, Pass
 
-__all__ = ["Geometry", "Role", "named_padding"]
+__all__ = ["Geometry", "Role", "Weights", "named_padding"]
 
 
 class Role(enum.Enum):
@@ -21,6 +21,21 @@ class Role(enum.Enum):
     FORWARD = "forward"
     GRAD_INPUT = "grad_input"
     GRAD_WEIGHT = "grad_weight"
+
+
+class Weights(enum.Enum):
+    """What may be kept of a weight between calls: nothing, or what it comes to, checked or promised to stay so."""
+
+    CHANGING = "changing"
+    CHECKED = "checked"
+    FROZEN = "frozen"
+
+    @classmethod
+    def of(cls, *, training: bool, frozen: bool) -> Weights:
+        """By the arguments of ``optimize``. Raises ``ValueError`` for weights that are frozen and trained."""
+        if training and frozen:
+            raise ValueError("frozen=True: training changes weights; training=False would do beside it")
+        return cls.CHANGING if training else cls.FROZEN if frozen else cls.CHECKED
 
 
 PASSES = {
@@ -114,10 +129,11 @@ class Geometry:
         layouts: tuple[str, str, str],
         alignment: tuple[int, int, int],
         device: str,
-        constant_weight: bool = False,
+        weights: Weights = Weights.CHANGING,
     ) -> ConvProblem:
         """The problem of computation ``role``; ``layouts`` and ``alignment`` are of input, weight and output.
 
+        Of a weight something is kept in the forward pass alone.
         Raises ``ValueError`` for sizes that make no convolution.
         """
         pass_ = PASSES[self.transposed][role]
@@ -139,7 +155,8 @@ class Geometry:
             layouts=layouts,
             alignment=alignment,
             device=device,
-            constant_weight=constant_weight,
+            constant_weight=role is Role.FORWARD and weights is not Weights.CHANGING,
+            checked_weight=role is Role.FORWARD and weights is Weights.CHECKED,
         )
 
     def torch_forward(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from tilewise.device import conv_precision, device_name
 from tilewise.nn.book import Book
 from tilewise.nn.call import Call, describe, disturbed, function_mode_watches
 from tilewise.nn.compiled import Known, publish
-from tilewise.nn.geometry import Geometry, Role
+from tilewise.nn.geometry import Geometry, Role, Weights
 from tilewise.nn.runner import Run, Runner
 from tilewise.problem import ALIGNMENT, DTYPE_NAMES, ConvProblem, layout_of
 
@@ -69,17 +69,22 @@ class Adapted:
 class Layer:
     """One convolution layer: ``layer(x, w, b)`` is its result, or ``NotImplemented`` where torch is to do it.
 
-    Shared by the copies of a module; it holds no tensor but what a constant weight came to. ``frozen``: the weight
-    seldom changes, so that this is worth keeping. ``runners`` are the calls resolved so far, ``known`` those
+    Shared by the copies of a module; it holds no tensor but what a constant weight came to. ``weights`` says whether
+    that is kept. ``runners`` are the calls resolved so far, ``known`` those
     with plans, as ``torch.compile`` finds them.
     """
 
-    __slots__ = ("_entries", "_inner", "_last", "book", "frozen", "geometry", "known", "runners")
+    __slots__ = ("_entries", "_inner", "_last", "book", "geometry", "known", "runners", "weights")
 
     def __init__(
-        self, geometry: Geometry, book: Book, known: list[Known] | None = None, *, frozen: bool = False
+        self,
+        geometry: Geometry,
+        book: Book,
+        known: list[Known] | None = None,
+        *,
+        weights: Weights = Weights.CHANGING,
     ) -> None:
-        self.geometry, self.book, self.frozen = geometry, book, frozen
+        self.geometry, self.book, self.weights = geometry, book, weights
         self.runners: dict[Call, Runner] = {}
         self.known: list[Known] = [] if known is None else known
         self._entries: dict[Call, Entry] = {}
@@ -157,7 +162,7 @@ class Layer:
         if self.geometry.symmetric or torch_pads_natively(self, call):
             return None
         geometry, pads = self.geometry.without_excess()
-        inner = self._inner.get(pads) or Layer(geometry, self.book, frozen=self.frozen)
+        inner = self._inner.get(pads) or Layer(geometry, self.book, weights=self.weights)
         return Adapted(self._inner.setdefault(pads, inner), lambda x, w, b: (F.pad(x, pads), w, b))
 
     def resolve(self, call: Call) -> Runner | None:
@@ -208,7 +213,7 @@ class Layer:
                 layouts=(layout_of(x.shape, x.strides), layout_of(w.shape, w.strides), result_layout),
                 alignment=(x.alignment, w.alignment, ALIGNMENT),
                 device=device_name(call.device),
-                constant_weight=self.frozen and role is Role.FORWARD,
+                weights=self.weights,
             )
             for role in wanted(call.needs)
         }

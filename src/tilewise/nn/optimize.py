@@ -15,7 +15,7 @@ from tilewise.nn import branch_times
 from tilewise.nn.book import Book, make_options
 from tilewise.nn.branches import find as branches_in
 from tilewise.nn.budget import GroupsOf, make_budget
-from tilewise.nn.geometry import Geometry, Role
+from tilewise.nn.geometry import Geometry, Role, Weights
 from tilewise.nn.layer import Layer
 from tilewise.nn.modules import is_convolution, is_planned, obstacle, planned_forward, swap, swap_back
 from tilewise.nn.record import Recorded, record
@@ -43,6 +43,7 @@ def optimize(
     batch_sizes: str = "powers_of_two",
     rigor: str = "measure",
     training: bool = True,
+    frozen: bool = False,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
     deterministic: bool = False,
     error_limit: float | None = None,
@@ -75,7 +76,10 @@ def optimize(
     - ``batch_sizes``: the micro-batches to try: ``"undivided"``, ``"powers_of_two"`` or ``"all"``.
     - ``rigor``: ``"estimate"``, ``"measure"``, ``"patient"`` or ``"wisdom_only"``.
     - ``training``: plan the gradients that the calls need, too. If ``False``, what is computed from a weight alone (its
-      spectrum, say) is kept until the weight's version counter moves; writes through ``weight.data`` do not move it.
+      spectrum, say) is kept on a CPU, and every call compares the weight with a copy first.
+    - ``frozen``: with ``training=False``, you promise that weights stay. What is computed from them is then kept on a
+      GPU, too, and nothing is compared: only another memory or version counter of a weight is seen, no writes through
+      ``weight.data`` or a NumPy view.
     - ``filter_fn(name, module)``: which modules may be swapped; all by default.
     - ``deterministic``: only plans that give the same bits every time. torch's own flag, when on, asks for them too.
     - ``error_limit``, ``strict``: the relative L2 error allowed, and whether an outlier's spread is held to it.
@@ -116,6 +120,7 @@ def optimize(
         raise ValueError("memory_step: it is the step that memory_limit is of; give both")
     if memory_limit is not None and several_ranks():
         raise ValueError(f"memory_limit={memory_limit!r}: one process only; workspace would do for several ranks")
+    weights = Weights.of(training=training, frozen=frozen)
     if planner is None and progress is not None:
         planner = Planner(progress=progress)
     options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs, exclude)
@@ -135,7 +140,7 @@ def optimize(
     reasons = {name: _reason(name, module, filter_fn) for name, module in modules.items()}
     candidates = {name: module for name, module in modules.items() if not reasons[name]}
     books = {name: book if memory_limit is None else Book(options, unplanned, book.planner) for name in candidates}
-    layers = {name: Layers(books[name], frozen=not training) for name in candidates}
+    layers = {name: Layers(books[name], weights) for name in candidates}
     examples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     step, limit = None, 0
     if memory_limit is not None:
@@ -180,7 +185,7 @@ def optimize(
     if step is None:
         install({})
     else:
-        within = Within(step, candidates, book, books, install, limit, not training)
+        within = Within(step, candidates, book, books, install, limit, weights)
         book.facts["step"] = within.fit()
     told = tuple(_layer_report(n, m, reasons[n], calls, books.get(n, book), training) for n, m in modules.items())
     total = None if budget is None else budget.total
@@ -208,15 +213,15 @@ def restore(model: Model) -> Model:
 class Layers:
     """One module's layers by geometry: a transposed one's varies with the output size it is asked for."""
 
-    def __init__(self, book: Book, *, frozen: bool) -> None:
-        self._book, self._frozen = book, frozen
+    def __init__(self, book: Book, weights: Weights) -> None:
+        self._book, self._weights = book, weights
         self._layers: dict[Geometry, Layer] = {}
 
     def __call__(self, geometry: Geometry) -> Layer:
         """The layer of ``geometry``."""
         layer = self._layers.get(geometry)
         if layer is None:
-            layer = self._layers[geometry] = Layer(geometry, self._book, frozen=self._frozen)
+            layer = self._layers[geometry] = Layer(geometry, self._book, weights=self._weights)
         return layer
 
     def forget(self) -> None:

@@ -58,7 +58,7 @@ class Site(Layer):
     book: Recorder
 
     def __init__(self, layer: Layer, arguments: tuple[object, ...]) -> None:
-        super().__init__(layer.geometry, layer.book, layer.known, frozen=layer.frozen)
+        super().__init__(layer.geometry, layer.book, layer.known, weights=layer.weights)
         self.runners, self._entries = layer.runners, layer._entries
         self.arguments, self.closed = arguments, False
         self.misses = 0

@@ -12,7 +12,7 @@ from torch import nn
 from tilewise import solvers
 from tilewise.execute import PlanMismatch
 from tilewise.nn.book import Book, undisturbed
-from tilewise.nn.geometry import Geometry
+from tilewise.nn.geometry import Geometry, Weights
 from tilewise.nn.layer import Layer
 from tilewise.nn.meter import Meter, Trace
 from tilewise.nn.modules import planned_forward, swap
@@ -60,19 +60,19 @@ class Watch:
         self._on = False
 
     @contextmanager
-    def over(self, modules: Mapping[str, nn.Module], *, frozen: bool) -> Iterator[None]:
+    def over(self, modules: Mapping[str, nn.Module], weights: Weights) -> Iterator[None]:
         """Every module of ``modules`` is watched meanwhile."""
         with swaps_kept(modules.values()):
             for name, module in modules.items():
-                swap(module, planned_forward(module, self._layers(name, frozen)))
+                swap(module, planned_forward(module, self._layers(name, weights)))
             yield
 
-    def _layers(self, name: str, frozen: bool) -> Callable[[Geometry], Layer]:
+    def _layers(self, name: str, weights: Weights) -> Callable[[Geometry], Layer]:
         found: dict[Geometry, Layer] = {}
         book = WatchedBook(name, self._books.get(name), self)
 
         def layers(geometry: Geometry) -> Layer:
-            return found.setdefault(geometry, Layer(geometry, book, frozen=frozen))
+            return found.setdefault(geometry, Layer(geometry, book, weights=weights))
 
         return layers
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from tilewise.device import total_memory
 from tilewise.nn.book import Book
+from tilewise.nn.geometry import Weights
 from tilewise.nn.ladder import ladder_of
 from tilewise.nn.meter import Meter, allocator_cap, meter_of
 from tilewise.nn.modules import swap_back
@@ -92,7 +93,7 @@ class Needs:
         return max([self.rest, *self.base().values()])
 
 
-def profile(step: Step, modules: Mapping[str, nn.Module], *, frozen: bool) -> Needs:
+def profile(step: Step, modules: Mapping[str, nn.Module], weights: Weights) -> Needs:
     """Run ``step`` with every convolution of ``modules`` computed by torch, and see what is alive when.
 
     Raises ``NoPlanError`` where it does not fit on the device.
@@ -101,7 +102,7 @@ def profile(step: Step, modules: Mapping[str, nn.Module], *, frozen: bool) -> Ne
     watch = Watch(meter, {})
     gc.collect()  # what planning left
     try:
-        with step.repeatable(), watch.over(modules, frozen=frozen), without_benchmark():
+        with step.repeatable(), watch.over(modules, weights), without_benchmark():
             _, moments, rest = watch.traced(step)
     except torch.OutOfMemoryError as error:
         text = str(error).partition("\n")[0]
@@ -123,7 +124,7 @@ class Within:
     books: Mapping[str, Book]
     install: Callable[[Choices], None]
     limit: int
-    frozen: bool
+    weights: Weights
 
     def fit(self) -> dict[str, Any]:
         """Leave the schedule installed and return what is to be told of it (``step`` in ``docs/json.md``).
@@ -141,7 +142,7 @@ class Within:
     def _fit(self) -> dict[str, Any]:
         for module in self.modules.values():
             swap_back(module)
-        needs = profile(self.step, self.modules, frozen=self.frozen)
+        needs = profile(self.step, self.modules, self.weights)
         self._base = needs.base()
         self._grain = needs.meter.granularity
         for deterministic in {key[2] for key in self._base}:
@@ -233,7 +234,7 @@ class Within:
             tried.append(schedule)
             if not self._lower(schedule, caps):
                 slack += self.limit // SLACK
-            slack = max(slack, sum(plan.constant for plan in schedule.values()))
+            slack = max(slack, sum(leaf.constant for plan in schedule.values() for leaf in plan.leaves()))
         schedule = self._chosen(lean, {})
         self.install(schedule)
         peak = self._peak(self.limit)
@@ -245,7 +246,7 @@ class Within:
         """Have kernels that were above the limit when run use less; whether there were any."""
         watch = Watch(meter_of(self.step.device, self.step.held), self.books)
         try:
-            with self.step.repeatable(), watch.over(self.modules, frozen=self.frozen):
+            with self.step.repeatable(), watch.over(self.modules, self.weights):
                 _, moments, _ = watch.traced(self.step)
         except torch.OutOfMemoryError:
             return False
@@ -275,7 +276,7 @@ class Within:
         watch = Watch(meter, self.books)
         with self.step.repeatable():
             peak = meter.traced(self.step, self.step).peak
-            with watch.over(self.modules, frozen=self.frozen):
+            with watch.over(self.modules, self.weights):
                 _, moments, _ = watch.traced(self.step)
         hidden = []
         for m in moments:

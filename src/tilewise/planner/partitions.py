@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewise import solvers
+from tilewise.kept_filter import kept_bytes
 from tilewise.plan import Config, Measurement, Plan, format_bytes
 from tilewise.planner.options import EXCLUDED
 from tilewise.planner.rates import LOST
@@ -147,7 +148,7 @@ class Partitions:
             children.append(
                 Plan(
                     part.key, solver.name, solver.version, config, workspace=solver.workspace(part, config),
-                    constant=solver.constant(part, config) if part.constant_weight else 0,
+                    constant=kept_bytes(solver, part, config),
                     label=f"{config} @{size}".strip(),
                 )
             )  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewise import execute, solvers
+from tilewise.kept_filter import compared_bytes, kept_bytes
 from tilewise.kernels.kept import NotKept, kept_only
 from tilewise.kernels.triton.ahead import side_by_side
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
@@ -62,7 +63,7 @@ Offer = tuple[float, int, Solver, Config, int]
 def leaf_plan(problem: ConvProblem, m: Measurement) -> Plan:
     """The plan that a leaf's measurement stands for."""
     time_ms = float("nan") if m.time_ms is None else m.time_ms
-    constant = solvers.get(m.solver).constant(problem, m.config) if problem.constant_weight else 0
+    constant = kept_bytes(solvers.get(m.solver), problem, m.config)
     return Plan(
         problem.key, m.solver, m.version, m.config, time_ms=time_ms, workspace=m.workspace or 0, constant=constant,
         error=m.error,
@@ -254,9 +255,15 @@ class Trial:
     def _estimate(self, solver: Solver, config: Config) -> float:
         """By arithmetic and bytes, and by how wrong that was of its like under other limits."""
         share = self._shares.get((solver.name, solver.like(config)), 1.0) if self._shares else 1.0
-        estimate = share * estimate_ms(self.problem, solver.cost(self.problem, config), self.profile)
+        estimate = share * self._by_cost(solver, config)
         self.estimates[solver.name, config] = estimate
         return estimate
+
+    def _by_cost(self, solver: Solver, config: Config) -> float:
+        cost = solver.cost(self.problem, config)
+        if compared := compared_bytes(solver, self.problem, config):
+            cost = replace(cost, apart=cost.apart + compared)
+        return estimate_ms(self.problem, cost, self.profile)
 
     @functools.cached_property
     def _shares(self) -> dict[tuple[str, Config], float]:
@@ -266,8 +273,7 @@ class Trial:
         for m in self.beside:
             if m.time_ms is not None and not m.reason:
                 solver = by_name[m.solver]
-                estimate = estimate_ms(self.problem, solver.cost(self.problem, m.config), self.profile)
-                found[m.solver, solver.like(m.config)] = m.time_ms / max(estimate, 1e-9)
+                found[m.solver, solver.like(m.config)] = m.time_ms / max(self._by_cost(solver, m.config), 1e-9)
         return found
 
     def _pruned(self, solver: Solver, config: Config, estimate: float, needed: int) -> bool:
@@ -425,7 +431,7 @@ class Trial:
         """Whether a first run on a CPU prepares a filter; on a GPU :meth:`_warm_up` is the first."""
         if self.timer.device.type != "cpu" or not self.problem.constant_weight:
             return False
-        own = plan.leaf and solvers.get(plan.solver).constant(self.problem, plan.config) > 0
+        own = plan.leaf and kept_bytes(solvers.get(plan.solver), self.problem, plan.config) > 0
         return own or any(leaf.constant for leaf in plan.leaves())
 
     def _time_into(self, times: list[Took], call: Callable[[], object]) -> None:
