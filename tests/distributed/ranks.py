@@ -111,7 +111,9 @@ def parallel(module: torch.nn.Module, shape: tuple[int, ...], dims: tuple[str, .
         _parallels[key] = SpatialParallel(torch.nn.Identity(), mesh, dims, timeout=20)
     made = SpatialParallel.__new__(SpatialParallel)
     torch.nn.Module.__init__(made)
-    made.__dict__.update({k: v for k, v in _parallels[key].__dict__.items() if k in ("space", "dims", "_agreed")})
+    made.__dict__.update(
+        {k: v for k, v in _parallels[key].__dict__.items() if k in ("space", "dims", "_agreed", "_copies")}
+    )
     made._wrap(module)
     return made
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankMismatch", "agree", "difference", "gather", "receive", "send", "several_ranks"]
+__all__ = ["RankMismatch", "agree", "difference", "gather", "named_ranks", "receive", "send", "several_ranks"]
 
 
 class RankMismatch(RuntimeError):
@@ -19,6 +20,11 @@ class RankMismatch(RuntimeError):
 def several_ranks() -> bool:
     """Whether this process is one of several in ``torch.distributed``."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def named_ranks(ranks: Iterable[int]) -> str:
+    """``rank 0 and rank 2``."""
+    return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 def agree(text: str, what: str) -> None:

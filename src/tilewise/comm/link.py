@@ -148,6 +148,11 @@ class Link:
         return group
 
     @property
+    def device(self) -> torch.device:
+        """Where tensors of its groups lie."""
+        return torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+
+    @property
     def broken(self) -> bool:
         """Whether a rank is lost; there are no more exchanges."""
         return self._broken is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewise.comm.comparison import Comparison
 from tilewise.comm.link import Link
 from tilewise.distributed import layers
+from tilewise.distributed.alike import Copies, compare, equalize
 from tilewise.distributed.layout import NAMES, Cuts, Grid, Layout, even_cuts
 from tilewise.distributed.names import failed_layer, remember
 from tilewise.distributed.passes import Passes
@@ -35,7 +36,9 @@ class SpatialParallel(nn.Module):
     channels: ``nn.SyncBatchNorm`` counts them once. A rank that does not answer within ``timeout`` seconds is an error
     on all others. ``passes`` computes a rank's own convolutions, by torch where not given.
 
-    Every rank makes it of the same module with the same weights, and computes the same program::
+    Every rank of ``mesh`` makes it of the same module with the same weights, and computes the same program. Names,
+    shapes, types, modes and all values of parameters and buffers are compared bit by bit, but along ``replicated``
+    dimensions; with ``broadcast`` values are first made those of the mesh's first rank, in place::
 
         mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("h",))
         parallel = SpatialParallel(model, mesh, dims=("h",))
@@ -48,8 +51,8 @@ class SpatialParallel(nn.Module):
     be the same on all ranks (``torch.manual_seed``).
 
     Raises ``ValueError`` naming the argument at fault, :class:`~tilewise.comm.agreement.RankMismatch` on every rank
-    where their models, meshes or dims differ, and :class:`~tilewise.comm.link.PeerError` where a rank fails or is
-    silent, here or in any step.
+    where their models, weights, meshes or dims differ, with the first difference and the ranks that differ, and
+    :class:`~tilewise.comm.link.PeerError` where a rank fails or is silent, here or in any step.
     """
 
     module: nn.Module
@@ -63,6 +66,7 @@ class SpatialParallel(nn.Module):
         replicated: Sequence[str] = (),
         timeout: float = 60.0,
         passes: Passes | None = None,
+        broadcast: bool = False,
     ) -> None:
         super().__init__()
         layers.load()
@@ -73,10 +77,14 @@ class SpatialParallel(nn.Module):
         link = Link(ranks, timeout, mesh.device_type)
         self.space = Space(link, grid, passes, _spatial(mesh, names), copy)
         self._agreed: set[str] = set()
+        self._copies = Copies.of(link, mesh, names, tuple(replicated))
         self._wrap(module)
+        head = f"dims={names} replicated={tuple(replicated)} mesh={mesh.mesh.tolist()} {mesh.mesh_dim_names}"
         with link.telling("SpatialParallel"):
-            text = _description(module, mesh, names, tuple(replicated))
-            Comparison(link, text, "their models, meshes or dims").finish()
+            if broadcast:
+                compare(self._copies, module, f"{head} broadcast=True", values=False)
+                equalize(self._copies, module)
+            compare(self._copies, module, head)
 
     def _wrap(self, module: nn.Module) -> None:
         object.__setattr__(self, "module", module)
@@ -152,6 +160,13 @@ class SpatialParallel(nn.Module):
 
         return from_dtensor(tensor, self.space)
 
+    def compare_weights(self) -> None:
+        """Compare the ranks' models as at construction, such as after loading a checkpoint; every rank calls it.
+
+        Raises :class:`~tilewise.comm.agreement.RankMismatch` on every rank where they differ.
+        """
+        compare(self._copies, self.module, f"dims={self.dims}")
+
     def gather(self, shard: Shard) -> torch.Tensor:
         """The whole of ``shard``, on every rank; differentiable: see :meth:`Shard.gather`."""
         return gather(shard)
@@ -206,16 +221,3 @@ def _copy(mesh: DeviceMesh, dims: tuple[str, ...], replicated: tuple[str, ...]) 
     if not set(replicated) <= set(free):
         raise ValueError(f"replicated={replicated}: names of mesh dimensions that cut no image, of {free}, would do")
     return tuple(here[names.index(name)] for name in replicated)
-
-
-def _description(module: nn.Module, mesh: DeviceMesh, dims: tuple[str, ...], replicated: tuple[str, ...]) -> str:
-    return "\n".join(
-        (f"dims={dims} replicated={replicated} mesh={mesh.mesh.tolist()} {mesh.mesh_dim_names}", *_parameters(module))
-    )
-
-
-def _parameters(module: nn.Module) -> Iterator[str]:
-    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for name, tensor in tensors:
-            wanted = " requires_grad" if tensor.requires_grad else ""
-            yield f"{kind} {name} {tuple(tensor.shape)} {tensor.dtype}{wanted}"

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Iterable
-from datetime import timedelta
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from tilewise.comm.link import Link, PeerError
+from tilewise.comm.agreement import named_ranks
+from tilewise.comm.link import Link
+from tilewise.comm.meeting import Meeting
 from tilewise.distributed.shard import Space
 
 __all__ = ["link_over"]
-
-_meetings: dict[tuple[int, ...], itertools.count[int]] = {}
 
 
 def link_over(space: Space, what: str, group: dist.ProcessGroup | None, device: torch.device) -> Link:
@@ -34,36 +27,17 @@ def link_over(space: Space, what: str, group: dist.ProcessGroup | None, device: 
     if group is not None and dist.get_rank(group) < 0:
         raise ValueError(f"{what}: process_group: rank {dist.get_rank()} is not in it; None, for all ranks, would do")
     ranks = tuple(sorted(dist.get_process_group_ranks(dist.group.WORLD if group is None else group)))
-    said = _told(ranks, {"image": sorted(space.link.ranks), "copy": space.copy}, what, space.link.timeout)
+    advice = "a process_group of the ranks that compute this model would do"
+    meeting = Meeting(ranks, f"the process_group of {what}", space.link.timeout, advice)
+    said = meeting.tell({"image": sorted(space.link.ranks), "copy": space.copy})
     for rank, other in said.items():
         if missing := sorted(set(other["image"]) - set(ranks)):
             raise ValueError(
-                f"{what}: process_group has rank {rank} and not {_named(missing)} with which it shares images: all of "
-                f"{_named(other['image'])} or none of them, or None for all ranks, would do"
+                f"{what}: process_group has rank {rank} and not {named_ranks(missing)} with which it shares images: "
+                f"all of {named_ranks(other['image'])} or none of them, or None for all ranks, would do"
             )
     members = tuple(rank for rank in ranks if said[rank]["copy"] == list(space.copy))
     same = [link for link in (space.link, *space.wider.values()) if sorted(link.ranks) == list(members)]
     link = same[0] if same else Link(members, space.link.timeout, device.type)
     space.wider[group] = link
     return link
-
-
-def _told(ranks: tuple[int, ...], own: dict[str, Any], what: str, timeout: float) -> dict[int, dict[str, Any]]:
-    """What each of ``ranks`` says of itself, by rank: through the store, as they may be no group yet."""
-    store = distributed_c10d._get_default_store()
-    number = next(_meetings.setdefault(ranks, itertools.count()))
-    keys = {rank: f"tilewise/together/{'-'.join(map(str, ranks))}/{number}/{rank}" for rank in ranks}
-    store.set(keys[dist.get_rank()], json.dumps(own))
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=timeout))
-    except RuntimeError as error:
-        late = [rank for rank, key in keys.items() if not store.check([key])]
-        raise PeerError(
-            f"{what}: {_named(late)} of process_group did not come to it within {timeout:g} s: a group of the ranks "
-            "that compute this model would do"
-        ) from error
-    return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-
-
-def _named(ranks: Iterable[int]) -> str:
-    return " and ".join(f"rank {rank}" for rank in ranks)
