@@ -13,7 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from tilewise import random_states
 
 __all__ = ["CONVOLUTIONS", "LayerCall", "Layout", "convolution_layers", "is_convolution"]
 
@@ -105,7 +107,7 @@ def fake_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     # parameters and buffers in ``memo``, so that none is copied.
     memo = {id(tensor): mode.from_tensor(tensor) for tensor in (*module.parameters(), *module.buffers())}
     twin = copy.deepcopy(module, memo)
-    with mode, recording(twin) as calls:
+    with random_states.kept(module.modules()), mode, recording(twin) as calls:
         twin(*args, **kwargs)
     return layer_calls(module, calls)
 
@@ -113,9 +115,7 @@ def fake_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def real_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[LayerCall]:
     """Calls in a forward of ``module`` itself, which is left as it was; raises what the forward raises."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not nn.parameter.is_lazy(buffer)]
-    tensors = [*module.parameters(), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))]
-    cuda = {tensor.device.index for tensor in tensors if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(cuda)), recording(module) as calls:
+    with random_states.kept(module.modules()), recording(module) as calls:
         try:
             module(*args, **kwargs)
         finally:

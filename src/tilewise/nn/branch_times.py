@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tilewise import random_states
 from tilewise.comm.agreement import several_ranks
 from tilewise.nn.branches import Found, Program, find
 from tilewise.nn.call import is_plain
@@ -295,11 +296,10 @@ def disagreement(
     lanes = lanes_of(x.detach())
     if lanes is not None:
         ways.append(("on streams", lambda m, v: execute(program, m, v, lanes)))
-    devices = [x.get_device()] if x.is_cuda else []
     want: list[torch.Tensor | None] = []
     wrote = False
     for name, way in ways:
-        with torch.random.fork_rng(devices):
+        with random_states.kept(module.modules()):
             try:
                 step = Pass(module, x, training=training)
                 found = step(way)

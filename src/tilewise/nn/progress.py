@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from tilewise import random_states
+
 __all__ = ["LATE_S", "Late", "showing"]
 
 LATE_S = 2.0
@@ -54,8 +56,9 @@ class Late:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total, text=text)
 
     def _show(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        with random_states.kept():  # rich draws a number from Python's random when it is imported
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         console = Console(file=sys.stderr)
         if not console.is_terminal:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewise import random_states
 from tilewise.nn.call import Call
 from tilewise.nn.geometry import Geometry
 from tilewise.nn.layer import Layer
@@ -131,8 +132,7 @@ def _watched(
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Buffers and random states come back as they were; lazy ones stay initialised."""
-    devices = {t.device.index for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
-    with buffers_kept(model, torch.clone), torch.random.fork_rng(sorted(d for d in devices if d is not None)):
+    with buffers_kept(model, torch.clone), random_states.kept(model.modules()):
         yield
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from tilewise import random_states
 from tilewise.nn.record import arguments_of, buffers_kept
 
 __all__ = ["Step", "loss_of"]
@@ -83,10 +84,9 @@ class Step:
         parameters = [p for p in self._model.parameters() if not nn.parameter.is_lazy(p)]
         grads = [(t, t.grad, None if t.grad is None else _aside(t.grad)) for t in (*parameters, *self._leaves)]
         values = [(p, _aside(p)) for p in parameters] if self._own is not None else []
-        index = {self.device.index} - {None} if self.device.type == "cuda" else set()
         with ExitStack() as stack:
             stack.enter_context(buffers_kept(self._model, _aside))
-            stack.enter_context(torch.random.fork_rng(sorted(i for i in index if i is not None)))
+            stack.enter_context(random_states.kept(self._model.modules()))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             try:

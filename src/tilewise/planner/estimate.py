@@ -55,7 +55,7 @@ def _measured(device: torch.device) -> Profile:
     profile: Profile = {}
     size = (1 << 28) if on_gpu else (1 << 25)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    source.random_()
+    source.random_(generator=_numbers(device))
     copy = functools.partial(target.copy_, source)
     copy()
     profile["copy"] = 2 * size / timer.median_ms(copy)
@@ -81,16 +81,25 @@ def _product_rates_of_a_cpu(timer: Timer) -> Profile:
 def _convolution_rate(timer: Timer) -> float:
     """Of fp32 in torch's own convolution: on some processors twice what the library of its matrix products reaches."""
     sizes = (8, 128, 28, 28), (128, 128, 3, 3)
-    x, w = (torch.randn(size, dtype=torch.float32, device=timer.device) for size in sizes)
+    numbers = _numbers(timer.device)
+    x, w = (torch.randn(size, dtype=torch.float32, device=timer.device, generator=numbers) for size in sizes)
     call = functools.partial(torch.conv2d, x, w, padding=1)
     call()
     least_ms = min(timer.time_ms(call) for _ in range(9))  # the first are slower
     return 2 * x.numel() * w.numel() / x.shape[1] / least_ms
 
 
+def _numbers(device: torch.device) -> torch.Generator:
+    """Random numbers of our own: the program's stay where they are."""
+    return torch.Generator(device).manual_seed(0)
+
+
 def _product_rate(timer: Timer, name: str, n: int) -> float:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
-    a, b = (torch.randn(n, n, dtype=torch.float32, device=timer.device).to(dtype) for _ in range(2))
+    numbers = _numbers(timer.device)
+    a, b = (
+        torch.randn(n, n, dtype=torch.float32, device=timer.device, generator=numbers).to(dtype) for _ in range(2)
+    )
     out = torch.empty(n, n, dtype=dtype, device=timer.device)
 
     def product() -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from tilewise import random_states
 from tilewise.planner.measure import Timer, peak_bytes
 from tilewise.report.values import NetworkTime, StepTime
 
@@ -44,7 +45,7 @@ class Stepper:
     @contextmanager
     def _fresh(self) -> Iterator[None]:
         """Around every step: the same random numbers, and nothing left over to stand beside the other side's."""
-        torch.manual_seed(0)
+        random_states.seed(0, self._inputs.device)
         try:
             yield
         finally:
@@ -89,11 +90,10 @@ def time_training_steps(
 ) -> NetworkTime:
     """Forward and backward of both modules in turns, medians; peak memory and first loss of each.
 
-    Both have the same weights and are in training mode; gradients are dropped and torch's random numbers put back.
+    Both have the same weights and are in training mode; gradients are dropped and random states put back.
     ``iterations`` timed steps of each side, or as many as fit the time set aside.
     """
-    devices = [inputs.device] if inputs.is_cuda else []
-    with torch.random.fork_rng(devices=devices):
+    with random_states.kept([*plain.modules(), *planned.modules()]):
         timer = Timer(inputs.device)
         sides = [Stepper(module, inputs, loss, timer) for module in (plain, planned)]
         losses = [side.first_loss() for side in sides]
