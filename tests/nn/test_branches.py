@@ -24,8 +24,8 @@ import tilewise
 from tilewise.frontends.networks import load_network
 from tilewise.frontends.zoo.googlenet import INCEPTIONS
 from tilewise.nn.branches import MAIN, Program, Untraceable, find, program_of
-from tilewise.nn.modules import swap, swap_back
 from tilewise.nn.streams import execute, fork, forked_forward, is_forked
+from tilewise.nn.swaps import swap, swap_back
 
 
 class Watched(TorchDispatchMode):

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from tilewise import random_states
+from tilewise.nn.overrides import base_of, override
 
 __all__ = ["CONVOLUTIONS", "LayerCall", "Layout", "convolution_layers", "is_convolution"]
 
@@ -57,13 +58,7 @@ def is_convolution(module: nn.Module) -> bool:
 
     Subclasses count as long as they leave the forward alone (a parametrised layer does, for one).
     """
-    for kind in CONVOLUTIONS:
-        if isinstance(module, kind):
-            own = "forward" in vars(module) or "_conv_forward" in vars(module)
-            return not own and all(
-                getattr(type(module), name, None) is getattr(kind, name, None) for name in ("forward", "_conv_forward")
-            )
-    return False
+    return base_of(module) is not None and not override(module)
 
 
 def convolution_layers(

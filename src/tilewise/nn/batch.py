@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from tilewise.nn.geometry import Weights
-from tilewise.nn.modules import is_convolution, obstacle, swap_back
+from tilewise.nn.modules import is_convolution, obstacle
 from tilewise.nn.optimize import optimize, unwrapped
 from tilewise.nn.report import report
 from tilewise.nn.step import Step
+from tilewise.nn.swaps import swap_back
 from tilewise.nn.watch import swaps_kept
 from tilewise.nn.within import StepTooLarge, memory_bytes, profile
 from tilewise.planner import NoPlanError

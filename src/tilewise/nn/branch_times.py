@@ -17,9 +17,9 @@ from tilewise import random_states
 from tilewise.comm.agreement import several_ranks
 from tilewise.nn.branches import Found, Program, find
 from tilewise.nn.call import is_plain
-from tilewise.nn.modules import swap_back
 from tilewise.nn.record import arguments_of, state_kept
 from tilewise.nn.streams import InSequence, LanesOf, execute, fork, in_sequence, is_forked, lanes_for, program_in
+from tilewise.nn.swaps import swap_back
 from tilewise.plan import format_bytes
 from tilewise.planner.measure import rounds
 from tilewise.planner.replacing import MARGIN, median_ms, share, wins

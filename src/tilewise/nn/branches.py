@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from tilewise.nn.call import PLAIN_TYPES
-from tilewise.nn.modules import is_convolution, is_planned
+from tilewise.nn.modules import is_convolution
+from tilewise.nn.swaps import copies_itself, swapped
 
 __all__ = ["MAIN", "Fork", "Found", "Program", "Slot", "Step", "find", "program_of"]
 
@@ -151,8 +152,11 @@ def program_of(module: nn.Module) -> Program | None:
     Raises :class:`Untraceable` with the reason where a trace may not do what the forward does.
     """
     own = module.__dict__.get("forward")
-    if own is not None and not is_planned(module) and getattr(own, "__func__", None) is not type(module).forward:
+    if own is not None and swapped(module) is None and getattr(own, "__func__", None) is not type(module).forward:
         raise Untraceable("has a forward set on the instance")
+    copies = copies_itself(module)
+    if copies:
+        raise Untraceable(copies)
     if isinstance(module, torch.jit.ScriptModule):
         raise Untraceable("is a script")
     graph = _traced(module, training=module.training)

@@ -10,16 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from tilewise.nn.book import Book, make_options
 from tilewise.nn.compiled import trace
 from tilewise.nn.geometry import Geometry
 from tilewise.nn.layer import Layer
+from tilewise.nn.overrides import BY_TORCH
 from tilewise.planner import Options, Planner
 
 __all__ = [
-    "BY_TORCH",
     "Planned",
     "Table",
     "conv1d",
@@ -35,13 +34,6 @@ __all__ = [
 ]
 
 Ints = int | Sequence[int]
-
-BY_TORCH: dict[str, Callable[..., torch.Tensor]] = {
-    name: getattr(F, name)
-    for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-}
-"""torch's own functions, whatever stands in their place later."""
-
 
 Planned = Callable[..., Any]
 """``planned(x, w, b, stride, padding, dilation, groups, output_padding)``: a result, or ``NotImplemented``."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from tilewise.axis import Axis
 from tilewise.problem import ConvProblem, Pass
@@ -95,7 +94,7 @@ class Geometry:
         return all(before == after for before, after in self.padding)
 
     def without_excess(self) -> tuple[Geometry, tuple[int, ...]]:
-        """A symmetric geometry, and what :func:`torch.nn.functional.pad` must add first (torch's way for ``same``)."""
+        """A symmetric geometry, and what :func:`torch.constant_pad_nd` must add first (torch's way for ``same``)."""
         least = [min(p) for p in self.padding]
         excess = [(b - p, a - p) for (b, a), p in zip(self.padding, least, strict=True)]
         pads = tuple(side for pair in reversed(excess) for side in pair)
@@ -163,7 +162,7 @@ class Geometry:
         """The layer by torch."""
         if not self.symmetric:
             inner, pads = self.without_excess()
-            return inner.torch_forward(F.pad(x, pads), w, b)
+            return inner.torch_forward(torch.constant_pad_nd(x, pads), w, b)
         sides = [before for before, _ in self.padding]
         return torch.convolution(
             x, w, b, self.stride, sides, self.dilation, self.transposed, self.output_padding, self.groups
@@ -175,8 +174,8 @@ class Geometry:
         """Gradients of input, weight and bias by torch, where ``mask`` asks for them; differentiable itself."""
         if not self.symmetric:
             inner, pads = self.without_excess()
-            dx, dw, db = inner.torch_backward(dy, F.pad(x, pads), w, mask)
-            return None if dx is None else F.pad(dx, [-n for n in pads]), dw, db
+            dx, dw, db = inner.torch_backward(dy, torch.constant_pad_nd(x, pads), w, mask)
+            return None if dx is None else torch.constant_pad_nd(dx, [-n for n in pads]), dw, db
         sides = [before for before, _ in self.padding]
         channels = [w.shape[1] * self.groups if self.transposed else w.shape[0]]
         grads: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]

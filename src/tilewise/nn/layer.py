@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
@@ -163,7 +162,7 @@ class Layer:
             return None
         geometry, pads = self.geometry.without_excess()
         inner = self._inner.get(pads) or Layer(geometry, self.book, weights=self.weights)
-        return Adapted(self._inner.setdefault(pads, inner), lambda x, w, b: (F.pad(x, pads), w, b))
+        return Adapted(self._inner.setdefault(pads, inner), lambda x, w, b: (torch.constant_pad_nd(x, pads), w, b))
 
     def resolve(self, call: Call) -> Runner | None:
         """The runner of a call without autocast; ``None`` when it cannot be planned at this moment."""

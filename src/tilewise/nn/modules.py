@@ -1,13 +1,7 @@
-"""torch's convolution modules: which can be planned, what their planned ``forward`` does, swapping and restoring.
-
-The swap is an instance attribute ``forward``, a method bound to the module. So the module's class, parameters, hooks
-and ``state_dict`` stay what they were, :func:`copy.deepcopy` binds the method to the copy, and :mod:`pickle` writes a
-bound method as its name: a pickled module loads as torch's own, without tilewise.
-"""
+"""torch's convolution modules: which can be planned, and what their planned ``forward`` does."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,50 +12,40 @@ from torch import nn
 from tilewise.nn.compiled import trace
 from tilewise.nn.geometry import Geometry
 from tilewise.nn.layer import Layer
+from tilewise.nn.overrides import (
+    BASES,
+    base_of,
+    override,
+    reads_by_attribute,
+    unchanged,
+    unchanged_in_trace,
+)
+from tilewise.nn.swaps import swapped
 
-__all__ = [
-    "geometry_of",
-    "is_convolution",
-    "is_planned",
-    "obstacle",
-    "planned_forward",
-    "swap",
-    "swap_back",
-    "tensors_of",
-]
+__all__ = ["geometry_of", "is_convolution", "is_planned", "obstacle", "planned_forward", "tensors_of", "unwrapped"]
 
-BASES: dict[type[nn.Module], int] = {
-    nn.Conv1d: 1,
-    nn.Conv2d: 2,
-    nn.Conv3d: 3,
-    nn.ConvTranspose1d: 1,
-    nn.ConvTranspose2d: 2,
-    nn.ConvTranspose3d: 3,
-}
-FUNCTIONS: dict[int, Callable[..., torch.Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-METHODS = ("forward", "_conv_forward", "_output_padding")
 MARK = "_tilewise_layer"
 
 
 def is_convolution(module: nn.Module) -> bool:
     """Whether ``module`` is one of torch's convolutions or derived from one."""
-    return _base(module) is not None
+    return base_of(module) is not None
 
 
-def _base(module: nn.Module) -> type[nn.Module] | None:
-    return next((base for base in BASES if isinstance(module, base)), None)
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself behind DistributedDataParallel or ``torch.compile``."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    assert isinstance(inner, nn.Module)
+    return inner
 
 
 def obstacle(module: nn.Module) -> str:
     """Why the computation of this convolution cannot be swapped; empty when it can."""
-    base = _base(module)
-    assert base is not None
-    for name in METHODS:
-        if getattr(type(module), name, None) is not getattr(base, name, None):
-            return f"{type(module).__name__} has a {name} of its own"
-    own = module.__dict__.get("forward")
-    if own is not None and not is_planned(module) and getattr(own, "__func__", None) is not type(module).forward:
-        return "has a forward set on the instance"
+    reason = override(module)
+    if reason:
+        return reason
     if module.padding_mode != "zeros" and isinstance(module, nn.modules.conv._ConvTransposeNd):
         return f"padding_mode={module.padding_mode!r}: torch has only zeros here"
     if geometry_of(module) is None:
@@ -71,7 +55,7 @@ def obstacle(module: nn.Module) -> str:
 
 def geometry_of(module: Any, output_padding: tuple[int, ...] | None = None) -> Geometry | None:
     """The module's geometry; other padding modes than zeros pad beforehand, so that none is left."""
-    base = _base(module)
+    base = base_of(module)
     assert base is not None
     transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
     return Geometry.of(
@@ -132,27 +116,39 @@ def _arguments(d: dict[str, Any]) -> tuple[Any, ...]:
 
 def _plain(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:
     stride, padding, dilation, groups = module.stride, module.padding, module.dilation, module.groups
+    same, same_in_trace = unchanged(module), unchanged_in_trace(module)
+    kind, by_attribute = type(module), reads_by_attribute(module)
+    kernel = module.kernel_size if isinstance(padding, str) else None  # what the name stands for depends on it
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
-            traced = trace(layer, input, self.weight, self.bias)
+            traced = trace(layer, input, self.weight, self.bias) if same_in_trace(self) else None
             return type(self).forward(self, input) if traced is None else traced
         d = self.__dict__
         if (
-            d["stride"] == stride
+            (same(self) or not override(self))
+            and d["stride"] == stride
             and d["padding"] == padding
             and d["dilation"] == dilation
             and d["groups"] == groups
             and d["padding_mode"] == "zeros"
         ):
             parameters = d["_parameters"]
-            weight = parameters.get("weight")
-            if weight is None:  # parametrized, pruned or sharded
-                weight = self.weight
-            bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (slow)
-            y = layer(input, weight, bias)
-            if y is not NotImplemented:
-                return y  # type: ignore[no-any-return]
+            if (
+                "weight" not in parameters  # parametrized, pruned, sharded or set on the instance
+                or "weight" in d
+                or "bias" in d
+                or by_attribute
+                or type(self) is not kind
+            ):
+                weight, bias = self.weight, self.bias
+            else:
+                weight = parameters["weight"]
+                bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (slow)
+            if kernel is None or weight.shape[2:] == kernel:
+                y = layer(input, weight, bias)
+                if y is not NotImplemented:
+                    return y  # type: ignore[no-any-return]
         return type(self).forward(self, input)  # type: ignore[no-any-return]
 
     return forward
@@ -160,32 +156,38 @@ def _plain(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:
 
 def _padded(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:
     arguments = _arguments(module.__dict__)
-    convolve = FUNCTIONS[layer.geometry.dims]
+    same, same_in_trace = unchanged(module), unchanged_in_trace(module)
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if _arguments(self.__dict__) != arguments:
+        compiling = torch.compiler.is_dynamo_compiling()
+        runs_torch = same_in_trace(self) if compiling else same(self) or not override(self)
+        if not runs_torch or _arguments(self.__dict__) != arguments:
             return type(self).forward(self, input)  # type: ignore[no-any-return]
         padded = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
-        if torch.compiler.is_dynamo_compiling():
+        if compiling:
             traced = trace(layer, padded, self.weight, self.bias)
             y = NotImplemented if traced is None else traced
         else:
             y = layer(padded, self.weight, self.bias)
         if y is NotImplemented:
+            convolve = getattr(F, name)
             y = convolve(padded, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
         return y
 
+    name = f"conv{layer.geometry.dims}d"
     return forward
 
 
 def _transposed(module: nn.Module, layer: Layer, layers: Callable[[Geometry], Layer]) -> Callable[..., torch.Tensor]:
     arguments = _arguments(module.__dict__)
+    same, same_in_trace = unchanged(module), unchanged_in_trace(module)
 
     def forward(self: Any, input: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
-            traced = None if output_size is not None else trace(layer, input, self.weight, self.bias)
+            known = output_size is None and same_in_trace(self)
+            traced = trace(layer, input, self.weight, self.bias) if known else None
             return type(self).forward(self, input, output_size) if traced is None else traced
-        if _arguments(self.__dict__) == arguments:
+        if (same(self) or not override(self)) and _arguments(self.__dict__) == arguments:
             own = layer
             if output_size is not None:
                 geometry = tensors_of(self, input, output_size)[0]
@@ -200,23 +202,4 @@ def _transposed(module: nn.Module, layer: Layer, layers: Callable[[Geometry], La
 
 def is_planned(module: nn.Module) -> bool:
     """Whether the module's computation is swapped."""
-    return hasattr(getattr(module.__dict__.get("forward"), "__func__", None), MARK)
-
-
-def swap(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Make ``forward`` the module's own, and no replica's of :class:`torch.nn.DataParallel`."""
-    module.__dict__["forward"] = types.MethodType(forward, module)
-    module.__dict__["_replicate_for_data_parallel"] = types.MethodType(_replicate_for_data_parallel, module)
-
-
-def swap_back(module: nn.Module) -> None:
-    """Undo :func:`swap`."""
-    module.__dict__.pop("forward", None)
-    module.__dict__.pop("_replicate_for_data_parallel", None)
-
-
-def _replicate_for_data_parallel(self: Any) -> nn.Module:
-    """A replica whose planned methods are bound to itself, not to the module it was copied from."""
-    replica: nn.Module = type(self)._replicate_for_data_parallel(self)
-    swap(replica, self.__dict__["forward"].__func__)
-    return replica
+    return hasattr(swapped(module), MARK)

@@ -17,12 +17,13 @@ from tilewise.nn.branches import find as branches_in
 from tilewise.nn.budget import GroupsOf, make_budget
 from tilewise.nn.geometry import Geometry, Role, Weights
 from tilewise.nn.layer import Layer
-from tilewise.nn.modules import is_convolution, is_planned, obstacle, planned_forward, swap, swap_back
+from tilewise.nn.modules import is_convolution, is_planned, obstacle, planned_forward, unwrapped
 from tilewise.nn.record import Recorded, record
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, forget, keep
 from tilewise.nn.scheduled import Source, read_schedule
 from tilewise.nn.share import plan_together
 from tilewise.nn.step import Step
+from tilewise.nn.swaps import swap, swap_back
 from tilewise.nn.within import Choices, Within, memory_bytes
 from tilewise.planner import Planner, Progress, Schedule
 from tilewise.problem import ConvProblem
@@ -202,8 +203,7 @@ def restore(model: Model) -> Model:
     """Give every module of ``model`` torch's own computation back and return the model."""
     inner = unwrapped(model)
     for module in inner.modules():
-        if is_planned(module):
-            swap_back(module)
+        swap_back(module)
     branch_times.unfork(inner)
     forget(model)
     forget(inner)
@@ -228,15 +228,6 @@ class Layers:
         """Resolve every call anew."""
         for layer in self._layers.values():
             layer.forget()
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself behind DistributedDataParallel or ``torch.compile``."""
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, nn.parallel.DistributedDataParallel):
-        inner = inner.module
-    assert isinstance(inner, nn.Module)
-    return inner
 
 
 def _reason(name: str, module: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None) -> str:

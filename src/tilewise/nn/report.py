@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from tilewise.nn.book import Book
 from tilewise.nn.branch_times import BranchReport
+from tilewise.nn.modules import unwrapped
+from tilewise.nn.overrides import base_of, override
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem
 
@@ -51,7 +53,7 @@ class CallReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One convolution module; ``reason`` says why nothing was planned for it, empty where something was."""
+    """One convolution module; ``reason`` says why nothing was planned for it, or runs by plan any more, else empty."""
 
     name: str
     kind: str
@@ -124,9 +126,33 @@ def forget(model: nn.Module) -> None:
 def report(model: nn.Module) -> Report:
     """What the last :func:`tilewise.optimize` of exactly this model did.
 
+    A layer that was overridden since (a ``forward`` set on it, say) computes by torch, and has the reason.
+
     Raises ``ValueError`` for a model that was not optimized, was restored since, or is a copy of an optimized one.
     """
-    return kept(model)[0]
+    made, inner = kept(model)[0], unwrapped(model)
+    return replace(made, layers=tuple(_as_it_is(layer, inner) for layer in made.layers))
+
+
+def _as_it_is(layer: LayerReport, model: nn.Module) -> LayerReport:
+    """``layer`` as it runs now."""
+    if not layer.replaced:
+        return layer
+    try:
+        module = model.get_submodule(layer.name)
+    except AttributeError:
+        return _by_torch(layer, "is no longer in the model")
+    if base_of(module) is None:
+        return _by_torch(layer, f"is a {type(module).__name__} now")
+    reason = override(module)
+    return _by_torch(layer, reason) if reason else layer
+
+
+def _by_torch(layer: LayerReport, reason: str) -> LayerReport:
+    calls = tuple(
+        replace(call, passes=tuple(replace(one, replaced=False) for one in call.passes)) for call in layer.calls
+    )
+    return replace(layer, calls=calls, reason=reason)
 
 
 def kept(model: nn.Module) -> tuple[Report, Book, bool]:

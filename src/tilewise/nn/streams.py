@@ -23,7 +23,7 @@ from torch import nn
 from tilewise.device import is_capturing
 from tilewise.nn.branches import MAIN, Fork, Program, Slot, Step, mapped
 from tilewise.nn.call import disturbed, is_plain
-from tilewise.nn.modules import swap
+from tilewise.nn.swaps import swap, swapped
 
 __all__ = [
     "CudaLanes",
@@ -269,7 +269,7 @@ def _holds(program: Program, module: nn.Module) -> bool:
 
 
 def fork(module: nn.Module, program: Program, lanes_of: LanesOf = lanes_for) -> None:
-    """Have ``module`` run its branches at once; :func:`tilewise.nn.modules.swap_back` undoes it."""
+    """Have ``module`` run its branches at once; :func:`tilewise.nn.swaps.swap_back` undoes it."""
     forward = forked_forward(program, lanes_of)
     forward.__name__ = "forward"
     forward.__qualname__ = f"{type(module).__qualname__}.forward"
@@ -278,7 +278,7 @@ def fork(module: nn.Module, program: Program, lanes_of: LanesOf = lanes_for) -> 
 
 def program_in(module: nn.Module) -> Program | None:
     """The program by which ``module`` runs its branches at once, ``None`` where it does not."""
-    found: Program | None = getattr(getattr(module.__dict__.get("forward"), "__func__", None), MARK, None)
+    found: Program | None = getattr(swapped(module), MARK, None)
     return found
 
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch.jit._builtins import _register_builtin
 
 from tilewise.nn.book import make_options
-from tilewise.nn.functional import BY_TORCH, Planned, Table, convolution, traced_by, transposed_convolution
+from tilewise.nn.functional import Planned, Table, convolution, traced_by, transposed_convolution
+from tilewise.nn.overrides import BY_TORCH, stand_in
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.recorder import Recorder, Site
 from tilewise.nn.report import Report
@@ -138,6 +139,7 @@ REPLACEMENTS = {
 for _name, _function in REPLACEMENTS.items():
     _function.__doc__ = BY_TORCH[_name].__doc__
     _function.__module__ = F.__name__  # pickled by name, it loads as torch's
+    stand_in(_name, _function)
     _register_builtin(_function, f"aten::{_name}")  # what torch.jit.script makes of it
 
 

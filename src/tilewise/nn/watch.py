@@ -15,8 +15,9 @@ from tilewise.nn.book import Book, undisturbed
 from tilewise.nn.geometry import Geometry, Weights
 from tilewise.nn.layer import Layer
 from tilewise.nn.meter import Meter, Trace
-from tilewise.nn.modules import planned_forward, swap
+from tilewise.nn.modules import planned_forward
 from tilewise.nn.runner import BoundPass
+from tilewise.nn.swaps import standing_attributes, swap
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options
 from tilewise.problem import ConvProblem, Pass
@@ -163,13 +164,12 @@ class WatchedPass(BoundPass):
 
 def saved_swaps(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """What has the modules compute as they do now, planned or not, whenever it is called."""
-    names = ("forward", "_replicate_for_data_parallel")
-    saved = [(module, {n: module.__dict__[n] for n in names if n in module.__dict__}) for module in modules]
+    saved = [(module, standing_attributes(module)) for module in modules]
 
     def put_back() -> None:
         for module, own in saved:
-            for name in names:
-                module.__dict__.pop(name, None)
+            for name in standing_attributes(module):
+                del module.__dict__[name]
             module.__dict__.update(own)
 
     return put_back

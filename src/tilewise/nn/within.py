@@ -19,8 +19,8 @@ from tilewise.nn.book import Book
 from tilewise.nn.geometry import Weights
 from tilewise.nn.ladder import ladder_of
 from tilewise.nn.meter import Meter, allocator_cap, meter_of
-from tilewise.nn.modules import swap_back
 from tilewise.nn.step import Step
+from tilewise.nn.swaps import swap_back
 from tilewise.nn.watch import Moment, Watch, saved_swaps
 from tilewise.plan import Plan, format_bytes, parse_bytes
 from tilewise.planner import NoPlanError

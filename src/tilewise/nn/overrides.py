@@ -1,0 +1,198 @@
+"""Whether a convolution module runs torch's own code: asked here alone, of the live class, instance and functions.
+
+What torch's modules run is taken down when this module is imported. A function that stands there by then and is not
+torch's counts as an override, too: torch's own is a plain function, defined under its own name in torch's module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tilewise.nn.swaps import copies_itself, swapped
+
+__all__ = [
+    "BASES",
+    "BY_TORCH",
+    "base_of",
+    "override",
+    "reads_by_attribute",
+    "stand_in",
+    "unchanged",
+    "unchanged_in_trace",
+]
+
+BASES: dict[type[nn.Module], int] = {
+    nn.Conv1d: 1,
+    nn.Conv2d: 2,
+    nn.Conv3d: 3,
+    nn.ConvTranspose1d: 1,
+    nn.ConvTranspose2d: 2,
+    nn.ConvTranspose3d: 3,
+}
+"""torch's convolution modules and their spatial dimensions."""
+NAMES = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_functions: Any = torch._C._VariableFunctions
+BY_TORCH: dict[str, Callable[..., torch.Tensor]] = {name: getattr(_functions, name) for name in NAMES}
+"""torch's own functions, whatever stands in their place in ``torch.nn.functional``, before or later."""
+ARGUMENTS = ("stride", "padding", "dilation", "groups", "padding_mode", "output_padding")
+CONV: Any = nn.modules.conv
+GETTERS: dict[str, Any] = {name: getattr(nn.Module, name) for name in ("__getattr__", "__getattribute__")}
+
+_stand_ins: dict[str, list[Callable[..., Any]]] = {name: [] for name in NAMES}
+"""What tilewise itself puts into ``torch.nn.functional``."""
+
+
+def stand_in(name: str, function: Callable[..., Any]) -> None:
+    """Let ``function`` count as torch's own where it stands as ``torch.nn.functional.<name>``: it computes the same."""
+    _stand_ins[name].append(function)
+
+
+def _is_known(name: str, found: object) -> bool:
+    """Whether what was found as ``torch.nn.functional.<name>`` computes what torch does."""
+    return found is BY_TORCH[name] or any(found is function for function in _stand_ins[name])
+
+
+def base_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class of torch's from which this convolution is derived, ``None`` where it is none."""
+    return next((base for base in BASES if isinstance(module, base)), None)
+
+
+@dataclass(frozen=True)
+class Code:
+    """One function of torch's: where it stands, and the code it had."""
+
+    owner: type
+    name: str
+    function: types.FunctionType
+    code: types.CodeType
+
+    @classmethod
+    def of(cls, owner: type, name: str) -> Code | None:
+        """What stands there now; ``None`` where it is not torch's own."""
+        found = inspect.getattr_static(owner, name)
+        if not isinstance(found, types.FunctionType) or found.__closure__ is not None:
+            return None
+        home = next(kind for kind in owner.__mro__ if name in vars(kind))
+        if found.__globals__ is not vars(CONV) or found.__code__.co_qualname != f"{home.__name__}.{name}":
+            return None
+        return cls(owner, name, found, found.__code__)
+
+
+def _runs(base: type) -> tuple[str, str]:
+    """The methods that a call of a module goes through."""
+    return "forward", "_output_padding" if issubclass(base, CONV._ConvTransposeNd) else "_conv_forward"
+
+
+def function_name(base: type) -> str:
+    """The function in ``torch.nn.functional`` that a module calls."""
+    return f"conv_transpose{BASES[base]}d" if issubclass(base, CONV._ConvTransposeNd) else f"conv{BASES[base]}d"
+
+
+_captured = {(base, name): Code.of(base, name) for base in BASES for name in _runs(base)}
+
+
+def _code(base: type[nn.Module], name: str) -> Code | None:
+    """torch's own function; ``None`` where another stood there at the import and still does."""
+    return _captured[base, name] or Code.of(base, name)
+
+
+def override(module: nn.Module) -> str:
+    """What this convolution runs instead of torch's own code, as a reason to leave it alone; empty when nothing."""
+    base, kind, own = base_of(module), type(module), module.__dict__
+    assert base is not None
+    for name in _runs(base):
+        reason = _method_override(base, kind, name)
+        if reason:
+            return reason
+        if name in own and not _is_its_class_own(module, own[name], name):
+            return f"has a {name} set on the instance"
+    for name, getter in GETTERS.items():
+        if getattr(kind, name) is not getter:
+            return f"{kind.__name__} has a {name} of its own"
+    for name in ARGUMENTS:
+        if name not in own or hasattr(type(inspect.getattr_static(kind, name, None)), "__set__"):
+            return f"{kind.__name__} has a {name} of its own"
+    copies = copies_itself(module)
+    if copies:
+        return copies
+    function = function_name(base)
+    found = getattr(CONV.F, function)
+    return "" if _is_known(function, found) else f"torch.nn.functional.{function} is not torch's own ({found!r})"
+
+
+def _method_override(base: type[nn.Module], kind: type, name: str) -> str:
+    code = _code(base, name)
+    found = inspect.getattr_static(kind, name)
+    if code is not None and found is code.function:
+        return "" if code.function.__code__ is code.code else f"the code of {base.__name__}.{name} is not torch's own"
+    if found is inspect.getattr_static(base, name):
+        return f"{base.__name__}.{name} is not torch's own ({found!r})"
+    return f"{kind.__name__} has a {name} of its own"
+
+
+def _is_its_class_own(module: nn.Module, found: object, name: str) -> bool:
+    """Whether an instance's attribute is what the class would give: bound by a swap, or loaded from an old pickle."""
+    if name == "forward" and swapped(module) is not None:
+        return True
+    method = getattr(type(module), name)
+    return isinstance(found, types.MethodType) and found.__self__ is module and found.__func__ is method
+
+
+def reads_by_attribute(module: nn.Module) -> bool:
+    """Whether the class says what ``weight`` or ``bias`` is, as that of a parametrized module does."""
+    return any(inspect.getattr_static(type(module), name, None) is not None for name in ("weight", "bias"))
+
+
+def unchanged(module: nn.Module) -> Callable[[Any], bool]:
+    """What tells, in a fraction of a microsecond, that a module runs torch's own code now.
+
+    It sees methods set since on the module, its class or the classes above, their code exchanged, the function in
+    ``torch.nn.functional``, and another class. Where it says no, :func:`override` is to be asked.
+    """
+    base, kind = base_of(module), cast(Any, type(module))
+    assert base is not None
+    function = function_name(base)
+    by_torch, stand_ins = BY_TORCH[function], _stand_ins[function]
+    first, second = (_code(base, name) for name in _runs(base))
+    if first is None or second is None:
+        return lambda _: False
+    forward, helper, code, helper_code = first.function, second.function, first.code, second.code
+    name = second.name
+    getattr_, getattribute = GETTERS.values()
+
+    def same(self: Any) -> bool:
+        if (
+            type(self) is not kind
+            or kind.forward is not forward
+            or forward.__code__ is not code
+            or getattr(kind, name) is not helper
+            or helper.__code__ is not helper_code
+            or kind.__getattr__ is not getattr_
+            or kind.__getattribute__ is not getattribute
+            or name in self.__dict__
+        ):
+            return False
+        found = getattr(CONV.F, function)
+        return found is by_torch or found in stand_ins
+
+    return same
+
+
+def unchanged_in_trace(module: nn.Module) -> Callable[[Any], bool]:
+    """:func:`unchanged` for Dynamo, which guards what is read as an attribute, and not what a dictionary lacks."""
+    same, base = unchanged(module), base_of(module)
+    assert base is not None
+    name = _runs(base)[1]
+    helper = getattr(type(module), name)
+
+    def same_in_trace(self: Any) -> bool:
+        return same(self) and getattr(getattr(self, name), "__func__", None) is helper
+
+    return same_in_trace
