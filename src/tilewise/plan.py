@@ -15,6 +15,10 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10
 FORMAT = 1
 DEEPEST = 32
 """Levels of a plan that is read: far more than splits nest, far fewer than exhaust the stack."""
+MOST_NODES = 4096
+"""Plans in the tree of one that is found, kept or read: few enough to be checked at once."""
+LARGEST = 2**63 - 1
+"""What SQLite and JSON readers elsewhere keep of an integer."""
 
 
 class PlanFormatError(ValueError):
@@ -89,7 +93,9 @@ class Config(Mapping[str, Value]):
             elif isinstance(value, (int, str, bool)) or (isinstance(value, float) and math.isfinite(value)):
                 values[key] = value
             else:
-                raise PlanFormatError(f"config[{key!r}]={value!r}: a number, text, truth value or integers would do")
+                raise PlanFormatError(
+                    f"config[{key!r:.80}]={value!r:.80}: a number, text, truth value or integers would do"
+                )
         return cls(**values)
 
 
@@ -97,7 +103,8 @@ class Config(Mapping[str, Value]):
 class Error:
     """Distance from float64: ``l2`` is |got - want| / |want|; ``spread`` is max |got - want| / (|a| conv |b|).
 
-    ``spread`` shows the error that FFTs carry next to an outlier, which the L2 norm hides.
+    ``spread`` shows the error that FFTs carry next to an outlier, which the L2 norm hides. It is 1 where a result that
+    reads nothing, as a stride beyond the kernel leaves some, is not exactly 0.
     """
 
     l2: float
@@ -148,6 +155,15 @@ class Plan:
         """Whether the plan has no parts."""
         return not self.children
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it has few enough parts to be written and read back."""
+        left, waiting = MOST_NODES, [self]
+        while waiting and left >= 0:
+            left -= len(children := waiting.pop().children)
+            waiting += children
+        return left >= 0
+
     def leaves(self) -> Iterator[Plan]:
         """Every leaf plan, each once per place in the tree."""
         if self.leaf:
@@ -194,35 +210,43 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: object) -> Plan:
-        """Read a document of :meth:`to_json`. Raises :class:`PlanFormatError` naming the entry at fault."""
-        return cls._from_json(data, DEEPEST)
+        """Read a document of :meth:`to_json`. Raises :class:`PlanFormatError` naming the entry at fault.
+
+        At most 4,096 plans are read, nested at most 32 deep.
+        """
+        return cls._from_json(data, DEEPEST, [MOST_NODES])
 
     @classmethod
-    def _from_json(cls, data: object, levels: int) -> Plan:
+    def _from_json(cls, data: object, levels: int, left: list[int]) -> Plan:
         if not levels:
             raise PlanFormatError(f"children are nested more than {DEEPEST} deep: no plan is")
         if not isinstance(data, dict):
             raise PlanFormatError(f"a plan must be an object, not {type(data).__name__}")
         if data.get("format") != FORMAT:
-            raise PlanFormatError(f"format={data.get('format')!r}: this version reads plans of format {FORMAT}")
+            raise PlanFormatError(f"format={data.get('format')!r:.80}: this version reads plans of format {FORMAT}")
         kinds: dict[str, Any] = {
             "problem": str, "solver": str, "version": int, "children": list, "counts": list,
             "workspace": int, "constant": int, "label": str,
         }  # fmt: skip
         for name, kind in kinds.items():
             if not isinstance(data.get(name), kind) or isinstance(data[name], bool):
-                raise PlanFormatError(f"{name}={data.get(name)!r}: expected {kind.__name__}")
-        children = tuple(cls._from_json(child, levels - 1) for child in data["children"])
+                raise PlanFormatError(f"{name}={data.get(name)!r:.80}: expected {kind.__name__}")
+        left[0] -= len(data["children"])  # before any is read: the length of a list is known at once
+        if left[0] < 0:
+            raise PlanFormatError(f"children: more than {MOST_NODES} in all: no plan has so many")
+        children = tuple(cls._from_json(child, levels - 1, left) for child in data["children"])
         counts = tuple(data["counts"])
         if len(counts) != len(children) or any(type(n) is not int or n < 1 for n in counts):
-            raise PlanFormatError(f"counts={data['counts']!r}: expected a positive count for each of {len(children)}")
+            raise PlanFormatError(
+                f"counts={data['counts']!r:.200}: expected a positive count for each of {len(children)}"
+            )
         time_ms, error = data.get("time_ms"), data.get("error")
-        if time_ms is not None and not (_is_number(time_ms) and time_ms >= 0):
-            raise PlanFormatError(f"time_ms={time_ms!r}: expected a time or null")
+        if time_ms is not None and not _is_number(time_ms):
+            raise PlanFormatError(f"time_ms={time_ms!r:.80}: expected a time or null")
         if error is not None and not (isinstance(error, list) and len(error) == 2 and all(map(_is_number, error))):
-            raise PlanFormatError(f"error={error!r}: expected two numbers or null")
-        if data["workspace"] < 0 or data["constant"] < 0:
-            raise PlanFormatError("workspace and constant must not be negative")
+            raise PlanFormatError(f"error={error!r:.80}: expected two numbers, not negative, or null")
+        if not (0 <= data["workspace"] <= LARGEST and 0 <= data["constant"] <= LARGEST):
+            raise PlanFormatError("workspace and constant must not be negative, nor above 2^63")
         return cls(
             problem=data["problem"],
             solver=data["solver"],
@@ -239,8 +263,10 @@ class Plan:
 
 
 def _is_number(value: object) -> bool:
-    # No time or error comes near 2^63, and an int far beyond it has no float.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
+    """Whether it is a finite number, not negative, and no integer that is too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value < math.inf and (isinstance(value, float) or value <= LARGEST)
 
 
 def parse_bytes(size: int | str, argument: str = "workspace") -> int:

@@ -26,7 +26,7 @@ from tilewise import Options, Schedule, solvers
 from tilewise.device import device_name, environment
 from tilewise.nn import report
 from tilewise.plan import Config, Plan
-from tilewise.planner.follow import is_offered
+from tilewise.planner.gate import is_offered
 from tilewise.problem import ConvProblem, Pass
 from tilewise.threads import with_threads
 

@@ -195,7 +195,7 @@ def test_long_planning_records_as_it_goes(clock: Clock, path: Path, monkeypatch:
 
     monkeypatch.setattr(module, "SAVE_EVERY_S", 0.0)
     one, batches = planner(path), []
-    monkeypatch.setattr(one.wisdom, "record_many", lambda key, new: batches.append(set(new)))
+    monkeypatch.setattr(one.wisdom, "record_many", lambda key, new, own: batches.append(set(new)))
     one.plan(SMALL, Options(rigor="patient"))
     assert len(batches) >= 5
     assert set.union(*batches) == set(one._stores[environment("cpu").key].known)

@@ -17,7 +17,7 @@ from tilewise.device import is_capturing
 from tilewise.nn.budget import Budget, GroupsOf, Names, divide
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.runner import BoundPass
-from tilewise.plan import Plan, parse_bytes
+from tilewise.plan import Plan, format_bytes, parse_bytes
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.options import EXCLUDED
 from tilewise.problem import ConvProblem
@@ -167,8 +167,20 @@ class Book:
         return True
 
     def learn(self, problem: ConvProblem, deterministic: bool, plan: Plan) -> None:
-        """Take a plan, from this planner or another rank's."""
+        """Take a plan of this planner, or one that :meth:`confirm` found nothing against."""
         self._plans[problem, deterministic] = plan
+
+    def confirm(self, problem: ConvProblem, deterministic: bool, plan: Plan) -> None:
+        """Check another rank's plan here: offered by the solvers, within the limit, against float64.
+
+        That rank measured what libraries take in the same environment. Raises ``ValueError`` with the reason why it
+        may not be used.
+        """
+        options = self.constraints(problem, deterministic)
+        with planning(), undisturbed():
+            reason = self.planner.confirm(problem, plan, options, by_peak=False)[1]
+        if reason:
+            raise ValueError(f"the plan for {problem.key} may not be used: {plan.solver}: {reason}")
 
     def follow(self, other: Book, plans: Mapping[tuple[ConvProblem, bool], Plan]) -> None:
         """Have the plans of ``other``, but ``plans`` for the problems and deterministic flags that they are of."""
@@ -229,11 +241,19 @@ class Book:
     def _bind(self, problem: ConvProblem, deterministic: bool, device: torch.device) -> None:
         plan = self.replacement(problem, deterministic)
         assert plan is not None
+        limit = self.constraints(problem, deterministic).workspace
         try:
             with undisturbed():
-                self._bound[problem, deterministic, device] = BoundPass(plan, problem, device)
-        except (SolverUnavailable, torch.OutOfMemoryError) as error:
-            self.refuse(problem, deterministic, f"{plan.solver}: {error}")
+                made = BoundPass(plan, problem, device)
+        except Exception as error:  # as while planning: the plan is lost with its reason
+            what = "" if isinstance(error, SolverUnavailable) else f"{type(error).__name__}: "
+            self.refuse(problem, deterministic, f"{plan.solver}: {what}{error}")
+            return
+        if limit is not None and made.bound.workspace > limit:
+            needs = format_bytes(made.bound.workspace)
+            self.refuse(problem, deterministic, f"{plan.solver}: needs {needs}, the limit is {format_bytes(limit)}")
+            return
+        self._bound[problem, deterministic, device] = made
 
 
 @contextmanager

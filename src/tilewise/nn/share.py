@@ -96,18 +96,26 @@ def _take(book: Book, problems: list[ConvProblem], deterministic: bool, data: An
 
 
 def _learn(book: Book, problems: list[ConvProblem], deterministic: bool, data: Any) -> None:
-    book.facts.update(data["facts"])
-    for problem, (plan, reason, time_ms, note, limit) in zip(problems, data["plans"], strict=True):
-        if plan is None:
-            book.refuse(problem, deterministic, reason)
-        else:
-            book.learn(problem, deterministic, Plan.from_json(plan))
+    """Learn what rank 0 sent, each plan after a check of its own here. Raises ``ValueError`` for what may not be."""
+    rows, facts = data["plans"], data["facts"]
+    if not isinstance(facts, dict) or not isinstance(rows, list) or len(rows) != len(problems):
+        raise ValueError(f"rank 0 sent something else than plans for {len(problems)} problems")
+    book.facts.update(facts)
+    for problem, (sent, reason, time_ms, note, limit) in zip(problems, rows, strict=True):
         if limit is not None:
+            if type(limit) is not int or limit < 0:
+                raise ValueError(f"limit={limit!r:.80} of {problem.key}: a number of bytes would do")
             book.limits[problem] = limit
+        if sent is None:
+            book.refuse(problem, deterministic, str(reason))
+        else:
+            plan = Plan.from_json(sent)
+            book.confirm(problem, deterministic, plan)
+            book.learn(problem, deterministic, plan)
         if time_ms is not None:
-            book.times[problem] = time_ms
+            book.times[problem] = float(time_ms)
         if note:
-            book.notes[problem] = note
+            book.notes[problem] = str(note)
 
 
 def _told(book: Book, problems: list[ConvProblem], deterministic: bool) -> str:

@@ -97,9 +97,7 @@ def _numbers(device: torch.device) -> torch.Generator:
 def _product_rate(timer: Timer, name: str, n: int) -> float:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
     numbers = _numbers(timer.device)
-    a, b = (
-        torch.randn(n, n, dtype=torch.float32, device=timer.device, generator=numbers).to(dtype) for _ in range(2)
-    )
+    a, b = (torch.randn(n, n, dtype=torch.float32, device=timer.device, generator=numbers).to(dtype) for _ in range(2))
     out = torch.empty(n, n, dtype=dtype, device=timer.device)
 
     def product() -> None:

@@ -106,16 +106,19 @@ class Partitions:
         if not reason and options.workspace is not None and plan.workspace > options.workspace:
             needs, limit = format_bytes(plan.workspace), format_bytes(options.workspace)
             reason = f"its parts at once need {needs} of workspace, the limit is {limit}"
-        if not reason and key not in known:
+        believed = self.trial.believed(key, plan.workspace)
+        if not reason and believed is None:
             if options.rigor == "wisdom_only":
                 reason = UNKNOWN
             else:
                 try:
-                    known[key] = replace(self.trial.measure_plan(plan, self.trial.best_ms), config=label)
+                    believed = replace(self.trial.measure_plan(plan, self.trial.best_ms), config=label)
+                    known[key] = believed
+                    self.trial.foreign.discard(key)
                 except OverLimit as over:
                     reason = str(over)
-        if not reason:
-            m = known[key]
+        if not reason and believed is not None:
+            m = believed
             reason = m.reason or self._over(m)
             self.log.append(replace(m, reason=reason))
             if not reason and m.time_ms is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import math
 import threading
 import time
 import warnings
@@ -16,12 +16,25 @@ import torch
 
 from tilewise import solvers
 from tilewise.device import environment, is_capturing, torch_device
-from tilewise.execute import parts_of
 from tilewise.plan import Measurement, Plan
 from tilewise.planner.divisions import BATCH_LEVEL, Choice, choice_of
 from tilewise.planner.estimate import Profile, is_profile, measure_profile
+from tilewise.planner.gate import as_here, why_unfit
+from tilewise.planner.memory import (
+    REPLAYED,
+    Entry,
+    constraints_text,
+    fits,
+    is_current,
+    place_text,
+    plan_text,
+    read_fronts,
+    read_plans,
+    satisfying,
+)
 from tilewise.planner.messages import Job
-from tilewise.planner.options import RIGORS, NoPlanError, Options
+from tilewise.planner.options import NoPlanError, Options
+from tilewise.planner.pareto import MOST_POINTS, front
 from tilewise.planner.places import Devices
 from tilewise.planner.search import Search
 from tilewise.planner.store import Store
@@ -29,7 +42,7 @@ from tilewise.planner.trial import Known
 from tilewise.planner.workers import Workers, WorkersWarning
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Split
-from tilewise.wisdom import Wisdom
+from tilewise.wisdom import Kept, Wisdom, WisdomWarning
 
 __all__ = ["Planner", "Progress"]
 
@@ -37,14 +50,13 @@ T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 """``progress(done, total, text)`` as problems are planned."""
 
-REPLAYED = " from CUDA graphs"
-"""Added to the environment of times without launches, and to the constraints of plans by them."""
 SAVE_EVERY_S = 2.0
 
 ALONE = 3
 """So few problems are planned before a worker has started, unless each has every size to measure."""
 MEASURING = ("measure", "patient")
-EFFORT = {"estimate": 0, "wisdom_only": 0, "measure": 1, "patient": 2}
+MOST_MS, MOST_WORKSPACE = 1e9, 1 << 50
+"""What was measured elsewhere and is beyond these was not measured: eleven days, a pebibyte."""
 
 
 class Planner:
@@ -67,11 +79,15 @@ class Planner:
         self._lock = threading.RLock()
         self._stores: dict[str, Store] = {}
         self._saved: dict[tuple[str, str], Known] = {}
-        self._read_ahead: dict[str, list[Measurement]] = {}
-        self._plans: dict[tuple[str, str, str], Plan] = {}
+        self._read_ahead: dict[str, list[Kept[Measurement]]] = {}
+        self._plans: dict[Entry, Plan] = {}
+        self._unchecked: dict[Entry, Plan] = {}
+        """Plans that no process of this user checked here."""
         self._fronts: dict[tuple[str, str], dict[Options, tuple[Plan, ...]]] = {}
+        self._unchecked_fronts: dict[Entry, tuple[Plan, ...]] = {}
         self._profiles: dict[str, Profile] = {}
-        self._refused: set[tuple[str, str, Choice]] = set()
+        self._refused: dict[tuple[str, str, Choice], tuple[Plan, str]] = {}
+        """Plans from elsewhere that may not be used here, with the reason."""
         self._saved_at = time.monotonic()
 
     def plan(self, problem: ConvProblem, options: Options | None = None) -> Plan:
@@ -86,14 +102,34 @@ class Planner:
             if known is not None:
                 return known
             if options.rigor == "wisdom_only":
-                raise NoPlanError(f"no wisdom for {problem.key} with {_constraints(options)}")
-            plan = self._searched(problem, options, Search.best)
-            self._plans[self._plan_key(problem, options)] = plan
-            self._refused.discard((environment(problem.device).key, problem.key, choice_of(plan)))  # checked just now
-            self.wisdom.remember(
-                environment(problem.device).key, problem.key, f"rigor={options.rigor} {_constraints(options)}", plan
-            )
+                refused = "".join(
+                    f"; a plan that was not made here was refused: {reason}" for _, reason in self._refusals(problem)
+                )
+                raise NoPlanError(f"no wisdom for {problem.key} with {constraints_text(options)}{refused}")
+            plan = self._found(problem, options)
+            self._keep(problem, options, plan)
             return plan
+
+    def _found(self, problem: ConvProblem, options: Options) -> Plan:
+        """The plan of a search. Where what was measured elsewhere leaves none, nothing of it is believed."""
+        try:
+            return self._searched(problem, options, Search.best)
+        except NoPlanError:
+            if options.rigor not in MEASURING or not self._store(problem, options).forget_foreign():
+                raise
+            return self._searched(problem, options, Search.best)
+
+    def _keep(self, problem: ConvProblem, options: Options, plan: Plan) -> None:
+        """Remember a plan that was checked just now."""
+        key = environment(problem.device).key
+        self._plans[key, problem.key, options] = plan
+        self._refused.pop((key, problem.key, choice_of(plan)), None)
+        self.wisdom.remember(key, problem.key, plan_text(options), plan, own=True)
+
+    def _refusals(self, problem: ConvProblem) -> list[tuple[Plan, str]]:
+        """Plans from elsewhere for ``problem`` that were refused, with the reasons."""
+        key = environment(problem.device).key
+        return [found for (device, asked, _), found in self._refused.items() if (device, asked) == (key, problem.key)]
 
     def plan_many(self, problems: Iterable[ConvProblem], options: Options | None = None) -> dict[ConvProblem, Plan]:
         """A plan for each distinct problem; progress is reported. Raises as :meth:`plan`.
@@ -189,35 +225,43 @@ class Planner:
     def _front(self, problem: ConvProblem, options: Options) -> tuple[Plan, ...]:
         key = environment(problem.device).key
         kept = self._fronts.setdefault((key, problem.key), {})
-        for rigor in _satisfying(options.rigor):
-            known = kept.get(replace(options, rigor=rigor), ())
-            if known and all(_fits(plan, problem, options) for plan in known):
+        for asked in satisfying(options):
+            unchecked = self._unchecked_fronts.pop((key, problem.key, asked), ())
+            if unchecked and (checked := self._admitted_front(problem, unchecked, asked)):
+                kept[asked] = checked
+                self._keep_front(problem, asked, checked)
+            known = kept.get(asked, ())
+            if known and all(fits(plan, problem, options) for plan in known):
                 return known
         found = self._searched(problem, options, Search.front)
         if options.rigor != "wisdom_only":  # which knows more from one time to the next
             kept[options] = found
-            for place, plan in enumerate([*found, *found[-1:]]):  # the last one twice: that is its end
-                self.wisdom.remember(key, problem.key, _place_text(place, options), plan)
+            self._keep_front(problem, options, found)
         return found
 
-    def _preload_fronts(self, problems: list[ConvProblem], options: Options) -> None:
-        """Read the fronts of all problems, which are kept as plans are, place by place.
+    def _keep_front(self, problem: ConvProblem, options: Options, found: tuple[Plan, ...]) -> None:
+        key = environment(problem.device).key
+        for place, plan in enumerate([*found, *found[-1:]]):  # the last one twice: that is its end
+            self.wisdom.remember(key, problem.key, place_text(place, options), plan, own=True)
 
-        The last plan follows itself: what is behind it was left by a longer front, and one that was not written to its
-        end is no front.
-        """
-        for device, rigor in itertools.product({p.device for p in problems}, _satisfying(options.rigor)):
-            key, asked = environment(device).key, replace(options, rigor=rigor)
-            here = dict.fromkeys(p.key for p in problems if p.device == device)
-            fronts: dict[str, list[Plan]] = {k: [] for k in here if asked not in self._fronts.get((key, k), {})}
-            for place in itertools.count():
-                found = self.wisdom.plans_many(key, fronts, _place_text(place, asked)) if fronts else {}
-                fronts = {problem: [*fronts[problem], plan] for problem, plan in found.items()}
-                for problem, plans in list(fronts.items()):
-                    if plans[-2:-1] == plans[-1:]:
-                        self._fronts.setdefault((key, problem), {})[asked] = tuple(fronts.pop(problem)[:-1])
-                if not fronts:
-                    break
+    def _preload_fronts(self, problems: list[ConvProblem], options: Options) -> None:
+        known = [(*key, asked) for key, fronts in self._fronts.items() for asked in fronts]
+        for entry, kept in read_fronts(self.wisdom, problems, options, [*known, *self._unchecked_fronts]):
+            plans = tuple(one.value for one in kept)
+            if all(one.own for one in kept):
+                self._fronts.setdefault(entry[:2], {})[entry[2]] = plans
+            else:
+                self._unchecked_fronts[entry] = plans
+
+    def _admitted_front(self, problem: ConvProblem, plans: tuple[Plan, ...], options: Options) -> tuple[Plan, ...]:
+        """A front from elsewhere as it is here; none where one of its plans may not be used."""
+        found = []
+        for plan in plans[:MOST_POINTS]:
+            admitted = self._admitted(problem, plan, options)
+            if admitted is None or not math.isfinite(admitted.time_ms):
+                return ()
+            found.append(admitted)
+        return tuple(found[i] for i in front((plan.time_ms, plan.workspace) for plan in found))
 
     def _also(self, problem: ConvProblem, options: Options) -> tuple[Plan, ...]:
         """Divisions within the limit from fronts of ``problem`` that were asked for with all else the same."""
@@ -227,7 +271,7 @@ class Planner:
             for asked, plans in fronts.items()
             if replace(asked, workspace=options.workspace) == options
             for plan in plans
-            if not plan.leaf and _fits(plan, problem, options)
+            if not plan.leaf and fits(plan, problem, options)
         )
 
     def explain(self, problem: ConvProblem, options: Options | None = None) -> list[Measurement]:
@@ -243,23 +287,50 @@ class Planner:
             else:
                 with contextlib.suppress(NoPlanError):  # the log holds the reasons, which is all that is asked here
                     search.best()
-            latest = {(m.solver, m.version, m.config): m for m in search.log}
+            refused = (
+                Measurement(p.solver, p.version, p.config, reason=f"its plan from elsewhere was refused: {reason}")
+                for p, reason in self._refusals(problem)
+            )
+            latest = {(m.solver, m.version, m.config): m for m in (*refused, *search.log)}
             return sorted(latest.values(), key=lambda m: (bool(m.reason), m.time_ms or 0.0, m.solver))
 
         return self._searched(problem, options, explained)
 
-    def confirm(self, problem: ConvProblem, plan: Plan, options: Options | None = None) -> tuple[Plan, str]:
+    def confirm(
+        self, problem: ConvProblem, plan: Plan, options: Options | None = None, *, by_peak: bool = True
+    ) -> tuple[Plan, str]:
         """A plan from elsewhere with its workspace and error here, and why it may not be used; empty when it may.
 
-        It is run and checked as one found here would be, but not timed. What is refused is not taken from wisdom either
-        any more.
+        Solvers are asked whether they offer it; then it is run and checked as one found here would be, but not timed.
+        Unless ``by_peak``, what libraries take while it runs is not looked at, only what the plan is bound to. What is
+        refused is not taken from wisdom either any more.
         """
         options = options or Options()
         with self._lock:
-            checked, reason = self._searched(problem, options, lambda search: search.confirm(plan), timed=False)
+            checked, reason = plan, why_unfit(plan, problem, options)
+            told = reason
+            if not reason:
+                plan = as_here(plan, problem)
+                checked, reason = self._searched(
+                    problem, options, lambda search: search.confirm(plan, by_peak=by_peak), timed=False
+                )
+                told = f"{plan.solver} {reason}"
             if reason:
-                self._refused.add((environment(problem.device).key, problem.key, choice_of(plan)))
+                self._refused[environment(problem.device).key, problem.key, choice_of(plan)] = plan, told
             return checked, reason
+
+    def _admitted(self, problem: ConvProblem, plan: Plan, options: Options) -> Plan | None:
+        """A plan in wisdom that no process of this user checked here, checked now; ``None`` where it is refused."""
+        key = environment(problem.device).key, problem.key, choice_of(plan)
+        if not is_current(plan) or key in self._refused:
+            return None
+        checked, reason = self.confirm(problem, plan, options)
+        if not reason:
+            return checked
+        told = self._refused[key][1]
+        text = f"{self.wisdom.path}: a plan that was not made here is not used for {problem.key}: {told}"
+        warnings.warn(text, WisdomWarning, stacklevel=5)
+        return None
 
     def torch_ms(self, problems: Iterable[ConvProblem]) -> dict[ConvProblem, float]:
         """torch's time on each problem in ms, as measured last beside its plans; only those where that is known."""
@@ -281,8 +352,7 @@ class Planner:
         if is_capturing(torch_device(problem.device)):
             raise RuntimeError("nothing can be planned while a CUDA graph is being captured: plan before the capture")
         with self._lock:
-            key = environment(problem.device).key + (REPLAYED if options.cuda_graphs else "")
-            store = self._stores.setdefault(key, Store(functools.partial(self._load, key)))
+            key, store = self._store_key(problem, options), self._store(problem, options)
             try:
                 profile = self.profile(problem.device) if timed else {}
                 also = self._also(problem, options) if timed else ()
@@ -295,6 +365,13 @@ class Planner:
                 self._read_ahead.clear()
                 self._save(key, store)
 
+    def _store_key(self, problem: ConvProblem, options: Options) -> str:
+        return environment(problem.device).key + (REPLAYED if options.cuda_graphs else "")
+
+    def _store(self, problem: ConvProblem, options: Options) -> Store:
+        key = self._store_key(problem, options)
+        return self._stores.setdefault(key, Store(functools.partial(self._load, key)))
+
     def _read_parts(self, environment_key: str, problem: ConvProblem, options: Options, store: Store) -> None:
         """Read at once what wisdom knows of a problem and of its micro-batches."""
         keys = {problem.key}
@@ -304,7 +381,7 @@ class Planner:
             if not solver.why_not(problem):
                 keys |= {solver.child(problem, n).key for n in solver.sizes(problem, options.batch_sizes)}
         wanted = sorted(keys - store.known.keys())
-        self._read_ahead = self.wisdom.measurements_many(environment_key, wanted) if wanted else {}
+        self._read_ahead = self.wisdom.kept_measurements(environment_key, wanted) if wanted else {}
 
     def profile(self, device: str) -> Profile:
         """The measured rates of ``device``, from wisdom where they are known."""
@@ -321,15 +398,19 @@ class Planner:
     def _load(self, environment_key: str, problem: ConvProblem) -> Known:
         """What wisdom knows of ``problem``; measurements of other versions of a solver are left out.
 
-        What was measured of others is recorded first, now and then: a process may be killed.
+        The store is told which of them were made elsewhere. What was measured of others is recorded first, now and
+        then: a process may be killed.
         """
         if time.monotonic() - self._saved_at > SAVE_EVERY_S:
             self._save(environment_key, self._stores[environment_key])
         versions = {solver.name: solver.version for solver in solvers.all_solvers()}
         kept = self._read_ahead.pop(problem.key, None)
         if kept is None:
-            kept = self.wisdom.measurements(environment_key, problem.key)
-        found = {(m.solver, m.version, m.config): m for m in kept if versions.get(m.solver) == m.version}
+            kept = self.wisdom.kept_measurements(environment_key, [problem.key])[problem.key]
+        used = [entry for entry in kept if versions.get(entry.value.solver) == entry.value.version and _is_sane(entry)]
+        found = {(m.solver, m.version, m.config): m for m in (entry.value for entry in used)}
+        foreign = {(m.solver, m.version, m.config) for m in (entry.value for entry in used if not entry.own)}
+        self._stores[environment_key].foreign[problem.key] = foreign
         self._saved[environment_key, problem.key] = found
         return dict(found)
 
@@ -342,84 +423,47 @@ class Planner:
             if found:
                 new[problem] = found
         if new:
-            self.wisdom.record_many(environment_key, new)
+            self.wisdom.record_many(environment_key, new, own=True)
             for problem in new:
                 self._saved[environment_key, problem] = dict(store.known[problem])
         store.asked.clear()
         self._saved_at = time.monotonic()
 
-    def _plan_key(self, problem: ConvProblem, options: Options) -> tuple[str, str, str]:
-        return environment(problem.device).key, problem.key, f"{options.rigor} {_constraints(options)}"
-
     def _preload(self, problems: list[ConvProblem], options: Options) -> None:
         """Read the plans of all problems in one query an effort."""
-        for device in {p.device for p in problems}:
-            key = environment(device).key
-            keys = [p.key for p in problems if p.device == device]
-            for rigor in _satisfying(options.rigor):
-                text = f"rigor={rigor} {_constraints(options)}"
-                for problem, plan in self.wisdom.plans_many(key, keys, text).items():
-                    if plan is not None:
-                        self._plans.setdefault((key, problem, f"{rigor} {_constraints(options)}"), plan)
+        for entry, kept in read_plans(self.wisdom, problems, options):
+            if entry not in self._plans:
+                (self._plans if kept.own else self._unchecked)[entry] = kept.value
 
     def remembered(self, problem: ConvProblem, options: Options) -> Plan | None:
         """A plan made with at least the effort asked for, if it still fits the solvers and the limit.
 
-        ``None`` where there is none; nothing is measured.
+        ``None`` where there is none; nothing is measured. A plan that no process of this user checked here is run and
+        checked first, once; one that is refused is a :class:`~tilewise.wisdom.WisdomWarning` with the reason.
         """
         key = environment(problem.device).key
-        for rigor in _satisfying(options.rigor):
-            entry = (key, problem.key, f"{rigor} {_constraints(options)}")
+        for asked in satisfying(options):
+            entry = key, problem.key, asked
+            if entry not in self._plans and entry not in self._unchecked:
+                kept = self.wisdom.kept_plans(key, [problem.key], plan_text(asked)).get(problem.key)
+                if kept is not None:
+                    (self._plans if kept.own else self._unchecked)[entry] = kept.value
             plan = self._plans.get(entry)
-            if plan is None:
-                plan = self.wisdom.plan(key, problem.key, f"rigor={rigor} {_constraints(options)}")
-            if (
-                plan is not None
-                and _fits(plan, problem, options)
-                and (*entry[:2], choice_of(plan)) not in self._refused
-            ):
-                self._plans[entry] = plan
+            if plan is None and entry in self._unchecked:
+                plan = self._admitted(problem, self._unchecked.pop(entry), asked)
+                if plan is not None:
+                    self._keep(problem, asked, plan)
+            if plan is not None and fits(plan, problem, options) and (*entry[:2], choice_of(plan)) not in self._refused:
                 return plan
+            self._plans.pop(entry, None)  # another process may have written a newer one by the next time
         return None
+
+
+def _is_sane(entry: Kept[Measurement]) -> bool:
+    """Whether numbers of what was measured elsewhere are such as are measured."""
+    m = entry.value
+    return entry.own or ((m.time_ms or 0.0) <= MOST_MS and (m.workspace or 0) <= MOST_WORKSPACE)
 
 
 def _silent(done: int, total: int, text: str) -> None:
     """No progress is asked for."""
-
-
-def _satisfying(rigor: str) -> list[str]:
-    """Rigors whose plans serve a request for ``rigor``, the most thorough first."""
-    return sorted((r for r in RIGORS if r != "wisdom_only" and EFFORT[r] >= EFFORT[rigor]), key=lambda r: -EFFORT[r])
-
-
-def _place_text(place: int, options: Options) -> str:
-    """What the plan at one place of a front is kept under."""
-    return f"front={place} rigor={options.rigor} {_constraints(options)}"
-
-
-def _constraints(options: Options) -> str:
-    return (
-        f"workspace={options.workspace} batch_sizes={options.batch_sizes} deterministic={options.deterministic} "
-        f"error_limit={options.error_limit} strict={options.strict}"
-        + (f" exclude={','.join(options.exclude)}" if options.exclude else "")
-        + (REPLAYED if options.cuda_graphs else "")
-    )
-
-
-def _fits(plan: Plan, problem: ConvProblem, options: Options) -> bool:
-    """Whether a remembered plan names solvers of this version that can solve the problem within the limit."""
-    if options.workspace is not None and plan.workspace > options.workspace:
-        return False
-    try:
-        solver = solvers.get(plan.solver)
-        if solver.version != plan.version or solver.why_not(problem) or options.excludes(solver, plan.config):
-            return False
-        if not isinstance(solver, Split):
-            return plan.leaf
-        parts, plans = parts_of(plan, problem, solver)
-        return all(
-            part.problem is None or _fits(child, part.problem, options)
-            for part, child in zip(parts, plans, strict=True)
-        )
-    except (KeyError, ValueError):
-        return False

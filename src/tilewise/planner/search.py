@@ -21,11 +21,13 @@ from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner import replacing
 from tilewise.planner.divisions import BATCH_LEVEL, Choice, Divisions, choice_of, leaf_parts
 from tilewise.planner.estimate import Profile, estimate_ms
+from tilewise.planner.gate import MOST_NESTED
 from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, peak_is_known
 from tilewise.planner.operands import Tensors, make_bias, make_operands, make_result
 from tilewise.planner.options import EXCLUDED, NoPlanError, Options, no_plan_text
 from tilewise.planner.pareto import front, thin
 from tilewise.planner.partitions import Partitions, told_as
+from tilewise.planner.rates import Key
 from tilewise.planner.replacing import rounds
 from tilewise.planner.store import Store
 from tilewise.planner.tilings import Tilings
@@ -40,7 +42,6 @@ FINALISTS = 3
 """Plans measured whole against the baseline."""
 NEAR = 1.15
 """Plans whose estimate is within this of the best are finalists."""
-MOST_NESTED = 2
 MOST_WITHIN_LESS = 2
 """Configs of each solver that are measured under each of the limits below."""
 LEAST_LIMIT = 1 << 20
@@ -99,10 +100,10 @@ class Search:
                 if self.baseline_allowed:
                     ranked.append(self._baseline_plan())
                 kept = [ranked[i] for i in thin(front((plan.time_ms, plan.workspace) for plan in ranked))]
-                checked = [plan if self._is_baseline(plan) else self._verified(plan) for plan in kept]
+                checked = [plan if self._is_baseline(plan) else self._verified(self._as_run(plan)) for plan in kept]
                 right = tuple(plan for plan in checked if plan is not None)
                 if len(right) == len(kept):
-                    return right
+                    return tuple(right[i] for i in front((plan.time_ms, plan.workspace) for plan in right))
 
     def survey(self) -> None:
         """Fill :attr:`log` with what every solver could do, without choosing."""
@@ -110,20 +111,22 @@ class Search:
             self._measure_baseline()
             self._ranked()
 
-    def confirm(self, plan: Plan) -> tuple[Plan, str]:
+    def confirm(self, plan: Plan, *, by_peak: bool = True) -> tuple[Plan, str]:
         """A plan found elsewhere with its workspace and error here, and why it may not be used, empty when it may.
 
-        It is run whole and checked like one found here, not timed.
+        It is run whole and checked like one found here, not timed. Unless ``by_peak`` its workspace is what it is bound
+        to.
         """
         own, limit = solvers.baseline(), self.options.workspace
         with self._undisturbed():
             if not own.why_not(self.problem):  # its errors are what others' are held to, save in fp32
                 self.baseline = Measurement(own.name, own.version, Config())
             try:
-                needed = execute.bind(plan, self.problem, *self.tensors).workspace
-                if limit is not None and needed > limit:
-                    raise OverLimit(needed, limit)
-                _, workspace = self._run_whole(plan)
+                workspace = execute.bind(plan, self.problem, *self.tensors).workspace
+                if limit is not None and workspace > limit:
+                    raise OverLimit(workspace, limit)
+                if by_peak:
+                    _, workspace = self._run_whole(plan)
             except OverLimit as over:
                 return plan, str(over)
             except Exception as error:  # as in a trial
@@ -153,6 +156,10 @@ class Search:
         reasons = solver.why_not(self.problem)
         known = self.store.of(self.problem)
         key = (solver.name, solver.version, Config())
+        foreign = self._foreign(self.problem)
+        if key in foreign:
+            del known[key]  # all else is held against it, so that it is measured here
+            foreign.remove(key)
         if not reasons and self.options.rigor == "wisdom_only" and key not in known:
             reasons = [UNKNOWN]
         if reasons:
@@ -198,7 +205,13 @@ class Search:
             is_root=root,
             bias=self.bias if root else None,
             for_front=self._for_front,
+            foreign=self._foreign(problem),
         )
+
+    def _foreign(self, problem: ConvProblem) -> set[Key]:
+        """What is known of ``problem`` from elsewhere."""
+        self.store.of(problem)
+        return self.store.foreign[problem.key]
 
     def _ranked(self) -> list[Plan]:
         """Leaves and divisions, best first by measured, summed or (rigor ``estimate``) estimated time."""
@@ -274,7 +287,7 @@ class Search:
             if solver.alike:
                 for_front = batch and self._for_front
                 divisions = Divisions(solver, trial, each, deeper, patient, for_front, self._share)
-            found = divisions.plans()
+            found = [plan for plan in divisions.plans() if plan.is_kept]
             plans += found
             if depth == 0:
                 self.log += [Measurement(p.solver, p.version, p.config, p.time_ms, p.workspace) for p in found]
@@ -407,8 +420,19 @@ class Search:
     def _is_baseline(self, plan: Plan) -> bool:
         return plan.solver == solvers.baseline().name
 
+    def _as_run(self, plan: Plan) -> Plan:
+        """A front's plan with the memory it takes, where only what was measured elsewhere says how much that is."""
+        if not any(self.store.foreign.values()):
+            return plan
+        with contextlib.suppress(Exception):  # raised again, and kept as its reason, where it is checked
+            plan = replace(plan, workspace=max(plan.workspace, self._run_whole(plan)[1]))
+        return plan
+
     def _verified(self, plan: Plan) -> Plan | None:
         """The plan with its error, or ``None`` when it is too far from float64: then its leaves are looked at."""
+        if over := self._over_limit(plan.workspace):
+            self._drop(plan, over)
+            return None
         error, reason = self._checked(plan, self.problem)
         plan = replace(plan, error=error)
         if not reason:
@@ -440,7 +464,7 @@ class Search:
     def _remember_wrong(self, leaf: Plan, problem: ConvProblem, reason: str) -> None:
         """Keep a leaf out of this search, and its error for others, whose limits may be wider."""
         self.wrong[leaf.solver, leaf.config] = reason
-        if math.isnan(leaf.time_ms):
+        if math.isnan(leaf.time_ms) or (leaf.solver, leaf.version, leaf.config) in self._foreign(problem):
             return  # one of several at once, on fewer threads: what is kept of the problem is of all of them
         error = leaf.error
         finite = error is not None and math.isfinite(error.l2) and math.isfinite(error.spread)

@@ -122,6 +122,8 @@ class Trial:
     """Whether a part is worth trying for candidates that block the batch themselves: a tile is, a micro-batch not."""
     among: frozenset[str] | None = None
     """Names of the solvers to try; ``None``: all."""
+    foreign: set[Key] = field(default_factory=set)
+    """What of :attr:`known` was measured elsewhere: less memory than a candidate is bound to is not believed."""
     prior_ms: dict[Key, float] = field(default_factory=dict)
     """What candidates would take at their rate at a larger size: one that lost there by far is not run again."""
     blocked: dict[tuple[str, Config], float] = field(default_factory=dict)
@@ -313,7 +315,7 @@ class Trial:
     def _try(self, solver: Solver, config: Config, estimate: float, needed: int) -> None:
         key = solver.name, solver.version, config
         limit = self.options.workspace
-        m = self.known.get(key)
+        m = self.believed(key, solver.workspace(self.problem, config) if key in self.foreign else 0)
         if self.options.rigor == "estimate" and (m is None or not m.reason):
             # By estimate alone, so that all compare alike.
             self.found.append(Measurement(solver.name, solver.version, config, estimate, needed))
@@ -334,6 +336,7 @@ class Trial:
                 self._lose(solver, config, str(slow), slow.workspace)
                 return
             self.known[key] = m
+            self.foreign.discard(key)
         if not m.reason and limit is not None and m.workspace is not None and m.workspace > limit:
             self.blocked[solver.name, config] = self._estimate(solver, config)
             text = f"took {format_bytes(m.workspace)} of workspace when run, the limit is {format_bytes(limit)}"
@@ -344,6 +347,18 @@ class Trial:
         self.found.append(m)
         if not m.reason and m.time_ms is not None:
             self.best_ms = min(self.best_ms, m.time_ms)
+
+    def believed(self, key: Key, declared: int) -> Measurement | None:
+        """What is known of a candidate that needs ``declared`` bytes of workspace, in its own config.
+
+        ``None`` where nothing is, or where what was measured elsewhere says less.
+        """
+        m = self.known.get(key)
+        if m is None or key not in self.foreign:
+            return m
+        if not m.reason and (m.workspace is None or m.workspace < declared):
+            return None
+        return replace(m, config=key[2])  # numbers may be equal and of another type
 
     def _bound_ms(self, workspace: int) -> float:
         """The time to beat: for a front, that of what is found in no more workspace."""

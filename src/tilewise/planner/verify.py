@@ -74,10 +74,15 @@ def errors_of(problem: ConvProblem, compute: Compute, plan: Plan | None = None) 
             gap = got - want
             square += float(gap.square().sum())
             norm += float(want.square().clamp_min_(tiny**2).sum())
-            spread = max(spread, float((gap.abs() / scale.clamp_min_(tiny)).max()))
+            spread = max(spread, float(_spread(gap.abs(), scale, tiny).max()))
         worst_l2 = max(worst_l2, math.sqrt(square / norm))
         worst_spread = max(worst_spread, spread)
     return Error(worst_l2, worst_spread)
+
+
+def _spread(gap: torch.Tensor, scale: torch.Tensor, tiny: float) -> torch.Tensor:
+    """``gap`` in shares of ``scale``, which is |a| conv |b|. Where that is 0 nothing is read: all but 0 counts as 1."""
+    return torch.where(scale == 0.0, (gap != 0.0).to(gap.dtype), gap / scale.clamp_min(tiny))
 
 
 def error_limit(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tilewise import cache, trusted
 from tilewise.wisdom.paths import VARIABLE, on_network
-from tilewise.wisdom.schema import Damaged, create, identify, require_sound, roll_back
+from tilewise.wisdom.schema import SCHEMA_VERSION, Damaged, create, identify, require_sound, roll_back
 
 if TYPE_CHECKING:
     import sqlite3
@@ -124,9 +124,12 @@ class Database:
             _judged(self.path),
             contextlib.closing(_connect(self.path, "rwc" if write else "rw")) as db,
         ):
-            if identify(db):
+            version = identify(db)
+            if version == SCHEMA_VERSION:
                 _set_synchronous(db, network=on_network(self.path.parent))
                 return _transaction(db, work, write=write)
+        if version:
+            raise Unusable("it is of an older tilewise and cannot be brought up to date", curable=True)
         if write:
             raise Unusable("it is empty", curable=True)
         return _on_nothing(work)
@@ -409,6 +412,7 @@ def _memory_copy(path: Path) -> sqlite3.Connection | None:
                 source.backup(copy)
             if identify(copy):
                 require_sound(copy)
+                create(copy)
                 _try_writing(copy)
                 return copy
         except (sqlite3.Error, UnicodeDecodeError, Damaged, Unusable):

@@ -18,6 +18,8 @@ __all__ = ["FORMAT", "KIND", "compose", "merged", "parse", "read", "write"]
 
 FORMAT = 1
 KIND = "tilewise wisdom"
+MOST_BYTES = 1 << 29
+"""Size of a file that is read: a hundred times what a cluster's documents have been seen to come to."""
 
 
 def compose(kept: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
@@ -184,8 +186,12 @@ def _items(entry: dict[str, Any], name: str) -> list[Any]:
 def read(path: Path) -> tuple[dict[str, list[Row]], list[str]]:
     """:func:`parse` of a file. Raises ``OSError``, and :class:`~tilewise.plan.PlanFormatError`
     naming the file."""
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise PlanFormatError(f"{path}: has more than {MOST_BYTES} bytes; no wisdom is as large")
     try:
-        return parse(rows.parse_json(path.read_text(encoding="utf-8")))
+        return parse(rows.parse_json(data.decode("utf-8")))
     except (PlanFormatError, UnicodeDecodeError) as error:
         raise PlanFormatError(f"{path}: {error}") from error
 

@@ -55,6 +55,9 @@ LAST_SECOND = 253402300799
 """End of the year 9999: later times have no date."""
 LARGEST = 2**63 - 1
 """SQLite's largest integer."""
+LONGEST = {"config": 1 << 20, "plan": 1 << 22, "profile": 1 << 16, "reason": 1 << 14}
+"""Characters of a text; of any other :data:`NAME`. What is longer is refused before it is parsed."""
+NAME = 4096
 
 Values = tuple[Any, ...]
 
@@ -85,9 +88,13 @@ def parse_json(text: str) -> Any:
 
 
 def checked_text(name: str, value: object, *, empty: bool = False) -> str:
-    """``value`` when it is text for UTF-8, not empty unless allowed. Raises :class:`RowError`."""
+    """``value`` when it is text for UTF-8 of bounded length, not empty unless allowed. Raises :class:`RowError`."""
     if not isinstance(value, str) or not (value or empty):
         raise RowError(f"{name}={value!r:.80}: expected text")
+    if len(value) > LONGEST.get(name, NAME):
+        raise RowError(
+            f"{name}={value[:80]!r}...: has {len(value)} characters, at most {LONGEST.get(name, NAME)} would do"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -186,8 +193,8 @@ def pack_measurement(measurement: Measurement, recorded: float) -> Values:
         m.workspace,
         None if error is None else checked_number("error.l2", error.l2),
         None if error is None else checked_number("error.spread", error.spread),
-        # Library messages may hold bytes of any encoding.
-        m.reason.encode("utf-8", "backslashreplace").decode(),
+        # Library messages may hold bytes of any encoding, and be of any length.
+        m.reason.encode("utf-8", "backslashreplace").decode()[: LONGEST["reason"]],
         _optional("baseline_ms", baseline_ms),
         recorded,
     )

@@ -11,7 +11,7 @@ __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "TABLES", "Damaged", "create", "i
 
 APPLICATION_ID = 0x74776973
 """``twis``: says in the file's header whose it is."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 NAME = """CREATE TABLE name (
     id INTEGER PRIMARY KEY,
@@ -31,6 +31,7 @@ MEASUREMENT = """CREATE TABLE measurement (
     baseline_ms REAL,
     recorded REAL NOT NULL,
     crc INTEGER NOT NULL,
+    seal BLOB,
     PRIMARY KEY (environment, problem, solver, version, config)
 ) WITHOUT ROWID"""
 PLAN = """CREATE TABLE plan (
@@ -40,6 +41,7 @@ PLAN = """CREATE TABLE plan (
     plan TEXT NOT NULL,
     recorded REAL NOT NULL,
     crc INTEGER NOT NULL,
+    seal BLOB,
     PRIMARY KEY (environment, problem, constraints)
 ) WITHOUT ROWID"""
 PROFILE = """CREATE TABLE profile (
@@ -52,6 +54,9 @@ TABLES = (NAME, MEASUREMENT, PLAN, PROFILE)
 """Environment and problem keys are long and repeat, so rows hold their ids in ``name``. An id is a
 hash of the text (``tables.key_id``): there is no index that damage could set against its table.
 Changing any of this text makes another schema: raise the version and upgrade files of the old."""
+UNSEALED = 1
+"""The version whose rows had no seal."""
+UNSEALED_TABLES = tuple(table.replace("    seal BLOB,\n", "") for table in TABLES)
 
 
 class Damaged(Exception):
@@ -67,21 +72,20 @@ class Damaged(Exception):
         self.identity = identity
 
 
-def identify(db: sqlite3.Connection) -> bool:
-    """Whether the file is a store or new (``False``). Raises :class:`Damaged` for anything else.
+def identify(db: sqlite3.Connection) -> int:
+    """The version of a store's schema, 0 for a new file. Raises :class:`Damaged` for anything else.
 
-    The schema must be this one to the letter: a trigger or view from elsewhere would run inside our
-    queries.
+    The schema must be that version's to the letter: a trigger or view from elsewhere would run inside our queries.
     """
     application = db.execute("PRAGMA application_id").fetchone()[0]
-    version = db.execute("PRAGMA user_version").fetchone()[0]
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
     # SQLite makes tables of its own for indices without SQL and, when somebody runs ANALYZE, for
     # statistics.
     found = db.execute(
         "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND NOT (type = 'table' AND name LIKE 'sqlite_stat%')"
     ).fetchall()
     if not found and application == version == 0:
-        return False
+        return 0
     if application != APPLICATION_ID:
         raise Damaged("foreign", f"another program's SQLite database (application_id {application:#x})")
     if version > SCHEMA_VERSION:
@@ -89,9 +93,10 @@ def identify(db: sqlite3.Connection) -> bool:
             "newer",
             f"written by a newer tilewise (schema {version}; this one reads {SCHEMA_VERSION})",
         )
-    if version != SCHEMA_VERSION or {sql for (sql,) in found} != set(TABLES):
+    expected = {SCHEMA_VERSION: TABLES, UNSEALED: UNSEALED_TABLES}.get(version, ())
+    if not expected or {sql for (sql,) in found} != set(expected):
         raise Damaged("damaged", "damaged (its tables are not the ones tilewise makes)")
-    return True
+    return version
 
 
 def require_sound(db: sqlite3.Connection) -> None:
@@ -102,18 +107,34 @@ def require_sound(db: sqlite3.Connection) -> None:
 
 
 def create(db: sqlite3.Connection) -> None:
-    """Make the tables of a new file in one transaction, unless another process already has."""
+    """Make the tables of a new file, or those of an older one as they are now, unless another process already has.
+
+    One transaction: it is done or it is not.
+    """
     db.execute("BEGIN IMMEDIATE")
     try:
-        if not identify(db):
+        version = identify(db)
+        if version == UNSEALED:
+            _add_seals(db)
+        elif not version:
             for table in TABLES:
                 db.execute(table)
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         db.execute("COMMIT")
     except BaseException:
         roll_back(db)
         raise
+
+
+def _add_seals(db: sqlite3.Connection) -> None:
+    """Have the rows of an older file without a seal: they are checked when they are first used."""
+    for name, table in (("measurement", MEASUREMENT), ("plan", PLAN)):
+        columns = ", ".join(column[1] for column in db.execute(f"PRAGMA table_info({name})"))
+        db.execute(f"ALTER TABLE {name} RENAME TO unsealed_{name}")
+        db.execute(table)
+        db.execute(f"INSERT INTO {name} ({columns}) SELECT {columns} FROM unsealed_{name}")
+        db.execute(f"DROP TABLE unsealed_{name}")
 
 
 def roll_back(db: sqlite3.Connection) -> None:

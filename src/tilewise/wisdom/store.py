@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tilewise.plan import Measurement, Plan
 from tilewise.version import VERSION
@@ -20,7 +20,7 @@ from tilewise.wisdom.tables import Found, Row
 if TYPE_CHECKING:
     import sqlite3
 
-__all__ = ["Summary", "Wisdom"]
+__all__ = ["Kept", "Summary", "Wisdom"]
 
 T = TypeVar("T")
 
@@ -39,6 +39,14 @@ class Summary:
     plans: int
     profiled: bool
     newest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kept(Generic[T]):
+    """What a row holds, and whether it is this user's ``own``: sealed by a process that measured or checked it here."""
+
+    value: T
+    own: bool
 
 
 class Wisdom:
@@ -88,10 +96,15 @@ class Wisdom:
 
     def measurements_many(self, environment: str, problems: Iterable[str]) -> dict[str, list[Measurement]]:
         """:meth:`measurements` of each problem, read at once; an empty list where there is none."""
-        result: dict[str, list[Measurement]] = {problem: [] for problem in problems}
+        kept = self.kept_measurements(environment, problems)
+        return {problem: [entry.value for entry in found] for problem, found in kept.items()}
+
+    def kept_measurements(self, environment: str, problems: Iterable[str]) -> dict[str, list[Kept[Measurement]]]:
+        """As :meth:`measurements_many`, each with whose it is."""
+        result: dict[str, list[Kept[Measurement]]] = {problem: [] for problem in problems}
         found = self._database.read(lambda db: list(tables.select(db, "measurement", environment, result)))
         for row, measurement in self._valid(found, lambda row: rows.unpack_measurement(row.values)):
-            result[row.problem].append(measurement)
+            result[row.problem].append(Kept(measurement, tables.is_own(row)))
         return result
 
     def record(self, environment: str, problem: str, measurements: Iterable[Measurement]) -> None:
@@ -103,15 +116,17 @@ class Wisdom:
         """
         self.record_many(environment, {problem: measurements})
 
-    def record_many(self, environment: str, measurements: Mapping[str, Iterable[Measurement]]) -> None:
-        """:meth:`record` for many problems in one transaction."""
+    def record_many(
+        self, environment: str, measurements: Mapping[str, Iterable[Measurement]], *, own: bool = False
+    ) -> None:
+        """:meth:`record` for many problems in one transaction; ``own``: this process measured them just now."""
         now = time.time()
         new = [
             _row(environment, problem, rows.pack_measurement(measurement, now))
             for problem, found in measurements.items()
             for measurement in found
         ]
-        self._insert("measurement", new)
+        self._insert("measurement", new, own)
 
     def plan(self, environment: str, problem: str, constraints: str) -> Plan | None:
         """The plan kept for a problem under these constraints, whatever its solver versions."""
@@ -119,27 +134,35 @@ class Wisdom:
 
     def plans_many(self, environment: str, problems: Iterable[str], constraints: str) -> dict[str, Plan]:
         """:meth:`plan` of each problem that has one, read at once."""
+        kept = self.kept_plans(environment, problems, constraints)
+        return {problem: entry.value for problem, entry in kept.items()}
+
+    def kept_plans(self, environment: str, problems: Iterable[str], constraints: str) -> dict[str, Kept[Plan]]:
+        """As :meth:`plans_many`, each with whose it is."""
         wanted = list(problems)
         found = self._database.read(lambda db: list(tables.select(db, "plan", environment, wanted)))
         kept = [row for row in found if row.values[0] == constraints]
-        return {row.problem: plan for row, plan in self._valid(kept, _unpack_plan)}
+        return {row.problem: Kept(plan, tables.is_own(row)) for row, plan in self._valid(kept, _unpack_plan)}
 
-    def remember(self, environment: str, problem: str, constraints: str, plan: Plan) -> None:
+    def remember(self, environment: str, problem: str, constraints: str, plan: Plan, *, own: bool = False) -> None:
         """Keep a plan in place of the one for the same problem and constraints.
 
-        Raises ``ValueError`` naming the entry for a plan of another problem or with numbers that
-        are not finite.
+        ``own``: this process has just checked it against float64 and within its limit; others are checked when they
+        are first used. Raises ``ValueError`` naming the entry for a plan of another problem or with numbers that are
+        not finite.
         """
-        self.remember_many(environment, constraints, {problem: plan})
+        self.remember_many(environment, constraints, {problem: plan}, own=own)
 
-    def remember_many(self, environment: str, constraints: str, plans: Mapping[str, Plan]) -> None:
+    def remember_many(
+        self, environment: str, constraints: str, plans: Mapping[str, Plan], *, own: bool = False
+    ) -> None:
         """:meth:`remember` for many problems in one transaction."""
         now = time.time()
         new = [
             _row(environment, problem, rows.pack_plan(problem, constraints, plan, now))
             for problem, plan in plans.items()
         ]
-        self._insert("plan", new)
+        self._insert("plan", new, own)
 
     def profile(self, environment: str) -> dict[str, float] | None:
         """The device profile of an environment; ``None`` without one."""
@@ -250,9 +273,9 @@ class Wisdom:
             if isinstance(environment, str)
         ]
 
-    def _insert(self, table: str, new: list[Row]) -> None:
+    def _insert(self, table: str, new: list[Row], own: bool = False) -> None:
         if new:
-            self._database.write(lambda db: tables.insert(db, table, new))
+            self._database.write(lambda db: tables.insert(db, table, new, own=own))
 
     def _everything(self) -> dict[str, list[Row]]:
         found = self._database.read(lambda db: {table: list(tables.select_all(db, table)) for table in tables.COLUMNS})

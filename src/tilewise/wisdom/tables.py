@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilewise.wisdom import rows
+from tilewise.wisdom.secret import seal_of, sealed
 
 if TYPE_CHECKING:
     import sqlite3
@@ -18,6 +20,7 @@ __all__ = [
     "delete",
     "delete_plans",
     "insert",
+    "is_own",
     "key_id",
     "key_of",
     "rank",
@@ -32,6 +35,8 @@ KEYS = {
     "plan": ("environment", "problem", "constraints"),
     "profile": ("environment",),
 }
+SEALED = ("measurement", "plan")
+"""Tables whose rows are believed further when they are this user's own; a profile only orders what is tried."""
 BATCH = 500
 """Keys in one query; old versions of SQLite allow 999 parameters."""
 
@@ -52,6 +57,7 @@ class Found(NamedTuple):
     problem: Any
     values: tuple[Any, ...]
     crc: Any
+    seal: Any = None
 
 
 def key_id(text: str) -> int:
@@ -72,10 +78,10 @@ def select(db: sqlite3.Connection, table: str, environment: str, problems: Itera
     ids, order = list(texts), ", ".join(KEYS[table][1:])
     for start in range(0, len(ids), BATCH):
         batch = ids[start : start + BATCH]
-        found = f"SELECT problem, crc, {columns} {query} AND problem IN ({', '.join('?' * len(batch))})"
+        found = f"SELECT problem, crc, seal, {columns} {query} AND problem IN ({', '.join('?' * len(batch))})"
         found += f" ORDER BY {order}"
-        for problem, crc, *values in db.execute(found, batch):
-            yield Found(table, environment, texts.get(problem), tuple(values), crc)
+        for problem, crc, seal, *values in db.execute(found, batch):
+            yield Found(table, environment, texts.get(problem), tuple(values), crc, seal)
 
 
 def select_all(db: sqlite3.Connection, table: str) -> Iterator[Found]:
@@ -90,13 +96,19 @@ def select_all(db: sqlite3.Connection, table: str) -> Iterator[Found]:
         yield Found(table, environment, problem, tuple(values), crc)
 
 
-def insert(db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only: bool = False) -> int:
-    """Keep rows in place of those with equal keys, or only of those :func:`rank` puts lower; returns how many."""
+def insert(
+    db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only: bool = False, own: bool = False
+) -> int:
+    """Keep rows in place of those with equal keys, or only of those :func:`rank` puts lower; returns how many.
+
+    Those of this user's ``own`` measuring and checking are sealed.
+    """
     keyed = table != "profile"
     names = dict.fromkeys(name for row in new for name in (row.environment, row.problem)[: 1 + keyed])
     ids = {name: key_id(name) for name in names}
     keys, values = KEYS[table], COLUMNS[table]
-    columns = (*keys[: 1 + keyed], *values, "crc")
+    seals = table in SEALED
+    columns = (*keys[: 1 + keyed], *values, "crc", *(["seal"] if seals else []))
     changed = ", ".join(f"{column} = excluded.{column}" for column in columns if column not in keys)
     query = (
         f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))}) "
@@ -109,6 +121,7 @@ def insert(db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only
             *(ids[name] for name in (row.environment, row.problem)[: 1 + keyed]),
             *row.values,
             rows.checksum(row.environment, row.problem, *row.values),
+            *([seal_of(sealed_text(table, row)) if own else None] if seals else []),
         )
         for row in new
     ]
@@ -116,6 +129,16 @@ def insert(db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only
         return 0
     db.executemany("REPLACE INTO name (text, id) VALUES (?, ?)", ids.items())
     return db.executemany(query, parameters).rowcount
+
+
+def sealed_text(table: str, row: Row | Found) -> str:
+    """What a seal is of: all that a row says, and where it stands."""
+    return json.dumps([table, row.environment, row.problem, *row.values])
+
+
+def is_own(row: Found) -> bool:
+    """Whether a process of this user made the row, and nobody changed it since."""
+    return row.seal is not None and sealed(sealed_text(row.table, row), row.seal)
 
 
 def rank(row: Row) -> tuple[float, int]:

@@ -1,0 +1,197 @@
+"""The gate for plans that come from outside this process: what does not pass is never bound, compiled or allocated for.
+
+A plan may come from wisdom, a schedule or another rank. Here solvers are asked whether they would have made it. That
+takes milliseconds and runs nothing, so a plan that somebody wrote by hand costs no more than a sound one. What passes
+and was not checked by a process of this user is then run once within its limit and against float64
+(:meth:`~tilewise.planner.Planner.confirm`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tilewise import execute, solvers
+from tilewise.plan import Config, Plan
+from tilewise.planner.options import EXCLUDED, Options
+from tilewise.problem import ROLES, ConvProblem
+from tilewise.solvers import Solver, Split
+from tilewise.threads import with_threads
+
+__all__ = ["MOST_NESTED", "as_here", "is_offered", "why_unfit"]
+
+MOST_NESTED = 2
+"""Splits on the way from the root to a leaf."""
+MOST_KINDS = 100
+"""Different parts that solvers are asked about: far more than a search composes."""
+MOST_TEXT = 1000
+"""Characters of a text in a leaf's config."""
+MOST_LABEL = 1 << 16
+"""Characters of a label."""
+MOST_NUMBERS = 16
+"""Integers in a tuple of a leaf's config."""
+LEAST_RANGE = 2**16
+"""Integers in a config up to here are asked about, whatever the size of the problem."""
+
+
+def why_unfit(plan: Plan, problem: ConvProblem, options: Options) -> str:
+    """Why ``plan`` may not even be tried on ``problem``, empty when it may: solvers are asked, nothing is run."""
+    return _Asking(options).why_unfit(plan, problem)
+
+
+@dataclass
+class _Asking:
+    """One plan's walk through the gate, with what was asked already."""
+
+    options: Options
+    asked: set[tuple[ConvProblem, Plan, int]] = field(default_factory=set)
+
+    def why_unfit(self, plan: Plan, problem: ConvProblem, level: int = -1, threads: int = 0, depth: int = 0) -> str:
+        """``level`` is that of the split above, one of ``depth``; ``threads`` what torch has for a part, 0 for all."""
+        if plan.problem != problem.key:
+            return f"its plan has a part for {plan.problem[:200]}, which is none of the problem's"
+        try:
+            solver = solvers.get(plan.solver)
+        except KeyError:
+            return f"its plan needs the solver {plan.solver[:80]!r}, which there is not here"
+        if solver.version != plan.version:
+            return f"its plan is by {plan.solver} version {plan.version}, here is version {solver.version}"
+        if self.options.excludes(solver, plan.config):
+            return f"its plan uses {plan.solver}, {EXCLUDED}"
+        reasons = solver.why_not(problem)
+        if reasons:
+            return f"{plan.solver} cannot solve it: {'; '.join(reasons)}"
+        try:
+            if isinstance(solver, Split):
+                return self._parts(plan, problem, solver, level, depth)
+            return self._leaf(plan, problem, solver, threads)
+        except Exception as error:  # whatever a solver makes of a config that somebody wrote: the plan is refused
+            return f"{_not_offered(plan)} ({type(error).__name__}: {str(error)[:200]})"
+
+    def _leaf(self, plan: Plan, problem: ConvProblem, solver: Solver, threads: int) -> str:
+        if plan.children:
+            return f"its plan has parts below {plan.solver}, which has none"
+        if not is_offered(solver, problem, plan.config, threads):
+            return _not_offered(plan)
+        if self.options.deterministic and not solver.is_deterministic(problem, plan.config):
+            return f"{plan.solver} is not deterministic"
+        return ""
+
+    def _parts(self, plan: Plan, problem: ConvProblem, solver: Split, level: int, depth: int) -> str:
+        if solver.level <= level:
+            return f"its plan cuts by {plan.solver} below a split of the same level"
+        if depth == MOST_NESTED or (solver.at_once and depth):
+            return f"its plan cuts by {plan.solver} below {depth} other splits"
+        sizes, whole = plan.config.get("sizes"), problem.extent(solver.axis_of(problem))
+        if set(plan.config) != {"sizes"}:
+            return _not_offered(plan)
+        shown = str(sizes[:20] if isinstance(sizes, tuple) else sizes)[:200]
+        if not isinstance(sizes, tuple) or min(sizes, default=0) < 1 or sum(sizes) != whole:
+            return f"its plan cuts by {plan.solver} into {shown}, which is not the whole"
+        if sum(plan.counts) != len(sizes):  # before they are spelled out
+            return f"{_not_offered(plan)}: {len(sizes)} parts and plans for {str(sum(plan.counts))[:20]}"
+        parts, plans = execute.parts_of(plan, problem, solver)
+        if solver.at_once and not all(child.leaf for child in plans):
+            return f"its plan cuts the parts of {plan.solver} again, which run at once"
+        if solver.at_once and any(part.problem is None for part in parts):
+            return f"its plan has parts of {plan.solver} that meet no data"
+        threads = max(1, torch.get_num_threads() // len(parts)) if solver.at_once else 0
+        for part, child in zip(parts, plans, strict=True):
+            if part.problem is None or (key := (part.problem, child, threads)) in self.asked:
+                continue
+            if len(self.asked) == MOST_KINDS:
+                return f"its plan has more than {MOST_KINDS} different parts, as no search finds"
+            self.asked.add(key)
+            if reason := self.why_unfit(child, part.problem, solver.level, threads, depth + 1):
+                return reason
+        return ""
+
+
+def as_here(plan: Plan, problem: ConvProblem) -> Plan:
+    """A plan that passed, with what solvers here say of its leaves in place of what it claims."""
+    solver = solvers.get(plan.solver)
+    constant = 0
+    if not isinstance(solver, Split) and problem.constant_weight:
+        constant = solver.constant(problem, plan.config)
+    children = plan.children
+    if isinstance(solver, Split):
+        parts, plans = execute.parts_of(plan, problem, solver)
+        own = {id(child): part.problem for part, child in zip(parts, plans, strict=True) if part.problem is not None}
+        children = tuple(as_here(c, own[id(c)]) if id(c) in own else c for c in plan.children)
+    label = plan.label if plan.label.isprintable() and len(plan.label) <= MOST_LABEL else ""
+    return replace(plan, constant=constant, children=children, label=label)
+
+
+def _not_offered(plan: Plan) -> str:
+    return f"{plan.solver} does not offer {str(plan.config)[:200] or 'no config'} here"
+
+
+def is_offered(solver: Solver, problem: ConvProblem, config: Config, threads: int = 0) -> bool:
+    """Whether the solver itself would try ``config``, perhaps under a limit that is just enough for it.
+
+    Values and their types must be as it offers them: 1 is neither 1.0 nor true. ``threads`` are torch's for the part,
+    0 for as many as there are.
+    """
+    found: list[bool] = []
+
+    def ask() -> None:
+        found.append(_asked(solver, problem, config))
+
+    if threads:
+        with_threads(ask, threads)
+    else:
+        ask()
+    return found[-1]
+
+
+def _asked(solver: Solver, problem: ConvProblem, config: Config) -> bool:
+    key = config.key
+    offered = [c for c, _ in solver.offers(problem, None)]
+    if any(c.key == key for c in offered):
+        return True
+    # A solver computes with a config before it says no: only with one that is at least of the kind that it offers.
+    if not _is_of_the_kind(config, offered, problem):
+        return False
+    if any(c.key == key for c, _ in solver.offers(problem, None, [config])):
+        return True
+    if not _is_within(config, offered, solver.amounts):
+        return False
+    ceiling = solver.workspace(problem, config) + solver.hidden_workspace(problem, config)
+    return any(c.key == key for c, _ in solver.offers(problem, ceiling))
+
+
+def _is_of_the_kind(config: Config, offered: list[Config], problem: ConvProblem) -> bool:
+    """Whether names and types of values are those of the configs that are ``offered``, and no value is absurd."""
+    kinds = {(name, type(value)) for c in offered for name, value in c.items()}
+    largest = max(LEAST_RANGE, *(math.prod(problem.shape(role)) for role in ROLES))
+    for name, value in config.items():
+        if (name, type(value)) not in kinds:
+            return False
+        numbers = value if isinstance(value, tuple) else (value,)
+        if len(numbers) > MOST_NUMBERS or any(isinstance(n, (int, float)) and abs(n) > largest for n in numbers):
+            return False
+        if isinstance(value, str) and len(value) > MOST_TEXT:
+            return False
+    return True
+
+
+def _is_within(config: Config, offered: list[Config], amounts: frozenset[str]) -> bool:
+    """Whether no value but an amount is beyond those that are ``offered``: under a limit they only get smaller."""
+    for name, value in config.items():
+        if name in amounts:
+            continue
+        known = [c[name] for c in offered if name in c]
+        if isinstance(value, (str, bool)):
+            if value not in known:
+                return False
+        elif max(_numbers(value), default=0) > max((n for k in known for n in _numbers(k)), default=0):
+            return False
+    return True
+
+
+def _numbers(value: object) -> tuple[int | float, ...]:
+    if isinstance(value, tuple):
+        return value
+    return (value,) if isinstance(value, (int, float)) else ()
