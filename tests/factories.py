@@ -106,7 +106,7 @@ def _of_torch(function: str, call: ast.Call | None) -> str:
     if wanted is None:
         return ""
     if call is None:
-        if function in MODULES:
+        if function in MODULES or function == "Generator":
             return ""  # a class is asked about more often than it is made
         return f"torch.{function} is handed on, so that nobody sees what it is told: a function that tells it would do"
     return _lacks(f"torch.{function}", call, wanted, PLACES.get(function, {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,9 +25,10 @@ from tilewise.nn import report
 from tilewise.plan import Plan
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
 from tilewise.planner.follow import follow
+from tilewise.planner.memory import plan_text
 from tilewise.planner.messages import Job
 from tilewise.planner.options import EXCLUDED
-from tilewise.wisdom import Wisdom
+from tilewise.wisdom import Wisdom, WisdomWarning
 
 SMALL = toys.small(batch=8, channels=1, size=3)
 
@@ -111,25 +113,19 @@ def test_a_front_without_a_solver_is_never_taken_for_a_full_one(clock: Clock, tm
         one.plan(SMALL, Options(rigor="wisdom_only", exclude=("slow",)))
 
 
-def test_a_remembered_plan_with_a_solver_that_is_left_out_is_not_used(clock: Clock, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["by this user", "by somebody else"])
+def test_a_remembered_plan_with_a_solver_that_is_left_out_is_not_used(clock: Clock, tmp_path: Path, own: bool) -> None:
     """Whoever wrote it down under such constraints."""
     path = tmp_path / "wisdom.sqlite3"
     wisdom = Wisdom(path)
     wisdom.remember_profile(environment("cpu").key, PROFILE)
     plan = Planner(wisdom).plan(SMALL)
     assert plan.solver == "fast"
-    named: list[str] = []
-    kept = Wisdom.remember
-
-    def noting(self: Wisdom, place: str, problem: str, constraints: str, found: Plan) -> None:
-        named.append(constraints)
-        kept(self, place, problem, constraints, found)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Wisdom, "remember", noting)
-        assert Planner(Wisdom(path)).plan(SMALL, Options(exclude=("fast",))).solver == "aten"
-    wisdom.remember(environment("cpu").key, SMALL.key, named[0], plan)
-    assert Planner(Wisdom(path)).plan(SMALL, Options(exclude=("fast",))).solver == "aten"
+    options = Options(exclude=("fast",))
+    wisdom.remember(environment("cpu").key, SMALL.key, plan_text(options), plan, own=own)
+    said = contextlib.nullcontext() if own else pytest.warns(WisdomWarning, match="left out by exclude")
+    with said:
+        assert Planner(Wisdom(path)).plan(SMALL, options).solver == "aten"
 
 
 def test_options_pass_through_json(clock: Clock) -> None:
