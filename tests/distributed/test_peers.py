@@ -211,7 +211,7 @@ def silent() -> str:
     link.peers = shared(link, CHUNK)
     link.peers.rounds, link.peers.look = 3, 256  # the interpreter's looks are slow
     if link.index == 1:
-        time.sleep(2)
+        time.sleep(60)
         return ""
     like = torch.zeros(4)
     pending = link.exchange("the layer", [(1, like)], [(1, (4,))], like)
@@ -222,8 +222,8 @@ def silent() -> str:
 
 @interpreted
 def test_a_silent_rank_is_named() -> None:
-    text, _ = run(2, silent)
-    assert "rank 1 ended or gave no answer" in text
+    text, _ = run(2, silent, without=1)
+    assert "rank 1 gave no answer" in text
     assert "the layer" in text
 
 

@@ -1,17 +1,18 @@
 """The ranks that share one image: their process groups, exchanges in one order on all, and what becomes of a failure.
 
 Exchanges have a group of their own, so that halos never queue behind sums of gradients, and so that this library's
-messages are never taken for the user's. A rank that fails writes its reason into the store that the ranks started
-from, then breaks its connections: whoever waits for it wakes, reads the reason and raises it as its own error.
+messages are never taken for the user's. A rank that fails says why to all others (:mod:`tilewise.comm.presence`), then
+breaks its group's connections: whoever waits for it wakes, finds the reason and raises it as its own error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
+import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,23 +22,44 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tilewise.comm.agreement import gather
+from tilewise.comm import presence
+from tilewise.comm.agreement import gather, named_ranks
+from tilewise.comm.ending import on_end
 from tilewise.comm.peer_sums import PeerSums
 from tilewise.comm.peers import Peers
+from tilewise.comm.verdict import Cause, Verdict, judge
 from tilewise.comm.watch import Watch, raise_in_main
 
 __all__ = ["Link", "Noted", "PeerError", "Pending"]
 
-GRACE_S = 0.5
-"""How long a rank that lost another waits for what the others write of it."""
+SETTLE_S = 1.5
+"""How long a rank that lost another listens to the rest, where it is not known before who failed."""
+LOOK_S = 0.01
+AFTERMATH_S = 0.3
+"""How long an error that may come of another rank's end waits for that to show."""
+LONGEST = 8000
+"""Characters of an error's text that others hear."""
 TAGS = 2**30
 NCCL_LATER_S = 60.0
 
 _links: dict[tuple[int, ...], itertools.count[int]] = {}
+_every: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, ended, or said nothing in time; the message names that rank and where in the model."""
+    """Another rank failed, ended, or said nothing in time; the message says which, why, and where this one waited.
+
+    ``causes`` has the ranks that failed, each with what became of it in words.
+    """
+
+    def __init__(self, text: str, causes: Sequence[Cause] = ()) -> None:
+        super().__init__(text)
+        self.causes = tuple(causes)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that failed, without those that only stopped because of them."""
+        return tuple(rank for rank, _ in self.causes)
 
 
 class Pending:
@@ -115,29 +137,50 @@ class Link:
             raise ValueError(f"timeout={timeout!r}: seconds above 0 would do")
         self.index, self.timeout = self.ranks.index(dist.get_rank()), timeout
         self._on_gpu = device_type != "cpu"
-        self.group, self.sums = self._new_group(None), self._new_group(None)
-        self.control = self._new_group("gloo") if self._on_gpu else self.sums
         self.places = tuple(sorted(self.ranks).index(rank) for rank in self.ranks)
         """Of each rank, by index, its number in the process groups."""
         number = next(_links.setdefault(self.ranks, itertools.count()))
         self.key = f"tilewise/{'-'.join(map(str, self.ranks))}/{number}"
+        self._broken: PeerError | None = None
+        self._groups: list[dist.ProcessGroup] = []
+        self._presence = presence.here()
+        self._connect()
+        self.group, self.sums = self._groups[:2]
+        self.control = self._groups[-1] if self._on_gpu else self.sums
         self.told: set[bytes] = set()
         """Digests of texts that this rank has written for the others with :meth:`tell_words`."""
         self.progress, self.doing = 0, "nothing yet"
         """How many exchanges and sums were begun here, and where in the model the last was."""
-        self.peers: Peers | None = None
+        self.peers: Peers | None
         """Carries the messages that it can; none before :func:`tilewise.distributed.optimize`."""
-        self.peer_sums: PeerSums | None = None
+        self.peer_sums: PeerSums | None
         """Where kernels that add up numbers of all ranks keep them."""
         self.noted: Noted | None = None
         """What goes over the ranks, while somebody wants to know."""
-        self._broken: PeerError | None = None
+        _every.add(self)
+        on_end(_failed, _ended)
         if self._on_gpu:
             # NCCL lets a part of a group talk only once all of it has.
             for group in (self.group, self.sums):
-                here = torch.device("cuda", torch.cuda.current_device())
-                dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=here), group=group)
+                dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device), group=group)
             Watch(self).start()
+
+    def _connect(self) -> None:
+        """Find the other ranks, and make groups with them; raise :class:`PeerError` where one does not come."""
+        self.peers = self.peer_sums = None
+        try:
+            self._presence.meet(self.ranks, self.key, self.timeout)
+        except presence.NotThere as error:
+            became = "ended, or could not be reached," if error.came else "did not come"
+            causes = [(rank, f"rank {rank} {became} within {self.timeout:g} s") for rank in error.ranks]
+            self._broken = PeerError(f"{'; '.join(text for _, text in causes)} to make connections", causes)
+            self._say({"kind": "heard", "causes": causes})
+            raise self._broken from error
+        for backend in (None, None, "gloo")[: 3 if self._on_gpu else 2]:
+            try:
+                self._groups.append(self._new_group(backend))
+            except RuntimeError as error:
+                raise self.lost("making connections", self.others, error) from error
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:
         # Where NCCL runs out of time it ends the process: the watch comes before it.
@@ -300,40 +343,75 @@ class Link:
         return distributed_c10d._get_default_store().get(f"{self.key}/words/{name}").decode()
 
     def tell(self, what: str, error: BaseException) -> None:
-        """Write why this rank fails, once, and break its connections. A rank that only heard of it tells nothing."""
+        """Say why this rank fails, once, and break its connections. One that only heard of it passes on what it heard.
+
+        ``what`` says where in the program this is.
+        """
         if self._broken is not None:
             return
-        text = f"rank {self.ranks[self.index]} failed in {what}: {type(error).__name__}: {error}"
-        self._post({"failed": text})
-        self._broken = PeerError(text)
+        if isinstance(error, PeerError):
+            self._say({"kind": "heard", "causes": error.causes})
+            self._broken = PeerError(str(error), error.causes)
+        else:
+            own = self.ranks[self.index]
+            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            text = f"rank {own} failed in {what}: {said[:LONGEST]}"
+            self._say({"kind": "failed", "text": text, "lost": self._lost_before(error)})
+            self._broken = PeerError(text, [(own, text)])
         self._break()
+
+    def _lost_before(self, error: BaseException) -> list[int]:
+        """Ranks of which ``error`` may come, as they were gone: then it is they that failed, not this rank."""
+        # A connection of the user's own that breaks is a RuntimeError.
+        verdict = self._verdict((), AFTERMATH_S if isinstance(error, RuntimeError) else 0)
+        return [rank for rank, _ in verdict.causes if verdict.sure]
 
     def lost(self, what: str, peers: Sequence[int], error: BaseException) -> PeerError:
         """The error for an exchange in ``what`` with ``peers`` that came to nothing: who failed, as far as is known."""
         if self._broken is not None:
             return self._broken
-        names = " and ".join(f"rank {self.ranks[index]}" for index in peers)
-        own = f"rank {self.ranks[self.index]} waited for {names} in {what}"
-        self._post({"waited": own})
+        awaited = [self.ranks[index] for index in peers]
+        self._say({"kind": "waited", "for": awaited, "text": what})
         if not self._on_gpu:
             self._break()
-        time.sleep(GRACE_S)
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        self._broken = PeerError(self._story(own, first_line))
+        causes = self._verdict(awaited, SETTLE_S).causes
+        own = f"this rank waited in {what}"
+        if causes:
+            text = f"{'; '.join(text for _, text in causes)} ({own})"
+        else:
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            text = (
+                f"ranks wait for each other, as where one skips a layer: {own} for {named_ranks(awaited)}, {first_line}"
+            )
+        self._broken = PeerError(text, causes)
         return self._broken
 
-    def _story(self, own: str, first_line: str) -> str:
-        said = self._posted()
-        failed = [entry["failed"] for entry in said.values() if "failed" in entry]
-        if failed:
-            return f"{'; '.join(failed)} ({own})"
-        waited = [own, *(entry["waited"] for index, entry in said.items() if index != self.index)]
-        silent = [f"rank {self.ranks[index]}" for index in self.others if index not in said]
-        if not silent:
-            return f"{'; '.join(waited)}: {first_line}"
-        return (
-            f"{' and '.join(silent)} ended or gave no answer for {self.timeout:g} s ({'; '.join(waited)}: {first_line})"
-        )
+    def _verdict(self, awaited: Sequence[int], seconds: float) -> Verdict:
+        """Who failed, as soon as that is sure, or as it looks after so many ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = judge(*self._news(), awaited, self.timeout)
+            if found.sure or time.monotonic() >= deadline:
+                return found
+            time.sleep(LOOK_S)
+
+    def _news(self) -> tuple[dict[int, list[dict[str, Any]]], set[int]]:
+        """What the others said of this link or of their end, and which of them are gone."""
+        heard, gone = self._presence.news(rank for rank in self.ranks if rank != self.ranks[self.index])
+        return {r: [e for e in own if e.get("link", self.key) == self.key] for r, own in heard.items()}, gone
+
+    def trouble(self) -> int | None:
+        """A rank that stopped, by index: it said so, or its process is gone and its program had not come to its end."""
+        said, gone = self._news()
+        for rank, entries in said.items():
+            kinds = {entry.get("kind") for entry in entries}
+            if kinds - {"ended"} or (rank in gone and not kinds):
+                return self.ranks.index(rank)
+        return None
+
+    def _say(self, entry: dict[str, Any]) -> None:
+        others = [rank for rank in self.ranks if rank != self.ranks[self.index]]
+        self._presence.say(others, {"link": self.key, **entry})
 
     def give_up(self, index: int | None) -> None:
         """From the watching thread: rank ``index`` is lost (``None``: the store is).
@@ -345,28 +423,13 @@ class Link:
             raise_in_main(self.lost(self.doing, self.others if index is None else (index,), RuntimeError(said)))
             self._break()
 
-    def _post(self, entry: dict[str, str]) -> None:
-        # Where the store went with the rank that kept it, the broken connection is all the others hear.
-        with contextlib.suppress(RuntimeError):
-            distributed_c10d._get_default_store().set(f"{self.key}/{self.index}", json.dumps(entry))
-
-    def _posted(self) -> dict[int, dict[str, str]]:
-        found: dict[int, dict[str, str]] = {}
-        with contextlib.suppress(RuntimeError):
-            store = distributed_c10d._get_default_store()
-            for index in range(self.size):
-                key = f"{self.key}/{index}"
-                if store.check([key]):
-                    found[index] = json.loads(store.get(key))
-        return found
-
     def _break(self) -> None:
         """End every connection, so that whoever waits at the other end wakes."""
         for memory in (self.peers, self.peer_sums):
             if memory is not None:
                 memory.stop()
-        for group in dict.fromkeys((self.group, self.sums, self.control)):
-            if self._on_gpu and group is not self.control:
+        for group in self._groups:
+            if self._on_gpu and group is not self._groups[-1]:
                 group.abort()
             elif self.size > 1:
                 # Gloo has no abort: a receive that runs out of time ends the connections of its group.
@@ -377,3 +440,17 @@ class Link:
                     )
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
+
+
+def _failed(error: BaseException) -> None:
+    for link in list(_every):
+        link.tell("its program", error)
+
+
+def _ended() -> None:
+    for here in {link._presence for link in _every}:
+        here.say_to_all({"kind": "ended"})
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_every.clear)  # a fork's end is not the rank's

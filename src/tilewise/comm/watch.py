@@ -1,10 +1,10 @@
 """Watches the other ranks where waiting for them would hold up a GPU: NCCL's kernels do not wake when a rank is lost.
 
 A thread of each rank writes into the store how many exchanges its program has begun, and reads the others' numbers. One
-that fell behind and stands still for the time given is lost, as is one that wrote that it failed, and one whose thread
-writes nothing more though its program has not ended in order: replays of CUDA graphs begin no exchanges. Then the
-communicators are aborted, so that the GPU goes on, and an error is raised in the main thread before it can use what was
-computed. Only the host is asked: the GPU may be capturing a graph.
+that fell behind and stands still for the time given is lost, as is one that said that it failed, one whose process is
+gone, and one whose thread writes nothing more though its program has not ended in order: replays of CUDA graphs begin
+no exchanges. Then the communicators are aborted, so that the GPU goes on, and an error is raised in the main thread
+before it can use what was computed. Only the host is asked: the GPU may be capturing a graph.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ class Watch(threading.Thread):
                 if (late := link.late()) is not None:
                     link.give_up(late)
                     return
+                if (stopped := link.trouble()) is not None:
+                    link.give_up(stopped)
+                    return
                 for index in link.others:
                     key = f"{link.key}/alive/{index}"
-                    if store.check([f"{link.key}/{index}"]) or self._lost(
-                        index, store.get(key) if store.check([key]) else b"[0, 0]"
-                    ):
+                    if self._lost(index, store.get(key) if store.check([key]) else b"[0, 0]"):
                         link.give_up(index)
                         return
                 self._over.wait(self._interval)
@@ -106,11 +107,12 @@ class Standing:
 def raise_in_main(error: Exception) -> None:
     """Raise ``error`` in the main thread, as soon as it runs Python again."""
     kind = type(error)
-    said = str(error)
+    said = vars(error)
 
     class Raised(kind):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
-            super().__init__(said)
+            Exception.__init__(self, *error.args)
+            self.__dict__.update(said)
 
     Raised.__name__, Raised.__qualname__, Raised.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     main = threading.main_thread().ident

@@ -1,0 +1,283 @@
+"""Whether other ranks' processes are there, and their last words: one connection to each, silent until something fails.
+
+However a process ends, its system closes its connections at once: nothing tells more surely that it is gone. A rank
+that stops because of another says so on the same connection first, so who finds it closed has read why. Neither needs
+the store, which may have ended with the rank that kept it, nor a process group, which breaks as soon as one rank does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["NotThere", "Presence", "here"]
+
+MOST_SAID = 1 << 20
+"""Bytes that are kept of what a rank says; a process that says more is no rank of ours."""
+LONGEST_HELLO = 256
+TURN_S = 0.02
+SEND_S = 1.0
+CONNECT_S = 5.0
+INTERFACE = 0x8915
+"""``SIOCGIFADDR``: the address of a network interface by its name."""
+
+_every: weakref.WeakSet[Presence] = weakref.WeakSet()
+_now: tuple[weakref.ref[Any], Presence] | None = None
+
+
+class NotThere(RuntimeError):
+    """Ranks (``ranks``, global) that could not be reached in time, or were gone."""
+
+    def __init__(self, ranks: Sequence[int], came: bool) -> None:
+        super().__init__(f"ranks {list(ranks)} cannot be reached")
+        self.ranks, self.came = tuple(ranks), came
+
+
+@dataclass
+class Peer:
+    """A connection, and what came over it."""
+
+    socket: socket.socket
+    heard: list[dict[str, Any]] = field(default_factory=list)
+    rest: bytes = b""
+    size: int = 0
+    gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.socket.setblocking(False)
+
+    def tell(self, line: bytes) -> None:
+        """Send ``line``, unless the other end is gone or takes nothing."""
+        with contextlib.suppress(OSError):
+            self.socket.settimeout(SEND_S)
+            self.socket.sendall(line)
+        with contextlib.suppress(OSError):
+            self.socket.setblocking(False)
+
+    def listen(self) -> None:
+        """Take what has come, without waiting."""
+        while not self.gone:
+            try:
+                data = self.socket.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            self.size += len(data)
+            self.gone = not data or self.size > MOST_SAID
+            *lines, self.rest = (self.rest + data).split(b"\n")
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    entry = json.loads(line)
+                    if isinstance(entry, dict):
+                        self.heard.append(entry)
+
+
+class Presence:
+    """This process's connections to other ranks, by global rank; made by :meth:`meet`, and kept to its end."""
+
+    def __init__(self) -> None:
+        self._peers: dict[int, Peer] = {}
+        self._lock = threading.RLock()
+        _every.add(self)
+
+    def meet(self, ranks: Iterable[int], name: str, timeout: float) -> None:
+        """Connect with those of ``ranks`` that there is no connection with; each of them calls it with this ``name``.
+
+        Raises :class:`NotThere` after ``timeout`` seconds, or as soon as one that came is gone.
+        """
+        me = dist.get_rank()
+        with self._lock:
+            missing = {r for r in ranks if r != me and (r not in self._peers or self._peers[r].gone)}
+        if missing:
+            with _listening() as listener:
+                found = _Meeting(me, missing, name, listener).held(timeout)
+            with self._lock:
+                self._peers.update(found)
+
+    def say(self, ranks: Iterable[int], entry: dict[str, Any]) -> None:
+        """Have ``ranks`` hear ``entry``, plain JSON values; those that are gone do not."""
+        line = json.dumps(entry).encode() + b"\n"
+        with self._lock:
+            for rank in ranks:
+                peer = self._peers.get(rank)
+                if peer is not None and not peer.gone:
+                    peer.tell(line)
+
+    def say_to_all(self, entry: dict[str, Any]) -> None:
+        """Have every rank that there is a connection with hear ``entry``."""
+        with self._lock:
+            self.say(list(self._peers), entry)
+
+    def news(self, ranks: Iterable[int]) -> tuple[dict[int, list[dict[str, Any]]], set[int]]:
+        """What each of ``ranks`` has said, and those that are gone. What one said before it went is there."""
+        heard, gone = {}, set()
+        with self._lock:
+            for rank in ranks:
+                if (peer := self._peers.get(rank)) is not None:
+                    peer.listen()
+                    heard[rank] = list(peer.heard)
+                    gone |= {rank} if peer.gone else set()
+        return heard, gone
+
+    def forget(self) -> None:
+        """Close this process's copies: a fork is not the rank, and would keep its connections open."""
+        for peer in self._peers.values():
+            peer.socket.close()
+            peer.gone = True
+
+
+def here() -> Presence:
+    """That of the default process group."""
+    global _now
+    world: Any = dist.group.WORLD
+    if _now is None or _now[0]() is not world:
+        _now = weakref.ref(world), Presence()
+    return _now[1]
+
+
+def _forget() -> None:
+    global _now
+    _now = None
+    for presence in list(_every):
+        presence._lock = threading.RLock()  # whoever held it does not live here
+        presence.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+class _Meeting:
+    """Rank ``me`` and the ranks ``missing`` find each other: the higher rank of two connects, the lower listens."""
+
+    def __init__(self, me: int, missing: set[int], name: str, listener: socket.socket) -> None:
+        self._me, self._missing, self._name, self._listener = me, missing, name, listener
+        self._store = distributed_c10d._get_default_store()
+        self._token = secrets.token_hex(16)
+        self._found: dict[int, Peer] = {}
+        self._asked: dict[socket.socket, int] = {}
+        self._asking: dict[socket.socket, bytes] = {}
+
+    def held(self, timeout: float) -> dict[int, Peer]:
+        place = {"port": self._listener.getsockname()[1], "hosts": _hosts(self._store), "host": _host()}
+        self._store.set(self._key(self._me), json.dumps({**place, "token": self._token}))
+        deadline = time.monotonic() + timeout
+        try:
+            while set(self._found) != self._missing:
+                if time.monotonic() > deadline:
+                    self._late()
+                for rank in sorted(self._missing - set(self._found) - set(self._asked.values())):
+                    if rank < self._me and self._store.check([self._key(rank)]):
+                        self._ask(rank)
+                self._turn()
+        finally:
+            for stranger in (*self._asked, *self._asking):
+                stranger.close()
+        return self._found
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/at/{rank}"
+
+    def _late(self) -> None:
+        late = sorted(self._missing - set(self._found))
+        absent = [rank for rank in late if not self._store.check([self._key(rank)])]
+        raise NotThere(absent or late, came=not absent)
+
+    def _ask(self, rank: int) -> None:
+        place = json.loads(self._store.get(self._key(rank)))
+        hosts = ["127.0.0.1"] if place["host"] == _host() else place["hosts"]
+        for host in hosts:
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection((host, int(place["port"])), CONNECT_S)
+                connection.sendall(f"{self._me} {place['token']}\n".encode())
+                self._asked[connection] = rank
+                return
+        raise NotThere([rank], came=True)
+
+    def _turn(self) -> None:
+        """Take what happens within a moment."""
+        ready, _, _ = select.select([self._listener, *self._asked, *self._asking], [], [], TURN_S)
+        for connection in ready:
+            if connection is self._listener:
+                stranger, _ = self._listener.accept()
+                self._asking[stranger] = b""
+            elif connection in self._asked:
+                rank = self._asked.pop(connection)
+                with contextlib.suppress(OSError):
+                    if connection.recv(1) == b"+":
+                        self._found[rank] = Peer(connection)
+                        continue
+                connection.close()
+                raise NotThere([rank], came=True)
+            else:
+                self._introduced(connection)
+
+    def _introduced(self, connection: socket.socket) -> None:
+        """Take a rank that names itself and knows the token; anybody else is turned away."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = connection.recv(LONGEST_HELLO, socket.MSG_DONTWAIT)
+        line = self._asking.pop(connection) + data
+        if data and b"\n" not in line and len(line) < LONGEST_HELLO:
+            self._asking[connection] = line
+            return
+        said, _, _ = line.partition(b"\n")
+        rank, _, token = said.decode(errors="replace").partition(" ")
+        known = rank.isdecimal() and int(rank) in self._missing - set(self._found) and int(rank) > self._me
+        if known and secrets.compare_digest(token.encode(), self._token.encode()):
+            connection.sendall(b"+")
+            self._found[int(rank)] = Peer(connection)
+        else:
+            connection.close()
+
+
+def _listening() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _host() -> str:
+    """What tells this host, and what it has of the network, from others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _hosts(store: Any) -> list[str]:
+    """Addresses by which other hosts may reach this one, the most likely first."""
+    found: list[str] = []
+    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with probe:
+        for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.strip()[:15].encode())
+                found.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), INTERFACE, request)[20:24]))
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        if hasattr(store, "host"):
+            with contextlib.suppress(OSError):
+                probe.connect((store.host, store.port))  # sends nothing: it asks which of our addresses leads there
+                found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+    return [host for host in dict.fromkeys(found) if not host.startswith("127.") and host != "::1"]
