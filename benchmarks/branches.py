@@ -20,7 +20,8 @@ import tilewise.nn
 from tilewise.frontends.networks import Network, builtin_networks, load_network
 from tilewise.nn import branch_times
 from tilewise.nn.streams import in_sequence
-from tilewise.planner.measure import framework_flags, interleaved
+from tilewise.planner.measure import interleaved
+from tilewise.torch_state import framework_flags
 
 DEFAULTS = {
     "networks": "googlenet",
@@ -60,7 +61,7 @@ def run(settings: Settings) -> Result:
 def _row(settings: Settings, network: Network, batch: int, *, training: bool, planned: bool) -> Row:
     model = network.module.to(settings.device).train(training)
     inputs = network.example_inputs(batch, settings.device)
-    with framework_flags("ieee", deterministic=False):
+    with framework_flags(settings.device.type, "ieee", deterministic=False):
         if planned:
             options: dict[str, Any] = {"rigor": settings.text("rigor"), "planner": settings.planner()}
             tilewise.optimize(model, inputs, training=training, branches="measured", **options)

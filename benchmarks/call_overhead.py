@@ -26,8 +26,8 @@ import tilewise
 from tilewise import solvers
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options, Planner
-from tilewise.planner.measure import framework_flags
 from tilewise.problem import ConvProblem
+from tilewise.torch_state import framework_flags
 
 DEFAULTS = {"solver": "", "kernels": "4", "calls": "200", "batches": "41", "channels": "8", "size": "8"}
 QUICK = {"calls": "20", "batches": "5"}
@@ -94,7 +94,7 @@ def run(settings: Settings) -> Result:
     kernels = settings.integer("kernels")
     if kernels < 2:
         raise BadInput(f"kernels={kernels}: two or more would do")
-    with framework_flags("ieee", deterministic=False):
+    with framework_flags(settings.device.type, "ieee", deterministic=False):
         layer = _layer(settings, kernels)
         rows = [row for mode in MODES for row in _rows(settings, layer, mode)]
     return Result(rows, bars(rows, settings, kernels))

@@ -29,7 +29,8 @@ from torch import nn
 import tilewise
 import tilewise.nn
 from tilewise.frontends.networks import builtin_networks, load_network
-from tilewise.planner.measure import framework_flags, interleaved
+from tilewise.planner.measure import interleaved
+from tilewise.torch_state import framework_flags
 
 DEFAULTS = {"networks": "alexnet", "batch": "64", "rigor": "measure", "steps": "3", "budget_ms": "30000"}
 QUICK = {"networks": "alexnet", "batch": "1", "rigor": "estimate", "steps": "1", "budget_ms": "50"}
@@ -131,7 +132,7 @@ def _rows(settings: Settings, name: str) -> list[Row]:
     before = installed(name, batch, settings.integer("steps"))
     by_image = copy.deepcopy(own)
     lowered = one_image_at_a_time(by_image)
-    with framework_flags("ieee", deterministic=False):
+    with framework_flags(settings.device.type, "ieee", deterministic=False):
         planned = tilewise.optimize(
             copy.deepcopy(own), inputs, rigor=settings.text("rigor"), planner=settings.planner()
         )

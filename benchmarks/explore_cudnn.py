@@ -25,6 +25,7 @@ from tilewise.device import device_name
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ConvProblem, Pass
 from tilewise.solvers.cudnn import Cudnn, CudnnRun
+from tilewise.torch_state import fp32_precision
 
 LAYERS: dict[str, tuple[int, ...]] = {  # batch, in channels, out channels, size, kernel, padding, stride
     "conv1": (256, 3, 64, 224, 11, 2, 4),
@@ -212,8 +213,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--precision", default="ieee", choices=("ieee", "tf32"))
     arguments = parser.parse_args()
+    with fp32_precision("cuda", "conv", "ieee"):
+        explore(arguments)
+
+
+def explore(arguments: argparse.Namespace) -> None:
     deadline = time.perf_counter() + arguments.seconds
-    torch.backends.cudnn.allow_tf32 = False
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     report["cudnn"] = torch.backends.cudnn.version()
     solver = Cudnn()

@@ -21,7 +21,8 @@ from torch import nn
 import tilewise
 import tilewise.nn
 from tilewise.frontends.networks import builtin_networks, load_network
-from tilewise.planner.measure import framework_flags, interleaved
+from tilewise.planner.measure import interleaved
+from tilewise.torch_state import framework_flags
 
 DEFAULTS = {
     "networks": "resnet18,vgg16",
@@ -61,7 +62,7 @@ def _rows(settings: Settings, name: str, batch: int) -> list[Row]:
     own = network.module.to(settings.device).eval()
     inputs = network.example_inputs(batch, settings.device)
     compiled = settings.integer("compile") > 0
-    with torch.no_grad(), framework_flags("ieee", deterministic=False):
+    with torch.no_grad(), framework_flags(settings.device.type, "ieee", deterministic=False):
         planned = tilewise.optimize(
             copy.deepcopy(own), inputs, training=False, rigor=settings.text("rigor"), planner=settings.planner()
         )

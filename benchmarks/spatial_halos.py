@@ -26,7 +26,7 @@ from tilewise.distributed.passes import TorchPasses
 from tilewise.distributed.share import Share, share_of
 from tilewise.distributed.terms import LoopedTerms, Terms
 from tilewise.kernels.triton.ahead import side_by_side
-from tilewise.planner.measure import framework_flags
+from tilewise.torch_state import framework_flags
 
 DEFAULTS = {"sizes": "128,256,512", "precisions": "ieee,tf32", "batch": "32", "channels": "64", "budget_ms": "15"}
 QUICK = {"sizes": "16", "batch": "1", "channels": "16", "budget_ms": "5"}
@@ -108,7 +108,7 @@ def measured(name: str, halos: Halos, precision: str, budget_ms: float) -> list[
     errors = halos.errors(fused)
     if (worst := max(max(each) for each in errors)) > LIMITS[precision]:
         raise RuntimeError(f"{name} {precision}: relative error {worst:.1e} above {LIMITS[precision]:.1e}")
-    with framework_flags(precision, deterministic=False):
+    with framework_flags(device.type, precision, deterministic=False):
         times = _times([*calls, halos.steps(halos.looped(), into, dw)], device, budget_ms)
     *ours, by_torch = times
     return [

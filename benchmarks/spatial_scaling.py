@@ -30,7 +30,7 @@ from tilewise.distributed.link_speed import measure_link
 from tilewise.distributed.mesh_cost import Cluster, LinkSpeed, StepCost
 from tilewise.distributed.meshes import MeshChoice, choose_mesh
 from tilewise.planner import Planner
-from tilewise.planner.measure import framework_flags
+from tilewise.torch_state import framework_flags
 
 DEFAULTS = {
     "networks": "resnet50,unet3d",
@@ -180,7 +180,7 @@ def _told(cost: StepCost) -> dict[str, Any]:
 def step(device: torch.device, given: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of this network's step on all ranks together, by side, and their link."""
     found: dict[str, Any] = {"ms": {}, "reason": "", "link": None}
-    with framework_flags(given["precision"], deterministic=False):
+    with framework_flags(device.type, given["precision"], deterministic=False):
         for side in given["sides"]:
             try:
                 once = _step(device, given, side == "planned")

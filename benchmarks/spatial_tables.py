@@ -30,7 +30,7 @@ import tilewise.distributed
 from tilewise.distributed import SpatialParallel
 from tilewise.distributed.planned import PlannedPasses
 from tilewise.nn.meter import meter_of
-from tilewise.planner.measure import framework_flags
+from tilewise.torch_state import framework_flags
 
 DEFAULTS = {
     "sizes": "128,256,512",
@@ -189,7 +189,7 @@ def single(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, An
     """Times and memory of one device, by side: torch and our plan, in either layout."""
     for values in given["cases"]:
         case, found = Case(**values), {}
-        with framework_flags(case.precision, deterministic=False):
+        with framework_flags(device.type, case.precision, deterministic=False):
             for layout, order in LAYOUTS.items():
                 layer = case.layer(device).to(memory_format=order)  # type: ignore[call-overload]
                 x = case.image(device).detach().contiguous(memory_format=order).requires_grad_()
@@ -206,7 +206,7 @@ def several(device: torch.device, given: dict[str, Any]) -> Iterator[dict[str, A
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("h",))
     for values, limits in zip(given["cases"], given["limits"], strict=True):
         case, found = Case(**values), {}
-        with framework_flags(case.precision, deterministic=False):
+        with framework_flags(device.type, case.precision, deterministic=False):
             for layout in LAYOUTS:
                 part = Part(case, device, mesh, layout)
                 found[f"torch, {layout}"] = part.timed(given["repeats"])

@@ -26,7 +26,8 @@ from tilewise.nn import report
 from tilewise.nn.meter import allocator_cap, meter_of
 from tilewise.nn.step import Step
 from tilewise.planner import Planner
-from tilewise.planner.measure import framework_flags, interleaved
+from tilewise.planner.measure import interleaved
+from tilewise.torch_state import framework_flags
 
 DEFAULTS = {
     "networks": "alexnet,resnet18,resnet50,densenet40",
@@ -47,7 +48,7 @@ NONE = "none"
 def run(settings: Settings) -> Result:
     """One row a limit, and one for the largest batch."""
     planner, rows, facts = settings.planner(), [], {}
-    with framework_flags(settings.text("precision"), deterministic=False):
+    with framework_flags(settings.device.type, settings.text("precision"), deterministic=False):
         if settings.text("networks") != NONE:
             names = settings.chosen("networks", {name: name for name in builtin_networks()})
             for name, batch in zip(names, settings.integers("batches"), strict=True):

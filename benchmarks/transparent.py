@@ -23,7 +23,8 @@ import tilewise
 from tilewise.frontends.networks import load_network
 from tilewise.nn import Session
 from tilewise.planner import Planner
-from tilewise.planner.measure import framework_flags, rounds
+from tilewise.planner.measure import rounds
+from tilewise.torch_state import framework_flags
 
 DEFAULTS = {"network": "resnet50", "batch": "64", "rigor": "measure", "rounds": "41", "planned": "1"}
 QUICK = {"network": "photonet", "batch": "2", "rigor": "estimate", "rounds": "2"}
@@ -32,7 +33,7 @@ MOST = 1.01
 
 def run(settings: Settings) -> Result:
     """One row a session; ``baseline`` is the same model without any."""
-    with framework_flags("ieee", deterministic=False):
+    with framework_flags(settings.device.type, "ieee", deterministic=False):
         return _run(settings)
 
 

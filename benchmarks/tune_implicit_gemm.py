@@ -22,13 +22,14 @@ from tilewise.axis import Axis
 from tilewise.device import device_name
 from tilewise.kernels.triton.launch import Program
 from tilewise.plan import Config, parse_bytes
-from tilewise.planner.measure import Timer, without_benchmark
+from tilewise.planner.measure import Timer
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers._implicit_gemm import launches
 from tilewise.solvers._views import View
 from tilewise.solvers.cudnn import Cudnn
 from tilewise.solvers.implicit_gemm import ImplicitGemm, _layout
+from tilewise.torch_state import fp32_precision, without_benchmark
 
 LAYERS: dict[str, tuple[int, ...]] = {  # batch, in channels, out channels, size, kernel, padding
     "conv2": (256, 64, 192, 27, 5, 2),
@@ -55,7 +56,7 @@ class Bench:
         self.p, self.timer = p, timer
         self.a, self.b = make_operands(p, 1, wide=True)
         self.out = make_result(p)
-        with without_benchmark():
+        with without_benchmark(p.device_type):
             if p.pass_ is Pass.WGRAD:
                 rows = [0, p.out_channels - 1]
                 part = replace(p, out_channels=2, layouts=("contiguous",) * 3)
@@ -171,7 +172,11 @@ def main() -> None:
     parser.add_argument("--passes", default="fprop,dgrad,wgrad")
     parser.add_argument("--no-cudnn", dest="cudnn", action="store_false")
     arguments = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False
+    with fp32_precision("cuda", "conv", "ieee"):
+        measure_all(arguments)
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
     deadline = time.perf_counter() + arguments.seconds
     timer = Timer(torch.device("cuda", torch.cuda.current_device()))
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}

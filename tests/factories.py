@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Default", "defaults_in", "python_files"]
+__all__ = ["Default", "defaults_in", "full_name", "imported", "python_files"]
 
 BOTH = frozenset({"dtype", "device"})
 TYPE, PLACE = frozenset({"dtype"}), frozenset({"device"})
@@ -75,7 +75,7 @@ def python_files(root: Path) -> list[Path]:
 def defaults_in(path: Path, text: str, numpy: bool = False) -> list[Default]:
     """What in ``text``, the code at ``path``, follows defaults of torch's, or with ``numpy`` of NumPy's too."""
     tree = ast.parse(text)
-    names = dict(_imported(tree))
+    names = dict(imported(tree))
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     bases = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     annotations = {id(node) for one in _annotations(tree) for node in ast.walk(one)}
@@ -83,7 +83,7 @@ def defaults_in(path: Path, text: str, numpy: bool = False) -> list[Default]:
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Attribute, ast.Name)) or id(node) in bases | annotations:
             continue
-        module, _, function = _full_name(node, names).partition(".")
+        module, _, function = full_name(node, names).partition(".")
         call = called.get(id(node))
         why = ""
         if module == "torch":
@@ -144,7 +144,7 @@ def _is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, (int, float, complex))
 
 
-def _full_name(node: ast.expr, names: dict[str, str]) -> str:
+def full_name(node: ast.expr, names: dict[str, str]) -> str:
     """``torch.fft.fftfreq`` for whatever it is called in this file; empty where it is nothing imported."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
@@ -155,7 +155,7 @@ def _full_name(node: ast.expr, names: dict[str, str]) -> str:
     return ".".join([names[node.id], *reversed(parts)])
 
 
-def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """What each imported name stands for, wherever in the file it is imported; and names given to torch itself."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -85,7 +85,7 @@ def test_precision_is_that_of_convolutions() -> None:
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     assert conv_precision() == "tf32"
     torch.backends.cudnn.conv.fp32_precision = "ieee"
-    torch.backends.fp32_precision = "tf32"
+    torch._C._set_fp32_precision_setter("generic", "all", "tf32")
     assert conv_precision() == "ieee"
     torch.backends.cudnn.conv.fp32_precision = "none"
     assert conv_precision() == "tf32"

@@ -10,9 +10,9 @@ import torch
 
 from harness.sides import Call, Tensors, framework_call, planned_call, race
 from tilewise.plan import Config, Plan
-from tilewise.planner import measure
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Solver
+from tilewise.torch_state import framework_flags
 
 ERROR_LIMITS = {"ieee": 1e-4, "tf32": 1e-2}
 HALF_LIMIT = 2e-2
@@ -55,7 +55,7 @@ def runnable_plan(problem: ConvProblem, plan: Plan, tensors: Tensors) -> Runnabl
 
 def framework_result(problem: ConvProblem, tensors: Tensors) -> torch.Tensor:
     """Torch's result for the pass, in the problem's precision."""
-    with measure.framework_flags(problem.precision, deterministic=False):
+    with framework_flags(problem.device_type, problem.precision, deterministic=False):
         found = framework_call(problem, tensors)()
     if isinstance(found, torch.Tensor):
         return found

@@ -16,6 +16,7 @@ from tilewise.device import torch_device
 from tilewise.planner import measure
 from tilewise.planner.measure import Took
 from tilewise.problem import ConvProblem
+from tilewise.torch_state import framework_flags
 
 __all__ = ["medians", "rounds"]
 
@@ -62,7 +63,7 @@ def medians(
     problem: ConvProblem, calls: Sequence[Call], *, budget_ms: float = 200.0, least: int = 5, most: int = 31
 ) -> list[Took]:
     """Medians of :func:`rounds` under the problem's precision and torch's benchmark mode, as ``sides.race`` has."""
-    with measure.framework_flags(problem.precision, deterministic=False):
+    with framework_flags(problem.device_type, problem.precision, deterministic=False):
         times = rounds(calls, torch_device(problem.device), budget_ms=budget_ms, least=least, most=most)
     return [
         Took(statistics.median(took.device_ms for took in each), statistics.median(took.host_ms for took in each))

@@ -12,6 +12,7 @@ from tilewise.execute import Bound, bind, release_workspaces
 from tilewise.plan import Plan
 from tilewise.planner import NoPlanError, Options, Planner, measure
 from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
+from tilewise.torch_state import framework_flags
 
 Call = Callable[[], object]
 SEED = 20141224
@@ -89,7 +90,7 @@ def is_framework(plan: Plan) -> bool:
 
 def race(problem: ConvProblem, calls: list[Call], budget_ms: float = 200.0) -> list[float]:
     """Median milliseconds of each call, in turns, under the problem's precision and torch's benchmark mode."""
-    with measure.framework_flags(problem.precision, deterministic=False):
+    with framework_flags(problem.device_type, problem.precision, deterministic=False):
         return measure.interleaved(calls, torch_device(problem.device), budget_ms=budget_ms)
 
 
@@ -99,7 +100,7 @@ def peak_workspace(problem: ConvProblem, call: Call) -> int:
     One run before warms up what a library keeps for good (handles, code); a workspace that a plan keeps is let go, so
     that it is counted.
     """
-    with measure.framework_flags(problem.precision, deterministic=False):
+    with framework_flags(problem.device_type, problem.precision, deterministic=False):
         call()
         release_workspaces()
         return measure.peak_bytes(call, torch_device(problem.device), problem.nbytes(problem.result))

@@ -20,17 +20,15 @@ from tilewise.frontends.zoo.googlenet import Inception
 from tilewise.nn import branch_times, groups, report
 from tilewise.nn.branches import find
 from tilewise.nn.streams import fork, in_sequence, is_forked, lanes_for
+from tilewise.torch_state import DETERMINISTIC, fp32_precision, setting
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
 def _exact() -> Iterator[None]:
-    cudnn = torch.backends.cudnn
-    before = cudnn.allow_tf32, cudnn.deterministic
-    cudnn.allow_tf32, cudnn.deterministic = False, True
-    yield
-    cudnn.allow_tf32, cudnn.deterministic = before
+    with fp32_precision("cuda", "conv", "ieee"), setting(DETERMINISTIC, True):
+        yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
 

@@ -13,16 +13,15 @@ from torch import nn
 
 import tilewise
 from tilewise.nn import report
+from tilewise.torch_state import fp32_precision
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
 def _exact() -> Iterator[None]:
-    allowed = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = allowed
+    with fp32_precision("cuda", "conv", "ieee"):
+        yield
 
 
 def network() -> nn.Module:
@@ -125,13 +124,13 @@ def test_a_plan_follows_the_precision_flag() -> None:
     got(x)
     assert {p.precision for p in planner.planned} == {"ieee"}
     before = len(planner.planned)
-    torch.backends.cudnn.allow_tf32 = True
-    got(x)
+    with fp32_precision("cuda", "conv", "tf32"):
+        got(x)
     assert {p.precision for p in planner.planned[before:]} == {"tf32"}
     after = len(planner.planned)
-    for allowed in (False, True):
-        torch.backends.cudnn.allow_tf32 = allowed
-        got(x)
+    for precision in ("ieee", "tf32"):
+        with fp32_precision("cuda", "conv", precision):
+            got(x)
     assert len(planner.planned) == after
 
 

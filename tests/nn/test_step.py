@@ -33,6 +33,7 @@ from tilewise.nn.within import Within, memory_bytes, profile
 from tilewise.plan import Config, Plan
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.problem import ConvProblem
+from tilewise.torch_state import BENCHMARK, setting
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -438,10 +439,8 @@ def on_gpu(limit: int | str, planner: Planner, batch: int = 512) -> tuple[nn.Mod
 
 @pytest.fixture
 def _benchmark() -> Iterator[None]:
-    saved = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    yield
-    torch.backends.cudnn.benchmark = saved
+    with setting(BENCHMARK, True):
+        yield
 
 
 @pytest.mark.gpu

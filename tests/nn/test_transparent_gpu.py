@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tilewise
+from tilewise.torch_state import fp32_precision
 
 pytestmark = pytest.mark.gpu
 
@@ -35,8 +36,8 @@ def by_timm(name: str) -> Callable[[], nn.Module]:
 @pytest.mark.parametrize(
     "build", [by_torchvision("resnet18"), by_torchvision("resnet50"), by_timm("resnet18"), by_timm("convnext_atto")]
 )
-def test_gradients_as_torch(build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+@fp32_precision("cuda", "conv", "ieee")
+def test_gradients_as_torch(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     plain = build().cuda().eval()  # without dropout and random depth; gradients all the same
     model = copy.deepcopy(plain)

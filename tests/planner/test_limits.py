@@ -16,9 +16,10 @@ from tilewise.device import device_name
 from tilewise.execute import bind
 from tilewise.plan import Plan, format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
-from tilewise.planner.measure import NOISE, fp32_precision, peak_bytes
+from tilewise.planner.measure import NOISE, peak_bytes
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.problem import ROLES, ConvProblem, Pass
+from tilewise.torch_state import fp32_precision
 from tilewise.wisdom import Wisdom
 
 KIB, MIB = 2**10, 2**20
@@ -80,7 +81,7 @@ def planned(planner: Planner, problem: ConvProblem, options: Options) -> Plan | 
 def right(plan: Plan, problem: ConvProblem) -> float:
     a, b = make_operands(problem, seed=5)
     out = make_result(problem)
-    with fp32_precision("conv", problem.precision):  # which torch's own choice heeds
+    with fp32_precision(problem.device_type, "conv", problem.precision):  # which torch's own choice heeds
         result = bind(plan, problem, a, b, out)(a, b, None, out)
     return toys.distance(result, problem.reference(a, b))
 

@@ -1,12 +1,10 @@
-"""Times in turns, memory at its peak, and torch's flags as they were."""
+"""Times in turns, and memory at its peak."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from tilewise.planner.measure import (
     Timer,
     Took,
     check_peak_is_known,
-    framework_flags,
     interleaved,
     lead_ms,
     peak_bytes,
@@ -148,53 +145,6 @@ def test_unknown_memory_is_an_error_that_says_what_would_do(monkeypatch: pytest.
     monkeypatch.setattr(measure, "reset_peak", lambda: None)
     with pytest.raises(RuntimeError, match=r"status.*workspace=None would do"):
         check_peak_is_known(CPU)
-
-
-FLAGS = [("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "rnn"), ("cuda", "conv")]
-
-
-def flags() -> tuple[object, ...]:
-    """What torch tells of its flags, as they are and as they would be if the general ones were different."""
-    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    seen = [torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, *(get(*where) for where in FLAGS)]
-    general = get("generic", "all")
-    for value in ("ieee", "tf32"):
-        put("generic", "all", value)
-        seen += [get(*where) for where in FLAGS]
-    put("generic", "all", general)
-    return tuple(seen)
-
-
-@pytest.fixture
-def _flags() -> Iterator[None]:
-    cudnn, saved = torch.backends.cudnn, []
-    benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
-    for where in FLAGS:
-        saved.append(torch._C._get_fp32_precision_getter(*where))
-        torch._C._set_fp32_precision_setter(*where, "none")
-    yield
-    cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
-    for where, value in zip(FLAGS, saved, strict=True):
-        torch._C._set_fp32_precision_setter(*where, value)
-
-
-@pytest.mark.usefixtures("_flags")
-@pytest.mark.parametrize("conv", ["none", "ieee", "tf32"])
-@pytest.mark.parametrize("everything", ["none", "ieee", "tf32"])
-@pytest.mark.parametrize("user", [(True, False), (False, True)])
-def test_flags_are_as_they_were(user: tuple[bool, bool], everything: str, conv: str) -> None:
-    """Also where the user's old and new flags disagree, and after an exception."""
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = user
-    torch._C._set_fp32_precision_setter("generic", "all", everything)
-    torch._C._set_fp32_precision_setter("cuda", "conv", conv)
-    before = flags()
-    for precision, deterministic in itertools.product(("ieee", "tf32"), (False, True)):
-        with contextlib.suppress(KeyError), framework_flags(precision, deterministic):
-            during = flags()
-            raise KeyError
-        assert during[:2] == (True, deterministic)
-        assert set(during[6::5]) == {precision}
-        assert flags() == before
 
 
 @pytest.mark.gpu

@@ -204,19 +204,24 @@ def test_long_planning_records_as_it_goes(clock: Clock, path: Path, monkeypatch:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, MemoryError])
 def test_torchs_flags_are_restored(clock: Clock, path: Path, error: type[BaseException]) -> None:
     def fail(self: Search, ranked: list[Plan]) -> Plan:
-        assert torch.backends.cudnn.benchmark
-        assert torch.backends.cudnn.deterministic
+        flags = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+        assert flags == before, "what matters on a GPU alone stays as it is"
         assert not torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_inference_mode_enabled()
+        assert torch.empty(1).device.type == "cpu"
         raise error
 
     before = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
-    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+    modes = torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta")
+    with pytest.MonkeyPatch.context() as patch, modes[0], modes[1], modes[2]:
         patch.setattr(Search, "_choose", fail)
         with pytest.raises(error):
             planner(path).plan(SMALL, Options(deterministic=True))
-        assert torch.is_grad_enabled()
         assert torch.is_autocast_enabled("cpu")
+        assert torch.is_inference_mode_enabled()
+        assert torch.empty(1).device.type == "meta"
+    assert torch.is_grad_enabled()
     assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic) == before
 
 

@@ -16,9 +16,9 @@ from tilewise.axis import Axis
 from tilewise.device import device_name
 from tilewise.kernels.reference import convolve
 from tilewise.plan import Config
-from tilewise.planner.measure import fp32_precision
 from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
 from tilewise.solvers import Solver, SolverUnavailable, Split, all_solvers
+from tilewise.torch_state import fp32_precision
 
 EXAMPLES = 5
 CONFIGS = 3
@@ -181,7 +181,7 @@ def test_a_solver_computes_what_it_supports(
             here = replace(p, bias=p.bias and solver.does_add_bias(p, c))
             bound.append(check(solver, here, c, forms, accumulate))
 
-    with fp32_precision("conv", precision):  # what torch's own solver heeds
+    with fp32_precision(device, "conv", precision):  # what torch's own solver heeds
         supported_problems()
     assert any(bound), f"{solver.name} could bind no config of {len(bound)}"
 

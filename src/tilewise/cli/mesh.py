@@ -119,16 +119,16 @@ def plan_mesh(
     from tilewise.frontends.networks import load_network
     from tilewise.notation import looks_like_layer
     from tilewise.planner import Schedule
-    from tilewise.planner.measure import framework_flags
     from tilewise.problem import DTYPES
     from tilewise.report.console import progress_bar
+    from tilewise.torch_state import framework_flags
 
     if looks_like_layer(target):
         raise BadInput(f"--gpus: a mesh is of a network's step, and {target!r} is a layer; NET would do")
     if mesh.gpus is None:
         raise BadInput("--gpus: how many? --gpus 4 would do")
     cluster = mesh.cluster()
-    with bad_input("NET|LAYER"):
+    with bad_input("NET|LAYER"), torch.device("cpu"):
         network = load_network(target)
     shape = (settings.batch or DEFAULT_BATCH, *mesh.shape(network.input_shape))
     device, options = settings.torch_device(), settings.options()
@@ -141,7 +141,7 @@ def plan_mesh(
     example = torch.empty(shape, dtype=dtype, device="meta").contiguous(memory_format=order)
     with (
         progress_bar("costing meshes", None) as progress,
-        framework_flags(precision, options.deterministic),
+        framework_flags(device.type, precision, deterministic=options.deterministic),
         bad_input(),
     ):
         choice = choose_mesh(

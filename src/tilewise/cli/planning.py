@@ -20,7 +20,6 @@ from tilewise.nn.budget import Budget, Divided, divide
 from tilewise.plan import Measurement
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
 from tilewise.planner.follow import entry_of, follow
-from tilewise.planner.measure import framework_flags
 from tilewise.planner.results import with_times
 from tilewise.planner.schedule import with_tried
 from tilewise.problem import ConvProblem
@@ -28,6 +27,7 @@ from tilewise.report.console import progress_bar
 from tilewise.report.layer_time import time_pass
 from tilewise.report.network_time import time_training_steps
 from tilewise.report.values import LayerResult, NetworkTime, PassResult
+from tilewise.torch_state import framework_flags
 
 __all__ = ["divide_target", "explain_target", "head", "plan_target", "schedule_of", "time_results", "time_training"]
 
@@ -195,7 +195,8 @@ def time_training(
     if target.network is None or target.inputs is None:
         return None
     plain = target.network.module
-    with progress_bar("training steps", None) as progress, framework_flags(target.precision, options.deterministic):
+    flags = framework_flags(target.device.type, target.precision, deterministic=options.deterministic)
+    with progress_bar("training steps", None) as progress, flags:
         progress(target.name)
         planned = optimize(
             copy.deepcopy(plain),

@@ -109,13 +109,13 @@ class Settings:
         return _cpu()
 
     def set_precision(self, device: torch.device) -> str:
-        """The precision of fp32 convolutions: as asked for, and then torch is told, or as torch has it."""
-        import torch
-
+        """The precision of fp32 convolutions: as torch has it, or as asked for, and torch has it during the command."""
         from tilewise.device import conv_precision
+        from tilewise.torch_state import fp32_precision
 
         if self.precision is not None:
-            torch.backends.cudnn.allow_tf32 = self.precision == "tf32"
+            if device.type == "cuda":
+                click.get_current_context().with_resource(fp32_precision("cuda", "conv", self.precision))
             return self.precision
         return conv_precision() if device.type == "cuda" else "ieee"
 

@@ -74,7 +74,7 @@ def network_target(text: str, settings: Settings, passes: tuple[str, ...] = ()) 
     from tilewise.frontends.networks import load_network
     from tilewise.problem import DTYPES
 
-    with bad_input("NET|LAYER"):
+    with bad_input("NET|LAYER"), torch.device("cpu"):
         network = load_network(text)
     device, batch = settings.torch_device(), settings.batch or DEFAULT_BATCH
     dtype = DTYPES[settings.dtype]

@@ -14,9 +14,9 @@ from tilewise.nn import report as report_of
 from tilewise.nn.within import memory_bytes
 from tilewise.plan import format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
-from tilewise.planner.measure import framework_flags
 from tilewise.report.console import progress_bar
 from tilewise.report.values import LayerResult, PassResult
+from tilewise.torch_state import framework_flags
 
 __all__ = ["Found", "plan_step"]
 
@@ -57,7 +57,8 @@ def plan_step(
     }
     module, make_inputs = target.network.module, target.make_inputs
     fits: LargestBatch | None = None
-    with progress_bar("planning a step", None) as progress, framework_flags(target.precision, options.deterministic):
+    flags = framework_flags(target.device.type, target.precision, deterministic=options.deterministic)
+    with progress_bar("planning a step", None) as progress, flags:
         progress(target.name)
         try:
             if passes is None:

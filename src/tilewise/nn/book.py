@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,9 @@ from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.options import EXCLUDED
 from tilewise.problem import ConvProblem
 from tilewise.solvers import SolverUnavailable
+from tilewise.torch_state import undisturbed
 
-__all__ = ["UNPLANNED", "Book", "make_options", "planning", "undisturbed"]
+__all__ = ["UNPLANNED", "Book", "make_options", "planning"]
 
 UNPLANNED = ("plan", "torch")
 
@@ -254,10 +255,3 @@ class Book:
             self.refuse(problem, deterministic, f"{plan.solver}: needs {needs}, the limit is {format_bytes(limit)}")
             return
         self._bound[problem, deterministic, device] = made
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """No autograd, inference mode or autocast of the caller's reaches the tensors of the planner."""
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
-        yield

@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field, replace
 
-from tilewise.nn.book import planning, undisturbed
+from tilewise.nn.book import planning
 from tilewise.plan import Plan
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.problem import ConvProblem
+from tilewise.torch_state import undisturbed
 
 __all__ = ["Ladder", "ladder_of"]
 

@@ -12,13 +12,14 @@ import torch
 
 from tilewise.comm.agreement import gather, receive, send
 from tilewise.device import environment
-from tilewise.nn.book import Book, undisturbed
+from tilewise.nn.book import Book
 from tilewise.nn.progress import showing
 from tilewise.planner import NoPlanError, Planner
 from tilewise.planner.messages import Job, effort, largest_first, options_from_json
 from tilewise.planner.places import own_place
 from tilewise.planner.planner import MEASURING
 from tilewise.problem import ConvProblem
+from tilewise.torch_state import undisturbed
 from tilewise.wisdom import Wisdom
 
 __all__ = ["measure_together", "shares_of"]

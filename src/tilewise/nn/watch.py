@@ -11,7 +11,7 @@ from torch import nn
 
 from tilewise import solvers
 from tilewise.execute import PlanMismatch
-from tilewise.nn.book import Book, undisturbed
+from tilewise.nn.book import Book
 from tilewise.nn.geometry import Geometry, Weights
 from tilewise.nn.layer import Layer
 from tilewise.nn.meter import Meter, Trace
@@ -21,6 +21,7 @@ from tilewise.nn.swaps import standing_attributes, swap
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options
 from tilewise.problem import ConvProblem, Pass
+from tilewise.torch_state import undisturbed
 
 __all__ = ["Kernel", "Moment", "Watch", "saved_swaps", "swaps_kept"]
 

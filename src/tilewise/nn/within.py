@@ -24,8 +24,8 @@ from tilewise.nn.swaps import swap_back
 from tilewise.nn.watch import Moment, Watch, saved_swaps
 from tilewise.plan import Plan, format_bytes, parse_bytes
 from tilewise.planner import NoPlanError
-from tilewise.planner.measure import without_benchmark
 from tilewise.problem import ConvProblem
+from tilewise.torch_state import without_benchmark
 
 __all__ = ["Choices", "Needs", "StepTooLarge", "Within", "memory_bytes", "profile"]
 
@@ -102,7 +102,7 @@ def profile(step: Step, modules: Mapping[str, nn.Module], weights: Weights) -> N
     watch = Watch(meter, {})
     gc.collect()  # what planning left
     try:
-        with step.repeatable(), watch.over(modules, weights), without_benchmark():
+        with step.repeatable(), watch.over(modules, weights), without_benchmark(step.device.type):
             _, moments, rest = watch.traced(step)
     except torch.OutOfMemoryError as error:
         text = str(error).partition("\n")[0]

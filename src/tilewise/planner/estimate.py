@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tilewise.device import torch_device
-from tilewise.planner.measure import Timer, fp32_precision
+from tilewise.planner.measure import Timer
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Cost
+from tilewise.torch_state import fp32_precision, undisturbed
 
 __all__ = ["Profile", "estimate_ms", "is_profile", "measure_profile", "rate_name"]
 
@@ -39,13 +40,12 @@ def is_profile(rates: Mapping[str, float]) -> bool:
     return all(rates.get(name, 0.0) > 0.0 for name in ("copy", *RATES)) and "launch" in rates
 
 
-@torch.no_grad()
 def measure_profile(device_name: str) -> Profile:
     """Measure copy bandwidth, matrix-product rates and launch time; well under a second.
 
-    In the types that it says, whatever autocast the caller is in.
+    In the types and the precision that it says, whatever autocast the caller is in and whatever torch is set to.
     """
-    with torch._C._DisableAutocast():
+    with undisturbed():
         return _measured(torch_device(device_name))
 
 
@@ -84,8 +84,9 @@ def _convolution_rate(timer: Timer) -> float:
     numbers = _numbers(timer.device)
     x, w = (torch.randn(size, dtype=torch.float32, device=timer.device, generator=numbers) for size in sizes)
     call = functools.partial(torch.conv2d, x, w, padding=1)
-    call()
-    least_ms = min(timer.time_ms(call) for _ in range(9))  # the first are slower
+    with fp32_precision(timer.device.type, "conv", "ieee"):
+        call()
+        least_ms = min(timer.time_ms(call) for _ in range(9))  # the first are slower
     return 2 * x.numel() * w.numel() / x.shape[1] / least_ms
 
 
@@ -103,7 +104,7 @@ def _product_rate(timer: Timer, name: str, n: int) -> float:
     def product() -> None:
         torch.mm(a, b, out=out)
 
-    with fp32_precision("matmul", "tf32" if name == "tf32" else "ieee"):
+    with fp32_precision(timer.device.type, "matmul", "tf32" if name == "tf32" else "ieee"):
         product()
         # The least of several: a thread that waits for a busy core says nothing of the rate.
         return 2 * n**3 / min(timer.time_ms(product) for _ in range(5))

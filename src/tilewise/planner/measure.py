@@ -24,18 +24,13 @@ __all__ = [
     "Timer",
     "Took",
     "check_peak_is_known",
-    "fp32_precision",
-    "framework_flags",
     "interleaved",
     "lead_ms",
     "peak_bytes",
     "peak_is_known",
     "rounds",
-    "without_benchmark",
 ]
 
-get_fp32_precision = torch._C._get_fp32_precision_getter
-set_fp32_precision = torch._C._set_fp32_precision_setter
 Call = Callable[[], object]
 LEAD_MS, MOST_LEAD_MS = 0.1, 2.0
 """How long a GPU is kept busy while a call is launched: as much as many take, and at most."""
@@ -269,57 +264,3 @@ def _requested(device: torch.device) -> dict[str, int]:
     """Bytes asked of the caching allocator: its blocks may be larger, which is its own affair."""
     counts: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]
     return counts
-
-
-@contextmanager
-def framework_flags(precision: str, deterministic: bool) -> Iterator[None]:
-    """torch's flags as a plan's baseline is measured: benchmark mode, the problem's precision, as deterministic.
-
-    They are the process's own, so plan from one thread at a time.
-    """
-    cudnn = torch.backends.cudnn
-    saved = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = True, deterministic
-    try:
-        with fp32_precision("conv", precision):
-            yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = saved
-
-
-@contextmanager
-def fp32_precision(operation: str, precision: str) -> Iterator[None]:
-    """torch's flag for fp32 operands of ``operation`` on a GPU: ``conv`` or ``matmul``.
-
-    Not by the older ``allow_tf32``, which may set it to "as the general flag".
-    """
-    saved = _own_precision(operation)
-    set_fp32_precision("cuda", operation, precision)
-    try:
-        yield
-    finally:
-        set_fp32_precision("cuda", operation, saved)
-
-
-def _own_precision(operation: str) -> str:
-    """The flag itself, ``"none"`` where it inherits: torch tells only what it comes to."""
-    parents = ("generic", "cuda")
-    inherited = []
-    for parent in parents:
-        inherited.append(get_fp32_precision(parent, "all"))
-        set_fp32_precision(parent, "all", "none")
-    own: str = get_fp32_precision("cuda", operation)
-    for parent, value in zip(parents, inherited, strict=True):
-        set_fp32_precision(parent, "all", value)
-    return own
-
-
-@contextmanager
-def without_benchmark() -> Iterator[None]:
-    """torch without its benchmark mode, for work that is not timed."""
-    saved = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = saved

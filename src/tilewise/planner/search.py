@@ -22,7 +22,7 @@ from tilewise.planner import replacing
 from tilewise.planner.divisions import BATCH_LEVEL, Choice, Divisions, choice_of, leaf_parts
 from tilewise.planner.estimate import Profile, estimate_ms
 from tilewise.planner.gate import MOST_NESTED
-from tilewise.planner.measure import Timer, check_peak_is_known, framework_flags, peak_is_known
+from tilewise.planner.measure import Timer, check_peak_is_known, peak_is_known
 from tilewise.planner.operands import Tensors, make_bias, make_operands, make_result
 from tilewise.planner.options import EXCLUDED, NoPlanError, Options, no_plan_text
 from tilewise.planner.pareto import front, thin
@@ -35,6 +35,7 @@ from tilewise.planner.trial import UNKNOWN, OverLimit, Trial, first_line, leaf_p
 from tilewise.planner.verify import error_limit, errors_of
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Cost, Split
+from tilewise.torch_state import framework_flags, undisturbed
 
 __all__ = ["Search"]
 
@@ -145,9 +146,9 @@ class Search:
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """torch's flags as the problem wants them, and no autograd or autocast of the caller's."""
-        flags = framework_flags(self.problem.precision, self.options.deterministic)
-        with flags, torch.no_grad(), torch._C._DisableAutocast():
+        """torch's flags as the problem wants them, and nothing of the caller's."""
+        problem, deterministic = self.problem, self.options.deterministic
+        with framework_flags(problem.device_type, problem.precision, deterministic=deterministic), undisturbed():
             yield
 
     def _measure_baseline(self) -> None:

@@ -18,10 +18,10 @@ import torch
 from tilewise import solvers
 from tilewise.kernels.reference import convolve_by_transform
 from tilewise.plan import Error, Plan
-from tilewise.planner.measure import without_benchmark
 from tilewise.planner.operands import make_bias, make_operands, make_result, narrow
 from tilewise.problem import ROLES, ConvProblem, Pass, Range
 from tilewise.solvers import Split
+from tilewise.torch_state import without_benchmark
 
 __all__ = ["FLOOR", "Compute", "allowed", "error_limit", "errors_of"]
 
@@ -201,7 +201,7 @@ def _telling_images(problem: ConvProblem, plan: Plan | None, most: int) -> list[
 
 def _reference(problem: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and |a| conv |b| in float64; WGRAD in chunks of the batch and of images, so that copies stay small."""
-    with without_benchmark():  # torch's search would outlast the reference
+    with without_benchmark(problem.device_type):  # torch's search would outlast the reference
         return _float64(problem, a, b)
 
 

@@ -10,10 +10,11 @@ import torch
 
 from tilewise import execute, solvers
 from tilewise.plan import Config, Plan
-from tilewise.planner.measure import framework_flags, interleaved
+from tilewise.planner.measure import interleaved
 from tilewise.planner.operands import make_operands
 from tilewise.problem import ConvProblem, Pass
 from tilewise.report.values import PassResult
+from tilewise.torch_state import framework_flags
 
 __all__ = ["time_pass"]
 
@@ -27,7 +28,7 @@ def time_pass(found: PassResult, deterministic: bool = False, iterations: int | 
     or the plan leaves the layer to torch.
     """
     problem = found.problem
-    with framework_flags(problem.precision, deterministic):
+    with framework_flags(problem.device_type, problem.precision, deterministic=deterministic):
         a, b = make_operands(problem)
         bias = a.new_zeros(problem.shape(problem.result)[1]) if problem.bias else None
         calls: dict[str, Call] = {}

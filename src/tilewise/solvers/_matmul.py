@@ -10,6 +10,7 @@ from tilewise.problem import ConvProblem
 from tilewise.solvers import _cublas
 from tilewise.solvers._buffers import Strided
 from tilewise.solvers.base import Run
+from tilewise.torch_state import BACKENDS, FITTING, fp32_precision, read_precision
 
 __all__ = ["add_over_images", "as_matrix", "at_precision", "compute_dtype", "library_scratch", "multiply", "straight"]
 
@@ -139,31 +140,22 @@ def _bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None
 def at_precision(p: ConvProblem, run: Run) -> Run:
     """``run``, whose products are of fp32 or complex64, in the convolution's precision whatever the matmul flag says.
 
-    The flag is read on every call (0.3 us) and only written where it differs, through torch's newer interface, whose
-    state no reader of the older one sees inside ``run``. Not safe against another thread that changes it meanwhile.
-    A product by address has its precision among its arguments and is returned as it is.
+    The flag is read on every call (0.3 us) and only written where it differs. Not safe against another thread that
+    changes it meanwhile. A product by address has its precision among its arguments and is returned as it is.
     """
     if isinstance(run, _cublas.CublasRun):
         return run
-    backend = "mkldnn" if p.device_type == "cpu" else "cuda"
-    wanted = p.precision if backend == "cuda" else "ieee"
-    fits = ("tf32",) if wanted == "tf32" else ("ieee", "none")
-    read = torch._C._get_fp32_precision_getter
-    write = torch._C._set_fp32_precision_setter
+    device_type, backend = p.device_type, BACKENDS[p.device_type]
+    wanted = p.precision if device_type == "cuda" else "ieee"
+    fits, read = FITTING[wanted], read_precision
 
     def guarded(
         a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
     ) -> torch.Tensor:
-        before = read(backend, "matmul")
-        if before in fits:
+        if read(backend, "matmul") in fits:
             return run(a, b, out, workspace)
-        # "none" defers to the setting for all of the backend; putting it back keeps that link where it can be one.
-        inherited = read(backend, "all")
-        write(backend, "matmul", wanted)
-        try:
+        with fp32_precision(device_type, "matmul", wanted):
             return run(a, b, out, workspace)
-        finally:
-            write(backend, "matmul", "none" if before == inherited else before)
 
     return guarded
 
