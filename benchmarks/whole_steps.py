@@ -24,7 +24,7 @@ from torch import nn
 import tilewise
 import tilewise.nn
 from tilewise.frontends.networks import Network, NetworkError, load_network
-from tilewise.planner.measure import framework_flags
+from tilewise.torch_state import framework_flags
 
 DEFAULTS = {
     "cases": "",
@@ -71,7 +71,7 @@ def run(settings: Settings) -> Result:
             notes.append(f"out of time before {text}")
             continue
         case = case_of(text)
-        with framework_flags("ieee", deterministic=False):
+        with framework_flags(settings.device.type, "ieee", deterministic=False):
             found = rows_of(settings, case, ways)
         rows += found
         for row in found:
