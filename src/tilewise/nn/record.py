@@ -15,10 +15,11 @@ from torch import nn
 from tilewise import random_states
 from tilewise.nn.call import Call
 from tilewise.nn.geometry import Geometry
+from tilewise.nn.kept_values import buffers_kept, in_inference_mode
 from tilewise.nn.layer import Layer
 from tilewise.nn.modules import tensors_of
 
-__all__ = ["Recorded", "arguments_of", "buffers_kept", "record", "state_kept"]
+__all__ = ["Recorded", "arguments_of", "record", "state_kept", "with_gradients", "without_gradients"]
 
 
 @dataclass(frozen=True)
@@ -77,21 +78,52 @@ def record(
         stack.enter_context(_watched(modules, note))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        _run(model, args, kwargs, training)
+        _run(model, args, kwargs, training, found.clear)
     return list(found.values())
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> None:
-    if not training:
-        with torch.no_grad():
-            model(*args, **kwargs)
-        return
-    with torch.enable_grad():
+def _run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, again: Callable[[], object]
+) -> None:
+    """One forward. ``again`` is called where it begins anew, since the first attempt could not be finished."""
+
+    def lean() -> None:
         try:
             with torch.autograd.graph.saved_tensors_hooks(_let_go, _ask_back):
                 model(*args, **kwargs)
         except _Differentiates:
+            again()
             model(*args, **kwargs)
+
+    def plain() -> None:
+        again()
+        model(*args, **kwargs)
+
+    if training:
+        with_gradients(model, lean, plain)
+    else:
+        without_gradients(model, plain)
+
+
+def without_gradients(model: nn.Module, run: Callable[[], object]) -> None:
+    """``run()`` without autograd; a model made under ``torch.inference_mode`` may need that mode to write buffers."""
+    with torch.inference_mode() if in_inference_mode(model) else torch.no_grad():
+        run()
+
+
+def with_gradients(model: nn.Module, run: Callable[[], object], otherwise: Callable[[], object]) -> None:
+    """``run()`` with autograd, or ``otherwise()`` without where torch has no gradients for the model.
+
+    That is where a tensor made under ``torch.inference_mode`` would have to be saved for backward, or written. Raises
+    what either raises.
+    """
+    try:
+        with torch.enable_grad():
+            run()
+    except RuntimeError:
+        if not in_inference_mode(model):
+            raise
+        without_gradients(model, otherwise)
 
 
 def _let_go(_: torch.Tensor) -> None:
@@ -134,21 +166,3 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     """Buffers and random states come back as they were; lazy ones stay initialised."""
     with buffers_kept(model, torch.clone), random_states.kept(model.modules()):
         yield
-
-
-@contextmanager
-def buffers_kept(model: nn.Module, copied: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """The same buffers, with their values, come back; ``copied`` says where those wait. Lazy ones stay initialised."""
-    buffers = [
-        (module, name, buffer, copied(buffer.detach()))
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not nn.parameter.is_lazy(buffer)
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                buffer.copy_(value)
-                module._buffers[name] = buffer

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tilewise import random_states
-from tilewise.nn.record import arguments_of, buffers_kept
+from tilewise.nn.kept_values import buffers_kept, values_kept
+from tilewise.nn.record import arguments_of, with_gradients, without_gradients
 
 __all__ = ["Step", "loss_of"]
 
@@ -61,19 +62,26 @@ class Step:
 
     def _run(self, example: object) -> None:
         args, kwargs = arguments_of(example)
+
+        def forward() -> None:
+            self._model(*args, **kwargs)
+
         if not self._training:
-            with torch.no_grad():
-                self._model(*args, **kwargs)
+            without_gradients(self._model, forward)
             return
+
+        def both() -> None:
+            loss = loss_of(self._model(*args, **kwargs))
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]
+
         before = [(t, t.grad) for t in (*self._model.parameters(), *self._leaves)]
         try:
-            with torch.enable_grad():
-                loss = loss_of(self._model(*args, **kwargs))
-                if loss is not None:
-                    loss.backward()  # type: ignore[no-untyped-call]
+            with_gradients(self._model, both, forward)
         finally:
             for tensor, grad in before:
-                tensor.grad = grad
+                if tensor.grad is not grad:
+                    tensor.grad = grad
 
     @contextmanager
     def repeatable(self) -> Iterator[None]:
@@ -82,22 +90,19 @@ class Step:
         They wait in the host's memory, where a GPU's limit does not count them. Compiled modules run uncompiled.
         """
         parameters = [p for p in self._model.parameters() if not nn.parameter.is_lazy(p)]
-        grads = [(t, t.grad, None if t.grad is None else _aside(t.grad)) for t in (*parameters, *self._leaves)]
-        values = [(p, _aside(p)) for p in parameters] if self._own is not None else []
+        grads = [(t, t.grad) for t in (*parameters, *self._leaves)]
+        values = [*(parameters if self._own is not None else ()), *(grad for _, grad in grads if grad is not None)]
         with ExitStack() as stack:
             stack.enter_context(buffers_kept(self._model, _aside))
+            stack.enter_context(values_kept(values, _aside))
             stack.enter_context(random_states.kept(self._model.modules()))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             try:
                 yield
             finally:
-                with torch.no_grad():
-                    for parameter, value in values:
-                        parameter.copy_(value)
-                    for tensor, grad, saved in grads:
-                        if grad is not None and saved is not None:
-                            grad.copy_(saved)
+                for tensor, grad in grads:
+                    if tensor.grad is not grad:
                         tensor.grad = grad
 
 
