@@ -18,10 +18,11 @@ from tilewise.distributed.peer_choice import PeerChoice
 from tilewise.distributed.share import Share
 from tilewise.distributed.terms import Terms
 from tilewise.nn.book import Book
-from tilewise.nn.call import Operand, suggested_layout
+from tilewise.nn.call import Operand
 from tilewise.nn.progress import showing
 from tilewise.nn.runner import BoundPass
 from tilewise.nn.share import plan_together
+from tilewise.nn.strides import suggested_layout
 from tilewise.planner.planner import MEASURING
 from tilewise.problem import DTYPE_NAMES, ConvProblem, Pass, layout_of
 

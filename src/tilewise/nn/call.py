@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.autograd import forward_ad
 
 from tilewise.device import conv_precision
+from tilewise.nn.strides import backend_layout
 from tilewise.problem import ALIGNMENT, DTYPE_NAMES, dense_strides, layout_of
 
-__all__ = ["Call", "Operand", "autocast_dtype", "describe", "disturbed", "is_plain", "suggested_layout"]
+__all__ = ["Call", "Operand", "autocast_dtype", "describe", "disturbed", "is_plain"]
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -58,22 +58,8 @@ class Call:
 
     @property
     def backend_layout(self) -> str:
-        """Layout of the result by torch's rule: channels_last where input or weight suggests it."""
-        suggestions = {suggested_layout(o.shape, o.strides) for o in (self.x, self.w)}
-        return "channels_last" if "channels_last" in suggestions else "contiguous"
-
-
-def suggested_layout(shape: Sequence[int], strides: Sequence[int]) -> str:
-    """The memory format that torch reads from strides, also where sizes of one leave it open (2-D and 3-D only)."""
-    dims = len(shape)
-    if dims not in (4, 5) or strides[1] == 0:
-        return "contiguous"
-    least = 0
-    for d in (1, *range(dims - 1, 1, -1), 0):
-        if shape[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
-            return "contiguous"
-        least = strides[d] * max(shape[d], 1)
-    return "channels_last"
+        """The layout by torch's rule, in which operands are brought that are not dense."""
+        return backend_layout(self.x.shape, self.x.strides, self.w.shape, self.w.strides)
 
 
 def is_plain(t: object) -> bool:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.device import conv_precision
-from tilewise.nn.call import Call, suggested_layout
+from tilewise.nn.call import Call
 from tilewise.nn.runner import Runner, settle
-from tilewise.problem import dense_strides
+from tilewise.nn.strides import backend_layout
 
 if TYPE_CHECKING:
     from tilewise.nn.layer import Layer
@@ -46,14 +46,11 @@ class Known:
 
 @dataclass(frozen=True)
 class Published:
-    """A runner, and the layouts that its operators promise to the compiler (strides in elements)."""
+    """A runner, whose strides its operators promise to the compiler."""
 
     runner: Runner
     call: Call
     result_shape: tuple[int, ...]
-    result_strides: tuple[int, ...]
-    input_strides: tuple[int, ...]
-    weight_strides: tuple[int, ...]
 
     @property
     def applies(self) -> bool:
@@ -71,12 +68,11 @@ _published: dict[str, Published] = {}
 def publish(runner: Runner, call: Call, result_shape: tuple[int, ...]) -> Known:
     """Make ``runner`` known to the operators."""
     layout = call.backend_layout
-    x, w = call.x.settled(layout), call.w.settled(layout)
     passes = (runner.forward, runner.grad_input, runner.grad_weight)
     trees = [None if p is None else p.plan.to_json() for p in passes]
     text = json.dumps([repr(runner.geometry), repr(call), trees], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
-    _published[name] = Published(runner, call, result_shape, dense_strides(result_shape, layout), x.strides, w.strides)
+    _published[name] = Published(runner, call, result_shape)
     return Known(name, call.x.shape, layout, call.dtype, call.device.type, call.needs, call.deterministic)
 
 
@@ -102,7 +98,7 @@ def trace(layer: Layer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
             and x.device.type == known.device_type
             and needs == known.needs
             and deterministic == known.deterministic
-            and known.layout in (suggested_layout(x.shape, x.stride()), suggested_layout(w.shape, w.stride()))
+            and known.layout == backend_layout(x.shape, x.stride(), w.shape, w.stride())
         ):
             return torch.ops.tilewise.conv(x, w, b, known.plans)  # type: ignore[no-any-return]
     return None
@@ -119,8 +115,8 @@ def _conv(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, plans: str) 
     found = _find(plans)
     with torch._C._DisableAutocast():
         if not found.applies:
-            return settle(found.runner.geometry.torch_forward(x, w, b), found.result_strides)
-        return settle(found.runner.converted(x, w, b), found.result_strides)
+            return settle(found.runner.geometry.torch_forward(x, w, b), found.runner.strides.result)
+        return settle(found.runner.converted(x, w, b), found.runner.strides.result)
 
 
 def _conv_backward(
@@ -133,22 +129,24 @@ def _conv_backward(
             dx, dw, db = found.runner.gradients(dy, x, w, asked)
         else:
             dx, dw, db = found.runner.geometry.torch_backward(dy, x, w, asked)
-    grads = ((dx, found.input_strides), (dw, found.weight_strides), (db, (1,)))
+    strides = found.runner.strides
+    grads = ((dx, strides.grad_input), (dw, strides.grad_weight), (db, (1,)))
     return [settle(t, strides) for (t, strides), want in zip(grads, asked, strict=True) if want and t is not None]
 
 
 def _conv_fake(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, plans: str) -> torch.Tensor:
     found = _find(plans)
-    return x.new_empty_strided(found.result_shape, found.result_strides)
+    return x.new_empty_strided(found.result_shape, found.runner.strides.result)
 
 
 def _conv_backward_fake(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, plans: str, mask: list[bool]
 ) -> list[torch.Tensor]:
     found = _find(plans)
+    strides = found.runner.strides
     made = (
-        (x.shape, found.input_strides),
-        (w.shape, found.weight_strides),
+        (x.shape, strides.grad_input),
+        (w.shape, strides.grad_weight),
         ((found.result_shape[1],), (1,)),
     )
     return [dy.new_empty_strided(shape, strides) for (shape, strides), want in zip(made, mask, strict=True) if want]

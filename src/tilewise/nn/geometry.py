@@ -116,6 +116,13 @@ class Geometry:
             )
         )
 
+    def result_shape(self, input_shape: Sequence[int], weight_shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the layer's result. Raises ``ValueError`` when there is none."""
+        axes = self.axes(input_shape[2:], weight_shape[2:])
+        if self.transposed:
+            return (input_shape[0], weight_shape[1] * self.groups, *(axis.size for axis in axes))
+        return (input_shape[0], weight_shape[0], *(axis.out for axis in axes))
+
     def problem(
         self,
         role: Role,

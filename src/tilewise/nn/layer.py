@@ -17,7 +17,8 @@ from tilewise.nn.call import Call, describe, disturbed, function_mode_watches
 from tilewise.nn.compiled import Known, publish
 from tilewise.nn.geometry import Geometry, Role, Weights
 from tilewise.nn.runner import Run, Runner
-from tilewise.problem import ALIGNMENT, DTYPE_NAMES, ConvProblem, layout_of
+from tilewise.nn.strides import Strides, torch_strides
+from tilewise.problem import ALIGNMENT, DTYPE_NAMES, ConvProblem, dense_strides, layout_of
 
 __all__ = ["Layer", "wanted"]
 
@@ -170,9 +171,9 @@ class Layer:
         if runner is not None:
             return runner
         try:
-            problems = self.problems(call)
+            problems, strides = self.problems(call), self.strides(call)
         except ValueError:  # torch says what is wrong with these sizes
-            problems = {}
+            problems, strides = {}, Strides((), (), ())
         if not self.book.ready(problems.values(), call.deterministic, call.device):
             return None
         bound = {role: self.book.bound(problem, call.deterministic, call.device) for role, problem in problems.items()}
@@ -182,6 +183,7 @@ class Layer:
             bound.get(Role.GRAD_INPUT),
             bound.get(Role.GRAD_WEIGHT),
             needs_grad=any(call.needs),
+            strides=strides,
             direct=call.x == call.x.settled(call.backend_layout) and call.w == call.w.settled(call.backend_layout),
             device=call.device,
         )
@@ -193,14 +195,23 @@ class Layer:
     def problems(self, call: Call) -> dict[Role, ConvProblem]:
         """The problems that a call without autocast goes through.
 
-        Operands that are not dense are copied first, as torch does. Raises ``ValueError`` for sizes that make no
-        convolution.
+        Operands that are not dense are copied first, as torch does. A gradient is laid out as torch's, and not as its
+        operand. Raises ``ValueError`` for sizes that make no convolution.
         """
-        result_layout = call.backend_layout
-        x, w = call.x.settled(result_layout), call.w.settled(result_layout)
-        outputs = w.shape[1] * self.geometry.groups if self.geometry.transposed else w.shape[0]
-        if call.bias is not None and call.bias != outputs:
-            raise ValueError(f"bias has {call.bias} elements for {outputs} channels")
+        layout = call.backend_layout
+        x, w = call.x.settled(layout), call.w.settled(layout)
+        shape = self.geometry.result_shape(x.shape, w.shape)
+        if call.bias is not None and call.bias != shape[1]:
+            raise ValueError(f"bias has {call.bias} elements for {shape[1]} channels")
+        strides = self.strides(call)
+        if dense_strides(shape, layout) != strides.result:
+            layout = "contiguous"
+        of_x, of_w = layout_of(x.shape, x.strides), layout_of(w.shape, w.strides)
+        layouts = {
+            Role.FORWARD: (of_x, of_w, layout),
+            Role.GRAD_INPUT: (layout_of(x.shape, strides.grad_input), of_w, layout),
+            Role.GRAD_WEIGHT: (of_x, layout_of(w.shape, strides.grad_weight), layout),
+        }
         return {
             role: self.geometry.problem(
                 role,
@@ -209,13 +220,19 @@ class Layer:
                 dtype=DTYPE_NAMES[call.dtype],
                 precision=call.precision,
                 bias=call.bias is not None,
-                layouts=(layout_of(x.shape, x.strides), layout_of(w.shape, w.strides), result_layout),
+                layouts=layouts[role],
                 alignment=(x.alignment, w.alignment, ALIGNMENT),
                 device=device_name(call.device),
                 weights=self.weights,
             )
             for role in wanted(call.needs)
         }
+
+    def strides(self, call: Call) -> Strides:
+        """Those that torch gives to the call's result and gradients. Raises ``ValueError`` as :meth:`problems`."""
+        x, w = call.x, call.w
+        shape = self.geometry.result_shape(x.shape, w.shape)
+        return torch_strides(self.geometry, (x.shape, x.strides), (w.shape, w.strides), shape, call.dtype, call.device)
 
     def forget(self) -> None:
         """Resolve every call anew: the book's plans have changed."""

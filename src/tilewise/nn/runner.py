@@ -11,6 +11,7 @@ import torch
 from tilewise import execute
 from tilewise.nn.call import disturbed, is_plain
 from tilewise.nn.geometry import Geometry
+from tilewise.nn.strides import Strides
 from tilewise.plan import Plan
 from tilewise.problem import ConvProblem, dense_strides
 
@@ -59,6 +60,8 @@ class Slot:
 
 def settle(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """``t`` with these dense strides: the same memory where only strides of size-1 axes differ, else a copy."""
+    if t.stride() == strides:
+        return t
     if all(n == 1 or have == want for n, have, want in zip(t.shape, t.stride(), strides, strict=True)):
         return t.as_strided(t.shape, strides)
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
@@ -68,13 +71,14 @@ class Runner:
     """What one kind of call resolved to: a plan for each pass, or ``None`` where torch does that pass.
 
     ``forward``, ``grad_input`` and ``grad_weight`` are the layer's three computations. ``direct`` says that operands of
-    this call come in the plans' own layouts. ``run`` takes input, weight and bias, with autograd where they need it,
-    and ``result`` the same without; both are as short a way as there is.
+    this call come in the plans' own layouts, and ``strides`` are what torch would give. ``run`` takes input, weight and
+    bias, with autograd where they need it, and ``result`` the same without; both are as short a way as there is.
     """
 
     __slots__ = (
         "_gradient_slot",
         "_index",
+        "_settles",
         "_sum_dims",
         "direct",
         "forward",
@@ -83,6 +87,7 @@ class Runner:
         "grad_weight",
         "result",
         "run",
+        "strides",
     )
 
     def __init__(
@@ -93,18 +98,21 @@ class Runner:
         grad_weight: BoundPass | None,
         *,
         needs_grad: bool,
+        strides: Strides,
         direct: bool,
         device: torch.device,
     ) -> None:
         self.geometry = geometry
         self.forward, self.grad_input, self.grad_weight = forward, grad_input, grad_weight
-        self.direct = direct
+        self.direct, self.strides = direct, strides
+        p = None if forward is None else forward.problem
+        self._settles = p is not None and dense_strides(p.shape(p.result), p.layout(p.result)) != strides.result
         # With one GPU there is no other to switch to.
         self._index = device.index if device.type == "cuda" and torch.cuda.device_count() > 1 else None
         self._sum_dims = (0, *range(2, geometry.dims + 2))
         self._gradient_slot = _gradient_slot(geometry, grad_input, grad_weight)
         self.result: Run = self.compute
-        if forward is not None and direct and self._index is None:
+        if forward is not None and direct and self._index is None and not self._settles:
             self.result = forward.bound
         self.run: Run = functools.partial(_apply, self) if needs_grad else self.result
 
@@ -120,9 +128,8 @@ class Runner:
                 return self.compute(x, w, b)
         if self.forward is None:
             return self.geometry.torch_forward(x, w, b)
-        if self.direct:
-            return self.forward.bound(x, w, b)
-        return self.forward(x, w, b)
+        y = self.forward.bound(x, w, b) if self.direct else self.forward(x, w, b)
+        return settle(y, self.strides.result) if self._settles else y
 
     def converted(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         """:meth:`compute` for operands in any layout."""
@@ -147,10 +154,11 @@ class Runner:
             db = dy.sum(self._sum_dims)  # oneDNN would compute the weight's gradient as well
         if by_plan[0]:
             assert self.grad_input is not None
-            dx = self.grad_input(dy, w)
+            dx = settle(self.grad_input(dy, w), self.strides.grad_input)
         if by_plan[1]:
             assert self.grad_weight is not None
             dw = self.grad_weight(dy, x) if self.geometry.transposed else self.grad_weight(x, dy)
+            dw = settle(dw, self.strides.grad_weight)
         return dx, dw, db
 
 
