@@ -47,7 +47,7 @@ PROBLEMS = [
 LIMIT = 2**20
 COMPILED = ["depthwise", "depthwise_fft", "fused_lowering", "winograd"]
 """Solvers whose kernels a process compiles first, which takes seconds."""
-BEFORE_A_HANG_S = 45.0
+A_HANG_S = 45.0
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilewise.wisdom.WisdomWarning")
@@ -223,14 +223,14 @@ def mutated(draw: st.DrawFn) -> tuple[ConvProblem, dict[str, Any]]:
     return problem, data
 
 
-def check_used_well(wisdom: Wisdom, problem: ConvProblem, options: Options) -> None:
+def check_used_well(wisdom: Wisdom, problem: ConvProblem, options: Options, within_s: float = A_HANG_S) -> None:
     """A plan that is right within the limit, or the documented error; and no hang."""
     begun = time.monotonic()
     with contextlib.suppress(NoPlanError):
         plan = Planner(wisdom).plan(problem, options)
         check_right(plan, problem, options.workspace)
         assert plan.label.isprintable()
-    assert time.monotonic() - begun < BEFORE_A_HANG_S
+    assert time.monotonic() - begun < within_s
 
 
 @hypothesis.given(mutated(), st.sampled_from((None, 0, 2**14, LIMIT)))
@@ -276,7 +276,7 @@ def test_mutated_measurements_are_no_harm(data: st.DataObject) -> None:
     rigor = data.draw(st.sampled_from(("measure", "estimate", "wisdom_only") if EVERY else ("estimate",)))
     options = Options(workspace=limit, rigor=rigor, batch_sizes="powers_of_two")
     with toys.installed(without=[] if EVERY else COMPILED):
-        check_used_well(store, problem, options)
+        check_used_well(store, problem, options, 5 * A_HANG_S)  # all is measured anew, on a machine that may be busy
         for plan in Planner(store).front(problem, options):
             check_right(plan, problem, limit)
     store.forget()

@@ -19,6 +19,8 @@ Profile = dict[str, float]
 """``copy`` in bytes/ms (read and written), ``fp32``, ``tf32``, ``bf16``, ``fp16`` in flop/ms, ``launch`` in ms."""
 
 RATES = ("fp32", "tf32", "bf16", "fp16")
+SLOWEST, FASTEST = 1e-3, 1e18
+"""No device's rates, in bytes or operations a millisecond, are beyond these."""
 SLOW = 8
 """So many times slower than fp32, arithmetic is emulated."""
 
@@ -37,7 +39,8 @@ def estimate_ms(problem: ConvProblem, cost: Cost, profile: Profile) -> float:
 
 def is_profile(rates: Mapping[str, float]) -> bool:
     """Whether ``rates``, from a file perhaps, has all that an estimate asks for."""
-    return all(rates.get(name, 0.0) > 0.0 for name in ("copy", *RATES)) and "launch" in rates
+    sound = all(SLOWEST <= rates.get(name, 0.0) <= FASTEST for name in ("copy", *RATES))
+    return sound and 0.0 <= rates.get("launch", -1.0) <= FASTEST
 
 
 def measure_profile(device_name: str) -> Profile:
