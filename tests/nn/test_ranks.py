@@ -230,3 +230,29 @@ for example in (x, x):
     for rest in lines:
         assert rest[6].startswith("ranks differ in the plans that tilewise.optimize found: rank 0 has")
         assert "rank 2 has 'failed: no such plan'" in rest[7]
+
+
+def test_a_plan_that_another_rank_may_not_use_is_an_error_on_all(tmp_path: Path) -> None:
+    """Each rank holds what rank 0 sends to its own solvers, to the limit and to float64."""
+    outputs = run(
+        """
+import dataclasses
+from tilewise.plan import Config, Plan
+from tests import toys
+class Wrong(Dividing):
+    def plan(self, problem, options=None):
+        return dataclasses.replace(Plan(problem.key, *choice), time_ms=1.0)
+with toys.installed(toys.toy(name="wrong", compute=lambda self, p, a, b: p.reference(a, b) * 1.001)):
+    for choice in (("fft", 4, Config(basis=(24, 1))), ("wrong", 1, Config())):
+        try:
+            tilewise.optimize(model, x, planner=Wrong())
+        except tilewise.nn.RankMismatch as error:
+            print(error)
+""",
+        tmp_path,
+    )
+    for output in outputs:
+        first, second = output.splitlines()
+        assert "rank 1 has 'failed: the plan for conv" in first
+        assert "fft does not offer basis=24x1 here" in first
+        assert "wrong: error 1.0e-03 over the limit" in second

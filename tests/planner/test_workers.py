@@ -235,6 +235,8 @@ def test_a_worker_plans_what_this_process_does_not(crew: Workers, wisdom: Wisdom
     assert sorted(p.key for p in told) == sorted(p.key for p in TINY)
     assert len(own) == 1
     assert planned == {p.key for p in TINY} - {own[0].problem.key}
+    text = "rigor=measure workspace=None batch_sizes=powers_of_two deterministic=False error_limit=None strict=False"
+    assert all(kept.own for kept in wisdom.kept_plans(environment("cpu").key, planned, text).values())
     assert process(crew).poll() is None
 
     large = replace(TINY[0], batch=8)

@@ -52,7 +52,10 @@ def export_wisdom(file: Path) -> None:
 @command.command("import")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
 def import_wisdom(files: tuple[Path, ...]) -> None:
-    """Merge FILEs, exported documents; of two rows for the same thing the newer is kept."""
+    """Merge FILEs, exported documents; of two rows for the same thing the newer is kept.
+
+    Their plans are checked on this machine when they are first used.
+    """
     rows = 0
     with _store() as wisdom:
         for file in files:

@@ -1,8 +1,8 @@
 """Rows of a store and values of tilewise: one validator for everything read, whoever wrote it.
 
 A row comes from a database or a document that anybody may have edited and any disk may have
-damaged. What does not pass here never reaches the planner; what passes can be wrong (a false time),
-not dangerous.
+damaged. What does not pass here never reaches the planner; what passes can be wrong, not dangerous: plans
+go through the planner's gate (``planner/gate.py``) unless their seal says that they have.
 """
 
 from __future__ import annotations

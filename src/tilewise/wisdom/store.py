@@ -195,9 +195,9 @@ class Wisdom:
 
         Of rows of the same moment that differ one wins by its checksum, so that the order of imports does not matter.
 
-        All of it is merged or nothing. Entries that do not pass validation are ignored with a
-        warning. Raises ``OSError`` when the file cannot be read and
-        :class:`~tilewise.plan.PlanFormatError` (a ``ValueError``) when it is no such document.
+        All of it is merged or nothing, and none of it is this user's own: plans are checked when they are first used.
+        Entries that do not pass validation are ignored with a warning. Raises ``OSError`` when the file cannot be read
+        and :class:`~tilewise.plan.PlanFormatError` (a ``ValueError``) when it is no such document.
         """
         new, faults = document.read(Path(path))
         return self._merge(new, faults, Path(path))
