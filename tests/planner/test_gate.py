@@ -482,3 +482,12 @@ def test_results_that_read_nothing_can_be_kept(wisdom: Wisdom, rigor: str, tmp_p
         assert wisdom.plan(environment("cpu").key, problem.key, "") == checked
         assert "beside an outlier" in Planner(wisdom).confirm(problem, checked, replace(options, strict=True))[1]
         assert math.isfinite(checked.error.l2)
+
+
+def test_what_would_run_for_very_long_is_refused_unasked() -> None:
+    problem = toys.small(batch=2**15)
+    one = leaf(replace(problem, batch=1), "aten", Config())
+    many = Plan(problem.key, "micro_batch", 1, Config(sizes=(1,) * 2**15), (one,), (2**15,))
+    assert why_unfit(many, problem, Options()) == "its plan runs more than 16384 parts"
+    short = Plan("x", "aten\x1b[2J", 1)
+    assert "\x1b" not in why_unfit(replace(short, problem="\x1b[2J"), problem, Options())

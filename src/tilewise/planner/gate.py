@@ -26,6 +26,8 @@ MOST_NESTED = 2
 """Splits on the way from the root to a leaf."""
 MOST_KINDS = 100
 """Different parts that solvers are asked about: far more than a search composes."""
+MOST_CALLS = 1 << 14
+"""Leaves that one run calls, parts counted: what takes longer to check than to plan anew is not checked."""
 MOST_TEXT = 1000
 """Characters of a text in a leaf's config."""
 MOST_LABEL = 1 << 16
@@ -41,6 +43,13 @@ def why_unfit(plan: Plan, problem: ConvProblem, options: Options) -> str:
     return _Asking(options).why_unfit(plan, problem)
 
 
+def _calls(plan: Plan) -> int:
+    """Leaves that a run of ``plan`` calls."""
+    if plan.leaf:
+        return 1
+    return sum(count * _calls(child) for child, count in zip(plan.children, plan.counts, strict=False))
+
+
 @dataclass
 class _Asking:
     """One plan's walk through the gate, with what was asked already."""
@@ -51,7 +60,7 @@ class _Asking:
     def why_unfit(self, plan: Plan, problem: ConvProblem, level: int = -1, threads: int = 0, depth: int = 0) -> str:
         """``level`` is that of the split above, one of ``depth``; ``threads`` what torch has for a part, 0 for all."""
         if plan.problem != problem.key:
-            return f"its plan has a part for {plan.problem[:200]}, which is none of the problem's"
+            return f"its plan has a part for {_shown(plan.problem)}, which is none of the problem's"
         try:
             solver = solvers.get(plan.solver)
         except KeyError:
@@ -92,6 +101,8 @@ class _Asking:
             return f"its plan cuts by {plan.solver} into {shown}, which is not the whole"
         if sum(plan.counts) != len(sizes):  # before they are spelled out
             return f"{_not_offered(plan)}: {len(sizes)} parts and plans for {str(sum(plan.counts))[:20]}"
+        if _calls(plan) > MOST_CALLS:
+            return f"its plan runs more than {MOST_CALLS} parts"
         parts, plans = execute.parts_of(plan, problem, solver)
         if solver.at_once and not all(child.leaf for child in plans):
             return f"its plan cuts the parts of {plan.solver} again, which run at once"
@@ -125,7 +136,12 @@ def as_here(plan: Plan, problem: ConvProblem) -> Plan:
 
 
 def _not_offered(plan: Plan) -> str:
-    return f"{plan.solver} does not offer {str(plan.config)[:200] or 'no config'} here"
+    return f"{plan.solver} does not offer {_shown(str(plan.config)) or 'no config'} here"
+
+
+def _shown(text: str) -> str:
+    """Text from elsewhere as a message shows it: the beginning, and nothing that moves a terminal's cursor."""
+    return "".join(c if c.isprintable() else "?" for c in text[:200])
 
 
 def is_offered(solver: Solver, problem: ConvProblem, config: Config, threads: int = 0) -> bool:

@@ -99,6 +99,11 @@ def read_fronts(
                 break
 
 
+def written(plan: Plan) -> tuple[object, ...]:
+    """What ``plan`` does, to the letter: in a config that somebody wrote 1 may stand as 1.0."""
+    return plan.solver, plan.config.key, tuple(map(written, plan.children))
+
+
 def is_current(plan: Plan) -> bool:
     """Whether it and all its parts are by solvers that there are, of these versions: others are stale, not wrong."""
     versions = {solver.name: solver.version for solver in solvers.all_solvers()}

@@ -17,7 +17,7 @@ import torch
 from tilewise import solvers
 from tilewise.device import environment, is_capturing, torch_device
 from tilewise.plan import Measurement, Plan
-from tilewise.planner.divisions import BATCH_LEVEL, Choice, choice_of
+from tilewise.planner.divisions import BATCH_LEVEL
 from tilewise.planner.estimate import Profile, is_profile, measure_profile
 from tilewise.planner.gate import as_here, why_unfit
 from tilewise.planner.memory import (
@@ -31,6 +31,7 @@ from tilewise.planner.memory import (
     read_fronts,
     read_plans,
     satisfying,
+    written,
 )
 from tilewise.planner.messages import Job
 from tilewise.planner.options import NoPlanError, Options
@@ -86,7 +87,7 @@ class Planner:
         self._fronts: dict[tuple[str, str], dict[Options, tuple[Plan, ...]]] = {}
         self._unchecked_fronts: dict[Entry, tuple[Plan, ...]] = {}
         self._profiles: dict[str, Profile] = {}
-        self._refused: dict[tuple[str, str, Choice], tuple[Plan, str]] = {}
+        self._refused: dict[tuple[str, str, tuple[object, ...]], tuple[Plan, str]] = {}
         """Plans from elsewhere that may not be used here, with the reason."""
         self._saved_at = time.monotonic()
 
@@ -123,7 +124,7 @@ class Planner:
         """Remember a plan that was checked just now."""
         key = environment(problem.device).key
         self._plans[key, problem.key, options] = plan
-        self._refused.pop((key, problem.key, choice_of(plan)), None)
+        self._refused.pop((key, problem.key, written(plan)), None)
         self.wisdom.remember(key, problem.key, plan_text(options), plan, own=True)
 
     def _refusals(self, problem: ConvProblem) -> list[tuple[Plan, str]]:
@@ -290,6 +291,7 @@ class Planner:
             refused = (
                 Measurement(p.solver, p.version, p.config, reason=f"its plan from elsewhere was refused: {reason}")
                 for p, reason in self._refusals(problem)
+                if is_current(p)
             )
             latest = {(m.solver, m.version, m.config): m for m in (*refused, *search.log)}
             return sorted(latest.values(), key=lambda m: (bool(m.reason), m.time_ms or 0.0, m.solver))
@@ -316,12 +318,12 @@ class Planner:
                 )
                 told = f"{plan.solver} {reason}"
             if reason:
-                self._refused[environment(problem.device).key, problem.key, choice_of(plan)] = plan, told
+                self._refused[environment(problem.device).key, problem.key, written(plan)] = plan, told
             return checked, reason
 
     def _admitted(self, problem: ConvProblem, plan: Plan, options: Options) -> Plan | None:
         """A plan in wisdom that no process of this user checked here, checked now; ``None`` where it is refused."""
-        key = environment(problem.device).key, problem.key, choice_of(plan)
+        key = environment(problem.device).key, problem.key, written(plan)
         if not is_current(plan) or key in self._refused:
             return None
         checked, reason = self.confirm(problem, plan, options)
@@ -453,7 +455,8 @@ class Planner:
                 plan = self._admitted(problem, self._unchecked.pop(entry), asked)
                 if plan is not None:
                     self._keep(problem, asked, plan)
-            if plan is not None and fits(plan, problem, options) and (*entry[:2], choice_of(plan)) not in self._refused:
+            refused = bool(self._refused) and plan is not None and (*entry[:2], written(plan)) in self._refused
+            if plan is not None and not refused and fits(plan, problem, options):
                 return plan
             self._plans.pop(entry, None)  # another process may have written a newer one by the next time
         return None
