@@ -30,6 +30,7 @@ from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.gate import why_unfit
 from tilewise.planner.memory import place_text, plan_text
 from tilewise.planner.search import Search
+from tilewise.planner.verify import errors_of
 from tilewise.problem import ConvProblem, Pass
 from tilewise.wisdom import Wisdom, WisdomWarning, rows, tables
 from tilewise.wisdom.database import Database
@@ -491,3 +492,19 @@ def test_what_would_run_for_very_long_is_refused_unasked() -> None:
     assert why_unfit(many, problem, Options()) == "its plan runs more than 16384 parts"
     short = Plan("x", "aten\x1b[2J", 1)
     assert "\x1b" not in why_unfit(replace(short, problem="\x1b[2J"), problem, Options())
+
+
+@pytest.mark.parametrize(("amount", "spread"), [(0.0, 0.0), (1e-12, 1.0), (0.1, 1.0)])
+def test_what_stands_where_nothing_is_read_counts(amount: float, spread: float) -> None:
+    """Rounding there is told by the spread; more than rounding is over the limit of the L2 error as well."""
+    problem = parse_layer("mb2ic2ih9oc3kh2sh3ph0", pass_=Pass.DGRAD)
+
+    def compute(a: torch.Tensor, b: torch.Tensor, bias: object, out: torch.Tensor) -> torch.Tensor:
+        out.copy_(problem.reference(a, b))
+        out[:, :, 2, 2] += amount  # the stride is 3 and the kernel 2: nothing reaches this one
+        return out
+
+    found = errors_of(problem, compute)
+    assert (found.spread > 1e-5) == bool(spread)
+    assert found.spread == spread or not spread
+    assert (found.l2 > 1e-5) == (amount == 0.1)
