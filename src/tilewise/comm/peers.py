@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.comm.waiting import Waiting
+from tilewise.recent import Recent
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Pointer, Program
 
 __all__ = ["Peers", "Places", "merged"]
 
+MOST_PROGRAMS = 1024
+"""Kernels, by the messages that they carry, that are kept."""
 CHANNELS = 32
 """Blocks of one message at most: enough for a link of 450 GB/s, few enough for a convolution to run beside them."""
 CHUNK = 1 << 13
@@ -92,7 +95,7 @@ class Peers(Waiting):
         """Bytes of the largest message that goes this way."""
         self._counts = torch.zeros((2, places.most, CHANNELS), dtype=torch.int32, device=device)
         """How many messages were sent to each neighbour and taken from it, by channel."""
-        self._programs: dict[Any, Program] = {}
+        self._programs: Recent[Any, Program] = Recent(MOST_PROGRAMS)
         self.near = False
         """Whether images travel with channels innermost; the same on all ranks."""
 
@@ -141,9 +144,10 @@ class Peers(Waiting):
 
     def _program(self, sends: Messages, receives: Messages) -> Program:
         key = (len(sends), *((i, t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNED) for i, t in (*sends, *receives)))
-        if key not in self._programs:
-            self._programs[key] = self._made(sends, receives)
-        return self._programs[key]
+        found = self._programs.get(key)
+        if found is None:
+            found = self._programs[key] = self._made(sends, receives)
+        return found
 
     def _made(self, sends: Messages, receives: Messages) -> Program:
         from tilewise.kernels.triton import peer

@@ -106,7 +106,7 @@ class Ghost:
     axis: Axis | None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def ghosts(reader: Reader, parts: int) -> tuple[Ghost, ...]:
     """What each of ``parts`` ranks has, reads and receives."""
     inputs, outputs = shares(reader.size, parts), shares(reader.out, parts)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SpatialParallel", "among"]
 
+MOST_AGREED = 4096
+"""Kinds of input of which it is remembered that all ranks had them."""
+
 
 class SpatialParallel(nn.Module):
     """``module``, computed on images that are cut along ``dims`` and shared by the ranks of ``mesh``.
@@ -105,6 +108,8 @@ class SpatialParallel(nn.Module):
             late = text in self._agreed and link.control is not link.sums
             if not late:
                 inputs.finish()
+                if len(self._agreed) >= MOST_AGREED:
+                    self._agreed.clear()  # on all ranks at once: they have agreed on the same
                 self._agreed.add(text)
             self.space.parameters = None  # and with it the last forward's graph, where nobody else keeps it
             self.space.parameters = Parameters(link, list(self.module.parameters()))

@@ -21,12 +21,15 @@ from tilewise.plan import Plan, format_bytes, parse_bytes
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.options import EXCLUDED
 from tilewise.problem import ConvProblem
+from tilewise.recent import Recent
 from tilewise.solvers import SolverUnavailable
 from tilewise.torch_state import undisturbed
 
 __all__ = ["UNPLANNED", "Book", "make_options", "planning"]
 
 UNPLANNED = ("plan", "torch")
+MOST_ON_SIGHT = 4096
+"""Problems met first in use of which a book remembers what became of them."""
 
 _planning = threading.RLock()
 
@@ -86,6 +89,8 @@ class Book:
         self.supply: Callable[[Book, list[ConvProblem], bool], list[ConvProblem]] | None = None
         """Asked before anything is planned: it brings plans from elsewhere and gives back what is left to plan."""
         self._plans: dict[tuple[ConvProblem, bool], Plan | None] = {}
+        self._on_sight: Recent[tuple[ConvProblem, bool], None] = Recent(MOST_ON_SIGHT, self._let_go)
+        """What was met first in use, not planned ahead of it."""
         self._bound: dict[tuple[ConvProblem, bool, torch.device], BoundPass] = {}
 
     @property
@@ -218,14 +223,18 @@ class Book:
         one rank of several.
         """
         wanted = list(problems)
-        if self.missing(wanted, deterministic):
+        for problem in wanted:
+            self._on_sight.get((problem, deterministic))
+        if missing := self.missing(wanted, deterministic):
             if self.unplanned == "torch" or several_ranks():
-                for problem in self.missing(wanted, deterministic):
+                for problem in missing:
                     self.refuse(problem, deterministic, "not planned for")
             elif is_capturing(device):
                 return False
             else:
                 self.plan(wanted, deterministic)
+            for problem in missing:
+                self._on_sight[problem, deterministic] = None
         unbound = [
             p for p in wanted if self.replacement(p, deterministic) and (p, deterministic, device) not in self._bound
         ]
@@ -234,6 +243,17 @@ class Book:
         for problem in unbound:
             self._bind(problem, deterministic, device)
         return True
+
+    def _let_go(self, keys: list[tuple[ConvProblem, bool]]) -> None:
+        """Let go of what was met in use long ago: met again, wisdom has its plan, or torch keeps it."""
+        for problem, deterministic in keys:
+            self._plans.pop((problem, deterministic), None)
+            if (problem, not deterministic) not in self._plans:
+                for table in (self.reasons, self.times, self.notes):
+                    table.pop(problem, None)
+        gone = set(keys)
+        for key in [key for key in self._bound if key[:2] in gone]:
+            self._bound.pop(key, None)
 
     def bound(self, problem: ConvProblem, deterministic: bool, device: torch.device) -> BoundPass | None:
         """What runs ``problem`` on ``device`` once :meth:`ready`; ``None``: torch."""

@@ -62,16 +62,21 @@ class Published:
         return not asks or call.precision == conv_precision()
 
 
+MOST_PUBLISHED = 8192
+"""Plans that compiled graphs may name. A graph names its plans for as long as it is there, so none is ever dropped:
+once there are so many, layers met for the first time are compiled as torch's."""
 _published: dict[str, Published] = {}
 
 
-def publish(runner: Runner, call: Call, result_shape: tuple[int, ...]) -> Known:
-    """Make ``runner`` known to the operators."""
+def publish(runner: Runner, call: Call, result_shape: tuple[int, ...]) -> Known | None:
+    """Make ``runner`` known to the operators; ``None`` where there is no room for more."""
     layout = call.backend_layout
     passes = (runner.forward, runner.grad_input, runner.grad_weight)
     trees = [None if p is None else p.plan.to_json() for p in passes]
     text = json.dumps([repr(runner.geometry), repr(call), trees], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
+    if name not in _published and len(_published) >= MOST_PUBLISHED:
+        return None
     _published[name] = Published(runner, call, result_shape)
     return Known(name, call.x.shape, layout, call.dtype, call.device.type, call.needs, call.deterministic)
 

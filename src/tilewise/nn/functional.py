@@ -17,6 +17,7 @@ from tilewise.nn.geometry import Geometry
 from tilewise.nn.layer import Layer
 from tilewise.nn.overrides import BY_TORCH
 from tilewise.planner import Options, Planner
+from tilewise.recent import trim
 
 __all__ = [
     "Planned",
@@ -39,6 +40,11 @@ Planned = Callable[..., Any]
 """``planned(x, w, b, stride, padding, dilation, groups, output_padding)``: a result, or ``NotImplemented``."""
 
 
+MOST_LAYERS = 1024
+"""Layers, by their strides, paddings and so on, that a table remembers. Plain dictionaries hold them, which Dynamo
+follows and which cost nothing at each call: the layer met first goes, and is made anew where it comes again."""
+
+
 class Table:
     """The layers of one book by torch's arguments."""
 
@@ -59,7 +65,11 @@ class Table:
             return None if hashable == arguments else self.layer(*hashable)
         with self._lock:
             geometry = Geometry.of(*arguments)
-            layer = None if geometry is None else self._layers.setdefault(geometry, Layer(geometry, self._book))
+            layer = None if geometry is None else self._layers.get(geometry)
+            if geometry is not None and layer is None:
+                trim(self._layers, MOST_LAYERS)
+                layer = self._layers[geometry] = Layer(geometry, self._book)
+            trim(self._by_arguments, MOST_LAYERS)
             self._by_arguments[arguments] = layer
             return layer
 

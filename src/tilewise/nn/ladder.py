@@ -9,6 +9,7 @@ from tilewise.nn.book import planning
 from tilewise.plan import Plan
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.problem import ConvProblem
+from tilewise.recent import Recent
 from tilewise.torch_state import undisturbed
 
 __all__ = ["Ladder", "ladder_of"]
@@ -85,13 +86,15 @@ class Ladder:
         return self._plans[key]
 
 
-_ladders: weakref.WeakKeyDictionary[Planner, dict[tuple[ConvProblem, Options], Ladder]] = weakref.WeakKeyDictionary()
+MOST_LADDERS = 4096
+"""Of the problems that one planner met."""
+_ladders: weakref.WeakKeyDictionary[Planner, Recent[tuple[ConvProblem, Options], Ladder]] = weakref.WeakKeyDictionary()
 
 
 def ladder_of(planner: Planner, problem: ConvProblem, options: Options) -> Ladder:
-    """The ladder of ``problem`` under ``options``, the same one for as long as ``planner`` is there."""
-    own = _ladders.setdefault(planner, {})
-    key = problem, options
-    if key not in own:
-        own[key] = Ladder(weakref.proxy(planner), problem, options)
-    return own[key]
+    """The ladder of ``problem`` under ``options``, the same one while ``planner`` and room are there."""
+    own = _ladders.setdefault(planner, Recent(MOST_LADDERS))
+    found: Ladder | None = own.get((problem, options))
+    if found is None:
+        found = own[problem, options] = Ladder(weakref.proxy(planner), problem, options)
+    return found

@@ -19,8 +19,12 @@ from tilewise.nn.geometry import Geometry, Role, Weights
 from tilewise.nn.runner import Run, Runner
 from tilewise.nn.strides import Strides, torch_strides
 from tilewise.problem import ALIGNMENT, DTYPE_NAMES, ConvProblem, dense_strides, layout_of
+from tilewise.recent import Recent
 
 __all__ = ["Layer", "wanted"]
+
+MOST_CALLS = 128
+"""Kinds of call (shapes, needs for gradients, flags) of which a layer remembers what runs them."""
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 Guard = Callable[..., bool]
@@ -70,7 +74,7 @@ class Layer:
     """One convolution layer: ``layer(x, w, b)`` is its result, or ``NotImplemented`` where torch is to do it.
 
     Shared by the copies of a module; it holds no tensor but what a constant weight came to. ``weights`` says whether
-    that is kept. ``runners`` are the calls resolved so far, ``known`` those
+    that is kept. ``runners`` are the calls resolved lately, ``known`` those
     with plans, as ``torch.compile`` finds them.
     """
 
@@ -85,9 +89,9 @@ class Layer:
         weights: Weights = Weights.CHANGING,
     ) -> None:
         self.geometry, self.book, self.weights = geometry, book, weights
-        self.runners: dict[Call, Runner] = {}
+        self.runners: Recent[Call, Runner] = Recent(MOST_CALLS)
         self.known: list[Known] = [] if known is None else known
-        self._entries: dict[Call, Entry] = {}
+        self._entries: Recent[Call, Entry] = Recent(MOST_CALLS)
         self._last: Entry | None = None
         self._inner: dict[object, Layer] = {}
 
@@ -187,9 +191,11 @@ class Layer:
             direct=call.x == call.x.settled(call.backend_layout) and call.w == call.w.settled(call.backend_layout),
             device=call.device,
         )
-        if runner.planned and self.book.traced:
+        if runner.planned and self.book.traced and len(self.known) < MOST_CALLS:
             forward = problems[Role.FORWARD]
-            self.known.append(publish(runner, call, forward.shape(forward.result)))
+            known = publish(runner, call, forward.shape(forward.result))
+            if known is not None and known not in self.known:
+                self.known.append(known)
         return runner
 
     def problems(self, call: Call) -> dict[Role, ConvProblem]:

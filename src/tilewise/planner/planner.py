@@ -42,6 +42,7 @@ from tilewise.planner.store import Store
 from tilewise.planner.trial import Known
 from tilewise.planner.workers import Workers, WorkersWarning
 from tilewise.problem import ConvProblem
+from tilewise.recent import Recent
 from tilewise.solvers import Split
 from tilewise.wisdom import Kept, Wisdom, WisdomWarning
 
@@ -52,6 +53,10 @@ Progress = Callable[[int, int, str], None]
 """``progress(done, total, text)`` as problems are planned."""
 
 SAVE_EVERY_S = 2.0
+MOST_PLANS = 16384
+"""Plans, fronts and refusals that a planner remembers beside wisdom, which has them all but refusals."""
+MOST_KNOWN = 4096
+"""Problems whose measurements a planner remembers from one search to the next."""
 
 ALONE = 3
 """So few problems are planned before a worker has started, unless each has every size to measure."""
@@ -81,14 +86,15 @@ class Planner:
         self._stores: dict[str, Store] = {}
         self._saved: dict[tuple[str, str], Known] = {}
         self._read_ahead: dict[str, list[Kept[Measurement]]] = {}
-        self._plans: dict[Entry, Plan] = {}
-        self._unchecked: dict[Entry, Plan] = {}
+        self._plans: Recent[Entry, Plan] = Recent(MOST_PLANS)
+        self._unchecked: Recent[Entry, Plan] = Recent(MOST_PLANS)
         """Plans that no process of this user checked here."""
-        self._fronts: dict[tuple[str, str], dict[Options, tuple[Plan, ...]]] = {}
-        self._unchecked_fronts: dict[Entry, tuple[Plan, ...]] = {}
+        self._fronts: Recent[tuple[str, str], dict[Options, tuple[Plan, ...]]] = Recent(MOST_PLANS)
+        self._unchecked_fronts: Recent[Entry, tuple[Plan, ...]] = Recent(MOST_PLANS)
         self._profiles: dict[str, Profile] = {}
-        self._refused: dict[tuple[str, str, tuple[object, ...]], tuple[Plan, str]] = {}
+        self._refused: Recent[tuple[str, str, tuple[object, ...]], tuple[Plan, str]] = Recent(MOST_PLANS)
         """Plans from elsewhere that may not be used here, with the reason."""
+        self._searches = 0
         self._saved_at = time.monotonic()
 
     def plan(self, problem: ConvProblem, options: Options | None = None) -> Plan:
@@ -266,7 +272,7 @@ class Planner:
 
     def _also(self, problem: ConvProblem, options: Options) -> tuple[Plan, ...]:
         """Divisions within the limit from fronts of ``problem`` that were asked for with all else the same."""
-        fronts = self._fronts.get((environment(problem.device).key, problem.key), {})
+        fronts = self._fronts.get((environment(problem.device).key, problem.key)) or {}
         return tuple(
             plan
             for asked, plans in fronts.items()
@@ -355,6 +361,7 @@ class Planner:
             raise RuntimeError("nothing can be planned while a CUDA graph is being captured: plan before the capture")
         with self._lock:
             key, store = self._store_key(problem, options), self._store(problem, options)
+            self._searches += 1
             try:
                 profile = self.profile(problem.device) if timed else {}
                 also = self._also(problem, options) if timed else ()
@@ -364,8 +371,18 @@ class Planner:
                 text = str(error).splitlines()[0]
                 raise NoPlanError(f"no plan for {problem.key}: no memory to measure with: {text}") from error
             finally:
+                self._searches -= 1
                 self._read_ahead.clear()
                 self._save(key, store)
+                if not self._searches:
+                    self._forget(key, store)
+
+    def _forget(self, environment_key: str, store: Store) -> None:
+        """Let go of measurements of many problems, all of which wisdom has by now; no search is at them."""
+        if len(store.known) > MOST_KNOWN:
+            for problem in store.known:
+                self._saved.pop((environment_key, problem), None)
+            store.known.clear()
 
     def _store_key(self, problem: ConvProblem, options: Options) -> str:
         return environment(problem.device).key + (REPLAYED if options.cuda_graphs else "")

@@ -24,6 +24,9 @@ __all__ = ["Kept", "Summary", "Wisdom"]
 
 T = TypeVar("T")
 
+MOST_REPORTED = 4096
+"""Rows that are not valid of which it is remembered that they were told."""
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -302,6 +305,8 @@ class Wisdom:
                     raise rows.RowError("its checksum is wrong")
             except rows.RowError as error:
                 if hash(row) not in self._reported:
+                    if len(self._reported) >= MOST_REPORTED:
+                        self._reported.clear()
                     self._reported.add(hash(row))
                     faults.append(f"{row.table}: {error}")
             else:
