@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.forked import run_script
 from tests.nn.test_ranks import run as run_ranks
 
-import tilewise
 from tilewise.cli import cli
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +57,9 @@ if __name__ == "__main__":
 
 def start(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TILEWISE_CACHE_DIR": str(folder / "cache")}
-    return run_script(*words, cwd=folder, environment=environment | variables)
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment | variables, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_script_as_it_is(tmp_path: Path) -> None:
@@ -79,23 +79,6 @@ def test_a_script_as_it_is(tmp_path: Path) -> None:
     assert {line.split()[0] for line in lines[1:]} == {
         "mb4ic1ih7oc2oh5kh3ph0", "mb4ic2ih5oc2oh3kh3ph0", "mb4ic2ih3oc1oh3kh1ph0",
     }  # fmt: skip
-
-
-def test_a_module_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "raising.py").write_text(
-        "import sys, torch.nn.functional as F, tilewise.nn.transparent as t\n"
-        "assert F.conv2d is t.REPLACEMENTS['conv2d'] and sys.argv[1:] == ['--report']\n"
-        "raise LookupError('its own')\n",
-        "utf-8",
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    try:
-        with pytest.raises(LookupError, match="its own"):
-            cli.main(["run", "-m", "raising", "--report"], prog_name="tilewise")
-    finally:
-        tilewise.disable()
 
 
 @pytest.mark.parametrize(
