@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +22,10 @@ from tests.wisdom_workers import (
     some_plan,
 )
 
+from tilewise.kernels.cuda import cubins
 from tilewise.wisdom import Wisdom, WisdomWarning, database, paths
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -38,13 +45,159 @@ def test_the_path_is_a_directory(tmp_path: Path) -> None:
     assert tmp_path.is_dir()
 
 
-def test_no_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    wisdom = Wisdom()
-    # What platformdirs gives a user without one.
-    wisdom._database.path = Path("~/.cache/tilewise/wisdom.sqlite3")
-    check_in_memory(wisdom, "TILEWISE_CACHE_DIR")
+HOMES = {
+    "none": {"HOME": None},
+    "relative": {"HOME": "some/place"},
+    "missing": {"HOME": "/nowhere/home"},
+    "not writable": {"HOME": "/"},
+    "a file": {"HOME": "/etc/passwd"},
+    "a variable": {"HOME": None, "TILEWISE_CACHE_DIR": "~/cache"},
+    "no file system": {"TILEWISE_CACHE_DIR": "/proc/tilewise"},
+    "a folder that is gone": {"TILEWISE_CACHE_DIR": "cache"},
+}
+"""Variables of a user without an entry, who may write nowhere but in the working directory."""
+
+HOMELESS = """
+import copy, json, os, pickle, sys, warnings
+from pathlib import Path
+import platformdirs, sqlite3
+from tests.other_user import become
+from tests.wisdom_workers import ENVIRONMENT, PROBLEMS, fill, some_measurements
+from tilewise import cache
+from tilewise.kernels.cuda import cubins
+from tilewise.wisdom import Wisdom
+if os.environ.get("TILEWISE_CACHE_DIR") == "cache":
+    os.mkdir("gone"), os.chdir("gone"), os.rmdir("../gone")
+if os.geteuid() == 0:
+    become()
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    if sys.argv[1] == "code":
+        cubins.store(cubins.path_of("a", "b", "c"), b"code")
+        assert cubins.load(cubins.path_of("a", "b", "c")) is None
+    for wisdom in (Wisdom(), pickle.loads(pickle.dumps(Wisdom()))):
+        assert wisdom.measurements(ENVIRONMENT, PROBLEMS[0]) == []
+        fill(wisdom)
+        assert wisdom.in_memory
+        assert wisdom.measurements(ENVIRONMENT, PROBLEMS[0]) == some_measurements()
+    cubins.store(cubins.path_of("a", "b", "c"), b"code")
+print(json.dumps([str(one.message) for one in said]))
+"""
+
+
+@pytest.mark.parametrize("first", ["wisdom", "code"])
+@pytest.mark.parametrize("home", HOMES)
+def test_no_home_directory(tmp_path: Path, home: str, first: str) -> None:
+    """One warning, whichever is kept first, and nothing on disk."""
+    if os.geteuid() and HOMES[home].get("HOME", "~") is None:
+        pytest.skip("this user has an entry, and so a home directory")
+    tmp_path.chmod(0o777)
+    variables = {
+        name: value for name, value in os.environ.items() if name not in ("TILEWISE_CACHE_DIR", "XDG_CACHE_HOME")
+    }
+    variables |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    for name, value in HOMES[home].items():
+        variables.pop(name, None)
+        if value is not None:
+            variables[name] = value
+    done = subprocess.run(
+        [sys.executable, "-c", HOMELESS, first],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (text,) = json.loads(done.stdout)
+    assert "in memory" in text
+    assert "TILEWISE_CACHE_DIR" in text
     assert list(tmp_path.iterdir()) == []
+
+
+SHARED = """
+import json, os, sys, warnings
+import sqlite3
+from tests.other_user import become
+from tests.wisdom_workers import ENVIRONMENT, PROBLEMS, some_measurements
+from tilewise.kernels.cuda import cubins
+from tilewise.wisdom import Wisdom
+become()
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    assert cubins.load(cubins.path_of("a", "b", "c")) == b"code"
+    assert Wisdom().measurements(ENVIRONMENT, PROBLEMS[0]) == some_measurements()
+    cubins.store(cubins.path_of("another", "b", "c"), b"code")
+print(json.dumps([str(one.message) for one in said]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is another user")
+def test_a_shared_cache_that_root_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the manual says it is made: others load from it, and are told once that nothing is added."""
+    shared = tmp_path / "shared"
+    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: shared / "kernels")
+    cubins.store(cubins.path_of("a", "b", "c"), b"code")
+    filled(shared / "wisdom.sqlite3")
+    for place in (shared, *shared.rglob("*")):
+        place.chmod(0o755 if place.is_dir() else 0o644)
+    variables = {**os.environ, "TILEWISE_CACHE_DIR": str(shared), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED], cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (text,) = json.loads(done.stdout)
+    assert f"{shared} cannot be written" in text
+
+
+FULL = """
+import json, resource, sys, warnings
+from pathlib import Path
+from tests.wisdom_workers import ENVIRONMENT, PROBLEMS, fill, some_measurements
+from tilewise.kernels.cuda import cubins
+from tilewise.wisdom import Wisdom
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file grows, as where no room is left
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    wisdom = Wisdom()
+    fill(wisdom)
+    assert wisdom.measurements(ENVIRONMENT, PROBLEMS[0]) == some_measurements()
+    path = cubins.path_of("a", "b", "c")
+    for _ in range(2):
+        cubins.store(path, b"code")
+        assert cubins.load(path) is None
+    assert list(path.parent.iterdir()) == []
+print(json.dumps([str(one.message) for one in said]))
+"""
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """What is measured is kept in memory, what is compiled is compiled anew; each says so once."""
+    variables = {**os.environ, "TILEWISE_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    # The limit counts for pipes' other ends and stdout's files, too: they are pipes.
+    done = subprocess.run([sys.executable, "-c", FULL], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    wisdom, code = json.loads(done.stdout)
+    assert "in memory" in wisdom
+    assert "compiled anew" in code
+
+
+@pytest.mark.parametrize("side", ["", "-wal", "-shm", "-journal", ".lock"])
+@pytest.mark.parametrize("store", [False, True], ids=["fresh", "filled"])
+def test_a_pipe_in_the_place_of_a_file(tmp_path: Path, side: str, store: bool) -> None:
+    """Nobody waits for its other end; what the store holds is still used where it can be read."""
+    path = tmp_path / "wisdom.sqlite3"
+    if store:
+        filled(path)
+    place = Path(f"{path}{side}")
+    place.unlink(missing_ok=True)
+    os.mkfifo(place)
+    wisdom = Wisdom(path)
+    with pytest.warns(WisdomWarning, match="no regular file"):
+        fill(wisdom)
+    assert wisdom.in_memory
+    assert wisdom.measurements(ENVIRONMENT, PROBLEMS[0]) == some_measurements()
+    assert place.is_fifo()
 
 
 def check_in_memory(wisdom: Wisdom, text: str) -> None:

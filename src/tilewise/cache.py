@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["VARIABLE", "cache_dir", "first_to_tell", "kernel_dir", "nowhere"]
+__all__ = ["VARIABLE", "cache_dir", "first_to_tell", "kernel_dir", "named_path", "nowhere", "why_relative"]
 
 VARIABLE = "TILEWISE_CACHE_DIR"
 
@@ -18,17 +18,28 @@ def cache_dir() -> Path:
     """
     moved = os.environ.get(VARIABLE)
     if moved:
-        path = os.path.expanduser(moved)
-        try:
-            return Path(path if path.startswith("~") else os.path.abspath(path))
-        except FileNotFoundError:
-            return Path(path)
+        return named_path(moved)
     import platformdirs
 
     try:
         return Path(platformdirs.user_cache_dir("tilewise", appauthor=False))
     except RuntimeError:  # newer versions raise; older ones give a path from "~"
         return Path("~/.cache/tilewise")
+
+
+def named_path(path: Path | str) -> Path:
+    """What a caller's path means: absolute, ``~`` being the home directory.
+
+    Without a home directory, or where the current one is gone, it stays relative, and nothing can be kept there.
+    """
+    text = os.fspath(path)
+    if text.startswith("~"):
+        found = os.path.expanduser(text)
+        return Path(found if os.path.isabs(found) else text)
+    try:
+        return Path(os.path.abspath(text))
+    except FileNotFoundError:
+        return Path(text)
 
 
 def kernel_dir() -> Path:
@@ -40,7 +51,7 @@ def nowhere() -> str:
     """Why nothing can be kept in :func:`cache_dir`; empty where something can."""
     path = cache_dir()
     if not path.is_absolute():
-        return "there is no home directory" if str(path).startswith("~") else "the current directory is gone"
+        return why_relative(path)
     while not os.path.lexists(path) and path.parent != path:
         path = path.parent
     if not os.path.isdir(path):
@@ -49,6 +60,11 @@ def nowhere() -> str:
     if not os.access(path, os.W_OK | os.X_OK, effective_ids=effective):
         return f"{path} cannot be written"
     return ""
+
+
+def why_relative(path: Path) -> str:
+    """Why a path that should be absolute is not."""
+    return "there is no home directory" if str(path).startswith("~") else "the current directory is gone"
 
 
 def first_to_tell() -> bool:

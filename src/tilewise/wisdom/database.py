@@ -116,7 +116,7 @@ class Database:
         if not write and not os.path.lexists(self.path):
             return _on_nothing(work)
         if not self.path.is_absolute():
-            raise Unusable(f"there is no home directory: set {VARIABLE}")  # see cache.cache_dir
+            raise Unusable(cache.why_relative(self.path))
         if write:
             _make_directory(self.path.parent)
         with (

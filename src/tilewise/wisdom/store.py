@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from tilewise.cache import named_path
 from tilewise.plan import Measurement, Plan
 from tilewise.version import VERSION
 from tilewise.wisdom import document, rows, tables
@@ -55,10 +55,10 @@ class Kept(Generic[T]):
 class Wisdom:
     """What was measured and planned, in a SQLite file that many processes may use at once.
 
-    ``path`` is the file; ``None`` is ``wisdom.sqlite3`` in the user's cache directory, which
-    ``TILEWISE_CACHE_DIR`` moves. Nothing is opened or made before it is needed. An object may be
-    used from many threads, over forks, pickled and copied: no connection outlives one call, and one
-    call runs at a time in a process.
+    ``path`` is the file, ``~`` in it the home directory; ``None`` is ``wisdom.sqlite3`` in the
+    user's cache directory, which ``TILEWISE_CACHE_DIR`` moves. Nothing is opened or made before it
+    is needed. An object may be used from many threads, over forks, pickled and copied: no
+    connection outlives one call, and one call runs at a time in a process.
 
     A file that cannot be used is a :class:`WisdomWarning`, never an error: one that is damaged,
     foreign or of a newer schema is renamed and a fresh one begun; where none can be written, what
@@ -67,7 +67,7 @@ class Wisdom:
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
-        self._database = Database(default_path() if path is None else Path(os.path.abspath(path)))
+        self._database = Database(default_path() if path is None else named_path(path))
         self._reported: set[int] = set()
 
     def __repr__(self) -> str:
