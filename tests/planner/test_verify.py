@@ -13,7 +13,7 @@ from tests import toys
 
 from tilewise.axis import Axis
 from tilewise.plan import Config, Error, Plan
-from tilewise.planner import verify
+from tilewise.planner import samples
 from tilewise.planner.operands import make_operands, make_result
 from tilewise.planner.verify import Compute, error_limit, errors_of
 from tilewise.problem import ConvProblem, Pass
@@ -76,7 +76,7 @@ def test_a_bias_that_is_forgotten_or_added_twice_is_seen(pass_: Pass, factor: fl
 @pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_what_is_left_unwritten_anywhere_is_seen(pass_: Pass, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(verify.FLOPS, "cpu", 1.0)
+    monkeypatch.setitem(samples.FLOPS, "cpu", 1.0)
     problem = toys.small(pass_, batch=12, channels=8, groups=groups)
     shape = problem.shape(problem.result)
     for index in range(0, math.prod(shape), 97):
@@ -87,7 +87,7 @@ def test_what_is_left_unwritten_anywhere_is_seen(pass_: Pass, groups: int, monke
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("flops", [1.0, 3e4, 1e9])
 def test_ends_of_the_filters_gradient_are_compared(groups: int, flops: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(verify.FLOPS, "cpu", flops)
+    monkeypatch.setitem(samples.FLOPS, "cpu", flops)
     problem = toys.small(Pass.WGRAD, batch=3, channels=8, groups=groups)
     assert errors_of(problem, right(problem)).l2 < 1e-6
     for channel in (0, -1) if flops > 1.0 or groups > 1 else (0,):
@@ -96,7 +96,7 @@ def test_ends_of_the_filters_gradient_are_compared(groups: int, flops: float, mo
 
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
 def test_each_plan_of_a_division_is_compared(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(verify.FLOPS, "cpu", 1.0)
+    monkeypatch.setitem(samples.FLOPS, "cpu", 1.0)
     problem = toys.small(pass_, batch=23, channels=2)
     sizes = (8, 8, 4, 2, 1)
     leaves = tuple(Plan(str(size), "plain", 1) for size in (8, 4, 2, 1))
@@ -109,8 +109,8 @@ def test_each_plan_of_a_division_is_compared(pass_: Pass, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
 def test_of_a_large_image_stripes_are_compared(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends and both sides of a seam between plans, also below a division of the batch."""
-    monkeypatch.setattr(verify, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(verify, "REFERENCE_BYTES", 1)
+    monkeypatch.setattr(samples, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(samples, "REFERENCE_BYTES", 1)
     problem = toys.small(pass_, batch=2, channels=2, size=30)
     leaves = tuple(Plan(name, "plain", 1) for name in ("first", "inside", "last"))
     tiles = Plan("image", "space_tile", 1, Config(sizes=(1, 10, 10, 8, 1)), leaves, (1, 3, 1))
@@ -122,8 +122,8 @@ def test_of_a_large_image_stripes_are_compared(pass_: Pass, monkeypatch: pytest.
 
 
 def test_rows_of_a_large_image_that_read_nothing_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(verify, "REFERENCE_BYTES", 1)
+    monkeypatch.setattr(samples, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(samples, "REFERENCE_BYTES", 1)
     problem = toys.small(batch=1, channels=2, size=30)
     problem = replace(problem, axes=(replace(problem.axes[0], before=9), problem.axes[1]))
     assert errors_of(problem, right(problem)).l2 < 1e-6
@@ -137,7 +137,7 @@ def test_rows_of_a_large_image_that_read_nothing_are_zero(monkeypatch: pytest.Mo
 
 
 def test_a_filters_gradient_is_compared_in_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "REFERENCE_BYTES", 4000)
+    monkeypatch.setattr(samples, "REFERENCE_BYTES", 4000)
     problem = toys.small(Pass.WGRAD, batch=2, channels=4, size=30)
     assert errors_of(problem, right(problem)).l2 < 1e-6
     assert errors_of(problem, spoilt(problem, (0,), 1.01)).l2 > 1e-4

@@ -10,13 +10,15 @@ import torch
 from tilewise.device import torch_device
 from tilewise.problem import ALIGNMENT, ConvProblem, Range, dense_strides
 
-__all__ = ["Tensors", "make_bias", "make_operand", "make_operands", "make_result", "narrow"]
+__all__ = ["LOWERED", "Tensors", "make_bias", "make_operand", "make_operands", "make_result", "narrow"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Both operands, in the order of ``problem.operands``, and the result."""
 
 OCTAVES, RARE, OUTLIER = 4.0, 1e-3, 10.0
 """Wide-range data: magnitudes over 2^-4 to 2^4, one in a thousand 2^10."""
+LOWERED = {"fp32": 0, "bf16": 0, "fp16": -8}
+"""The power of two of its ordinary values. fp16 ends at 2^16: scaled down, sums of products of outliers stay within."""
 
 
 def make_operands(problem: ConvProblem, seed: int = 0, *, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,8 +40,7 @@ def make_operand(problem: ConvProblem, role: str, generator: torch.Generator, wi
         octaves = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
         octaves.uniform_(-OCTAVES, OCTAVES, generator=generator)
         octaves = torch.where(octaves > OCTAVES * (1 - 2 * RARE), OUTLIER, octaves)
-        # fp16 ends at 2^16: scaled down, sums of products of outliers stay within it.
-        tensor.mul_(octaves.sub_(6.0 if problem.dtype == "fp16" else 0.0).exp2_().to(tensor.dtype))
+        tensor.mul_(octaves.add_(LOWERED[problem.dtype]).exp2_().to(tensor.dtype))
     return tensor
 
 

@@ -32,7 +32,7 @@ from tilewise.planner.replacing import rounds
 from tilewise.planner.store import Store
 from tilewise.planner.tilings import Tilings
 from tilewise.planner.trial import UNKNOWN, OverLimit, Trial, first_line, leaf_plan
-from tilewise.planner.verify import error_limit, errors_of
+from tilewise.planner.verify import Compute, error_limit, errors_of
 from tilewise.problem import ConvProblem
 from tilewise.solvers import Cost, Split
 from tilewise.torch_state import framework_flags, undisturbed
@@ -496,10 +496,10 @@ class Search:
         return self._errors(self._baseline_plan(), self.problem)
 
     def _errors(self, plan: Plan, problem: ConvProblem) -> Error:
-        def compute(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-            return execute.bind(plan, problem, a, b, out)(a, b, bias, out)
-
-        return errors_of(problem, compute, plan)
+        own, here = solvers.baseline(), problem == self.problem
+        torchs = leaf_plan(problem, Measurement(own.name, own.version, Config()))
+        can = self.baseline is not None if here else not own.why_not(problem)
+        return errors_of(problem, _computing(plan, problem), plan, _computing(torchs, problem) if can else None)
 
     def _note_torchs_parts(self, plan: Plan, workspace: int) -> None:
         """Torch alone takes more than it was seen to: now in a row, so that its parts would be chosen again."""
@@ -514,6 +514,15 @@ class Search:
         self.log.append(m)
         if plan.leaf:
             self.store.of(self.problem)[(plan.solver, plan.version, plan.config)] = m
+
+
+def _computing(plan: Plan, problem: ConvProblem) -> Compute:
+    """How ``plan`` computes ``problem``, bound anew to the tensors of each call."""
+
+    def compute(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        return execute.bind(plan, problem, a, b, out)(a, b, bias, out)
+
+    return compute
 
 
 class _Dropped(Exception):

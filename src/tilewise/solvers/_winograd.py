@@ -29,8 +29,12 @@ TAPS = 7
 """The longest kernel."""
 ROUNDING = {1: 1.0, 3: 1.4, 4: 1.5, 5: 2.1, 6: 2.6, 7: 4.5, 8: 5.5, 10: 15.0}
 """By what factor an axis of a tile of so many points multiplies an fp32 sum's rounding, roughly."""
-MOST_ROUNDING = 40.0
-"""The most of all axes together: twice as much would miss an L2 error of 1e-5."""
+MOST_ROUNDING = {Pass.FPROP: 40.0, Pass.DGRAD: 40.0, Pass.WGRAD: 15.0}
+"""The most of all axes together: twice as much would miss an L2 error of 1e-5.
+
+Where a gradient of outputs is one value everywhere, as a sum's is, its transform is far larger at some points than at
+others, and a filter's gradient is what is left of large sums: up to 1.7 times the error for each axis.
+"""
 OCCUPIED = 0.6
 """Share of a core's cache that a block may fill: filters pass through the rest."""
 LEAST_OCCUPIED = 0.33
@@ -62,7 +66,7 @@ def sizes(p: ConvProblem) -> list[int]:
     found = []
     for tile in TILES:
         points = [m + axis.kernel - 1 for m, axis in zip(_outputs(p, tile), p.axes, strict=True)]
-        if all(n in ROUNDING for n in points) and math.prod(ROUNDING[n] for n in points) <= MOST_ROUNDING:
+        if all(n in ROUNDING for n in points) and math.prod(ROUNDING[n] for n in points) <= MOST_ROUNDING[p.pass_]:
             found.append(tile)
     return found
 

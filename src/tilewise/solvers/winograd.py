@@ -32,7 +32,7 @@ class Winograd(Solver):
     whether they are torch's. Transformed filters that are constant are kept.
     """
 
-    name, version = "winograd", 4
+    name, version = "winograd", 5
     passes = frozenset(Pass)
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
