@@ -448,8 +448,7 @@ def _failed(error: BaseException) -> None:
 
 
 def _ended() -> None:
-    for here in {link._presence for link in _every}:
-        here.say_to_all({"kind": "ended"})
+    presence.say_everywhere({"kind": "ended"})
 
 
 if hasattr(os, "register_at_fork"):

@@ -14,6 +14,8 @@ from torch.distributed import distributed_c10d
 
 from tilewise.comm.agreement import named_ranks
 from tilewise.comm.link import PeerError
+from tilewise.comm.presence import here
+from tilewise.comm.verdict import killed
 
 __all__ = ["Meeting"]
 
@@ -40,15 +42,16 @@ class Meeting:
     def tell(self, own: object) -> dict[int, Any]:
         """Say ``own``, and what each rank says, by rank, read as JSON.
 
-        Raises :class:`PeerError` where one of them failed or did not come.
+        Raises :class:`PeerError` where one of them failed, ended or did not come.
         """
         self._say({"said": own})
-        entries = self._heard()
-        return {rank: entry["said"] for rank, entry in entries.items()}
+        return {rank: entry["said"] for rank, entry in self._heard().items()}
 
     def fail(self, error: BaseException) -> None:
-        """Have the others hear that this rank cannot tell anything."""
-        self._say({"failed": f"{type(error).__name__}: {error}"})
+        """Have the others hear that this rank cannot tell anything, or why it goes no further."""
+        me = dist.get_rank()
+        own = [(me, f"rank {me} failed in {self._what}: {type(error).__name__}: {error}")]
+        self._say({"failed": error.causes if isinstance(error, PeerError) else own})
 
     def _say(self, entry: dict[str, object]) -> None:
         distributed_c10d._get_default_store().set(self._keys[dist.get_rank()], json.dumps(entry))
@@ -58,14 +61,22 @@ class Meeting:
         while True:
             late = self._wait(store, min(LOOK_S, max(deadline - time.monotonic(), 0.001)))
             found = {rank: json.loads(store.get(key)) for rank, key in self._keys.items() if rank not in late}
-            if failed := {rank: entry["failed"] for rank, entry in found.items() if "failed" in entry}:
-                rank = next(iter(failed))
-                raise PeerError(f"rank {rank} failed in {self._what}: {failed[rank]}")
+            causes = dict(cause for entry in found.values() for cause in entry.get("failed", ()))
+            if not causes:
+                _, gone = here().news(late)
+                causes = {rank: killed(rank) for rank in sorted(gone)}
+            if causes:
+                # Ranks of other images have no connection on which they would hear of it.
+                self._say({"failed": list(causes.items())})
+                raise PeerError(
+                    f"{'; '.join(causes.values())} (this rank waited in {self._what})", tuple(causes.items())
+                )
             if not late:
                 return found
             if time.monotonic() >= deadline:
                 within = f"did not come to it within {self._timeout:g} s"
-                raise PeerError(f"{self._what}: {named_ranks(late)} {within}{self._advice}")
+                text = f"{self._what}: {named_ranks(late)} {within}{self._advice}"
+                raise PeerError(text, [(rank, f"{self._what}: rank {rank} {within}") for rank in late])
 
     def _wait(self, store: Any, seconds: float) -> list[int]:
         """The ranks that have said nothing after so long."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["NotThere", "Presence", "here"]
+__all__ = ["NotThere", "Presence", "here", "say_everywhere"]
 
 MOST_SAID = 1 << 20
 """Bytes that are kept of what a rank says; a process that says more is no rank of ours."""
@@ -120,10 +120,10 @@ class Presence:
                 if peer is not None and not peer.gone:
                     peer.tell(line)
 
-    def say_to_all(self, entry: dict[str, Any]) -> None:
-        """Have every rank that there is a connection with hear ``entry``."""
+    def ranks(self) -> list[int]:
+        """Those that there are connections with."""
         with self._lock:
-            self.say(list(self._peers), entry)
+            return list(self._peers)
 
     def news(self, ranks: Iterable[int]) -> tuple[dict[int, list[dict[str, Any]]], set[int]]:
         """What each of ``ranks`` has said, and those that are gone. What one said before it went is there."""
@@ -150,6 +150,12 @@ def here() -> Presence:
     if _now is None or _now[0]() is not world:
         _now = weakref.ref(world), Presence()
     return _now[1]
+
+
+def say_everywhere(entry: dict[str, Any]) -> None:
+    """Have every rank that this process was ever connected with hear ``entry``."""
+    for presence in list(_every):
+        presence.say(presence.ranks(), entry)
 
 
 def _forget() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Cause", "Verdict", "judge"]
+__all__ = ["Cause", "Verdict", "judge", "killed"]
 
 Cause = tuple[int, str]
 """A rank that failed, and what became of it in words."""
@@ -44,7 +44,7 @@ def judge(
     silent |= {int(rank) for _, entry in failed for rank in entry["lost"]}
     waits = {rank: _awaited(entries) for rank, entries in said.items()}
     if dead := _reached(awaited, waits) & silent or silent:
-        return Verdict(tuple((rank, _killed(rank)) for rank in sorted(dead)), sure=True)
+        return Verdict(tuple((rank, killed(rank)) for rank in sorted(dead)), sure=True)
     ended = {rank for rank, own in kinds.items() if own == {"ended"}}
     if over := _reached(awaited, waits) & ended:
         return Verdict(tuple((r, f"rank {r} ended: its program came to its end") for r in sorted(over)), sure=False)
@@ -53,7 +53,8 @@ def judge(
     return Verdict(tuple((r, f"rank {r} gave no answer for {timeout:g} s") for r in sorted(late)), sure=False)
 
 
-def _killed(rank: int) -> str:
+def killed(rank: int) -> str:
+    """What is said of a rank whose process is gone."""
     return f"rank {rank} ended without a word, as a process does that is killed"
 
 

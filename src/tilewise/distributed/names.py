@@ -7,8 +7,9 @@ import weakref
 from types import FrameType
 
 from torch import nn
+from torch.utils.hooks import BackwardHook
 
-__all__ = ["current_layer", "failed_layer", "remember"]
+__all__ = ["current_layer", "failed_backward", "failed_layer", "remember"]
 
 _names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _CALL = nn.Module._call_impl.__code__
@@ -38,6 +39,18 @@ def failed_layer(error: BaseException) -> str:
             found = _described(trace.tb_frame.f_locals["self"])
         trace = trace.tb_next
     return found
+
+
+def failed_backward(error: BaseException) -> str:
+    """The module whose hook ``error`` left in backward, in words."""
+    trace = error.__traceback__
+    while trace is not None:
+        # Only hooks of modules know one: to autograd a layer is several nodes.
+        hook = trace.tb_frame.f_locals.get("self")
+        if isinstance(hook, BackwardHook):
+            return f"the backward of {_described(hook.module)}"
+        trace = trace.tb_next
+    return "backward"
 
 
 def _described(module: nn.Module) -> str:

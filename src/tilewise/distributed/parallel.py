@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from tilewise.comm.comparison import Comparison
 from tilewise.comm.link import Link
 from tilewise.distributed import layers
 from tilewise.distributed.alike import Copies, compare, equalize
+from tilewise.distributed.backward import have_errors_told
 from tilewise.distributed.layout import NAMES, Cuts, Grid, Layout, even_cuts
 from tilewise.distributed.names import failed_layer, remember
 from tilewise.distributed.passes import Passes
@@ -73,6 +75,7 @@ class SpatialParallel(nn.Module):
     ) -> None:
         super().__init__()
         layers.load()
+        have_errors_told()
         names = tuple(dims)
         ranks, grid = among(mesh, names)
         copy = _copy(mesh, names, tuple(replicated))
@@ -98,27 +101,43 @@ class SpatialParallel(nn.Module):
         remember(module)
         belong(module, self.space)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward; inputs that are images are :class:`Shard`."""
-        link = self.space.link
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`forward`, and hooks of this module around it."""
         try:
-            text = self._about((*args, *kwargs.values()))
-            inputs = Comparison(link, text, "their inputs")
-            # The first time, and where waiting costs nothing beside the work, nothing is sent before all agree.
-            late = text in self._agreed and link.control is not link.sums
-            if not late:
-                inputs.finish()
-                if len(self._agreed) >= MOST_AGREED:
-                    self._agreed.clear()  # on all ranks at once: they have agreed on the same
-                self._agreed.add(text)
-            self.space.parameters = None  # and with it the last forward's graph, where nobody else keeps it
-            self.space.parameters = Parameters(link, list(self.module.parameters()))
-            result = self.module(*args, **kwargs)
-            if late:
-                inputs.finish()
+            return super().__call__(*args, **kwargs)
         except BaseException as error:
             self.space.tell(failed_layer(error), error)
             raise
+
+    @contextlib.contextmanager
+    def telling(self, what: str = "its program") -> Iterator[None]:
+        """Have the other ranks hear of an error that leaves this block, such as one around a training loop.
+
+        They hear of it all the same where nobody catches it. ``what`` names the block in their message.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.space.tell(what, error)
+            raise
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward; inputs that are images are :class:`Shard`."""
+        link = self.space.link
+        text = self._about((*args, *kwargs.values()))
+        inputs = Comparison(link, text, "their inputs")
+        # The first time, and where waiting costs nothing beside the work, nothing is sent before all agree.
+        late = text in self._agreed and link.control is not link.sums
+        if not late:
+            inputs.finish()
+            if len(self._agreed) >= MOST_AGREED:
+                self._agreed.clear()  # on all ranks at once: they have agreed on the same
+            self._agreed.add(text)
+        self.space.parameters = None  # and with it the last forward's graph, where nobody else keeps it
+        self.space.parameters = Parameters(link, list(self.module.parameters()))
+        result = self.module(*args, **kwargs)
+        if late:
+            inputs.finish()
         return result
 
     def _about(self, inputs: tuple[Any, ...]) -> str:
