@@ -197,12 +197,16 @@ def replicas() -> None:
     mesh = mesh_of(2, 2, names=("data", "h"))
     torch.manual_seed(rank // 2)
     model = nn.Conv2d(2, 2, 3, padding=1)
-    text = told(lambda: SpatialParallel(copy.deepcopy(model), mesh, timeout=20))
+    data = {"replicas": ("data",), "timeout": 20.0}
+    text = told(lambda: SpatialParallel(copy.deepcopy(model), mesh, **data))  # type: ignore[arg-type]
     assert "values of parameter weight" in text, text
     assert "rank 0 and rank 1 have one value, rank 2 and rank 3 have another" in text, text
-    SpatialParallel(model, mesh, timeout=20, broadcast=True)
+    SpatialParallel(copy.deepcopy(model), mesh, timeout=20, broadcast=True)  # another replica is somebody else's
+    SpatialParallel(model, mesh, broadcast=True, **data)  # type: ignore[arg-type]
     torch.manual_seed(0)
     assert torch.equal(model.weight, nn.Conv2d(2, 2, 3, padding=1).weight)
+    with pytest.raises(ValueError, match=r"replicas=\('h',\): names of mesh dimensions .* of \['data'\]"):
+        SpatialParallel(model, mesh, replicas=("h",))
     shares = mesh_of(2, 2, names=("c", "h"))
     torch.manual_seed(rank // 2)
     SpatialParallel(nn.Conv2d(2, 1, 3), shares, replicated=("c",), timeout=20)
@@ -233,7 +237,7 @@ def failing() -> tuple[str, float]:
         model.__class__ = Unreadable
     began = time.monotonic()
     try:
-        SpatialParallel(model, mesh_of(2, 2, names=("data", "h")), timeout=20)
+        SpatialParallel(model, mesh_of(2, 2, names=("data", "h")), timeout=20, replicas=("data",))
     except (OSError, PeerError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     return "agreed", 0.0

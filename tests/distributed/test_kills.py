@@ -110,7 +110,7 @@ def replicas() -> tuple[tuple[int, ...], str, float]:
         Meeting.tell = lambda *_: die()  # type: ignore[assignment,method-assign]
     began = time.monotonic()
     with pytest.raises(PeerError) as caught:
-        SpatialParallel(nn.Conv2d(1, 1, 3), mesh, timeout=20)
+        SpatialParallel(nn.Conv2d(1, 1, 3), mesh, timeout=20, replicas=("data",))
     return caught.value.ranks, str(caught.value), time.monotonic() - began
 
 

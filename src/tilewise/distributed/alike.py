@@ -33,7 +33,7 @@ SAME_VALUES = "the same torch.manual_seed, the same checkpoint on every rank, or
 class Copies:
     """The ranks that are to hold the same model: ``ranks``, global ones, of which ``link`` has those of one image.
 
-    ``others`` are the groups along the other dimensions of the mesh, each with its first rank.
+    ``others`` are the groups along dimensions of the mesh that replicas lie along, each with its first rank.
     """
 
     link: Link
@@ -41,16 +41,17 @@ class Copies:
     others: tuple[tuple[dist.ProcessGroup, int], ...]
 
     @classmethod
-    def of(cls, link: Link, mesh: DeviceMesh, dims: Sequence[str], replicated: Sequence[str]) -> Copies:
-        """Those of ``mesh`` but along the dimensions ``replicated``, whose ranks share out what a layer holds."""
+    def of(cls, link: Link, mesh: DeviceMesh, dims: Sequence[str], replicas: Sequence[str]) -> Copies:
+        """Those of this rank's image, and of the images along the dimensions ``replicas`` of ``mesh``."""
         names, here = mesh.mesh_dim_names or tuple(dims), mesh.get_coordinate()
         assert here is not None
-        picked = mesh.mesh[tuple(here[i] if name in replicated else slice(None) for i, name in enumerate(names))]
+        along = [slice(None) if name in (*dims, *replicas) else here[i] for i, name in enumerate(names)]
+        picked = mesh.mesh[tuple(along)]
         others = []
         for i, name in enumerate(names):
-            if name not in dims and name not in replicated and mesh.mesh.shape[i] > 1:
-                along = mesh.mesh[tuple(slice(None) if i == j else here[j] for j in range(mesh.ndim))]
-                others.append((mesh.get_group(name), int(along[0])))
+            if name in replicas and mesh.mesh.shape[i] > 1:
+                group = mesh.mesh[tuple(slice(None) if i == j else here[j] for j in range(mesh.ndim))]
+                others.append((mesh.get_group(name), int(group[0])))
         return cls(link, tuple(int(rank) for rank in picked.flatten()), tuple(others))
 
 

@@ -41,9 +41,10 @@ class SpatialParallel(nn.Module):
     channels: ``nn.SyncBatchNorm`` counts them once. A rank that does not answer within ``timeout`` seconds is an error
     on all others. ``passes`` computes a rank's own convolutions, by torch where not given.
 
-    Every rank of ``mesh`` makes it of the same module with the same weights, and computes the same program. Names,
-    shapes, types, modes and all values of parameters and buffers are compared bit by bit, but along ``replicated``
-    dimensions; with ``broadcast`` values are first made those of the mesh's first rank, in place::
+    Every rank makes it of the same module with the same weights, and computes the same program. Names, shapes, types,
+    modes and all values of parameters and buffers are compared bit by bit among the ranks of an image, and among those
+    along the dimensions ``replicas`` of the mesh, such as data parallelism's. With ``broadcast`` values are first made
+    those of the first of these ranks, in place::
 
         mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("h",))
         parallel = SpatialParallel(model, mesh, dims=("h",))
@@ -72,6 +73,7 @@ class SpatialParallel(nn.Module):
         timeout: float = 60.0,
         passes: Passes | None = None,
         broadcast: bool = False,
+        replicas: Sequence[str] = (),
     ) -> None:
         super().__init__()
         layers.load()
@@ -79,16 +81,18 @@ class SpatialParallel(nn.Module):
         names = tuple(dims)
         ranks, grid = among(mesh, names)
         copy = _copy(mesh, names, tuple(replicated))
+        _check_replicas(mesh, names, tuple(replicated), tuple(replicas))
         self.dims = names
         link = Link(ranks, timeout, mesh.device_type)
         self.space = Space(link, grid, passes, _spatial(mesh, names), copy)
         self._agreed: set[str] = set()
-        self._copies = Copies.of(link, mesh, names, tuple(replicated))
+        self._copies = Copies.of(link, mesh, names, tuple(replicas))
         self._wrap(module)
-        head = f"dims={names} replicated={tuple(replicated)} mesh={mesh.mesh.tolist()} {mesh.mesh_dim_names}"
+        head = f"dims={names} replicated={tuple(replicated)} replicas={tuple(replicas)} broadcast={broadcast}"
+        head += f" mesh={mesh.mesh.tolist()} {mesh.mesh_dim_names}"
         with link.telling("SpatialParallel"):
             if broadcast:
-                compare(self._copies, module, f"{head} broadcast=True", values=False)
+                compare(self._copies, module, head, values=False)
                 equalize(self._copies, module)
             compare(self._copies, module, head)
 
@@ -229,6 +233,14 @@ def among(mesh: DeviceMesh, dims: tuple[str, ...]) -> tuple[list[int], Grid]:
     ranks = ranks.permute([sorted(picked).index(i) for i in picked])
     grid = Grid(tuple(NAMES[dim] for dim in dims), tuple(ranks.shape), tuple(here[i] for i in picked))
     return [int(rank) for rank in ranks.flatten()], grid
+
+
+def _check_replicas(
+    mesh: DeviceMesh, dims: tuple[str, ...], replicated: tuple[str, ...], replicas: tuple[str, ...]
+) -> None:
+    free = [name for name in mesh.mesh_dim_names or dims if name not in (*dims, *replicated)]
+    if not set(replicas) <= set(free):
+        raise ValueError(f"replicas={replicas}: names of mesh dimensions with other images, of {free}, would do")
 
 
 def _spatial(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
