@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 from tests import interpreter as interpreter  # before anything imports Triton: what is defined without it compiles
-from tests.sampling import EVERY
+from tests.sampling import EVERY, is_narrowed, sample
 
 # No deadline: a speed is never asserted in a test. In CI the drawn problems are the same every time.
 hypothesis.settings.register_profile("tilewise", deadline=None, derandomize="CI" in os.environ, print_blob=True)
@@ -27,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most cases of sampled tests out, begin with the longest, skip GPU tests where torch sees no GPU."""
-    if not EVERY:
+    if not EVERY and not is_narrowed(config):
         left_out = _left_out(items)
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
@@ -43,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _left_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of tests marked ``sampled(n)``, all cases but n that lie evenly among them. Those for a GPU all run."""
+    """Of tests marked ``sampled(n)``, what :func:`tests.sampling.sample` leaves. Those for a GPU all run."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("gpu"):
@@ -52,10 +53,20 @@ def _left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     for each in cases.values():
         marker = each[0].get_closest_marker("sampled")
         assert marker is not None
-        last, steps = len(each) - 1, max(1, marker.args[0] - 1)
-        kept = {round(i * last / steps) for i in range(marker.args[0])}
+        kept = sample([_parameters(item) for item in each], marker.args[0], marker.kwargs.get("each", ()))
         found += [item for i, item in enumerate(each) if i not in kept]
     return found
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    """A case's parameters by name, as text that is the same in every process."""
+    spec = getattr(item, "callspec", None)
+    return {} if spec is None else named(spec.params)
+
+
+def named(parameters: Mapping[str, object]) -> dict[str, object]:
+    """Parameters of a case as :func:`tests.sampling.sample` takes them: solvers by name."""
+    return {name: getattr(value, "name", value) for name, value in parameters.items()}
 
 
 WHOLE = 2000

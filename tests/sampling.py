@@ -1,10 +1,20 @@
-"""How much of what is drawn or listed runs: a sample, or everything where ``TILEWISE_EVERY_TEST`` is set."""
+"""How much of what is drawn or listed runs: a sample, or everything where ``TILEWISE_EVERY_TEST`` is set.
+
+A test marked ``sampled(n)`` runs n of its cases that together meet as many values of its parameters as n can. With
+``each=("solver", "pass_")`` it runs, whatever n is, the first case of every combination of these, and within each value
+of the first of them every value of the other parameters. Where a run is narrowed to words or files (``-k``, a file, a
+test's name) all of their cases run.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-__all__ = ["EVERY", "some"]
+import pytest
+
+__all__ = ["EVERY", "is_narrowed", "sample", "some"]
 
 EVERY = bool(os.environ.get("TILEWISE_EVERY_TEST"))
 
@@ -12,3 +22,46 @@ EVERY = bool(os.environ.get("TILEWISE_EVERY_TEST"))
 def some(count: int) -> int:
     """``count`` cases, or a third of them."""
     return count if EVERY else -(-count // 3)
+
+
+def is_narrowed(config: pytest.Config) -> bool:
+    """Whether the run is of some tests only, by their names or files. A folder is not narrow."""
+    paths = (Path(argument.partition("::")[0]) for argument in config.args)
+    return bool(config.getoption("keyword", "")) or any(path.suffix == ".py" for path in paths)
+
+
+def sample(cases: Sequence[Mapping[str, object]], count: int, each: Sequence[str] = ()) -> set[int]:
+    """The places of the cases that run, of parameters by name.
+
+    With ``each`` the first case of every combination of these parameters. Then cases that meet what is not met yet;
+    without ``each`` only up to ``count``, and those that lie evenly among all make up for what is missing to it.
+    """
+    first: dict[tuple[str, ...], int] = {}
+    if each:
+        for i, case in enumerate(cases):
+            first.setdefault(tuple(str(case[name]) for name in each), i)
+    kept = set(first.values())
+    values = [_values(case, each) for case in cases]
+    missing = set().union(*values) - set().union(*(values[i] for i in kept))
+    while missing and (each or len(kept) < count):
+        # Of those that meet as many, one that differs from the last: values then meet in turns.
+        best = max(range(len(cases)), key=lambda i: (len(values[i] & missing), -_shared(values[i], kept, values)))
+        kept.add(best)
+        missing -= values[best]
+    last, steps = len(cases) - 1, max(1, count - 1)
+    for i in range(count):
+        if len(kept) >= count:
+            break
+        kept.add(round(i * last / steps))
+    return kept
+
+
+def _values(case: Mapping[str, object], each: Sequence[str]) -> frozenset[tuple[str, ...]]:
+    """What a case meets: a value of a parameter; beside ``each``, of those within the first of these."""
+    within = (str(case[each[0]]),) if each else ()
+    return frozenset((name, str(value), *within) for name, value in case.items())
+
+
+def _shared(value: frozenset[tuple[str, ...]], kept: set[int], values: Sequence[frozenset[tuple[str, ...]]]) -> int:
+    """How much of a case those that run meet already, each time counted."""
+    return sum(len(value & values[i]) for i in kept)

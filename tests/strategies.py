@@ -60,13 +60,18 @@ def problems(
     device: str = "cpu",
     precision: str = "ieee",
     longest: int | None = None,
+    grouped: bool = False,
 ) -> ConvProblem:
-    """Small problems of any pass and dimension, dense and aligned; :func:`with_operands` draws their memory."""
+    """Small problems of any pass and dimension, dense and aligned; :func:`with_memory` draws their memory.
+
+    The simplest has one group. With ``grouped`` all have several.
+    """
     dims = dims or draw(st.sampled_from((1, 2, 3)))
     longest = longest or {1: 40, 2: 13, 3: 7}[dims]
     kind = draw(st.sampled_from(KINDS if dims < 3 else KINDS[:-1]))
-    depthwise = kind == "large" or draw(st.integers(0, 3)) == 0
-    groups = draw(st.sampled_from((2, 3, 5))) if depthwise else draw(st.sampled_from((1, 1, 2, 3)))
+    depthwise = kind == "large" or draw(st.integers(0, 3)) == 3
+    several = (2, 3, 5) if depthwise else (2, 3) if grouped else (1, 1, 2, 3)
+    groups = draw(st.sampled_from(several))
     into = 1 if depthwise else draw(st.integers(1, 5))
     return ConvProblem(
         pass_ or draw(st.sampled_from(list(Pass))),

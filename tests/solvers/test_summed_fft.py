@@ -57,7 +57,7 @@ def layers(draw: st.DrawFn, pass_: Pass, dtype: str) -> ConvProblem:
     return ConvProblem(pass_, batch, *((few, many) if turned else (many, few)), tuple(axes), dtype=dtype)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

@@ -102,7 +102,7 @@ def _drawn(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found)  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @interpreted
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
