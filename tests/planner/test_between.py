@@ -54,6 +54,7 @@ def planned(lines: list[Line], batch: int, kib: int, rigor: str) -> tuple[float,
     st.integers(5, 60),
     st.integers(1, 300),
 )
+@example(fast=(9, 2, 1), slow=10, batch=31, kib=15)
 @example(fast=(2, 9, 1), slow=10, batch=10, kib=9)
 @example(fast=(1, 9, 3), slow=10, batch=6, kib=9)
 @example(fast=(2, 9, 3), slow=10, batch=5, kib=9)

@@ -80,6 +80,8 @@ class Divisions:
     def __post_init__(self) -> None:
         self.problem, self.tensors, self.options = self.trial.problem, self.trial.tensors, self.trial.options
         self.estimates[self._whole] = self.trial.estimates
+        usable = [m for m in self.trial.found if not m.reason and m.time_ms is not None]
+        self.leaves[self._whole] = [leaf_plan(self.problem, m) for m in usable]
 
     def plans(self) -> list[Plan]:
         """The front of divisions, fastest first; times are sums of their parts'."""
@@ -154,21 +156,38 @@ class Divisions:
 
     def _try_between(self, sizes: Sequence[int], rate: float) -> None:
         """Measure the sizes that divisions want by what is guessed of them, until they want no more."""
-        guesses = {size: found for size in sizes if (found := _guesses(size, self.leaves, self._fixed))}
+        every = dict.fromkeys([*sizes, *self.fronts])
+        guesses = {size: found for size in every if (found := _guesses(size, self.leaves, self._fixed))}
         room = MOST_BETWEEN
         while room:
-            points = {size: [(p.time_ms, p.workspace) for p in plans] for size, plans in self.fronts.items() if plans}
-            for size, found in guesses.items():
-                points.setdefault(size, [(guess.time_ms, guess.workspace) for guess in found])
+            measured = {size: [(p.time_ms, p.workspace) for p in plans] for size, plans in self.fronts.items()}
+            guessed = {size: [(guess.time_ms, guess.workspace) for guess in found] for size, found in guesses.items()}
+            points = {size: _merged(measured.get(size, []), guessed.get(size, [])) for size in every}
             divisions = divide(self._whole, points, self.options.workspace)
-            wanted = {size for d in (divisions if self.for_front else divisions[:1]) for size in d.sizes}
-            missing = sorted(wanted - self.fronts.keys(), reverse=True)[self.share[0] :: self.share[1]][:room]
+            wanted = {
+                size
+                for d in (divisions if self.for_front else divisions[:1])
+                for size, i in zip(d.sizes, d.points, strict=True)
+                if points[size][i] not in measured.get(size, [])
+            }
+            missing = sorted(wanted, reverse=True)[self.share[0] :: self.share[1]][:room]
             if not missing:
                 break
             room -= len(missing)
             for size in missing:
-                only = frozenset((guess.solver, guess.config) for guess in guesses.pop(size))
-                self._tried(size, rate, None, only, whole=True)
+                self._try_guessed(size, guesses.pop(size), rate)
+
+    def _try_guessed(self, size: int, guesses: Sequence[_Guess], rate: float) -> None:
+        """Measure what was guessed of a part, beside what was measured there before."""
+        before = self.fronts.get(size, []), self.leaves.get(size, []), self.estimates.get(size, {})
+        only = frozenset((guess.solver, guess.config) for guess in guesses)
+        # What a division wants is measured, far behind the best of other sizes or not: there may be no better rest.
+        rate = max(rate, *(guess.time_ms / size for guess in guesses))
+        self._tried(size, rate, None, only, whole=True)
+        plans = [*before[0], *self.fronts[size]]
+        self.fronts[size] = [plans[i] for i in thin(front((plan.time_ms, plan.workspace) for plan in plans))]
+        self.leaves[size] = [*before[1], *self.leaves[size]]
+        self.estimates[size] = before[2] | self.estimates[size]
 
     def _fixed(self, leaf: Plan, size: int) -> float:
         """The share of a leaf's time on a part of ``size`` that a part of any size takes, by estimates at two sizes."""
@@ -233,31 +252,41 @@ class _Guess:
 
 
 def _guesses(size: int, leaves: Mapping[int, list[Plan]], fixed: Callable[[Plan, int], float]) -> list[_Guess]:
-    """Leaves of the powers of two around ``size``, on the line through two measured sizes, or through one and what is
-    ``fixed`` of its time.
+    """Leaves that were not measured at ``size``, on the line through two sizes at which they were, or through one and
+    what is ``fixed`` of its time.
 
-    All that were measured: one that loses at both may still be the best between them, where it just fits.
+    All that were measured anywhere: one that loses at both may still be the best between them, where it just fits. Of
+    the sizes the power of two below counts first, then the one above, then the nearest.
     """
     below = 1 << (size.bit_length() - 1)
+    nearest = sorted(leaves, key=lambda n: (n != below, n != 2 * below, n != below // 2, max(n, size) / min(n, size)))
     seen: dict[tuple[str, Config], dict[int, Plan]] = {}
-    for n in (below, 2 * below, below // 2):
-        for plan in leaves.get(n, ()):
+    for n in nearest:
+        for plan in leaves[n]:
             seen.setdefault((plan.solver, plan.config), {})[n] = plan
     made = []
     for (solver, config), at in seen.items():
-        ends = [n for n in (below, 2 * below, below // 2) if n in at][:2]
+        if size in at:
+            continue
+        ends = list(at)[:2]
         first, last = at[ends[0]], at[ends[-1]]
         share = size / ends[0] if len(ends) < 2 else (size - ends[0]) / (ends[1] - ends[0])
         from_ms, from_bytes = first.time_ms, first.workspace
         if len(ends) < 2:
             from_ms, from_bytes = first.time_ms * fixed(first, ends[0]), 0
         time_ms = from_ms + share * (last.time_ms - from_ms)
-        if len(ends) < 2 and size > below:
+        if len(ends) < 2 and size > ends[0]:
             time_ms *= LARGER
         workspace = round(from_bytes + share * (last.workspace - from_bytes))
         made.append(_Guess(solver, config, max(time_ms, 0.0), max(workspace, 0)))
     kept = front((guess.time_ms, guess.workspace) for guess in made)
     return [made[i] for i in thin(kept)]
+
+
+def _merged(measured: Sequence[tuple[float, int]], guessed: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The front of both, fastest first; of equal ones what was measured."""
+    points = [*measured, *(guess for guess in guessed if guess not in measured)]
+    return [points[i] for i in front(points)]
 
 
 def _grouped(sizes: tuple[int, ...], parts: Sequence[Plan]) -> Iterator[tuple[int, Plan, int]]:
