@@ -12,10 +12,10 @@ STAMP := .venv/.complete
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all unit gpu-test lint format docs clean
+.PHONY: help demo test test-all test-seeds unit gpu-test lint format docs clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMP) ## plan, time and train a small network on this machine
 	$(BIN)/python examples/demo.py
@@ -25,9 +25,14 @@ test: lint unit ## lint, then run all tests that this machine can run
 unit: $(STAMP) ## the tests alone; ARGS='-k word' narrows them
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout $(TEST_TIMEOUT) $(ARGS)
 
-# Emulated kernels take seconds a case: make test runs a sample of their cases.
-test-all: lint ## as test, with every case of every test (a quarter of an hour)
+# Emulated kernels take seconds a case: make test runs a sample of their cases. It draws the same examples everywhere;
+# this draws new ones, and says by which seed (TILEWISE_SEED).
+test-all: lint ## as test, with every case of every test, drawn anew (tens of minutes)
 	TILEWISE_EVERY_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout $(TEST_TIMEOUT) $(ARGS)
+
+SEEDS ?= 100
+test-seeds: $(STAMP) ## generated tests with SEEDS=100 seeds (hours; goes on where it was stopped); TESTS='file ...' narrows
+	$(BIN)/python tools/draw_seeds.py --seeds $(SEEDS) $(TESTS)
 
 # Uses whatever Python is current and has torch with CUDA: installs nothing, needs no network.
 gpu-test: ## the tests marked gpu, in the current environment
@@ -47,7 +52,7 @@ docs: $(STAMP) ## the manual, in docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -j auto -b html docs docs/_build/html
 
 clean: ## remove .venv and everything built
-	rm -rf .venv build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .test-seeds.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt tools/setup_env.py

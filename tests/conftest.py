@@ -7,15 +7,32 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 from tests import interpreter as interpreter  # before anything imports Triton: what is defined without it compiles
 from tests.sampling import EVERY, is_narrowed, sample
+from tests.seeds import SEED, SEEDS, seed_all, use_profile
 
-# No deadline: a speed is never asserted in a test. In CI the drawn problems are the same every time.
-hypothesis.settings.register_profile("tilewise", deadline=None, derandomize="CI" in os.environ, print_blob=True)
-hypothesis.settings.load_profile("tilewise")
+use_profile()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say how to draw the same again."""
+    if SEEDS:
+        return f"every test is drawn with the seeds {SEEDS[0]} to {SEEDS[-1]}"
+    return "draws are fixed" if SEED is None else f"TILEWISE_SEED={SEED} draws the same"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test with every seed that is asked for."""
+    if SEEDS:
+        metafunc.parametrize("_seeded", SEEDS, indirect=True, ids=lambda seed: f"seed{seed}")
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """Draws that do not depend on what ran before."""
+    seed_all(request.node.name, getattr(request, "param", SEED))
 
 
 def pytest_configure(config: pytest.Config) -> None:
