@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from tilewise.device import conv_precision
 from tilewise.nn.strides import backend_layout
 from tilewise.problem import ALIGNMENT, DTYPE_NAMES, dense_strides, layout_of
 
-__all__ = ["Call", "Operand", "autocast_dtype", "describe", "disturbed", "is_plain"]
+__all__ = [
+    "Call",
+    "Operand",
+    "OwnMode",
+    "autocast_dtype",
+    "describe",
+    "disturbed",
+    "is_plain",
+    "is_plain_type",
+    "kernel_of",
+    "why_torchs",
+    "without_dispatch",
+]
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -62,10 +77,46 @@ class Call:
         return backend_layout(self.x.shape, self.x.strides, self.w.shape, self.w.strides)
 
 
+def without_dispatch(kind: type) -> bool:
+    """Whether tensors of this type are computed by torch's operators, and not by a ``__torch_dispatch__``."""
+    return getattr(kind, "__torch_dispatch__", None) is torch._C._disabled_torch_dispatch_impl
+
+
+def is_plain_type(kind: type) -> bool:
+    """Whether torch computes with tensors of this type as with any: subclasses too that switch handlers off."""
+    return kind in PLAIN_TYPES or (
+        issubclass(kind, torch.Tensor)
+        and kind.__torch_function__ is torch._C._disabled_torch_function_impl
+        and without_dispatch(kind)
+    )
+
+
+def kernel_of(w: torch.Tensor) -> torch.Size:
+    """The spatial sizes of a weight; a subclass' ``__torch_function__`` is not asked."""
+    if type(w) in PLAIN_TYPES:
+        return w.shape[2:]
+    with torch._C.DisableTorchFunctionSubclass():
+        return w.shape[2:]
+
+
+def why_torchs(tensors: Iterable[object]) -> str:
+    """What it is about these operands, or about this moment, that leaves a convolution to torch; empty when nothing."""
+    if torch._C._are_functorch_transforms_active():
+        return "called within a transform of torch.func (vmap, grad and the like), which torch computes"
+    for t in tensors:
+        if isinstance(t, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t):
+            return "called with a wrapper of torch.func, which torch computes"
+        if isinstance(t, torch.Tensor) and not without_dispatch(type(t)):
+            return f"called with a {type(t).__name__}, which computes every operator by a __torch_dispatch__ of its own"
+    if torch._C._len_torch_dispatch_stack() > 0 or function_mode_watches():
+        return "called under a mode that watches torch's functions or operators"
+    return ""
+
+
 def is_plain(t: object) -> bool:
-    """Whether ``t`` is a dense tensor and no more: no subclass, no view that negates, no batch of gradients."""
+    """Whether ``t`` is a dense tensor and no more: no handler's subclass, no negating view, no batch of gradients."""
     return (
-        type(t) in PLAIN_TYPES
+        is_plain_type(type(t))
         and t.layout is torch.strided  # type: ignore[attr-defined]
         and not t.is_neg()  # type: ignore[attr-defined]
         and not torch._C._functorch.is_legacy_batchedtensor(t)  # type: ignore[arg-type]
@@ -84,12 +135,16 @@ def disturbed() -> bool:
     )
 
 
+class OwnMode(TorchFunctionMode):
+    """A mode of tilewise's own, which planned calls need not heed."""
+
+
 def function_mode_watches() -> bool:
-    """Whether a ``__torch_function__`` mode is on; the one behind ``torch.set_default_device`` is not interested."""
+    """Whether a ``__torch_function__`` mode is on that is interested: torch's behind ``set_default_device`` is not."""
     if not torch._C._is_torch_function_mode_enabled():
         return False
     modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(not isinstance(mode, torch.utils._device.DeviceContext) for mode in modes)
+    return any(not isinstance(mode, (DeviceContext, OwnMode)) for mode in modes)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

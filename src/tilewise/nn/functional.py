@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tilewise.nn.book import Book, make_options
+from tilewise.nn.call import kernel_of
 from tilewise.nn.compiled import trace
 from tilewise.nn.geometry import Geometry
 from tilewise.nn.layer import Layer
@@ -131,7 +132,7 @@ def _on_sight(dims: int, transposed: bool) -> Planned:
     ) -> Any:
         if not isinstance(w, torch.Tensor):
             return NotImplemented
-        arguments = (dims, stride, padding, dilation, groups, w.shape[2:], transposed, extra)
+        arguments = (dims, stride, padding, dilation, groups, kernel_of(w), transposed, extra)
         if torch.compiler.is_dynamo_compiling():
             return traced_by(_defaults, arguments, x, w, b)
         layer = _defaults.layer(*arguments)

@@ -13,9 +13,10 @@ from torch.autograd import forward_ad
 from tilewise import solvers
 from tilewise.device import conv_precision, device_name
 from tilewise.nn.book import Book
-from tilewise.nn.call import Call, describe, disturbed, function_mode_watches
+from tilewise.nn.call import Call, describe, disturbed, function_mode_watches, is_plain_type
 from tilewise.nn.compiled import Known, publish
 from tilewise.nn.geometry import Geometry, Role, Weights
+from tilewise.nn.handlers import through, unwrapped_tensors
 from tilewise.nn.runner import Run, Runner
 from tilewise.nn.strides import Strides, torch_strides
 from tilewise.problem import ALIGNMENT, DTYPE_NAMES, ConvProblem, dense_strides, layout_of
@@ -110,6 +111,8 @@ class Layer:
             and not (_function_mode() and function_mode_watches())
         ):
             return NotImplemented if e.run is None else e.run(x, w, b)
+        if not (is_plain_type(type(x)) and is_plain_type(type(w)) and (b is None or is_plain_type(type(b)))):
+            return through(self, x, w, b)
         if unbatched(x, self.geometry.dims):
             y = self(x.unsqueeze(0), w, b)
             return y if y is NotImplemented else y.squeeze(0)
@@ -123,6 +126,7 @@ class Layer:
         """What runs this call; ``None`` when it is torch's own affair, or cannot be planned at this moment."""
         call = None if disturbed() else describe(x, w, b, self.geometry.dims)
         if call is None:
+            self.leave(x, w, b)
             return None
         entry = self._entries.get(call)
         if entry is None:
@@ -157,6 +161,13 @@ class Layer:
             device_type=call.device.type,
         )
         return entry
+
+    def computed(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
+        """What a subclass' own handler gets from torch's function."""
+        return self(x, w, b)
+
+    def leave(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> None:
+        """Told of a call that is torch's own affair."""
 
     def adapted(self, call: Call) -> Adapted | None:
         """How this call becomes another layer's, ``None`` when it is this one's own."""
@@ -251,8 +262,10 @@ class Layer:
 
     def visit(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Iterator[tuple[Layer, Call]]:
         """The layer and call that a call comes down to, without planning; nothing where it is torch's own affair."""
-        if disturbed():
+        operands = None if disturbed() else unwrapped_tensors(x, w, b)
+        if operands is None:
             return
+        x, w, b = operands
         if unbatched(x, self.geometry.dims):
             yield from self.visit(x.unsqueeze(0), w, b)
             return
@@ -272,7 +285,7 @@ def wanted(needs: tuple[bool, bool, bool]) -> list[Role]:
 
 def unbatched(x: object, dims: int) -> bool:
     """Whether ``x`` is one plain image without its batch axis."""
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.dim() == dims + 1  # type: ignore[attr-defined]
+    return is_plain_type(type(x)) and x.dim() == dims + 1  # type: ignore[attr-defined]
 
 
 def cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Tensors]:

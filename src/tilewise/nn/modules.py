@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tilewise.nn.call import kernel_of
 from tilewise.nn.compiled import trace
 from tilewise.nn.geometry import Geometry
 from tilewise.nn.layer import Layer
@@ -145,7 +146,7 @@ def _plain(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:
             else:
                 weight = parameters["weight"]
                 bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (slow)
-            if kernel is None or weight.shape[2:] == kernel:
+            if kernel is None or kernel_of(weight) == kernel:
                 y = layer(input, weight, bias)
                 if y is not NotImplemented:
                     return y  # type: ignore[no-any-return]

@@ -148,8 +148,10 @@ def optimize(
         step = Step(model, examples, memory_step, training=training)
         limit = memory_bytes(memory_limit, step.device)
 
+    left: dict[str, str] = {}
+
     def recorded() -> list[Recorded]:
-        found = [record(inner, candidates, example, layers, training=training) for example in examples]
+        found = [record(inner, candidates, example, layers, training=training, left=left) for example in examples]
         calls = list(dict.fromkeys(one for calls in found for one in calls))
         if source is not None:
             source.require_any(problems_of(calls), inner)
@@ -188,7 +190,10 @@ def optimize(
     else:
         within = Within(step, candidates, book, books, install, limit, weights)
         book.facts["step"] = within.fit()
-    told = tuple(_layer_report(n, m, reasons[n], calls, books.get(n, book), training) for n, m in modules.items())
+    told = tuple(
+        _layer_report(n, m, reasons[n], left.get(n, ""), calls, books.get(n, book), training)
+        for n, m in modules.items()
+    )
     total = None if budget is None else budget.total
     forks = branch_times.settle(
         inner, examples, branches, training=training, workspaces=_workspaces(told), budget=total
@@ -289,7 +294,7 @@ def _workspaces(layers: Iterable[LayerReport]) -> dict[str, int]:
 
 
 def _layer_report(
-    name: str, module: nn.Module, reason: str, calls: list[Recorded], book: Book, training: bool
+    name: str, module: nn.Module, reason: str, left: str, calls: list[Recorded], book: Book, training: bool
 ) -> LayerReport:
     times = book.torch_times(())
     made = []
@@ -305,5 +310,5 @@ def _layer_report(
             passes.append(PassReport(role.value, problem, plan, times.get(problem), replaced, why, note))
         made.append(CallReport(one.call.x.shape, tuple(passes)))
     if not reason and not any(call.passes for call in made):
-        reason = "not a call that can be planned" if made else "not called with tensors that can be planned"
+        reason = "not a call that can be planned" if made else left or "not called with tensors that can be planned"
     return LayerReport(name, type(module).__name__, tuple(made), reason)

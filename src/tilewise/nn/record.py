@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tilewise import random_states
-from tilewise.nn.call import Call
+from tilewise.nn.call import Call, why_torchs
 from tilewise.nn.geometry import Geometry
 from tilewise.nn.kept_values import buffers_kept, in_inference_mode
 from tilewise.nn.layer import Layer
@@ -52,19 +52,25 @@ def record(
     layers: Mapping[str, Callable[[Geometry], Layer]],
     *,
     training: bool,
+    left: dict[str, str] | None = None,
 ) -> list[Recorded]:
     """Run ``model`` once on ``example`` and note the calls of ``modules``, each different one once.
 
     ``layers`` gives each module's layer of a geometry. With ``training`` autograd is on, so that calls show which
-    gradients they will need, but keeps no activations. Buffers and random states are put back.
+    gradients they will need, but keeps no activations. Buffers and random states are put back. ``left`` is told, by
+    module, why a call is torch's own affair, where that lies in the tensors or the moment.
     """
     found: dict[tuple[str, int, Call], Recorded] = {}
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        geometry, x, w, b = tensors_of(module, *args, **kwargs)
-        if geometry is None:
-            return
-        for layer, call in layers[name](geometry).visit(x, w, b):
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass' handler has seen the call
+            geometry, x, w, b = tensors_of(module, *args, **kwargs)
+            if geometry is None:
+                return
+            calls = list(layers[name](geometry).visit(x, w, b))
+        if not calls and left is not None:
+            left[name] = why_torchs((x, w, b))
+        for layer, call in calls:
             if training and not torch.is_grad_enabled():  # a reentrant checkpoint: gradients come when it runs again
                 wants = (True, w.requires_grad, b is not None and b.requires_grad)
                 call = replace(call, needs=wants)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from tilewise.comm.agreement import several_ranks
 from tilewise.device import is_capturing
 from tilewise.nn.book import Book
+from tilewise.nn.call import why_torchs
 from tilewise.nn.geometry import Role
 from tilewise.nn.layer import Entry, Layer, Tensors
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report
@@ -27,10 +29,15 @@ __all__ = ["MOST_KINDS", "MOST_RECORDED", "Noted", "Recorder", "Site", "plan_rec
 
 MOST_KINDS = 16
 """Kinds of call (shapes, needs for gradients, flags) of one layer before it is left to torch as ever changing."""
+MOST_REASONS = 64
+"""Reasons why calls are torch's affair that are kept for the report."""
 MOST_RECORDED = 4096
 """Calls taken down without one that comes again before no more are."""
 OFTEN = 64
 """So many calls of one kind are a repeat whatever their weights: some networks make their weights anew each time."""
+
+
+Note = Callable[["Site", torch.Tensor, torch.Tensor, "torch.Tensor | None"], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +59,16 @@ class Site(Layer):
     """A layer as one weight meets it: the same calls, with a last call and inner layers of its own.
 
     ``closed``: calls not seen before are torch's. ``misses`` counts calls of another kind than the one before.
+    ``note(site, x, w, b)`` takes down a call that could not be resolved, and is its result where it is planned with it.
     """
 
-    __slots__ = ("arguments", "closed", "misses", "shapes", "whole")
+    __slots__ = ("arguments", "closed", "misses", "note", "shapes", "whole")
     book: Recorder
 
-    def __init__(self, layer: Layer, arguments: tuple[object, ...]) -> None:
+    def __init__(self, layer: Layer, arguments: tuple[object, ...], note: Note) -> None:
         super().__init__(layer.geometry, layer.book, layer.known, weights=layer.weights)
         self.runners, self._entries = layer.runners, layer._entries
-        self.arguments, self.closed = arguments, False
+        self.arguments, self.closed, self.note = arguments, False, note
         self.misses = 0
         self.whole = self
         self.shapes: dict[tuple[int, ...], Site] = {}
@@ -75,7 +83,7 @@ class Site(Layer):
                 return None
             if len(self.shapes) >= MOST_KINDS:
                 return self
-            found = self.shapes[x.shape] = Site(self, self.arguments)
+            found = self.shapes[x.shape] = Site(self, self.arguments, self.note)
             found.whole = self
         return found
 
@@ -83,6 +91,16 @@ class Site(Layer):
         """Leave to torch what is not known by now."""
         self.closed = self.whole.closed = True
         self.whole.shapes = {shape: site for shape, site in self.whole.shapes.items() if site._last is not None}
+
+    def computed(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
+        y = self(x, w, b)
+        return self.note(self, x, w, b) if y is NotImplemented and self.book.waiting else y
+
+    def leave(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> None:
+        reason = why_torchs((x, w, b))
+        if reason:
+            function = f"conv{'_transpose' if self.geometry.transposed else ''}{self.geometry.dims}d"
+            self.book.leave(function, reason)
 
     def entry(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
         self.misses += 1
@@ -110,6 +128,8 @@ class Recorder(Book):
         """Kinds of call that were planned, and how many weights met each before."""
         self.restless: dict[tuple[str, int], Noted] = {}
         """Layers left to torch as ever changing, with one of their calls."""
+        self.left: dict[tuple[str, str], int] = {}
+        """Calls that are torch's affair, by function and reason, and how many there were."""
         self._pending: dict[Noted, dict[int, None]] = {}
         self._kinds: dict[tuple[str, int], dict[Noted, None]] = {}
         self._often: dict[Noted, int] = {}
@@ -146,7 +166,9 @@ class Recorder(Book):
             site.close()
             return False
         with self._lock:
-            over = self._record(Noted(function, *refused), site, weight.data_ptr())
+            with torch._C.DisableTorchFunctionSubclass():
+                place = weight.data_ptr()
+            over = self._record(Noted(function, *refused), site, place)
             if not over or self._planning:
                 return False
             self._planning = True
@@ -157,6 +179,13 @@ class Recorder(Book):
             with self._lock:
                 self._planning = False
         return True
+
+    def leave(self, function: str, reason: str) -> None:
+        """Take down a call that is torch's affair, for the report."""
+        key = function, reason
+        with self._lock:
+            if key in self.left or len(self.left) < MOST_REASONS:
+                self.left[key] = self.left.get(key, 0) + 1
 
     def _record(self, noted: Noted, site: Site, place: int) -> bool:
         """Whether a step was over before this call."""
@@ -238,9 +267,11 @@ class Recorder(Book):
         times = self.torch_times(())
         with self._lock:
             planned, pending, restless = dict(self.calls), dict(self._pending), dict(self.restless)
+            left = dict(self.left)
         layers = [_layer_report(self, noted, count, times) for noted, count in planned.items()]
         layers += [_unplanned(noted, len(places), "not seen a second time") for noted, places in pending.items()]
         layers += [_unplanned(noted, 1, "its shapes keep changing") for noted in restless.values()]
+        layers += [LayerReport(f"{name} x{n}", name, (), reason) for (name, reason), n in left.items()]
         return Report(tuple(layers))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewise import execute
-from tilewise.nn.call import disturbed, is_plain
+from tilewise.nn.call import disturbed, is_plain, is_plain_type, without_dispatch
 from tilewise.nn.geometry import Geometry
 from tilewise.nn.strides import Strides
 from tilewise.plan import Plan
@@ -185,6 +185,9 @@ class PlannedConv(torch.autograd.Function):
         x, w = ctx.saved_tensors
         mask = ctx.needs_input_grad[1:]
         runner: Runner = ctx.runner
+        if not is_plain_type(type(dy)) and without_dispatch(type(dy)):
+            with torch._C.DisableTorchFunctionSubclass():
+                dy = dy.as_subclass(torch.Tensor)  # as torch's own backward takes it
         if torch.is_grad_enabled() or not is_plain(dy) or disturbed():
             return None, *runner.geometry.torch_backward(dy, x, w, mask)
         if torch._C._is_any_autocast_enabled():

@@ -7,6 +7,7 @@ torch.nn.functional import conv2d`` before. The replacements may be kept: when n
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch.jit._builtins import _register_builtin
 
 from tilewise.nn.book import make_options
+from tilewise.nn.call import kernel_of
 from tilewise.nn.functional import Planned, Table, convolution, traced_by, transposed_convolution
 from tilewise.nn.overrides import BY_TORCH, stand_in
 from tilewise.nn.progress import Late, showing
@@ -78,13 +80,14 @@ class Session:
         dims, stride, padding, dilation, groups, transposed, extra = arguments
         if type(padding) is tuple and padding and type(padding[0]) is str:
             padding = padding[0]
-        kernel = tuple(weight.shape[2:])
+        kernel = tuple(kernel_of(weight))
         layer = self.table.layer(dims, stride, padding, dilation, groups, kernel, transposed, extra)
         if layer is None:
             return None
         if len(self.sites) >= MOST_SITES:
             self.sites.clear()
-        site = self.sites[id(weight)] = Site(layer, arguments)
+        note = functools.partial(self.note, f"conv{'_transpose' if transposed else ''}{dims}d")
+        site = self.sites[id(weight)] = Site(layer, arguments, note)
         return site
 
     def note(self, function: str, site: Site, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
@@ -113,7 +116,7 @@ def _entrance(dims: int, transposed: bool) -> Planned:
             traced = (dims, stride, padding, dilation, groups, w.shape[2:], transposed, extra)
             return traced_by(session.table, traced, x, w, b)
         if type(padding) is str and isinstance(w, torch.Tensor):  # what it stands for depends on the kernel
-            padding = (padding, w.shape[2:])
+            padding = (padding, kernel_of(w))
         arguments = (dims, stride, padding, dilation, groups, transposed, extra)
         site = session.sites.get(id(w))
         if site is None or site.arguments != arguments:
