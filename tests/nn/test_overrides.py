@@ -263,17 +263,33 @@ def test_padding_of_ones_own(mode: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert_same(same(x), want)
 
 
-@pytest.mark.parametrize("way", [on_instance_method, on_class_method, on_class_forward, function])
+def on_instance_lambda(conv: Any, patch: pytest.MonkeyPatch) -> None:
+    conv._conv_forward = lambda x, w, b: F.conv2d(x, w, b, padding=1) * 2
+
+
+@pytest.mark.parametrize(
+    "way",
+    [on_instance_method, on_instance_lambda, on_class_method, on_class_forward, function],
+    ids=lambda w: w.__name__,
+)
 @pytest.mark.parametrize("options", [{}, {"padding_mode": "reflect"}], ids=["zeros", "reflect"])
 def test_compiled_models_see_overrides(way: Any, options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Set before the graph is made, and after, as torch's own graphs do at least for an instance's."""
     conv, x = nn.Conv2d(3, 3, 3, padding=1, **options), torch.randn(3, 3, 5, 5)
     tilewise.optimize(conv, x, planner=Dividing())
-    compiled = torch.compile(nn.Sequential(conv), backend="eager", fullgraph=True)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph
+
+    compiled = torch.compile(nn.Sequential(conv), backend=backend, fullgraph=True)
     assert_same(compiled(x), nn.Conv2d.forward(conv, x))
+    assert "tilewise.conv" in graphs[-1]
     way(conv, monkeypatch)
     want = nn.Conv2d.forward(conv, x)
     assert_same(compiled(x), want)
+    assert "tilewise.conv" not in graphs[-1]
     torch._dynamo.reset()
     assert_same(compiled(x), want)
 

@@ -193,6 +193,7 @@ def unchanged_in_trace(module: nn.Module) -> Callable[[Any], bool]:
     helper = getattr(type(module), name)
 
     def same_in_trace(self: Any) -> bool:
-        return same(self) and getattr(getattr(self, name), "__func__", None) is helper
+        method = getattr(self, name)
+        return same(self) and isinstance(method, types.MethodType) and method.__func__ is helper
 
     return same_in_trace
