@@ -365,7 +365,9 @@ def test_others_tensors_are_torchs() -> None:
             graph = torch.fx.symbolic_trace(lambda x: F.conv2d(x, w))
             assert any(node.target is TORCHS_OWN["conv2d"] for node in graph.graph.nodes)
         assert TORCHS_OWN["conv2d"] in Logged.seen
-        assert not session.report().layers
+        layers = session.report().layers
+        assert [layer.replaced for layer in layers] == [True, False]  # what only logs is planned, and sees it all
+        assert "FakeTensor" in layers[1].reason
         for wrong in ((None, w), (w, None), (torch.randn(3, 5, 5, 5), w), (w, w, None, "two"), (w, w, w)):
             with pytest.raises((RuntimeError, TypeError)) as ours:
                 F.conv2d(*wrong)
