@@ -27,7 +27,7 @@ from tilewise.problem import ConvProblem, Pass
 DEFAULTS = {"layers": "", "passes": "", "modes": "", "rigor": "measure", "seconds": "0"}
 QUICK = {"layers": "tiny2d,tiny1d", "passes": "fprop", "modes": "fp32", "rigor": "estimate"}
 MODES = {"fp32": ("fp32", "ieee"), "tf32": ("fp32", "tf32"), "bf16": ("bf16", "ieee"), "frozen": ("fp32", "ieee")}
-"""Data type and precision; ``frozen``: the weight is constant, as with ``training=False``."""
+"""Data type and precision; ``frozen``: the weight is constant, as with ``training=False, frozen=True``."""
 
 
 @dataclass(frozen=True)

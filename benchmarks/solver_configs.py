@@ -2,7 +2,7 @@
 
 ``layers`` are names of :data:`NAMED` or texts in benchdnn's notation, separated by commas. Configs are compiled by
 ``jobs`` threads before anything is timed; those that cannot run or are wrong are named in the notes. With
-``constant=1`` filters are constant, as with ``training=False``. The planner's own choice is not asked for.
+``constant=1`` filters are constant, as with ``training=False, frozen=True``. The planner's own choice is not asked for.
 """
 
 from __future__ import annotations
