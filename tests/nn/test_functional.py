@@ -80,14 +80,14 @@ def tensors(c: dict[str, Any], transposed: bool) -> tuple[torch.Tensor, torch.Te
     return x, w, torch.randn(oc) if c["bias"] else None
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(layers(transposed=False))
 def test_convolutions_equal_torchs(c: dict[str, Any]) -> None:
     options = {name: c[name] for name in ("stride", "padding", "dilation", "groups")}
     compare(CONVOLUTIONS[len(c["size"])], *tensors(c, False), **options)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(layers(transposed=True))
 def test_transposed_convolutions_equal_torchs(c: dict[str, Any]) -> None:
     options = {name: c[name] for name in ("stride", "padding", "dilation", "groups")}

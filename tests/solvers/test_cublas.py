@@ -142,7 +142,7 @@ def memory(view: Strided, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((view.offset + last + 5,), torch.nan, dtype=dtype)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     data=st.data(),
     sizes=st.tuples(*[st.integers(1, 5)] * 4),
