@@ -168,7 +168,7 @@ def _asked(solver: Solver, problem: ConvProblem, config: Config) -> bool:
     if any(c.key == key for c in offered):
         return True
     # A solver computes with a config before it says no: only with one that is at least of the kind that it offers.
-    if not _is_of_the_kind(config, offered, problem):
+    if not _is_of_the_kind(config, offered, problem, solver.amounts):
         return False
     if any(c.key == key for c, _ in solver.offers(problem, None, [config])):
         return True
@@ -178,9 +178,13 @@ def _asked(solver: Solver, problem: ConvProblem, config: Config) -> bool:
     return any(c.key == key for c, _ in solver.offers(problem, ceiling))
 
 
-def _is_of_the_kind(config: Config, offered: list[Config], problem: ConvProblem) -> bool:
-    """Whether names and types of values are those of the configs that are ``offered``, and no value is absurd."""
+def _is_of_the_kind(config: Config, offered: list[Config], problem: ConvProblem, amounts: frozenset[str]) -> bool:
+    """Whether names and types of values are those of the configs that are ``offered``, and no value is absurd.
+
+    Some amounts are named under a limit alone.
+    """
     kinds = {(name, type(value)) for c in offered for name, value in c.items()}
+    kinds |= {(name, int) for name in amounts}
     largest = max(LEAST_RANGE, *(math.prod(problem.shape(role)) for role in ROLES))
     for name, value in config.items():
         if (name, type(value)) not in kinds:
