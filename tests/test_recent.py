@@ -165,7 +165,7 @@ def test_no_more_plans_are_published_than_there_is_room_for(monkeypatch: pytest.
     one = layer.Layer(geometry, book.Book(Options(), "torch"))
     _, call = next(one.visit(torch.zeros(1, 1, 9), torch.zeros(1, 1, 3), None))
     device = torch.device("cpu")
-    runner = Runner(geometry, None, None, None, needs_grad=False, direct=True, device=device)
+    runner = Runner(geometry, None, None, None, needs_grad=False, direct=True, device=device, strides=None)
     assert compiled.publish(runner, call, (1, 1, 7)) is None
     monkeypatch.setattr(compiled, "MOST_PUBLISHED", 1)
     assert compiled.publish(runner, call, (1, 1, 7)) == compiled.publish(runner, call, (1, 1, 7))
@@ -183,6 +183,7 @@ def test_a_table_of_functional_layers_is_bounded(monkeypatch: pytest.MonkeyPatch
 
 SOURCES = Path(layer.__file__).parents[1].rglob("*.py")
 FEW = {
+    "_precision_flag", "on_end",
     "_gpu_name", "_cpu_environment", "_gpu_environment", "last_level_bytes", "_cache_bytes", "transforms", "_constants",
     "_stream", "read_source", "_asset",
 }  # fmt: skip

@@ -101,7 +101,7 @@ def test_what_belongs_to_others_is_refused(file: Path, up: int) -> None:
 
 @as_root
 def test_a_user_reads_what_root_wrote_and_nobody_else(tmp_path: Path) -> None:
-    for folder in (tmp_path, *tmp_path.parents[:2]):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     program = f"""
 import os, sys

@@ -248,7 +248,7 @@ def test_why_there_are_no_tiles(clock: Clock) -> None:
     with world(clock, rowwise(clock), space_tile):
         free = search(IMAGE)
         free.best()
-        assert clock.runs[("rows", 1)] < 10
+        assert clock.runs[("rows", 1)] < 20  # a check runs it up to ten times
     said = reasons(free.log)["space_tile"]
     assert said == "not tried: the workspace limit kept nothing out, and one image has less than 2^31 elements"
     slow = simulated(clock, "slow", lambda p, c: 2000.0, bytes=lambda p, c: 1 << 20)

@@ -497,9 +497,11 @@ class Search:
 
     def _errors(self, plan: Plan, problem: ConvProblem) -> Error:
         own, here = solvers.baseline(), problem == self.problem
-        torchs = leaf_plan(problem, Measurement(own.name, own.version, Config()))
         can = self.baseline is not None if here else not own.why_not(problem)
-        return errors_of(problem, _computing(plan, problem), plan, _computing(torchs, problem) if can else None)
+        torchs = None
+        if can and own in solvers.all_solvers():
+            torchs = _computing(leaf_plan(problem, Measurement(own.name, own.version, Config())), problem)
+        return errors_of(problem, _computing(plan, problem), plan, torchs)
 
     def _note_torchs_parts(self, plan: Plan, workspace: int) -> None:
         """Torch alone takes more than it was seen to: now in a row, so that its parts would be chosen again."""
