@@ -477,7 +477,7 @@ def test_results_that_read_nothing_can_be_kept(wisdom: Wisdom, rigor: str, tmp_p
         checked, reason = Planner(wisdom).confirm(problem, leaf(problem, "fft", fft), options)
         assert reason == ""
         assert checked.error is not None
-        assert checked.error.spread >= 1.0
+        assert 1.0 <= checked.error.spread < 2.0**20  # beside outliers of 2^20; far more where nothing is read
         assert Plan.from_json(json.loads(json.dumps(checked.to_json(), allow_nan=False))) == checked
         wisdom.remember(environment("cpu").key, problem.key, "", checked)
         assert wisdom.plan(environment("cpu").key, problem.key, "") == checked
