@@ -25,6 +25,23 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
+def check_against_float64(
+    plain: nn.Module, layer: nn.Module, x: torch.Tensor, y: torch.Tensor, own: torch.Tensor
+) -> nn.Module:
+    """Compare ``y`` and the gradients of ``own`` and ``layer`` with ``plain`` in float64, which is returned."""
+    exact = copy.deepcopy(plain).double()
+    full = x.double().requires_grad_()
+    expected = exact(full)
+    expected.square().sum().backward()
+    pairs = [(y, expected), (own.grad, full.grad)]
+    pairs += [(a.grad, b.grad) for a, b in zip(layer.parameters(), exact.parameters(), strict=True)]
+    for got, want in pairs:
+        assert got is not None
+        assert want is not None
+        assert (got.double() - want).norm() <= 1e-5 * want.norm()
+    return exact
+
+
 def same_as_one_device(shape: tuple[int, ...], dims: tuple[str, ...]) -> None:
     plain = network()
     layer = copy.deepcopy(plain)
@@ -52,16 +69,7 @@ def same_as_one_device(shape: tuple[int, ...], dims: tuple[str, ...]) -> None:
     y = p.gather(p(shard))
     y.square().sum().backward()
     assert set(ran) == {one.problem.key for one in bound}
-    exact = plain.double()
-    full = x.double().requires_grad_()
-    expected = exact(full)
-    expected.square().sum().backward()
-    pairs = [(y, expected), (own.grad, full.grad)]
-    pairs += [(a.grad, b.grad) for a, b in zip(layer.parameters(), exact.parameters(), strict=True)]
-    for got, want in pairs:
-        assert got is not None
-        assert want is not None
-        assert (got.double() - want).norm() <= 1e-5 * want.norm()
+    exact = check_against_float64(plain, layer, x, y, own)
     ran.clear()
     with torch.no_grad():
         other = p.gather(p(p.scatter(x[:3])))
@@ -128,16 +136,7 @@ def every_pass_is_planned() -> None:
         y.square().sum().backward()
         assert asked or not shard.local.numel()
         assert all(one is not None for one in asked), "torch computes what no plan is found for"
-        exact = copy.deepcopy(plain).double()
-        full = x.double().requires_grad_()
-        expected = exact(full)
-        expected.square().sum().backward()
-        pairs = [(y, expected), (own.grad, full.grad)]
-        pairs += [(a.grad, b.grad) for a, b in zip(layer.parameters(), exact.parameters(), strict=True)]
-        for got, want in pairs:
-            assert got is not None
-            assert want is not None
-            assert (got.double() - want).norm() <= 1e-5 * want.norm()
+        check_against_float64(plain, layer, x, y, own)
         layer.zero_grad()
 
 

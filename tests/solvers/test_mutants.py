@@ -58,13 +58,18 @@ def scaled(run: Run, p: ConvProblem) -> Run:
     return changed
 
 
+def _zeroed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose last element is zero."""
+    copy = _like(tensor)
+    copy[tuple(n - 1 for n in copy.shape)] = 0.0
+    return copy
+
+
 def without_the_last(run: Run, p: ConvProblem) -> Run:
     """The last element of the first operand counts as zero."""
 
     def changed(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
-        a = _like(a)
-        a[tuple(n - 1 for n in a.shape)] = 0.0
-        return run(a, b, *others)
+        return run(_zeroed(a), b, *others)
 
     return changed
 
@@ -73,9 +78,7 @@ def without_the_last_filter(run: Run, p: ConvProblem) -> Run:
     """The last element of the second operand counts as zero."""
 
     def changed(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
-        b = _like(b)
-        b[tuple(n - 1 for n in b.shape)] = 0.0
-        return run(a, b, *others)
+        return run(a, _zeroed(b), *others)
 
     return changed
 
