@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.nn.call import OwnMode, disturbed, is_plain_type, without_dispatch
+from tilewise.nn.call import OwnMode, disturbed, is_plain_type, kernel_of, without_dispatch
 from tilewise.nn.geometry import Geometry
-from tilewise.nn.overrides import BY_TORCH
+from tilewise.nn.overrides import BY_TORCH, function_name
 
 if TYPE_CHECKING:
     from tilewise.nn.layer import Layer
@@ -73,7 +73,7 @@ def _handlers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _handled(layer: Layer, handlers: list[torch.Tensor], operands: Operands) -> Any:
     geometry = layer.geometry
-    name = f"conv_transpose{geometry.dims}d" if geometry.transposed else f"conv{geometry.dims}d"
+    by_torch = BY_TORCH[function_name(geometry.dims, geometry.transposed)]
     values = {
         "stride": geometry.stride,
         "padding": tuple(before for before, _ in geometry.padding) if geometry.symmetric else "same",
@@ -84,9 +84,9 @@ def _handled(layer: Layer, handlers: list[torch.Tensor], operands: Operands) -> 
     arguments = (*operands, *(values[one] for one in ORDER[geometry.transposed]))
     types = tuple(map(type, handlers))
     for one in handlers:
-        with _Inside(BY_TORCH[name], layer):
+        with _Inside(by_torch, layer):
             kind: Any = type(one)
-            result = kind.__torch_function__(BY_TORCH[name], types, arguments, {})
+            result = kind.__torch_function__(by_torch, types, arguments, {})
         if result is not NotImplemented:
             return result
     return NotImplemented
@@ -112,15 +112,13 @@ class _Inside(OwnMode):
         w = given.get("weight")
         if not isinstance(w, torch.Tensor) or "input" not in given:
             return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
-            kernel = tuple(w.shape[2:])
         asked = Geometry.of(
             own.dims,
             given["stride"],
             given["padding"],
             given["dilation"],
             given["groups"],
-            kernel,
+            kernel_of(w),
             own.transposed,
             given["output_padding"],
         )

@@ -21,6 +21,7 @@ __all__ = [
     "BASES",
     "BY_TORCH",
     "base_of",
+    "function_name",
     "override",
     "reads_by_attribute",
     "stand_in",
@@ -90,9 +91,14 @@ def _runs(base: type) -> tuple[str, str]:
     return "forward", "_output_padding" if issubclass(base, CONV._ConvTransposeNd) else "_conv_forward"
 
 
-def function_name(base: type) -> str:
+def function_name(dims: int, transposed: bool) -> str:
+    """The name of torch's function, a key of :data:`BY_TORCH`."""
+    return f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
+
+
+def _function_of(base: type) -> str:
     """The function in ``torch.nn.functional`` that a module calls."""
-    return f"conv_transpose{BASES[base]}d" if issubclass(base, CONV._ConvTransposeNd) else f"conv{BASES[base]}d"
+    return function_name(BASES[base], issubclass(base, CONV._ConvTransposeNd))
 
 
 _captured = {(base, name): Code.of(base, name) for base in BASES for name in _runs(base)}
@@ -122,7 +128,7 @@ def override(module: nn.Module) -> str:
     copies = copies_itself(module)
     if copies:
         return copies
-    function = function_name(base)
+    function = _function_of(base)
     found = getattr(CONV.F, function)
     return "" if _is_known(function, found) else f"torch.nn.functional.{function} is not torch's own ({found!r})"
 
@@ -158,7 +164,7 @@ def unchanged(module: nn.Module) -> Callable[[Any], bool]:
     """
     base, kind = base_of(module), cast(Any, type(module))
     assert base is not None
-    function = function_name(base)
+    function = _function_of(base)
     by_torch, stand_ins = BY_TORCH[function], _stand_ins[function]
     first, second = (_code(base, name) for name in _runs(base))
     if first is None or second is None:

@@ -20,6 +20,7 @@ from tilewise.nn.book import Book
 from tilewise.nn.call import why_torchs
 from tilewise.nn.geometry import Role
 from tilewise.nn.layer import Entry, Layer, Tensors
+from tilewise.nn.overrides import function_name
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report
 from tilewise.notation import format_layer
 from tilewise.planner import Options, Planner
@@ -99,8 +100,7 @@ class Site(Layer):
     def leave(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> None:
         reason = why_torchs((x, w, b))
         if reason:
-            function = f"conv{'_transpose' if self.geometry.transposed else ''}{self.geometry.dims}d"
-            self.book.leave(function, reason)
+            self.book.leave(function_name(self.geometry.dims, self.geometry.transposed), reason)
 
     def entry(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
         self.misses += 1

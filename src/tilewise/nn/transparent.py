@@ -21,7 +21,7 @@ from torch.jit._builtins import _register_builtin
 from tilewise.nn.book import make_options
 from tilewise.nn.call import kernel_of
 from tilewise.nn.functional import Planned, Table, convolution, traced_by, transposed_convolution
-from tilewise.nn.overrides import BY_TORCH, stand_in
+from tilewise.nn.overrides import BY_TORCH, function_name, stand_in
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.recorder import Recorder, Site
 from tilewise.nn.report import Report
@@ -105,7 +105,7 @@ _switching = threading.RLock()
 
 def _entrance(dims: int, transposed: bool) -> Planned:
     """What a replaced function asks first. A weight's ``id`` only leads to a guess, which the layer checks."""
-    function = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
+    function = function_name(dims, transposed)
     compiling = torch.compiler.is_dynamo_compiling
 
     def planned(x: Any, w: Any, b: Any, stride: Any, padding: Any, dilation: Any, groups: Any, extra: Any = 0) -> Any:
