@@ -86,9 +86,9 @@ def optimize(
     - ``error_limit``, ``strict``: the relative L2 error allowed, and whether an outlier's spread is held to it.
     - ``cuda_graphs``: the model will be replayed from a CUDA graph, where launches cost nothing: plans are chosen by
       what they take on the GPU alone.
-    - ``exclude``: names of solvers that no plan may use, as ``tilewise info`` lists them: ``("fft",)``. Without
-      ``"aten"``, torch's own choice, a plan is used whether it is faster or not; what no other solver can compute stays
-      torch's, and the report says why.
+    - ``exclude``: names of solvers that no plan may use, as ``tilewise info`` lists them: ``("fft",)``. With
+      ``("aten",)``, torch's own choice, a plan is used whether it is faster or not. What no other solver can compute
+      stays torch's then, and the report says why.
     - ``unplanned``: what a shape seen later does: ``"plan"`` on sight, or ``"torch"``. Nothing is planned on sight
       while a CUDA graph is captured, under ``torch.compile``, or in one of several ranks.
     - ``branches``: parallel branches, such as an Inception module's, run in ``"sequence"``, or on streams at once where
