@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
@@ -26,9 +27,20 @@ if importlib.util.find_spec("numba") is not None:
 
 
 def server() -> ForkServerContext:
-    """The context whose processes share nothing with this one. It has imported nothing of tilewise."""
+    """The context whose processes share nothing with this one. It has imported nothing of tilewise.
+
+    It starts without what the test that is first to ask has set for tilewise, save where files are kept: it lasts.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    own = {name: value for name, value in os.environ.items() if name.startswith("TILEWISE_")}
+    for name in own:
+        if name != "TILEWISE_CACHE_DIR":
+            del os.environ[name]
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.update(own)
     return context
 
 

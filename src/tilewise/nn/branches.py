@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from tilewise.nn.call import PLAIN_TYPES
 from tilewise.nn.modules import is_convolution
+from tilewise.nn.overrides import BY_TORCH
 from tilewise.nn.swaps import copies_itself, swapped
 
 __all__ = ["MAIN", "Fork", "Found", "Program", "Slot", "Step", "find", "program_of"]
@@ -28,9 +28,7 @@ MOST_LANES = 8
 """Further branches share a lane."""
 ADDS = (operator.add, operator.iadd, torch.add)
 CATS = (torch.cat, torch.concat, torch.concatenate, torch.stack)
-CONVOLUTIONS = (
-    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.convolution,
-)  # fmt: skip
+CONVOLUTIONS = (*BY_TORCH.values(), torch.convolution)
 PLAIN = (bool, int, float, str, type(None))
 
 

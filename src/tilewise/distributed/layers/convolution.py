@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from tilewise.axis import Axis
 from tilewise.distributed.double_backward import DoubleConvolution, DoubleWork
@@ -14,6 +13,7 @@ from tilewise.distributed.names import current_layer
 from tilewise.distributed.shard import Shard, handles, sharded
 from tilewise.distributed.share import share_of
 from tilewise.nn.geometry import named_padding
+from tilewise.nn.overrides import BY_TORCH, function_name
 
 Ints = int | Sequence[int]
 
@@ -127,6 +127,7 @@ def _transposed(dims: int) -> Callable[..., Shard]:
     return conv_transpose
 
 
+# torch's own, whatever stands in their place while this is imported: planning that is enabled, say.
 for _dims in (1, 2, 3):
-    handles(getattr(F, f"conv{_dims}d"))(_convolution(_dims))
-    handles(getattr(F, f"conv_transpose{_dims}d"))(_transposed(_dims))
+    handles(BY_TORCH[function_name(_dims, False)])(_convolution(_dims))
+    handles(BY_TORCH[function_name(_dims, True)])(_transposed(_dims))
