@@ -2,8 +2,9 @@
 
 PYTHON ?= python3
 GPU ?= auto
-JOBS ?= 2
-TEST_TIMEOUT ?= 300
+# Three on two cores: tests wait for processes that they start a third of the time.
+JOBS ?= 3
+TEST_TIMEOUT ?= 600
 # Where an environment keeps no bytecode, each of hundreds of processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 

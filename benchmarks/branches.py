@@ -18,10 +18,10 @@ from torch import nn
 import tilewise
 import tilewise.nn
 from tilewise.frontends.networks import Network, builtin_networks, load_network
-from tilewise.nn import branch_times
-from tilewise.nn.streams import in_sequence
-from tilewise.planner.measure import interleaved
-from tilewise.torch_state import framework_flags
+from tilewise.machine.torch_state import framework_flags
+from tilewise.nn.branches import choose as branch_times
+from tilewise.nn.branches.streams import in_sequence
+from tilewise.planner.measuring.times import interleaved
 
 DEFAULTS = {
     "networks": "googlenet",
@@ -67,7 +67,7 @@ def _row(settings: Settings, network: Network, batch: int, *, training: bool, pl
             tilewise.optimize(model, inputs, training=training, branches="measured", **options)
             told = tilewise.nn.report(model).branches
         else:
-            told = branch_times.settle(model, [inputs], "measured", training=training, workspaces={})
+            told = branch_times.choose_branches(model, [inputs], "measured", training=training, workspaces={})
         took = interleaved(
             calls(network, model, inputs, training=training), settings.device,
             budget_ms=float(settings.integer("budget_ms")),

@@ -24,10 +24,10 @@ from torch import nn
 
 import tilewise
 from tilewise import solvers
+from tilewise.machine.torch_state import framework_flags
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options, Planner
-from tilewise.problem import ConvProblem
-from tilewise.torch_state import framework_flags
+from tilewise.problems.conv.problem import ConvProblem
 
 DEFAULTS = {"solver": "", "kernels": "4", "calls": "200", "batches": "41", "channels": "8", "size": "8"}
 QUICK = {"calls": "20", "batches": "5"}
@@ -55,7 +55,7 @@ class Fixed(Planner):
         return {problem: self.plan(problem) for problem in problems}
 
     def _make(self, problem: ConvProblem) -> Plan:
-        baseline = solvers.baseline()
+        baseline = solvers.baseline(ConvProblem)
         if not self.kernels:
             return Plan(problem.key, baseline.name, baseline.version)
         if self.kernels == 1:

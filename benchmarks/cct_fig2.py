@@ -23,7 +23,7 @@ from harness.sides import Tensors, race
 
 from tilewise import solvers
 from tilewise.plan import Config
-from tilewise.problem import Pass
+from tilewise.problems.conv.problem import Pass
 
 DEFAULTS = {
     "layers": "",

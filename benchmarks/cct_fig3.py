@@ -24,7 +24,7 @@ from harness.sides import Tensors, race
 
 from tilewise import execute, solvers
 from tilewise.plan import Config, Plan
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers import Split
 
 DEFAULTS = {

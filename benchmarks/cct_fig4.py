@@ -29,8 +29,8 @@ from torch import nn
 import tilewise
 import tilewise.nn
 from tilewise.frontends.networks import builtin_networks, load_network
-from tilewise.planner.measure import interleaved
-from tilewise.torch_state import framework_flags
+from tilewise.machine.torch_state import framework_flags
+from tilewise.planner.measuring.times import interleaved
 
 DEFAULTS = {"networks": "alexnet", "batch": "64", "rigor": "measure", "steps": "3", "budget_ms": "30000"}
 QUICK = {"networks": "alexnet", "batch": "1", "rigor": "estimate", "steps": "1", "budget_ms": "50"}

@@ -20,9 +20,9 @@ from harness.picture import Figure, scattered
 from harness.result import Bar, Result, Row, Side, geometric_mean
 from harness.settings import Settings
 
-from tilewise.device import device_name
-from tilewise.planner.estimate import Profile, measure_profile
-from tilewise.problem import ConvProblem, Pass
+from tilewise.machine.device import device_name
+from tilewise.planner.search.estimate import Profile, measure_profile
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 DEFAULTS = {
     "passes": "fprop",

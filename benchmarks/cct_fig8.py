@@ -20,9 +20,9 @@ from harness.picture import Figure, speedup_lines
 from harness.result import Bar, Result, Row, Side, geometric_mean
 from harness.settings import Settings
 
-from tilewise.device import device_name
-from tilewise.planner.estimate import Profile, measure_profile
-from tilewise.problem import Pass
+from tilewise.machine.device import device_name
+from tilewise.planner.search.estimate import Profile, measure_profile
+from tilewise.problems.conv.problem import Pass
 
 DEFAULTS = {
     "passes": "fprop",

@@ -19,10 +19,10 @@ from harness.settings import BadInput, NothingToMeasure, Settings
 from harness.sides import Tensors, framework_call, race
 
 from tilewise import solvers
-from tilewise.device import device_name
-from tilewise.notation import parse_layer
-from tilewise.planner import measure
-from tilewise.problem import ConvProblem
+from tilewise.machine.device import device_name
+from tilewise.planner.measuring import times as measure
+from tilewise.problems.conv.notation import parse_layer
+from tilewise.problems.conv.problem import ConvProblem
 
 NAMED = {
     "AlexNet 11x11 stride 4": "mb8ic3ih224oc96kh11sh4ph2",

@@ -20,12 +20,12 @@ from typing import Any
 import legacy_cudnn
 import torch
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers.cudnn import Cudnn, CudnnRun
-from tilewise.torch_state import fp32_precision
+from tilewise.machine.device import device_name
+from tilewise.machine.torch_state import fp32_precision
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
+from tilewise.solvers.vendor.cudnn import Cudnn, CudnnRun
 
 LAYERS: dict[str, tuple[int, ...]] = {  # batch, in channels, out channels, size, kernel, padding, stride
     "conv1": (256, 3, 64, 224, 11, 2, 4),

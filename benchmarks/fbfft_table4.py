@@ -22,7 +22,7 @@ from harness.sides import Tensors, framework_call, is_framework, plan_line, plan
 
 from tilewise import solvers
 from tilewise.plan import Plan
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 DEFAULTS = {
     "modes": "ieee,tf32,bf16",

@@ -22,7 +22,7 @@ from harness.sides import Tensors, framework_call, race
 from harness.steps import breakdown, can_mark
 
 from tilewise.plan import Config
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import Solver
 
 DEFAULTS = {

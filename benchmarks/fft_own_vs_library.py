@@ -18,7 +18,7 @@ from harness.result import Bar, Result, Row, Side
 from harness.settings import NothingToMeasure, Settings
 from harness.sides import Tensors, race
 
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import Solver
 
 DEFAULTS = {

@@ -1,9 +1,10 @@
 """Whole networks forward with frozen weights: torch against the same network planned with ``training=False``.
 
 Both sides see the same inputs in turns, without gradients; on a CPU both with memory that stays. ``compile=1`` puts
-``torch.compile`` around both sides. ``details`` have how far the outputs are apart and how many convolutions were
-replaced. ``peers`` names what else is measured in the same turns on a CPU, each a row: ``compile`` (``torch.compile``
-with freezing), ``onnxruntime`` and ``openvino``, where they are installed.
+``torch.compile`` around both sides, and with ``frozen=1`` the weights are promised to stay. ``details`` have how far
+the outputs are apart and how many convolutions were replaced. ``peers`` names what else is measured in the same turns
+on a CPU, each a row: ``compile`` (``torch.compile`` with freezing), ``onnxruntime`` and ``openvino``, where they are
+installed.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from torch import nn
 import tilewise
 import tilewise.nn
 from tilewise.frontends.networks import builtin_networks, load_network
-from tilewise.planner.measure import interleaved
-from tilewise.torch_state import framework_flags
+from tilewise.machine.torch_state import framework_flags
+from tilewise.planner.measuring.times import interleaved
 
 DEFAULTS = {
     "networks": "resnet18,vgg16",
     "batches": "1,16",
     "rigor": "measure",
     "compile": "0",
+    "frozen": "0",
     "peers": "",
     "budget_ms": "8000",
     "seconds": "0",
@@ -64,7 +66,12 @@ def _rows(settings: Settings, name: str, batch: int) -> list[Row]:
     compiled = settings.integer("compile") > 0
     with torch.no_grad(), framework_flags(settings.device.type, "ieee", deterministic=False):
         planned = tilewise.optimize(
-            copy.deepcopy(own), inputs, training=False, rigor=settings.text("rigor"), planner=settings.planner()
+            copy.deepcopy(own),
+            inputs,
+            training=False,
+            frozen=settings.integer("frozen") > 0,
+            rigor=settings.text("rigor"),
+            planner=settings.planner(),
         )
         said = tilewise.nn.report(planned)
         sides: list[nn.Module] = [own, planned]

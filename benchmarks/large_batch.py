@@ -13,7 +13,7 @@ from harness.settings import Settings
 from harness.sides import Tensors, framework_call, plan_line, planned_call, race
 
 from tilewise.plan import Plan
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 
 DEFAULTS = {
     "batch": "64",

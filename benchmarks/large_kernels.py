@@ -19,10 +19,10 @@ from harness.result import Bar, Result, Row, Side, least_replaced
 from harness.settings import Settings
 from harness.sides import Call, Tensors, framework_call, is_framework, plan_line, planned_call
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
+from tilewise.machine.device import device_name
 from tilewise.plan import Plan
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 DEFAULTS = {"layers": "", "passes": "", "modes": "", "rigor": "measure", "seconds": "0"}
 QUICK = {"layers": "tiny2d,tiny1d", "passes": "fprop", "modes": "fp32", "rigor": "estimate"}

@@ -17,7 +17,7 @@ from harness.sides import Call, Tensors, framework_call, plan_line, planned_call
 
 from tilewise.plan import Plan
 from tilewise.planner import NoPlanError, Options, Planner
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 DEFAULTS = {"layers": "", "batch": "0", "rigor": "measure"}
 QUICK = {"layers": "conv2", "batch": "2"}

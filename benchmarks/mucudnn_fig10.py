@@ -20,7 +20,7 @@ from harness.settings import Settings
 from harness.sides import Call, Tensors, is_framework, peak_workspace, plan_line, planned_call, plans_found, race
 
 from tilewise.plan import Config, Plan
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 
 DEFAULTS = {
     "layers": "",

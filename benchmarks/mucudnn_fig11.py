@@ -18,7 +18,7 @@ from harness.settings import Settings
 from harness.sides import Call, Tensors, plan_line, planned_call, plans_found, race
 
 from tilewise.plan import Plan, format_bytes
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 
 DEFAULTS = {
     "networks": "",

@@ -20,9 +20,9 @@ from harness.settings import Settings
 from harness.sides import Call, Tensors, plan_line, planned_call, race
 
 from tilewise.plan import Plan
-from tilewise.planner.budget import POLICIES, Allocation, allocate
-from tilewise.planner.budget import Kernel as Item
-from tilewise.problem import ConvProblem
+from tilewise.planner.budget.allocate import POLICIES, Allocation, allocate
+from tilewise.planner.budget.allocate import Kernel as Item
+from tilewise.problems.conv.problem import ConvProblem
 
 DEFAULTS = {
     "networks": "",

@@ -13,7 +13,7 @@ from harness.result import Bar, Result, Row, Side
 from harness.settings import NothingToMeasure, Settings
 from harness.sides import plan_line
 
-from tilewise.planner.budget import Kernel, allocate
+from tilewise.planner.budget.allocate import Kernel, allocate
 
 DEFAULTS = {
     "network": "alexnet",

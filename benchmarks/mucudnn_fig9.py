@@ -10,7 +10,7 @@ from harness.result import Bar, Result, Row, Side
 from harness.settings import Settings
 from harness.sides import Tensors, framework_call, peak_workspace, plan_line, planned_call, race
 
-from tilewise.problem import Pass
+from tilewise.problems.conv.problem import Pass
 
 DEFAULTS = {"layer": "conv2", "batch": "0", "limit": "64MiB", "policies": "powers_of_two,all", "rigor": "measure"}
 QUICK = {"batch": "8", "limit": "16MiB"}

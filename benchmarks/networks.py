@@ -19,9 +19,9 @@ from harness.sides import Tensors, framework_call, plan_line, planned_call, race
 
 from tilewise.cli import cli
 from tilewise.frontends.networks import builtin_networks
-from tilewise.notation import parse_layer
 from tilewise.plan import Plan
-from tilewise.problem import Pass
+from tilewise.problems.conv.notation import parse_layer
+from tilewise.problems.conv.problem import Pass
 
 DEFAULTS = {"networks": "", "batch": "0", "precision": "ieee", "rigor": "measure", "iterations": "0"}
 QUICK = {"networks": "photonet", "batch": "2", "rigor": "estimate", "iterations": "1"}

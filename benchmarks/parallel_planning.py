@@ -25,11 +25,11 @@ from harness.settings import BadInput, Progress, Settings
 from harness.sides import Tensors, plan_line, planned_call, race
 
 from tilewise.cli.target import layers_of
-from tilewise.device import device_name
 from tilewise.frontends.networks import load_network
-from tilewise.notation import looks_like_layer, parse_layer
+from tilewise.machine.device import device_name
 from tilewise.planner import Options, Planner
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.notation import looks_like_layer, parse_layer
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.wisdom import Wisdom
 
 DEFAULTS = {

@@ -21,8 +21,8 @@ from harness.result import Bar, Result, Row, Side
 from harness.settings import Settings
 from harness.sides import Call, Tensors, framework_call, is_framework, plan_line, planned_call
 
-from tilewise.axis import Axis
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 DEFAULTS = {"dtype": "bf16", "precision": "ieee", "scale": "1", "rigor": "measure"}
 QUICK = {"dtype": "fp32", "scale": "256"}

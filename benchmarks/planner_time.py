@@ -17,7 +17,7 @@ from harness.planning import kernels, seconds, start_device
 from harness.result import Bar, Result, Row, Side
 from harness.settings import Progress, Settings, parse_size
 
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 DEFAULTS = {
     "layers": "",

@@ -20,10 +20,10 @@ from harness.result import Result, Row, Side
 from harness.settings import BadInput, NothingToMeasure, Settings
 from harness.sides import Tensors, framework_call, race
 
-from tilewise.device import device_name
-from tilewise.notation import parse_layer
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.notation import parse_layer
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers import Solver
 
 DEFAULTS = {

@@ -27,7 +27,7 @@ from harness.sides import (
 
 from tilewise.plan import Plan
 from tilewise.planner import Planner
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 
 DEFAULTS = {
     "parts": "past,limit",

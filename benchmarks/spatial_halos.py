@@ -18,15 +18,16 @@ from harness.result import Result, Row, Side
 from harness.settings import NothingToMeasure, Settings
 from harness.sides import SEED, Call
 
-from tilewise.axis import Axis
-from tilewise.distributed.exchange import shape_of
-from tilewise.distributed.halo_terms import BLOCKS, Blocks, HaloTerms, Kernels, nearest
-from tilewise.distributed.layout import Grid, Layout, even_cuts
-from tilewise.distributed.passes import TorchPasses
-from tilewise.distributed.share import Share, share_of
-from tilewise.distributed.terms import LoopedTerms, Terms
-from tilewise.kernels.triton.ahead import side_by_side
-from tilewise.torch_state import framework_flags
+from tilewise.distributed.parts.exchange import shape_of
+from tilewise.distributed.parts.layout import Grid, Layout, even_cuts
+from tilewise.distributed.passes.contracts import Terms
+from tilewise.distributed.passes.halo_kernels import BLOCKS, Blocks, HaloTerms, Kernels, nearest
+from tilewise.distributed.passes.share import Share, share_of
+from tilewise.distributed.passes.terms import LoopedTerms
+from tilewise.distributed.passes.torch_passes import TorchPasses
+from tilewise.kernels.building.ahead import side_by_side
+from tilewise.machine.torch_state import framework_flags
+from tilewise.problems.conv.axis import Axis
 
 DEFAULTS = {"sizes": "128,256,512", "precisions": "ieee,tf32", "batch": "32", "channels": "64", "budget_ms": "15"}
 QUICK = {"sizes": "16", "batch": "1", "channels": "16", "budget_ms": "5"}

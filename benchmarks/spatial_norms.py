@@ -19,8 +19,8 @@ from harness.settings import NothingToMeasure, Settings
 from harness.sides import SEED, Call
 from harness.transforms import copy_call
 
-from tilewise.distributed.norm_parts import LAST, NormParts
-from tilewise.problem import DTYPES
+from tilewise.distributed.norms.parts import LAST, NormParts
+from tilewise.problems.base import DTYPES
 
 DEFAULTS = {"shapes": "", "dtypes": "fp32,bf16", "budget_ms": "60"}
 QUICK = {"shapes": "U-Net 32", "dtypes": "fp32", "budget_ms": "10"}

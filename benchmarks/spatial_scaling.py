@@ -26,11 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import tilewise
 import tilewise.distributed
 from tilewise.distributed import SpatialParallel, UnknownLayer
-from tilewise.distributed.link_speed import measure_link
-from tilewise.distributed.mesh_cost import Cluster, LinkSpeed, StepCost
-from tilewise.distributed.meshes import MeshChoice, choose_mesh
+from tilewise.distributed.mesh.choose import MeshChoice, choose_mesh
+from tilewise.distributed.mesh.cost import Cluster, LinkSpeed, StepCost
+from tilewise.distributed.mesh.link_speed import measure_link
+from tilewise.machine.torch_state import framework_flags
 from tilewise.planner import Planner
-from tilewise.torch_state import framework_flags
 
 DEFAULTS = {
     "networks": "resnet50,unet3d",

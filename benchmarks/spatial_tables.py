@@ -29,8 +29,8 @@ import tilewise
 import tilewise.distributed
 from tilewise.distributed import SpatialParallel
 from tilewise.distributed.planned import PlannedPasses
-from tilewise.nn.meter import meter_of
-from tilewise.torch_state import framework_flags
+from tilewise.machine.torch_state import framework_flags
+from tilewise.nn.memory.meter import meter_of
 
 DEFAULTS = {
     "sizes": "128,256,512",
@@ -268,7 +268,7 @@ def _travels(parallel: SpatialParallel) -> dict[str, Any]:
         "mailboxes": 0 if peers is None else peers.places.nbytes,
         "exchanges": None if passes.exchanges is None else dataclasses.asdict(passes.exchanges),
         "fused": [
-            {"blocks": None if chosen.terms is None else dataclasses.astuple(chosen.terms.blocks)}
+            {"blocks": None if chosen.terms is None else dataclasses.astuple(chosen.terms.kernels)}
             | {name: getattr(chosen, name) for name in ("reason", "fused_ms", "looped_ms")}
             for _, chosen in passes.halos.values()
         ],

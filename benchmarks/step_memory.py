@@ -22,12 +22,12 @@ from torch import nn
 
 import tilewise
 from tilewise.frontends.networks import builtin_networks, load_network
+from tilewise.machine.torch_state import framework_flags
 from tilewise.nn import report
-from tilewise.nn.meter import allocator_cap, meter_of
-from tilewise.nn.step import Step
+from tilewise.nn.memory.meter import allocator_cap, meter_of
+from tilewise.nn.memory.step import Step
 from tilewise.planner import Planner
-from tilewise.planner.measure import interleaved
-from tilewise.torch_state import framework_flags
+from tilewise.planner.measuring.times import interleaved
 
 DEFAULTS = {
     "networks": "alexnet,resnet18,resnet50,densenet40",

@@ -21,10 +21,10 @@ from harness.settings import Settings
 
 import tilewise
 from tilewise.frontends.networks import load_network
+from tilewise.machine.torch_state import framework_flags
 from tilewise.nn import Session
 from tilewise.planner import Planner
-from tilewise.planner.measure import rounds
-from tilewise.torch_state import framework_flags
+from tilewise.planner.measuring.times import rounds
 
 DEFAULTS = {"network": "resnet50", "batch": "64", "rigor": "measure", "rounds": "41", "planned": "1"}
 QUICK = {"network": "photonet", "batch": "2", "rigor": "estimate", "rounds": "2"}

@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
 from tilewise.kernels.triton.launch import Program
+from tilewise.machine.device import device_name
+from tilewise.machine.torch_state import fp32_precision, without_benchmark
 from tilewise.plan import Config, parse_bytes
-from tilewise.planner.measure import Timer
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers._implicit_gemm import launches
-from tilewise.solvers._views import View
-from tilewise.solvers.cudnn import Cudnn
-from tilewise.solvers.implicit_gemm import ImplicitGemm, _layout
-from tilewise.torch_state import fp32_precision, without_benchmark
+from tilewise.planner.measuring.times import Timer
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
+from tilewise.solvers.common.views import View
+from tilewise.solvers.products._implicit import launches
+from tilewise.solvers.products.implicit_gemm import ImplicitGemm, _layout
+from tilewise.solvers.vendor.cudnn import Cudnn
 
 LAYERS: dict[str, tuple[int, ...]] = {  # batch, in channels, out channels, size, kernel, padding
     "conv2": (256, 64, 192, 27, 5, 2),

@@ -24,7 +24,7 @@ from torch import nn
 import tilewise
 import tilewise.nn
 from tilewise.frontends.networks import Network, NetworkError, load_network
-from tilewise.torch_state import framework_flags
+from tilewise.machine.torch_state import framework_flags
 
 DEFAULTS = {
     "cases": "",

@@ -18,12 +18,12 @@ from harness.settings import NothingToMeasure, Settings
 from harness.sides import Call, Tensors, framework_call, race
 
 from tilewise import solvers
-from tilewise.device import device_name
 from tilewise.execute import bind
-from tilewise.notation import parse_layer
+from tilewise.machine.device import device_name
 from tilewise.plan import Config, Plan
-from tilewise.planner.operands import make_operands
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.notation import parse_layer
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands
 
 NAMED = {
     "3x3": "mb16ic64ih56oc64kh3ph1",

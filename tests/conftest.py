@@ -97,7 +97,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if len(session.items) < WHOLE or not worker or importlib.util.find_spec("numba") is None:
         return
     from tilewise.kernels.cpu import compiling
-    from tilewise.solvers._depthwise_cpu import WIDEST
+    from tilewise.solvers.common.cpu_run import WIDEST
 
     folder = kernel_folder(session.config._tmp_path_factory)  # type: ignore[attr-defined]
     number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
@@ -105,7 +105,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     jobs = [(load, lanes) for lanes in widths for load in (compiling.load, compiling.load_direct)]
     jobs += [(compiling._winograd, next(iter(widths))), (lambda lanes: compiling._fused_lowering(), 4)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tilewise.cache.kernel_dir", lambda: folder)
+        patch.setattr("tilewise.machine.cache.kernel_dir", lambda: folder)
         for load, lanes in jobs[number::count]:
             load(lanes)
 
@@ -135,4 +135,4 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _own_cache(tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tests from reading or writing the user's wisdom, and each other's; they share what they compile."""
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: kernels)
+    monkeypatch.setattr("tilewise.machine.cache.kernel_dir", lambda: kernels)

@@ -10,8 +10,9 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from tilewise.axis import Axis
-from tilewise.problem import ALIGNMENT, ROLES, ConvProblem, Pass, dense_strides, layout_of
+from tilewise.problems.base import ALIGNMENT, dense_strides, layout_of
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 
 FORMS = ("contiguous", "channels_last", "channels", "space", "steps")
 """Memory of a tensor: dense both ways, a slice of a tensor with more channels, of a larger one, every other column."""

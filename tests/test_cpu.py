@@ -20,7 +20,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc i
 
 PRELUDE = """
 import json, resource, torch
-import tilewise.resident
+import tilewise.machine.resident
 from tilewise.cpu import keep_memory
 
 def faults(mib=64):
@@ -31,7 +31,7 @@ def faults(mib=64):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 def resident():
-    return tilewise.resident.resident()["VmRSS"] >> 20
+    return tilewise.machine.resident.resident()["VmRSS"] >> 20
 """
 
 

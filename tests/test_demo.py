@@ -28,10 +28,9 @@ def demo(*arguments: str, cache: Path, kernels: Path) -> subprocess.CompletedPro
 
 @pytest.mark.skipif(not EVERY, reason="takes a minute: make test-all runs it")
 def test_demo_replaces_divides_and_trains_alike(tmp_path: Path, kernels: Path) -> None:
-    # A quarter of the demo's batch in half its memory: with more memory an image less is divided. Whether that is done
-    # by micro-batches or blocks is a matter of speed, so of what else runs on this machine.
-    smaller = ("--batch", "8", "--workspace", "4MiB")
-    done = demo(*smaller, "--steps", "2", "--iterations", "1", cache=tmp_path, kernels=kernels)
+    # Which kernels are divided is a matter of speed, so of what else runs on this machine. In half the demo's memory
+    # more than half of them are; of a quarter of its images one or two were, and sometimes none.
+    done = demo("--workspace", "4MiB", "--steps", "2", "--iterations", "1", cache=tmp_path, kernels=kernels)
     assert done.returncode == 0, done.stderr
     assert "wide" in done.stdout
     divided = re.search(r"(\d+) take the mini-batch as micro-batches, (\d+) in blocks", done.stdout)

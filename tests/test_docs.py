@@ -1,8 +1,14 @@
-"""Python blocks of README and manual run as they stand, each file's in one namespace from top to bottom."""
+"""Python blocks of README and manual run as they stand, each file's in one namespace from top to bottom.
+
+Examples in docstrings of public modules give what they say.
+"""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +35,19 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_block_is_found() -> None:
     assert BLOCK.findall("text\n\n```python\nx = 1\n```\n\n```text\ny\n```\n") == ["x = 1\n"]
+
+
+WITH_EXAMPLES = (
+    "tilewise.cpu", "tilewise.fft", "tilewise.frontends.layers", "tilewise.frontends.networks",
+    "tilewise.machine.device", "tilewise.report.page.assemble", "tilewise.wisdom.store",
+)  # fmt: skip
+"""Modules that users import, or where what they import is defined."""
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples_in_docstrings_run(name: str) -> None:
+    if name == "tilewise.cpu" and not sys.platform.startswith("linux"):
+        pytest.skip("glibc is Linux's")
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert tried
+    assert not failed

@@ -215,6 +215,12 @@ def test_unreadable_sizes_name_the_argument_and_the_value(size: object) -> None:
     assert repr(size) in str(raised.value)
 
 
+@pytest.mark.parametrize("size", [2**63, 10**5000, "1e30MiB", "9" * 300, -(10**5000)], ids=range(5))
+def test_sizes_that_no_file_holds_are_refused(size: object) -> None:
+    with pytest.raises(ValueError, match=r"^budget=.*(at most 2\^63 - 1 bytes would do|must not be negative)"):
+        parse_bytes(size, "budget")  # type: ignore[arg-type]
+
+
 @given(st.text(max_size=12))
 def test_any_text_is_a_size_or_refused(text: str) -> None:
     with contextlib.suppress(ValueError):

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from harness.sides import Call, Tensors, framework_call, planned_call, race
+from tilewise.machine.torch_state import framework_flags
 from tilewise.plan import Config, Plan
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import Solver
-from tilewise.torch_state import framework_flags
 
 ERROR_LIMITS = {"ieee": 1e-4, "tf32": 1e-2}
 HALF_LIMIT = 2e-2

@@ -11,7 +11,7 @@ from harness import queued
 from harness.result import Row, Side
 from harness.sides import Call, Tensors, framework_call, is_framework, plan_line, planned_call, race
 from tilewise.plan import Plan
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 
 LAYOUTS = ("contiguous", "channels_last")
 

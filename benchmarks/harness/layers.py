@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
-from tilewise.problem import ConvProblem, Pass
+from tilewise.machine.device import device_name
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 
 @dataclass(frozen=True)

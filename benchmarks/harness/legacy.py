@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from harness.sides import Tensors
-from tilewise.device import torch_device
-from tilewise.planner import measure
-from tilewise.problem import ROLES, ConvProblem
+from tilewise.machine.device import torch_device
+from tilewise.planner.measuring import times as measure
+from tilewise.problems.conv.problem import ROLES, ConvProblem
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from harness.configs import LostConfig, Runnable, runnable
 from harness.sides import Tensors, race
 from tilewise import solvers
 from tilewise.plan import Config
-from tilewise.planner.estimate import Profile, estimate_ms
-from tilewise.problem import ConvProblem
+from tilewise.planner.search.estimate import Profile, estimate_ms
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import Cost
 
 TYPES = ("lowering_type1", "lowering_type2", "lowering_type3")

@@ -8,7 +8,7 @@ import torch
 
 from tilewise.cli.target import layers_of
 from tilewise.frontends.networks import load_network
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from tilewise import cache
-from tilewise.device import device_name, environment
+from tilewise.machine import cache
+from tilewise.machine.device import device_name, environment
 from tilewise.planner import Options, Planner
-from tilewise.planner.messages import Job
 from tilewise.planner.planner import Progress
-from tilewise.problem import ConvProblem
+from tilewise.planner.processes.messages import Job
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.wisdom import Wisdom
 
 PATIENCE_S = 3600

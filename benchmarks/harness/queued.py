@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from harness.sides import Call
-from tilewise.device import torch_device
-from tilewise.planner import measure
-from tilewise.planner.measure import Took
-from tilewise.problem import ConvProblem
-from tilewise.torch_state import framework_flags
+from tilewise.machine.device import torch_device
+from tilewise.machine.torch_state import framework_flags
+from tilewise.planner.measuring import times as measure
+from tilewise.planner.measuring.times import Took
+from tilewise.problems.conv.problem import ConvProblem
 
 __all__ = ["medians", "rounds"]
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tilewise.device import torch_device
 from tilewise.execute import Bound, bind, release_workspaces
+from tilewise.machine.device import torch_device
+from tilewise.machine.torch_state import framework_flags
 from tilewise.plan import Plan
-from tilewise.planner import NoPlanError, Options, Planner, measure
-from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
-from tilewise.torch_state import framework_flags
+from tilewise.planner import NoPlanError, Options, Planner
+from tilewise.planner.measuring import times as measure
+from tilewise.problems.base import dense_strides
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 
 Call = Callable[[], object]
 SEED = 20141224

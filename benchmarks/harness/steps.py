@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tilewise.device import torch_device
+from tilewise.machine.device import torch_device
 from tilewise.plan import Config
-from tilewise.planner import measure
-from tilewise.problem import ConvProblem
+from tilewise.planner.measuring import times as measure
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import Run, Solver
-from tilewise.solvers._fft_plan import Index, Steps
-from tilewise.solvers._matmul import at_precision
-from tilewise.solvers._own_fft import in_order
-from tilewise.solvers._own_fft_configs import plan_of
-from tilewise.solvers.fft import FFT
-from tilewise.solvers.tiled_fft import TiledFFT
+from tilewise.solvers.common.matmul import at_precision
+from tilewise.solvers.fourier._library import Index, Steps
+from tilewise.solvers.fourier._own import in_order
+from tilewise.solvers.fourier._own_configs import plan_of
+from tilewise.solvers.fourier.fft import FFT
+from tilewise.solvers.fourier.tiled_fft import TiledFFT
 
 Mark = Callable[[str], None]
 END = "end"

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 from tilewise.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from tilewise import cpu, distributed, fft
-    from tilewise.nn.batch import largest_batch
+    from tilewise import cpu, distributed, fft, settings
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
+    from tilewise.nn.largest_batch import largest_batch
     from tilewise.nn.optimize import optimize, restore
-    from tilewise.nn.scheduled import schedule
-    from tilewise.nn.transparent import disable, enable, enabled
+    from tilewise.nn.schedule import schedule
+    from tilewise.nn.script.session import disable, enable, enabled
     from tilewise.plan import Plan
     from tilewise.planner import NoPlanError, Options, Planner, Schedule, ScheduleError
-    from tilewise.problem import ConvProblem, Pass
+    from tilewise.problems.conv.problem import ConvProblem, Pass
+    from tilewise.settings import Settings
     from tilewise.wisdom import Wisdom
 
 
@@ -43,10 +44,11 @@ _HOMES = {
     ),
     "tilewise.plan": ("Plan",),
     "tilewise.planner": ("NoPlanError", "Options", "Planner", "Schedule", "ScheduleError"),
-    "tilewise.problem": ("ConvProblem", "Pass"),
+    "tilewise.problems.conv.problem": ("ConvProblem", "Pass"),
+    "tilewise.settings": ("Settings",),
     "tilewise.wisdom": ("Wisdom",),
 }
-_MODULES = ("cpu", "distributed", "fft")
+_MODULES = ("cpu", "distributed", "fft", "settings")
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "Planner",
     "Schedule",
     "ScheduleError",
+    "Settings",
     "Wisdom",
     "__version__",
     "conv1d",
@@ -76,6 +79,7 @@ __all__ = [
     "optimize",
     "restore",
     "schedule",
+    "settings",
 ]
 
 
@@ -101,7 +105,7 @@ def _enable_if_asked() -> None:
     if asked not in ("", "0", "1"):
         raise ValueError(f"TILEWISE_ENABLE={asked!r}: 1 or 0 would do")
     if asked == "1":
-        importlib.import_module("tilewise.nn.transparent").enable()
+        importlib.import_module("tilewise.nn.script.session").enable()
 
 
 _enable_if_asked()

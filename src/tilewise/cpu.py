@@ -1,4 +1,4 @@
-"""Memory of a CPU's process that stays between steps.
+"""Keeping freed memory in a CPU's process between training steps.
 
 glibc hands out large blocks as fresh mappings, and gives the end of its heap back to the system as soon as it is free.
 A network's results are such blocks: each step maps them anew, and the kernel fills every page with zeros when it is
@@ -12,22 +12,22 @@ import os
 import threading
 from dataclasses import dataclass
 
-from tilewise.heap import AllocatorError, glibc, hand_back, version
+from tilewise.machine.heap import AllocatorError, glibc, hand_back, version
 
 __all__ = ["KeptMemory", "keep_memory"]
 
 PARAMETERS = {"M_TRIM_THRESHOLD": -1, "M_TOP_PAD": -2, "M_MMAP_THRESHOLD": -3, "M_MMAP_MAX": -4}
-"""Numbers by which ``mallopt`` knows them."""
+"""Numbers of ``mallopt``'s parameters."""
 NAMES = {"M_TRIM_THRESHOLD": "trim_threshold", "M_TOP_PAD": "top_pad", "M_MMAP_THRESHOLD": "mmap_threshold",
          "M_MMAP_MAX": "mmap_max"}  # fmt: skip
-"""In the environment: ``MALLOC_TRIM_THRESHOLD_``, or ``glibc.malloc.trim_threshold`` in ``GLIBC_TUNABLES``."""
+"""Names in the environment: ``MALLOC_TRIM_THRESHOLD_``, or ``glibc.malloc.trim_threshold`` in ``GLIBC_TUNABLES``."""
 USUAL = {"M_TRIM_THRESHOLD": 2**26, "M_TOP_PAD": 2**17, "M_MMAP_THRESHOLD": 2**25, "M_MMAP_MAX": 65536}
-"""glibc's own, the two thresholds as far as it raises them by itself once larger blocks were freed: after a first
-``mallopt`` it no longer does, and cannot be told to."""
+"""glibc's defaults. The two thresholds are the highest that glibc raises them to by itself, once larger blocks were
+freed: after a first ``mallopt`` it no longer does that, and cannot be told to."""
 KEEPING = {"M_MMAP_MAX": 0, "M_TRIM_THRESHOLD": -1, "M_TOP_PAD": 2**26}
-"""No mappings, nothing given back, and a heap that grows by 64 MiB at a time beyond what is asked for."""
+"""Settings that keep memory: no mappings, nothing given back, and a heap that grows by 64 MiB beyond what is asked."""
 MOST = 2**31 - 1
-"""``mallopt`` takes an int."""
+"""The largest value of a parameter, which is a C int."""
 
 _lock = threading.Lock()
 _set: dict[str, int] = {}
@@ -36,20 +36,24 @@ _set: dict[str, int] = {}
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """What :func:`keep_memory` set, by the names of ``mallopt``'s parameters, and what it was ``before``.
+    """What :func:`keep_memory` has set, and how to undo it.
 
-    As a context manager it is undone at the end of the block.
+    ``settings`` holds the values set, ``before`` those from before, by the names of ``mallopt``'s parameters. As a
+    context manager it is undone at the end of the block. Printed, it says what was set.
     """
 
     settings: dict[str, int]
     before: dict[str, int]
 
     def release(self) -> None:
-        """Hand memory that is free now back to the system. What is freed from then on is kept."""
+        """Give memory that is free now back to the system. Memory that is freed later is kept again."""
         hand_back()
 
     def undo(self) -> None:
-        """Set everything as it was, and hand free memory back to the system."""
+        """Restore the settings from before and give free memory back to the system.
+
+        Raises ``RuntimeError`` where the allocator refuses a setting.
+        """
         with _lock:
             _apply(self.before)
         self.release()
@@ -68,12 +72,15 @@ class KeptMemory:
 def keep_memory() -> KeptMemory:
     """Have this process's allocator keep memory that is freed, for all of torch's tensors on a CPU.
 
-    The process then holds what its largest step took, until :meth:`KeptMemory.release` or :meth:`KeptMemory.undo`; what
-    is allocated from then on is kept. Print what it returns to see what was set. It is a setting of the whole process
-    and calls may nest. In threads other than the main one blocks beyond glibc's heaps of 64 MiB are fresh mappings
-    still.
+    The process then holds as much as its largest step took, until :meth:`KeptMemory.release` or
+    :meth:`KeptMemory.undo`. It applies to what is allocated from then on. It is a setting of the whole process, and
+    calls may nest. In threads other than the main one, blocks beyond glibc's heaps of 64 MiB are still fresh mappings.
 
-    Raises ``RuntimeError`` where the allocator is not glibc's, or does not take it.
+    Returns a :class:`KeptMemory`. Raises ``RuntimeError`` where the allocator is not glibc's, or refuses a setting.
+
+    >>> with keep_memory() as kept:
+    ...     sorted(kept.settings)
+    ['M_MMAP_MAX', 'M_TOP_PAD', 'M_TRIM_THRESHOLD']
     """
     with _lock:
         before = {name: _set.get(name, _initial(name)) for name in PARAMETERS}
@@ -82,6 +89,7 @@ def keep_memory() -> KeptMemory:
 
 
 def _apply(settings: dict[str, int]) -> None:
+    """Set glibc's parameters. Raises ``RuntimeError`` where it is not in use or refuses."""
     try:
         libc = glibc()
     except AllocatorError as error:
@@ -95,7 +103,7 @@ def _apply(settings: dict[str, int]) -> None:
 
 
 def _initial(name: str) -> int:
-    """A parameter as the process was started with it."""
+    """The value of a parameter with which the process was started."""
     tunable = f"glibc.malloc.{NAMES[name]}"
     texts = [part.partition("=")[2] for part in os.environ.get("GLIBC_TUNABLES", "").split(":")
              if part.partition("=")[0] == tunable]  # fmt: skip

@@ -37,13 +37,19 @@ from tilewise.kernels.spectra import from_plain, multiplicity, to_plain
 __all__ = ["LAYOUTS", "SIZES", "irfft", "irfft2", "next_size", "rfft", "rfft2", "unsupported"]
 
 SIZES = {1: fft1d.SIZES, 2: fft2d.SIZES}
-"""Sizes with a kernel, by number of dimensions; along each of two dimensions any of them."""
+"""Sizes of transforms that have a kernel, by number of dimensions. Of a plane any of them along each side."""
 LEAST_CAPABILITY = (8, 0)
-"""Compute capability: the kernels copy to shared memory asynchronously."""
+"""Least compute capability of a GPU: the kernels copy to shared memory asynchronously."""
 
 
 def next_size(n: int, dims: int = 1) -> int:
-    """The least size with a kernel that holds ``n`` elements; ``ValueError`` where none is that large."""
+    """The least size with a kernel that holds ``n`` elements along each of ``dims`` (1 or 2) dimensions.
+
+    Raises ``ValueError`` where none is that large.
+
+    >>> next_size(50)
+    64
+    """
     for size in SIZES[dims]:
         if size >= n:
             return size
@@ -51,7 +57,13 @@ def next_size(n: int, dims: int = 1) -> int:
 
 
 def unsupported(device: torch.device | str, *s: int) -> list[str]:
-    """Reasons why transforms of size ``s`` (one number or two) go through ``torch.fft`` there; empty: they do not."""
+    """Reasons why transforms of size ``s`` (one or two numbers) on ``device`` go through ``torch.fft``.
+
+    Empty where there is a kernel for them. Raises ``ValueError`` for any other number of sizes.
+
+    >>> unsupported("cpu", 64)
+    ['kernels run on NVIDIA GPUs, not on cpu']
+    """
     if len(s) not in SIZES:
         raise ValueError(f"s={s}: one number or two would do")
     return list(_unsupported(torch.device(device), s))
@@ -59,9 +71,10 @@ def unsupported(device: torch.device | str, *s: int) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _unsupported(device: torch.device, s: tuple[int, ...]) -> tuple[str, ...]:
-    known, reasons = SIZES[len(s)], []
-    if any(n not in known for n in s):
-        reasons.append(f"kernels have sizes {', '.join(map(str, known))}, not {'x'.join(map(str, s))}")
+    """As :func:`unsupported`, kept for further calls."""
+    sizes, reasons = SIZES[len(s)], []
+    if any(n not in sizes for n in s):
+        reasons.append(f"kernels have sizes {', '.join(map(str, sizes))}, not {'x'.join(map(str, s))}")
     if device.type != "cuda" or torch.version.hip:
         return (*reasons, f"kernels run on NVIDIA GPUs, not on {device.type}")
     if not torch.cuda.is_available():
@@ -75,12 +88,17 @@ def _unsupported(device: torch.device, s: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def rfft(x: torch.Tensor, n: int | None = None, *, offset: int = 0, layout: str = "plain") -> torch.Tensor:
-    """Spectra (complex64) of real signals ``x`` (..., length), each put at ``offset`` among ``n`` zeros.
+    """Spectra of real signals, each placed among zeros in a transform of size ``n``.
 
-    ``x`` is fp32, fp16 or bf16, of any strides and any number of leading dimensions; ``n`` defaults to its length.
-    Unscaled, as ``torch.fft.rfft``. The result has no gaps: (..., n // 2 + 1) in the ``plain`` layout,
-    (n // 2 + 1, ...) ``frequency_major``, (n // 2, ...) ``packed``, which needs an even n. Raises ``TypeError`` for
-    other dtypes, ``ValueError`` where a signal does not fit into ``n``: it is never cut or wrapped around.
+    ``x`` (..., length) is fp32, fp16 or bf16, of any strides and any number of leading dimensions. Each signal is put
+    at place ``offset`` of ``n`` (by default its length). The result is complex64, contiguous and unscaled, as that of
+    ``torch.fft.rfft``: (..., n // 2 + 1) in the ``plain`` layout, (n // 2 + 1, ...) ``frequency_major``, and (n // 2,
+    ...) ``packed``, which needs an even n. Raises ``TypeError`` for other dtypes, and ``ValueError`` where a signal
+    does not fit into ``n``: it is never cut or wrapped around.
+
+    >>> x = torch.tensor([1.0, 2.0, 3.0])
+    >>> torch.allclose(rfft(x, 4), torch.fft.rfft(torch.tensor([1.0, 2.0, 3.0, 0.0])))
+    True
     """
     _check_real(x, 1)
     s = (_whole("n", x.shape[-1] if n is None else n),)
@@ -94,11 +112,14 @@ def rfft2(
     offset: Sequence[int] = (0, 0),
     layout: str = "plain",
 ) -> torch.Tensor:
-    """Spectra (complex64) of real planes ``x`` (..., h, w), each among zeros in a plane of ``s`` = (n1, n2).
+    """Spectra of real planes, each placed among zeros in a transform of size ``s`` = (n1, n2).
 
-    The upper left corner is put at ``offset``; ``s`` defaults to (h, w). The result is (..., n1, n2 // 2 + 1) in the
-    ``plain`` layout, (n1 * (n2 // 2 + 1), ...) ``frequency_major``, (n1 * n2 // 2, ...) ``packed``, which needs even
-    sizes. Otherwise as :func:`rfft`.
+    ``x`` is (..., h, w). Each plane's upper left corner is put at ``offset``; ``s`` defaults to (h, w). The result is
+    complex64: (..., n1, n2 // 2 + 1) in the ``plain`` layout, (n1 * (n2 // 2 + 1), ...) ``frequency_major``, and (n1 *
+    n2 // 2, ...) ``packed``, which needs even sizes. Dtypes and errors are those of :func:`rfft`.
+
+    >>> rfft2(torch.zeros(2, 3, 5, 6), (8, 8), layout="frequency_major").shape
+    torch.Size([40, 2, 3])
     """
     _check_real(x, 2)
     return _forward(x, _pair("s", x.shape[-2:] if s is None else s), _pair("offset", offset), layout)
@@ -114,12 +135,16 @@ def irfft(
     dtype: torch.dtype = torch.float32,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Real signals (..., size) of spectra ``y`` (complex64): ``size`` elements of the inverse from ``offset`` on.
+    """Real signals of spectra: ``size`` elements of the inverse transform from ``offset`` on.
 
-    ``n`` is the size of the transform, by default the even one that ``y`` would have; ``size`` defaults to it.
-    ``dtype`` is fp32, fp16 or bf16. Scaled by ``scale``, by default 1 / n as ``torch.fft.irfft``; like there the
-    imaginary parts of frequencies that are real do not count. Raises ``TypeError`` for other dtypes, ``ValueError``
-    where ``y`` has not n's shape or the window runs out of n.
+    ``y`` is complex64 in one of the layouts of :func:`rfft`. ``n`` is the size of the transform, by default the even
+    one that ``y`` would have; ``size`` defaults to ``n``. The result (..., size) has ``dtype`` fp32, fp16 or bf16. It
+    is scaled by ``scale``, by default 1 / n as by ``torch.fft.irfft``; like there, the imaginary parts of frequencies
+    that are real do not count. Raises ``TypeError`` for other dtypes, and ``ValueError`` where ``y`` has not the shape
+    for ``n`` or the window runs out of ``n``.
+
+    >>> irfft(rfft(torch.tensor([1.0, 2.0, 3.0]), 4), 4, size=3).round()
+    tensor([1., 2., 3.])
     """
     _check_spectrum(y, layout, 1)
     if n is None:
@@ -139,11 +164,16 @@ def irfft2(
     dtype: torch.dtype = torch.float32,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Real planes (..., h, w) of spectra ``y`` (complex64): the window of ``size`` = (h, w) at ``offset``.
+    """Real planes of spectra: the window of ``size`` = (h, w) at ``offset`` of the inverse transform.
 
-    ``s`` = (n1, n2) is the size of the transform; only of plain spectra it has a default, with an even n2. ``scale``
-    is by default 1 / (n1 n2). Of columns 0 and n2 / 2 only the Hermitian part counts, as with ``torch.fft.irfft2``.
-    Otherwise as :func:`irfft`.
+    ``y`` is complex64 in one of the layouts of :func:`rfft2`. ``s`` = (n1, n2) is the size of the transform; it has a
+    default, with an even n2, only for plain spectra. ``size`` defaults to ``s``, ``scale`` to 1 / (n1 n2). The result
+    is (..., h, w). Of columns 0 and n2 / 2 only the Hermitian part counts, as with ``torch.fft.irfft2``. Dtypes and
+    errors are those of :func:`irfft`; ``ValueError`` is also raised where ``s`` is needed and missing.
+
+    >>> x = torch.arange(6.0).view(2, 3)
+    >>> torch.allclose(irfft2(rfft2(x, (4, 4)), (4, 4), size=(2, 3)), x, atol=1e-5)
+    True
     """
     _check_spectrum(y, layout, 2)
     if s is None:
@@ -156,7 +186,7 @@ def irfft2(
 
 
 class _Target(NamedTuple):
-    """What an inverse gives: windows of ``size`` at ``offset`` of transforms of size ``s``, times ``scale``."""
+    """The result of an inverse: windows of ``size`` at ``offset`` of transforms of size ``s``, times ``scale``."""
 
     s: tuple[int, ...]
     size: tuple[int, ...]
@@ -167,11 +197,12 @@ class _Target(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """``scale``, or its default."""
+        """The scale, with its default filled in."""
         return 1.0 / math.prod(self.s) if self.scale is None else float(self.scale)
 
 
 def _forward(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layout: str) -> torch.Tensor:
+    """The transform, recorded for autograd where ``x`` needs a gradient."""
     if x.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = _Forward.apply(x, s, offset, layout)  # type: ignore[no-untyped-call]
         return result
@@ -179,6 +210,7 @@ def _forward(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layou
 
 
 def _inverse(y: torch.Tensor, target: _Target) -> torch.Tensor:
+    """The inverse transform, recorded for autograd where ``y`` needs a gradient."""
     if y.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = _Inverse.apply(y, target)  # type: ignore[no-untyped-call]
         return result
@@ -186,7 +218,10 @@ def _inverse(y: torch.Tensor, target: _Target) -> torch.Tensor:
 
 
 class _Forward(torch.autograd.Function):
-    """The adjoint is the unscaled inverse, of numbers divided by how often they stand in the full spectrum."""
+    """The transform for autograd.
+
+    Its adjoint is the unscaled inverse of the gradient, divided by how often each number stands in the full spectrum.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layout: str) -> torch.Tensor:
@@ -202,7 +237,10 @@ class _Forward(torch.autograd.Function):
 
 
 class _Inverse(torch.autograd.Function):
-    """The adjoint is the forward transform, with numbers multiplied as often as they stand in the full spectrum."""
+    """The inverse transform for autograd.
+
+    Its adjoint is the transform of the gradient, multiplied by how often each number stands in the full spectrum.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, target: _Target) -> torch.Tensor:
@@ -220,9 +258,9 @@ class _Inverse(torch.autograd.Function):
 
 
 class _Kernel(NamedTuple):
-    """What a transform of one shape and strides comes to: a launch by address, and the result's shape.
+    """The kernel for tensors of one shape and strides: its launch by address, and the result's shape.
 
-    Without a launch, operands with these strides are to be copied first.
+    Without a launch, the operand must first be copied to be contiguous.
     """
 
     launch: Callable[[int, int], None] | None
@@ -230,28 +268,28 @@ class _Kernel(NamedTuple):
 
 
 def _spectra(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layout: str) -> torch.Tensor:
-    """By a kernel or through torch."""
+    """The transform, by a kernel or through torch."""
     x = x.resolve_neg()
-    found = _forward_kernel(x.device, Memory.of(x), s, offset, layout)
-    if found is None:
+    kernel = _forward_kernel(x.device, Memory.of(x), s, offset, layout)
+    if kernel is None:
         return _spectra_by_torch(x, s, offset, layout)
-    if found.launch is None:
+    if kernel.launch is None:
         return _spectra(x.contiguous(), s, offset, layout)
-    y = x.new_empty(found.shape, dtype=torch.complex64)
-    found.launch(x.data_ptr(), y.data_ptr())
+    y = x.new_empty(kernel.shape, dtype=torch.complex64)
+    kernel.launch(x.data_ptr(), y.data_ptr())
     return y
 
 
 def _data(y: torch.Tensor, target: _Target) -> torch.Tensor:
-    """By a kernel or through torch."""
+    """The inverse transform, by a kernel or through torch."""
     y = y.resolve_conj().resolve_neg()
-    found = _inverse_kernel(y.device, Memory.of(y), target)
-    if found is None:
+    kernel = _inverse_kernel(y.device, Memory.of(y), target)
+    if kernel is None:
         return _data_by_torch(y, target)
-    if found.launch is None:
+    if kernel.launch is None:
         return _data(y.contiguous(), target)
-    x = y.new_empty(found.shape, dtype=target.dtype)
-    found.launch(y.data_ptr(), x.data_ptr())
+    x = y.new_empty(kernel.shape, dtype=target.dtype)
+    kernel.launch(y.data_ptr(), x.data_ptr())
     return x
 
 
@@ -259,7 +297,7 @@ def _data(y: torch.Tensor, target: _Target) -> torch.Tensor:
 def _forward_kernel(
     device: torch.device, x: Memory, s: tuple[int, ...], offset: tuple[int, ...], layout: str
 ) -> _Kernel | None:
-    """``None`` where the transform goes through torch. Raises for arguments that cannot be."""
+    """The kernel, or ``None`` where the transform goes through torch. Raises for bad arguments."""
     dims = len(s)
     _check_basis(s, layout)
     _check_window("x", x.shape[-dims:], offset, s)
@@ -278,7 +316,7 @@ def _forward_kernel(
 
 @functools.lru_cache(maxsize=4096)
 def _inverse_kernel(device: torch.device, y: Memory, target: _Target) -> _Kernel | None:
-    """``None`` where the transform goes through torch. Raises for arguments that cannot be."""
+    """The kernel, or ``None`` where the inverse goes through torch. Raises for bad arguments."""
     s, size, offset, layout, dtype = target.s, target.size, target.offset, target.layout, target.dtype
     dims, plain = len(s), layout == "plain"
     _check_basis(s, layout)
@@ -301,17 +339,18 @@ def _inverse_kernel(device: torch.device, y: Memory, target: _Target) -> _Kernel
 def _bind(
     x: Memory, y: Memory, s: tuple[int, ...], offset: tuple[int, ...], layout: str, *, inverse: bool, factor: float
 ) -> launch.Bound:
+    """The kernel for one or two dimensions, not yet compiled."""
     bind = fft1d.bind if len(s) == 1 else fft2d.bind
     return bind(x, y, s, offset, layout, inverse, None, factor)
 
 
 def _dense(shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
-    """A new tensor's memory."""
+    """The memory of a new contiguous tensor."""
     return Memory(shape, dense(shape), dtype)
 
 
 def _join(lead: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether leading dimensions join into two, in a tensor with these strides and in one without gaps."""
+    """Whether leading dimensions merge into two, both in a tensor with these strides and in a contiguous one."""
     if strides == dense(lead):
         return True  # there may be too many all the same, which binding tells
     try:
@@ -322,6 +361,7 @@ def _join(lead: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _spectra_by_torch(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ...], layout: str) -> torch.Tensor:
+    """The transform through ``torch.fft``."""
     dims = len(s)
     padding: list[int] = []
     for n, place, basis in zip(reversed(x.shape[-dims:]), reversed(offset), reversed(s), strict=True):
@@ -333,6 +373,7 @@ def _spectra_by_torch(x: torch.Tensor, s: tuple[int, ...], offset: tuple[int, ..
 
 
 def _data_by_torch(y: torch.Tensor, target: _Target) -> torch.Tensor:
+    """The inverse transform through ``torch.fft``."""
     s, size, layout, dtype = target.s, target.size, target.layout, target.dtype
     plain = to_plain(y, s, layout)
     if not y.numel():
@@ -347,23 +388,26 @@ def _data_by_torch(y: torch.Tensor, target: _Target) -> torch.Tensor:
 
 
 def _inner(s: tuple[int, ...], layout: str) -> int:
-    """Dimensions of a spectrum that count frequencies."""
+    """How many dimensions of a spectrum count frequencies."""
     return len(s) if layout == "plain" else 1
 
 
 def _times(s: Sequence[int]) -> str:
+    """Sizes as text, such as ``8x8``."""
     return "x".join(map(str, s))
 
 
 def _check_real(x: torch.Tensor, dims: int) -> None:
+    """Raise for an operand of a transform with a wrong dtype or too few dimensions."""
     if x.dtype not in REALS:
-        other = "; torch.fft transforms it" if x.dtype in (torch.float64, torch.complex64, torch.complex128) else ""
-        raise TypeError(f"x is {x.dtype}: float32, float16 or bfloat16 would do{other}")
+        hint = "; torch.fft transforms it" if x.dtype in (torch.float64, torch.complex64, torch.complex128) else ""
+        raise TypeError(f"x is {x.dtype}: float32, float16 or bfloat16 would do{hint}")
     if x.dim() < dims:
         raise ValueError(f"x has {x.dim()} dimensions: {dims} at least would do")
 
 
 def _check_spectrum(y: torch.Tensor, layout: str, dims: int) -> None:
+    """Raise for an operand of an inverse with a wrong dtype or too few dimensions."""
     if y.dtype != torch.complex64:
         raise TypeError(f"y is {y.dtype}: complex64 would do")
     if y.dim() < (needed := dims if known_layout(layout) == "plain" else 1):
@@ -371,6 +415,7 @@ def _check_spectrum(y: torch.Tensor, layout: str, dims: int) -> None:
 
 
 def _check_basis(s: tuple[int, ...], layout: str) -> None:
+    """Raise ``ValueError`` for sizes that are not positive, or not even where spectra are packed."""
     name, value = ("n", s[0]) if len(s) == 1 else ("s", s)
     if min(s) < 1:
         raise ValueError(f"{name}={value}: 1 at least would do")
@@ -379,14 +424,15 @@ def _check_basis(s: tuple[int, ...], layout: str) -> None:
 
 
 def _check_window(name: str, window: Sequence[int], offset: tuple[int, ...], s: tuple[int, ...]) -> None:
-    """A window must lie in the basis: beyond it a transform would wrap around."""
+    """Raise ``ValueError`` for a window that leaves the basis: beyond it a transform would wrap around."""
     for axis, (n, place, basis) in enumerate(zip(window, offset, s, strict=True)):
         if n < 0 or place < 0 or place + n > basis:
-            what = ("length",) if len(s) == 1 else ("height", "width")
-            raise ValueError(f"{name}: {what[axis]} {n} at offset={place} does not fit into a transform of {basis}")
+            names = ("length",) if len(s) == 1 else ("height", "width")
+            raise ValueError(f"{name}: {names[axis]} {n} at offset={place} does not fit into a transform of {basis}")
 
 
 def _whole(name: str, value: int) -> int:
+    """``value`` as a whole number. Raises ``TypeError`` naming the argument."""
     try:
         return operator.index(value)
     except TypeError:
@@ -394,6 +440,7 @@ def _whole(name: str, value: int) -> int:
 
 
 def _pair(name: str, value: Sequence[int]) -> tuple[int, ...]:
+    """``value`` as two whole numbers. Raises ``ValueError`` or ``TypeError`` naming the argument."""
     try:
         first, second = value
     except (TypeError, ValueError):

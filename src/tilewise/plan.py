@@ -8,17 +8,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Config", "Error", "Measurement", "Plan", "PlanFormatError", "format_bytes", "parse_bytes"]
+from tilewise.problems.error import Error
+from tilewise.problems.limits import INT64_MAX
+
+__all__ = ["CHECK_VERSION", "Config", "Error", "Measurement", "Plan", "PlanFormatError", "format_bytes", "parse_bytes"]
 
 Value = int | float | str | bool | tuple[int, ...]
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 FORMAT = 1
+CHECK_VERSION = 3
+"""Version of the comparison by which the planner checks a plan. Plans checked under another one are checked again."""
 DEEPEST = 32
-"""Levels of a plan that is read: far more than splits nest, far fewer than exhaust the stack."""
+"""Most levels of a plan that is read: far more than splits nest, far fewer than exhaust the stack."""
 MOST_NODES = 4096
-"""Plans in the tree of one that is found, kept or read: few enough to be checked at once."""
-LARGEST = 2**63 - 1
-"""What SQLite and JSON readers elsewhere keep of an integer."""
+"""Most nodes in the tree of a plan that is found, kept or read: few enough to be checked at once."""
 
 
 class PlanFormatError(ValueError):
@@ -100,23 +103,15 @@ class Config(Mapping[str, Value]):
 
 
 @dataclass(frozen=True, slots=True)
-class Error:
-    """Distance from float64: ``l2`` is |got - want| / |want|; ``spread`` is max |got - want| / (|a| conv |b|).
-
-    ``spread`` shows the error that FFTs carry next to an outlier, which the L2 norm hides. It is 1 where a result that
-    reads nothing, as a stride beyond the kernel leaves some, is not exactly 0.
-    """
-
-    l2: float
-    spread: float
-
-
-@dataclass(frozen=True, slots=True)
 class Measurement:
-    """What trying one (solver, config) on one problem gave: a time, or the reason it is lost.
+    """What trying one (solver, config) on one problem gave: a time, or the reason why it cannot be used.
 
-    ``time_ms`` is a median; ``workspace`` bytes at its peak beyond operands, result and constants; ``baseline_ms`` the
-    framework's own time interleaved with it (``None`` where not taken). ``reason`` is empty unless it was lost.
+    ``time_ms`` is a median in milliseconds. ``workspace`` is the peak of memory in bytes beyond operands, result and
+    constants. ``baseline_ms`` is the time of the framework's own choice, measured in turns with it (``None`` where it
+    was not measured). ``reason`` is empty unless the candidate was lost.
+    ``estimate_ms`` is what the planner expected it to take before it was run. Only
+    :meth:`~tilewise.planner.Planner.explain` fills it in; wisdom does not keep it, since it follows from the device's
+    profile. It is ``None`` where nothing was estimated: for splits, and for what the problem or the options rule out.
     """
 
     solver: str
@@ -127,6 +122,7 @@ class Measurement:
     error: Error | None = None
     reason: str = ""
     baseline_ms: float | None = None
+    estimate_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +130,10 @@ class Plan:
     """A solver, its config and the plans of its parts.
 
     ``problem`` is the problem's canonical key. ``children`` of a split hold one plan per distinct run of parts:
-    ``counts[i]`` parts in a row follow ``children[i]``. ``time_ms`` is measured whole for a root and the children's
-    sum for an estimate; ``workspace`` is in bytes.
+    ``counts[i]`` parts in a row follow ``children[i]``. ``time_ms`` of a root is measured on the whole plan; otherwise
+    it is the sum of the children's times. ``workspace`` and ``constant`` (what stays between calls) are in bytes, of
+    the problem's own device alone: a part that another device computes has its own. ``label`` is what people read in
+    place of the config.
     """
 
     problem: str
@@ -151,13 +149,19 @@ class Plan:
     label: str = ""
 
     @property
+    def device(self) -> str:
+        """The device that computes it: the last word of its problem's key, ``cpu`` or ``cuda:`` and a GPU's name."""
+        before, kind, name = self.problem.partition(" cuda:")
+        return f"cuda:{name}" if kind else before.rpartition(" ")[2]
+
+    @property
     def leaf(self) -> bool:
         """Whether the plan has no parts."""
         return not self.children
 
     @property
     def is_kept(self) -> bool:
-        """Whether it has few enough parts to be written and read back."""
+        """Whether the plan has few enough parts to be written to wisdom or a file and read back."""
         left, waiting = MOST_NODES, [self]
         while waiting and left >= 0:
             left -= len(children := waiting.pop().children)
@@ -179,6 +183,7 @@ class Plan:
         return "\n".join(lines)
 
     def _rows(self, indent: int) -> Iterator[tuple[str, str, str, str]]:
+        """The lines of :meth:`tree` as columns, for this plan and those below it."""
         yield (
             " ".join(word for word in ("  " * indent + self.solver, self.label or str(self.config)) if word),
             f"{self.time_ms:.3f} ms" if math.isfinite(self.time_ms) else "not timed",
@@ -192,7 +197,7 @@ class Plan:
         return self.tree()
 
     def to_json(self) -> dict[str, Any]:
-        """A document that :meth:`from_json` reads back."""
+        """The plan as plain JSON values. :meth:`from_json` reads them back."""
         return {
             "format": FORMAT,
             "problem": self.problem,
@@ -218,6 +223,10 @@ class Plan:
 
     @classmethod
     def _from_json(cls, data: object, levels: int, left: list[int]) -> Plan:
+        """Read a plan of at most ``levels`` levels.
+
+        ``left[0]`` is how many further plans may be read, and is counted down.
+        """
         if not levels:
             raise PlanFormatError(f"children are nested more than {DEEPEST} deep: no plan is")
         if not isinstance(data, dict):
@@ -245,7 +254,7 @@ class Plan:
             raise PlanFormatError(f"time_ms={time_ms!r:.80}: expected a time or null")
         if error is not None and not (isinstance(error, list) and len(error) == 2 and all(map(_is_number, error))):
             raise PlanFormatError(f"error={error!r:.80}: expected two numbers, not negative, or null")
-        if not (0 <= data["workspace"] <= LARGEST and 0 <= data["constant"] <= LARGEST):
+        if not (0 <= data["workspace"] <= INT64_MAX and 0 <= data["constant"] <= INT64_MAX):
             raise PlanFormatError("workspace and constant must not be negative, nor above 2^63")
         return cls(
             problem=data["problem"],
@@ -263,10 +272,10 @@ class Plan:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a finite number, not negative, and no integer that is too large for a float."""
+    """Whether ``value`` is a finite number, not negative, and no integer above ``INT64_MAX``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return 0 <= value < math.inf and (isinstance(value, float) or value <= LARGEST)
+    return 0 <= value < math.inf and (isinstance(value, float) or value <= INT64_MAX)
 
 
 def parse_bytes(size: int | str, argument: str = "workspace") -> int:
@@ -278,8 +287,9 @@ def parse_bytes(size: int | str, argument: str = "workspace") -> int:
         raise ValueError(f"{argument}={size!r}: a number of bytes or text such as '64MiB' would do")
     if isinstance(size, int):
         if size < 0:
-            raise ValueError(f"{argument}={size}: must not be negative")
-        return size
+            shown = str(size) if size >= -INT64_MAX else hex(size)  # Python may not print more digits
+            raise ValueError(f"{argument}={shown:.40}: must not be negative")
+        return _storable(size, argument)
     text = size.strip()
     for unit in sorted(UNITS, key=len, reverse=True):
         if text.lower().endswith(unit.lower()):
@@ -296,11 +306,18 @@ def parse_bytes(size: int | str, argument: str = "workspace") -> int:
             f"{argument}={size!r}: a number of bytes with an optional unit ({', '.join(UNITS)}) would do, "
             "such as '64MiB'"
         )
-    return int(value)
+    return _storable(int(value), argument)
+
+
+def _storable(size: int, argument: str) -> int:
+    """``size``, if SQLite can store it. Raises ``ValueError`` naming ``argument``."""
+    if size > INT64_MAX:
+        raise ValueError(f"{argument}={hex(size):.40}: at most 2^63 - 1 bytes would do")
+    return size
 
 
 def format_bytes(size: int) -> str:
-    """A size for people: ``48.9 MiB``."""
+    """A size in bytes as people read it, such as ``48.9 MiB``."""
     for unit in ("GiB", "MiB", "KiB"):
         if size >= UNITS[unit]:
             return f"{size / UNITS[unit]:.1f} {unit}"

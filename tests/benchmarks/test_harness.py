@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise.plan import Config, Plan
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers import baseline
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def test_framework_side_computes_the_problem(pass_: Pass, layout: str) -> None:
 def test_planned_side_computes_the_problem() -> None:
     problem = FBFFT_TABLE_4[3].problem(Pass.FPROP, CPU, batch=3)
     tensors = Tensors(problem)
-    own, parts = baseline(), problem.split("batch", (2, 1))
+    own, parts = baseline(ConvProblem), problem.split("batch", (2, 1))
     children = tuple(Plan(part.problem.key, own.name, own.version) for part in parts if part.problem is not None)
     plan = Plan(problem.key, "micro_batch", 1, Config(sizes=(2, 1)), children, (1, 1))
     a, b = (tensors[role] for role in problem.operands)
@@ -238,7 +238,7 @@ def test_own_transforms_are_held_against_the_librarys(monkeypatch: pytest.Monkey
     import fft_own_vs_library
     from harness.settings import NothingToMeasure, Settings
 
-    from tilewise.solvers.fft import FFT
+    from tilewise.solvers.fourier.fft import FFT
 
     real = FFT.configs
 

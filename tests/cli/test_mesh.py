@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from tilewise.device import environment
+from tilewise.machine.device import environment
 from tilewise.wisdom import Wisdom
 
 FAST = ("--device", "cpu", "--rigor", "estimate")

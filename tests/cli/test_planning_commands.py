@@ -10,7 +10,7 @@ from tests.planner.simulated import PROFILE, Clock, simulated, torchs_own, world
 from torch import nn
 
 from tilewise import Schedule, Wisdom
-from tilewise.device import environment
+from tilewise.machine.device import environment
 from tilewise.nn import optimize
 from tilewise.nn import report as nn_report
 
@@ -204,10 +204,29 @@ def test_explain(run, check_document):
         assert candidate["reason"] or candidate["time_ms"] is not None
     from tilewise.solvers import all_solvers
 
+    assert by_solver["fft"][0]["estimate_ms"] > 0
+    assert by_solver["micro_batch"][0]["estimate_ms"] is None  # a split has no time of its own
     assert set(by_solver) == {solver.name for solver in all_solvers()}
     result = run("explain", LAYER, "--pass", "dgrad", *FAST)
-    for word in (*by_solver, "why not", "workspace"):
+    for word in (*by_solver, "estimate ms", "why not", "workspace"):
         assert word in result.stdout
+
+
+def test_explain_measures_every_config_of_named_solvers(run, check_document):
+    """By estimate alone the others are not run."""
+    asked = ("explain", LAYER, *FAST, "--rigor", "estimate", "--solver", "lowering_type1", "--solver", "fft")
+    result = run(*asked, "--json")
+    assert result.exit_code == 0, result.stderr
+    measured = [m for m in check_document(result.stdout)["candidates"] if m["error"] is not None and not m["reason"]]
+    assert {m["solver"] for m in measured} >= {"fft", "lowering_type1"}
+    from tilewise.problem import ConvProblem
+    from tilewise.solvers import get
+
+    problem = ConvProblem.from_key(check_document(result.stdout)["problem"]["key"])
+    for name in ("fft", "lowering_type1"):
+        assert sum(m["solver"] == name for m in measured) == len(set(get(name).configs(problem)))
+    table = run(*asked).stdout
+    assert "not run: estimated" in table
 
 
 def test_time_of_a_layer(run, check_document):

@@ -20,9 +20,9 @@ from tilewise.comm.link import Link, PeerError
 from tilewise.comm.peer_sums import BLOCK, PeerSums
 from tilewise.comm.symmetric import connected, symmetric_buffer
 from tilewise.comm.waiting import LOOK
-from tilewise.distributed.norm_choice import faults
-from tilewise.distributed.norm_sums import NormSums
-from tilewise.distributed.normalization import Normalize, Over
+from tilewise.distributed.norms.choice import faults
+from tilewise.distributed.norms.normalization import Normalize, Over
+from tilewise.distributed.norms.sums import NormSums
 
 BOUND = 1e-5
 CHANNELS = 2 * BLOCK

@@ -12,8 +12,8 @@ from tests.distributed import models
 from tests.distributed.ranks import against_one_device, close, parallel, run
 from tests.sampling import some
 
-from tilewise.distributed import replicated
-from tilewise.distributed import share as share_module
+from tilewise.distributed.parts import replicated
+from tilewise.distributed.passes import share as share_module
 
 
 def many(ranks: int, seed: int, count: int) -> None:

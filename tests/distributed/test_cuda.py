@@ -21,11 +21,12 @@ from tests.distributed.graphs import captured_step
 from tests.distributed.ranks import close, parallel, run
 from torch import nn
 
+from tilewise.comm import peer_choice
 from tilewise.comm.link import Link, Noted, PeerError
-from tilewise.distributed import optimize, peer_choice
-from tilewise.distributed.halo_choice import Chosen
-from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, Kernels
-from tilewise.distributed.peer_choice import PeerChoice, choose_peers
+from tilewise.comm.peer_choice import PeerChoice, choose_peers
+from tilewise.distributed import optimize
+from tilewise.distributed.passes.halo_choice import Chosen
+from tilewise.distributed.passes.halo_kernels import BLOCKS, HaloTerms, Kernels
 from tilewise.distributed.planned import PlannedPasses
 
 pytestmark = [

@@ -13,7 +13,7 @@ from tests.distributed.ranks import parallel, run
 from torch import nn
 
 from tilewise.distributed import optimize
-from tilewise.distributed.norm_choice import NormChoice
+from tilewise.distributed.norms.choice import NormChoice
 from tilewise.distributed.planned import PlannedPasses
 
 pytestmark = [

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tilewise.comm.link import Link, PeerError
-from tilewise.comm.watch import Watch
+from tilewise.comm.watchdog import Watchdog
 from tilewise.distributed import SpatialParallel
 
 
@@ -93,10 +93,10 @@ def test_every_other_rank_hears_of_it(kind: str, words: list[str], limit: float)
         assert seconds < limit, text
 
 
-def watched(kind: str) -> tuple[str, float]:
-    """What the watching thread, which GPUs have, makes of a rank that goes while nobody exchanges anything."""
+def detected(kind: str) -> tuple[str, float]:
+    """What the watchdog, which links on GPUs have, makes of a rank that goes while nobody exchanges anything."""
     link = Link([0, 1], 0.5)
-    Watch(link).start()
+    Watchdog(link).start()
     time.sleep(0.3)
     if dist.get_rank() == 1:
         if kind == "ends":
@@ -113,7 +113,7 @@ def watched(kind: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize(("kind", "words"), [("dies", "rank 1 ended without a word"), ("ends", "nothing")])
 def test_a_rank_that_falls_silent_is_noticed_without_an_exchange(kind: str, words: str) -> None:
-    (text, seconds), _ = run(2, watched, kind, timeout=20, may_die=True)
+    (text, seconds), _ = run(2, detected, kind, timeout=20, may_die=True)
     assert text.startswith(words)
     assert seconds < 10
 
@@ -121,11 +121,11 @@ def test_a_rank_that_falls_silent_is_noticed_without_an_exchange(kind: str, word
 ENDING = """
 import sys, time, torch.distributed as dist
 from tilewise.comm.link import Link
-from tilewise.comm.watch import Watch
+from tilewise.comm.watchdog import Watchdog
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
-for watch in [Watch(Link([0, 1], 20.0)) for _ in range(6)]:
-    watch._interval = 0.0
-    watch.start()
+for watchdog in [Watchdog(Link([0, 1], 20.0)) for _ in range(6)]:
+    watchdog._interval = 0.0
+    watchdog.start()
 time.sleep(0.3)
 dist.barrier()
 if sys.argv[1] == "0":  # it keeps the store

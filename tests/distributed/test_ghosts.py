@@ -12,12 +12,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.strategies import axes
 
-from tilewise.axis import Axis
-from tilewise.distributed.ghosts import Resized, Sliding, ghosts, obstacle, received, shares
-from tilewise.distributed.layout import Grid, Layout, even_cuts
-from tilewise.distributed.mesh_cost import local_problem
-from tilewise.distributed.share import share_of
-from tilewise.problem import ConvProblem, Pass
+from tilewise.distributed.mesh.cost import local_problem
+from tilewise.distributed.parts.ghosts import Resized, Sliding, ghosts, obstacle, received, shares
+from tilewise.distributed.parts.layout import Grid, Layout, even_cuts
+from tilewise.distributed.passes.share import share_of
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 
 @given(st.integers(0, 50), st.integers(1, 9))

@@ -11,15 +11,16 @@ import pytest
 import torch
 from tests.interpreter import interpreted
 
-from tilewise.axis import Axis
-from tilewise.distributed import halo_choice, halo_terms
-from tilewise.distributed.halo_choice import Call, choose
-from tilewise.distributed.halo_terms import BLOCKS, Blocks, HaloTerms, Kernels, nearest, why_not
-from tilewise.distributed.layout import Grid, Layout, even_cuts
-from tilewise.distributed.passes import TorchPasses
-from tilewise.distributed.share import Share, share_of
-from tilewise.distributed.terms import LoopedTerms
+from tilewise.distributed.parts.layout import Grid, Layout, even_cuts
+from tilewise.distributed.passes import halo_choice
+from tilewise.distributed.passes import halo_kernels as halo_terms
+from tilewise.distributed.passes.halo_choice import Call, choose
+from tilewise.distributed.passes.halo_kernels import BLOCKS, Blocks, HaloTerms, Kernels, nearest, why_not
+from tilewise.distributed.passes.share import Share, share_of
+from tilewise.distributed.passes.terms import LoopedTerms
+from tilewise.distributed.passes.torch_passes import TorchPasses
 from tilewise.planner.options import Options
+from tilewise.problems.conv.axis import Axis
 
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = {1: (-1,), 2: (-2, -1), 3: (-3, -2, -1)}
@@ -243,7 +244,9 @@ def test_each_kernel_has_the_blocks_that_it_is_fastest_with(monkeypatch: pytest.
     kernels = [HaloTerms(call.share, "ieee", Kernels.alike(blocks)) for blocks in BLOCKS[:3]]
     times = [[5.0, 1.0, 3.0], [4.0, 2.0, 9.0], [9.0, 3.0, 2.0]]  # adding, the filter's gradient, the boxes'
     monkeypatch.setattr(halo_choice, "_timed", lambda calls, *_: [ms for row in times for ms in row])
-    assert halo_choice._fastest(kernels, halo_choice._made(call), False) == Kernels(BLOCKS[1], BLOCKS[2], BLOCKS[0])
+    assert halo_choice._fastest(kernels, halo_choice._random_operands(call), False) == Kernels(
+        BLOCKS[1], BLOCKS[2], BLOCKS[0]
+    )
 
 
 @pytest.mark.parametrize("limit", [0, 1, 50_000, 200_000, 10**6, None])

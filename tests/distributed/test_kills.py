@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tilewise.comm.link import Link, PeerError
 from tilewise.comm.meeting import Meeting
+from tilewise.comm.process_groups import ProcessGroups
 from tilewise.comm.verdict import judge
 from tilewise.distributed import SpatialParallel
 
@@ -47,7 +48,8 @@ def doomed(moment: str, draw: random.Random) -> None:
         Link.begin = counted  # type: ignore[method-assign]
     elif moment == "construction":
         # While connections are made, or while weights are compared.
-        owner, name, after = draw.choice([(Link, "_new_group", 0), (Link, "_new_group", 1), (Meeting, "tell", 0)])
+        moments = [(ProcessGroups, "_new_group", 0), (ProcessGroups, "_new_group", 1), (Meeting, "tell", 0)]
+        owner, name, after = draw.choice(moments)
         make, more = getattr(owner, name), [after]
 
         def made(*given: Any) -> Any:

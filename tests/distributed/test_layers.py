@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tilewise.distributed import Shard, UnknownLayer
-from tilewise.distributed.whole import scatter
+from tilewise.distributed.shards.whole import scatter
 
 
 def pools(ranks: int, count: int) -> None:

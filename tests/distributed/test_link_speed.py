@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tilewise.distributed.link_speed import measure_link, parse_bandwidth, parse_latency
+from tilewise.distributed.mesh.link_speed import measure_link, parse_bandwidth, parse_latency
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

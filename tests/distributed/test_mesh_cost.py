@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tilewise.distributed.ghosts import shares
-from tilewise.distributed.mesh_cost import (
+from tilewise.distributed.mesh.cost import (
     Cluster,
     LinkSpeed,
     MeshShape,
@@ -23,8 +22,10 @@ from tilewise.distributed.mesh_cost import (
     meshes,
     step_cost,
 )
-from tilewise.distributed.step_trace import StepTrace, trace_step
-from tilewise.problem import ConvProblem
+from tilewise.distributed.mesh.events import StepTrace
+from tilewise.distributed.mesh.trace import trace_step
+from tilewise.distributed.parts.ghosts import shares
+from tilewise.problems.conv.problem import ConvProblem
 
 RATES = (1e9, 1e7)
 """Operations and bytes a ms of the GPU below."""

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from tests.distributed.ranks import run
 from torch import nn
 
-from tilewise.distributed.mesh_cost import Cluster, LinkSpeed
-from tilewise.distributed.meshes import MeshChoice, choose_mesh
-from tilewise.distributed.step_trace import Kernel, trace_step
+from tilewise.distributed.mesh.choose import MeshChoice, choose_mesh
+from tilewise.distributed.mesh.cost import Cluster, LinkSpeed
+from tilewise.distributed.mesh.events import Kernel
+from tilewise.distributed.mesh.trace import trace_step
 from tilewise.plan import Plan
 from tilewise.planner import Options, Planner
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 
 RATES = {"copy": 1e6, "fp32": 1e7, "tf32": 1e8, "bf16": 2e8, "fp16": 2e8, "launch": 0.001}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.interpreter import interpreted
 
-from tilewise.distributed import norm_parts
-from tilewise.distributed.norm_parts import ENOUGH, MOST_SPLITS, TILE, Lie, NormParts, dense
+from tilewise.distributed.norms import parts as norm_parts
+from tilewise.distributed.norms.parts import ENOUGH, MOST_SPLITS, TILE, MemoryOrder, NormParts, dense
 
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [
@@ -120,12 +120,15 @@ def test_blocks_cover_everything_and_are_enough() -> None:
     for shape in [*SHAPES, (1, 64, 256, 512), (32, 2048, 7, 7), (1, 3, 1 << 15, 1 << 15)]:
         x = torch.empty(shape, device="meta")
         others = [x.contiguous(memory_format=torch.channels_last)] if len(shape) == 4 else []
-        for lie in map(Lie.of, (x, *others)):
-            assert lie.images * lie.channels * lie.positions == math.prod(shape)
-            assert lie.block_c * lie.block_s <= TILE
-            assert lie.splits * lie.each >= lie.blocks > (lie.splits - 1) * lie.each
-            assert lie.splits <= MOST_SPLITS
-            assert lie.splits == lie.blocks or lie.splits * lie.columns >= min(ENOUGH, MOST_SPLITS * lie.columns) / 2
+        for order in map(MemoryOrder.of, (x, *others)):
+            assert order.images * order.channels * order.positions == math.prod(shape)
+            assert order.block_c * order.block_s <= TILE
+            assert order.splits * order.each >= order.blocks > (order.splits - 1) * order.each
+            assert order.splits <= MOST_SPLITS
+            assert (
+                order.splits == order.blocks
+                or order.splits * order.columns >= min(ENOUGH, MOST_SPLITS * order.columns) / 2
+            )
 
 
 def test_what_is_not_dense_is_copied() -> None:

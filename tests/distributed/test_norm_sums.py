@@ -14,8 +14,8 @@ from torch import nn
 
 from tilewise.comm.link import Noted
 from tilewise.comm.peer_sums import BLOCK, PeerSums
-from tilewise.distributed.norm_choice import NormChoice, choose_norms
-from tilewise.distributed.norm_sums import NormSums, Tracking
+from tilewise.distributed.norms.choice import NormChoice, choose_norms
+from tilewise.distributed.norms.sums import NormSums, Tracking
 
 
 @interpreted

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from tilewise.axis import Axis
 from tilewise.distributed import Grid, Layout, Shard, SpatialParallel
-from tilewise.distributed.exchange import redistribute
-from tilewise.distributed.halo import windows, with_halo
-from tilewise.distributed.layout import even_cuts, input_cuts, meet, output_cuts, transfer
+from tilewise.distributed.parts.exchange import redistribute
+from tilewise.distributed.parts.layout import even_cuts, input_cuts, meet, output_cuts, transfer
+from tilewise.distributed.shards.halo import windows
+from tilewise.problems.conv.axis import Axis
 
 
 @given(st.integers(0, 99), st.integers(1, 9), st.integers(1, 9))
@@ -118,8 +118,6 @@ def exchanges() -> None:
         layout = p.layout(case.shape, case.cuts)
         x = Shard.of(torch.randn(layout.part(case.shape), dtype=torch.float64), layout, p.space)
         dims = layout.grid.dims
-        sides = [{dim: draw.randint(0, 9) for dim in dims} for _ in range(2)]
-        adjoint(lambda s, sides=sides: with_halo(s, *sides, "halo"), x, f"halo {case} {sides}")
         kernel, stride = draw.randint(1, 5), draw.randint(1, 3)
         axes = {d: Axis(n, kernel, stride, 1, kernel // 2, kernel - 1) for d, n in zip(dims, layout.sizes, strict=True)}
         adjoint(lambda s, axes=axes: windows(s, axes, "windows")[0], x, f"windows {case} {axes}")

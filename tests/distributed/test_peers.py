@@ -19,8 +19,8 @@ from tests.interpreter import interpreted
 
 from tilewise.comm import waiting
 from tilewise.comm.link import Link, Noted, PeerError
+from tilewise.comm.peer_choice import PeerChoice, _Trial, choose_peers
 from tilewise.comm.peers import CHANNELS, CHUNK, Messages, Peers, Places, merged
-from tilewise.distributed.peer_choice import PeerChoice, _Trial, choose_peers
 
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -13,7 +13,7 @@ from tests.nn.dividing import Dividing
 from torch import nn
 
 from tilewise.distributed import RankMismatch, optimize
-from tilewise.distributed.norm_choice import NormChoice
+from tilewise.distributed.norms.choice import NormChoice
 from tilewise.distributed.planned import PlannedPasses
 
 
@@ -59,7 +59,7 @@ def same_as_one_device(shape: tuple[int, ...], dims: tuple[str, ...]) -> None:
     passes = p.space.passes
     assert isinstance(passes, PlannedPasses)
     assert passes.norms == NormChoice("torch", ("no norm is over ranks",))
-    bound = list(passes.book._bound.values())
+    bound = list(passes.plan_table._bound.values())
     assert {one.problem.pass_.value for one in bound} == {"fprop", "dgrad", "wgrad"}
     assert all(one.plan.solver == "micro_batch" for one in bound)
     ran: list[str] = []
@@ -101,13 +101,13 @@ def test_two_ranks_plan_and_run_alike() -> None:
 def watched(passes: PlannedPasses) -> list[object]:
     """What is found for each pass from now on."""
     asked: list[object] = []
-    find = passes._found
+    find = passes._bound_plan
 
     def found(*given: Any) -> Any:
         asked.append(find(*given))
         return asked[-1]
 
-    passes._found = found  # type: ignore[method-assign]
+    passes._bound_plan = found  # type: ignore[method-assign]
     return asked
 
 

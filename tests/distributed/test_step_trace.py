@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilewise.distributed.mesh_cost import Cluster, MeshShape, Timed, step_cost
-from tilewise.distributed.step_trace import Freed, Gradient, Kernel, StepTrace, trace_step
+from tilewise.distributed.mesh.cost import Cluster, MeshShape, Timed, step_cost
+from tilewise.distributed.mesh.events import Freed, Gradient, Kernel, StepTrace
+from tilewise.distributed.mesh.trace import trace_step
 from tilewise.frontends.layers import convolution_layers
-from tilewise.nn.meter import CpuMeter
-from tilewise.nn.step import Step
-from tilewise.problem import ConvProblem, Pass
+from tilewise.nn.memory.meter import CpuMeter
+from tilewise.nn.memory.step import Step
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 
 class Free:

@@ -16,7 +16,10 @@ from tests.sampling import EVERY
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tilewise.comm.link import PeerError
+from tilewise.comm.agreement import RankMismatch
+from tilewise.comm.comparison import Comparison
+from tilewise.comm.link import Link, PeerError
+from tilewise.comm.texts import MOST_TOLD
 from tilewise.distributed import SpatialParallel
 
 
@@ -190,3 +193,29 @@ def test_what_ends_a_program_between_steps_is_told(kind: str, tmp_path: Any) -> 
             rank.join()
     assert causes == (1,)
     assert text.startswith(ENDS[kind]), text
+
+
+def compared(steps: int) -> tuple[int, int, str]:
+    """Texts that stand in the store after ever new ones, those that are remembered, and how a difference is told."""
+    link = Link(range(dist.get_world_size()), 30)
+    store = dist.distributed_c10d._get_default_store()
+    before = store.num_keys()
+    for step in range(steps):
+        Comparison(link, f"size {step}\nmode", "their inputs").finish()
+    dist.barrier()
+    kept = store.num_keys() - before
+    dist.barrier()
+    try:
+        for text in ("size 1\nmode", f"size {dist.get_rank()}\nmode"):  # one that was told long ago
+            Comparison(link, text, "their inputs").finish()
+    except RankMismatch as error:
+        return kept, len(link.texts), str(error)
+    return kept, len(link.texts), ""
+
+
+def test_what_ranks_tell_of_their_sizes_does_not_grow() -> None:
+    for kept, told, text in run(2, compared, 2 * MOST_TOLD):
+        assert told <= MOST_TOLD
+        assert kept <= 2 * MOST_TOLD + 8
+        assert "size 0" in text, text
+        assert "size 1" in text, text

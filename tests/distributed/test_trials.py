@@ -6,7 +6,7 @@ import torch
 from tests.distributed.ranks import parallel, run
 from torch import nn
 
-from tilewise.distributed.trials import everywhere, said, shared, why_not_shared
+from tilewise.comm.trials import everywhere, make_on_symmetric_buffers, said, why_not_symmetric
 
 
 def failing_on_one() -> list[object]:
@@ -28,7 +28,10 @@ def test_what_one_rank_cannot_make_no_rank_has() -> None:
 
 def without_memory() -> list[object]:
     link, device = parallel(nn.Identity(), (2,), ("h",)).space.link, torch.device("cpu")
-    return [why_not_shared(link, device), *shared(link, device, 64, lambda buffers, kept: buffers)]
+    return [
+        why_not_symmetric(link, device),
+        *make_on_symmetric_buffers(link, device, 64, lambda buffers, kept: buffers),
+    ]
 
 
 def test_memory_that_is_not_there() -> None:

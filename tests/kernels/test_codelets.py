@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.kernels.emulator import FLAGS, HEADER, emulated
 
-from tilewise.kernels.cuda.codelets import fft, literal, root, rotation
+from tilewise.kernels.codelets import fft, literal, root, rotation
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 SPLIT_RADIX = {2: 4, 4: 16, 8: 56, 16: 168, 32: 456, 64: 1160, 128: 2824, 256: 6664}

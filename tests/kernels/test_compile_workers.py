@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.kernels.triton import jobs, workers
+from tilewise.kernels.building import jobs, workers
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 LAYOUT = f"{jobs.PACKAGE}.layout"
@@ -78,14 +78,17 @@ def real_launches() -> list[Any]:
     """Of solvers: tables in constants, scalars of one, pointers of every alignment."""
     import torch
 
-    from tilewise.axis import Axis
-    from tilewise.problem import ConvProblem, Pass
-    from tilewise.solvers import _frequency_products, _implicit_gemm, _patch_gemm
-    from tilewise.solvers._buffers import Slot
+    from tilewise.problems.conv.axis import Axis
+    from tilewise.problems.conv.problem import ConvProblem, Pass
+    from tilewise.solvers.common import split_products
+    from tilewise.solvers.common.buffers import Slot
+    from tilewise.solvers.fourier import _frequency_products
+    from tilewise.solvers.products import _implicit as _implicit_gemm
+    from tilewise.solvers.products import _patch as _patch_gemm
 
     p = ConvProblem(Pass.FPROP, 2, 32, 32, (Axis(8, 3, 1, 1, 1, 1),) * 2)
     a, b, out = (torch.empty(p.shape(role), device="meta") for role in "xwy")
-    tile = _implicit_gemm.Tile(32, 32, 32, 4, 2)
+    tile = split_products.Tile(32, 32, 32, 4, 2)
     layout = _implicit_gemm.Layout(p, _implicit_gemm.PRODUCTS["fp16x3"], tile, 2)
     found = _implicit_gemm.launches(layout, *map(_implicit_gemm.View.of, (a, b, out)))
     patches = ConvProblem(Pass.FPROP, 2, 3, 32, (Axis(16, 4, 4, 1, 0, 0),) * 2, dtype="fp16")
@@ -148,7 +151,7 @@ def test_a_worker_fills_the_cache_that_is_looked_for(driver: str, tmp_path: Path
 
 def refused() -> None:
     """Only compiled kernels are asked for, and then those that were refused are compiled."""
-    from tilewise.kernels.kept import NotKept, kept_only
+    from tilewise.kernels.building.kept import NotKept, kept_only
 
     hits, found = watched(), []
     launches = [peak_launch(256), peak_launch(128)]
@@ -238,7 +241,7 @@ def test_failures_and_lost_workers_change_no_result(tmp_path: Path) -> None:
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     environment = {**workers._environment(), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-P", "-m", f"{jobs.PACKAGE}.worker"]
+    command = [sys.executable, "-P", "-m", "tilewise.kernels.building.worker"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, bufsize=1
     ) as process:
@@ -272,7 +275,7 @@ BAD = {
     "a path": job(module=f"{jobs.PACKAGE}...layout"),
     "another type": job(module=7),
     "no kernel": job(kernel="nothing"),
-    "a function that is none": job(module=f"{jobs.PACKAGE}.jobs", kernel="compile_job"),
+    "a name that is no kernel": job(kernel="tl"),
     "an attribute of a kernel": job(kernel="_peak.fn"),
     "constants": job(constants=[3]),
     "a tuple": job(options={"num_warps": {"set": []}}),
@@ -418,11 +421,11 @@ plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 @settings(max_examples=30)
 @given(st.recursive(plain, lambda inner: st.lists(inner) | st.lists(inner).map(tuple), max_leaves=9))
 def test_values_come_back_as_they_were(value: Any) -> None:
-    back = jobs._meant(json.loads(json.dumps(jobs._told("constants", value))))
+    back = jobs._decoded(json.loads(json.dumps(jobs._encoded("constants", value))))
     assert repr(back) == repr(value)
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, {1}, b"x", (1, 2j), math])
-def test_other_values_are_not_told(value: Any) -> None:
+def test_other_values_are_not_encoded(value: Any) -> None:
     with pytest.raises(TypeError, match="constants hold"):
-        jobs._told("constants", value)
+        jobs._encoded("constants", value)

@@ -42,6 +42,6 @@ def test_a_compiler_that_is_not_there_is_left_to_those_who_need_it(monkeypatch: 
     monkeypatch.setattr(launch, "unavailable", lambda: "")
     monkeypatch.setattr(launch, "compiler", lambda: fails("CUDA C++"))
     if importlib.util.find_spec("triton") is not None:
-        monkeypatch.setattr("tilewise.kernels.triton.jobs.read_compiler", lambda: fails("Triton"))
+        monkeypatch.setattr("tilewise.kernels.building.jobs.read_compiler", lambda: fails("Triton"))
     compilers.load()
     assert asked[-1] == "CUDA C++"

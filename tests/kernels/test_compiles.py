@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.axis import Axis
 from tilewise.kernels.cuda import fft1d, fft2d, irfft2_summed
 from tilewise.kernels.cuda.launch import Bound, Program, read_source
 from tilewise.kernels.cuda.operands import Memory, dense, spectrum_shape
 from tilewise.kernels.cuda.winograd import Planes, Prepare
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers.depthwise_fft import DepthwiseFFT
-from tilewise.solvers.winograd_fused import WinogradFused
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
+from tilewise.solvers.fused_fourier.depthwise_fft import DepthwiseFFT
+from tilewise.solvers.winograd.winograd_fused import WinogradFused
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 SPILLED = 40

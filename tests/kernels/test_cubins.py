@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.kernels.cuda import cubins, launch
-from tilewise.kernels.kept import NotKept, kept_only
+from tilewise.kernels.building import cubins
+from tilewise.kernels.building.kept import NotKept, kept_only
+from tilewise.kernels.cuda import launch
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path / "kernels")  # not the one that tests share
+    monkeypatch.setattr(
+        "tilewise.machine.cache.kernel_dir", lambda: tmp_path / "kernels"
+    )  # not the one that tests share
     return tmp_path
 
 

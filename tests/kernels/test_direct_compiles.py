@@ -20,11 +20,11 @@ SPILLED = 128
 
 def direct() -> list[dict[str, Any]]:
     """The two largest tiles on pointwise kernels in both layouts, and on a first layer."""
-    from tilewise.axis import Axis
-    from tilewise.problem import ConvProblem, Pass
-    from tilewise.solvers._direct_gemm import Layout, launches
-    from tilewise.solvers._views import View
-    from tilewise.solvers.direct_gemm import tiles
+    from tilewise.problems.conv.axis import Axis
+    from tilewise.problems.conv.problem import ConvProblem, Pass
+    from tilewise.solvers.common.views import View
+    from tilewise.solvers.products._direct import Layout, launches
+    from tilewise.solvers.products.direct_gemm import tiles
 
     found = []
     point = ConvProblem(Pass.FPROP, 64, 256, 128, (Axis(28, 1),) * 2)

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 def products() -> list[dict[str, Any]]:
     """All that a middle rank's halos launch: 64 to 64 channels, 3x3."""
-    from tilewise.axis import Axis
-    from tilewise.distributed.halo_terms import BLOCKS, HaloTerms, Kernels
-    from tilewise.distributed.layout import Grid, Layout, even_cuts
-    from tilewise.distributed.share import share_of
+    from tilewise.distributed.parts.layout import Grid, Layout, even_cuts
+    from tilewise.distributed.passes.halo_kernels import BLOCKS, HaloTerms, Kernels
+    from tilewise.distributed.passes.share import share_of
+    from tilewise.problems.conv.axis import Axis
 
     Recorded.begin()
     axes = (Axis(384, 3, 1, 1, 1, 1), Axis(128, 3, 1, 1, 1, 1))

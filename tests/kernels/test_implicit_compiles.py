@@ -12,8 +12,8 @@ import torch
 from tests.kernels.recorded import apart, compiled
 
 if TYPE_CHECKING:
-    from tilewise.problem import ConvProblem, Pass
-    from tilewise.solvers._views import View
+    from tilewise.problems.conv.problem import ConvProblem, Pass
+    from tilewise.solvers.common.views import View
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 SHARED = 227 * 1024
@@ -21,9 +21,9 @@ REGISTERS = 64 * 1024
 
 
 def _problem(pass_: Pass, layout: str, kernel: int) -> tuple[ConvProblem, list[View]]:
-    from tilewise.axis import Axis
-    from tilewise.problem import ConvProblem
-    from tilewise.solvers._views import View
+    from tilewise.problems.conv.axis import Axis
+    from tilewise.problems.conv.problem import ConvProblem
+    from tilewise.solvers.common.views import View
 
     axis = Axis(27, kernel, 1, 1, kernel // 2, kernel // 2)
     p = replace(ConvProblem(pass_, 32, 192, 192, (axis, axis), device="cuda:any"), layouts=(layout,) * 3)
@@ -34,9 +34,9 @@ def _problem(pass_: Pass, layout: str, kernel: int) -> tuple[ConvProblem, list[V
 
 def winograd() -> list[dict[str, Any]]:
     """Every tile's products, for results in both layouts and for a filter's gradient."""
-    from tilewise.problem import Pass
-    from tilewise.solvers._winograd_gemm import TilesLayout, launches
-    from tilewise.solvers.winograd_gemm import GRADIENT_TILES, TILES, at_once
+    from tilewise.problems.conv.problem import Pass
+    from tilewise.solvers.winograd._gemm import TilesLayout, launches
+    from tilewise.solvers.winograd.winograd_gemm import GRADIENT_TILES, TILES, at_once
 
     found = []
     for pass_, layout, taps in (
@@ -54,8 +54,9 @@ def winograd() -> list[dict[str, Any]]:
 
 def plain() -> list[dict[str, Any]]:
     """The products of half as many sums as there are registers, for results in both layouts."""
-    from tilewise.problem import Pass
-    from tilewise.solvers._implicit_gemm import PRODUCTS, Layout, Tile, launches
+    from tilewise.problems.conv.problem import Pass
+    from tilewise.solvers.common.split_products import Tile
+    from tilewise.solvers.products._implicit import PRODUCTS, Layout, launches
 
     found = []
     for layout, accumulate in itertools.product(("contiguous", "channels_last"), (False, True)):

@@ -18,7 +18,7 @@ FEW = (3, 70, 9)
 def sums() -> list[dict[str, Any]]:
     """All that norms launch, as one rank of three."""
     from tilewise.comm.peer_sums import BLOCK, PeerSums
-    from tilewise.distributed.norm_sums import NormSums
+    from tilewise.distributed.norms.sums import NormSums
 
     Recorded.begin()
     buffers = [torch.zeros(PeerSums.nbytes(3, BLOCK), dtype=torch.uint8) for _ in range(3)]
@@ -52,7 +52,7 @@ def test_sums_are_released_and_acquired_by_all_gpus() -> None:
 
 def parts() -> list[dict[str, Any]]:
     """All that a part's norms launch, in either layout."""
-    from tilewise.distributed.norm_parts import NormParts
+    from tilewise.distributed.norms.parts import NormParts
 
     Recorded.begin()
     found = []

@@ -13,13 +13,14 @@ import pytest
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from tilewise import cache, trusted
-from tilewise.kernels import code_files
-from tilewise.kernels.cpu import compiling, objects
+from tilewise.kernels.building import code_files, objects
+from tilewise.kernels.cpu import compiling
+from tilewise.machine import cache, trusted
 
 LOAD = """
 import ctypes, sys
-from tilewise import cache, trusted
+from tilewise.machine import cache
+from tilewise.machine import trusted
 cache.kernel_dir = lambda: __import__("pathlib").Path(sys.argv[1])
 from tilewise.kernels.cpu import compiling
 places = compiling.load(4)
@@ -60,7 +61,7 @@ def test_what_is_in_doubt_is_compiled_again(object_file: Path, tmp_path: Path, m
     kept = code_files.load(object_file)
     assert kept is not None
     good = objects._unpacked(kept)
-    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path)
+    monkeypatch.setattr("tilewise.machine.cache.kernel_dir", lambda: tmp_path)
     made: list[str] = []
 
     def make() -> objects.Code:
@@ -88,7 +89,7 @@ def test_a_directory_that_cannot_be_written_is_told(
     kept = code_files.load(object_file)
     assert kept is not None
     (tmp_path / "file").touch()
-    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path / "file" / "kernels")
+    monkeypatch.setattr("tilewise.machine.cache.kernel_dir", lambda: tmp_path / "file" / "kernels")
     with pytest.warns(RuntimeWarning, match="TILEWISE_CACHE_DIR"):
         assert objects.address("any", lambda: objects._unpacked(kept))
 
@@ -101,7 +102,7 @@ def test_an_object_of_somebody_else_never_runs(
     kept = code_files.load(object_file)
     assert kept is not None
     good = objects._unpacked(kept)
-    monkeypatch.setattr("tilewise.cache.kernel_dir", lambda: tmp_path / "kernels")
+    monkeypatch.setattr("tilewise.machine.cache.kernel_dir", lambda: tmp_path / "kernels")
     made: list[str] = []
 
     def make() -> objects.Code:
@@ -139,7 +140,7 @@ def test_numba_loads_nothing_of_a_kernel() -> None:
     from numba.core import types
     from numba.core.registry import cpu_target
 
-    from tilewise.kernels.cpu import sums
+    from tilewise.kernels.cpu.depthwise import sums
     from tilewise.kernels.cpu.emitting import emitted
 
     code, entry = emitted(sums.sums(4), (types.int64,) * sums.WORDS)

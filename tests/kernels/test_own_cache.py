@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.runtime.cache import FileCacheManager, get_cache_manager
 
-from tilewise import trusted
 from tilewise.kernels.triton import own_cache
+from tilewise.machine import trusted
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,10 +15,10 @@ pytest.importorskip("numba")
 CONVOLVE = """
 import math, torch
 from tilewise import solvers
-from tilewise.axis import Axis
+from tilewise.problems.conv.axis import Axis
 from tilewise.kernels.cpu import halves
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 assert not halves.has_instructions()
 solver = solvers.get("fused_lowering")

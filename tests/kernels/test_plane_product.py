@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
 
-from tilewise.axis import Axis
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._buffers import Arena
-from tilewise.solvers._plane_products import FEW, few, launches
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.solvers.common.buffers import Arena
+from tilewise.solvers.fourier._plane_products import FEW, few, launches
 
 with contextlib.suppress(ImportError):  # without Triton
     from tilewise.kernels.triton.launch import Program

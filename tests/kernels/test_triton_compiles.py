@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tilewise.kernels.cuda.launch import SHARED_LIMIT
-from tilewise.solvers._frequency_products import PART_BLOCKS
+from tilewise.solvers.fourier._frequency_products import PART_BLOCKS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 ORDERS = {"a": (False, False), "b": (True, True), "none": (True, False)}

@@ -7,7 +7,7 @@ import torch
 from tilewise import solvers
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options, Planner
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 
 class Dividing(Planner):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tilewise.frontends.zoo.googlenet import Inception
-from tilewise.nn.branches import Program, program_of
+from tilewise.nn.branches.find import Program, program_of
 
 
 def programmed(module: nn.Module) -> Program:

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 
 import tilewise
 from tilewise.nn import functional
-from tilewise.nn.book import Book
+from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.planner import Options, Planner
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.wisdom import Wisdom
 
 OPS: tuple[str, ...] = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -181,10 +181,10 @@ def compare(found: Found, sample: Sample, want: Wanted, call: Call, how: str) ->
             found.wrong.append(f"{what}: error {error:.3e} over {allowed:.3e}")
 
 
-def unsolved(book: Book) -> dict[str, str]:
-    """The problems of ``book`` that are torch's because nothing else solves them."""
+def unsolved(plan_table: PlanTable) -> dict[str, str]:
+    """The problems of ``plan_table`` that are torch's because nothing else solves them."""
     found: dict[ConvProblem, str] = {
-        problem: book.reasons[problem] for (problem, _), plan in book._plans.items() if plan is None
+        problem: plan_table.reasons[problem] for (problem, _), plan in plan_table._plans.items() if plan is None
     }
     return {problem.key: reason for problem, reason in found.items()}
 
@@ -198,8 +198,8 @@ def examined(names: list[str], most: int | None, plant: float = 1.0) -> Found:
     found = Found()
     with tempfile.TemporaryDirectory() as folder:
         planner = Planner(Wisdom(Path(folder) / "wisdom.sqlite3"))
-        book = Book(OPTIONS, "plan", planner)
-        functional._defaults = functional.Table(book)
+        plan_table = PlanTable(OPTIONS, "plan", planner)
+        functional._defaults = functional.Table(plan_table)
         for op in op_db:
             name = op.name.rpartition(".")[2]
             if op.name != f"nn.functional.{name}" or name not in names:
@@ -209,7 +209,7 @@ def examined(names: list[str], most: int | None, plant: float = 1.0) -> Found:
                 step = 1 if most is None else max(1, math.ceil(len(every) / most))
                 for sample in every[step // 2 :: step]:
                     _examine(found, sample, name, planner, plant)
-        found.unsolved.update(unsolved(book))
+        found.unsolved.update(unsolved(plan_table))
     return found
 
 
@@ -227,7 +227,7 @@ def _examine(found: Found, sample: Sample, name: str, planner: Planner, plant: f
     with tilewise.enabled(planner=planner, rigor=OPTIONS.rigor, exclude=OPTIONS.exclude) as session:
         sample.run(getattr(F, name))  # a step by torch, which is recorded
         through(getattr(F, name), "enabled")
-    found.unsolved.update(unsolved(session.book))
+    found.unsolved.update(unsolved(session.plan_table))
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import tilewise
 from tilewise import nn as planned
 from tilewise.nn import report
-from tilewise.problem import Pass
+from tilewise.problems.conv.problem import Pass
 
 KINDS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
 

@@ -13,9 +13,10 @@ from tests.nn.forking import Forms, counts, inception, programmed
 from torch import nn
 
 import tilewise
-from tilewise.nn import branch_times, report
-from tilewise.nn.streams import InSequence, fork, in_sequence_now, is_forked
-from tilewise.planner.measure import Took
+from tilewise.nn import report
+from tilewise.nn.branches import choose as branch_times
+from tilewise.nn.branches.streams import InSequence, fork, in_sequence_now, is_forked
+from tilewise.planner.measuring.times import Took
 
 
 class Dropping(nn.Module):
@@ -111,7 +112,7 @@ def test_what_is_measured_faster_runs_on_lanes(training: bool) -> None:
     def lanes_of(value: torch.Tensor) -> InSequence | None:
         return None if in_sequence_now() else InSequence()
 
-    told = branch_times.settle(model, [x], "measured", training=training, workspaces={}, lanes_of=lanes_of)
+    told = branch_times.choose_branches(model, [x], "measured", training=training, workspaces={}, lanes_of=lanes_of)
     assert [(one.name, one.on_streams) for one in told] == [("0", True), ("3", False), ("4", True)]
     assert not any(one.reason for one in told)
     assert [(one.streams_ms, one.sequence_ms) for one in told] == [(1, 5), (1, 1), (1, 5)]
@@ -136,7 +137,7 @@ def test_a_whole_step_that_is_slower_runs_in_sequence() -> None:
         return None if in_sequence_now() else Waiting()
 
     x = torch.randn(2, 4, 5, 5)
-    (one,) = branch_times.settle(model, [x], "measured", training=True, workspaces={}, lanes_of=lanes_of)
+    (one,) = branch_times.choose_branches(model, [x], "measured", training=True, workspaces={}, lanes_of=lanes_of)
     assert one.reason.startswith("the whole step took")
     assert not one.on_streams
     assert not is_forked(model[0])
@@ -162,7 +163,7 @@ def test_a_region_beyond_the_budget_runs_in_sequence() -> None:
     sizes = {f"0.{name}": size for name, size in sizes.items()}
     x = torch.randn(1, 6, 5, 5)
     for budget, reason in ((16, "17 B at once, the budget 16 B"), (17, ELSEWHERE)):
-        (one,) = branch_times.settle(model, [x], "measured", training=True, workspaces=sizes, budget=budget)
+        (one,) = branch_times.choose_branches(model, [x], "measured", training=True, workspaces=sizes, budget=budget)
         assert one.workspace == 5 + 9 + 1 + 2
         assert reason in one.reason
         assert not one.on_streams

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import tilewise
 from tilewise.frontends.networks import load_network
 from tilewise.frontends.zoo.googlenet import INCEPTIONS
-from tilewise.nn.branches import MAIN, Program, Untraceable, find, program_of
-from tilewise.nn.streams import execute, fork, forked_forward, is_forked
-from tilewise.nn.swaps import swap, swap_back
+from tilewise.nn.branches.find import MAIN, Program, Untraceable, find, program_of
+from tilewise.nn.branches.streams import execute, fork, forked_forward, is_forked
+from tilewise.nn.layers.swaps import swap, swap_back
 
 
 class Watched(TorchDispatchMode):
@@ -72,7 +72,7 @@ class Watched(TorchDispatchMode):
         assert all(value() is not None for value in self.shared)
         self.joined = self.epoch
 
-    def settle(self, width: int, values: Sequence[Any], *, in_place: bool) -> None:
+    def release(self, width: int, values: Sequence[Any], *, in_place: bool) -> None:
         assert (self.lane, width) == (MAIN, self.width)
         assert len(values) >= width
 

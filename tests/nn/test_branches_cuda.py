@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import tilewise
 from tilewise.frontends.networks import load_network
 from tilewise.frontends.zoo.googlenet import Inception
-from tilewise.nn import branch_times, groups, report
-from tilewise.nn.branches import find
-from tilewise.nn.streams import fork, in_sequence, is_forked, lanes_for
-from tilewise.torch_state import DETERMINISTIC, fp32_precision, setting
+from tilewise.machine.torch_state import DETERMINISTIC, fp32_precision, setting
+from tilewise.nn import groups, report
+from tilewise.nn.branches import choose as branch_times
+from tilewise.nn.branches.find import find
+from tilewise.nn.branches.streams import fork, in_sequence, is_forked, lanes_for
 
 pytestmark = pytest.mark.gpu
 

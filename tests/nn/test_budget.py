@@ -14,11 +14,11 @@ from tests.planner.simulated import PROFILE, Clock, simulated, torchs_own, world
 from torch import nn
 
 import tilewise
-from tilewise.device import environment
+from tilewise.machine.device import environment
 from tilewise.nn import report
 from tilewise.nn.budget import Budget, divide
 from tilewise.planner import NoPlanError, Options, Planner
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 
 KIB = 1024
 
@@ -137,9 +137,9 @@ def test_a_shape_seen_later_keeps_the_whole_as_its_limit(planner: Planner) -> No
     model = tilewise.optimize(Network(), example(), total_workspace="8KiB", policy="arena", planner=planner)
     more = torch.randn(16, 2, 4, 4)
     want = tilewise.restore(copy.deepcopy(model))(more)
-    asked = len(planner._plans)
+    asked = len(planner._plans.checked)
     torch.testing.assert_close(model(more), want, rtol=1e-4, atol=1e-5)
-    seen = list(planner._plans.values())[asked:]
+    seen = list(planner._plans.checked.values())[asked:]
     assert seen
     assert all(plan.workspace == 8 * KIB and plan.solver == "micro_batch" for plan in seen)
 

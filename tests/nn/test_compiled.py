@@ -16,7 +16,9 @@ from torch import nn
 import tilewise
 from tilewise import nn as planned
 from tilewise.nn import report
-from tilewise.problem import Pass
+from tilewise.nn.layers.convolution import geometry_of
+from tilewise.nn.layers.layer import Layer
+from tilewise.problems.conv.problem import Pass
 
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=COMPILER)]
@@ -51,6 +53,12 @@ def network(channels: int = 3) -> nn.Module:
         nn.Conv2d(channels, 4, 3, padding=1, padding_mode="circular"), nn.ReLU(), nn.Conv2d(4, 6, 3, groups=2),
         nn.ConvTranspose2d(6, 3, 2, stride=2, bias=False),
     )  # fmt: skip
+
+
+def layer_of(conv: nn.Module) -> Layer:
+    """The planned layer by which a module computes."""
+    layer: Layer = conv.forward.__func__._tilewise_planned(geometry_of(conv))
+    return layer
 
 
 def pair(planner: Dividing | None = None, **options: Any) -> tuple[nn.Module, nn.Module, torch.Tensor]:
@@ -166,7 +174,7 @@ def test_opcheck(passes: tuple[Pass, ...], transposed: bool) -> None:
     conv = (nn.ConvTranspose2d if transposed else nn.Conv2d)(2, 3, 2, stride=2)
     x = torch.randn(3, 2, 6, 6, requires_grad=True)
     tilewise.optimize(conv, x, planner=Dividing(passes))
-    layer = conv.forward.__func__._tilewise_layer
+    layer = layer_of(conv)
     name = next(known.plans for known in layer.known if any(known.needs))
     w, b = (p.detach().requires_grad_() for p in (conv.weight, conv.bias))
     torch.library.opcheck(torch.ops.tilewise.conv.default, (x, w, b, name))
@@ -186,7 +194,7 @@ def test_operators_take_any_layout_and_heed_changed_flags() -> None:
     conv = nn.Conv2d(2, 3, 3)
     x = torch.randn(3, 2, 8, 8)
     tilewise.optimize(conv, x.clone().requires_grad_(), planner=Dividing())
-    name = conv.forward.__func__._tilewise_layer.known[0].plans
+    name = layer_of(conv).known[0].plans
     w, b = conv.weight.detach(), conv.bias.detach()
     want = nn.functional.conv2d(x, w, b)
     others = (
@@ -205,6 +213,31 @@ def test_operators_take_any_layout_and_heed_changed_flags() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_operators_refuse_operands_of_other_sizes() -> None:
+    conv = nn.Conv2d(3, 4, 3)
+    x = torch.randn(2, 3, 7, 7)
+    tilewise.optimize(conv, x, planner=Dividing())
+    name = layer_of(conv).known[0].plans
+    w, b = conv.weight, conv.bias
+    assert b is not None
+    for operands in ((x[:1], w, b), (x, w[:2], b), (x, w[..., :2], b), (x, w, b[:2])):
+        with pytest.raises(RuntimeError, match=r"are for operands of \(2, 3, 7, 7\) and \(4, 3, 3, 3\)"):
+            torch.ops.tilewise.conv(*operands, name)
+
+
+def test_functions_in_graphs_heed_the_weights_size() -> None:
+    x = torch.randn(2, 3, 7, 7)
+    planned.set_defaults(planner=Dividing())
+    try:
+        planned.conv2d(x, torch.randn(4, 3, 3, 3))
+        compiled = torch.compile(planned.conv2d, backend="eager")
+        for shape in ((6, 3, 3, 3), (4, 3, 3, 3), (2, 3, 3, 3)):
+            w = torch.randn(shape)
+            assert_same(compiled(x, w), torch.nn.functional.conv2d(x, w))
+    finally:
+        planned.set_defaults()
+
+
 def test_unknown_plans_are_named() -> None:
     with pytest.raises(RuntimeError, match="plans='nowhere' are not known"):
         torch.ops.tilewise.conv(torch.randn(1, 1, 3, 3), torch.randn(1, 1, 3, 3), None, "nowhere")
@@ -212,7 +245,7 @@ def test_unknown_plans_are_named() -> None:
 
 def test_names_tell_layers_apart() -> None:
     got, _, _ = pair()
-    names = [known.plans for m in got if "forward" in m.__dict__ for known in m.forward.__func__._tilewise_layer.known]
+    names = [known.plans for m in got if "forward" in m.__dict__ for known in layer_of(m).known]
     assert len(names) == len(set(names)) == 6  # three layers, with gradients and without
 
 

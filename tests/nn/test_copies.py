@@ -16,7 +16,7 @@ from torch import nn
 
 import tilewise
 from tilewise.nn import report
-from tilewise.nn.modules import is_planned
+from tilewise.nn.layers.kinds import is_planned
 
 
 class Kept(nn.Conv2d):

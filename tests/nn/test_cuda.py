@@ -12,8 +12,8 @@ from tests.nn.dividing import Dividing
 from torch import nn
 
 import tilewise
+from tilewise.machine.torch_state import fp32_precision
 from tilewise.nn import report
-from tilewise.torch_state import fp32_precision
 
 pytestmark = pytest.mark.gpu
 

@@ -19,12 +19,12 @@ from torch import nn
 import tilewise
 from tilewise import fft, solvers
 from tilewise import nn as planned
-from tilewise.axis import Axis
 from tilewise.distributed import optimize as optimize_ranks
 from tilewise.nn import report
 from tilewise.plan import Plan
 from tilewise.planner import Options, Planner
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 ALL = [*DEFAULTS.values(), OTHER]
 NAMES = [*DEFAULTS, "float64 and meta"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -33,15 +33,27 @@ def by_torch(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 def compare(function: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor, b: Any, **options: Any) -> None:
     """Result and gradients by plans equal torch's, and so does the result without autograd."""
-    inputs = [t.requires_grad_() for t in (x, w, b) if t is not None]
-    want = by_torch(function)(x, w, b, **options)
+    operands = [t.requires_grad_() if t is not None else None for t in (x, w, b)]
+    inputs = [t for t in operands if t is not None]
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in operands]
+    want, exact_want = by_torch(function)(*operands, **options), by_torch(function)(*exact, **options)
+    dy = torch.randn_like(want)
+    gradients = torch.autograd.grad(want, inputs, dy)
+    exact_gradients = torch.autograd.grad(exact_want, [t for t in exact if t is not None], dy.double())
+    if not torch_is_right((want, *gradients), (exact_want, *exact_gradients)):
+        return
     got = function(x, w, b, **options)
     assert_same(got, want)
-    dy = torch.randn_like(want)
-    for mine, its in zip(torch.autograd.grad(got, inputs, dy), torch.autograd.grad(want, inputs, dy), strict=True):
+    for mine, its in zip(torch.autograd.grad(got, inputs, dy), gradients, strict=True):
         assert_same(mine, its)
     with torch.no_grad():
         assert_same(function(x, w, b, **options), want)
+
+
+def torch_is_right(results: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> bool:
+    """False where oneDNN leaves elements unwritten: of one channel in ``channels_last`` and one column of results."""
+    pairs = zip(results, exact, strict=True)
+    return all(bool((own - want).abs().max() <= 1e-3 * max(1.0, float(want.abs().max()))) for own, want in pairs)
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import nn
 
 import tilewise
 from tilewise.nn import report
+from tilewise.nn.layers.convolution import MOST_LAYERS
+from tilewise.nn.layers.layer import Layer
 from tilewise.plan import Plan
 from tilewise.planner import NoPlanError, Options, Planner
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.wisdom import Wisdom
 
 
@@ -63,6 +66,31 @@ def test_the_run_leaves_no_trace() -> None:
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     assert all(p.grad is None for p in model.parameters())
     assert model.training
+
+
+class Differentiating(nn.Module):
+    """Calls backward in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.conv(x)
+        y.square().sum().backward()  # type: ignore[no-untyped-call]
+        return y
+
+
+def test_no_gradient_is_left() -> None:
+    model = Differentiating()
+    bias = model.conv.bias
+    assert bias is not None
+    bias.grad = grad = torch.ones_like(bias)
+    tilewise.optimize(model, example(), planner=Dividing())
+    assert report(model).layers[0].replaced
+    assert model.conv.weight.grad is None
+    assert bias.grad is grad
+    assert torch.equal(grad, torch.ones_like(grad))
 
 
 def test_a_model_that_fails_is_left_as_it_was() -> None:
@@ -130,6 +158,18 @@ def test_unplanned_shapes() -> None:
         assert_same(y, nn.functional.conv2d(x, model.weight, model.bias))
 
 
+def test_output_sizes_of_a_transposed_convolution_are_bounded() -> None:
+    conv = nn.ConvTranspose2d(1, 1, 2, stride=13)
+    x = torch.randn(2, 1, 2, 2)
+    tilewise.optimize(conv, x, planner=Dividing(), unplanned="torch")
+    sizes = [(15 + i, 15 + j) for i in range(13) for j in range(13)]
+    for size in (*sizes, *sizes[:3]):
+        assert_same(conv(x, output_size=size), nn.ConvTranspose2d.forward(conv, x, output_size=size))
+    gc.collect()
+    geometries = {kept.geometry for kept in gc.get_objects() if type(kept) is Layer}
+    assert len([g for g in geometries if g.transposed and g.stride == (13, 13)]) <= MOST_LAYERS + 1
+
+
 def test_training_after_planning_for_inference() -> None:
     model = nn.Conv2d(3, 4, 3)
     tilewise.optimize(model, example(), planner=Dividing(), training=False, unplanned="torch")
@@ -173,12 +213,25 @@ def test_without_a_plan_torch_keeps_the_pass_unless_a_limit_forbids_it() -> None
     ("name", "value"),
     [
         ("workspace", "64 MB?"), ("workspace", -1), ("batch_sizes", "halves"), ("rigor", "some"), ("unplanned", "no"),
-        ("error_limit", 0.0),
+        ("error_limit", 0.0), ("training", "no"), ("frozen", 1), ("planner", True), ("progress", []), ("filter_fn", 5),
+        ("exclude", b"fft"), ("schedule", "a\0b"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=name + "=.* would do|must not"):
         tilewise.optimize(Network(), example(), **{name: value})
+
+
+def test_no_model_no_example_and_no_step() -> None:
+    for wrong in (5, None, nn.Conv2d, torch.ones(2)):
+        with pytest.raises(ValueError, match=r"model=.*Module would do"):
+            tilewise.optimize(wrong, example())  # type: ignore[type-var]
+        with pytest.raises(ValueError, match=r"model=.*Module would do"):
+            tilewise.restore(wrong)  # type: ignore[type-var]
+    with pytest.raises(ValueError, match=r"example_inputs=\[\]"):
+        tilewise.optimize(Network(), [])
+    with pytest.raises(ValueError, match=r"memory_step=5: a function of \(model\)"):
+        tilewise.optimize(Network(), example(), memory_limit="1GiB", memory_step=5)  # type: ignore[arg-type]
 
 
 def test_progress_and_planner_exclude_each_other() -> None:

@@ -238,6 +238,29 @@ def test_a_weight_set_on_the_instance_or_given_by_the_class_is_used() -> None:
         assert_same(conv(x), F.conv2d(x, 2 * conv._parameters["weight"], conv.bias, 2, 1))
 
 
+ON_A_CLASS = {
+    "weight": property(lambda self: 2 * self._parameters["weight"]),
+    "bias": None,
+    "stride": property(lambda self: (1, 1), lambda self, value: None),
+    "padding": property(lambda self: (0, 0), lambda self, value: None),
+    "dilation": property(lambda self: (2, 2), lambda self, value: None),
+    "padding_mode": property(lambda self: "circular", lambda self, value: None),
+}
+
+
+@pytest.mark.parametrize("owner", [nn.Conv2d, nn.Module])
+@pytest.mark.parametrize("name", ON_A_CLASS)
+def test_what_a_class_says_after_planning_is_heeded(name: str, owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    conv, x = of_kind(nn.Conv2d)
+    tilewise.optimize(conv, x, planner=Dividing())
+    before = conv(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, ON_A_CLASS[name], raising=False)
+        assert_same(conv(x), nn.Conv2d.forward(conv, x))
+        assert conv(x).shape != before.shape or not torch.allclose(conv(x), before)
+    assert torch.equal(conv(x), before)
+
+
 def test_same_padding_follows_a_weight_of_another_size() -> None:
     conv = nn.Conv2d(3, 4, 3, padding="same")
     x = torch.randn(3, 3, 9, 9)
@@ -255,6 +278,10 @@ def test_padding_of_ones_own(mode: str, monkeypatch: pytest.MonkeyPatch) -> None
     pad = F.pad
     with monkeypatch.context() as patch:
         patch.setattr(F, "pad", lambda *args, **kwargs: 2 * pad(*args, **kwargs))
+        assert_same(conv(x), nn.Conv2d.forward(conv, x))
+    with monkeypatch.context() as patch:  # and where torch's module of convolutions has functions of somebody's
+        patch.setattr(nn.modules.conv, "F", types.SimpleNamespace(**vars(F)))
+        patch.setattr(nn.modules.conv.F, "pad", lambda *args, **kwargs: 2 * pad(*args, **kwargs))
         assert_same(conv(x), nn.Conv2d.forward(conv, x))
     same = nn.Conv2d(3, 4, 4, padding="same")  # which torch pads below its functions
     want = same(x)
@@ -290,6 +317,41 @@ def test_compiled_models_see_overrides(way: Any, options: dict[str, str], monkey
     want = nn.Conv2d.forward(conv, x)
     assert_same(compiled(x), want)
     assert "tilewise.conv" not in graphs[-1]
+    torch._dynamo.reset()
+    assert_same(compiled(x), want)
+
+
+def other_weight(conv: Any, kernel: int, channels: int) -> None:
+    shape = (3, channels, *[kernel] * 2) if conv.transposed else (channels, 3, *[kernel] * 2)
+    conv.weight, conv.bias = nn.Parameter(torch.randn(shape)), None
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "stride": lambda conv: setattr(conv, "stride", (1, 1)),
+    "padding": lambda conv: setattr(conv, "padding", (0, 0)),
+    "dilation": lambda conv: setattr(conv, "dilation", (2, 2)),
+    "larger kernel": lambda conv: other_weight(conv, 5, 3),
+    "other channels": lambda conv: other_weight(conv, 3, 7),
+    "no bias": lambda conv: setattr(conv, "bias", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+def test_compiled_models_see_changed_arguments(kind: Any, mode: str, change: str) -> None:
+    """Changed before the graph is made, and after."""
+    conv, x = of_kind(kind)
+    if mode != "zeros":
+        if kind is nn.ConvTranspose2d:
+            pytest.skip("torch has only zeros here")
+        conv = nn.Conv2d(3, 3, 3, stride=2, padding=1, padding_mode=mode)
+    tilewise.optimize(conv, x, planner=Dividing())
+    compiled = torch.compile(conv, backend="eager")
+    assert_same(compiled(x), kind.forward(conv, x))
+    CHANGES[change](conv)
+    want = kind.forward(conv, x)
+    assert_same(compiled(x), want)
     torch._dynamo.reset()
     assert_same(compiled(x), want)
 

@@ -171,8 +171,9 @@ def test_each_rank_measures_a_share_and_all_hear_of_what_fails(tmp_path: Path) -
     outputs = run(
         """
 from tests.planner.simulated import PROFILE
-from tilewise.device import environment
-from tilewise.nn import measured, share
+from tilewise.machine.device import environment
+from tilewise.nn.ranks import measure as measured
+from tilewise.nn.ranks import together as share
 from tilewise.plan import Plan
 from tilewise.planner import Planner
 import dataclasses, pathlib
@@ -206,9 +207,9 @@ try:
     tilewise.optimize(model, x[:3], planner=planner)
 except RuntimeError as error:
     print(error)
-learn = share.Book.learn
+learn = share.PlanTable.learn
 if rank == 2:
-    share.Book.learn = lambda self, p, d, plan: learn(self, p, d, dataclasses.replace(plan, workspace=7))
+    share.PlanTable.learn = lambda self, p, d, plan: learn(self, p, d, dataclasses.replace(plan, workspace=7))
 for example in (x, x):
     try:
         tilewise.optimize(model, example, planner=planner)
@@ -217,7 +218,7 @@ for example in (x, x):
     def broken(*_):
         raise ValueError("no such plan")
     if rank == 2:
-        share.Book.learn = broken
+        share.PlanTable.learn = broken
 """,
         tmp_path,
         ranks=3,

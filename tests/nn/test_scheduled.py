@@ -23,12 +23,14 @@ from torch import nn
 
 import tilewise
 from tilewise import Options, Schedule, solvers
-from tilewise.device import device_name, environment
+from tilewise.machine.device import device_name, environment
+from tilewise.machine.threads import with_threads
 from tilewise.nn import report
 from tilewise.plan import Config, Plan
+from tilewise.planner import Planner
 from tilewise.planner.gate import is_offered
-from tilewise.problem import ConvProblem, Pass
-from tilewise.threads import with_threads
+from tilewise.planner.schedules.follow import follow
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 
 class Never(Dividing):
@@ -43,7 +45,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 3), nn.Conv2d(3, 3, 3, padding=1))
 
 
-ATEN = solvers.baseline()
+ATEN = solvers.baseline(ConvProblem)
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 PASSES, KERNELS = 8, 7
 """Both first layers have the same weight gradient."""
@@ -109,7 +111,9 @@ def test_a_schedule_is_taken_as_it_is(made: Schedule, tmp_path: Path) -> None:
         "policy": "arena", "total": 10**9, "used": 0, "least": 0, "segments": [],
         "program": {"variables": 1, "rows": 1, "solve_ms": 1.0, "optimal": True, "method": "exact"},
     }  # fmt: skip
-    for each in (made, str(tmp_path / "s.json"), tmp_path / "s.json", replace(made, budget=budget)):
+    # Under a budget a plan's workspace is its limit. These plans were not measured: they say that they take none.
+    divided = changed(made, lambda plan: replace(plan, workspace=1 << 20), budget=budget)
+    for each in (made, str(tmp_path / "s.json"), tmp_path / "s.json", divided):
         model = network()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -123,6 +127,18 @@ def test_a_schedule_is_taken_as_it_is(made: Schedule, tmp_path: Path) -> None:
         ]
         assert all(p.plan is not None and p.plan.error is not None for p in again.kernels.values())  # checked here
         torch.testing.assert_close(model(X), network()(X), rtol=1e-4, atol=1e-4)
+
+
+def test_a_budgets_workspace_is_known_as_well_as_it_was_measured() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), torch.randn(4, 3, 64, 64)
+    made = tilewise.schedule(tilewise.optimize(model, x, total_workspace="1GiB"))
+    less = changed(made, lambda plan: replace(plan, workspace=max(0, plan.workspace - (16 << 10))))
+    again = tilewise.optimize(copy.deepcopy(tilewise.restore(model)), x, schedule=less)
+    assert notes_of(again) == []
+    tight = changed(made, lambda plan: Plan(plan.problem, ATEN.name, ATEN.version))
+    found = follow(tight, next(iter(tight.kernels)), tight.options, Planner())
+    assert found.plan is None
+    assert "the limit is 128.0 KiB" in found.note
 
 
 @pytest.mark.parametrize(
@@ -212,10 +228,10 @@ def test_a_limit_is_a_limit(made: Schedule) -> None:
             tilewise.optimize(network(), X, schedule=plain, planner=Dividing())
         enough = replace(plain, options=Options(2**21))
         assert solvers_of(tilewise.optimize(network(), X, schedule=enough, planner=Never())) == {"hungry"}
-        # Under a budget a kernel has what its plan was given.
+        # Under a budget a kernel has what its plan was given, when it is planned anew too.
         step = {"limit": 2**30, "peak": 2**20, "least": 0, "moments": []}
         planner = Dividing()
-        with pytest.warns(UserWarning, match=r"the limit is 0 B"):
+        with pytest.warns(UserWarning, match=r"the limit is 128\.0 KiB"):
             tilewise.optimize(network(), X, schedule=replace(enough, step=step), planner=planner)
         assert {options.workspace for options in planner.asked} == {0}
 

@@ -22,18 +22,19 @@ from torch.utils.checkpoint import checkpoint
 import tilewise
 from tilewise import solvers
 from tilewise.execute import release_workspaces
+from tilewise.machine.torch_state import BENCHMARK, setting
 from tilewise.nn import StepTooLarge, report
-from tilewise.nn.batch import PLANNED, _largest, _narrowed
-from tilewise.nn.book import Book
-from tilewise.nn.geometry import Weights
-from tilewise.nn.meter import CpuMeter, storage_bytes
-from tilewise.nn.modules import is_planned
-from tilewise.nn.step import Step
-from tilewise.nn.within import Within, memory_bytes, profile
+from tilewise.nn.largest_batch import PLANNED, _largest, _narrowed
+from tilewise.nn.layers.kinds import is_planned
+from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.layers.weights import Weights
+from tilewise.nn.memory.meter import CpuMeter, storage_bytes
+from tilewise.nn.memory.step import Step
+from tilewise.nn.memory.step_planner import StepPlanner, memory_bytes, profile
 from tilewise.plan import Config, Plan
 from tilewise.planner import NoPlanError, Options, Planner
-from tilewise.problem import ConvProblem
-from tilewise.torch_state import BENCHMARK, setting
+from tilewise.planner.measuring.times import NOISE
+from tilewise.problems.conv.problem import ConvProblem
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -186,7 +187,7 @@ def test_the_step_keeps_its_limit_or_says_what_it_needs(kind: type[nn.Module], s
         return
     model, facts = limited(kind, limit)
     assert facts["limit"] == limit
-    assert counted(model, example()) <= facts["peak"] <= limit
+    assert counted(model, example()) + NOISE <= facts["peak"] <= limit
     assert all(one.replaced for _, _, one in report(model).passes())
     torch.manual_seed(0)
     want = kind()
@@ -227,16 +228,18 @@ def test_each_layer_has_the_room_of_its_own_moment(monkeypatch: pytest.MonkeyPat
     asked = [limit - m["alive"] - m["result"] for m in facts["moments"] if m["pass"] == "fprop"]
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
     tilewise.restore(model)
-    book = Book(Options(), "torch", planner)
-    within = Within(Step(model, [x], None, training=True), modules, book, {}, lambda _: None, limit, Weights.CHANGING)
-    needs = profile(within.step, modules, Weights.CHANGING)
-    book.plan([key[1] for key in needs.base()], False)
-    within._base, within._grain = needs.base(), 0
-    chosen = within._chosen(limit, {})
+    plan_table = PlanTable(Options(), "torch", planner)
+    step_planner = StepPlanner(
+        Step(model, [x], None, training=True), modules, plan_table, {}, lambda _: None, limit, Weights.CHANGING
+    )
+    needs = profile(step_planner.step, modules, Weights.CHANGING)
+    plan_table.plan([key[1] for key in needs.base()], False)
+    step_planner._base, step_planner._grain = needs.base(), 0
+    chosen = step_planner._chosen(limit, {})
     forward = [plan for (_, p, _), plan in chosen.items() if p.pass_.value == "fprop"]
     assert len({plan.workspace for plan in forward}) > 1
     for (name, p, _), plan in chosen.items():
-        room = limit - within._base[name, p, False]
+        room = limit - step_planner._base[name, p, False]
         fitting = [one for one in planner.front(p) if one.workspace <= room]
         assert plan == (fitting[0] if fitting else planner.front(p)[-1])
     assert asked == sorted(asked, reverse=True)

@@ -12,18 +12,18 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from tests.nn.test_ranks import run
 from tests.sampling import EVERY, some
 from torch import nn
 
 import tilewise
-from tilewise.nn.geometry import Geometry
-from tilewise.nn.strides import torch_strides
+from tilewise.nn.layers.geometry import Geometry
+from tilewise.nn.layers.strides import torch_strides
 from tilewise.plan import Config, Plan
 from tilewise.planner import Planner
 from tilewise.planner.options import Options
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import Split, all_solvers, get
 
 QUICK = frozenset({"fft", "gemm", "lowering_type1", "lowering_type2", "lowering_type3", "micro_batch"})
@@ -164,11 +164,18 @@ def test_the_rule_is_torchs(device: str, data: st.DataObject) -> None:
     none = (0,) * layer.dims
     numbers = (options["stride"], options["padding"], options["dilation"], layer.transposed, none, options["groups"])
     y = torch.convolution(x, w, None, *numbers)
-    dx, dw, _ = torch.ops.aten.convolution_backward(torch.ones_like(y), x, w, None, *numbers, [True, True, False])
+    # On a CPU torch's own backward pass fails for some of the others.
+    dy = formed(data.draw, list(y.shape), x.dtype, device) if device == "cuda" else torch.ones_like(y)
+    try:
+        dx, dw, _ = torch.ops.aten.convolution_backward(dy, x, w, None, *numbers, [True, True, False])
+    except RuntimeError as error:
+        assert "needs to be contiguous" in str(error)  # noqa: PT017  # torch has no gradients here itself
+        reject()
     pads = tuple((p, p) for p in options["padding"])
     geometry = Geometry(layer.dims, numbers[0], pads, numbers[2], numbers[5], layer.transposed, none)
     operands = (tuple(x.shape), x.stride()), (tuple(w.shape), w.stride())
     found = torch_strides(geometry, *operands, tuple(y.shape), x.dtype, x.device)
+    found = found if found.given is None else found.given(dy.stride())
     assert (found.result, found.grad_input, found.grad_weight) == (y.stride(), dx.stride(), dw.stride())
 
 
@@ -227,6 +234,24 @@ def test_operators_have_torchs_strides(name: str, in_turns: Drawn) -> None:
     with session:
         for _ in range(4):
             assert strides_of(lambda x, w: getattr(F, function)(x, w, **options), x, w) == want
+    assert set(in_turns.names) - {"aten"}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("flag", ["onednn", "threads"])
+def test_strides_follow_the_library_that_torch_would_take_now(flag: str, first: bool, in_turns: Drawn) -> None:
+    """Whether oneDNN is on, and there are threads for it, changes from one call to the next."""
+    dtype = torch.bfloat16 if flag == "onednn" else torch.float32
+    x = torch.randn(2, 6, 3, 6).to(dtype).to(memory_format=torch.channels_last).requires_grad_()
+    w = torch.randn(4, 3, 1, 1).to(dtype).as_strided((4, 3, 1, 1), (3, 1, 7, 1)).requires_grad_()
+    wants = []
+    for on in (first, not first, first):
+        torch.set_num_threads(2 if flag == "threads" and on else 1)
+        with torch.backends.mkldnn.flags(enabled=on or flag == "threads"):  # type: ignore[no-untyped-call]
+            wants.append(strides_of(lambda x, w: F.conv2d(x, w, groups=2), x, w))
+            for _ in range(2):
+                assert strides_of(lambda x, w: tilewise.nn.conv2d(x, w, groups=2), x, w) == wants[-1]
+    assert wants[0] == wants[2] != wants[1]
     assert set(in_turns.names) - {"aten"}
 
 

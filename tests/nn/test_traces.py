@@ -19,14 +19,14 @@ from torch import nn
 import tilewise
 from tilewise.nn import report
 from tilewise.nn.kept_values import buffers_kept, values_kept
+from tilewise.nn.memory.step import Step
 from tilewise.nn.record import state_kept
-from tilewise.nn.step import Step
 
 
 class Held(nn.Module):
     """A convolution with a mask, a normalization after it, and what a test adds."""
 
-    def __init__(self, mask: torch.Tensor, change: Callable[[Any], None] = lambda _: None) -> None:
+    def __init__(self, mask: torch.Tensor, change: Callable[[Any], object] = lambda _: None) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3, padding=1)
         self.register_buffer("mask", mask)
@@ -147,7 +147,7 @@ def test_whatever_changed_comes_back(change: str, first: float) -> None:
         CHANGES[change](model)
         model.cache = torch.ones(1)
 
-    with state_kept(model):
+    with state_kept(model, ()):
         changes()
     assert model.mask is mask
     assert mask.shape == (1, 8, 9, 9)
@@ -157,29 +157,48 @@ def test_whatever_changed_comes_back(change: str, first: float) -> None:
     assert model.cache is None
 
 
-class Refusing(torch.Tensor):
-    """A buffer that cannot be written."""
+def test_each_is_put_back_whatever_becomes_of_the_others() -> None:
+    model = nn.Module()
+    for name in "abc":
+        model.register_buffer(name, torch.ones(3))
+
+    copies: list[int] = []
+
+    def copied(t: torch.Tensor) -> torch.Tensor:
+        copies.append(t.data_ptr())
+        if copies.count(model.get_buffer("b").data_ptr()) > 1:
+            copies.clear()
+            raise MemoryError("no room to compare")
+        return t.clone()
+
+    def run() -> None:
+        with buffers_kept(model, copied):
+            for buffer in model.buffers():
+                buffer.add_(1)
+
+    with pytest.raises(MemoryError, match="no room"):
+        run()
+    assert model.a.tolist() == model.c.tolist() == [1, 1, 1]
+
+
+class Strict(torch.Tensor):
+    """A tensor that knows one function alone, as a part of a split image knows some."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.copy_, torch.Tensor.data.__set__):
-            raise RuntimeError("not here")
-        return super().__torch_function__(func, types, args, kwargs or {})
+        if func is not torch.Tensor.add_:
+            raise TypeError(f"{func} is not known")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
-def test_each_is_put_back_whatever_becomes_of_the_others() -> None:
-    model = nn.Module()
-    for name, make in (("a", torch.ones), ("b", lambda n: torch.ones(n).as_subclass(Refusing)), ("c", torch.ones)):
-        model.register_buffer(name, make(3))
-
-    def run() -> None:
-        with buffers_kept(model, torch.clone):
-            for buffer in list(model.buffers()):
-                buffer.add_(1)
-
-    with pytest.raises(RuntimeError, match="not here"):
-        run()
-    assert model.a.tolist() == model.c.tolist() == [1, 1, 1]
+def test_subclasses_are_not_asked() -> None:
+    memory = torch.ones(3)
+    example = memory.as_subclass(Strict)
+    with state_kept(nn.Module(), ([example],)):
+        example.add_(1)
+        assert memory.tolist() == [2, 2, 2]
+    assert memory.tolist() == [1, 1, 1]
 
 
 SPECIAL = [
@@ -200,7 +219,7 @@ def test_buffers_of_every_sort(make: Callable[[], torch.Tensor]) -> None:
     model = Held(torch.ones(1))
     model.register_buffer("odd", make())
     version = model.odd._version
-    with state_kept(model):
+    with state_kept(model, ()):
         model.norm.running_mean.add_(1)
     assert model.odd._version == version
     assert model.norm.running_mean.eq(0).all()
@@ -265,3 +284,116 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def test_lists_and_dictionaries_of_generators() -> None:
+    model: Any = Held(torch.ones(1))
+    held = [torch.Generator().manual_seed(n) for n in range(5)]
+    model.draws = [held[0], {"deep": (held[1], [held[2]])}]
+    model.draws.append(model.draws)
+    model.change = lambda _: [torch.rand(1, generator=g) for g in held]
+    before = [g.get_state() for g in held]
+    with state_kept(model, (held[3], [{"argument": held[4]}])):
+        model.change(model)
+    assert all(torch.equal(g.get_state(), state) for g, state in zip(held, before, strict=True))
+
+
+class Rude(nn.Module):
+    """A model that does to its arguments whatever a test says, and then convolves."""
+
+    def __init__(self, act: Callable[[Any, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+        self.norm = nn.BatchNorm2d(8)
+        self.act = act
+
+    def forward(self, given: list[torch.Tensor]) -> torch.Tensor:
+        x = given.pop()
+        self.act(self, x)
+        y: torch.Tensor = self.norm(self.conv(x))
+        return y
+
+
+RUDE: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "in place": lambda m, x: x.add_(1),
+    "in a graph": lambda m, x: x.mul_(m.scale),
+    "wants gradients": lambda m, x: x.requires_grad_(),
+    "its own backward": lambda m, x: m.conv(x.requires_grad_()).sum().backward(),
+    "in evaluation": lambda m, x: m.eval(),
+    "one module": lambda m, x: m.norm.train(not m.norm.training),
+    "another size": lambda m, x: x.resize_(2, 3, 9, 9),
+}
+
+
+@pytest.mark.parametrize(
+    ("act", "whole"),
+    [*((act, False) for act in RUDE), *((act, True) for act in RUDE if act != "in a graph")],  # which runs once only
+)
+def test_examples_and_modes_come_back(act: str, whole: bool) -> None:
+    model: Any = Rude(RUDE[act])
+    x = example()
+    given = [x]
+    options: dict[str, Any] = {"memory_limit": "1GiB"} if whole else {}
+    tilewise.optimize(model, (given,), planner=Dividing(), **options)
+    assert given[0] is x
+    assert len(given) == 1
+    assert (x.is_leaf, x.requires_grad, x.grad) == (True, False, None)
+    assert torch.equal(x, example())
+    assert all(module.training for module in model.modules())
+    assert model.norm.num_batches_tracked == 0
+    assert model.conv.weight.grad is None
+
+
+def test_a_failing_run_leaves_no_trace() -> None:
+    def fail(model: Any, x: torch.Tensor) -> None:
+        x.add_(1)
+        model.eval()
+        raise ArithmeticError("its own")
+
+    model, given = Rude(fail), [example()]
+    with pytest.raises(ArithmeticError, match="its own"):
+        tilewise.optimize(model, (given,), planner=Dividing())
+    assert torch.equal(given[0], example())
+    assert model.training
+
+
+def test_examples_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        x = example()
+    model = tilewise.optimize(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), x, planner=Dividing())
+    assert {one.role for _, _, one in report(model).passes()} == {"forward", "grad_weight"}
+    assert torch.equal(x, example())
+
+
+def test_lazy_modules_stay_initialised_with_what_they_begin_with() -> None:
+    model = nn.Sequential(nn.LazyConv2d(8, 3, padding=1), nn.LazyBatchNorm2d())
+    tilewise.optimize(model, example(), planner=Dividing())
+    conv: Any = model[0]
+    norm: Any = model[1]
+    assert conv.weight.shape == (8, 3, 3, 3)
+    assert norm.running_mean.tolist() == [0] * 8
+    assert norm.running_var.tolist() == [1] * 8
+    assert norm.num_batches_tracked == 0
+    assert not norm._forward_pre_hooks
+
+
+def test_buffers_keep_their_order_and_whether_they_are_saved() -> None:
+    def change(model: Any) -> None:
+        model.register_buffer("mask", model._buffers.pop("mask") + 1)
+        model.register_buffer("hidden", torch.zeros(2))
+        model.register_buffer("new", torch.zeros(3))
+
+    model: Any = Held(torch.ones(1), change)
+    model.register_buffer("hidden", torch.ones(2), persistent=False)
+    names = [*model.state_dict()]
+    tilewise.optimize(model, example(), planner=Dividing())
+    assert sorted(model.state_dict()) == sorted([*names, "new"])
+    assert [*dict(model.named_buffers(recurse=False))] == ["mask", "hidden", "new"]
+    assert model.hidden.tolist() == [1, 1]
+
+
+def test_scripted_modules_inside() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), torch.jit.script(nn.BatchNorm2d(8)))
+    tilewise.optimize(model, example(), planner=Dividing())
+    assert model[1].num_batches_tracked == 0

@@ -19,10 +19,10 @@ from torch.nn.functional import conv2d as bound_before
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
-from tilewise.nn import recorder
+from tilewise.nn.script import recorder
 from tilewise.plan import Plan
 from tilewise.planner import Options
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 NAMES = [f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)]
 TORCHS_OWN = {name: getattr(F, name) for name in NAMES}

@@ -13,10 +13,10 @@ from tests.nn.test_transparent import TORCHS_OWN, planned
 from torch import nn
 
 import tilewise
-from tilewise.nn import recorder
+from tilewise.nn.script import recorder
 from tilewise.plan import Plan
 from tilewise.planner import NoPlanError, Options
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 
 def test_changing_shapes_are_bounded() -> None:
@@ -101,6 +101,7 @@ def test_what_keeps_no_limit_is_torchs() -> None:
         ("ERROR_LIMIT", "-1", "TILEWISE_ERROR_LIMIT='-1': a positive number"),
         ("ERROR_LIMIT", "nan", "TILEWISE_ERROR_LIMIT='nan': a positive number"),
         ("MOST_PLANS", "-3", "TILEWISE_MOST_PLANS='-3': a whole number"),
+        ("MOST_PLANS", "9" * 5000, "TILEWISE_MOST_PLANS='9{80}': a whole number"),
         ("ENABLE", "maybe", "TILEWISE_ENABLE='maybe': 1 or 0 would do"),
     ],
 )
@@ -123,10 +124,10 @@ def test_variables_are_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORKSPACE": "8MiB", "RIGOR": "estimate", "DETERMINISTIC": "1", "ERROR_LIMIT": "1e-3",
                         "BATCH_SIZES": "undivided", "STRICT": "0", "MOST_PLANS": "7"}.items():  # fmt: skip
         monkeypatch.setenv(f"TILEWISE_{name}", value)
-    book = tilewise.enabled().book
-    assert book.options == Options(8 << 20, "undivided", "estimate", True, 1e-3, False)
-    assert book.most_plans == 7
-    assert tilewise.enabled(workspace=None, rigor="patient").book.options.workspace is None
+    plan_table = tilewise.enabled().plan_table
+    assert plan_table.options == Options(8 << 20, "undivided", "estimate", True, 1e-3, False)
+    assert plan_table.most_plans == 7
+    assert tilewise.enabled(workspace=None, rigor="patient").plan_table.options.workspace is None
     monkeypatch.setenv("TILEWISE_ENABLE", "0")
     tilewise._enable_if_asked()
     assert F.conv2d is TORCHS_OWN["conv2d"]

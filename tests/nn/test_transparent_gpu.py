@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tilewise
-from tilewise.torch_state import fp32_precision
+from tilewise.machine.torch_state import fp32_precision
 
 pytestmark = pytest.mark.gpu
 

@@ -107,10 +107,10 @@ def test_ranks_plan_nothing_and_do_not_wait(tmp_path: Path, monkeypatch: pytest.
         """
 import warnings
 warnings.simplefilter("always")
-from tilewise import nn as planned
-session = planned.transparent._of_process
+from tilewise.nn.script import session as enabling
+session = enabling._of_process
 assert torch.nn.functional.conv2d is not torch.conv2d and not torch.cuda.is_initialized()
-from tilewise.problem import Pass
+from tilewise.problems.conv.problem import Pass
 with warnings.catch_warnings(record=True) as told:
     for index in range(4):
         sizes = 9 if rank == 0 else 9 + index // 2  # ranks whose shapes differ must not wait for one another

@@ -15,12 +15,12 @@ from tests import toys
 
 from tilewise import solvers
 from tilewise.plan import Config, Measurement
-from tilewise.planner import measure, trial
-from tilewise.planner import search as search_module
+from tilewise.planner.measuring import times as measure
 from tilewise.planner.options import Options
-from tilewise.planner.search import Search
-from tilewise.planner.store import Store
-from tilewise.problem import ConvProblem
+from tilewise.planner.search import benchmark, finals
+from tilewise.planner.search.known import Store
+from tilewise.planner.search.search import Search
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import Cost, Run, Solver
 
 PROFILE = {"copy": 1.0, "launch": 0.0, "fp32": 1.0, "tf32": 1.0, "bf16": 1.0, "fp16": 1.0}
@@ -95,15 +95,15 @@ def world(clock: Clock, *extra: Solver) -> Iterator[None]:
     ordered = tuple(sorted((own, solvers.get("micro_batch"), *others), key=lambda solver: solver.name))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solvers, "all_solvers", lambda: ordered)
-        patch.setattr(solvers, "baseline", lambda: own)
+        patch.setattr(solvers, "baseline", lambda problem: own)
         patch.setattr(measure.Timer, "time", lambda self, call, *_: _took(clock, call))
-        patch.setattr(search_module, "rounds", lambda calls, *_, **__: [[_took(clock, call)] for call in calls])
-        patch.setattr(trial, "peak_bytes", _nothing)  # what the reference allocates is not the solver's
+        patch.setattr(finals, "rounds", lambda calls, *_, **__: [[_took(clock, call)] for call in calls])
+        patch.setattr(benchmark, "peak_bytes", _nothing)  # what the reference allocates is not the solver's
         with toys.one_thread():
             yield
 
 
-def _nothing(call: Callable[[], object], *_: object) -> int:
+def _nothing(call: Callable[[], object], *_: object, **__: object) -> int:
     call()
     return 0
 
@@ -116,7 +116,7 @@ def _took(clock: Clock, call: Callable[[], object]) -> measure.Took:
 
 def search(problem: ConvProblem, store: Store | None = None, **options: Any) -> Search:
     """A search with nothing known, unless in ``store``."""
-    return Search(problem, Options(**options), PROFILE, store or Store(lambda p: {}))
+    return Search(problem, Options(**options), lambda device: PROFILE, store or Store(lambda p: {}))
 
 
 def reasons(log: Sequence[Measurement]) -> dict[str, str]:

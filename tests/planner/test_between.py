@@ -11,8 +11,8 @@ from tests import toys
 from tests.planner.simulated import Clock, search, simulated, world
 
 from tilewise.plan import Config
-from tilewise.planner.divisions import MOST_BETWEEN
-from tilewise.problem import ConvProblem
+from tilewise.planner.search.divisions import MOST_BETWEEN
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import Solver
 
 Line = tuple[int, int, int]

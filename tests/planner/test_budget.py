@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from tilewise.planner import NoPlanError
-from tilewise.planner.budget import POLICIES, Group, Kernel, allocate
+from tilewise.planner.budget.allocate import POLICIES, Group, Kernel, allocate
 
 METHODS: dict[str, dict[str, Any]] = {
     "first": {}, "milp": {"most_looked_at": -1}, "exact": {"most_looked_at": -1, "time_limit_s": 0.0}

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.planner import cold
-from tilewise.planner.cold import MOST, USUAL, last_level_bytes, other_data
-from tilewise.planner.measure import Timer, rounds
+from tilewise.planner.measuring import cold
+from tilewise.planner.measuring.cold import MOST, USUAL, last_level_bytes, other_data
+from tilewise.planner.measuring.times import Timer, rounds
 
 CPU = torch.device("cpu")
 

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from tilewise import execute
-from tilewise.axis import Axis
-from tilewise.kernels.kept import NotKept, only_kept, refuse
-from tilewise.kernels.triton import workers
+from tilewise.kernels.building import workers
+from tilewise.kernels.building.kept import NotKept, only_kept, refuse
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.options import Options
-from tilewise.planner.rates import LOST
-from tilewise.planner.trial import PRUNE, Trial
-from tilewise.problem import ConvProblem, Pass
+from tilewise.planner.search.offers import Offer
+from tilewise.planner.search.pruning import PRUNE
+from tilewise.planner.search.rates import LOST
+from tilewise.planner.search.trial import Trial
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import Tensors
 
 PROBLEM = ConvProblem(Pass.FPROP, 2, 3, 4, (Axis(8, 3),) * 2, device="cuda:some GPU")
 BEST_MS = 1.0
@@ -29,25 +32,25 @@ def solver(name: str, *, compiles: bool = True, most: int = 9) -> Any:
     )
 
 
-def waiting(*entries: tuple[Any, float]) -> list[tuple[float, int, Any, Config, int]]:
-    return [(estimate, n, each, Config(n=n), 0) for n, (each, estimate) in enumerate(entries)]
+def waiting(*entries: tuple[Any, float]) -> list[Offer]:
+    return [Offer(estimate, n, each, Config(n=n), 0) for n, (each, estimate) in enumerate(entries)]
 
 
-def trial(rigor: str = "measure", **more: Any) -> Trial:
-    tensors = tuple(torch.empty(PROBLEM.shape(role)) for role in "xwy")
+def trial(rigor: str = "measure", known: Any = None, prior_ms: Any = None) -> Trial:
+    x, w, y = (torch.empty(PROBLEM.shape(role)) for role in "xwy")
+    tensors = Tensors((x, w), (y,))
     unused: Any = None
-    known = more.pop("known", {})
-    found = Trial(PROBLEM, tensors, Options(rigor=rigor), unused, unused, known, **more)  # type: ignore[arg-type]
+    options = Options(rigor=rigor)  # type: ignore[arg-type]
+    found = Trial(PROBLEM, tensors, options, unused, unused, known or {}, set(), {}, lambda error: "")
     found.best_ms = BEST_MS
+    found.pruning.prior_ms = prior_ms or {}
     return found
 
 
-def try_first(found: Trial, listed: list[tuple[float, int, Any, Config, int]]) -> Measurement:
+def try_first(found: Trial, listed: list[Offer]) -> Measurement:
     """Measure the first of ``listed`` as :meth:`Trial.run` does."""
-    estimate, _, first, config, needed = listed[0]
     found._waiting = listed[:0:-1]
-    assert not found._pruned(first, config, estimate, needed)
-    found._try(first, config, estimate, needed)
+    found._consider(listed[0])
     return found.found[-1]
 
 

@@ -20,14 +20,14 @@ from torch import nn
 
 import tilewise
 from tilewise import solvers
-from tilewise.device import environment
+from tilewise.machine.device import environment
 from tilewise.nn import report
 from tilewise.plan import Plan
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
-from tilewise.planner.follow import follow
-from tilewise.planner.memory import plan_text
-from tilewise.planner.messages import Job
 from tilewise.planner.options import EXCLUDED
+from tilewise.planner.processes.messages import Job
+from tilewise.planner.remembered import plan_text
+from tilewise.planner.schedules.follow import follow
 from tilewise.wisdom import Wisdom, WisdomWarning
 
 SMALL = toys.small(batch=8, channels=1, size=3)
@@ -217,8 +217,8 @@ def test_enabled_takes_it_and_its_variable(planner: Planner, monkeypatch: pytest
     for y in results:
         torch.testing.assert_close(y, results[0])
     monkeypatch.setenv("TILEWISE_EXCLUDE", "fft, aten")
-    assert tilewise.enabled().book.options.exclude == ("aten", "fft")
-    assert tilewise.enabled(exclude=()).book.options.exclude == ()
+    assert tilewise.enabled().plan_table.options.exclude == ("aten", "fft")
+    assert tilewise.enabled(exclude=()).plan_table.options.exclude == ()
     monkeypatch.setenv("TILEWISE_EXCLUDE", "nonsense")
     with pytest.raises(ValueError, match=r"TILEWISE_EXCLUDE='nonsense': exclude: 'nonsense' is no solver; .*aten"):
         tilewise.enabled()

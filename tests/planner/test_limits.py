@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests import toys
 
 from tilewise import execute, solvers
-from tilewise.axis import Axis
-from tilewise.device import device_name
 from tilewise.execute import bind
-from tilewise.plan import Plan, format_bytes
+from tilewise.machine.allocations import most_alive, recorded
+from tilewise.machine.device import device_name
+from tilewise.machine.torch_state import fp32_precision
+from tilewise.plan import Config, Plan, format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
-from tilewise.planner.measure import NOISE, peak_bytes
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.torch_state import fp32_precision
+from tilewise.planner.measuring.times import NOISE, peak_bytes
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
+from tilewise.solvers import Run
 from tilewise.wisdom import Wisdom
 
 KIB, MIB = 2**10, 2**20
@@ -113,6 +117,72 @@ def test_a_limit_is_a_limit(wisdom: Path, pass_: Pass, limit: int | None, policy
         assert "sizes" not in plan.config
 
 
+class Hiding(toys.Plain):
+    """Declares nothing, and takes what no allocator of torch's hands out and nobody writes."""
+
+    name = "hiding"
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        run = super().bind(p, c, a, b, out)
+
+        def hiding(*tensors: torch.Tensor | None) -> torch.Tensor:
+            np.empty(256 * MIB, dtype=np.uint8)
+            return run(*tensors)
+
+        return hiding
+
+
+def test_what_a_solver_hides_counts(tmp_path: Path) -> None:
+    toys.in_fresh_process(count_what_a_solver_hides, tmp_path / "wisdom.sqlite3")
+
+
+def count_what_a_solver_hides(path: Path) -> None:
+    own = solvers.baseline(ConvProblem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solvers, "all_solvers", lambda: (own, Hiding()))
+        for pass_ in Pass:
+            problem = toys.small(pass_, batch=2)
+            with pytest.raises(NoPlanError) as raised:
+                Planner(Wisdom(path)).plan(problem, Options(workspace=64 * MIB, exclude=("aten",)))
+            told = re.search(
+                r"hiding.*took ([0-9.]+) MiB of workspace when run, the limit is 64.0 MiB", str(raised.value)
+            )
+            assert told is not None, raised.value
+            assert float(told[1]) > 255
+            front = Planner(Wisdom(path)).front(problem, Options(exclude=("aten",)))
+            (hidden,) = (plan for plan in front if plan.solver == "hiding")
+            assert hidden.workspace > 255 * MIB
+
+
+GROUPED = ConvProblem(Pass.DGRAD, 6, 16, 8, (Axis(22, 4), Axis(22, 4)), 2)
+"""torch takes 84 KB in every call."""
+
+
+@pytest.mark.parametrize("problem", [GROUPED, LAYER, replace(LAYER, pass_=Pass.WGRAD)], ids=str)
+@pytest.mark.parametrize("limit", [0, 16 * KIB, 100_000, NOISE - 1])
+def test_under_a_small_limit_only_what_can_be_counted_runs(problem: ConvProblem, limit: int, tmp_path: Path) -> None:
+    plan = planned(Planner(Wisdom(tmp_path / "wisdom.sqlite3")), problem, Options(workspace=limit, rigor="measure"))
+    with pytest.raises(NoPlanError, match=r"aten : .*took .* of workspace when run.*, the limit is"):
+        Planner(Wisdom(tmp_path / "wisdom.sqlite3")).plan(problem, Options(workspace=limit, exclude=tuple(EXACT)))
+    if plan is None:
+        return
+    assert {leaf.solver for leaf in plan.leaves()} <= EXACT
+    a, b = make_operands(problem)
+    out = make_result(problem)
+    bound = bind(plan, problem, a, b, out)
+    assert bound.workspace <= limit
+    bound(a, b, None, out)
+    assert most_alive(recorded(lambda: bound(a, b, None, out))) <= limit - bound.workspace
+
+
+def test_what_may_not_show_is_said(tmp_path: Path) -> None:
+    with pytest.raises(NoPlanError, match=r"128.0 KiB of it for what may not show, the limit is 100.0 KiB"):
+        Planner(Wisdom(tmp_path / "wisdom.sqlite3")).plan(GROUPED, Options(workspace=100 * KIB, exclude=tuple(EXACT)))
+
+
+EXACT = {solver.name for solver in solvers.all_solvers() if solver.exact_memory}
+
+
 @pytest.mark.parametrize("pass_", Pass)
 def test_every_point_of_a_front_takes_no_more_than_it_says(wisdom: Path, pass_: Pass) -> None:
     problem = replace(LAYER, pass_=pass_)
@@ -159,7 +229,7 @@ def test_problems_of_every_kind_have_a_right_plan(wisdom: Path, problem: ConvPro
 
 
 def test_no_limit_is_planned_where_memory_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.planner import measure
+    from tilewise.planner.measuring import times as measure
 
     def unknown() -> None:
         raise RuntimeError("/proc/self/clear_refs cannot be written")

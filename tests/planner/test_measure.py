@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from tests import toys
 
-from tilewise import resident
-from tilewise.planner import measure
-from tilewise.planner.measure import (
+from tilewise.machine import resident
+from tilewise.machine.allocations import countable, recorded
+from tilewise.machine.threads import at_once
+from tilewise.planner.measuring import times as measure
+from tilewise.planner.measuring.times import (
     Timer,
     Took,
     check_peak_is_known,
@@ -107,7 +113,72 @@ def test_nothing_taken_is_nothing() -> None:
     out = torch.zeros(1000)
     out.zero_()
     assert peak_bytes(out.zero_, CPU) == 0
-    assert peak_bytes(hold(100), CPU) == 0
+
+
+@pytest.mark.parametrize("size", [100, 5000, 30_000, 60_000])
+def test_what_torch_takes_is_counted_to_the_byte(size: int) -> None:
+    """Also where the resident set shows nothing, freed within the call or not."""
+    assert peak_bytes(hold(size), CPU) == size
+    assert peak_bytes(lambda: [hold(size)().numel(), hold(size)().numel()], CPU) == size
+    assert peak_bytes(lambda: [hold(size)(), hold(size)()], CPU) == 2 * size
+    assert peak_bytes(hold(size), CPU, result_bytes=size) == 0
+
+
+def test_as_much_as_may_not_show_is_added_to_a_rough_measure() -> None:
+    assert peak_bytes(lambda: None, CPU, rough=True) >= measure.NOISE
+    assert peak_bytes(hold(60_000), CPU, rough=True) >= measure.NOISE + 60_000
+    assert peak_bytes(hold(8 * MIB), CPU, rough=True) >= measure.NOISE + 8 * MIB
+
+
+def test_what_nobody_writes_is_seen() -> None:
+    """Another library's memory shows as resident pages, which a block that is only taken has none of."""
+    toys.in_fresh_process(see_what_nobody_writes)
+
+
+def see_what_nobody_writes() -> None:
+    for size in (MIB, 256 * MIB):
+        assert peak_bytes(functools.partial(np.empty, size, dtype=np.uint8), CPU) > size - MIB // 2
+
+
+def test_what_the_threads_of_torch_keep_for_themselves_is_seen() -> None:
+    """Each thread's allocations come from an arena of its own, whose free end stays resident."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+
+        def take(index: int) -> None:
+            both.wait(10)
+            np.empty(MIB // 2 + index, dtype=np.uint8).fill(1)
+            both.wait(10)
+
+        both = threading.Barrier(2)
+        call = functools.partial(at_once, take, 2, 2)
+        for _ in range(2):
+            call()
+        assert peak_bytes(call, CPU) > MIB * 3 // 4
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_profiler_ends_with_what_raises() -> None:
+    def call() -> None:
+        hold(100)()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        recorded(call)
+    assert countable()
+    assert peak_bytes(hold(5000), CPU) == 5000
+
+
+def test_a_small_limit_is_refused_where_a_profiler_hides_what_is_taken() -> None:
+    with torch.autograd.profiler.profile():
+        check_peak_is_known(CPU)
+        check_peak_is_known(CPU, measure.NOISE)
+        assert peak_bytes(hold(5 * MIB), CPU) > 4 * MIB
+        with pytest.raises(RuntimeError, match=r"a profiler is running.*128.0 KiB.* or more would do"):
+            check_peak_is_known(CPU, 100)
+    check_peak_is_known(CPU, 100)
 
 
 def test_code_that_is_loaded_is_no_workspace(tmp_path: pytest.TempPathFactory) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from tests.planner.every import Point, every_division
 
-from tilewise.planner.pareto import MOST_POINTS, Division, divide, front, thin
+from tilewise.planner.fronts import MOST_POINTS, Division, divide, front, thin
 
 points = st.tuples(st.integers(1, 30).map(float), st.integers(0, 12))
 

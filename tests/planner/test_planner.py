@@ -13,12 +13,14 @@ from tests import toys
 from tests.planner.simulated import PROFILE, Clock, simulated, torchs_own, world
 
 from tilewise import execute, solvers
-from tilewise.device import environment
+from tilewise.machine.device import environment
 from tilewise.plan import Config, Plan
 from tilewise.planner import NoPlanError, Options, Planner
-from tilewise.planner.search import Search
-from tilewise.planner.trial import Trial
-from tilewise.problem import ConvProblem, Pass
+from tilewise.planner.caches import measurements
+from tilewise.planner.search.finals import Finals
+from tilewise.planner.search.search import Search
+from tilewise.planner.search.trial import Trial
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.wisdom import Wisdom
 
 LIMIT = 11 * 1024
@@ -191,14 +193,12 @@ def test_an_interrupt_keeps_what_was_measured(path: Path, measured: list[int]) -
 
 def test_long_planning_records_as_it_goes(clock: Clock, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever kills a process loses seconds, not minutes."""
-    from tilewise.planner import planner as module
-
-    monkeypatch.setattr(module, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(measurements, "SAVE_EVERY_S", 0.0)
     one, batches = planner(path), []
     monkeypatch.setattr(one.wisdom, "record_many", lambda key, new, own: batches.append(set(new)))
     one.plan(SMALL, Options(rigor="patient"))
     assert len(batches) >= 5
-    assert set.union(*batches) == set(one._stores[environment("cpu").key].known)
+    assert set.union(*batches) == set(one.measurements._stores[environment("cpu").key].known)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, MemoryError])
@@ -215,7 +215,7 @@ def test_torchs_flags_are_restored(clock: Clock, path: Path, error: type[BaseExc
     before = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     modes = torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta")
     with pytest.MonkeyPatch.context() as patch, modes[0], modes[1], modes[2]:
-        patch.setattr(Search, "_choose", fail)
+        patch.setattr(Finals, "choose", fail)
         with pytest.raises(error):
             planner(path).plan(SMALL, Options(deterministic=True))
         assert torch.is_autocast_enabled("cpu")
@@ -226,12 +226,12 @@ def test_torchs_flags_are_restored(clock: Clock, path: Path, error: type[BaseExc
 
 
 def test_no_memory_for_the_operands_is_no_plan(clock: Clock, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.planner import search
+    from tilewise.planner.search import root
 
     def full(problem: ConvProblem) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 200 GiB")
 
-    monkeypatch.setattr(search, "make_operands", full)
+    monkeypatch.setattr(root, "make_operands", full)
     with pytest.raises(NoPlanError, match=r"no memory to measure with: CUDA out of memory\. Tried to allocate 200 GiB"):
         planner(path).plan(SMALL)
 

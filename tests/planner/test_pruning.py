@@ -12,10 +12,11 @@ from tests import toys
 from tests.planner.simulated import PROFILE, Clock, Simulated, reasons, search, simulated, world
 
 from tilewise.plan import Config
-from tilewise.planner.rates import LOST, Rates
-from tilewise.planner.store import Store
-from tilewise.planner.trial import FAR, FEW, LOSES, WORTH_MS
-from tilewise.problem import ConvProblem, Pass
+from tilewise.planner.measuring.repeats import LOSES
+from tilewise.planner.search.benchmark import FAR, FEW, WORTH_MS
+from tilewise.planner.search.known import Store
+from tilewise.planner.search.rates import LOST, Rates
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers import Prepare, Run, Solver, SolverUnavailable
 
 
@@ -158,7 +159,7 @@ def test_a_division_counts_the_pass_that_adds_a_bias(clock: Clock, adds_bias: bo
     sixteenth = simulated(clock, "sixteenth", lambda p, c: p.batch / 16 + (p.batch > 8), adds_bias=adds_bias)
     problem = replace(toys.small(batch=16), bias=True)
     with world(clock, sixteenth):
-        (division,) = (plan for plan in search(problem)._ranked() if plan.config.get("sizes") == (8, 8))
+        (division,) = (plan for plan in search(problem).candidates.ranked() if plan.config.get("sizes") == (8, 8))
     pass_ms = 2 * problem.nbytes("y") / PROFILE["copy"]
     assert division.time_ms == pytest.approx(1.0 + (0.0 if adds_bias else pass_ms))
 
@@ -189,7 +190,9 @@ def test_what_nothing_predicts_is_run_on_a_few_images_first(clock: Clock, pass_:
     with world(clock, loops, plain):
         found = search(toys.small(batch=batch, pass_=pass_))
         assert found.best().solver == "plain"
-        said = f"took {100 * batch} ms by its rate on 2 of {batch} images, the best so far takes {batch}.000"
+        said = (
+            f"took {100 * batch} ms by its rate on 2 of {batch} items of the batch, the best so far takes {batch}.000"
+        )
         assert reasons(found.log)["loops"] == said
         assert clock.runs["loops", 2] == 2
         assert {size for name, size in clock.runs if name == "loops"} == {2}

@@ -6,9 +6,9 @@ import pytest
 from tests import toys
 from tests.planner.simulated import Clock, search, simulated, torchs_own, world
 
-from tilewise.planner import replacing
-from tilewise.planner import search as search_module
-from tilewise.planner.measure import Took
+from tilewise.planner.measuring import replacing
+from tilewise.planner.measuring.times import Took
+from tilewise.planner.search import finals
 
 
 @pytest.fixture
@@ -31,9 +31,7 @@ def test_torchs_choice_stays_where_it_wins(clock: Clock) -> None:
 def test_a_plan_must_win_most_rounds(clock: Clock, rounds: list[float], winner: str) -> None:
     own = torchs_own(clock, lambda p, c: 10.0)
     with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            search_module, "rounds", lambda *_, **__: [[Took(ms, 0.0) for ms in rounds], [Took(10.0, 0.0)] * 7]
-        )
+        patch.setattr(finals, "rounds", lambda *_, **__: [[Took(ms, 0.0) for ms in rounds], [Took(10.0, 0.0)] * 7])
         assert search(toys.small(), batch_sizes="undivided").best().solver == winner
 
 
@@ -43,14 +41,14 @@ def test_a_small_gain_must_come_out_twice(clock: Clock, shares: tuple[float, flo
     looks = iter(shares)
     with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            search_module, "rounds", lambda *_, **__: [[Took(next(looks), 0.0)] * 7, [Took(10.0, 0.0)] * 7]
+            finals, "rounds", lambda *_, **__: [[Took(next(looks), 0.0)] * 7, [Took(10.0, 0.0)] * 7]
         )  # what was decided at once leaves the second look untaken
         assert search(toys.small(), batch_sizes="undivided").best().solver == winner
     assert next(looks, None) == (9.5 if shares[0] == 6.0 else None)
 
 
 @pytest.mark.parametrize(
-    ("plan_ms", "clear"),
+    ("plan_ms", "decided"),
     [
         ([20.0], True),
         ([30.0], False),
@@ -60,11 +58,11 @@ def test_a_small_gain_must_come_out_twice(clock: Clock, shares: tuple[float, flo
         ([160.0] * 3, True),
     ],
 )
-def test_rounds_are_few_where_one_side_is_far_ahead(plan_ms: list[float], clear: bool) -> None:
+def test_rounds_are_few_where_one_side_is_far_ahead(plan_ms: list[float], decided: bool) -> None:
     torchs = [Took(100.0, 0.0)] * len(plan_ms)
     times = [[Took(ms, 0.0) for ms in plan_ms], torchs]
-    assert replacing.clear(times) is clear
-    assert not replacing.clear([*times[:1], torchs, torchs])
+    assert replacing.decided_on_cpu(times) is decided
+    assert not replacing.decided_on_cpu([*times[:1], torchs, torchs])
 
 
 @pytest.mark.parametrize(("host_ms", "winner"), [(3.0, "other"), (5.1, "other"), (5.2, "aten"), (7.9, "aten")])
@@ -72,7 +70,7 @@ def test_a_plan_must_not_lose_on_a_busy_host(clock: Clock, host_ms: float, winne
     """Torch launches one kernel; eight small ones are lost where the host has other work."""
     own = torchs_own(clock, lambda p, c: 10.0)
     with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search_module, "rounds", lambda *_, **__: [[Took(8.0, host_ms)] * 7, [Took(10.0, 1.0)] * 7])
+        patch.setattr(finals, "rounds", lambda *_, **__: [[Took(8.0, host_ms)] * 7, [Took(10.0, 1.0)] * 7])
         plan = search(toys.small(), batch_sizes="undivided").best()
         assert plan.solver == winner
         assert plan.time_ms == (8.0 if winner == "other" else 10.0)
@@ -89,7 +87,7 @@ def test_of_plans_launched_as_slowly_the_one_that_runs_faster_is_taken(
     others = [simulated(clock, name, lambda p, c: 8.0) for name in ("quick", "slow")]
     with world(clock, own, *others), pytest.MonkeyPatch.context() as patch:
         times = [[Took(*each)] * 7 for each in (quick, slow, (25.0, 40.0))]
-        patch.setattr(search_module, "rounds", lambda *_, **__: times)
+        patch.setattr(finals, "rounds", lambda *_, **__: times)
         plan = search(toys.small(), batch_sizes="undivided").best()
     assert plan.solver == winner
     assert plan.time_ms == sum({"quick": quick, "slow": slow}[winner]) / 2
@@ -101,7 +99,7 @@ def test_a_plan_must_not_lose_where_launches_are_hidden(clock: Clock, device_ms:
     own = torchs_own(clock, lambda p, c: 10.0)
     with world(clock, own, simulated(clock, "other", lambda p, c: 8.0)), pytest.MonkeyPatch.context() as patch:
         times = [[Took(device_ms, 5.0)] * 7, [Took(10.0, 40.0)] * 7]
-        patch.setattr(search_module, "rounds", lambda *_, **__: times)
+        patch.setattr(finals, "rounds", lambda *_, **__: times)
         assert search(toys.small(), batch_sizes="undivided").best().solver == winner
 
 
@@ -110,12 +108,12 @@ def test_the_next_finalist_is_taken_where_the_first_may_not_replace_torchs_choic
     others = [simulated(clock, name, lambda p, c: 8.0) for name in ("first", "second")]
     with world(clock, own, *others), pytest.MonkeyPatch.context() as patch:
         times = [[Took(11.0, 5.0)] * 7, [Took(5.0, 18.0)] * 7, [Took(10.0, 40.0)] * 7]
-        patch.setattr(search_module, "rounds", lambda *_, **__: times)
+        patch.setattr(finals, "rounds", lambda *_, **__: times)
         assert search(toys.small(), batch_sizes="undivided").best().solver == "second"
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "settled"),
+    ("first", "second", "decided"),
     [
         ([3.0] * 5, [4.0] * 5, True),
         ([3.0] * 4, [4.0] * 4, False),
@@ -126,8 +124,8 @@ def test_the_next_finalist_is_taken_where_the_first_may_not_replace_torchs_choic
     ],
 )
 def test_a_gpu_is_done_where_one_plan_leads_from_far_ahead(
-    first: list[float], second: list[float], settled: bool
+    first: list[float], second: list[float], decided: bool
 ) -> None:
     """In too few rounds, with another leader in one, or near torch's choice it goes on."""
     plans = [[Took(ms, 0.0) for ms in values] for values in (first, second)]
-    assert replacing.settled([*plans, [Took(10.0, 0.0)] * len(first)]) is settled
+    assert replacing.decided_on_gpu([*plans, [Took(10.0, 0.0)] * len(first)]) is decided

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,8 +18,8 @@ from tests import toys
 
 from tilewise.plan import Config, Error, Measurement, Plan
 from tilewise.planner import Options, Schedule, ScheduleError
-from tilewise.planner.results import Layer, LayerResult, PassResult
-from tilewise.problem import ConvProblem, Pass
+from tilewise.planner.schedules.results import Layer, LayerResult, PassResult
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 times = st.none() | st.floats(1e-6, 1e6)
 sizes = st.integers(0, 2**40)
@@ -30,7 +31,8 @@ configs = st.dictionaries(
     max_size=3,
 ).map(lambda values: Config(**values))
 errors = st.none() | st.builds(Error, st.floats(0, 1), st.floats(0, 1))
-measurements = st.builds(Measurement, names, st.integers(0, 9), configs, times, st.none() | sizes, errors, words, times)
+measurements = st.builds(Measurement, names, st.integers(0, 9), configs, times, st.none() | sizes, errors, words, times,
+                         times)  # fmt: skip
 
 
 def plans(key: str) -> st.SearchStrategy[Plan]:
@@ -116,6 +118,19 @@ def test_what_is_saved_is_loaded(made: Schedule, tmp_path_factory: pytest.TempPa
     path = tmp_path_factory.getbasetemp() / "round-trip.json"
     made.save(path)
     assert Schedule.load(path) == made
+
+
+@pytest.mark.parametrize("limit", [1, 2**63, 10**300, 5e-324, 1.7e308])
+def test_every_error_limit_is_saved_and_loaded(limit: float, tmp_path: Path) -> None:
+    made = replace(example(), options=Options(error_limit=limit))
+    made.save(tmp_path / "s.json")
+    assert Schedule.load(tmp_path / "s.json") == made
+
+
+@pytest.mark.parametrize("limit", [math.inf, math.nan, 10**400, 10**5000, -1, True, "1e-5"], ids=range(7))
+def test_error_limits_that_no_file_holds_are_refused(limit: Any) -> None:
+    with pytest.raises(ValueError, match=r"^error_limit.*a positive number would do"):
+        Options(error_limit=limit)
 
 
 def test_one_of_each(text: str, tmp_path: Path) -> None:
@@ -258,6 +273,7 @@ def test_what_is_none_says_why(content: str | bytes, names: str, tmp_path: Path)
         ("layers.0.passes.0.framework_ms", 0.0, "layers[0].passes[0].framework_ms=0.0"),
         ("layers.0.passes.0.problem.key", "k" * 10**6, "layers[0].passes[0].problem.key='kkk"),
         ("layers.0.passes.0.candidates.0.error.l2", "x", "layers[0].passes[0].candidates[0].error.l2='x'"),
+        ("layers.0.passes.0.candidates.0.estimate_ms", -1, "layers[0].passes[0].candidates[0].estimate_ms=-1"),
         ("layers.0.names", [], "layers[0].names=[]"),
         ("device", "cuda:H100", "a problem of device 'cuda:H100'"),
         ("options.rigor", "magic", "rigor='magic': one of estimate"),
@@ -282,6 +298,7 @@ def test_unknown_fields_are_ignored_and_those_added_later_may_be_missing() -> No
     for name in ("budget", "step", "summary"):
         del document[name]
     del document["options"]["strict"]
+    del document["layers"][0]["passes"][0]["candidates"][0]["estimate_ms"]
     found = Schedule.from_json(document)
     assert found.layers == example().layers
     assert found.budget is found.step is None

@@ -15,11 +15,11 @@ from tests.planner.every import every_division
 from tests.planner.simulated import Clock, Simulated, reasons, search, simulated, torchs_own, world
 
 from tilewise.plan import Config, Plan
+from tilewise.planner.fronts import front
 from tilewise.planner.options import NoPlanError
-from tilewise.planner.pareto import front
-from tilewise.planner.store import Store
-from tilewise.planner.trial import Trial
-from tilewise.problem import ConvProblem, Pass
+from tilewise.planner.search.known import Store
+from tilewise.planner.search.trial import Trial
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers import Solver
 
 Table = Mapping[int, Sequence[tuple[float, int]]]
@@ -385,17 +385,17 @@ def test_the_reasons_of_all_are_told_when_none_is_left(clock: Clock) -> None:
 def test_a_solver_that_takes_more_than_it_declares_is_held_to_the_limit(clock: Clock) -> None:
     greedy = simulated(clock, "greedy", lambda p, c: 0.1, bytes=lambda p, c: 16)
     fine = simulated(clock, "fine", lambda p, c: 5.0)
-    from tilewise.planner import trial
+    from tilewise.planner.search import benchmark
 
     with world(clock, greedy, fine), pytest.MonkeyPatch.context() as patch:
         taken = {0.1: 5000}
 
-        def peak(call: object, *_: object) -> int:
+        def peak(call: object, *_: object, **__: object) -> int:
             start = clock.now_ms
             call()  # type: ignore[operator]
             return taken.get(round(clock.now_ms - start, 3), 0)
 
-        patch.setattr(trial, "peak_bytes", peak)
+        patch.setattr(benchmark, "peak_bytes", peak)
         found = search(toys.small(batch=1), workspace=4096)
         assert found.best().solver == "fine"
         assert reasons(found.log)["greedy"] == "took 4.9 KiB of workspace when run, the limit is 4.0 KiB"

@@ -11,12 +11,14 @@ import torch
 from hypothesis import given, settings
 from tests import toys
 
-from tilewise.axis import Axis
 from tilewise.plan import Config, Error, Plan
-from tilewise.planner import samples
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.planner.verify import Compute, error_limit, errors_of
-from tilewise.problem import ConvProblem, Pass
+from tilewise.planner.measuring.seams import seams_of
+from tilewise.planner.measuring.verify import error_limit
+from tilewise.problems.conv import samples
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.checks import Compute, errors_of
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -103,7 +105,7 @@ def test_each_plan_of_a_division_is_compared(pass_: Pass, monkeypatch: pytest.Mo
     plan = Plan(problem.key, "micro_batch", 1, Config(sizes=sizes), leaves, (2, 1, 1, 1))
     for start, stop in ((0, 8), (16, 20), (20, 22), (22, 23)):
         wrong = spoilt(problem, (slice(start, stop),), 1.01)
-        assert errors_of(problem, wrong, plan).l2 > 1e-4
+        assert errors_of(problem, wrong, seams_of(plan)).l2 > 1e-4
 
 
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
@@ -115,10 +117,10 @@ def test_of_a_large_image_stripes_are_compared(pass_: Pass, monkeypatch: pytest.
     leaves = tuple(Plan(name, "plain", 1) for name in ("first", "inside", "last"))
     tiles = Plan("image", "space_tile", 1, Config(sizes=(1, 10, 10, 8, 1)), leaves, (1, 3, 1))
     plan = Plan(problem.key, "micro_batch", 1, Config(sizes=(1, 1)), (tiles,), (2,))
-    assert errors_of(problem, right(problem), plan).l2 < 1e-6
+    assert errors_of(problem, right(problem), seams_of(plan)).l2 < 1e-6
     for row in (0, 1, 28, 29):
-        assert errors_of(problem, spoilt(problem, (slice(None), slice(None), row), 1.01), plan).l2 > 1e-4
-    assert errors_of(problem, spoilt(problem, (slice(None), slice(None), 15), 1.01), plan).l2 < 1e-6
+        assert errors_of(problem, spoilt(problem, (slice(None), slice(None), row), 1.01), seams_of(plan)).l2 > 1e-4
+    assert errors_of(problem, spoilt(problem, (slice(None), slice(None), 15), 1.01), seams_of(plan)).l2 < 1e-6
 
 
 def test_rows_of_a_large_image_that_read_nothing_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:

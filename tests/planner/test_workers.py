@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 from tests import toys
 from tests.planner.simulated import PROFILE
 
-from tilewise.axis import Axis
-from tilewise.device import environment
+from tilewise.machine.device import environment
 from tilewise.planner import Options, Planner, WorkersWarning
 from tilewise.planner import worker as worker_module
-from tilewise.planner import workers as workers_module
-from tilewise.planner.board import TRIES, Board
-from tilewise.planner.messages import Job, effort, options_from_json
-from tilewise.planner.places import environment_of, find_places
-from tilewise.planner.workers import Workers
-from tilewise.problem import ConvProblem, Pass
+from tilewise.planner.processes import workers as workers_module
+from tilewise.planner.processes.job_queue import TRIES, JobQueue
+from tilewise.planner.processes.messages import Job, effort, options_from_json
+from tilewise.planner.processes.places import environment_of, find_places
+from tilewise.planner.processes.workers import Workers
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.wisdom import Wisdom
 
 TINY = [
@@ -91,17 +91,17 @@ def test_everything_is_done_once_in_order_whoever_is_lost(processes: int, drawn:
         Job(replace(TINY[0], batch=batch, in_channels=2 + i), Options(batch_sizes=sizes))
         for i, (batch, sizes) in enumerate(drawn)
     ]
-    board, done, lost, held = Board(jobs, processes), [], {}, []
-    while not board.over:
-        if held and (not board.waiting or random.random() < 0.5):
+    queue, done, lost, held = JobQueue(jobs, processes), [], {}, []
+    while not queue.over:
+        if held and (not queue.waiting or random.random() < 0.5):
             job = held.pop(random.randrange(len(held)))
             if random.random() < 0.2:
-                board.give_back(job, "lost")
+                queue.give_back(job, "lost")
                 lost[job] = lost.get(job, 0) + 1
             else:
-                board.finish(job)
+                queue.finish(job)
                 done.append(job)
-        elif (job := board.take(block=False)) is not None:
+        elif (job := queue.take(block=False)) is not None:
             held.append(job)
     given_up = {job for job, count in lost.items() if count >= TRIES}
     assert len(done) == len(set(done))
@@ -112,26 +112,26 @@ def test_everything_is_done_once_in_order_whoever_is_lost(processes: int, drawn:
         if shares and job in done:
             assert all(settled.index(replace(job, share=share)) < settled.index(job) for share in shares)
             assert (0, 0) not in shares or shares[0] == (0, 0)
-    news, faults = board.heard(helping=True)
+    news, faults = queue.wait_for_news(helping=True)
     assert set(news) == {job.problem for job in done if job.share is None}
     assert len(faults) == sum(lost.values())
 
 
-def makespan(board: Board, processes: int, took: Any, begins: float) -> float:
+def makespan(queue: JobQueue, processes: int, took: Any, begins: float) -> float:
     """Simulated time until all is done: this process begins at once, the others ``begins`` later."""
     free = [(0.0 if i == 0 else begins, i) for i in range(processes)]
     running: list[tuple[float, int, Job]] = []
     now = 0.0
-    while not board.over:
-        while free and free[0][0] <= now and (job := board.take(block=False)) is not None:
+    while not queue.over:
+        while free and free[0][0] <= now and (job := queue.take(block=False)) is not None:
             _, who = heapq.heappop(free)
             heapq.heappush(running, (now + took(job), who, job))
         ends = [running[0][0]] if running else []
-        starts = [at for at, _ in free if at > now] if board.waiting else []
+        starts = [at for at, _ in free if at > now] if queue.waiting else []
         now = min(ends + starts)
         while running and running[0][0] <= now:
             at, who, job = heapq.heappop(running)
-            board.finish(job)
+            queue.finish(job)
             heapq.heappush(free, (at, who))
     return now
 
@@ -149,7 +149,7 @@ def test_four_devices_are_kept_busy(problems: list[ConvProblem], least: float) -
         return 0.2 * whole if job.share[1] == 0 else 0.7 * whole / job.share[1]
 
     def total(processes: int) -> float:
-        return makespan(Board([Job(p, options) for p in problems], processes), processes, took, 0.0)
+        return makespan(JobQueue([Job(p, options) for p in problems], processes), processes, took, 0.0)
 
     divided = False
     alone = total(1)

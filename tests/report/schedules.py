@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tilewise.notation import parse_layer
 from tilewise.plan import Config, Error, Measurement, Plan
-from tilewise.planner.results_json import document as document_of
-from tilewise.planner.results_json import layers_json, summary_json
-from tilewise.problem import Pass
+from tilewise.planner.schedules.results_json import document as document_of
+from tilewise.planner.schedules.results_json import layers_json, summary_json
+from tilewise.problems.conv.notation import parse_layer
+from tilewise.problems.conv.problem import Pass
 from tilewise.report.documents import measurement_json, time_document
 from tilewise.report.values import Layer, LayerResult, NetworkTime, PassResult, StepTime, summarize
 

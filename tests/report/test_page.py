@@ -406,7 +406,7 @@ def test_any_document_is_a_page_or_refused(data):
             name = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
             deeper = isinstance(place[name], (dict, list)) and place[name]
             if not deeper or data.draw(st.integers(0, 9)) == 0:
-                place[name] = data.draw(SCALARS)
+                place[name] = copy.deepcopy(data.draw(SCALARS))  # a later turn may write into it
                 break
             place = place[name]
         if not document:

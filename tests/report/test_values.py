@@ -8,10 +8,10 @@ import math
 import pytest
 from rich.console import Console
 
-from tilewise.axis import Axis
-from tilewise.notation import parse_layer
 from tilewise.plan import Config, Error, Measurement, Plan
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.notation import parse_layer
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.report import tables
 from tilewise.report.values import Layer, LayerResult, NetworkTime, PassResult, StepTime, describe, summarize
 
@@ -117,13 +117,16 @@ def test_training_steps():
 
 def test_explained_candidates_are_sorted_and_keep_their_reasons():
     tried = [
-        Measurement("slow", 1, Config(), 3.0, 0, Error(1e-7, 1e-8), baseline_ms=6.0),
-        Measurement("lost", 1, Config(engine=3), reason="needs 3 GiB"),
+        Measurement("slow", 1, Config(), 3.0, 0, Error(1e-7, 1e-8), baseline_ms=6.0, estimate_ms=4.5),
+        Measurement("lost", 1, Config(engine=3), reason="needs 3 GiB", estimate_ms=250.0),
         Measurement("fast", 1, Config(), 1.0, 2**20),
     ]
     lines = text_of(tables.explain_table(tried)).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["fast", "slow", "lost"]
-    assert "2.00x" in lines[2]
+    assert [heading in lines[0] for heading in ("estimate ms", "speed-up")] == [True, True]
+    assert lines[2].split()[1:4] == ["4.500", "3.000", "2.00x"]
+    assert "250.0" in lines[3]
+    assert lines[1].split()[1:3] == ["-", "1.000"]
     assert "engine=3" in lines[3]
     assert "needs 3 GiB" in lines[3]
 

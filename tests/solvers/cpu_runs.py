@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from tilewise.plan import Config
-from tilewise.problem import ConvProblem
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import Solver
 
 

@@ -9,18 +9,19 @@ from dataclasses import replace
 import torch
 from tests.kernels.emulator import emulate
 
-from tilewise.device import device_name
-from tilewise.kernels.reference import convolve_by_transform
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem
-from tilewise.solvers._depthwise_fft import Step
+from tilewise.problems.conv.problem import ConvProblem
+from tilewise.problems.conv.reference import convolve_by_transform
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import Prepare, Run, Solver
+from tilewise.solvers.common.cuda_run import Step
+from tilewise.solvers.conv import ConvSolver
 
 __all__ = ["EmulatedSteps", "check_on_gpu", "launch"]
 
 
-class EmulatedSteps(Solver):
+class EmulatedSteps(ConvSolver):
     """Before a solver with ``steps`` and ``filters`` among the bases of a class: binds them to the emulator."""
 
     def __init__(self, backwards: bool = False) -> None:

@@ -9,9 +9,9 @@ import torch
 from tests import toys
 
 from tilewise import solvers
-from tilewise.axis import Axis
 from tilewise.execute import bind
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -54,14 +54,14 @@ def test_gradients_take_torchs_memory_and_layout(pass_: Pass, images: str, filte
 
 
 def test_padding_that_torch_does_not_have_is_a_reason() -> None:
-    aten = solvers.baseline()
+    aten = solvers.baseline(ConvProblem)
     for padding in ((1, 0), (0, 2), (-1, -1)):
         assert aten.why_not(ConvProblem(Pass.FPROP, 1, 1, 1, (Axis(8, 3, 1, 1, *padding),)))
     assert not aten.why_not(toys.small())
 
 
 def test_gradients_on_a_gpu_may_not_be_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    aten, config = solvers.baseline(), toys.leaf("aten", toys.small()).config
+    aten, config = solvers.baseline(ConvProblem), toys.leaf("aten", toys.small()).config
     for pass_ in Pass:
         on_gpu = toys.small(pass_, device="cuda:any")
         assert aten.is_deterministic(toys.small(pass_), config)
@@ -76,7 +76,7 @@ def test_gradients_on_a_gpu_may_not_be_the_same_twice(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("images", FORMATS)
 @pytest.mark.parametrize("filters", FORMATS)
 def test_gradients_on_a_gpu_have_torchs_layout(pass_: Pass, images: str, filters: str) -> None:
-    from tilewise.device import device_name
+    from tilewise.machine.device import device_name
 
     axis = Axis(16, 3, before=1, after=1)
     problem = ConvProblem(

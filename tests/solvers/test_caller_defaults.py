@@ -14,8 +14,8 @@ from tests.sampling import EVERY
 from tests.solvers import test_solvers
 from tests.solvers.test_solvers import Memory, check
 
-from tilewise.axis import Axis
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers import Solver, Split, all_solvers, get
 
 PLAIN: Memory = (("contiguous", 0),) * 3

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.solvers._buffers import Strided, dense
-from tilewise.solvers._copies import Copy
+from tilewise.solvers.common.buffers import Strided, dense
+from tilewise.solvers.lowering._copies import Copy
 
 
 @settings(max_examples=120)

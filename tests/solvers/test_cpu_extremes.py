@@ -8,10 +8,10 @@ from tests.solvers.cpu_runs import run_poisoned
 from tests.toys import leaf
 
 from tilewise import solvers
-from tilewise.axis import Axis
 from tilewise.planner import Options, Planner
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers import Solver
 
 pytest.importorskip("numba")

@@ -17,16 +17,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilewise import solvers
-from tilewise.axis import Axis
 from tilewise.execute import bind
 from tilewise.plan import Config, Plan
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers import SolverUnavailable, _cublas, _lowering, _matmul, _patches, _weight_gradient
-from tilewise.solvers._buffers import Strided
-from tilewise.solvers._cublas import CublasRun, Library, column_major
-from tilewise.solvers._matmul import as_matrix, at_precision, straight
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
+from tilewise.solvers import SolverUnavailable
 from tilewise.solvers.base import Run
+from tilewise.solvers.common import cublas as _cublas
+from tilewise.solvers.common import matmul as _matmul
+from tilewise.solvers.common.buffers import Strided
+from tilewise.solvers.common.cublas import CublasRun, Library, column_major
+from tilewise.solvers.common.matmul import as_matrix, at_precision, straight
+from tilewise.solvers.lowering import _lowering, _patches, _weight_gradient
 
 CUDA = torch.device("cuda", 0)
 HANDLE = 0x7FFF_0000_1234

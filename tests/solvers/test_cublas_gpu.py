@@ -13,13 +13,13 @@ import torch
 from tests.solvers.test_cublas import BOUNDS, layers, products
 
 from tilewise import solvers
-from tilewise.axis import Axis
-from tilewise.device import device_name
 from tilewise.execute import bind
+from tilewise.machine.device import device_name
 from tilewise.plan import Config, Plan
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers import _cublas
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
+from tilewise.solvers.common import cublas as _cublas
 
 pytestmark = pytest.mark.gpu
 

@@ -12,14 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.axis import Axis
 from tilewise.plan import Config
-from tilewise.problem import ROLES, ConvProblem, Pass, layout_of
+from tilewise.problems.base import layout_of
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers import SolverUnavailable
-from tilewise.solvers._cudnn_api import missing
-from tilewise.solvers._cudnn_catalogue import Bounded, plain, serves
-from tilewise.solvers._cudnn_graph import KNOBS, Engine, Traits, canonical_strides, exact_strides
-from tilewise.solvers.cudnn import Cudnn
+from tilewise.solvers.vendor._api import missing
+from tilewise.solvers.vendor._catalogue import Bounded, plain, serves
+from tilewise.solvers.vendor._graph import KNOBS, Engine, Traits, canonical_strides, exact_strides
+from tilewise.solvers.vendor.cudnn import Cudnn
 
 LAYER = ConvProblem(Pass.FPROP, 4, 8, 16, (Axis(9, 3, 1, 1, 1, 1), Axis(9, 3, 1, 1, 1, 1)), device="cuda:some GPU")
 

@@ -11,15 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers import SolverUnavailable
-from tilewise.solvers import _cudnn_api as api
-from tilewise.solvers._cudnn_graph import Engine
-from tilewise.solvers.cudnn import Cudnn, CudnnRun
+from tilewise.solvers.vendor import _api as api
+from tilewise.solvers.vendor._graph import Engine
+from tilewise.solvers.vendor.cudnn import Cudnn, CudnnRun
 
 pytestmark = [
     pytest.mark.gpu,
@@ -221,11 +221,11 @@ def test_another_process_rebuilds_the_same_plans_from_their_names(solver: Cudnn)
     code = f"""
 import json
 import torch
-from tilewise.axis import Axis
+from tilewise.problems.conv.axis import Axis
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers.cudnn import Cudnn
+from tilewise.problems.operands import make_operands, make_result
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.solvers.vendor.cudnn import Cudnn
 p = {p!r}
 solver, found = Cudnn(), {{}}
 a, b = make_operands(p)

@@ -14,14 +14,15 @@ from tests.interpreter import interpreted
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import allocate, axes, fill, with_memory
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
-from tilewise.solvers._depthwise import HIGH, LOW, UNUSED, Tile, kernel_rows, promised, strides_of, vectors, window
+from tilewise.problems.base import dense_strides
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.depthwise import PEAK, Depthwise, _tile
+from tilewise.solvers.depthwise._gpu import HIGH, LOW, UNUSED, Tile, kernel_rows, promised, strides_of, vectors, window
+from tilewise.solvers.depthwise.depthwise import PEAK, Depthwise, _tile
 
 
 class Interpreted(Depthwise):

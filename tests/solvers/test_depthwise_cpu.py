@@ -20,15 +20,15 @@ from tests.solvers.test_solvers import Memory, check
 from tests.strategies import with_memory
 
 from tilewise import execute
-from tilewise.axis import Axis
 from tilewise.kernels.cpu import sizes
-from tilewise.kernels.reference import convolve_by_transform
 from tilewise.plan import Config, Plan
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.conv.reference import convolve_by_transform
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers import SolverUnavailable
-from tilewise.solvers._fft_sizes import meets
-from tilewise.solvers.depthwise_fft import DepthwiseFFT
+from tilewise.solvers.common.bases import meets
+from tilewise.solvers.fused_fourier.depthwise_fft import DepthwiseFFT
 
 pytest.importorskip("numba")
 SOLVER = DepthwiseFFT()

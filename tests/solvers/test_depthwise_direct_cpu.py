@@ -11,17 +11,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.reference import convolve
 from tests.solvers.cpu_runs import at_once
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import axes, with_memory
 
-from tilewise.axis import Axis
-from tilewise.kernels.reference import convolve
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers import SolverUnavailable
-from tilewise.solvers.depthwise import Depthwise
+from tilewise.solvers.depthwise.depthwise import Depthwise
 
 pytest.importorskip("numba")
 SOLVER = Depthwise()

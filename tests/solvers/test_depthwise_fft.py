@@ -18,17 +18,17 @@ from tests.solvers.emulated_steps import EmulatedSteps, check_on_gpu, launch
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import with_memory
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
 from tilewise.kernels.cuda import launch as cuda
 from tilewise.kernels.cuda.depthwise1d import SIZES
-from tilewise.kernels.reference import convolve_by_transform
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._fft_sizes import least, least_whole, whole_placement
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.conv.reference import convolve_by_transform
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.depthwise_fft import DepthwiseFFT
+from tilewise.solvers.common.bases import least, least_whole, whole_placement
+from tilewise.solvers.fused_fourier.depthwise_fft import DepthwiseFFT
 
 DENSE = (("contiguous", 0),) * 3
 SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -14,14 +14,14 @@ from tests.interpreter import interpreted
 from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import problems, with_memory
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers import _direct_gemm
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.direct_gemm import DirectGemm
+from tilewise.solvers.products import _direct as _direct_gemm
+from tilewise.solvers.products.direct_gemm import DirectGemm
 
 SOLVER = DirectGemm()
 PLAIN: Memory = (("contiguous", 0),) * 3
@@ -78,8 +78,8 @@ def test_pointwise_kernels_read_runs_of_places(pass_: Pass, width: int, layout: 
 
 def _told(p: ConvProblem, layout: str) -> Any:
     """One sweep, and views of the tensors that are gathered and written."""
-    from tilewise.solvers._sweeps import backward, forward
-    from tilewise.solvers._views import View
+    from tilewise.solvers.common.sweeps import backward, forward
+    from tilewise.solvers.common.views import View
 
     axes = (Axis(1, 1), *p.axes)
     sweeps = [(backward if p.pass_ is Pass.DGRAD else forward)(axis)[0] for axis in axes]
@@ -90,7 +90,7 @@ def _told(p: ConvProblem, layout: str) -> Any:
 
 def test_runs_begin_where_memory_is_aligned() -> None:
     """Lines of 32 places that lie 33 apart, though channels and images are multiples of sixteen apart."""
-    from tilewise.solvers._views import View
+    from tilewise.solvers.common.views import View
 
     p = ConvProblem(Pass.FPROP, 3, 18, 21, (Axis(2, 1), Axis(32, 1)))
     sweeps, dense, out, roles = _told(p, "contiguous")

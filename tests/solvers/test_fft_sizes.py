@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.reference import convolve
 from tests.strategies import axes
 
-from tilewise.axis import Axis
-from tilewise.kernels.reference import convolve
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._fft_sizes import bases, least, meets, smooth_sizes
-from tilewise.solvers.fft import FFT
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.solvers.common.bases import bases, least, meets, smooth_sizes
+from tilewise.solvers.fourier.fft import FFT
 
 
 @given(size=st.integers(1, 3000))

@@ -15,15 +15,15 @@ from tests.solvers.cpu_runs import run_poisoned
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import problems, with_memory
 
-from tilewise.axis import Axis
-from tilewise.kernels.cpu.lowered import SHAPES, side
+from tilewise.kernels.cpu.lowering.lowered import SHAPES, side
 from tilewise.plan import Config
 from tilewise.planner import Options, Planner
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers import SolverUnavailable
-from tilewise.solvers._depthwise_cpu import WIDEST
-from tilewise.solvers.fused_lowering import FusedLowering
+from tilewise.solvers.common.cpu_run import WIDEST
+from tilewise.solvers.lowering.fused_lowering import FusedLowering
 
 pytest.importorskip("numba")
 SOLVER = FusedLowering()

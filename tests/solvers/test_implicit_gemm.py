@@ -13,13 +13,13 @@ from tests.interpreter import interpreted
 from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import problems, with_memory
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers import _implicit_gemm
-from tilewise.solvers.implicit_gemm import TILES, ImplicitGemm
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
+from tilewise.solvers.products import _implicit as _implicit_gemm
+from tilewise.solvers.products.implicit_gemm import TILES, ImplicitGemm
 
 SOLVER = ImplicitGemm()
 MOST_SHARED = 227 * 1024

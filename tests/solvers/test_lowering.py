@@ -11,11 +11,11 @@ from tests.solvers.test_solvers import Memory, check
 from tests.strategies import problems, with_memory
 
 from tilewise import solvers
-from tilewise.axis import Axis
 from tilewise.plan import Config
-from tilewise.planner.estimate import estimate_ms
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._gather import Order
+from tilewise.planner.search.estimate import estimate_ms
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.solvers.lowering._gather import Order
 
 TYPES = ("lowering_type1", "lowering_type2", "lowering_type3")
 

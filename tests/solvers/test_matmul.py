@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.axis import Axis
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers._buffers import Strided
-from tilewise.solvers._matmul import add_over_images, as_matrix, at_precision, library_scratch, multiply, straight
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.solvers.common.buffers import Strided
+from tilewise.solvers.common.matmul import add_over_images, as_matrix, at_precision, library_scratch, multiply, straight
 
 PROBLEM = ConvProblem(Pass.FPROP, 2, 4, 4, (Axis(9, 3),))
 read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter

@@ -11,8 +11,8 @@ from tests import toys
 
 from tilewise import solvers
 from tilewise.plan import Config
-from tilewise.planner.pareto import divide
-from tilewise.problem import ROLES, ConvProblem, Pass
+from tilewise.planner.fronts import divide
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 
 micro_batch = solvers.get("micro_batch")
 assert isinstance(micro_batch, solvers.Split)

@@ -20,14 +20,14 @@ from tests.planner.simulated import PROFILE, Clock, simulated, torchs_own, world
 from tests.planner.simulated import search as searched
 
 from tilewise import execute, solvers
-from tilewise import threads as threads_module
 from tilewise.execute import Bound, PlanMismatch, bind
+from tilewise.machine import threads as threads_module
+from tilewise.machine.threads import bounds_threads
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options, Planner
-from tilewise.planner.search import Search
-from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers import partition as partition_module
-from tilewise.threads import bounds_threads
+from tilewise.planner.search.search import Search
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
+from tilewise.solvers.splits import partition as partition_module
 from tilewise.wisdom import Wisdom
 
 partition = solvers.get("partition")
@@ -331,6 +331,6 @@ def test_it_is_measured_once(clock: Clock) -> None:
     first = searched(PROBLEM)
     first.best()
     runs = clock.runs["thin", 4]
-    second = searched(PROBLEM, store=first.store, workspace=2000)
+    second = searched(PROBLEM, store=first.root.store, workspace=2000)
     second.survey()
     assert clock.runs["thin", 4] - runs <= 3  # micro-batches of four, which are another matter

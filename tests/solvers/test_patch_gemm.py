@@ -14,15 +14,15 @@ from tests.interpreter import interpreted
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import allocate, with_memory
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers import _patch_gemm
-from tilewise.solvers._patch_gemm import Digits, Matrix, adds, digits, matrices, sizes
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.patch_gemm import TILES, PatchGemm
+from tilewise.solvers.products import _patch as _patch_gemm
+from tilewise.solvers.products._patch import Digits, Matrix, adds, digits, matrices, sizes
+from tilewise.solvers.products.patch_gemm import TILES, PatchGemm
 
 SOLVER = PatchGemm()
 MOST_SHARED = 227 * 1024

@@ -15,14 +15,14 @@ from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import problems, with_memory
 
 from tilewise import solvers
-from tilewise.axis import Axis
-from tilewise.device import device_name
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers import polyphase
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.polyphase import Polyphase, phased
+from tilewise.solvers.rewrites import polyphase
+from tilewise.solvers.rewrites.polyphase import Polyphase, phased
 
 SOLVER = Polyphase()
 PLAIN: Memory = (("contiguous", 0),) * 3

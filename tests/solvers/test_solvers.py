@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,15 +12,16 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
-from tests.strategies import allocate, fill, problems, with_memory
+from tests.reference import convolve
+from tests.strategies import allocate, described, fill, problems, with_memory
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
-from tilewise.kernels.reference import convolve
+from tilewise.machine.device import device_name
+from tilewise.machine.torch_state import fp32_precision
 from tilewise.plan import Config
-from tilewise.problem import ROLES, ConvProblem, Pass, dense_strides
+from tilewise.problems.base import dense_strides
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers import Solver, SolverUnavailable, Split, all_solvers
-from tilewise.torch_state import fp32_precision
 
 PLAIN, FULL = 3, 2
 """Problems of a case that only set their result, and those that do all at once that the solver can."""
@@ -189,7 +190,41 @@ def exercise(
                     raise
                 # It takes one group alone.
                 limits(_drawn(solver, problems(pass_, dims, dtype, name, precision), full, bound))()
+        for p, forms in _telling(solver, pass_, dims, dtype, precision, name):
+            c = next(iter(solver.configs(p)))
+            bound.append(check(solver, p, c, forms, accumulate=False))
     assert any(bound), f"{solver.name} could bind no config of {len(bound)}"
+
+
+TELLING: tuple[tuple[tuple[Axis, ...], str], ...] = (
+    ((Axis(8, 2, 1, 2, 1, 1), Axis(8, 3, 1, 2, 2, 2), Axis(8, 3, 2, 2, 1, 1)), "contiguous"),
+    ((Axis(7, 7, 1, 1, 3, 3), Axis(7, 7, 2, 1, 3, 3)), "contiguous"),
+    ((Axis(8, 4, 1, 1, 1, 1), Axis(8, 2, 1, 1), Axis(8, 2, 2, 1)), "contiguous"),
+    ((Axis(6, 3, 1, 1, 1, 1), Axis(6, 1), Axis(6, 3, 2, 1, 1, 1)), "channels_last"),
+    ((Axis(9, 3, 2, 1, 1, 1), Axis(9, 4, 3, 1, 1, 1), Axis(9, 1, 2)), "contiguous"),
+    ((Axis(8, 3, 1, 1, 0, 2), Axis(8, 3, 2, 1, 0, 1)), "contiguous"),
+    ((Axis(7, 3, 1, 1, 1, 1), Axis(7, 1), Axis(7, 3, 2, 1, 1, 1)), "channels"),
+)
+"""Axes and memory that a few draws may miss: dilated ones, large kernels, even ones on even sizes; channels_last;
+strides, uneven padding, and views of larger tensors."""
+CHANNELS = ((3, 2, 4, 1), (3, 2, 4, 2), (3, 3, 3, 3))
+"""Batch, channels before and after, groups: dense ones, some results of each channel, depthwise."""
+
+
+def _telling(
+    solver: Solver, pass_: Pass, dims: int, dtype: str, precision: str, device: str
+) -> Iterator[tuple[ConvProblem, Memory]]:
+    """Of each of :data:`TELLING`, with each of :data:`CHANNELS`, the first problem that the solver supports."""
+    for (axes, form), (batch, into, outof, groups) in itertools.product(TELLING, CHANNELS):
+        forms = ((form, 0),) * 3
+        for axis in axes:
+            p = ConvProblem(pass_, batch, into, outof, (axis,) * dims, groups, dtype=dtype, device=device,
+                            precision=precision)  # fmt: skip
+            meta = torch.device("meta")
+            p = described(p, {role: allocate(p.shape(role), p.torch_dtype(role), meta, form, 0)[0] for role in ROLES})
+            if not solver.why_not(p):
+                yield p, forms
+                break
 
 
 def _drawn(solver: Solver, drawn: st.SearchStrategy[ConvProblem], full: bool, bound: list[bool]) -> Callable[[], None]:
@@ -229,8 +264,11 @@ def _drawn(solver: Solver, drawn: st.SearchStrategy[ConvProblem], full: bool, bo
 @settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(found=with_memory(problems()))
 def test_declarations_agree(solver: Solver, found: tuple[ConvProblem, Memory]) -> None:
+    check_declarations(solver, found[0])
+
+
+def check_declarations(solver: Solver, p: ConvProblem) -> None:
     """What is offered fits what is declared: configs survive their key, costs are positive, workspace is stable."""
-    p, _ = found
     if solver.why_not(p):
         return
     for c in solver.configs(p):
@@ -252,6 +290,11 @@ def test_nothing_is_allocated_beyond_what_is_declared(solver: Solver, pass_: Pas
     """On a GPU the allocator tells: the peak of a run is the workspace and what is declared as hidden, no more."""
     if solver.baseline:
         pytest.skip("what torch's own choice takes is not declared")
+    check_allocations(solver, pass_)
+
+
+def check_allocations(solver: Solver, pass_: Pass) -> None:
+    """Hold the peak of runs on a GPU to what ``solver`` declares."""
     device = torch.device("cuda")
     for p in typical(pass_, device_name(device)):
         if solver.why_not(p):

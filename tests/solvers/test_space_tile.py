@@ -22,13 +22,14 @@ from torch import nn
 
 import tilewise
 from tilewise import Options, Planner, Schedule, execute, solvers
-from tilewise.axis import Axis
-from tilewise.device import device_name, environment
 from tilewise.execute import bind
+from tilewise.machine.device import device_name, environment
 from tilewise.plan import Config, Plan
-from tilewise.planner.follow import follow
-from tilewise.planner.operands import make_operand, make_result
-from tilewise.problem import ROLES, ConvProblem, Pass, Write, dense_strides
+from tilewise.planner.schedules.follow import follow
+from tilewise.problems.base import Write, dense_strides
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
+from tilewise.problems.operands import make_operand, make_result
 from tilewise.solvers import Solver, Split
 from tilewise.wisdom import Wisdom
 
@@ -375,10 +376,10 @@ def test_tiles_lie_where_they_should_past_2_31_elements(pass_: Pass, layout: str
     last = [part for part in parts if part.problem is not None][-1]
     assert last.problem is not None
     x = memory["x"]
-    for r in last.x:
+    for r in last.ranges("x"):
         x = x.narrow(r.dim, r.start, r.length)
     assert tuple(x.shape) == last.problem.shape("x")
-    first = last.x[0].start
+    first = last.ranges("x")[0].start
     assert first > 44000
     assert x.storage_offset() == first * 46400 * (2 if layout == "channels_last" else 1)
     end = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

@@ -16,14 +16,14 @@ from tests.solvers.emulated_steps import EmulatedSteps, check_on_gpu, launch
 from tests.solvers.test_solvers import check
 from tests.strategies import with_memory
 
-from tilewise.axis import Axis
 from tilewise.kernels.cuda import launch as cuda
-from tilewise.kernels.reference import convolve_by_transform
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.conv.reference import convolve_by_transform
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.summed_fft import SummedFFT
+from tilewise.solvers.fused_fourier.summed_fft import SummedFFT
 
 SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large]
 CHANNELS = {"few outputs": (5, 2), "few inputs": (2, 5), "one output": (5, 1), "one input": (1, 6)}

@@ -14,25 +14,25 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
 from tests.kernels.emulator import emulated, launched
+from tests.reference import convolve
 from tests.solvers.test_solvers import check
 from tests.strategies import allocate, described, with_memory
 
-from tilewise.axis import Axis
 from tilewise.kernels.cuda.launch import Bound
 from tilewise.kernels.cuda.operands import leading
-from tilewise.kernels.reference import convolve
 from tilewise.plan import Config
-from tilewise.planner.estimate import estimate_ms
-from tilewise.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers import _own_fft
-from tilewise.solvers import _own_fft_configs as own
-from tilewise.solvers._fft_stretches import batches
-from tilewise.solvers._fft_windows import most, windows
-from tilewise.solvers._frequency_products import FUSED, IN_PARTS, PLANES
-from tilewise.solvers._magnitudes import collapsed
-from tilewise.solvers._own_fft_configs import plan_of
-from tilewise.solvers.fft import FFT
-from tilewise.solvers.tiled_fft import TiledFFT
+from tilewise.planner.search.estimate import estimate_ms
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
+from tilewise.solvers.fourier import _own as _own_fft
+from tilewise.solvers.fourier import _own_configs as own
+from tilewise.solvers.fourier._frequency_products import FUSED, IN_PARTS, PLANES
+from tilewise.solvers.fourier._magnitudes import collapsed
+from tilewise.solvers.fourier._own_configs import plan_of
+from tilewise.solvers.fourier._stretches import batches
+from tilewise.solvers.fourier._windows import most, windows
+from tilewise.solvers.fourier.fft import FFT
+from tilewise.solvers.fourier.tiled_fft import TiledFFT
 
 SOLVER = TiledFFT()
 DENSE = (("contiguous", 0),) * 3

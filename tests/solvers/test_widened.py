@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.axis import Axis
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers import get
 from tilewise.solvers.base import SolverUnavailable
 

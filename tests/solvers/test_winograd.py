@@ -17,14 +17,14 @@ from tests.solvers.test_solvers import Memory, check
 from tests.strategies import with_memory
 
 from tilewise import execute
-from tilewise.axis import Axis
-from tilewise.kernels.cpu.tiling import ROWS, rows_of
+from tilewise.kernels.cpu.winograd.tiling import ROWS, rows_of
 from tilewise.plan import Config, Plan
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers import SolverUnavailable
-from tilewise.solvers._winograd import sizes, tiling
-from tilewise.solvers.winograd import Winograd
+from tilewise.solvers.winograd._cpu import sizes, tiling
+from tilewise.solvers.winograd.winograd import Winograd
 
 pytest.importorskip("numba")
 SOLVER = Winograd()

@@ -15,15 +15,15 @@ from tests.solvers.emulated_steps import EmulatedSteps
 from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import with_memory
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers import winograd_fused
-from tilewise.solvers._winograd_fused import Layout
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.winograd_fused import WinogradFused
+from tilewise.solvers.winograd import winograd_fused
+from tilewise.solvers.winograd._fused import Layout
+from tilewise.solvers.winograd.winograd_fused import WinogradFused
 
 SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large]
 PASSES = (Pass.FPROP, Pass.DGRAD)

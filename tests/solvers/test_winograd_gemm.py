@@ -13,14 +13,14 @@ from tests.interpreter import interpreted
 from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import problems, with_memory
 
-from tilewise.axis import Axis
-from tilewise.device import device_name
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.planner.operands import make_operands, make_result
-from tilewise.problem import ConvProblem, Pass
-from tilewise.solvers import _winograd_gemm
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.winograd_gemm import MOST_POINTS, WinogradGemm
+from tilewise.solvers.winograd import _gemm as _winograd_gemm
+from tilewise.solvers.winograd.winograd_gemm import MOST_POINTS, WinogradGemm
 
 SOLVER = WinogradGemm()
 
@@ -33,7 +33,7 @@ def config(p: ConvProblem, tile: tuple[int, int, int] = (16, 16, 16), **values: 
 
 @st.composite
 def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
-    taps = p.axes[_winograd_gemm.wound(p) or 0].kernel
+    taps = p.axes[_winograd_gemm.saving_axis(p) or 0].kernel
     return config(
         p,
         (draw(st.sampled_from((16, 32))), draw(st.sampled_from((16, 64))), draw(st.sampled_from((16, 32)))),
@@ -51,7 +51,9 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 @settings(max_examples=3, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_tile_and_block(pass_: Pass, dims: int, data: st.DataObject) -> None:
-    found: tuple[ConvProblem, Memory] = data.draw(with_memory(problems(pass_, dims, longest=9)), "problem")
+    found: tuple[ConvProblem, Memory] = data.draw(
+        with_memory(problems(pass_, dims, longest=9 if dims < 3 else 6)), "problem"
+    )
     p, forms = found
     accumulate = data.draw(st.booleans(), "accumulate")
     p = replace(p, accumulate=accumulate, bias=pass_ is not Pass.WGRAD and data.draw(st.booleans(), "bias"))
@@ -80,7 +82,7 @@ def test_interrupted_sums(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_square_s_width_is_the_axis_unless_it_has_a_stride() -> None:
     whole, strided = Axis(9, 3, 1, 1, 1, 1), Axis(9, 3, 2, 1, 1, 1)
     p = ConvProblem(Pass.FPROP, 2, 5, 7, (whole, whole))
-    assert [_winograd_gemm.wound(replace(p, axes=axes)) for axes in ((whole, whole), (whole, strided))] == [1, 0]
+    assert [_winograd_gemm.saving_axis(replace(p, axes=axes)) for axes in ((whole, whole), (whole, strided))] == [1, 0]
     assert any("saves products" in reason for reason in SOLVER.unsupported(replace(p, axes=(strided, strided))))
     p = replace(p, axes=(whole, strided))
     check(SOLVER, p, config(p, outputs=4, images=1), (("contiguous", 0),) * 3, False)

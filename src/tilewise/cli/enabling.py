@@ -19,7 +19,7 @@ def enable(options: dict[str, Any], tell: bool) -> None:
     Ends the process with one line on stderr where an option or a variable makes no sense.
     """
     try:
-        from tilewise.nn.transparent import enable
+        from tilewise.nn.script.session import enable
 
         session = enable(**options)
     except ValueError as error:
@@ -40,5 +40,6 @@ def _end(text: str, status: int) -> None:
 
 
 def _tell(process: int, session: object) -> None:
+    """Write the session's report at the end of the program, but not in a process forked from it."""
     if os.getpid() == process:  # not in a forked child
         sys.stderr.write(f"{session}\n")

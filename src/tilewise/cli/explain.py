@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from tilewise.cli.program import NO_PLAN, BadInput
-from tilewise.cli.settings import PASSES, Settings, planning_options
+from tilewise.cli.program import NO_PLAN, BadInput, bad_input
+from tilewise.cli.settings import PASSES, Asked, planning_options
 
 __all__ = ["command"]
 
@@ -14,17 +14,27 @@ __all__ = ["command"]
 @click.argument("layer", metavar="LAYER")
 @click.option("--pass", "pass_", type=click.Choice(PASSES), default="fprop", show_default=True, help="Which pass.")
 @planning_options
+@click.option(
+    "--solver",
+    "solvers",
+    multiple=True,
+    metavar="SOLVER",
+    help="Measure and check every config of this solver, whatever its estimate; may be repeated.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/explain) instead of tables.")
 @click.pass_context
-def command(ctx: click.Context, layer: str, pass_: str, settings: Settings, as_json: bool) -> None:
-    """List every solver and config for one pass of LAYER: time, workspace and error, or the reason it could not.
+def command(
+    ctx: click.Context, layer: str, pass_: str, settings: Asked, solvers: tuple[str, ...], as_json: bool
+) -> None:
+    """List every solver and config for one pass of LAYER: estimate, time, workspace and error, or why it could not.
 
     Exits with 1 where nothing keeps the limit.
     """
     from tilewise.cli.planning import explain_target, head
     from tilewise.cli.target import layer_target
-    from tilewise.notation import looks_like_layer
     from tilewise.planner import Planner
+    from tilewise.planner.options import names_to_measure
+    from tilewise.problems.conv.notation import looks_like_layer
     from tilewise.report.console import show, show_json
     from tilewise.report.documents import explain_document
     from tilewise.report.tables import explain_table, heading, plan_table
@@ -32,12 +42,14 @@ def command(ctx: click.Context, layer: str, pass_: str, settings: Settings, as_j
     if not looks_like_layer(layer):
         raise BadInput(f"LAYER: {layer!r} is not a layer; text such as mb256ic64ih27oc192oh27kh5ph2 would do")
     options = settings.options()
+    with bad_input():
+        names = names_to_measure(solvers, options, "--solver")
     target = layer_target(layer, settings, (pass_,))
-    result, tried = explain_target(target, options, Planner())
-    top, found = head(target, settings, options), result.passes[0]
+    result, tried = explain_target(target, options, Planner(), names)
+    top, first_pass = head(target, settings, options), result.passes[0]
     if as_json:
-        show_json(explain_document(top, found, tried))
+        show_json(explain_document(top, first_pass, tried))
     else:
         show(heading(top), plan_table([result]), "", explain_table(tried))
-    if found.plan is None:
+    if first_pass.plan is None:
         ctx.exit(NO_PLAN)

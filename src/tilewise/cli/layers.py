@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from tilewise.frontends.layers import LayerCall
-from tilewise.nn.book import Book
-from tilewise.nn.call import Call, Operand
-from tilewise.nn.geometry import Geometry
-from tilewise.nn.layer import Layer as PlannedLayer
-from tilewise.nn.modules import geometry_of, obstacle
+from tilewise.nn.layers.call import Call, Operand
+from tilewise.nn.layers.convolution import geometry_of, obstacle
+from tilewise.nn.layers.geometry import Geometry
+from tilewise.nn.layers.layer import Layer as PlannedLayer
+from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.planner import Options
-from tilewise.problem import ALIGNMENT, DTYPE_NAMES, ConvProblem, dense_strides
+from tilewise.problems.base import ALIGNMENT, DTYPE_NAMES, dense_strides
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.report.values import Layer
 
 __all__ = ["grouped", "layer_of"]
@@ -36,6 +37,7 @@ def layer_of(call: LayerCall, precision: str, device: torch.device) -> Layer:
 
 
 def _problems(call: LayerCall, geometry: Geometry, precision: str, device: torch.device) -> tuple[ConvProblem, ...]:
+    """The problem of each pass that a recorded call needs."""
     module: Any = call.module
     shape = call.input_shape if len(call.input_shape) == geometry.dims + 2 else (1, *call.input_shape)
     if module.padding_mode != "zeros":
@@ -57,11 +59,11 @@ def _problems(call: LayerCall, geometry: Geometry, precision: str, device: torch
             autocast=None,
         )
 
-    book = Book(Options(), "torch")
-    layer = PlannedLayer(geometry, book)
+    plan_table = PlanTable(Options(), "torch")
+    layer = PlannedLayer(geometry, plan_table)
     if layer.adapted(described(shape)) is not None:
         geometry, pads = geometry.without_excess()
-        layer, shape = PlannedLayer(geometry, book), _padded(shape, pads)
+        layer, shape = PlannedLayer(geometry, plan_table), _padded(shape, pads)
     return tuple(layer.problems(described(shape)).values())
 
 
@@ -74,10 +76,10 @@ def _padded(shape: tuple[int, ...], pads: tuple[int, ...]) -> tuple[int, ...]:
 
 def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
     """Equal layers as one, under all their names, where the first of them stood."""
-    found: dict[tuple[object, ...], list[Layer]] = {}
+    alike: dict[tuple[object, ...], list[Layer]] = {}
     for layer in layers:
-        found.setdefault((layer.problems, layer.transposed, layer.left), []).append(layer)
+        alike.setdefault((layer.problems, layer.transposed, layer.left), []).append(layer)
     return tuple(
         Layer(tuple(name for layer in same for name in layer.names), same[0].problems, same[0].transposed, same[0].left)
-        for same in found.values()
+        for same in alike.values()
     )

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tilewise.cli.program import BadInput, bad_input
-from tilewise.cli.settings import DEFAULT_BATCH, Settings
+from tilewise.cli.settings import DEFAULT_BATCH, Asked
 
 if TYPE_CHECKING:
-    from tilewise.distributed.mesh_cost import Cluster
-    from tilewise.distributed.meshes import MeshChoice
+    from tilewise.distributed.mesh.choose import MeshChoice
+    from tilewise.distributed.mesh.cost import Cluster
     from tilewise.planner import Planner
 
 __all__ = ["MeshAsked", "mesh_options", "plan_mesh"]
@@ -35,9 +35,9 @@ class MeshAsked:
     node_latency: str | None
 
     def cluster(self) -> Cluster:
-        """The links. Raises :class:`BadInput`."""
-        from tilewise.distributed.link_speed import parse_bandwidth, parse_latency
-        from tilewise.distributed.mesh_cost import Cluster, LinkSpeed
+        """The links between GPUs that were asked for. Raises :class:`BadInput` for one that is none."""
+        from tilewise.distributed.mesh.cost import Cluster, LinkSpeed
+        from tilewise.distributed.mesh.link_speed import parse_bandwidth, parse_latency
 
         default = Cluster()
 
@@ -109,19 +109,19 @@ OPTIONS = (
 
 
 def plan_mesh(
-    target: str, mesh: MeshAsked, settings: Settings, planner: Planner, memory_limit: str | None
+    target: str, mesh: MeshAsked, settings: Asked, planner: Planner, memory_limit: str | None
 ) -> tuple[dict[str, Any], MeshChoice]:
     """The head of the document and the choice. Raises :class:`BadInput`."""
     import torch
 
-    from tilewise.device import device_name, environment
-    from tilewise.distributed.meshes import choose_mesh
+    from tilewise.distributed.mesh.choose import choose_mesh
     from tilewise.frontends.networks import load_network
-    from tilewise.notation import looks_like_layer
+    from tilewise.machine.device import device_name, environment
+    from tilewise.machine.torch_state import framework_flags
     from tilewise.planner import Schedule
-    from tilewise.problem import DTYPES
+    from tilewise.problems.base import DTYPES
+    from tilewise.problems.conv.notation import looks_like_layer
     from tilewise.report.console import progress_bar
-    from tilewise.torch_state import framework_flags
 
     if looks_like_layer(target):
         raise BadInput(f"--gpus: a mesh is of a network's step, and {target!r} is a layer; NET would do")

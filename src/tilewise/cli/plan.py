@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,19 @@ import click
 
 from tilewise.cli.mesh import MeshAsked, mesh_options, plan_mesh
 from tilewise.cli.program import NO_PLAN, BadInput
-from tilewise.cli.settings import PASSES, Settings, budget_options, devices_option, make_planner, planning_options
+from tilewise.cli.settings import (
+    PASSES,
+    Asked,
+    budget_options,
+    devices_option,
+    make_planner,
+    planning_options,
+    shared_option,
+)
 
 if TYPE_CHECKING:
+    from tilewise.cli.whole_step import Found
+    from tilewise.nn.budget import Divided
     from tilewise.planner import Planner, Schedule
 
 __all__ = ["command"]
@@ -21,11 +31,7 @@ __all__ = ["command"]
 @click.command("plan")
 @click.argument("target", metavar="NET|LAYER")
 @click.option("--pass", "passes", type=click.Choice(PASSES), multiple=True, help="Only this pass; may be repeated.")
-@click.option(
-    "--memory-limit",
-    metavar="SIZE",
-    help="Limit of a whole training step of NET on its device, such as 16GiB or 80%.  [default: none]",
-)
+@shared_option("memory_limit")
 @click.option("--max-batch", is_flag=True, help="Find the largest mini-batch that keeps --memory-limit, and plan that.")
 @planning_options
 @devices_option
@@ -44,7 +50,7 @@ def command(
     passes: tuple[str, ...],
     memory_limit: str | None,
     max_batch: bool,
-    settings: Settings,
+    settings: Asked,
     devices: str | None,
     total_workspace: str | None,
     policy: str | None,
@@ -63,15 +69,8 @@ def command(
     reasons, or where nothing keeps the step's or the total. What -o writes is a schedule, which `tilewise.optimize` and
     `tilewise time --schedule` run by.
     """
-    from tilewise.cli.planning import divide_target, head, plan_target, schedule_of
-    from tilewise.cli.target import resolve
-    from tilewise.cli.whole_step import Found, plan_step
-    from tilewise.report.console import show, show_json
-    from tilewise.report.tables import budget_table, heading, memory_text, plan_table, summary_text
-    from tilewise.report.values import summarize
-
-    if output is not None and not Path(output).absolute().parent.is_dir():
-        raise BadInput(f"-o: {output!r} lies in no folder that there is")
+    report = PlanReport(as_json, output, candidates, fronts)
+    report.check()
     if max_batch and memory_limit is None:
         raise BadInput("--max-batch: of which limit? --memory-limit 16GiB would do")
     options = settings.options()
@@ -80,46 +79,74 @@ def command(
     if mesh.gpus is not None:
         others = {"--pass": passes, "--max-batch": max_batch, "--total-workspace": budget, "-o": output}
         others |= {"--candidates": candidates, "--fronts": fronts}
-        for name, value in others.items():
-            if value:
-                raise BadInput(f"{name}: --gpus compares meshes and makes no schedule; leave one of them out")
+        refuse_with_mesh(others)
         planner = make_planner(devices, settings.torch_device())
         ctx.exit(run_mesh(target, mesh, settings, planner, memory_limit, as_json))
     if budget is not None and memory_limit is not None:
         raise BadInput("--total-workspace: --memory-limit gives every kernel its own limit; leave one of them out")
+
+    from tilewise.cli.planning import divide_target
+    from tilewise.cli.target import resolve
+    from tilewise.cli.whole_step import plan_asked
+
     resolved = resolve(target, settings, passes)
     planner = make_planner(devices, resolved.device)
     divided = divide_target(resolved, options, planner, budget)
-    if memory_limit is None:
-        found = Found(resolved, plan_target(resolved, options, planner, limits=divided.limits))
-    elif max_batch:  # inputs of another batch are not to count
-        resolved = replace(resolved, inputs=None)
-        found = plan_step(resolved, options, planner, memory_limit, passes)
-    else:
-        found = plan_step(resolved, options, planner, memory_limit, None)
-    summary = summarize(found.results)
-    if as_json or output is not None:
-        schedule = schedule_of(
-            found.target, settings, options, found.results, planner, fronts=fronts, candidates=candidates
-        )
-        schedule = replace(schedule, budget=divided.facts["budget"], step=found.step, largest_batch=found.largest)
-        if output is not None:
-            save(schedule, output)
-        if as_json:
-            show_json(schedule.to_json())
-    if not as_json:
-        top = head(found.target, settings, options)
-        show(heading(top), plan_table(found.results), "", summary_text(summary))
-        if divided.facts["budget"] is not None:
-            show("", budget_table(divided.facts["budget"]))
-        if found.step is not None:
-            show("", memory_text(found.step, found.largest))
-    if summary.unplanned:
+    found = plan_asked(resolved, options, planner, divided, memory_limit, passes if max_batch else None)
+    if report.write(found, divided, settings, planner):
         ctx.exit(NO_PLAN)
 
 
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What the command prints and writes: tables or a document, which may go to the file ``output`` as well."""
+
+    as_json: bool
+    output: str | None
+    candidates: bool
+    fronts: bool
+
+    def check(self) -> None:
+        """Raise :class:`BadInput` where the file could not be written, before anything is planned."""
+        if self.output is not None and not Path(self.output).absolute().parent.is_dir():
+            raise BadInput(f"-o: {self.output!r} lies in no folder that there is")
+
+    def write(self, found: Found, divided: Divided, settings: Asked, planner: Planner) -> int:
+        """Print and write what was ``found``; how many passes have no plan."""
+        from tilewise.cli.planning import head, schedule_of
+        from tilewise.report.console import show, show_json
+        from tilewise.report.tables import budget_table, heading, memory_text, plan_table, summary_text
+        from tilewise.report.values import summarize
+
+        options, budget = settings.options(), divided.facts["budget"]
+        summary = summarize(found.results)
+        if self.as_json or self.output is not None:
+            schedule = schedule_of(
+                found.target, settings, options, found.results, planner, fronts=self.fronts, candidates=self.candidates
+            )
+            schedule = replace(schedule, budget=budget, step=found.step, largest_batch=found.largest)
+            if self.output is not None:
+                save(schedule, self.output)
+            if self.as_json:
+                show_json(schedule.to_json())
+        if not self.as_json:
+            show(heading(head(found.target, settings, options)), plan_table(found.results), "", summary_text(summary))
+            if budget is not None:
+                show("", budget_table(budget))
+            if found.step is not None:
+                show("", memory_text(found.step, found.largest))
+        return summary.unplanned
+
+
+def refuse_with_mesh(others: dict[str, object]) -> None:
+    """Raise :class:`BadInput` for the first of the options ``others`` that was given beside ``--gpus``."""
+    for name, value in others.items():
+        if value:
+            raise BadInput(f"{name}: --gpus compares meshes and makes no schedule; leave one of them out")
+
+
 def run_mesh(
-    target: str, mesh: MeshAsked, settings: Settings, planner: Planner, memory_limit: str | None, as_json: bool
+    target: str, mesh: MeshAsked, settings: Asked, planner: Planner, memory_limit: str | None, as_json: bool
 ) -> int:
     """Compare meshes and print them; the exit status."""
     from tilewise.report.console import show, show_json
@@ -135,7 +162,7 @@ def run_mesh(
 
 
 def save(schedule: Schedule, path: str) -> None:
-    """Write ``schedule``. Raises :class:`BadInput`."""
+    """Write ``schedule`` into a file. Raises :class:`BadInput` where it cannot be written."""
     try:
         schedule.save(path)
     except OSError as error:

@@ -12,32 +12,34 @@ from typing import Any
 import click
 
 from tilewise.cli.program import BadInput
-from tilewise.cli.settings import POLICIES, Settings
+from tilewise.cli.settings import Asked
 from tilewise.cli.target import Target
-from tilewise.device import device_name, environment
+from tilewise.machine.device import device_name, environment
+from tilewise.machine.torch_state import framework_flags
 from tilewise.nn import optimize
 from tilewise.nn.budget import Budget, Divided, divide
 from tilewise.plan import Measurement
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
-from tilewise.planner.follow import entry_of, follow
-from tilewise.planner.results import with_times
-from tilewise.planner.schedule import with_tried
-from tilewise.problem import ConvProblem
+from tilewise.planner.schedules.follow import entry_of, follow
+from tilewise.planner.schedules.results import with_times
+from tilewise.planner.schedules.schedule import with_tried
+from tilewise.problems.base import Problem
 from tilewise.report.console import progress_bar
 from tilewise.report.layer_time import time_pass
 from tilewise.report.network_time import time_training_steps
 from tilewise.report.values import LayerResult, NetworkTime, PassResult
-from tilewise.torch_state import framework_flags
+from tilewise.settings import Settings
 
 __all__ = ["divide_target", "explain_target", "head", "plan_target", "schedule_of", "time_results", "time_training"]
 
 
-def head(target: Target, settings: Settings, options: Options) -> dict[str, Any]:
+def head(target: Target, settings: Asked, options: Options) -> dict[str, Any]:
     """What every document says first: for what and where it holds."""
     return _schedule(target, settings, options, ()).head
 
 
-def _schedule(target: Target, settings: Settings, options: Options, layers: Sequence[LayerResult]) -> Schedule:
+def _schedule(target: Target, settings: Asked, options: Options, layers: Sequence[LayerResult]) -> Schedule:
+    """The schedule of ``layers`` for ``target``, planned under ``options``."""
     device = device_name(target.device)
     return Schedule(
         target.name,
@@ -59,7 +61,7 @@ def divide_target(target: Target, options: Options, planner: Planner, budget: Bu
     """
     if budget is None:
         return Divided({}, {"budget": None})
-    names: dict[ConvProblem, list[str]] = {}
+    names: dict[Problem, list[str]] = {}
     for layer in target.layers:
         for problem in layer.problems:
             names.setdefault(problem, []).extend(layer.names)
@@ -76,7 +78,7 @@ def divide_target(target: Target, options: Options, planner: Planner, budget: Bu
 
 def schedule_of(
     target: Target,
-    settings: Settings,
+    settings: Asked,
     options: Options,
     results: Sequence[LayerResult],
     planner: Planner,
@@ -85,9 +87,9 @@ def schedule_of(
     candidates: bool = False,
 ) -> Schedule:
     """What was planned for ``target``, with the times that planning took; on request with what was tried."""
-    times = planner.torch_ms(found.problem for result in results for found in result.passes)
+    times = planner.torch_ms(each.problem for result in results for each in result.passes)
     layers = [
-        replace(result, passes=tuple(with_times(found, times.get(found.problem)) for found in result.passes))
+        replace(result, passes=tuple(with_times(each, times.get(each.problem)) for each in result.passes))
         for result in results
     ]
     schedule = _schedule(target, settings, options, layers)
@@ -95,7 +97,7 @@ def schedule_of(
         return schedule
     with progress_bar("fronts" if fronts else "candidates", len(schedule.kernels)) as progress:
 
-        def step(problem: ConvProblem) -> None:
+        def step(problem: Problem) -> None:
             progress(_progress_text(target, problem))
 
         return with_tried(schedule, planner, fronts=fronts, candidates=candidates, step=step)
@@ -106,7 +108,7 @@ def plan_target(
     options: Options,
     planner: Planner,
     schedule: Schedule | None = None,
-    limits: Mapping[ConvProblem, int] | None = None,
+    limits: Mapping[Any, int] | None = None,
 ) -> list[LayerResult]:
     """Every layer of ``target`` with a plan for each pass, or the reason there is none; equal problems once.
 
@@ -114,27 +116,29 @@ def plan_target(
     :class:`BadInput` where it has nothing for ``target``. ``limits`` are workspaces of single problems, in place of the
     options'.
     """
-    own = limits or {}
+    limit_of = limits or {}
     problems = dict.fromkeys(problem for layer in target.layers for problem in layer.problems)
     if schedule is not None and problems and all(entry_of(schedule, problem) is None for problem in problems):
-        made = f"--batch {schedule.batch} --dtype {schedule.dtype} --layout {schedule.layout}, {schedule.precision}"
-        raise BadInput(f"--schedule: it has nothing for {target.name}; it was made for {schedule.target}, {made}")
-    results: dict[ConvProblem, PassResult] = {}
+        made_with = (
+            f"--batch {schedule.batch} --dtype {schedule.dtype} --layout {schedule.layout}, {schedule.precision}"
+        )
+        raise BadInput(f"--schedule: it has nothing for {target.name}; it was made for {schedule.target}, {made_with}")
+    results: dict[Problem, PassResult] = {}
     notes: Counter[str] = Counter()
     with progress_bar("planning", len(problems)) as progress:
-        begun: set[ConvProblem] = set()
+        begun: set[Problem] = set()
 
-        def tell(problem: ConvProblem) -> None:
+        def tell(problem: Problem) -> None:
             progress(_progress_text(target, problem))
             begun.add(problem)
 
-        if schedule is None and not own:
+        if schedule is None and not limit_of:
             planner.plan_ahead(list(problems), options, tell)
             planner.close()  # nothing else is to run beside what is measured next
         for problem in problems:
             if problem not in begun:
                 tell(problem)
-            within = replace(options, workspace=own.get(problem, options.workspace))
+            within = replace(options, workspace=limit_of.get(problem, options.workspace))
             results[problem], note = _planned(problem, within, planner, schedule)
             notes.update([note] if note else [])
     if notes:
@@ -144,29 +148,32 @@ def plan_target(
 
 
 def _planned(
-    problem: ConvProblem, options: Options, planner: Planner, schedule: Schedule | None = None
+    problem: Problem, options: Options, planner: Planner, schedule: Schedule | None = None
 ) -> tuple[PassResult, str]:
     """What came of ``problem``, and why a schedule's plan was not taken."""
     note = ""
     if schedule is not None:
-        found = follow(schedule, problem, options, planner)
-        if found.plan is not None:
-            return PassResult(problem, found.plan), ""
-        note = found.note.splitlines()[0]
-        options = options if found.limit is None else replace(options, workspace=found.limit)
+        followed = follow(schedule, problem, options, planner)
+        if followed.plan is not None:
+            return PassResult(problem, followed.plan), ""
+        note = followed.note.splitlines()[0]
+        options = options if followed.limit is None else replace(options, workspace=followed.limit)
     try:
         return PassResult(problem, planner.plan(problem, options)), note
     except NoPlanError as error:
         return PassResult(problem, reason=str(error)), note
 
 
-def explain_target(target: Target, options: Options, planner: Planner) -> tuple[LayerResult, list[Measurement]]:
+def explain_target(
+    target: Target, options: Options, planner: Planner, every_config_of: Sequence[str] = ()
+) -> tuple[LayerResult, list[Measurement]]:
     """The first problem of ``target`` with its plan, and everything that was tried on it."""
     layer = target.layers[0]
     problem = layer.problems[0]
-    with progress_bar("explaining", 1) as progress:
+    with progress_bar("explaining", 1 + len(every_config_of)) as progress:
+        planner.progress = lambda done, total, text: progress(text)
         progress(_progress_text(target, problem))
-        tried = planner.explain(problem, options)
+        tried = planner.explain(problem, options, every_config_of=every_config_of)
         return LayerResult(layer, (_planned(problem, options, planner)[0],)), tried
 
 
@@ -174,13 +181,13 @@ def time_results(
     target: Target, results: list[LayerResult], deterministic: bool, iterations: int | None
 ) -> list[LayerResult]:
     """``results`` with both times of every distinct problem, taken in turns."""
-    timed: dict[ConvProblem, PassResult] = {}
-    distinct = {found.problem: found for result in results for found in result.passes}
+    timed: dict[Problem, PassResult] = {}
+    distinct = {each.problem: each for result in results for each in result.passes}
     with progress_bar("timing", len(distinct)) as progress:
-        for problem, found in distinct.items():
+        for problem, each in distinct.items():
             progress(_progress_text(target, problem))
-            timed[problem] = time_pass(found, deterministic, iterations)
-    return [replace(result, passes=tuple(timed[found.problem] for found in result.passes)) for result in results]
+            timed[problem] = time_pass(each, deterministic, iterations)
+    return [replace(result, passes=tuple(timed[each.problem] for each in result.passes)) for result in results]
 
 
 def time_training(
@@ -195,25 +202,21 @@ def time_training(
     if target.network is None or target.inputs is None:
         return None
     plain = target.network.module
+    total: dict[str, Any] = {} if budget is None else {"total_workspace": budget.total, "policy": budget.policy}
     flags = framework_flags(target.device.type, target.precision, deterministic=options.deterministic)
     with progress_bar("training steps", None) as progress, flags:
         progress(target.name)
         planned = optimize(
             copy.deepcopy(plain),
             target.inputs,
-            workspace=options.workspace,
-            total_workspace=None if budget is None else budget.total,
-            policy=POLICIES[0] if budget is None else budget.policy,
-            batch_sizes=options.batch_sizes,
-            rigor=options.rigor,
-            deterministic=options.deterministic,
-            exclude=options.exclude,
+            settings=replace(Settings.of(options), **total),
             planner=planner,
             schedule=schedule,
         )
         return time_training_steps(plain, planned, target.inputs, target.network.loss, iterations)
 
 
-def _progress_text(target: Target, problem: ConvProblem) -> str:
+def _progress_text(target: Target, problem: Problem) -> str:
+    """The words that the progress bar shows while ``problem`` is planned: its layer and its pass."""
     layer = next(layer for layer in target.layers if problem in layer.problems)
-    return f"{layer.title} {problem.pass_.value}"
+    return f"{layer.title} {problem.task}"

@@ -37,9 +37,11 @@ class Program(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of all commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, imported now; ``None`` where there is none."""
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"tilewise.cli.{cmd_name}").command
@@ -48,11 +50,13 @@ class Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As in click. A word that is no command is an error that names all commands."""
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
             ctx.fail(f"{args[0]!r} is not a command: {', '.join(COMMANDS)} would do")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Where it is interrupted, say so and exit with 130."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

@@ -74,4 +74,5 @@ def _parsed(data: bytes) -> Any:
 
 
 def _refuse(constant: str) -> NoReturn:
+    """Refuse what Python's reader takes as a number and JSON does not have, such as NaN."""
     raise ValueError(f"{constant} is not a number in JSON")

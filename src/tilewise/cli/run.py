@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from tilewise.cli.program import BadInput, bad_input, one_line
-from tilewise.cli.settings import BATCH_SIZES, RIGORS, exclude_option, excluded_names
+from tilewise.cli.program import BadInput, one_line
+from tilewise.cli.settings import enabling_options, excluded_names, workspace_bytes
 
 __all__ = ["command"]
 
@@ -30,12 +30,7 @@ JOINED = re.compile(r"([^WXmc]*)([WXmc]?)(.*)", re.DOTALL)
 
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
-@click.option("--workspace", metavar="SIZE", help="Memory limit per kernel beyond operands and result, or none.")
-@click.option("--batch-sizes", type=click.Choice(BATCH_SIZES), help="Micro-batches that are tried.")
-@click.option("--rigor", type=click.Choice(RIGORS), help="Effort spent on finding plans.")
-@click.option("--deterministic", is_flag=True, default=None, help="Only what gives the same bits every time.")
-@exclude_option
-@click.option("--most-plans", type=click.IntRange(min=0), metavar="N", help="Problems planned at most.")
+@enabling_options
 @click.option("--report", "tell", is_flag=True, help="Print what was planned to stderr when the program ends.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -53,18 +48,13 @@ def command(as_module: bool, tell: bool, script: str, arguments: tuple[str, ...]
     options = {name: value for name, value in given.items() if value is not None}
     if names := excluded_names(options.pop("exclude")):  # without any: the environment's
         options["exclude"] = names
-    with bad_input():
-        if "workspace" in options:
-            from tilewise.plan import parse_bytes  # which imports torch, as the program's Python will once more
-
-            options["workspace"] = (
-                None if options["workspace"] == "none" else parse_bytes(options["workspace"], "--workspace")
-            )
+    if "workspace" in options:
+        options["workspace"] = workspace_bytes(options["workspace"])
     flags = python_options()
-    told = {"path": os.environ.get("PYTHONPATH"), "root": str(PACKAGE.parent), "options": options, "tell": tell}
+    startup = {"path": os.environ.get("PYTHONPATH"), "root": str(PACKAGE.parent), "options": options, "tell": tell}
     # Without an entry of its own PYTHONPATH would mean the current directory as well.
     places = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
-    variables = {**os.environ, "PYTHONPATH": places, TOLD: json.dumps(told)}
+    variables = {**os.environ, "PYTHONPATH": places, TOLD: json.dumps(startup)}
     words = [sys.executable, *flags, *(["-m"] if as_module else []), script, *arguments]
 
     def run() -> None:
@@ -81,12 +71,12 @@ def python_options() -> list[str]:
     if not sys.executable:
         raise BadInput("this Python does not know its own executable (sys.executable), by which it would start SCRIPT")
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
-    found = options_before(sys.orig_argv[1:], "" if main is not None else ISOLATION)
+    options = options_before(sys.orig_argv[1:], "" if main is not None else ISOLATION)
     refused = {"I": sys.flags.isolated, "E": sys.flags.ignore_environment, "S": sys.flags.no_site}
     for letter in [letter for letter, given in refused.items() if given and main is not None]:
         text = f"python -{letter}: the program's Python is told by PYTHONPATH and site, which it would not read"
         raise BadInput(f"{text}; python -P -s -m tilewise run would do")
-    return found
+    return options
 
 
 def options_before(words: list[str], without: str) -> list[str]:
@@ -95,13 +85,13 @@ def options_before(words: list[str], without: str) -> list[str]:
     By Python's grammar: letters may be joined, ``W``, ``X`` and ``--check-hash-based-pycs`` take an argument, and
     ``-m``, ``-c`` or a file name ends them.
     """
-    found: list[str] = []
+    options: list[str] = []
     rest = iter(words)
     for word in rest:
         if word == "--check-hash-based-pycs":
-            found += [word, next(rest, "")]
+            options += [word, next(rest, "")]
         elif word.startswith("--"):
-            found.append(word)
+            options.append(word)
         elif not word.startswith("-") or word == "-":
             break
         else:
@@ -112,9 +102,9 @@ def options_before(words: list[str], without: str) -> list[str]:
             kept = "".join(letter for letter in letters if letter not in without)
             kept += "" if ends else takes + argument
             if kept:
-                found.append(f"-{kept}")
+                options.append(f"-{kept}")
             if ends:
                 break
             if takes and not argument:
-                found.append(next(rest, ""))
-    return found
+                options.append(next(rest, ""))
+    return options

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tilewise.cli.program import BadInput, bad_input, enough_memory
+from tilewise.settings import OPTIONS, Option
+from tilewise.settings.kinds import Choice, Count, Flag, Names
 
 if TYPE_CHECKING:
     import torch
@@ -20,30 +22,30 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BATCH",
     "PASSES",
-    "Settings",
+    "Asked",
     "budget_options",
     "devices_option",
-    "exclude_option",
+    "enabling_options",
     "excluded_names",
     "make_planner",
     "planning_options",
+    "shared_option",
+    "workspace_bytes",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
 
-# The choices are spelled out here because the modules that own them import torch; a test holds them equal.
-RIGORS = ("estimate", "measure", "patient", "wisdom_only")
-BATCH_SIZES = ("undivided", "powers_of_two", "all")
+# These choices are spelled out here because the modules that own them import torch; a test holds them equal.
 PRECISIONS = ("ieee", "tf32")
 DTYPES = ("fp32", "bf16", "fp16")
 LAYOUTS = ("contiguous", "channels_last")
-POLICIES = ("arena", "paper_wd")
 PASSES = ("fprop", "dgrad", "wgrad")
 DEFAULT_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Asked:
     """What the user asked for, as given; each method says it in the terms of the module it is for."""
 
     batch: int | None
@@ -59,13 +61,9 @@ class Settings:
 
     def options(self) -> Options:
         """The planner's options. Raises :class:`BadInput`."""
-        from tilewise.plan import parse_bytes
         from tilewise.planner import Options
 
-        limit = None
-        if self.workspace is not None and self.workspace != "none":
-            with bad_input():
-                limit = parse_bytes(self.workspace, "--workspace")
+        limit = None if self.workspace is None else workspace_bytes(self.workspace)
         with bad_input():
             return Options(
                 limit, self.batch_sizes, self.rigor, self.deterministic, exclude=excluded_names(self.exclude)
@@ -82,7 +80,7 @@ class Settings:
 
         with bad_input():
             total = parse_bytes(total_workspace, "--total-workspace")
-        return make_budget(total, policy or POLICIES[0], self.options().workspace)
+        return make_budget(total, policy or OPTIONS["policy"].default, self.options().workspace)
 
     def torch_device(self) -> torch.device:
         """The device to plan for, made the current one. Raises :class:`BadInput`."""
@@ -110,8 +108,8 @@ class Settings:
 
     def set_precision(self, device: torch.device) -> str:
         """The precision of fp32 convolutions: as torch has it, or as asked for, and torch has it during the command."""
-        from tilewise.device import conv_precision
-        from tilewise.torch_state import fp32_precision
+        from tilewise.machine.device import conv_precision
+        from tilewise.machine.torch_state import fp32_precision
 
         if self.precision is not None:
             if device.type == "cuda":
@@ -121,6 +119,7 @@ class Settings:
 
 
 def _cpu() -> torch.device:
+    """The CPU as torch's device. Importing torch waits until it is needed."""
     import torch
 
     return torch.device("cpu")
@@ -134,7 +133,7 @@ def devices_option(function: Function) -> Function:
 
 def make_planner(devices: str | None, device: torch.device) -> Planner:
     """The planner for ``device`` on all the devices asked for. Raises :class:`BadInput`."""
-    from tilewise.device import device_name
+    from tilewise.machine.device import device_name
     from tilewise.planner import Planner
 
     with bad_input("--devices"):
@@ -150,11 +149,11 @@ def make_planner(devices: str | None, device: torch.device) -> Planner:
 
 def planning_options(function: Function) -> Function:
     """Add the shared options; the command receives them as ``settings``."""
-    names = Settings.__dataclass_fields__
+    names = Asked.__dataclass_fields__
 
     @functools.wraps(function)  # click keeps a function's other options on the function
     def command(**values: Any) -> Any:
-        settings = Settings(**{name: values.pop(name) for name in names})
+        settings = Asked(**{name: values.pop(name) for name in names})
         with enough_memory():
             return function(settings=settings, **values)
 
@@ -167,28 +166,44 @@ def planning_options(function: Function) -> Function:
 
 def budget_options(function: Function) -> Function:
     """Add ``--total-workspace`` and ``--policy``, as the arguments ``total_workspace`` and ``policy``."""
-    policy = click.option(
-        "--policy",
-        type=click.Choice(POLICIES),
-        help="What adds up to the total: workspaces in use at once, or a segment for every layer and pass.  "
-        "[default: arena]",
-    )
-    total = click.option(
-        "--total-workspace",
-        metavar="SIZE",
-        help="Memory for the workspaces of all kernels together, such as 120MiB.  [default: none]",
-    )
-    wrapped: Function = total(policy(function))
+    policy = shared_option("policy", otherwise=OPTIONS["policy"].default)
+    wrapped: Function = shared_option("total_workspace")(policy(function))
     return wrapped
 
 
-exclude_option = click.option(
-    "--exclude",
-    multiple=True,
-    metavar="SOLVER",
-    help="Leave this solver out of all plans; may be repeated. `tilewise info` lists them; aten is torch's own choice.",
-)
-"""``--exclude``; a command receives the names as ``exclude``, for :func:`excluded_names`."""
+def enabling_options(function: Function) -> Function:
+    """Add the options of :func:`tilewise.enable`, each an argument that is ``None`` where it is not given."""
+    wrapped: Any = function
+    for name in ("most_plans", "exclude", "deterministic", "rigor", "batch_sizes", "workspace"):
+        option = OPTIONS[name]
+        wrapped = shared_option(name, otherwise=f"{option.variable}, else {_in_words(option)}")(wrapped)
+    result: Function = wrapped
+    return result
+
+
+def _in_words(option: Option) -> str:
+    """An option's default as the help shows it."""
+    return "none" if option.default is None else str(option.default)
+
+
+def shared_option(name: str, *, otherwise: str | None = None) -> Decorator:
+    """An option of :class:`tilewise.settings.Settings` with its help, for a command to take as the argument ``name``.
+
+    Where it is not given it has its default there. With ``otherwise``, which says in words what holds then, it is
+    ``None``, so that the command can tell.
+    """
+    option = OPTIONS[name]
+    default = option.default if otherwise is None else None
+    if isinstance(option.kind, Flag):
+        return click.option(option.flag, is_flag=True, default=default, help=option.help)
+    if isinstance(option.kind, Names):
+        return click.option(option.flag, multiple=True, metavar="SOLVER", help=f"{option.help} May be repeated.")
+    help = f"{option.help}  [default: {_in_words(option) if otherwise is None else otherwise}]"
+    if isinstance(option.kind, Choice):
+        return click.option(option.flag, type=click.Choice(option.choices), default=default, help=help)
+    if isinstance(option.kind, Count):
+        return click.option(option.flag, type=click.IntRange(min=0), metavar="N", default=default, help=help)
+    return click.option(option.flag, metavar="SIZE", default=default, help=help)
 
 
 def excluded_names(given: Iterable[str]) -> tuple[str, ...]:
@@ -199,8 +214,17 @@ def excluded_names(given: Iterable[str]) -> tuple[str, ...]:
         return Options(exclude=tuple(given)).exclude
 
 
-def _options() -> list[Callable[[Any], Any]]:
-    def choice(name: str, values: tuple[str, ...], default: str | None, text: str) -> Callable[[Any], Any]:
+def workspace_bytes(given: str) -> int | None:
+    """The limit for a kernel in bytes, where ``none`` is none. Raises :class:`BadInput` naming the option."""
+    with bad_input():
+        limit: int | None = OPTIONS["workspace"].kind.read("--workspace", given)
+        return limit
+
+
+def _options() -> list[Decorator]:
+    """The options that say for which layers, device and precision a command plans."""
+
+    def choice(name: str, values: tuple[str, ...], default: str | None, text: str) -> Decorator:
         return click.option(name, type=click.Choice(values), default=default, show_default=bool(default), help=text)
 
     return [
@@ -212,15 +236,11 @@ def _options() -> list[Callable[[Any], Any]]:
         ),
         click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: a GPU if there is one]"),
         choice("--precision", PRECISIONS, None, "Products of fp32 convolutions.  [default: as torch is set]"),
-        click.option(
-            "--workspace",
-            metavar="SIZE",
-            help="Memory limit per kernel beyond operands and result, such as 64MiB.  [default: none]",
-        ),
-        choice("--batch-sizes", BATCH_SIZES, "powers_of_two", "Micro-batches that are tried."),
-        choice("--rigor", RIGORS, "measure", "Effort spent on finding plans."),
+        shared_option("workspace"),
+        shared_option("batch_sizes"),
+        shared_option("rigor"),
         choice("--dtype", DTYPES, "fp32", "Type of the operands; a network is cast to it."),
         choice("--layout", LAYOUTS, "contiguous", "Memory order of images, filters and outputs."),
-        click.option("--deterministic", is_flag=True, help="Only what gives the same bits every time."),
-        exclude_option,
+        shared_option("deterministic"),
+        shared_option("exclude"),
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
-from tilewise.cli.settings import DEFAULT_BATCH, Settings
+from tilewise.cli.settings import DEFAULT_BATCH, Asked
 
 if TYPE_CHECKING:
     import torch
@@ -35,21 +35,21 @@ class Target:
     make_inputs: Callable[[int], torch.Tensor] | None = None
 
 
-def resolve(text: str, settings: Settings, passes: tuple[str, ...] = ()) -> Target:
+def resolve(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
     """The target that ``text`` names: a layer in benchdnn's notation or else a network.
 
     ``passes`` narrows it to those (``fprop``, ``dgrad``, ``wgrad``). Raises :class:`BadInput`.
     """
-    from tilewise.notation import looks_like_layer
+    from tilewise.problems.conv.notation import looks_like_layer
 
     return layer_target(text, settings, passes) if looks_like_layer(text) else network_target(text, settings, passes)
 
 
-def layer_target(text: str, settings: Settings, passes: tuple[str, ...] = ()) -> Target:
-    """One layer. Raises :class:`BadInput`."""
-    from tilewise.device import device_name
-    from tilewise.notation import layer_name, parse_layer
-    from tilewise.problem import Pass
+def layer_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
+    """The layer given in benchdnn's notation, as a target. Raises :class:`BadInput` where it is none."""
+    from tilewise.machine.device import device_name
+    from tilewise.problems.conv.notation import layer_name, parse_layer
+    from tilewise.problems.conv.problem import Pass
     from tilewise.report.values import Layer
 
     with bad_input():
@@ -67,12 +67,12 @@ def layer_target(text: str, settings: Settings, passes: tuple[str, ...] = ()) ->
     return Target(text, layer.batch, device, fields["precision"], (Layer((name,), problems),))
 
 
-def network_target(text: str, settings: Settings, passes: tuple[str, ...] = ()) -> Target:
+def network_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
     """A network with its input, on its device. Raises :class:`BadInput`."""
     import torch
 
     from tilewise.frontends.networks import load_network
-    from tilewise.problem import DTYPES
+    from tilewise.problems.base import DTYPES
 
     with bad_input("NET|LAYER"), torch.device("cpu"):
         network = load_network(text)
@@ -115,5 +115,5 @@ def layers_of(
 
     layers = [layer_of(call, precision, inputs.device) for call in convolution_layers(module, inputs)]
     if passes:
-        layers = [replace(x, problems=tuple(p for p in x.problems if p.pass_.value in passes)) for x in layers]
+        layers = [replace(x, problems=tuple(p for p in x.problems if p.task in passes)) for x in layers]
     return grouped(layers)

@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
-from tilewise.cli.settings import PASSES, Settings, budget_options, devices_option, make_planner, planning_options
+from tilewise.cli.settings import PASSES, Asked, budget_options, devices_option, make_planner, planning_options
 
 if TYPE_CHECKING:
     from tilewise.planner import Options, Schedule
@@ -47,7 +47,7 @@ def command(
     passes: tuple[str, ...],
     iterations: int | None,
     file: str | None,
-    settings: Settings,
+    settings: Asked,
     devices: str | None,
     total_workspace: str | None,
     policy: str | None,
@@ -107,7 +107,7 @@ def load(file: str) -> Schedule:
             raise BadInput(f"--schedule: {file!r} cannot be read: {error.strerror}") from error
 
 
-def following(ctx: click.Context, settings: Settings, schedule: Schedule) -> tuple[Settings, Options]:
+def following(ctx: click.Context, settings: Asked, schedule: Schedule) -> tuple[Asked, Options]:
     """``settings`` with the schedule's inputs where none were given, and its options.
 
     Raises :class:`BadInput` where options of planning were given besides.

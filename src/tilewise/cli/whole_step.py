@@ -7,18 +7,22 @@ from typing import Any
 
 import click
 
+from tilewise.cli.planning import plan_target
 from tilewise.cli.program import BadInput, bad_input, one_line
 from tilewise.cli.target import Target, layers_of
+from tilewise.machine.torch_state import framework_flags
 from tilewise.nn import LargestBatch, Report, StepTooLarge, largest_batch, optimize, restore
 from tilewise.nn import report as report_of
-from tilewise.nn.within import memory_bytes
-from tilewise.plan import format_bytes
+from tilewise.nn.budget import Divided
+from tilewise.nn.memory.step_planner import memory_bytes
+from tilewise.plan import Plan, format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
+from tilewise.problems.base import Problem
 from tilewise.report.console import progress_bar
 from tilewise.report.values import LayerResult, PassResult
-from tilewise.torch_state import framework_flags
+from tilewise.settings import Settings
 
-__all__ = ["Found", "plan_step"]
+__all__ = ["Found", "plan_asked", "plan_step"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,26 @@ class Found:
     results: list[LayerResult]
     step: dict[str, Any] | None = None
     largest: dict[str, Any] | None = None
+
+
+def plan_asked(
+    target: Target,
+    options: Options,
+    planner: Planner,
+    divided: Divided,
+    memory_limit: str | None,
+    passes: tuple[str, ...] | None,
+) -> Found:
+    """Plan ``target`` by its layers, or within ``memory_limit`` as a whole step where that is given.
+
+    ``divided`` has limits of single problems, and ``passes`` are those to tell of where the largest batch is asked for.
+    Raises what :func:`plan_step` does.
+    """
+    if memory_limit is None:
+        return Found(target, plan_target(target, options, planner, limits=divided.limits))
+    if passes is not None:  # inputs of another batch are not to count
+        target = replace(target, inputs=None)
+    return plan_step(target, options, planner, memory_limit, passes)
 
 
 def plan_step(
@@ -47,14 +71,7 @@ def plan_step(
         raise BadInput(f"--memory-limit: it is of a network's step, and {target.name!r} is a layer; NET would do")
     with bad_input():
         limit = memory_bytes(memory_limit, target.device, "--memory-limit")
-    given: dict[str, Any] = {
-        "workspace": options.workspace,
-        "batch_sizes": options.batch_sizes,
-        "rigor": options.rigor,
-        "deterministic": options.deterministic,
-        "exclude": options.exclude,
-        "planner": planner,
-    }
+    settings = Settings.of(options)
     module, make_inputs = target.network.module, target.make_inputs
     fits: LargestBatch | None = None
     flags = framework_flags(target.device.type, target.precision, deterministic=options.deterministic)
@@ -62,9 +79,9 @@ def plan_step(
         progress(target.name)
         try:
             if passes is None:
-                optimize(module, target.inputs, memory_limit=limit, **given)
+                optimize(module, target.inputs, settings=settings, memory_limit=limit, planner=planner)
             else:
-                fits = largest_batch(module, make_inputs, limit, **given)
+                fits = largest_batch(module, make_inputs, limit, settings=settings, planner=planner)
         except StepTooLarge as error:
             hint = "" if passes is not None else "; --max-batch finds the largest batch that fits"
             raise click.ClickException(
@@ -87,17 +104,18 @@ def plan_step(
 
 def _results(target: Target, made: Report) -> list[LayerResult]:
     """The plans of each layer; equal ones with equal plans are one."""
-    plans = {(layer.name, one.problem): one for layer, _, one in made.passes()}
+    plans: dict[tuple[str, Problem], Plan | None] = {
+        (layer.name, pass_report.problem): pass_report.plan for layer, _, pass_report in made.passes()
+    }
     results = []
     for layer in target.layers:
         alike: dict[tuple[PassResult, ...], list[str]] = {}
         for name in layer.names:
             module = name.partition(" (call ")[0]
-            found = []
+            passes = []
             for problem in layer.problems:
-                one = plans.get((module, problem))
-                reason = "" if one is not None and one.plan is not None else "not planned in the step"
-                found.append(PassResult(problem, None if one is None else one.plan, reason))
-            alike.setdefault(tuple(found), []).append(name)
-        results += [LayerResult(replace(layer, names=tuple(names)), found) for found, names in alike.items()]
+                plan = plans.get((module, problem))
+                passes.append(PassResult(problem, plan, "" if plan is not None else "not planned in the step"))
+            alike.setdefault(tuple(passes), []).append(name)
+        results += [LayerResult(replace(layer, names=tuple(names)), passes) for passes, names in alike.items()]
     return results

@@ -1,1 +1,1 @@
-"""What ranks say to each other: exchanges of boxes of tensors, sums, agreement, and news of failure."""
+"""Communication between ranks: exchanges of tensors, sums, agreement, and news of failures."""

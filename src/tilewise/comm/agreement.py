@@ -1,4 +1,4 @@
-"""Ranks that agree: what differs is an error on every rank before anything waits for it."""
+"""Agreement between ranks: a difference is an error on every rank, before any rank waits for another one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RankMismatch", "agree", "difference", "gather", "named_ranks", "rece
 
 
 class RankMismatch(RuntimeError):
-    """Ranks that would compute different things; the message says which rank differs and how."""
+    """Ranks would compute different things; the message says which rank differs, and how."""
 
 
 def several_ranks() -> bool:
@@ -23,12 +23,15 @@ def several_ranks() -> bool:
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
-    """``rank 0 and rank 2``."""
+    """The ranks in words, such as ``rank 0 and rank 2``."""
     return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 def agree(text: str, what: str) -> None:
-    """Compare ``text`` among all ranks; every rank calls it, and raises :class:`RankMismatch` where any two differ."""
+    """Compare ``text`` among all ranks, which all call this. ``what`` names the text in the error.
+
+    Raises :class:`RankMismatch` on every rank where any two differ.
+    """
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(_device())
     digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
     dist.all_gather(digests, digest)
@@ -40,21 +43,21 @@ def agree(text: str, what: str) -> None:
 
 
 def difference(what: str, own: list[str], others: list[str], rank: int, other: int) -> str:
-    """Where the lines of two ranks part, in words."""
+    """The first line in which the lines of two ranks differ, in words."""
     index = next((i for i, (a, b) in enumerate(zip(own, others, strict=False)) if a != b), min(len(own), len(others)))
     a, b = (lines[index] if index < len(lines) else "nothing more" for lines in (own, others))
     return f"ranks differ in {what}: rank {rank} has {a!r} where rank {other} has {b!r}"
 
 
 def send(data: object) -> None:
-    """Rank 0's side of :func:`receive`: broadcast ``data`` as JSON."""
+    """Send ``data`` as JSON from rank 0 to all other ranks, which call :func:`receive`."""
     payload = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8).to(_device())
     dist.broadcast(torch.tensor([payload.numel()], dtype=torch.int64, device=payload.device), 0)
     dist.broadcast(payload, 0)
 
 
 def receive() -> object:
-    """What rank 0 sent, read as JSON."""
+    """The value that rank 0 gave to :func:`send`."""
     size = torch.zeros(1, dtype=torch.int64, device=_device())
     dist.broadcast(size, 0)
     payload = torch.empty(int(size.item()), dtype=torch.uint8, device=size.device)
@@ -63,11 +66,12 @@ def receive() -> object:
 
 
 def gather(data: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of ``group`` gives, by its rank there, read as JSON; every one of them calls it."""
+    """The ``data`` of all ranks of ``group``, in the group's order, sent as JSON. Every one of them calls this."""
     return [json.loads(text) for text in _gather_text(json.dumps(data), group)]
 
 
 def _gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """The texts of all ranks of ``group``, padded to one length on the way."""
     data = torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8).to(_device(group))
     size = torch.tensor([data.numel()], dtype=torch.int64, device=data.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
@@ -81,10 +85,11 @@ def _gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]
 
 
 def _text(data: torch.Tensor) -> str:
+    """The text whose bytes a tensor holds."""
     return data.cpu().numpy().tobytes().decode()
 
 
 def _device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where the group's tensors live."""
+    """The device of tensors that the group sends."""
     on_gpu = "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

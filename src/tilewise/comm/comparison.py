@@ -1,4 +1,4 @@
-"""What ranks are about to compute, compared while they begin: a digest a step, and words only where it differs."""
+"""Comparison of what ranks are about to compute, while they begin: by a digest, and by text only where it differs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ __all__ = ["Comparison"]
 
 
 class Comparison:
-    """``text`` of every rank of ``link``, on its way between them on the host; ``what`` says what it is of.
+    """A comparison, under way on the host, of the ``text`` of every rank of ``link``. ``what`` names it in the error.
 
-    Every rank makes one at the same point of the program and calls :meth:`finish`.
+    Every rank makes one at the same point of the program, and calls :meth:`finish`.
     """
 
     def __init__(self, link: Link, text: str, what: str) -> None:
         self._link, self._what, self._text = link, what, text
         digest = hashlib.sha256(text.encode()).digest()
-        if digest not in link.told:
-            link.told.add(digest)
-            link.tell_words(digest.hex(), text)
+        link.texts.tell(digest.hex(), text)
         self._own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         self._all = [torch.empty_like(self._own) for _ in link.ranks]
         try:
@@ -33,7 +31,7 @@ class Comparison:
             raise link.lost(what, link.others, error) from error
 
     def finish(self) -> None:
-        """Raise :class:`RankMismatch` where a rank's text differs from this one's, saying how."""
+        """Raise :class:`RankMismatch` where another rank's text differs, naming the first difference."""
         link = self._link
         assert self._work is not None
         try:
@@ -43,6 +41,6 @@ class Comparison:
         in_group = sorted(link.ranks)
         for rank, digest in zip(in_group, self._all, strict=True):
             if not torch.equal(digest, self._own):
-                words = link.words(digest.numpy().tobytes().hex())
-                own = link.ranks[link.index]
-                raise RankMismatch(difference(self._what, self._text.splitlines(), words.splitlines(), own, rank))
+                words = link.texts.of(rank, digest.numpy().tobytes().hex())
+                this_rank = link.ranks[link.index]
+                raise RankMismatch(difference(self._what, self._text.splitlines(), words.splitlines(), this_rank, rank))

@@ -1,4 +1,4 @@
-"""The end of a program, however it comes, heard by the other ranks: with the error that ends it, or in order."""
+"""Telling other ranks that this program ends, whether with an error or in order."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ FIRST = 1000
 
 @functools.cache
 def on_end(failed: Callable[[BaseException], object], ended: Callable[[], object]) -> None:
-    """Call ``failed`` with the error that nobody caught, and ``ended`` at the program's end; once for two functions.
+    """Call ``failed`` with an error that nobody catches, and ``ended`` at the program's end.
 
-    Programs that ``os._exit`` or a signal ends call neither.
+    Calls with the same two functions register them once. Neither is called where ``os._exit`` or a signal ends the
+    program.
     """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Report the error, then show it as before."""
         failed(error)
         before(kind, error, trace)
 
     def finish() -> None:
+        """Report the error that ends a process of ``multiprocessing``, and its end."""
         # A process of multiprocessing gets here with what its function raised, which sys.excepthook never sees.
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit) and error.__context__ is not None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tilewise.comm.agreement import named_ranks
-from tilewise.comm.link import PeerError
+from tilewise.comm.failure_detector import PeerError
 from tilewise.comm.presence import here
 from tilewise.comm.verdict import killed
 
@@ -26,10 +26,11 @@ _numbers: dict[tuple[int, ...], itertools.count[int]] = {}
 
 
 class Meeting:
-    """What each of ``ranks`` (global numbers) says once; ``what`` names the occasion in errors.
+    """An occasion on which each of ``ranks`` (global numbers) says something once. ``what`` names it in errors.
 
-    Every one of them makes it at the same point of the program, then calls :meth:`tell`, or :meth:`fail` where it
-    cannot. One that says nothing within ``timeout`` seconds is an error on all others, with ``advice`` in it.
+    Every one of the ranks makes it at the same point of the program, then calls :meth:`tell`, or :meth:`fail` where it
+    cannot. A rank that says nothing within ``timeout`` seconds is an error on all others, whose text ends with
+    ``advice``.
     """
 
     def __init__(self, ranks: Sequence[int], what: str, timeout: float, advice: str = "") -> None:
@@ -40,7 +41,7 @@ class Meeting:
         self._keys = {rank: f"{name}/{rank}" for rank in self.ranks}
 
     def tell(self, own: object) -> dict[int, Any]:
-        """Say ``own``, and what each rank says, by rank, read as JSON.
+        """Tell the other ranks ``own``, and return what each rank told, by rank; values are sent as JSON.
 
         Raises :class:`PeerError` where one of them failed, ended or did not come.
         """
@@ -48,20 +49,22 @@ class Meeting:
         return {rank: entry["said"] for rank, entry in self._heard().items()}
 
     def fail(self, error: BaseException) -> None:
-        """Have the others hear that this rank cannot tell anything, or why it goes no further."""
+        """Tell the other ranks that this rank failed, and why."""
         me = dist.get_rank()
-        own = [(me, f"rank {me} failed in {self._what}: {type(error).__name__}: {error}")]
-        self._say({"failed": error.causes if isinstance(error, PeerError) else own})
+        causes = [(me, f"rank {me} failed in {self._what}: {type(error).__name__}: {error}")]
+        self._say({"failed": error.causes if isinstance(error, PeerError) else causes})
 
     def _say(self, entry: dict[str, object]) -> None:
+        """Store this rank's entry."""
         distributed_c10d._get_default_store().set(self._keys[dist.get_rank()], json.dumps(entry))
 
     def _heard(self) -> dict[int, dict[str, Any]]:
+        """Every rank's entry, by rank. Raises :class:`PeerError`."""
         store, deadline = distributed_c10d._get_default_store(), time.monotonic() + self._timeout
         while True:
             late = self._wait(store, min(LOOK_S, max(deadline - time.monotonic(), 0.001)))
-            found = {rank: json.loads(store.get(key)) for rank, key in self._keys.items() if rank not in late}
-            causes = dict(cause for entry in found.values() for cause in entry.get("failed", ()))
+            entries = {rank: json.loads(store.get(key)) for rank, key in self._keys.items() if rank not in late}
+            causes = dict(cause for entry in entries.values() for cause in entry.get("failed", ()))
             if not causes:
                 _, gone = here().news(late)
                 causes = {rank: killed(rank) for rank in sorted(gone)}
@@ -72,14 +75,14 @@ class Meeting:
                     f"{'; '.join(causes.values())} (this rank waited in {self._what})", tuple(causes.items())
                 )
             if not late:
-                return found
+                return entries
             if time.monotonic() >= deadline:
                 within = f"did not come to it within {self._timeout:g} s"
                 text = f"{self._what}: {named_ranks(late)} {within}{self._advice}"
                 raise PeerError(text, [(rank, f"{self._what}: rank {rank} {within}") for rank in late])
 
     def _wait(self, store: Any, seconds: float) -> list[int]:
-        """The ranks that have said nothing after so long."""
+        """The ranks without an entry after so many ``seconds``."""
         try:
             store.wait(list(self._keys.values()), timedelta(seconds=seconds))
         except RuntimeError:

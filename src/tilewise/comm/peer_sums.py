@@ -1,6 +1,6 @@
-"""Sums of few numbers over ranks through each other's memory: where they lie, and what kernels are told of it.
+"""The buffers with which ranks sum few numbers through each other's memory.
 
-The sums themselves are in the kernel that needs them (:mod:`tilewise.kernels.triton.norm_sums`).
+The sums themselves are part of the kernel that needs them (:mod:`tilewise.kernels.triton.norm_sums`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ BLOCK = 32
 
 
 class PeerSums(Waiting):
-    """The buffers of all ranks, as rank ``index`` sees them, all zero at first; used in one order by all ranks.
+    """The buffers of all ranks, as seen by rank ``index``. They are zero at first, and all ranks use them in one order.
 
-    ``channels`` is how many numbers a row has at most, a multiple of ``BLOCK``. ``timeout`` is in seconds, after which
-    a kernel gives up and :meth:`late` tells for whom it waited. ``kept`` is what the buffers need to stay there.
+    ``channels`` is the most numbers in a row, a multiple of ``BLOCK``. After ``timeout`` seconds a kernel gives up, and
+    :meth:`late` tells for which rank it waited. ``kept`` is an object that keeps the buffers alive.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class PeerSums(Waiting):
             raise ValueError(f"channels={channels}: a multiple of {BLOCK} above 0 would do")
         self.index, self.ranks, self.channels = index, len(buffers), channels
         self._buffers, self._kept = list(buffers), kept
-        own = buffers[index]
-        super().__init__(own.device, timeout)
-        self.table = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.int64, device="cpu").to(own.device)
+        buffer = buffers[index]
+        super().__init__(buffer.device, timeout)
+        self.table = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.int64, device="cpu").to(buffer.device)
         """Addresses of the buffers."""
-        self.counts = torch.zeros(channels // BLOCK, dtype=torch.int32, device=own.device)
+        self.counts = torch.zeros(channels // BLOCK, dtype=torch.int32, device=buffer.device)
         """How many sums each block has seen."""
 
     @staticmethod
     def nbytes(ranks: int, channels: int) -> int:
-        """Size of every rank's buffer."""
+        """The bytes of every rank's buffer."""
         return ranks * TURNS * (8 * TERMS * channels + 4 * (channels // BLOCK))

@@ -1,8 +1,8 @@
-"""Messages straight into another rank's memory, by a kernel on each side, where GPUs reach each other's.
+"""Messages straight into another rank's memory, by a kernel on each side, where GPUs reach each other's memory.
 
-Every rank has a buffer that all others see: a mailbox for each rank that it talks with, and the counts that go with it
+Every rank has a buffer that all others see, with a mailbox for each rank that it talks with, and counts of messages
 (:mod:`tilewise.kernels.triton.peer`). An exchange is one small kernel on each side: some of its blocks write messages
-from wherever they lie, others wait for those that come, beside whatever else the GPU computes.
+from wherever they lie, others wait for messages to come, beside whatever else the GPU computes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.comm.waiting import Waiting
-from tilewise.recent import Recent
+from tilewise.machine.recent import Recent
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Pointer, Program
@@ -39,50 +39,50 @@ ALIGNED = 16
 
 @dataclass(frozen=True)
 class Places:
-    """Where what lies in the buffers, in bytes: the same arithmetic on every rank.
+    """The layout of the buffers, in bytes, which every rank computes equally.
 
-    ``neighbours`` has for each rank, by index, those that it talks with; whoever talks is talked to. ``capacity`` is
-    the largest message.
+    ``neighbours`` has, for each rank by index, the ranks that it talks with; talking is mutual. ``capacity`` is the
+    bytes of the largest message.
     """
 
     neighbours: tuple[tuple[int, ...], ...]
     capacity: int
 
     def __post_init__(self) -> None:
-        for index, others in enumerate(self.neighbours):
-            if any(index not in self.neighbours[other] for other in others):
+        for index, talked_with in enumerate(self.neighbours):
+            if any(index not in self.neighbours[peer] for peer in talked_with):
                 raise ValueError(f"neighbours={self.neighbours}: rank {index} talks with one that does not with it")
         if self.capacity <= 0 or self.capacity % CHUNK:
             raise ValueError(f"capacity={self.capacity}: a multiple of {CHUNK} above 0 would do")
 
     @property
     def most(self) -> int:
-        """How many ranks one talks with at most."""
+        """The most ranks that one rank talks with."""
         return max(map(len, self.neighbours), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Size of every rank's buffer."""
+        """The bytes of every rank's buffer."""
         return self.most * (self.capacity + 2 * 4 * CHANNELS)
 
     def box(self, owner: int, sender: int) -> int:
-        """The mailbox of ``sender`` in the buffer of ``owner``."""
+        """The offset of the mailbox of ``sender`` in the buffer of ``owner``."""
         return self.neighbours[owner].index(sender) * self.capacity
 
     def flag(self, owner: int, sender: int) -> int:
-        """How many messages ``sender`` has written for ``owner``, a count a channel."""
+        """The offset, in the buffer of ``owner``, of the counts per channel of messages that ``sender`` has written."""
         return self.most * self.capacity + self.neighbours[owner].index(sender) * 4 * CHANNELS
 
     def ack(self, owner: int, receiver: int) -> int:
-        """How many messages of ``owner`` that ``receiver`` has read."""
+        """The offset, in the buffer of ``owner``, of the counts of its messages that ``receiver`` has read."""
         return self.flag(owner, receiver) + self.most * 4 * CHANNELS
 
 
 class Peers(Waiting):
-    """The buffers of all ranks, as rank ``index`` sees them, all zero at first; used in one order by all ranks.
+    """The buffers of all ranks, as seen by rank ``index``. They are zero at first, and all ranks use them in one order.
 
-    ``timeout`` is in seconds, after which a kernel gives up and :meth:`late` tells for whom it waited. ``kept`` is what
-    the buffers need to stay there.
+    After ``timeout`` seconds a kernel gives up, and :meth:`late` tells for which rank it waited. ``kept`` is an object
+    that keeps the buffers alive.
     """
 
     def __init__(
@@ -100,7 +100,10 @@ class Peers(Waiting):
         """Whether images travel with channels innermost; the same on all ranks."""
 
     def carries(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Whether such messages go to and come from rank ``index`` here. Both ends give one answer."""
+        """Whether messages of this shape and dtype between this rank and rank ``index`` go through memory.
+
+        Both ends get the same answer.
+        """
         size = dtype.itemsize
         return (
             index in self.places.neighbours[self.index]
@@ -112,14 +115,14 @@ class Peers(Waiting):
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, Sequence[int]]],
         like: torch.Tensor,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Send messages, and what comes, of these shapes and of the type of ``like``: the current stream waits for it.
+        """Send messages, and return the received tensors of the given shapes and the dtype of ``like``.
 
-        Images that come have their channels next to each other in memory.
+        The current stream waits for them. Received images have channels innermost in memory.
         """
         self.in_order()
         flat = [(index, tensor if tensor.dim() <= DIMS else tensor.contiguous()) for index, tensor in sends]
-        found = [(index, _image(tuple(shape), like)) for index, shape in receives]
-        pushes, takes = _by_twos(flat), _by_twos(found)
+        received = [(index, _image(tuple(shape), like)) for index, shape in receives]
+        pushes, takes = _by_twos(flat), _by_twos(received)
         # Whatever a rank waits for is sent before its sender waits for anything.
         for pair in pushes[:-1]:
             self._run(pair, [])
@@ -127,7 +130,7 @@ class Peers(Waiting):
             self._run(pushes[-1] if pushes else [], takes[0] if takes else [])
         for pair in takes[1:]:
             self._run([], pair)
-        return [tensor for _, tensor in found]
+        return [tensor for _, tensor in received]
 
     def compile(self, like: torch.Tensor) -> None:
         """Compile the kernels for messages such as ``like``. Raises what Triton raises."""
@@ -135,21 +138,25 @@ class Peers(Waiting):
             self._program([(index, like)], [(index, like)])
 
     def _run(self, sends: Messages, receives: Messages) -> None:
+        """Run the kernel for at most two messages each way."""
         self._program(sends, receives)(self._tensors(sends, receives))
 
     def _tensors(self, sends: Messages, receives: Messages) -> list[torch.Tensor]:
+        """The tensors that the kernel takes: messages, the other ranks' buffers, this rank's, and the counts."""
         both = [*sends, *receives]
-        theirs = [self._buffers[index] for index, _ in both]
-        return [*(tensor for _, tensor in both), *theirs, self._buffers[self.index], self._counts, self.page]
+        peer_buffers = [self._buffers[index] for index, _ in both]
+        return [*(tensor for _, tensor in both), *peer_buffers, self._buffers[self.index], self._counts, self.page]
 
     def _program(self, sends: Messages, receives: Messages) -> Program:
+        """The compiled kernel for messages of these forms, kept for the next time."""
         key = (len(sends), *((i, t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNED) for i, t in (*sends, *receives)))
-        found = self._programs.get(key)
-        if found is None:
-            found = self._programs[key] = self._made(sends, receives)
-        return found
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._made(sends, receives)
+        return program
 
     def _made(self, sends: Messages, receives: Messages) -> Program:
+        """Compile the kernel for messages of these forms."""
         from tilewise.kernels.triton import peer
         from tilewise.kernels.triton.launch import Launch, Pointer, Program
 
@@ -176,34 +183,34 @@ class Peers(Waiting):
         return Program([launch], [math.gcd(t.data_ptr(), ALIGNED) for t in tensors], tensors[0].device)
 
     def _slots(self, messages: Messages, first: int, number: int, take: bool) -> list[_Slot]:
-        """What the kernel is told of messages, which are the tensors from ``first`` on of ``number``."""
+        """The kernel's arguments for messages, which are the tensors from ``first`` on of ``number``."""
         from tilewise.kernels.triton.launch import Pointer
 
-        places, me, own, counts = self.places, self.index, 2 * number, 2 * number + 1
+        places, me, own_buffer, counts = self.places, self.index, 2 * number, 2 * number + 1
         word = WORDS[min((_word(self._ordered(tensor)) for _, tensor in messages), default=1)]
         at = functools.partial(Pointer, dtype=torch.int32)
-        found = []
+        slots = []
         for n, (rank, tensor) in enumerate(messages, first):
             if take:
-                box, awaited = Pointer(own, places.box(me, rank), word), at(own, places.flag(me, rank))
+                box, awaited = Pointer(own_buffer, places.box(me, rank), word), at(own_buffer, places.flag(me, rank))
                 released = at(number + n, places.ack(rank, me))
             else:
-                box, awaited = Pointer(number + n, places.box(rank, me), word), at(own, places.ack(me, rank))
+                box, awaited = Pointer(number + n, places.box(rank, me), word), at(own_buffer, places.ack(me, rank))
                 released = at(number + n, places.flag(rank, me))
             row = take * places.most + places.neighbours[me].index(rank)
             pointers = Pointer(n, 0, word), box, awaited, released, at(counts, 4 * CHANNELS * row)
             shape = merged(self._ordered(tensor), word.itemsize)
-            found.append(_Slot(pointers, rank, math.prod(size for size, _ in shape), shape, CHUNK // word.itemsize))
-        return found
+            slots.append(_Slot(pointers, rank, math.prod(size for size, _ in shape), shape, CHUNK // word.itemsize))
+        return slots
 
     def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` with its dimensions in the order in which elements travel."""
+        """``tensor`` with its dimensions in the order in which its elements travel."""
         return tensor.movedim(1, -1) if self.near and tensor.dim() > 2 else tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What a kernel is told of one message; ``chunk`` is in words."""
+    """The kernel's arguments for one message; ``words`` and ``chunk`` count words."""
 
     pointers: tuple[Pointer, ...]
     rank: int
@@ -213,11 +220,12 @@ class _Slot:
 
     @property
     def blocks(self) -> int:
+        """The number of blocks that move the message."""
         return min(CHANNELS, -(-self.words // self.chunk))
 
 
 def _image(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Memory for what comes; of three dimensions or more it is an image."""
+    """Memory for a message; with three dimensions or more it is an image, with channels innermost."""
     if len(shape) < 3:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     n, c, *sizes = shape
@@ -225,39 +233,40 @@ def _image(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 def _by_twos(messages: list[tuple[int, torch.Tensor]]) -> list[Messages]:
+    """The messages in groups of at most two."""
     return [messages[n : n + 2] for n in range(0, len(messages), 2)]
 
 
 def merged(tensor: torch.Tensor, word: int) -> list[tuple[int, int]]:
-    """(size, stride) of five dimensions of ``tensor``, at most as many itself, in words of ``word`` bytes.
+    """Five pairs (size, stride) that describe ``tensor``, in words of ``word`` bytes.
 
-    Dimensions that follow each other in memory are one.
+    Dimensions that follow each other in memory are merged, and missing ones have size 1.
     """
     size = tensor.element_size()
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if length == 1:
             continue
-        if found and found[-1][1] == length * stride:
-            found[-1] = found[-1][0] * length, stride
+        if pairs and pairs[-1][1] == length * stride:
+            pairs[-1] = pairs[-1][0] * length, stride
         else:
-            found.append((length, stride))
-    found = found or [(1, 1)]
+            pairs.append((length, stride))
+    pairs = pairs or [(1, 1)]
     if word > size:
         per_word = word // size
-        inner = found.pop()
-        found = [(length, stride // per_word) for length, stride in found] + [(inner[0] // per_word, 1)]
-    return [(1, 0)] * (DIMS - len(found)) + found
+        innermost = pairs.pop()
+        pairs = [(length, stride // per_word) for length, stride in pairs] + [(innermost[0] // per_word, 1)]
+    return [(1, 0)] * (DIMS - len(pairs)) + pairs
 
 
 def _dims(shape: list[tuple[int, int]]) -> int:
-    """How many of the innermost dimensions are there; 0: one run."""
+    """How many of the innermost dimensions there are; 0 for one contiguous run."""
     count = next((DIMS - i for i, (size, _) in enumerate(shape) if size > 1), 1)
     return 0 if count == 1 and shape[-1][1] == 1 else count
 
 
 def _word(tensor: torch.Tensor) -> int:
-    """Bytes of the largest word in which ``tensor`` can be moved."""
+    """The bytes of the largest word in which ``tensor`` can be moved."""
     size = tensor.element_size()
     shape = merged(tensor, size)
     word = 8

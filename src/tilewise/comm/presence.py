@@ -1,8 +1,9 @@
-"""Whether other ranks' processes are there, and their last words: one connection to each, silent until something fails.
+"""Whether other ranks' processes exist, and their last words: a connection to each, silent until something fails.
 
-However a process ends, its system closes its connections at once: nothing tells more surely that it is gone. A rank
-that stops because of another says so on the same connection first, so who finds it closed has read why. Neither needs
-the store, which may have ended with the rank that kept it, nor a process group, which breaks as soon as one rank does.
+However a process ends, its system closes its connections at once; nothing tells more surely that it is gone. A rank
+that stops because of another says so on the same connection first, so a rank that finds it closed has read why. Neither
+needs the store, which may have ended with the rank that kept it, nor a process group, which breaks as soon as one rank
+does.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ _now: tuple[weakref.ref[Any], Presence] | None = None
 
 
 class NotThere(RuntimeError):
-    """Ranks (``ranks``, global) that could not be reached in time, or were gone."""
+    """The ranks ``ranks`` (global numbers) could not be reached in time, or were gone.
+
+    ``came`` says whether they had come to the meeting.
+    """
 
     def __init__(self, ranks: Sequence[int], came: bool) -> None:
         super().__init__(f"ranks {list(ranks)} cannot be reached")
@@ -51,7 +55,7 @@ class NotThere(RuntimeError):
 
 @dataclass
 class Peer:
-    """A connection, and what came over it."""
+    """A connection to one rank, and what was received on it."""
 
     socket: socket.socket
     heard: list[dict[str, Any]] = field(default_factory=list)
@@ -63,7 +67,7 @@ class Peer:
         self.socket.setblocking(False)
 
     def tell(self, line: bytes) -> None:
-        """Send ``line``, unless the other end is gone or takes nothing."""
+        """Send ``line``, unless the other end is gone or accepts nothing."""
         with contextlib.suppress(OSError):
             self.socket.settimeout(SEND_S)
             self.socket.sendall(line)
@@ -71,7 +75,7 @@ class Peer:
             self.socket.setblocking(False)
 
     def listen(self) -> None:
-        """Take what has come, without waiting."""
+        """Read what has arrived, without waiting."""
         while not self.gone:
             try:
                 data = self.socket.recv(1 << 16)
@@ -90,7 +94,10 @@ class Peer:
 
 
 class Presence:
-    """This process's connections to other ranks, by global rank; made by :meth:`meet`, and kept to its end."""
+    """This process's connections to other ranks, by global rank.
+
+    :meth:`meet` makes them, and they last until the process ends.
+    """
 
     def __init__(self) -> None:
         self._peers: dict[int, Peer] = {}
@@ -98,21 +105,21 @@ class Presence:
         _every.add(self)
 
     def meet(self, ranks: Iterable[int], name: str, timeout: float) -> None:
-        """Connect with those of ``ranks`` that there is no connection with; each of them calls it with this ``name``.
+        """Connect with those of ``ranks`` that are not connected. All of them call this with the same ``name``.
 
-        Raises :class:`NotThere` after ``timeout`` seconds, or as soon as one that came is gone.
+        Raises :class:`NotThere` after ``timeout`` seconds, or as soon as a rank that came is gone.
         """
         me = dist.get_rank()
         with self._lock:
             missing = {r for r in ranks if r != me and (r not in self._peers or self._peers[r].gone)}
         if missing:
             with _listening() as listener:
-                found = _Meeting(me, missing, name, listener).held(timeout)
+                connected = _Meeting(me, missing, name, listener).held(timeout)
             with self._lock:
-                self._peers.update(found)
+                self._peers.update(connected)
 
     def say(self, ranks: Iterable[int], entry: dict[str, Any]) -> None:
-        """Have ``ranks`` hear ``entry``, plain JSON values; those that are gone do not."""
+        """Send ``entry``, plain JSON values, to those of ``ranks`` that are not gone."""
         line = json.dumps(entry).encode() + b"\n"
         with self._lock:
             for rank in ranks:
@@ -121,12 +128,12 @@ class Presence:
                     peer.tell(line)
 
     def ranks(self) -> list[int]:
-        """Those that there are connections with."""
+        """The ranks to which there are connections."""
         with self._lock:
             return list(self._peers)
 
     def news(self, ranks: Iterable[int]) -> tuple[dict[int, list[dict[str, Any]]], set[int]]:
-        """What each of ``ranks`` has said, and those that are gone. What one said before it went is there."""
+        """What each of ``ranks`` has said, including what it said before it went, and the set of the gone."""
         heard, gone = {}, set()
         with self._lock:
             for rank in ranks:
@@ -137,14 +144,17 @@ class Presence:
         return heard, gone
 
     def forget(self) -> None:
-        """Close this process's copies: a fork is not the rank, and would keep its connections open."""
+        """Close this process's copies of the connections.
+
+        It is for a forked child, which is not the rank and would keep the connections open.
+        """
         for peer in self._peers.values():
             peer.socket.close()
             peer.gone = True
 
 
 def here() -> Presence:
-    """That of the default process group."""
+    """The connections of the default process group."""
     global _now
     world: Any = dist.group.WORLD
     if _now is None or _now[0]() is not world:
@@ -153,12 +163,13 @@ def here() -> Presence:
 
 
 def say_everywhere(entry: dict[str, Any]) -> None:
-    """Have every rank that this process was ever connected with hear ``entry``."""
+    """Send ``entry`` to every rank that this process was ever connected with."""
     for presence in list(_every):
         presence.say(presence.ranks(), entry)
 
 
 def _forget() -> None:
+    """Drop all connections in a forked child."""
     global _now
     _now = None
     for presence in list(_every):
@@ -171,7 +182,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Meeting:
-    """Rank ``me`` and the ranks ``missing`` find each other: the higher rank of two connects, the lower listens."""
+    """The search of rank ``me`` and ranks ``missing`` for each other. Of two ranks the higher connects to the lower."""
 
     def __init__(self, me: int, missing: set[int], name: str, listener: socket.socket) -> None:
         self._me, self._missing, self._name, self._listener = me, missing, name, listener
@@ -182,6 +193,7 @@ class _Meeting:
         self._asking: dict[socket.socket, bytes] = {}
 
     def held(self, timeout: float) -> dict[int, Peer]:
+        """Hold the meeting and return the connections. Raises :class:`NotThere` after ``timeout`` seconds."""
         place = {"port": self._listener.getsockname()[1], "hosts": _hosts(self._store), "host": _host()}
         self._store.set(self._key(self._me), json.dumps({**place, "token": self._token}))
         deadline = time.monotonic() + timeout
@@ -199,14 +211,17 @@ class _Meeting:
         return self._found
 
     def _key(self, rank: int) -> str:
+        """The store's key for the address of ``rank``."""
         return f"{self._name}/at/{rank}"
 
     def _late(self) -> None:
+        """Raise :class:`NotThere`, for ranks that did not come or else for those that could not be reached."""
         late = sorted(self._missing - set(self._found))
         absent = [rank for rank in late if not self._store.check([self._key(rank)])]
         raise NotThere(absent or late, came=not absent)
 
     def _ask(self, rank: int) -> None:
+        """Connect to ``rank`` and introduce this rank. Raises :class:`NotThere`."""
         place = json.loads(self._store.get(self._key(rank)))
         hosts = ["127.0.0.1"] if place["host"] == _host() else place["hosts"]
         for host in hosts:
@@ -218,7 +233,7 @@ class _Meeting:
         raise NotThere([rank], came=True)
 
     def _turn(self) -> None:
-        """Take what happens within a moment."""
+        """Handle the events of one moment."""
         ready, _, _ = select.select([self._listener, *self._asked, *self._asking], [], [], TURN_S)
         for connection in ready:
             if connection is self._listener:
@@ -236,7 +251,7 @@ class _Meeting:
                 self._introduced(connection)
 
     def _introduced(self, connection: socket.socket) -> None:
-        """Take a rank that names itself and knows the token; anybody else is turned away."""
+        """Accept a rank that names itself and knows the token; turn anybody else away."""
         data = b""
         with contextlib.suppress(OSError):
             data = connection.recv(LONGEST_HELLO, socket.MSG_DONTWAIT)
@@ -244,10 +259,10 @@ class _Meeting:
         if data and b"\n" not in line and len(line) < LONGEST_HELLO:
             self._asking[connection] = line
             return
-        said, _, _ = line.partition(b"\n")
-        rank, _, token = said.decode(errors="replace").partition(" ")
-        known = rank.isdecimal() and int(rank) in self._missing - set(self._found) and int(rank) > self._me
-        if known and secrets.compare_digest(token.encode(), self._token.encode()):
+        greeting, _, _ = line.partition(b"\n")
+        rank, _, token = greeting.decode(errors="replace").partition(" ")
+        expected = rank.isdecimal() and int(rank) in self._missing - set(self._found) and int(rank) > self._me
+        if expected and secrets.compare_digest(token.encode(), self._token.encode()):
             connection.sendall(b"+")
             self._found[int(rank)] = Peer(connection)
         else:
@@ -255,13 +270,14 @@ class _Meeting:
 
 
 def _listening() -> socket.socket:
+    """A socket that listens on all addresses of this host, on a free port."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", 0), backlog=1024)
 
 
 def _host() -> str:
-    """What tells this host, and what it has of the network, from others."""
+    """Text that tells this host, and its network namespace, from others."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -270,20 +286,22 @@ def _host() -> str:
 
 
 def _hosts(store: Any) -> list[str]:
-    """Addresses by which other hosts may reach this one, the most likely first."""
-    found: list[str] = []
+    """The addresses at which other hosts may reach this one, the most likely first."""
+    addresses: list[str] = []
     probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with probe:
         for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.strip()[:15].encode())
-                found.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), INTERFACE, request)[20:24]))
+                addresses.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), INTERFACE, request)[20:24]))
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         if hasattr(store, "host"):
             with contextlib.suppress(OSError):
                 probe.connect((store.host, store.port))  # sends nothing: it asks which of our addresses leads there
-                found.append(probe.getsockname()[0])
+                addresses.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-    return [host for host in dict.fromkeys(found) if not host.startswith("127.") and host != "::1"]
+        addresses += [
+            str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        ]
+    return [host for host in dict.fromkeys(addresses) if not host.startswith("127.") and host != "::1"]

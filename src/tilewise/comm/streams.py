@@ -1,4 +1,4 @@
-"""Work beside the current stream's: on a GPU on a stream of its own, on a CPU in order."""
+"""Work beside that of the current stream: on a GPU on a stream of its own, on a CPU one after the other."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ B = TypeVar("B")
 
 
 class Branch:
-    """What is begun here runs beside what the current stream is given meanwhile, until :meth:`join`.
+    """Work that runs beside what the current stream gets meanwhile, until :meth:`join`.
 
-    There is one stream for each device and ``name``; it waits for the current stream where it begins. So whatever the
-    two have used of each other's memory by a ``join`` may be freed after it: neither allocates anew before the other is
-    done. ``urgent`` work goes first where both could run. CUDA graphs capture it as a branch.
+    There is one stream for each device and ``name``, which waits for the current stream where it begins. So memory that
+    the two streams used of each other before a ``join`` may be freed after it: neither allocates anew before the other
+    is done. ``urgent`` work goes first where both could run. CUDA graphs capture it as a branch.
     """
 
     __slots__ = ("_device", "_stream")
@@ -30,40 +30,41 @@ class Branch:
         self._stream = _stream(device, name, urgent) if device.type == "cuda" else None
 
     def both(self, beside: Callable[[], A], here: Callable[[], B], beside_first: bool = False) -> tuple[A, B]:
-        """What ``beside`` gives, run here, and ``here``, run on the current stream, after all that it was given before.
+        """Run ``beside`` on the branch and ``here`` on the current stream, and return both results.
 
-        On a GPU ``here`` is launched first, unless ``beside_first``: a CUDA graph starts its nodes in the order in
-        which they were captured. On a CPU ``beside`` is first, and travels while ``here`` computes.
+        The branch starts after what the current stream had before. On a GPU ``here`` is launched first, unless
+        ``beside_first``: a CUDA graph starts its nodes in the order in which they were captured. On a CPU ``beside`` is
+        first, and travels while ``here`` computes.
         """
         if self._stream is None:
             return beside(), here()
-        now = torch.cuda.current_stream(self._device).record_event()
+        start = torch.cuda.current_stream(self._device).record_event()
         if beside_first:
-            with self.after(now):
-                begun = beside()
-            return begun, here()
-        found = here()
-        with self.after(now):
-            return beside(), found
+            with self.after(start):
+                beside_result = beside()
+            return beside_result, here()
+        here_result = here()
+        with self.after(start):
+            return beside(), here_result
 
     def after(self, event: torch.cuda.Event) -> contextlib.AbstractContextManager[object]:
-        """Work after ``event`` of the current stream."""
+        """A block whose work runs on the branch after ``event`` of the current stream."""
         assert self._stream is not None
         self._stream.wait_event(event)
         return torch.cuda.stream(self._stream)
 
     def more(self) -> contextlib.AbstractContextManager[object]:
-        """Work after what was begun here, without waiting for the current stream again."""
+        """A block whose work runs on the branch, without waiting for the current stream again."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """Have the current stream wait for all of it."""
+        """Let the current stream wait for all work of the branch."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class InOrder:
-    """Has work on several streams of ``device`` go in the order of its calls, where it shares memory that counts."""
+    """Keeps work on several streams of ``device`` in the order of its calls, where it shares counters in memory."""
 
     __slots__ = ("_device", "_last")
 
@@ -72,7 +73,7 @@ class InOrder:
         self._last: tuple[torch.cuda.Stream, bool] | None = None
 
     def __call__(self) -> None:
-        """Have the current stream wait for the last call's, where that is another; before each work."""
+        """Let the current stream wait for that of the last call, if that is another. Called before each work."""
         if self._device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self._device)
@@ -87,11 +88,13 @@ class InOrder:
 
 
 def _captures(stream: torch.cuda.Stream) -> bool:
+    """Whether ``stream`` is being captured."""
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
 def _stream(device: torch.device, name: str, urgent: bool) -> torch.cuda.Stream:
+    """The stream of ``device`` called ``name``."""
     del name  # one stream for each
-    return torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=-1 if urgent else 0)

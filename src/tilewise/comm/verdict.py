@@ -1,7 +1,7 @@
-"""Who failed, and why, from what ranks said before they stopped and from whose connections are closed.
+"""Which rank failed, and why, judged from what ranks said before they stopped and from closed connections.
 
-A rank is named only where something speaks against it: it said that it failed, its process is gone and had said
-nothing, or others waited for it in vain and it says nothing still. One that stopped because of another has said so.
+A rank is named only where something speaks against it: it said that it failed; its process is gone and had said
+nothing; or others waited for it in vain and it still says nothing. A rank that stopped because of another has said so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Cause = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``causes``; ``sure`` where nothing that may still be heard would change them."""
+    """The ``causes`` of a failure. ``sure`` says that nothing which may still be heard would change them."""
 
     causes: tuple[Cause, ...]
     sure: bool
@@ -29,9 +29,9 @@ def judge(
 ) -> Verdict:
     """The verdict of a rank that waited in vain for the ranks ``awaited``.
 
-    ``said`` has the entries of every other rank, ``gone`` those whose process is gone. An entry's ``kind`` is
-    ``"failed"`` with ``text``, and ``lost``: ranks that were gone by then; ``"waited"`` with ``for``; ``"heard"`` with
-    ``causes``; or ``"ended"``, of a program that came to its end.
+    ``said`` has the entries of every other rank, ``gone`` the ranks whose processes are gone. The ``kind`` of an entry
+    is ``"failed"``, with ``text`` and ``lost`` (ranks that were gone by then); ``"waited"``, with ``for``; ``"heard"``,
+    with ``causes``; or ``"ended"``, of a program that came to its end. ``timeout`` is in seconds, for the text.
     """
     kinds = {rank: {entry.get("kind") for entry in entries} for rank, entries in said.items()}
     failed = [(r, e) for r, entries in said.items() for e in entries if e.get("kind") == "failed"]
@@ -45,7 +45,7 @@ def judge(
     waits = {rank: _awaited(entries) for rank, entries in said.items()}
     if dead := _reached(awaited, waits) & silent or silent:
         return Verdict(tuple((rank, killed(rank)) for rank in sorted(dead)), sure=True)
-    ended = {rank for rank, own in kinds.items() if own == {"ended"}}
+    ended = {rank for rank, rank_kinds in kinds.items() if rank_kinds == {"ended"}}
     if over := _reached(awaited, waits) & ended:
         return Verdict(tuple((r, f"rank {r} ended: its program came to its end") for r in sorted(over)), sure=False)
     quiet = {rank for rank in said if not kinds[rank]}
@@ -54,35 +54,37 @@ def judge(
 
 
 def killed(rank: int) -> str:
-    """What is said of a rank whose process is gone."""
+    """The text on a rank whose process is gone without a word."""
     return f"rank {rank} ended without a word, as a process does that is killed"
 
 
 def _each_once(causes: Sequence[Cause]) -> tuple[Cause, ...]:
-    found: dict[int, str] = {}
+    """The first cause for each rank."""
+    texts: dict[int, str] = {}
     for rank, text in causes:
-        found.setdefault(rank, text)
-    return tuple(found.items())
+        texts.setdefault(rank, text)
+    return tuple(texts.items())
 
 
 def _awaited(entries: Sequence[Mapping[str, Any]]) -> set[int]:
+    """The ranks that a rank's entries say it waited for."""
     return {int(rank) for entry in entries if entry.get("kind") == "waited" for rank in entry["for"]}
 
 
 def _reached(awaited: Collection[int], waits: Mapping[int, set[int]]) -> set[int]:
-    """The ranks waited for, those that they waited for, and so on."""
-    found: set[int] = set()
+    """The ranks ``awaited``, those that these waited for, and so on."""
+    reached: set[int] = set()
     todo = list(awaited)
     while todo:
         rank = todo.pop()
-        if rank not in found:
-            found.add(rank)
+        if rank not in reached:
+            reached.add(rank)
             todo += waits.get(rank, ())
-    return found
+    return reached
 
 
 def _narrowest(waits: Sequence[set[int]], quiet: set[int]) -> set[int]:
-    """The quiet ranks that somebody waits for: who waits for one of them knows more than who waits for all."""
-    each = [wait & quiet for wait in waits if wait & quiet]
-    least = min(map(len, each), default=0)
-    return set().union(*(one for one in each if len(one) == least))
+    """The quiet ranks for which somebody waits, by the ranks that wait for the fewest: these know most."""
+    quiet_waits = [wait & quiet for wait in waits if wait & quiet]
+    least = min(map(len, quiet_waits), default=0)
+    return set().union(*(wait_set for wait_set in quiet_waits if len(wait_set) == least))

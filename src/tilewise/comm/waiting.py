@@ -1,4 +1,4 @@
-"""Kernels that wait for what other ranks write: how long, who stops them, and for whom they waited in vain."""
+"""Kernels that wait for what other ranks write: how long, how they are stopped, and for which rank they waited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOK_S = 0.25e-6
 
 
 class Waiting:
-    """What kernels on ``device`` that wait have in common. They give up after about ``timeout`` seconds."""
+    """The common part of objects whose kernels wait on ``device``. Kernels give up after about ``timeout`` seconds."""
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.look = LOOK
@@ -29,10 +29,10 @@ class Waiting:
         self.in_order = InOrder(device)
 
     def late(self) -> int | None:
-        """The rank for which a kernel waited in vain; asks only the host."""
+        """The rank for which a kernel waited in vain, ``None`` without one. Only the host is asked."""
         rank = int(self._seen[1])
         return rank - 1 if rank else None
 
     def stop(self) -> None:
-        """Have kernels that wait give up; may be called from any thread, and while the GPU captures a graph."""
+        """Let waiting kernels give up. It may be called from any thread, and while the GPU captures a graph."""
         self._seen[0] = 1

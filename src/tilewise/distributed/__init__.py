@@ -1,12 +1,12 @@
 """Models on images that are too large for one device: each rank holds a stripe or block of every activation."""
 
 from tilewise.comm.agreement import RankMismatch
-from tilewise.comm.link import PeerError
-from tilewise.distributed.channels import sum_gradient_over, sum_over
-from tilewise.distributed.layout import Grid, Layout
+from tilewise.comm.failure_detector import PeerError
 from tilewise.distributed.optimize import optimize
 from tilewise.distributed.parallel import SpatialParallel
-from tilewise.distributed.shard import Shard, UnknownLayer, handles
+from tilewise.distributed.parts.layout import Grid, Layout
+from tilewise.distributed.shards.channels import sum_gradient_over, sum_over
+from tilewise.distributed.shards.shard import Shard, UnknownLayer, handles
 
 __all__ = [
     "Grid",

@@ -1,8 +1,8 @@
-"""Errors in backward, heard by the ranks that wait for this one, whoever's code raised them.
+"""Telling the ranks that wait for this one of errors in backward, whichever code raised them.
 
-A forward is called through the wrapped model, but nothing of ours is around ``loss.backward()``: hooks, losses and
-layers behind a gather run between our nodes, and what they raise leaves autograd's engine past them. So the engine
-through which torch starts every backward is replaced by one that does the same, and looks at what an error leaves.
+A forward is called through the wrapped model, but nothing of this package surrounds ``loss.backward()``: hooks, losses
+and layers behind a gather run between its nodes, and their errors leave autograd's engine without passing them. So the
+engine through which torch starts every backward is replaced by one that does the same, and tells of errors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from tilewise.comm.link import Link
-from tilewise.distributed.names import failed_backward
+from tilewise.distributed.parts.names import failed_backward
 
 __all__ = ["have_errors_told"]
 
@@ -25,7 +25,7 @@ OURS = __name__.rpartition(".")[0]
 
 @functools.cache
 def have_errors_told() -> None:
-    """From now on, tell the ranks of a graph of an error in its backward."""
+    """From now on, tell the ranks of a graph of an error in its backward. Calls after the first do nothing."""
 
     class Engine(type(Variable._execution_engine)):  # type: ignore[misc]
         def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,26 +40,26 @@ def have_errors_told() -> None:
 
 
 def _links(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Link]:
-    """The links that nodes of the graph of ``outputs`` go over, each once."""
+    """The links that nodes of the graph of ``outputs`` use, each once."""
     todo = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
-    seen: set[Any] = set()
-    found: dict[int, Link] = {}
+    visited: set[Any] = set()
+    links: dict[int, Link] = {}
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         todo += [following for following, _ in node.next_functions]
-        found |= {id(link): link for link in _of_node(node)}
-    return list(found.values())
+        links |= {id(link): link for link in _of_node(node)}
+    return list(links.values())
 
 
 def _of_node(node: Any) -> Iterator[Link]:
-    """What one of this package's functions keeps on its context: a link, or what has one."""
+    """The links that a function of this package keeps on its context, directly or in another object."""
     function = getattr(type(node), "_forward_cls", None)
     if function is None or not function.__module__.startswith(OURS):
         return
     for value in vars(node).values():
-        for one in (value, *(getattr(value, name, None) for name in ("link", "home"))):
-            if isinstance(one, Link):
-                yield one
+        for candidate in (value, *(getattr(value, name, None) for name in ("link", "home"))):
+            if isinstance(candidate, Link):
+                yield candidate

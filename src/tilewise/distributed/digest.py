@@ -22,19 +22,20 @@ OF_WORD, OF_PLACE, FIRST, SECOND = (
 def digests(tensors: list[list[torch.Tensor]]) -> list[str]:
     """A digest of each list of plain tensors: of their bytes in the order of elements, whatever their strides.
 
-    What is on a device stays there; two numbers a tensor come to the host, in one copy a device.
+    Tensors stay on their device. Two numbers per tensor are copied to the host, in one copy per device.
     """
-    found = [[_digest(tensor) for tensor in parts] for parts in tensors]
-    every = [one for parts in found for one in parts]
+    numbers = [[_digest(tensor) for tensor in parts] for parts in tensors]
+    all_pairs = [pair for parts in numbers for pair in parts]
     on_host: dict[int, str] = {}
-    for device in {one.device for one in every}:
-        there = [one for one in every if one.device == device]
-        for one, (a, b) in zip(there, torch.stack(there).tolist(), strict=True):
-            on_host[id(one)] = f"{a % 2**64:016x}{b % 2**64:016x}"
-    return ["+".join(on_host[id(one)] for one in parts) for parts in found]
+    for device in {pair.device for pair in all_pairs}:
+        on_device = [pair for pair in all_pairs if pair.device == device]
+        for pair, (a, b) in zip(on_device, torch.stack(on_device).tolist(), strict=True):
+            on_host[id(pair)] = f"{a % 2**64:016x}{b % 2**64:016x}"
+    return ["+".join(on_host[id(pair)] for pair in parts) for parts in numbers]
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Two whole numbers of 64 bits that stand for the bytes of ``tensor``, on its device."""
     with torch.no_grad():
         words = _words(tensor)
         total = torch.zeros(2, dtype=torch.int64, device=words.device)
@@ -50,13 +51,13 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain tensor in the order of its elements: its own memory where they lie so, else a copy."""
+    """The bytes of a plain tensor in the order of its elements: a view where they lie so in memory, else a copy."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # of one element or none any stride is contiguous
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain tensor as integers of 8 bytes, the last filled up with zeros."""
+    """The bytes of a plain tensor as integers of 8 bytes, padded with zeros."""
     flat = bytes_of(tensor)
     if flat.numel() % 8:
         flat = F.pad(flat, (0, -flat.numel() % 8))
@@ -66,16 +67,16 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors whose bytes are the value of ``tensor`` here, which every rank is to have alike.
+    """The plain tensors here whose bytes are the value of ``tensor``, and which must be equal on all ranks.
 
-    None of a tensor without data (on the meta device, or not made yet), and none of a ``DTensor`` that is cut: each
-    rank has a part of its own.
+    There are none for a tensor without data (on the meta device, or lazy), and none for a ``DTensor`` that is cut, of
+    which each rank has another part.
     """
     if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
         return []
     if hasattr(tensor, "placements") and hasattr(tensor, "to_local"):  # to ask DTensor itself would be to import it
-        whole = all(placement.is_replicate() for placement in tensor.placements)
-        return local_parts(tensor.to_local().detach()) if whole else []
+        is_replicated = all(placement.is_replicate() for placement in tensor.placements)
+        return local_parts(tensor.to_local().detach()) if is_replicated else []
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.detach().coalesce()
         return [tensor.indices(), tensor.values()]

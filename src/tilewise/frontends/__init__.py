@@ -1,1 +1,1 @@
-"""Networks in: built-in, from torchvision or timm, or from a Python factory; and their convolution layers."""
+"""Loading networks (built-in, torchvision's, timm's, from a Python factory) and finding their convolution layers."""

@@ -1,4 +1,4 @@
-"""The convolution layers a network runs, in order, with the shapes they meet."""
+"""The convolution layers that a network runs, in order, with the shapes of their inputs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from tilewise import random_states
-from tilewise.nn.overrides import base_of, override
+from tilewise.machine import random_states
+from tilewise.nn.layers.overrides import base_of, override
+from tilewise.nn.record import state_kept
 
 __all__ = ["CONVOLUTIONS", "LayerCall", "Layout", "convolution_layers", "is_convolution"]
 
@@ -64,17 +65,21 @@ def is_convolution(module: nn.Module) -> bool:
 def convolution_layers(
     module: nn.Module, example_inputs: Tensor | Sequence[Any] | Mapping[str, Any]
 ) -> list[LayerCall]:
-    """Calls of convolution layers in one forward of ``module``, in the order they run.
+    """Calls of convolution layers in one forward of ``module``, in the order in which they run.
 
     ``example_inputs`` is what the module is called with: one tensor, a sequence of positional arguments or a mapping of
     keyword arguments. The module runs in its present mode (training or evaluation), under the caller's autocast and
     gradient mode: under ``torch.no_grad()`` no layer needs an input gradient.
 
-    The forward runs on a copy with fake tensors, which have shapes but no data, so that it costs no memory and next to
+    The forward runs on a copy with fake tensors, which have shapes but no data, so that it takes no memory and almost
     no time. Where the network does not allow that (control flow that reads data, code that leaves torch) it runs for
-    real, once, at the cost of one forward; buffers and random number generators are put back as they were.
+    real, once; buffers and random number generators are put back as they were.
 
     Raises what the module's forward raises for these inputs.
+
+    >>> module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3))
+    >>> [(call.name, call.input_shape) for call in convolution_layers(module, torch.zeros(2, 3, 32, 32))]
+    [('0', (2, 3, 32, 32)), ('2', (2, 8, 30, 30))]
     """
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -95,7 +100,7 @@ def convolution_layers(
 
 
 def fake_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[LayerCall]:
-    """Calls in a forward of a copy of ``module`` without data; raises anything where that cannot be done."""
+    """The calls in a forward of a copy of ``module`` without data. Raises anything where that cannot be done."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
     # A copy, because a module may keep tensors it made in its forward, and must not keep fake ones. The copy finds its
@@ -108,15 +113,9 @@ def fake_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def real_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[LayerCall]:
-    """Calls in a forward of ``module`` itself, which is left as it was; raises what the forward raises."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not nn.parameter.is_lazy(buffer)]
-    with random_states.kept(module.modules()), recording(module) as calls:
-        try:
-            module(*args, **kwargs)
-        finally:
-            with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)
+    """The calls in a forward of ``module`` itself, which is left as it was. Raises what the forward raises."""
+    with state_kept(module, (args, kwargs)), recording(module) as calls:
+        module(*args, **kwargs)
     return layer_calls(module, calls)
 
 
@@ -125,7 +124,7 @@ Record = tuple[str, tuple[int, ...], torch.dtype, Layout, bool, int]
 
 
 def layer_calls(module: nn.Module, records: list[Record]) -> list[LayerCall]:
-    """The records with the layers of ``module`` they are of."""
+    """The records together with the layers of ``module`` that they are of."""
     layers = dict(module.named_modules())
     return [
         LayerCall(name, layers[name], shape, dtype, layout, needs_grad, count)
@@ -135,7 +134,7 @@ def layer_calls(module: nn.Module, records: list[Record]) -> list[LayerCall]:
 
 @contextlib.contextmanager
 def recording(module: nn.Module) -> Iterator[list[Record]]:
-    """Within the context, calls of convolution layers in ``module`` are added to the list it gives."""
+    """Yields a list to which calls of convolution layers in ``module`` are added within the context."""
     calls: list[Record] = []
     counts: Counter[str] = Counter()
 
@@ -161,7 +160,7 @@ def recording(module: nn.Module) -> Iterator[list[Record]]:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Type in which a convolution of ``x`` is computed: autocast's where it is on and ``x`` is subject to it."""
+    """The dtype in which a convolution of ``x`` is computed: autocast's where that is on and applies to ``x``."""
     kind = x.device.type
     casts = x.is_floating_point() and x.dtype is not torch.float64
     if casts and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -179,7 +178,7 @@ def layout_of(x: Tensor) -> Layout:
 
 
 def eager() -> contextlib.AbstractContextManager[object]:
-    """A context in which compiled modules run uncompiled; free where nothing was compiled yet."""
+    """A context in which compiled modules run uncompiled. Costs nothing where nothing was compiled yet."""
     if "torch._dynamo" in sys.modules:
         stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
         return stance

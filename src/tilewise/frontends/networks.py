@@ -19,22 +19,29 @@ from tilewise.frontends.zoo import BUILDERS
 __all__ = ["Network", "NetworkError", "builtin_networks", "load_network"]
 
 IMAGE = (3, 224, 224)
-"""Input of an image network that does not say otherwise."""
+"""Input shape of an image network that does not say otherwise."""
 TORCHVISION_SIZES = {"inception_v3": 299}
 """Networks of torchvision that a 224x224 image is too small for."""
 SHOWN = 12
-"""Names an error message lists before it only counts the rest."""
+"""Names that an error message lists before it only counts the rest."""
 
 
 class NetworkError(ValueError):
-    """A network that cannot be had: the message names what was asked for and what would do."""
+    """A network cannot be loaded. The message names what was asked for and what would do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
     """A module and what it takes to run it.
 
-    ``input_shape`` is the shape of one input without the batch: (C, H, W) for images.
+    ``name`` is the text that :func:`load_network` was given. ``input_shape`` is the shape of one input without the
+    batch: (C, H, W) for images.
+
+    >>> network = load_network("alexnet")
+    >>> network.input_shape
+    (3, 224, 224)
+    >>> network.example_inputs(2).shape
+    torch.Size([2, 3, 224, 224])
     """
 
     name: str
@@ -48,10 +55,10 @@ class Network:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> Tensor:
-        """Normally distributed input of shape (``batch``, *``input_shape``); the same for the same seed and device.
+        """Normally distributed input of shape (``batch``, *``input_shape``), the same for the same seed and device.
 
-        ``dtype`` must be a floating-point type. On the meta device there is no data, only a shape.
-        Raises ``ValueError`` for a negative batch.
+        ``dtype`` must be a floating-point type. On the meta device the tensor has a shape but no data. Raises
+        ``ValueError`` for a negative batch.
         """
         if batch < 0:
             raise ValueError(f"batch is {batch}: zero or more would do")
@@ -63,12 +70,12 @@ class Network:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     def loss(self, outputs: object, targets: Tensor | None = None) -> Tensor:
-        """A scalar to call ``backward`` on, from what the module returned.
+        """A scalar to call ``backward`` on, from the module's ``outputs``.
 
-        With ``targets``, class indices (N,), it is the cross entropy of the scores (N, classes), summed over all
-        outputs of the first one's shape (auxiliary classifiers). Without, it is the mean square of every
-        floating-point output, summed: it reaches every layer of any network, which is all that timing asks for.
-        Raises ``ValueError`` where ``outputs`` holds no floating-point tensor.
+        With ``targets``, class indices (N,), it is the cross entropy of scores (N, classes), summed over all outputs
+        that have the first one's shape (auxiliary classifiers). Without, it is the mean square of every floating-point
+        output, summed: it reaches every layer of any network, which is all that timing needs. Raises ``ValueError``
+        where ``outputs`` holds no floating-point tensor.
         """
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
         if not tensors:
@@ -96,7 +103,11 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def builtin_networks() -> tuple[str, ...]:
-    """Names of the built-in networks."""
+    """Names of the built-in networks.
+
+    >>> builtin_networks()[:2]
+    ('alexnet', 'overfeat_fast')
+    """
     return tuple(BUILDERS)
 
 
@@ -104,13 +115,17 @@ def load_network(spec: str) -> Network:
     """The network that ``spec`` names, with random weights, on the current default device.
 
     ``spec`` is a built-in name (:func:`builtin_networks`), ``torchvision:NAME`` (classifiers only), ``timm:NAME``, or
-    ``module.path:factory``, where ``factory()`` returns a module or a pair (module, shape of one input without the
-    batch). A lone module says its shape in an attribute ``input_shape``; without one it is taken to be (3, 224, 224).
+    ``module.path:factory``. There ``factory()`` returns a module, or a pair of a module and the shape of one input
+    without the batch. A module alone gives its shape in an attribute ``input_shape``; without one it is taken to be (3,
+    224, 224).
 
     Naming a factory imports and runs its code. Weights are never downloaded or loaded.
 
-    Raises :class:`NetworkError` for a name that is not known, a package that is not installed, and a factory that
-    cannot be imported, fails, or returns something else.
+    Raises :class:`NetworkError` for an unknown name, a package that is not installed, and a factory that cannot be
+    imported, fails, or returns something else.
+
+    >>> load_network("densenet40").input_shape
+    (3, 32, 32)
     """
     source, colon, name = spec.partition(":")
     if not colon:
@@ -123,7 +138,7 @@ def load_network(spec: str) -> Network:
 
 
 def load_builtin(spec: str) -> Network:
-    """Built-in network ``spec``; raises :class:`NetworkError` for another name."""
+    """The built-in network ``spec``. Raises :class:`NetworkError` for another name."""
     if spec not in BUILDERS:
         hint = "other networks: torchvision:NAME, timm:NAME, module.path:factory"
         raise NetworkError(f"network {spec!r} is not built in; {known(spec, BUILDERS)}; {hint}")
@@ -131,7 +146,7 @@ def load_builtin(spec: str) -> Network:
 
 
 def load_torchvision(spec: str, name: str) -> Network:
-    """torchvision's classifier ``name``; raises :class:`NetworkError` as :func:`load_network` says."""
+    """torchvision's classifier ``name``. Raises :class:`NetworkError` as :func:`load_network` says."""
     models = library(spec, "torchvision", "torchvision.models")
     names = models.list_models(module=models)
     if name not in names:
@@ -148,7 +163,7 @@ def load_torchvision(spec: str, name: str) -> Network:
 
 
 def load_timm(spec: str, name: str) -> Network:
-    """timm's network ``name``; raises :class:`NetworkError` as :func:`load_network` says."""
+    """timm's network ``name``. Raises :class:`NetworkError` as :func:`load_network` says."""
     timm = library(spec, "timm", "timm")
     # A name with a scheme (hf-hub:, local-dir:) would fetch or read files.
     if ":" in name or not timm.is_model(name):
@@ -163,7 +178,10 @@ def load_timm(spec: str, name: str) -> Network:
 
 
 def load_factory(spec: str, path: str, attribute: str) -> Network:
-    """What ``attribute`` of module ``path`` builds; raises :class:`NetworkError` as :func:`load_network` says."""
+    """The network that ``attribute`` of module ``path`` builds.
+
+    Raises :class:`NetworkError` as :func:`load_network`.
+    """
     if not all(part.isidentifier() for part in (*path.split("."), *attribute.split("."))):
         raise NetworkError(f"network {spec!r} does not read as module.path:factory")
     try:
@@ -214,7 +232,7 @@ def network_of(spec: str, built: object) -> Network:
 
 
 def library(spec: str, package: str, path: str) -> Any:
-    """Module ``path`` of an optional package; raises :class:`NetworkError` where it is missing or broken."""
+    """Module ``path`` of an optional package. Raises :class:`NetworkError` where it is missing or broken."""
     try:
         importlib.import_module(package)
         module: ModuleType = importlib.import_module(path)
@@ -231,7 +249,7 @@ def library(spec: str, package: str, path: str) -> Any:
 
 
 def known(name: str, names: Iterable[str]) -> str:
-    """What to say of ``names`` to one who asked for ``name``: the closest, then the first of them."""
+    """Part of an error message: of ``names`` those closest to ``name``, then the first of them."""
     names = list(names)
     close = " or ".join(map(repr, difflib.get_close_matches(name.lower(), names, n=3)))
     shown = ", ".join(names[:SHOWN]) or "none"

@@ -1,4 +1,4 @@
-"""The compilers of GPU kernels, loaded before they are needed."""
+"""Loading the compilers of GPU kernels before they are needed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ __all__ = ["load"]
 
 
 def load() -> None:
-    """Import those that are installed, and learn by what names they keep kernels: half a second to two for a process.
+    """Import the compilers that are installed and read the keys of their caches, which takes half a second to two.
 
-    No GPU is touched, and nothing is compiled. What fails here fails again where it is needed, which keeps the reason.
+    No GPU is touched, and nothing is compiled. What fails here fails again where it is needed, and the reason is kept
+    there.
     """
     if importlib.util.find_spec("triton") is not None:
         with contextlib.suppress(Exception):
-            from tilewise.kernels.triton.jobs import read_compiler
+            from tilewise.kernels.building.jobs import read_compiler
 
             read_compiler()
     if not launch.unavailable():

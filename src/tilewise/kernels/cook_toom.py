@@ -1,4 +1,4 @@
-"""Matrices of fast short convolutions, in exact fractions. Knows nothing of Numba."""
+"""The transform matrices of fast short convolutions, as exact fractions. Does not need Numba."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fractions import Fraction
 __all__ = ["POINTS", "Matrix", "Transforms", "matrices", "shift", "transforms", "turned"]
 
 Matrix = tuple[tuple[Fraction, ...], ...]
+"""Rows of exact fractions."""
 POINTS: dict[int, tuple[int | Fraction, ...]] = {
     0: (),
     1: (0,),
@@ -22,9 +23,10 @@ POINTS: dict[int, tuple[int | Fraction, ...]] = {
     7: (0, 1, -1, 2, -2, Fraction(1, 2), Fraction(-1, 2)),
     9: (0, 2, -2, Fraction(1, 3), Fraction(-1, 3), Fraction(3, 4), Fraction(-3, 4), Fraction(4, 3), Fraction(-4, 3)),
 }
-"""Points of evaluation by how many it takes, each beside its negative, beside infinity, which is always one.
+"""Points of evaluation beside infinity, by their number, each next to its negative.
 
-Those with the least error in fp32 among 0, 1, 2, 3, 4, ratios of them and their negatives, tried on one axis."""
+They have the least error in fp32 among 0, 1, 2, 3, 4, ratios of these and their negatives, tried on one axis.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Transforms:
 
 @functools.cache
 def transforms(m: int, r: int) -> Transforms:
-    """Those of :data:`POINTS`. Raises ``ValueError`` where there are none."""
+    """The transforms F(m, r) with the points of :data:`POINTS`. Raises ``ValueError`` where there are none."""
     count = m + r - 2
     if m < 1 or r < 1 or count not in POINTS:
         raise ValueError(f"m={m}, r={r}: from 1 on, with a sum of at most 9 or of 11, would do")
@@ -52,10 +54,11 @@ def transforms(m: int, r: int) -> Transforms:
 
 
 def matrices(m: int, r: int, points: Sequence[Fraction]) -> Transforms:
-    """By Toom and Cook: polynomials are evaluated at ``points`` and infinity, multiplied there, and interpolated.
+    """The transforms F(m, r) by the method of Toom and Cook.
 
-    Interpolation transposed (Winograd 1980, IV) takes the inputs. Its rows are monic polynomials' coefficients, and the
-    factors left over are the filter's, which is transformed least often.
+    Polynomials are evaluated at ``points`` and infinity, multiplied there, and interpolated. Transposed interpolation
+    (Winograd 1980, IV) transforms the inputs. Its rows are coefficients of monic polynomials; the factors left over go
+    to the filter, which is transformed least often. Raises ``ValueError`` unless there are m + r - 2 different points.
     """
     if len(points) != m + r - 2 or len(set(points)) != len(points):
         raise ValueError(f"points={list(points)}: {m + r - 2} different ones would do")
@@ -67,22 +70,22 @@ def matrices(m: int, r: int, points: Sequence[Fraction]) -> Transforms:
 
 
 def _powers(points: Sequence[Fraction], count: int) -> Matrix:
-    """Evaluation of polynomials of ``count`` coefficients."""
+    """The matrix that evaluates polynomials with ``count`` coefficients at ``points`` and infinity."""
     infinity = tuple(Fraction(int(i == count - 1)) for i in range(count))
     return (*(tuple(p**i for i in range(count)) for p in points), infinity)
 
 
 def _polynomial(roots: Sequence[Fraction], n: int) -> tuple[Fraction, ...]:
-    """Coefficients, n of them, of the monic polynomial."""
-    found = [Fraction(1)]
+    """The ``n`` coefficients of the monic polynomial with these roots."""
+    coefficients = [Fraction(1)]
     for root in roots:
-        shifted = [Fraction(0), *found]
-        found = [a - root * b for a, b in zip(shifted, [*found, Fraction(0)], strict=True)]
-    return tuple(found + [Fraction(0)] * (n - len(found)))
+        shifted = [Fraction(0), *coefficients]
+        coefficients = [a - root * b for a, b in zip(shifted, [*coefficients, Fraction(0)], strict=True)]
+    return tuple(coefficients + [Fraction(0)] * (n - len(coefficients)))
 
 
 def shift(matrix: Matrix) -> int:
-    """By how many powers of two a transform may enlarge a value."""
+    """The power of two by which a transform may enlarge a value at most."""
     return max(0, math.ceil(math.log2(max(sum(abs(entry) for entry in row) for row in matrix))))
 
 

@@ -1,4 +1,4 @@
-"""Layouts of spectra by plain indexing, for devices and sizes without a kernel: slow, and right on any device.
+"""Conversions between layouts of spectra by indexing, for devices and sizes without a kernel: slow but general.
 
 ``kernels.cuda.fft1d`` and ``fft2d`` say what the layouts hold.
 """
@@ -14,10 +14,7 @@ __all__ = ["from_plain", "multiplicity", "to_plain"]
 
 
 def from_plain(y: torch.Tensor, s: Sequence[int], layout: str) -> torch.Tensor:
-    """Plain spectra of signals or planes of size ``s`` in another layout, without gaps.
-
-    ``packed`` needs even sizes.
-    """
+    """Plain spectra of signals or planes of size ``s`` in another layout, contiguous. ``packed`` needs even sizes."""
     if layout == "plain":
         return y.contiguous()
     flat = y.flatten(-len(s)) if layout == "frequency_major" else _packed1(y) if len(s) == 1 else _packed2(y, *s)
@@ -25,7 +22,7 @@ def from_plain(y: torch.Tensor, s: Sequence[int], layout: str) -> torch.Tensor:
 
 
 def to_plain(y: torch.Tensor, s: Sequence[int], layout: str) -> torch.Tensor:
-    """Plain spectra out of those in another layout; may share their memory."""
+    """Spectra in any layout as plain ones, which may share their memory."""
     if layout == "plain":
         return y
     flat = y.movedim(0, -1)
@@ -37,7 +34,7 @@ def to_plain(y: torch.Tensor, s: Sequence[int], layout: str) -> torch.Tensor:
 def multiplicity(s: Sequence[int], layout: str, leading: int, device: torch.device) -> torch.Tensor:
     """How often each number of a spectrum stands in the full one: 2 where its conjugate is left out, else 1.
 
-    Broadcasts against a spectrum with so many ``leading`` dimensions.
+    The result broadcasts against a spectrum with ``leading`` leading dimensions.
     """
     n = s[-1]
     if layout == "packed":
@@ -55,12 +52,14 @@ def multiplicity(s: Sequence[int], layout: str, leading: int, device: torch.devi
 
 
 def _packed1(y: torch.Tensor) -> torch.Tensor:
+    """Packed from plain spectra of signals, frequency last."""
     short = y[..., :-1].clone()
     short[..., 0] = torch.complex(y[..., 0].real, y[..., -1].real)
     return short
 
 
 def _unpacked1(y: torch.Tensor) -> torch.Tensor:
+    """Plain from packed spectra of signals, frequency last."""
     whole = torch.cat([y, y[..., :1]], -1)
     whole[..., 0] = y[..., 0].real
     whole[..., -1] = y[..., 0].imag
@@ -68,6 +67,7 @@ def _unpacked1(y: torch.Tensor) -> torch.Tensor:
 
 
 def _packed2(y: torch.Tensor, n1: int, n2: int) -> torch.Tensor:
+    """Packed from plain spectra of n1 x n2 planes, frequency last."""
     r, c = n1 // 2, n2 // 2
     rows = y.new_empty((*y.shape[:-2], r, n2))
     rows[..., : c + 1] = y[..., :r, :]
@@ -80,6 +80,7 @@ def _packed2(y: torch.Tensor, n1: int, n2: int) -> torch.Tensor:
 
 
 def _unpacked2(y: torch.Tensor, n1: int, n2: int) -> torch.Tensor:
+    """Plain from packed spectra of n1 x n2 planes, frequency last."""
     r, c = n1 // 2, n2 // 2
     rows = torch.unflatten(y, -1, (r, n2))
     plain = y.new_empty((*y.shape[:-1], n1, c + 1))

@@ -1,8 +1,7 @@
-"""Planned layers in torch models."""
+"""Planned convolutions in PyTorch models: whole models, single calls, and programs that stay as they are."""
 
 from tilewise.comm.agreement import RankMismatch
-from tilewise.nn.batch import LargestBatch, largest_batch
-from tilewise.nn.branch_times import BranchReport, groups
+from tilewise.nn.branches.choose import BranchReport, groups
 from tilewise.nn.functional import (
     conv1d,
     conv2d,
@@ -12,11 +11,12 @@ from tilewise.nn.functional import (
     conv_transpose3d,
     set_defaults,
 )
+from tilewise.nn.largest_batch import LargestBatch, largest_batch
+from tilewise.nn.memory.step_planner import StepTooLarge
 from tilewise.nn.optimize import optimize, restore
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
-from tilewise.nn.scheduled import schedule
-from tilewise.nn.transparent import Session, disable, enable, enabled
-from tilewise.nn.within import StepTooLarge
+from tilewise.nn.schedule import schedule
+from tilewise.nn.script.session import Session, disable, enable, enabled
 
 __all__ = [
     "BranchReport",

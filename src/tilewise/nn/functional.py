@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from tilewise.nn.book import Book, make_options
-from tilewise.nn.call import kernel_of
-from tilewise.nn.compiled import trace
-from tilewise.nn.geometry import Geometry
-from tilewise.nn.layer import Layer
-from tilewise.nn.overrides import BY_TORCH
+from tilewise.machine.recent import trim
+from tilewise.nn.arguments import settings_of, takes
+from tilewise.nn.layers.call import kernel_of
+from tilewise.nn.layers.geometry import Geometry
+from tilewise.nn.layers.layer import Layer
+from tilewise.nn.layers.overrides import BY_TORCH
+from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.layers.traced import trace
 from tilewise.planner import Options, Planner
-from tilewise.recent import trim
+from tilewise.settings import DefaultOptions, Settings
 
 __all__ = [
     "Planned",
@@ -47,16 +49,16 @@ follows and which cost nothing at each call: the layer met first goes, and is ma
 
 
 class Table:
-    """The layers of one book by torch's arguments."""
+    """The layers of one plan table, found by the arguments of torch's function."""
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
+    def __init__(self, plan_table: PlanTable) -> None:
+        self._plan_table = plan_table
         self._layers: dict[Geometry, Layer] = {}
         self._by_arguments: dict[tuple[Any, ...], Layer | None] = {}
         self._lock = threading.Lock()
 
     def layer(self, *arguments: Any) -> Layer | None:
-        """The layer of these arguments of :meth:`Geometry.of`, ``None`` where torch must judge them."""
+        """The layer for these arguments of :meth:`Geometry.of`; ``None`` where torch must judge the arguments."""
         try:
             return self._by_arguments[arguments]
         except KeyError:
@@ -69,56 +71,55 @@ class Table:
             layer = None if geometry is None else self._layers.get(geometry)
             if geometry is not None and layer is None:
                 trim(self._layers, MOST_LAYERS)
-                layer = self._layers[geometry] = Layer(geometry, self._book)
+                layer = self._layers[geometry] = Layer(geometry, self._plan_table)
             trim(self._by_arguments, MOST_LAYERS)
             self._by_arguments[arguments] = layer
             return layer
 
     def traced(self, *arguments: Any) -> Layer | None:
-        """:meth:`layer` as Dynamo can follow it: a layer that is there already."""
+        """As :meth:`layer`, in a form that Dynamo can follow: only layers that exist already are found."""
         geometry = Geometry.of(*arguments)
-        for known, layer in self._layers.items():
-            if known == geometry:
+        for known_geometry, layer in self._layers.items():
+            if known_geometry == geometry:
                 return layer
         return None
 
 
-_defaults = Table(Book(Options(), "plan"))
+_defaults = Table(PlanTable(Options(), "plan"))
 
 
+@takes(DefaultOptions)
 def set_defaults(
-    *,
-    workspace: int | str | None = None,
-    batch_sizes: str = "powers_of_two",
-    rigor: str = "measure",
-    deterministic: bool = False,
-    error_limit: float | None = None,
-    strict: bool = False,
-    cuda_graphs: bool = False,
-    exclude: Sequence[str] = (),
-    unplanned: str = "plan",
-    planner: Planner | None = None,
+    *, settings: Settings | None = None, planner: Planner | None = None, **options: Unpack[DefaultOptions]
 ) -> None:
-    """Set the options under which the functional operators plan from now on; what they had planned is let go.
+    """Set the options under which the functional operators plan from now on. Plans that they had are dropped.
 
-    Arguments are those of :func:`tilewise.optimize`. Raises ``ValueError`` naming the argument at fault.
+    Options, each by keyword:
+
+    {options}
+
+    Further arguments:
+
+    {arguments}
+
+    Raises ``ValueError`` naming the argument at fault.
     """
     global _defaults
-    options = make_options(workspace, batch_sizes, rigor, deterministic, error_limit, strict, cuda_graphs, exclude)
-    _defaults = Table(Book(options, unplanned, planner))
+    merged = settings_of("set_defaults", DefaultOptions, settings, options)
+    _defaults = Table(PlanTable(merged.options(), merged.unplanned, planner))
 
 
 def traced_by(
     table: Table, arguments: tuple[Any, ...], x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
 ) -> Any:
-    """What Dynamo traces for a call: a plan known in ``table``, or ``NotImplemented``."""
-    known = table.traced(*arguments)
-    traced = None if known is None else trace(known, x, w, b)
+    """What Dynamo traces for a call: an operator for plans known to ``table``, or ``NotImplemented``."""
+    layer = table.traced(*arguments)
+    traced = None if layer is None else trace(layer, x, w, b)
     return NotImplemented if traced is None else traced
 
 
 def _on_sight(dims: int, transposed: bool) -> Planned:
-    """The planned result under the options of :func:`set_defaults`."""
+    """A function that computes a convolution by a plan, made at first use under the options of :func:`set_defaults`."""
 
     def planned(
         x: torch.Tensor,
@@ -164,7 +165,7 @@ def convolution(dims: int, planned: Planned) -> Callable[..., torch.Tensor]:
 
 
 def transposed_convolution(dims: int, planned: Planned) -> Callable[..., torch.Tensor]:
-    """:func:`convolution` for ``torch.nn.functional.conv_transpose{dims}d``."""
+    """As :func:`convolution`, for ``torch.nn.functional.conv_transpose{dims}d``."""
     by_torch = BY_TORCH[f"conv_transpose{dims}d"]
 
     def conv_transpose(
@@ -187,6 +188,7 @@ def transposed_convolution(dims: int, planned: Planned) -> Callable[..., torch.T
 
 
 def _documented(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Give ``function`` its docstring, and return it."""
     function.__doc__ = f"""As :func:`torch.nn.functional.{function.__name__}`, by a plan where one is faster.
 
     A shape seen for the first time is planned on sight, under the options of :func:`set_defaults`. Raises what torch

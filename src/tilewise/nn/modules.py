@@ -1,206 +1,161 @@
-"""torch's convolution modules: which can be planned, and what their planned ``forward`` does."""
+"""The modules of one model that are planned: which they are, their recorded calls, their plans, and their report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
-from tilewise.nn.call import kernel_of
-from tilewise.nn.compiled import trace
-from tilewise.nn.geometry import Geometry
-from tilewise.nn.layer import Layer
-from tilewise.nn.overrides import (
-    BASES,
-    base_of,
-    override,
-    reads_by_attribute,
-    unchanged,
-    unchanged_in_trace,
-)
-from tilewise.nn.swaps import swapped
+from tilewise.nn.layers.kinds import ModuleKind, is_planned, kind_of, run_by_plans
+from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.layers.swaps import swap_back
+from tilewise.nn.layers.weights import Weights
+from tilewise.nn.memory.step_planner import Choices
+from tilewise.nn.record import Recorded, record
+from tilewise.nn.report import CallReport, LayerReport, PassReport
+from tilewise.problems.base import Problem
 
-__all__ = ["geometry_of", "is_convolution", "is_planned", "obstacle", "planned_forward", "tensors_of", "unwrapped"]
+__all__ = ["PlannedModules", "workspaces_of"]
 
-MARK = "_tilewise_layer"
+Filter = Callable[[str, nn.Module], bool]
 
 
-def is_convolution(module: nn.Module) -> bool:
-    """Whether ``module`` is one of torch's convolutions or derived from one."""
-    return base_of(module) is not None
+class PlannedModules:
+    """The modules of ``model`` of which there is a kind, which of them may be planned, and their recorded calls.
 
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself behind DistributedDataParallel or ``torch.compile``."""
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, nn.parallel.DistributedDataParallel):
-        inner = inner.module
-    assert isinstance(inner, nn.Module)
-    return inner
-
-
-def obstacle(module: nn.Module) -> str:
-    """Why the computation of this convolution cannot be swapped; empty when it can."""
-    reason = override(module)
-    if reason:
-        return reason
-    if module.padding_mode != "zeros" and isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return f"padding_mode={module.padding_mode!r}: torch has only zeros here"
-    if geometry_of(module) is None:
-        return "torch itself does not take its arguments"
-    return ""
-
-
-def geometry_of(module: Any, output_padding: tuple[int, ...] | None = None) -> Geometry | None:
-    """The module's geometry; other padding modes than zeros pad beforehand, so that none is left."""
-    base = base_of(module)
-    assert base is not None
-    transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-    return Geometry.of(
-        BASES[base],
-        module.stride,
-        module.padding if module.padding_mode == "zeros" else 0,
-        module.dilation,
-        module.groups,
-        module.kernel_size,
-        transposed,
-        module.output_padding if output_padding is None else output_padding,
-    )
-
-
-def tensors_of(
-    module: Any, input: torch.Tensor, output_size: Any = None
-) -> tuple[Geometry | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Geometry, input, weight and bias with which this call of the module convolves."""
-    if output_size is not None:
-        extra = module._output_padding(
-            input,
-            output_size,
-            module.stride,
-            module.padding,
-            module.kernel_size,
-            len(module.kernel_size),
-            module.dilation,
-        )
-        return geometry_of(module, tuple(extra)), input, module.weight, module.bias
-    if module.padding_mode != "zeros":
-        input = F.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-    return geometry_of(module), input, module.weight, module.bias
-
-
-def planned_forward(module: nn.Module, layers: Callable[[Geometry], Layer]) -> Callable[..., torch.Tensor]:
-    """The function to bind as the module's ``forward``; ``layers`` gives the layer of a geometry.
-
-    It keeps to torch where the module's arguments have been changed since.
+    ``plan_table`` holds the plans. Under a memory limit for a whole step a plan depends on the module as well as on the
+    problem: ``separate`` then gives each module a plan table of its own, which follows ``plan_table``. ``filter_fn`` is
+    the caller's choice of modules, ``None`` for all. Gradients are planned where ``weights`` change, as they do in
+    training.
     """
-    geometry = geometry_of(module)
-    assert geometry is not None
-    layer = layers(geometry)
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        forward = _transposed(module, layer, layers)
-    elif module.padding_mode != "zeros":
-        forward = _padded(module, layer)
-    else:
-        forward = _plain(module, layer)
-    forward.__name__ = "forward"
-    forward.__qualname__ = f"{type(module).__qualname__}.forward"
-    setattr(forward, MARK, layer)
-    return forward
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan_table: PlanTable,
+        weights: Weights,
+        filter_fn: Filter | None = None,
+        *,
+        separate: bool = False,
+    ) -> None:
+        self.model, self.plan_table = model, plan_table
+        self.training = weights is Weights.CHANGING
+        self.modules = {name: module for name, module in model.named_modules() if kind_of(module)}
+        self.reasons = {name: _why_left_out(name, module, filter_fn) for name, module in self.modules.items()}
+        """Why a module is not to be planned, empty where it may be."""
+        self.candidates = {name: module for name, module in self.modules.items() if not self.reasons[name]}
+        self.plan_tables = {
+            name: PlanTable(plan_table.options, plan_table.unplanned, plan_table.planner) if separate else plan_table
+            for name in self.candidates
+        }
+        self.calls: list[Recorded] = []
+        """The different calls of the candidates on the examples, in the order in which they ran."""
+        self._layers = {
+            name: _kind(module).layers(self.plan_tables[name], weights) for name, module in self.candidates.items()
+        }
+        self._left: dict[str, str] = {}
+
+    def record(self, examples: Sequence[object]) -> None:
+        """Run the model on each example and record the calls of its candidates. Raises what the model raises."""
+        recorded = [
+            record(self.model, self.candidates, example, self._layers, training=self.training, left=self._left)
+            for example in examples
+        ]
+        self.calls = list(dict.fromkeys(call for calls in recorded for call in calls))
+
+    def problems(self) -> list[Problem]:
+        """The problems of the recorded calls, one for every pass of each call."""
+        return [problem for call in self.calls for problem in call.problems(self.training).values()]
+
+    def names(self) -> dict[Problem, list[str]]:
+        """The names of the layers that have each problem, one name for every call."""
+        names: dict[Problem, list[str]] = {}
+        for call in self.calls:
+            every = [call.name, *(f"{call.name} (call {n})" for n in range(2, call.times + 1))]
+            for problem in call.problems(self.training).values():
+                names.setdefault(problem, []).extend(every)
+        return names
+
+    def install(self, choices: Choices) -> None:
+        """Let every candidate run by the plans of ``choices``, or by those of the plan table where it names none.
+
+        A module of which no pass gains computes as torch does.
+        """
+        for name, module in self.candidates.items():
+            plan_table = self.plan_tables[name]
+            if plan_table is not self.plan_table:
+                plan_table.follow(self.plan_table, {key[1:]: plan for key, plan in choices.items() if key[0] == name})
+                self._layers[name].forget()
+            swap_back(module)
+            if self._gains(name):
+                run_by_plans(module, self._layers[name])
+
+    def _gains(self, name: str) -> bool:
+        """Whether a plan beats torch on any pass of the module. If so, all its passes are bound now, ready for use."""
+        plan_table, runners = self.plan_tables[name], []
+        for recorded in self._calls_of(name):
+            problems = recorded.problems(self.training).values()
+            if any(plan_table.replacement(problem, recorded.call.deterministic) for problem in problems):
+                runners += [recorded.layer.resolve(call) for call in recorded.kinds(self.training)]
+        return any(runner is not None and runner.planned for runner in runners)
+
+    def report(self) -> tuple[LayerReport, ...]:
+        """The report of every module that is of a kind."""
+        return tuple(self._report(name) for name in self.modules)
+
+    def _report(self, name: str) -> LayerReport:
+        """The report of one module, with the reason where nothing was planned for it."""
+        module, plan_table = self.modules[name], self.plan_tables.get(name, self.plan_table)
+        calls = tuple(self._call_report(recorded, module, plan_table) for recorded in self._calls_of(name))
+        reason = self.reasons[name]
+        if not reason and not any(call.passes for call in calls):
+            unseen = self._left.get(name, "") or "not called with tensors that can be planned"
+            reason = "not a call that can be planned" if calls else unseen
+        return LayerReport(name, type(module).__name__, calls, reason)
+
+    def _call_report(self, recorded: Recorded, module: nn.Module, plan_table: PlanTable) -> CallReport:
+        """The report of one recorded call, pass by pass."""
+        times = plan_table.torch_times(())
+        deterministic, planned = recorded.call.deterministic, is_planned(module)
+        passes = tuple(
+            PassReport(
+                role,
+                problem,
+                plan_table.chosen(problem, deterministic),
+                times.get(problem),
+                planned and plan_table.replacement(problem, deterministic) is not None,
+                plan_table.reasons.get(problem, ""),
+                plan_table.notes.get(problem, ""),
+            )
+            for role, problem in recorded.problems(self.training).items()
+        )
+        return CallReport(recorded.call.shape, passes)
+
+    def _calls_of(self, name: str) -> list[Recorded]:
+        """The recorded calls of one module."""
+        return [recorded for recorded in self.calls if recorded.name == name]
 
 
-def _arguments(d: dict[str, Any]) -> tuple[Any, ...]:
-    return d["stride"], d["padding"], d["dilation"], d["groups"], d["padding_mode"], d["output_padding"]
+def workspaces_of(layers: Sequence[LayerReport]) -> Mapping[str, int]:
+    """The largest workspace in bytes of each layer's plans."""
+    most: dict[str, int] = {}
+    for layer in layers:
+        for pass_report in layer.passes():
+            most[layer.name] = max(
+                most.get(layer.name, 0), 0 if pass_report.plan is None else pass_report.plan.workspace
+            )
+    return most
 
 
-def _plain(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:
-    stride, padding, dilation, groups = module.stride, module.padding, module.dilation, module.groups
-    same, same_in_trace = unchanged(module), unchanged_in_trace(module)
-    kind, by_attribute = type(module), reads_by_attribute(module)
-    kernel = module.kernel_size if isinstance(padding, str) else None  # what the name stands for depends on it
-
-    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_dynamo_compiling():
-            traced = trace(layer, input, self.weight, self.bias) if same_in_trace(self) else None
-            return type(self).forward(self, input) if traced is None else traced
-        d = self.__dict__
-        if (
-            (same(self) or not override(self))
-            and d["stride"] == stride
-            and d["padding"] == padding
-            and d["dilation"] == dilation
-            and d["groups"] == groups
-            and d["padding_mode"] == "zeros"
-        ):
-            parameters = d["_parameters"]
-            if (
-                "weight" not in parameters  # parametrized, pruned, sharded or set on the instance
-                or "weight" in d
-                or "bias" in d
-                or by_attribute
-                or type(self) is not kind
-            ):
-                weight, bias = self.weight, self.bias
-            else:
-                weight = parameters["weight"]
-                bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (slow)
-            if kernel is None or kernel_of(weight) == kernel:
-                y = layer(input, weight, bias)
-                if y is not NotImplemented:
-                    return y  # type: ignore[no-any-return]
-        return type(self).forward(self, input)  # type: ignore[no-any-return]
-
-    return forward
+def _why_left_out(name: str, module: nn.Module, filter_fn: Filter | None) -> str:
+    """Why a module is not planned; empty where it may be."""
+    if filter_fn is not None and not filter_fn(name, module):
+        return "left out by filter_fn"
+    return _kind(module).obstacle(module)
 
 
-def _padded(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:
-    arguments = _arguments(module.__dict__)
-    same, same_in_trace = unchanged(module), unchanged_in_trace(module)
-
-    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        compiling = torch.compiler.is_dynamo_compiling()
-        runs_torch = same_in_trace(self) if compiling else same(self) or not override(self)
-        if not runs_torch or _arguments(self.__dict__) != arguments:
-            return type(self).forward(self, input)  # type: ignore[no-any-return]
-        padded = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
-        if compiling:
-            traced = trace(layer, padded, self.weight, self.bias)
-            y = NotImplemented if traced is None else traced
-        else:
-            y = layer(padded, self.weight, self.bias)
-        if y is NotImplemented:
-            convolve = getattr(F, name)
-            y = convolve(padded, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
-        return y
-
-    name = f"conv{layer.geometry.dims}d"
-    return forward
-
-
-def _transposed(module: nn.Module, layer: Layer, layers: Callable[[Geometry], Layer]) -> Callable[..., torch.Tensor]:
-    arguments = _arguments(module.__dict__)
-    same, same_in_trace = unchanged(module), unchanged_in_trace(module)
-
-    def forward(self: Any, input: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
-        if torch.compiler.is_dynamo_compiling():
-            known = output_size is None and same_in_trace(self)
-            traced = trace(layer, input, self.weight, self.bias) if known else None
-            return type(self).forward(self, input, output_size) if traced is None else traced
-        if (same(self) or not override(self)) and _arguments(self.__dict__) == arguments:
-            own = layer
-            if output_size is not None:
-                geometry = tensors_of(self, input, output_size)[0]
-                own = layer if geometry is None else layers(geometry)
-            y = own(input, self.weight, self.bias)
-            if y is not NotImplemented:
-                return y  # type: ignore[no-any-return]
-        return type(self).forward(self, input, output_size)  # type: ignore[no-any-return]
-
-    return forward
-
-
-def is_planned(module: nn.Module) -> bool:
-    """Whether the module's computation is swapped."""
-    return hasattr(swapped(module), MARK)
+def _kind(module: nn.Module) -> ModuleKind:
+    """The kind of a module that has one."""
+    kind = kind_of(module)
+    assert kind is not None
+    return kind

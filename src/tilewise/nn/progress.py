@@ -1,4 +1,4 @@
-"""Progress on stderr for planning that nobody asked for by name, and only where it takes long enough to be noticed."""
+"""Progress on stderr for planning that was not asked for by name, shown only where it takes a while."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from tilewise import random_states
+from tilewise.machine import random_states
 
 __all__ = ["LATE_S", "Late", "showing"]
 
@@ -17,7 +17,10 @@ LATE_S = 2.0
 
 
 class Late:
-    """A planner's progress callback: a bar on a terminal, elsewhere one line when it begins and one when it is done."""
+    """A planner's progress callback that shows something only after :data:`LATE_S` seconds.
+
+    On a terminal that is a bar, elsewhere one line when it begins and one when it is done.
+    """
 
     def __init__(self) -> None:
         self._start: float | None = None
@@ -27,9 +30,9 @@ class Late:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Planning goes on within; what is shown is gone, or told to be done, however it ends.
+        """Show the progress of the planning in this block, and end the display when the block ends, by an error too.
 
-        Within another such block it is part of that.
+        A block within another one belongs to the outer one.
         """
         if self._start is not None:
             yield
@@ -46,6 +49,7 @@ class Late:
                 sys.stderr.write(f"tilewise: planned {self._total} problems in {time.monotonic() - start:.0f} s\n")
 
     def __call__(self, done: int, total: int, text: str) -> None:
+        """Take note that ``done`` of ``total`` problems are planned and that ``text`` is next."""
         if self._start is None:
             return
         self._total = max(self._total, total)
@@ -56,6 +60,7 @@ class Late:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total, text=text)
 
     def _show(self, total: int) -> None:
+        """Begin to show progress: a bar on a terminal, else one line."""
         with random_states.kept():  # rich draws a number from Python's random when it is imported
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -71,5 +76,5 @@ class Late:
 
 
 def showing(progress: object) -> AbstractContextManager[None]:
-    """Planning goes on within; ``progress`` is a planner's, and shows of it where it is a :class:`Late`."""
+    """Show the progress of the planning in this block where ``progress`` is a :class:`Late`; do nothing elsewhere."""
     return progress.planning() if isinstance(progress, Late) else nullcontext()

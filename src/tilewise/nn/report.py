@@ -10,27 +10,27 @@ from typing import Any
 
 from torch import nn
 
-from tilewise.nn.book import Book
-from tilewise.nn.branch_times import BranchReport
-from tilewise.nn.modules import unwrapped
-from tilewise.nn.overrides import base_of, override
+from tilewise.nn.arguments import unwrapped
+from tilewise.nn.branches.choose import BranchReport
+from tilewise.nn.layers.kinds import kind_of
+from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.plan import Plan
-from tilewise.problem import ConvProblem
+from tilewise.problems.base import Problem
 
 __all__ = ["CallReport", "LayerReport", "PassReport", "Report", "forget", "keep", "kept", "report"]
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """One computation of a layer: ``role`` is ``forward``, ``grad_input`` or ``grad_weight``.
+    """One pass of a layer: ``role`` is ``forward``, ``grad_input`` or ``grad_weight``.
 
-    ``plan`` is the plan chosen, torch's own included, ``None`` with a ``reason`` where there is none; ``torch_ms`` is
-    torch's time beside which it was measured, where that is known. ``replaced`` says that the plan runs in the module.
-    ``note`` says why a schedule's plan was not taken, empty where it was or there was no schedule.
+    ``plan`` is the chosen plan, which may be torch's own choice, or ``None`` with a ``reason``. ``torch_ms`` is torch's
+    time measured beside it in milliseconds, where known. ``replaced`` says whether the plan runs in the module.
+    ``note`` says why a schedule's plan was not taken; it is empty where it was taken or there was no schedule.
     """
 
     role: str
-    problem: ConvProblem
+    problem: Problem
     plan: Plan | None
     torch_ms: float | None
     replaced: bool
@@ -39,13 +39,13 @@ class PassReport:
 
     @property
     def planned_ms(self) -> float | None:
-        """The plan's time, torch's own where that won."""
+        """The plan's time in milliseconds; torch's own time where torch won."""
         return None if self.plan is None else self.plan.time_ms
 
 
 @dataclass(frozen=True)
 class CallReport:
-    """One way in which the example called a layer. ``shape`` is its input's, as planned (batched, padded)."""
+    """One call of a layer in the examples. ``shape`` is that of the input as planned, with batch axis and padding."""
 
     shape: tuple[int, ...]
     passes: tuple[PassReport, ...]
@@ -53,7 +53,10 @@ class CallReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One convolution module; ``reason`` says why nothing was planned for it, or runs by plan any more, else empty."""
+    """What was planned for one module, call by call.
+
+    ``reason`` says why nothing was planned for it or why it no longer runs by plan; else it is empty.
+    """
 
     name: str
     kind: str
@@ -62,20 +65,20 @@ class LayerReport:
 
     @property
     def replaced(self) -> bool:
-        """Whether the module's computation was swapped."""
+        """Whether a plan runs in place of torch's choice on any pass."""
         return any(p.replaced for p in self.passes())
 
     def passes(self) -> Iterator[PassReport]:
-        """Every pass of every call."""
+        """The passes of all calls."""
         for call in self.calls:
             yield from call.passes
 
 
 @dataclass(frozen=True)
 class Report:
-    """Every convolution of a model, and its parallel branches where they were asked for. Prints as a table.
+    """The planned modules of a model and, where they were asked for, its parallel branches. Prints as a table.
 
-    ``facts``: what else was found, by name (``docs/json.md``).
+    ``facts`` holds further results by name, such as the division of a budget (``docs/json.md``).
     """
 
     layers: tuple[LayerReport, ...]
@@ -83,25 +86,25 @@ class Report:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def passes(self) -> Iterator[tuple[LayerReport, CallReport, PassReport]]:
-        """Every pass with its call and layer."""
+        """Every pass, together with its layer and its call."""
         for layer in self.layers:
             for call in layer.calls:
-                for one in call.passes:
-                    yield layer, call, one
+                for pass_report in call.passes:
+                    yield layer, call, pass_report
 
     def __str__(self) -> str:
         rows = [("layer", "input", "pass", "runs", "plan ms", "torch ms")]
-        for layer, call, one in self.passes():
-            ran = one.plan.solver if one.plan is not None and one.replaced else "torch"
-            said = one.reason or one.note
+        for layer, call, pass_report in self.passes():
+            solver = pass_report.plan.solver if pass_report.plan is not None and pass_report.replaced else "torch"
+            remark = pass_report.reason or pass_report.note
             rows.append(
                 (
                     layer.name,
                     "x".join(map(str, call.shape)),
-                    one.role,
-                    f"{ran} ({said.splitlines()[0]})" if said else ran,
-                    _ms(one.planned_ms),
-                    _ms(one.torch_ms),
+                    pass_report.role,
+                    f"{solver} ({remark.splitlines()[0]})" if remark else solver,
+                    _ms(pass_report.planned_ms),
+                    _ms(pass_report.torch_ms),
                 )
             )
         rows += [(layer.name, "", "", f"torch ({layer.reason})", "", "") for layer in self.layers if layer.reason]
@@ -110,58 +113,63 @@ class Report:
         return "\n".join([*lines, *map(str, self.branches)])
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, tuple[Report, Book, bool]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[nn.Module, tuple[Report, PlanTable, bool]] = weakref.WeakKeyDictionary()
 
 
-def keep(model: nn.Module, made: Report, book: Book, deterministic: bool) -> None:
-    """Remember the report of ``model``, its plans, and whether torch's deterministic flag was on."""
-    _kept[model] = made, book, deterministic
+def keep(model: nn.Module, made: Report, plan_table: PlanTable, deterministic: bool) -> None:
+    """Remember for ``model`` its report, its plan table of plans, and whether torch's deterministic flag was on."""
+    _kept[model] = made, plan_table, deterministic
 
 
 def forget(model: nn.Module) -> None:
-    """Remember nothing of ``model`` any more."""
+    """Drop what :func:`keep` remembered for ``model``."""
     _kept.pop(model, None)
 
 
 def report(model: nn.Module) -> Report:
-    """What the last :func:`tilewise.optimize` of exactly this model did.
+    """The report of the last :func:`tilewise.optimize` of exactly this model.
 
-    A layer that was overridden since (a ``forward`` set on it, say) computes by torch, and has the reason.
+    A layer that was overridden since (by a ``forward`` set on it, say) computes by torch, and its report gives the
+    reason.
 
     Raises ``ValueError`` for a model that was not optimized, was restored since, or is a copy of an optimized one.
     """
-    made, inner = kept(model)[0], unwrapped(model)
-    return replace(made, layers=tuple(_as_it_is(layer, inner) for layer in made.layers))
+    last_report, unwrapped_model = kept(model)[0], unwrapped(model)
+    return replace(last_report, layers=tuple(_as_it_is(layer, unwrapped_model) for layer in last_report.layers))
 
 
 def _as_it_is(layer: LayerReport, model: nn.Module) -> LayerReport:
-    """``layer`` as it runs now."""
+    """The report of ``layer``, changed where the module has been replaced or overridden since."""
     if not layer.replaced:
         return layer
     try:
         module = model.get_submodule(layer.name)
     except AttributeError:
         return _by_torch(layer, "is no longer in the model")
-    if base_of(module) is None:
+    kind = kind_of(module)
+    if kind is None:
         return _by_torch(layer, f"is a {type(module).__name__} now")
-    reason = override(module)
+    reason = kind.obstacle(module)
     return _by_torch(layer, reason) if reason else layer
 
 
 def _by_torch(layer: LayerReport, reason: str) -> LayerReport:
+    """The report of a layer that no longer runs by plan, for ``reason``."""
     calls = tuple(
-        replace(call, passes=tuple(replace(one, replaced=False) for one in call.passes)) for call in layer.calls
+        replace(call, passes=tuple(replace(pass_report, replaced=False) for pass_report in call.passes))
+        for call in layer.calls
     )
     return replace(layer, calls=calls, reason=reason)
 
 
-def kept(model: nn.Module) -> tuple[Report, Book, bool]:
-    """What :func:`keep` was told. Raises ``ValueError`` as :func:`report`."""
-    found = _kept.get(model)
-    if found is None:
+def kept(model: nn.Module) -> tuple[Report, PlanTable, bool]:
+    """What :func:`keep` remembered for ``model``. Raises ``ValueError`` where there is nothing."""
+    remembered = _kept.get(model)
+    if remembered is None:
         raise ValueError(f"model={type(model).__name__}: tilewise.optimize has not been called on it, or was undone")
-    return found
+    return remembered
 
 
 def _ms(value: float | None) -> str:
+    """Milliseconds as text; empty where they are not known."""
     return "" if value is None or math.isnan(value) else f"{value:.3f}"

@@ -2,7 +2,7 @@
 
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.planner import Planner, Progress
-from tilewise.planner.schedule import Schedule, ScheduleError
-from tilewise.planner.workers import WorkersWarning
+from tilewise.planner.processes.workers import WorkersWarning
+from tilewise.planner.schedules.schedule import Schedule, ScheduleError
 
 __all__ = ["NoPlanError", "Options", "Planner", "Progress", "Schedule", "ScheduleError", "WorkersWarning"]

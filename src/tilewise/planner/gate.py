@@ -1,4 +1,4 @@
-"""The gate for plans that come from outside this process: what does not pass is never bound, compiled or allocated for.
+"""The gate for plans from outside this process: what does not pass is never bound, compiled or allocated for.
 
 A plan may come from wisdom, a schedule or another rank. Here solvers are asked whether they would have made it. That
 takes milliseconds and runs nothing, so a plan that somebody wrote by hand costs no more than a sound one. What passes
@@ -14,37 +14,37 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewise import execute, solvers
+from tilewise.machine.threads import with_threads
 from tilewise.plan import Config, Plan
 from tilewise.planner.options import EXCLUDED, Options
-from tilewise.problem import ROLES, ConvProblem
+from tilewise.problems.base import Problem
 from tilewise.solvers import Solver, Split
-from tilewise.threads import with_threads
 
 __all__ = ["MOST_NESTED", "as_here", "is_offered", "why_unfit"]
 
 MOST_NESTED = 2
-"""Splits on the way from the root to a leaf."""
+"""Most splits on the way from the root to a leaf."""
 MOST_KINDS = 100
-"""Different parts that solvers are asked about: far more than a search composes."""
+"""Most different parts that solvers are asked about: far more than a search composes."""
 MOST_CALLS = 1 << 14
-"""Leaves that one run calls, parts counted: what takes longer to check than to plan anew is not checked."""
+"""Most leaves that one run may call: with more, a check would take longer than to plan anew."""
 MOST_TEXT = 1000
-"""Characters of a text in a leaf's config."""
+"""Most characters of a text in a leaf's config."""
 MOST_LABEL = 1 << 16
-"""Characters of a label."""
+"""Most characters of a label."""
 MOST_NUMBERS = 16
-"""Integers in a tuple of a leaf's config."""
+"""Most integers in a tuple of a leaf's config."""
 LEAST_RANGE = 2**16
-"""Integers in a config up to here are asked about, whatever the size of the problem."""
+"""Integers in a config may be this large, whatever the size of the problem."""
 
 
-def why_unfit(plan: Plan, problem: ConvProblem, options: Options) -> str:
+def why_unfit(plan: Plan, problem: Problem, options: Options) -> str:
     """Why ``plan`` may not even be tried on ``problem``, empty when it may: solvers are asked, nothing is run."""
     return _Asking(options).why_unfit(plan, problem)
 
 
 def _calls(plan: Plan) -> int:
-    """Leaves that a run of ``plan`` calls."""
+    """The number of leaves that one run of ``plan`` calls."""
     if plan.leaf:
         return 1
     return sum(count * _calls(child) for child, count in zip(plan.children, plan.counts, strict=False))
@@ -52,13 +52,17 @@ def _calls(plan: Plan) -> int:
 
 @dataclass
 class _Asking:
-    """One plan's walk through the gate, with what was asked already."""
+    """One plan's walk through the gate, with the parts that solvers were already asked about."""
 
     options: Options
-    asked: set[tuple[ConvProblem, Plan, int]] = field(default_factory=set)
+    asked: set[tuple[Problem, Plan, int]] = field(default_factory=set)
 
-    def why_unfit(self, plan: Plan, problem: ConvProblem, level: int = -1, threads: int = 0, depth: int = 0) -> str:
-        """``level`` is that of the split above, one of ``depth``; ``threads`` what torch has for a part, 0 for all."""
+    def why_unfit(self, plan: Plan, problem: Problem, level: int = -1, threads: int = 0, depth: int = 0) -> str:
+        """Why ``plan`` may not be tried on ``problem``; empty when it may.
+
+        ``level`` is that of the split above, ``depth`` the number of splits above, and ``threads`` how many threads
+        torch has for a part, 0 for all.
+        """
         if plan.problem != problem.key:
             return f"its plan has a part for {_shown(plan.problem)}, which is none of the problem's"
         try:
@@ -79,7 +83,8 @@ class _Asking:
         except Exception as error:  # whatever a solver makes of a config that somebody wrote: the plan is refused
             return f"{_not_offered(plan)} ({type(error).__name__}: {str(error)[:200]})"
 
-    def _leaf(self, plan: Plan, problem: ConvProblem, solver: Solver, threads: int) -> str:
+    def _leaf(self, plan: Plan, problem: Problem, solver: Solver, threads: int) -> str:
+        """Why a leaf may not be tried; empty when it may."""
         if plan.children:
             return f"its plan has parts below {plan.solver}, which has none"
         if not is_offered(solver, problem, plan.config, threads):
@@ -88,7 +93,8 @@ class _Asking:
             return f"{plan.solver} is not deterministic"
         return ""
 
-    def _parts(self, plan: Plan, problem: ConvProblem, solver: Split, level: int, depth: int) -> str:
+    def _parts(self, plan: Plan, problem: Problem, solver: Split, level: int, depth: int) -> str:
+        """Why a split or its parts may not be tried; empty when they may."""
         if solver.level <= level:
             return f"its plan cuts by {plan.solver} below a split of the same level"
         if depth == MOST_NESTED or (solver.at_once and depth):
@@ -120,49 +126,53 @@ class _Asking:
         return ""
 
 
-def as_here(plan: Plan, problem: ConvProblem) -> Plan:
-    """A plan that passed, with what solvers here say of its leaves in place of what it claims."""
+def as_here(plan: Plan, problem: Problem) -> Plan:
+    """A plan that passed the gate, with constants and labels as solvers here give them, not as the plan claims."""
     solver = solvers.get(plan.solver)
     constant = 0
-    if not isinstance(solver, Split) and problem.constant_weight:
+    if not isinstance(solver, Split) and problem.constant_operand:
         constant = solver.constant(problem, plan.config)
     children = plan.children
     if isinstance(solver, Split):
         parts, plans = execute.parts_of(plan, problem, solver)
-        own = {id(child): part.problem for part, child in zip(parts, plans, strict=True) if part.problem is not None}
-        children = tuple(as_here(c, own[id(c)]) if id(c) in own else c for c in plan.children)
+        problem_of = {
+            id(child): part.problem for part, child in zip(parts, plans, strict=True) if part.problem is not None
+        }
+        children = tuple(as_here(c, problem_of[id(c)]) if id(c) in problem_of else c for c in plan.children)
     label = plan.label if plan.label.isprintable() and len(plan.label) <= MOST_LABEL else ""
     return replace(plan, constant=constant, children=children, label=label)
 
 
 def _not_offered(plan: Plan) -> str:
+    """The reason of a plan whose solver does not offer its config."""
     return f"{plan.solver} does not offer {_shown(str(plan.config)) or 'no config'} here"
 
 
 def _shown(text: str) -> str:
-    """Text from elsewhere as a message shows it: the beginning, and nothing that moves a terminal's cursor."""
+    """The beginning of a text from elsewhere, as messages show it, without what could move a terminal's cursor."""
     return "".join(c if c.isprintable() else "?" for c in text[:200])
 
 
-def is_offered(solver: Solver, problem: ConvProblem, config: Config, threads: int = 0) -> bool:
+def is_offered(solver: Solver, problem: Problem, config: Config, threads: int = 0) -> bool:
     """Whether the solver itself would try ``config``, perhaps under a limit that is just enough for it.
 
     Values and their types must be as it offers them: 1 is neither 1.0 nor true. ``threads`` are torch's for the part,
     0 for as many as there are.
     """
-    found: list[bool] = []
+    answers: list[bool] = []
 
     def ask() -> None:
-        found.append(_asked(solver, problem, config))
+        answers.append(_asked(solver, problem, config))
 
     if threads:
         with_threads(ask, threads)
     else:
         ask()
-    return found[-1]
+    return answers[-1]
 
 
-def _asked(solver: Solver, problem: ConvProblem, config: Config) -> bool:
+def _asked(solver: Solver, problem: Problem, config: Config) -> bool:
+    """Whether ``solver`` offers ``config``, asked with torch's threads as they are."""
     key = config.key
     offered = [c for c, _ in solver.offers(problem, None)]
     if any(c.key == key for c in offered):
@@ -178,14 +188,14 @@ def _asked(solver: Solver, problem: ConvProblem, config: Config) -> bool:
     return any(c.key == key for c, _ in solver.offers(problem, ceiling))
 
 
-def _is_of_the_kind(config: Config, offered: list[Config], problem: ConvProblem, amounts: frozenset[str]) -> bool:
+def _is_of_the_kind(config: Config, offered: list[Config], problem: Problem, amounts: frozenset[str]) -> bool:
     """Whether names and types of values are those of the configs that are ``offered``, and no value is absurd.
 
     Some amounts are named under a limit alone.
     """
     kinds = {(name, type(value)) for c in offered for name, value in c.items()}
     kinds |= {(name, int) for name in amounts}
-    largest = max(LEAST_RANGE, *(math.prod(problem.shape(role)) for role in ROLES))
+    largest = max(LEAST_RANGE, *(math.prod(problem.shape(role)) for role in problem.roles))
     for name, value in config.items():
         if (name, type(value)) not in kinds:
             return False
@@ -198,7 +208,7 @@ def _is_of_the_kind(config: Config, offered: list[Config], problem: ConvProblem,
 
 
 def _is_within(config: Config, offered: list[Config], amounts: frozenset[str]) -> bool:
-    """Whether no value but an amount is beyond those that are ``offered``: under a limit they only get smaller."""
+    """Whether no value, amounts aside, is above those in ``offered``: under a limit they only get smaller."""
     for name, value in config.items():
         if name in amounts:
             continue
@@ -212,6 +222,7 @@ def _is_within(config: Config, offered: list[Config], amounts: frozenset[str]) -
 
 
 def _numbers(value: object) -> tuple[int | float, ...]:
+    """The numbers in a value of a config."""
     if isinstance(value, tuple):
         return value
     return (value,) if isinstance(value, (int, float)) else ()

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tilewise import solvers
 from tilewise.plan import Config, Measurement, format_bytes, parse_bytes
-from tilewise.problem import ConvProblem
-from tilewise.solvers import Solver
+from tilewise.problems.base import Problem
+from tilewise.solvers import Solver, Split
 
-__all__ = ["BATCH_SIZES", "EXCLUDED", "RIGORS", "NoPlanError", "Options", "no_plan_text"]
+__all__ = [
+    "BATCH_SIZES",
+    "EXCLUDED",
+    "RIGORS",
+    "NoPlanError",
+    "Options",
+    "first_line",
+    "names_to_measure",
+    "no_plan_text",
+]
 
 RIGORS = ("estimate", "measure", "patient", "wisdom_only")
 BATCH_SIZES = ("undivided", "powers_of_two", "all")
 EXCLUDED = "left out by exclude"
-"""The reason of a candidate whose solver was not to be used."""
+"""The reason given for a candidate whose solver the options exclude."""
 
 
 class NoPlanError(RuntimeError):
@@ -56,11 +66,9 @@ class Options:
         for name in ("deterministic", "strict", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False would do")
-        limit: object = self.error_limit
-        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        if limit is not None and not (is_number and limit > 0):  # type: ignore[operator]
-            raise ValueError(f"error_limit={limit!r}: a positive number would do")
-        object.__setattr__(self, "exclude", _solver_names(self.exclude))
+        if self.error_limit is not None:
+            object.__setattr__(self, "error_limit", _positive(self.error_limit))
+        object.__setattr__(self, "exclude", _solver_names(self.exclude, "exclude"))
 
     def excludes(self, solver: Solver, config: Config | None = None) -> bool:
         """Whether no plan may use ``solver``, or ``config`` of it because it computes with an excluded one."""
@@ -70,23 +78,56 @@ class Options:
         return solver.name in self.exclude or inner in self.exclude
 
 
-def _solver_names(given: object) -> tuple[str, ...]:
-    """Names of solvers, each once and sorted. Raises ``ValueError`` for anything else."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ValueError(f"exclude={given!r}: names of solvers such as ('aten',) would do")
+def _positive(limit: object) -> float:
+    """A finite number above zero, which a file can hold. Raises ``ValueError`` for anything else."""
+    try:
+        value = float(limit) if isinstance(limit, (int, float)) and not isinstance(limit, bool) else 0.0
+    except OverflowError as error:
+        raise ValueError("error_limit: it is larger than a float holds; a positive number would do") from error
+    if not 0 < value < math.inf:
+        raise ValueError(f"error_limit={limit!r}: a positive number would do, such as 1e-5")
+    return value
+
+
+def names_to_measure(given: object, options: Options, argument: str) -> tuple[str, ...]:
+    """Names of solvers of which every config is to be measured under ``options``, each once and sorted.
+
+    Raises ``ValueError`` naming ``argument`` for other names, for splits, and where nothing may be measured.
+    """
+    names = _solver_names(given, argument)
+    for name in names:
+        if isinstance(solvers.get(name), Split):
+            text = "cuts problems into parts for other solvers and has no configs to measure"
+            raise ValueError(f"{argument}: {name!r} {text}; a solver that computes would do, such as 'aten'")
+    if names and options.rigor == "wisdom_only":
+        raise ValueError(f"{argument}: {names[0]!r} cannot be measured, as rigor wisdom_only measures nothing; "
+                         "rigor measure would do")  # fmt: skip
+    return names
+
+
+def _solver_names(given: object, argument: str) -> tuple[str, ...]:
+    """Names of solvers, each once and sorted. Raises ``ValueError`` naming ``argument`` for anything else."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise ValueError(f"{argument}={given!r}: names of solvers such as ('aten',) would do")
     names = list(given)
     if not names:
         return ()
     known = [solver.name for solver in solvers.all_solvers()]
     for name in names:
         if not isinstance(name, str) or name not in known:
-            raise ValueError(f"exclude: {name!r:.80} is no solver; there are {', '.join(known)}")
+            raise ValueError(f"{argument}: {name!r:.80} is no solver; there are {', '.join(known)}")
     return tuple(sorted(set(names)))
 
 
-def no_plan_text(problem: ConvProblem, options: Options, log: Sequence[Measurement]) -> str:
+def no_plan_text(problem: Problem, options: Options, log: Sequence[Measurement]) -> str:
     """What a :class:`NoPlanError` says: the problem, the limit and why each candidate was lost."""
     limit = "no workspace limit" if options.workspace is None else f"{format_bytes(options.workspace)} of workspace"
     lines = [f"no plan for {problem.key} under {limit}:"]
     lines += dict.fromkeys(f"  {m.solver} {m.config}: {m.reason}" for m in log if m.reason)
     return "\n".join(lines)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the error's type where it has none."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 LOOK_S = 1.0
-"""How often to see whether the parent is still there: a fork of it may hold the pipe open."""
+"""Seconds between looks whether the parent still exists: a fork of it may hold the pipe open."""
 ENDING_S = 3.0
-"""To keep what was measured, once the parent is gone."""
+"""Seconds to keep what was measured, once the parent is gone."""
 MOST_TEXT = 2000
 
 
@@ -47,27 +47,29 @@ class _Link:
         signal.signal(signal.SIGINT, self._interrupted)  # a terminal sends it to all; the parent decides
         threading.Thread(target=self._read, daemon=True).start()
 
-    def say(self, what: dict[str, Any]) -> None:
-        """Answer; end where nobody reads any more."""
+    def say(self, answer: dict[str, Any]) -> None:
+        """Write one answer; end the process where nobody reads any more."""
         try:
-            self._answers.write(json.dumps(what) + "\n")
+            self._answers.write(json.dumps(answer) + "\n")
             self._answers.flush()
         except OSError:
             raise KeyboardInterrupt from None
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        """Ignore Ctrl-C, unless this process is ending."""
         if self.ending:
             raise KeyboardInterrupt
 
     def _read(self) -> None:
+        """Collect lines until standard input ends or the parent is gone; then end this process."""
         pending = b""
         while os.getppid() == self._parent:
             if not select.select([0], [], [], LOOK_S)[0]:
                 continue
-            more = os.read(0, 1 << 16)
-            if not more:
+            data = os.read(0, 1 << 16)
+            if not data:
                 break
-            *lines, pending = (pending + more).split(b"\n")
+            *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 self.lines.put(line)
         self.ending = True
@@ -93,58 +95,46 @@ def main() -> None:
     os._exit(0 if link is None else link.status)
 
 
-def _begin(link: _Link, told: dict[str, Any]) -> Planner:
-    """Load what planning needs, wake the device, and say on what measurements made here will depend."""
+def _begin(link: _Link, settings: dict[str, Any]) -> Planner:
+    """Load what planning needs, start the device, and answer with the environment of measurements made here."""
     import torch
 
-    from tilewise.axis import Axis
-    from tilewise.device import environment, torch_device
     from tilewise.kernels import compilers
+    from tilewise.machine.device import environment, torch_device
     from tilewise.planner.options import Options
-    from tilewise.planner.places import Place, identity
     from tilewise.planner.planner import Planner
-    from tilewise.planner.search import Search
-    from tilewise.planner.store import Store
-    from tilewise.problem import ConvProblem, Pass
+    from tilewise.planner.processes.places import Place, identity
+    from tilewise.planner.search.known import Store
+    from tilewise.planner.search.search import Search
+    from tilewise.problems.kinds import kinds
     from tilewise.wisdom import Wisdom
 
-    class Telling(Planner):
-        """Says which problem it is at."""
-
-        def _load(self, environment_key: str, problem: Any) -> Any:
-            link.say({"at": problem.key})
-            return super()._load(environment_key, problem)
-
-    name = told["device"]
-    if told["threads"] is not None:
-        torch.set_num_threads(told["threads"])
+    name = settings["device"]
+    if settings["threads"] is not None:
+        torch.set_num_threads(settings["threads"])
     device = torch_device(name)
-    found = Telling(Wisdom(Path(told["wisdom"])))
-    small = ConvProblem(Pass.FPROP, 2, 4, 4, (Axis(8, 3),) * 2, device=name)
+    planner = Planner(Wisdom(Path(settings["wisdom"])))
+    planner.measurements.on_load = lambda problem: link.say({"at": problem.key})
     # Every solver is asked, and torch's own is run: libraries are loaded before anything is to be planned.
-    Search(small, Options(rigor="estimate"), found.profile(name), Store(lambda problem: {})).survey()
+    for kind in kinds().values():
+        small = kind.small_example(name)
+        if small is not None:
+            Search(small, Options(rigor="estimate"), planner.profile, Store(lambda problem: {})).survey()
     if device.type == "cuda":
         compilers.load()
     place = Place(name, device.index)
     link.say({"ready": os.getpid(), "environment": environment(name).key, "identity": identity(place)})
-    return found
+    return planner
 
 
 def _answer(link: _Link, planner: Planner, line: bytes) -> None:
-    """Do one job; where it fails, no other follows."""
-    from tilewise.planner.messages import Job
-    from tilewise.planner.options import NoPlanError
+    """Do the job in ``line`` and answer. Where it fails, the process ends after it."""
+    from tilewise.planner.planner import do_job
+    from tilewise.planner.processes.messages import Job
 
     start = time.perf_counter()
     try:
-        job = Job.from_json(json.loads(line))
-        try:
-            if job.share is None:
-                planner.plan(job.problem, job.options)
-            else:
-                planner.measure_share(job.problem, job.options, *job.share)
-        except NoPlanError:
-            pass  # what was tried is in wisdom, from which the parent tells the reasons
+        do_job(planner, Job.from_json(json.loads(line)))  # the parent tells from wisdom why there is no plan
     except Exception as error:  # whatever a device or a library does: the parent gives the problem to another
         link.status = 1  # before the parent hears of it, and ends this process
         link.say({"failed": f"{type(error).__name__}: {error}"[:MOST_TEXT]})

@@ -1,8 +1,8 @@
-"""What commands and benchmarks show: tables for people, documents for programs."""
+"""What commands and benchmarks show: tables for people, JSON documents for programs, and an HTML page."""
 
 import importlib
 
-from tilewise import random_states
+from tilewise.machine import random_states
 
 with random_states.kept():  # rich draws a number from Python's random when it is imported
     importlib.import_module("rich.style")

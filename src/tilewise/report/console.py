@@ -1,4 +1,4 @@
-"""Where reports go: tables to stdout, progress to stderr."""
+"""Output of reports: tables to stdout, progress to stderr."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 __all__ = ["progress_bar", "show", "show_json"]
 
 PIPE_WIDTH = 200
-"""Columns where stdout is no terminal: nothing is cut short in a file."""
+"""Columns where stdout is no terminal, so that nothing is cut short in a file."""
 
 
 def show(*renderables: RenderableType) -> None:
@@ -27,13 +27,16 @@ def show(*renderables: RenderableType) -> None:
 
 
 def show_json(document: dict[str, Any]) -> None:
-    """Write a document to stdout: strict JSON, so it holds no NaN."""
+    """Write a document to stdout as strict JSON. Raises ``ValueError`` where it holds NaN or an infinity."""
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 @contextmanager
 def progress_bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr while a terminal shows it, gone when done; call what it gives with the name of each next step."""
+    """Show a progress bar on stderr where that is a terminal; it is gone when done.
+
+    Yields a function to call with the name of each next step. ``total`` is the number of steps, ``None`` if unknown.
+    """
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(

@@ -1,4 +1,4 @@
-"""Documents for programs: what ``--json`` prints. Every shape is described in ``docs/json.md``, which tests read."""
+"""JSON documents for programs: what ``--json`` prints. ``docs/json.md`` describes each of them, and tests check it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tilewise import wisdom
 from tilewise.plan import Measurement
-from tilewise.planner.results_json import (
+from tilewise.planner.schedules.results_json import (
     document,
     layers_json,
     measurement_json,
@@ -29,9 +29,10 @@ def time_document(
     step: NetworkTime | None,
     budget: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What ``tilewise time`` measured; ``head`` says for what: ``target``, ``device``, ``environment``, ``options``.
+    """The document of ``tilewise time``.
 
-    ``step`` is ``None`` for a single layer.
+    ``head`` says what was timed: ``target``, ``device``, ``environment``, ``options``. ``step`` is ``None`` for a
+    single layer, ``budget`` where there was none.
     """
     fields = None
     if step is not None:
@@ -46,16 +47,17 @@ def time_document(
 
 
 def explain_document(head: dict[str, Any], result: PassResult, tried: Iterable[Measurement]) -> dict[str, Any]:
-    """The plan that won and everything that ``tilewise explain`` tried."""
+    """The document of ``tilewise explain``: the plan that won and everything that was tried."""
     return document("explain", **{**head, **pass_json(result), "candidates": [measurement_json(m) for m in tried]})
 
 
 def wisdom_document(path: str, summaries: Iterable[wisdom.Summary]) -> dict[str, Any]:
-    """What a store holds."""
+    """The document of what a store holds."""
     return document("wisdom", path=path, environments=[asdict(summary) for summary in summaries])
 
 
 def _step(step: StepTime) -> dict[str, Any]:
+    """The fields of one training step."""
     return {
         "forward_ms": step.forward_ms,
         "backward_ms": step.backward_ms,

@@ -1,4 +1,4 @@
-"""The table and the document of meshes."""
+"""The table and the document of ``tilewise plan --gpus``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from tilewise.distributed.mesh_cost import LinkSpeed
-from tilewise.distributed.meshes import MeshChoice, MeshResult
+from tilewise.distributed.mesh.choose import MeshChoice, MeshResult
+from tilewise.distributed.mesh.cost import LinkSpeed
 from tilewise.plan import format_bytes
-from tilewise.planner.results_json import document
+from tilewise.planner.schedules.results_json import document
 from tilewise.report.tables import format_ms, format_ratio
 
 __all__ = ["mesh_document", "mesh_table", "mesh_text"]
 
 
 def mesh_table(choice: MeshChoice) -> Table:
-    """Meshes by time an image, then those that cannot be used, with their reasons; one GPU alone last."""
+    """Meshes by time per image, then those that cannot be used with their reasons, and one GPU alone last."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     left = ("mesh", "why not")
     columns = ("mesh", "ms an image", "speed-up", "step ms", "forward", "backward", "halos", "sums", "gradients")
@@ -32,11 +32,14 @@ def mesh_table(choice: MeshChoice) -> Table:
 
 
 def _cells(result: MeshResult, alone_ms: float | None, name: str = "") -> list[str]:
+    """The cells of one mesh; ``alone_ms`` is the time per image on one GPU, ``name`` its name where it is not the
+    mesh's.
+    """
     title = name or str(result.mesh)
     cost = result.cost
     if cost is None:
         return [title, *["-"] * 11, escape(result.reason)]
-    known = ", ".join(f"{count} {source}" for source, count in cost.sources.items())
+    sources = ", ".join(f"{count} {source}" for source, count in cost.sources.items())
     return [
         title,
         format_ms(cost.image_ms),
@@ -45,13 +48,13 @@ def _cells(result: MeshResult, alone_ms: float | None, name: str = "") -> list[s
         *map(format_ms, (cost.exchange_ms, cost.sum_ms, cost.reduce_ms)),
         format_bytes(cost.memory.total),
         format_bytes(cost.halo_bytes),
-        known,
+        sources,
         f"[red]{escape(result.reason)}[/]" if result.reason else "",
     ]
 
 
 def mesh_text(choice: MeshChoice) -> str:
-    """The answer in words."""
+    """The fastest mesh in words, or that none can be used."""
     best = choice.best
     limit = "" if choice.memory_limit is None else f" in {format_bytes(choice.memory_limit)} a GPU"
     if best is None or best.cost is None:
@@ -62,7 +65,7 @@ def mesh_text(choice: MeshChoice) -> str:
 
 
 def mesh_document(head: dict[str, Any], choice: MeshChoice) -> dict[str, Any]:
-    """What ``tilewise plan --gpus`` found; ``head`` says for what: target, device, environment, options, input."""
+    """The document of ``tilewise plan --gpus``; ``head`` holds target, device, environment, options and input."""
     return document(
         "mesh",
         **head,
@@ -80,10 +83,12 @@ def mesh_document(head: dict[str, Any], choice: MeshChoice) -> dict[str, Any]:
 
 
 def _link(link: LinkSpeed) -> dict[str, float]:
+    """Fields of a link: bytes per second and milliseconds."""
     return {"bandwidth": link.bandwidth, "latency_ms": 1e3 * link.latency}
 
 
 def _result(result: MeshResult) -> dict[str, Any]:
+    """The fields of one mesh in the document: its cost, or the reason why it is not possible."""
     cost = result.cost
     fields: dict[str, Any] = {
         "data": result.mesh.data,

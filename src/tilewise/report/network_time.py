@@ -1,4 +1,4 @@
-"""Whole training steps of a network, as the framework runs it and planned, in turns."""
+"""Timing whole training steps of a network as the framework runs it and as planned, in turns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from tilewise import random_states
-from tilewise.planner.measure import Timer, peak_bytes
+from tilewise.machine import random_states
+from tilewise.planner.measuring.times import Timer, peak_bytes
 from tilewise.report.values import NetworkTime, StepTime
 
 __all__ = ["time_training_steps"]
 
 BUDGET_MS = {"cpu": 20_000.0, "cuda": 2_000.0}
-"""What timing a network's steps may take, warming up not counted."""
+"""Most milliseconds for timing a network's steps, without warming up, by type of device."""
 LEAST, MOST = 5, 51
 """Fewest and most timed steps of each side."""
 
@@ -24,7 +24,7 @@ Loss = Callable[[object], torch.Tensor]
 
 
 class Stepper:
-    """Runs one module's training steps: forward with loss, then backward. Gradients start empty at every step."""
+    """Runs training steps of one module: forward with loss, then backward. Gradients are empty before each step."""
 
     def __init__(self, module: nn.Module, inputs: torch.Tensor, loss: Loss, timer: Timer) -> None:
         self._module, self._inputs, self._loss, self._timer = module, inputs, loss, timer
@@ -33,18 +33,21 @@ class Stepper:
         self._backward_ms: list[float] = []
 
     def _forward(self) -> None:
+        """Compute the loss and keep it for :meth:`_backward`."""
         self._value = self._loss(self._module(self._inputs))
 
     def _backward(self) -> None:
-        self._value.backward()  # type: ignore[no-untyped-call]
+        """Compute the gradients of the loss that :meth:`_forward` kept."""
+        self._value.backward()
 
     def _step(self) -> None:
+        """Run one whole step."""
         self._forward()
         self._backward()
 
     @contextmanager
     def _fresh(self) -> Iterator[None]:
-        """Around every step: the same random numbers, and nothing left over to stand beside the other side's."""
+        """Give every step the same random numbers, and drop its gradients and graph at the end."""
         random_states.seed(0, self._inputs.device)
         try:
             yield
@@ -53,13 +56,13 @@ class Stepper:
             self._value = self._value.detach()
 
     def first_loss(self) -> float:
-        """The loss of one step, which warms up."""
+        """Run one step to warm up, and return its loss."""
         with self._fresh():
             self._step()
             return float(self._value.detach())
 
     def peak(self, device: torch.device) -> int | None:
-        """Bytes one step takes at its peak beyond the model and its input; ``None`` where the system cannot tell."""
+        """Bytes that one step takes at its peak beyond the model and its input; ``None`` where nothing tells."""
         with self._fresh():
             try:
                 return peak_bytes(self._step, device)
@@ -69,7 +72,7 @@ class Stepper:
                 return None  # the report says that it is not known
 
     def time(self) -> float:
-        """One timed step in milliseconds."""
+        """Run one timed step and return its time in milliseconds."""
         with self._fresh():
             self._forward_ms.append(self._timer.time_ms(self._forward))
             self._backward_ms.append(self._timer.time_ms(self._backward))
@@ -88,10 +91,11 @@ class Stepper:
 def time_training_steps(
     plain: nn.Module, planned: nn.Module, inputs: torch.Tensor, loss: Loss, iterations: int | None = None
 ) -> NetworkTime:
-    """Forward and backward of both modules in turns, medians; peak memory and first loss of each.
+    """Time forward and backward of both modules in turns.
 
-    Both have the same weights and are in training mode; gradients are dropped and random states put back.
-    ``iterations`` timed steps of each side, or as many as fit the time set aside.
+    Both have the same weights and are in training mode. ``iterations`` steps of each side are timed, or as many as fit
+    into the time set aside. Returns medians, the peak memory of each side, and the loss of its first step. Gradients
+    are dropped and random states put back.
     """
     with random_states.kept([*plain.modules(), *planned.modules()]):
         timer = Timer(inputs.device)

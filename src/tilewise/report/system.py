@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilewise import solvers
-from tilewise.device import cpu_count, device_name, environment
 from tilewise.frontends.networks import builtin_networks
+from tilewise.machine.device import cpu_count, device_name, environment
 from tilewise.plan import format_bytes
 from tilewise.report.documents import document
 from tilewise.solvers import Solver, Split
@@ -41,6 +41,7 @@ def info_document() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
+    """The installed version of a Python package; ``None`` where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -48,33 +49,33 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> list[dict[str, Any]]:
+    """The CPU and each GPU, as fields of the document."""
     cpu = environment("cpu")
-    found = [
+    devices = [
         {"torch": "cpu", "name": "cpu", "hardware": cpu.hardware, "memory": None, "cores": cpu_count(),
          "threads": torch.get_num_threads(), "environment": cpu.key}
     ]  # fmt: skip
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         name = device_name(torch.device("cuda", index))
-        here = environment(name)
-        found.append(
-            {"torch": f"cuda:{index}", "name": name, "hardware": here.hardware, "memory": properties.total_memory,
-             "cores": properties.multi_processor_count, "threads": None, "environment": here.key}
+        gpu = environment(name)
+        devices.append(
+            {"torch": f"cuda:{index}", "name": name, "hardware": gpu.hardware, "memory": properties.total_memory,
+             "cores": properties.multi_processor_count, "threads": None, "environment": gpu.key}
         )  # fmt: skip
-    return found
+    return devices
 
 
 def _solver(solver: Solver) -> dict[str, Any]:
+    """What a solver declares, as fields of the document."""
     return {
         "name": solver.name,
         "version": solver.version,
         "what": (inspect.getdoc(type(solver)) or "").split("\n\n", 1)[0].replace("\n", " "),
         "split": solver.axis if isinstance(solver, Split) else None,
         "baseline": solver.baseline,
-        "passes": sorted(p.value for p in solver.passes),
-        "devices": sorted(solver.devices),
-        "dtypes": sorted(solver.dtypes),
-        "dims": sorted(solver.dims),
+        "solves": solver.solves.kind,
+        **solver.declarations(),
         "deterministic": solver.deterministic,
         "accumulates": solver.accumulates,
         "adds_bias": solver.adds_bias,
@@ -94,16 +95,27 @@ def info_tables(info: dict[str, Any]) -> list[RenderableType]:
         memory = "-" if found["memory"] is None else format_bytes(found["memory"])
         devices.add_row(found["torch"], escape(found["name"]), escape(found["hardware"]), str(found["cores"]), memory)
     table = Table(
-        "solver", "version", "passes", "devices", "dtypes", "dims", "repeatable", "what", box=None, pad_edge=False
+        "solver",
+        "version",
+        "solves",
+        "passes",
+        "devices",
+        "dtypes",
+        "dims",
+        "repeatable",
+        "what",
+        box=None,
+        pad_edge=False,
     )
     for found in info["solvers"]:
         table.add_row(
             found["name"],
             str(found["version"]),
-            " ".join(found["passes"]),
+            found["solves"],
+            " ".join(found.get("passes", [])),
             " ".join(found["devices"]),
             " ".join(found["dtypes"]),
-            " ".join(f"{n}-D" for n in found["dims"]),
+            " ".join(f"{n}-D" for n in found.get("dims", [])),
             "yes" if found["deterministic"] else "no",
             escape(found["what"]),
         )

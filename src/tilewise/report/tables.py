@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tilewise import wisdom
 from tilewise.plan import Measurement, Plan, format_bytes
-from tilewise.report.values import BASELINE, Layer, LayerResult, NetworkTime, PassResult, Summary, describe
+from tilewise.report.values import Layer, LayerResult, NetworkTime, PassResult, Summary, describe, is_left
 
 __all__ = [
     "budget_table",
@@ -32,11 +32,13 @@ __all__ = [
 LARGEST = 10
 """Segments of a budget that are listed."""
 NOTHING = "-"
+"""Cell of a value that is not known."""
 LEFT = "left to torch"
+"""Plan of a layer that the framework runs."""
 
 
 def format_ms(value: float | None) -> str:
-    """Milliseconds to four digits, and no finer than a microsecond."""
+    """Milliseconds with four digits, and no finer than a microsecond; ``-`` where unknown."""
     if value is None or not math.isfinite(value):
         return NOTHING
     decimals = next((n for n, above in ((0, 1000), (1, 100), (2, 10)) if value >= above), 3)
@@ -44,16 +46,17 @@ def format_ms(value: float | None) -> str:
 
 
 def format_ratio(value: float | None) -> str:
-    """A speed-up: ``1.63x``."""
+    """A speed-up such as ``1.63x``; ``-`` where unknown."""
     return NOTHING if value is None or not math.isfinite(value) else f"{value:.2f}x"
 
 
 def plan_name(plan: Plan) -> str:
-    """A plan's first line: its solver and how it is configured, a split's parts as ``256 = 3x64 + 64``."""
+    """A plan in one line: its solver and config, or the parts of a split as ``256 = 3x64 + 64``."""
     return " ".join(word for word in (plan.solver, plan.label or _division(plan) or str(plan.config)) if word)
 
 
 def _division(plan: Plan) -> str:
+    """The sizes of a split's parts as ``256 = 3x64 + 64``; empty for a leaf."""
     sizes = plan.config.get("sizes")
     if plan.leaf or not isinstance(sizes, tuple):
         return ""
@@ -75,7 +78,7 @@ def _table(*columns: tuple[str, str], title: str = "") -> Table:
 
 
 def heading(head: Mapping[str, Any]) -> str:
-    """What was planned, where and under which constraints: the head of a document in one line."""
+    """What was planned, where, and under which constraints, in one line; ``head`` is that of a document."""
     options = head["options"]
     limit = "no workspace limit" if options["workspace"] is None else f"{format_bytes(options['workspace'])} a kernel"
     words = [head["target"], f"batch {options['batch']}", f"{options['dtype']} ({options['precision']})"]
@@ -85,7 +88,7 @@ def heading(head: Mapping[str, Any]) -> str:
 
 
 def plan_table(results: Iterable[LayerResult]) -> Table:
-    """Plans as trees, by layer and pass: what runs, its time, workspace and error."""
+    """Plans as trees by layer and pass: what runs, its time, workspace and error."""
     table = _table(
         ("layer", ""), ("pass", ""), ("plan", ""), ("ms", "right"), ("workspace", "right"), ("error", "right")
     )
@@ -93,44 +96,46 @@ def plan_table(results: Iterable[LayerResult]) -> Table:
         if index:
             table.add_row()
         table.add_row(f"[bold]{escape(result.layer.title)}[/]", "", f"[dim]{escape(_layer_text(result.layer))}[/]")
-        for found in result.passes:
-            name = found.problem.pass_.value
-            if found.plan is None:
-                table.add_row("", name, _no_plan(found))
+        for pass_result in result.passes:
+            name = pass_result.problem.task
+            if pass_result.plan is None:
+                table.add_row("", name, _no_plan(pass_result))
                 continue
-            for depth, count, plan in walk(found.plan):
+            for depth, count, plan in walk(pass_result.plan):
                 table.add_row("", "" if depth else name, *_plan_cells(depth, count, plan))
     return table
 
 
 def _layer_text(layer: Layer) -> str:
+    """A layer in benchdnn's notation, or why it is left to torch."""
     if not layer.problems:
         return f"{LEFT}: {layer.left}"
     return describe(layer.problems[0]) + (" (transposed: its forward is dgrad)" if layer.transposed else "")
 
 
-def _no_plan(found: PassResult) -> str:
-    """Why there is none; the first line only repeats the problem where solvers' reasons follow."""
-    lines = found.reason.splitlines()
+def _no_plan(result: PassResult) -> str:
+    """Why there is no plan. The reason's first line is dropped where solvers' reasons follow it."""
+    lines = result.reason.splitlines()
     return "[red]no plan:[/] " + escape("\n".join(line.strip() for line in lines[1:] or lines))
 
 
 def walk(plan: Plan, depth: int = 0, count: int = 1) -> Iterator[tuple[int, int, Plan]]:
-    """Every place in a plan tree, from the root down: its depth, how many parts in a row follow it, the plan."""
+    """Every node of a plan tree, root first: its depth, how many equal parts it stands for, and the plan."""
     yield depth, count, plan
     for child, times in zip(plan.children, plan.counts, strict=True):
         yield from walk(child, depth + 1, times)
 
 
 def _plan_cells(depth: int, count: int, plan: Plan) -> tuple[str, str, str, str]:
-    name = LEFT if depth == 0 and plan.solver == BASELINE else plan_name(plan)
+    """Cells of one node of a plan tree."""
+    name = LEFT if depth == 0 and is_left(plan) else plan_name(plan)
     times = f"{count} x " if count > 1 else ""
     error = NOTHING if plan.error is None else f"{plan.error.l2:.0e}"
     return "  " * depth + times + escape(name), format_ms(plan.time_ms), format_bytes(plan.workspace), error
 
 
 def time_table(results: Iterable[LayerResult]) -> Table:
-    """Framework and planned side by side, by layer and pass."""
+    """Times of the framework and of plans side by side, by layer and pass."""
     table = _table(
         ("layer", ""), ("pass", ""), ("framework ms", "right"), ("planned ms", "right"), ("speed-up", "right"),
         ("workspace", "right"), ("plan", ""),
@@ -139,24 +144,25 @@ def time_table(results: Iterable[LayerResult]) -> Table:
         title = escape(result.layer.title)
         if not result.passes:
             table.add_row(title, *[""] * 5, f"[dim]{escape(_layer_text(result.layer))}[/]")
-        for index, found in enumerate(result.passes):
-            table.add_row("" if index else title, found.problem.pass_.value, *_time_cells(found))
+        for index, pass_result in enumerate(result.passes):
+            table.add_row("" if index else title, pass_result.problem.task, *_time_cells(pass_result))
     return table
 
 
-def _time_cells(found: PassResult) -> tuple[str, str, str, str, str]:
-    framework = format_ms(found.framework_ms)
-    if found.plan is None:
-        return framework, NOTHING, NOTHING, NOTHING, _no_plan(found)
-    workspace = format_bytes(found.plan.workspace)
-    if not found.replaced:
+def _time_cells(result: PassResult) -> tuple[str, str, str, str, str]:
+    """The table cells with one pass's times, their ratio, its workspace and its plan."""
+    framework = format_ms(result.framework_ms)
+    if result.plan is None:
+        return framework, NOTHING, NOTHING, NOTHING, _no_plan(result)
+    workspace = format_bytes(result.plan.workspace)
+    if not result.replaced:
         return framework, "same", format_ratio(1.0), workspace, f"[dim]{LEFT}[/]"
-    name = escape(plan_name(found.plan) + _leaf_names(found.plan))
-    return framework, format_ms(found.planned_ms), _coloured(found.ratio), workspace, name
+    name = escape(plan_name(result.plan) + _leaf_names(result.plan))
+    return framework, format_ms(result.planned_ms), _coloured(result.ratio), workspace, name
 
 
 def _leaf_names(plan: Plan) -> str:
-    """What a divided plan is made of, in short."""
+    """The solvers that a divided plan uses, in short."""
     if plan.leaf:
         return ""
     names = dict.fromkeys(leaf.solver for leaf in plan.leaves())
@@ -164,6 +170,7 @@ def _leaf_names(plan: Plan) -> str:
 
 
 def _coloured(ratio: float | None) -> str:
+    """A speed-up, green where it is faster and red where it is slower."""
     text = format_ratio(ratio)
     if ratio is None or 0.97 <= ratio < 1.03:
         return text
@@ -185,7 +192,7 @@ def summary_text(summary: Summary) -> str:
 
 
 def memory_text(step: Mapping[str, Any], largest: Mapping[str, Any] | None) -> str:
-    """A step's limit, what it took, what it needs at least, and the largest batch where that was looked for."""
+    """A step's limit, peak and least memory, its largest kernel, and the largest batch where that was searched."""
     line = f"step: peak {format_bytes(step['peak'])}, limit {format_bytes(step['limit'])}, needs at least "
     line += format_bytes(step["least"])
     moment = max(step["moments"], key=lambda m: m["alive"] + m["result"] + m["workspace"], default=None)
@@ -199,7 +206,7 @@ def memory_text(step: Mapping[str, Any], largest: Mapping[str, Any] | None) -> s
 
 
 def step_table(time: NetworkTime) -> Table:
-    """Whole training steps side by side."""
+    """Times of whole training steps side by side."""
     table = _table(
         ("training step", ""), ("forward ms", "right"), ("backward ms", "right"), ("step ms", "right"),
         ("peak memory", "right"), ("loss", "right"),
@@ -218,7 +225,7 @@ def step_table(time: NetworkTime) -> Table:
 
 
 def budget_table(budget: Mapping[str, Any]) -> Table:
-    """How a workspace budget was divided: its sums and the largest segments."""
+    """How a workspace budget was divided: its totals and the largest segments."""
     total, used, least = (format_bytes(budget[name]) for name in ("total", "used", "least"))
     program = budget["program"]
     title = (
@@ -240,16 +247,17 @@ def budget_table(budget: Mapping[str, Any]) -> Table:
 
 
 def explain_table(measurements: Sequence[Measurement]) -> Table:
-    """Everything that was tried: the measured by time, then the lost with their reasons."""
+    """Everything that was tried: measured candidates by time, then lost ones with their reasons."""
     table = _table(
-        ("solver", ""), ("config", ""), ("ms", "right"), ("speed-up", "right"), ("workspace", "right"),
-        ("L2 error", "right"), ("spread", "right"), ("why not", ""),
+        ("solver", ""), ("config", ""), ("estimate ms", "right"), ("ms", "right"), ("speed-up", "right"),
+        ("workspace", "right"), ("L2 error", "right"), ("spread", "right"), ("why not", ""),
     )  # fmt: skip
     for m in sorted(measurements, key=_merit):
         ratio = None if m.time_ms is None or m.baseline_ms is None else m.baseline_ms / m.time_ms
         table.add_row(
             escape(m.solver),
             escape(str(m.config)),
+            format_ms(m.estimate_ms),
             format_ms(m.time_ms),
             format_ratio(ratio),
             NOTHING if m.workspace is None else format_bytes(m.workspace),
@@ -262,6 +270,7 @@ def explain_table(measurements: Sequence[Measurement]) -> Table:
 
 
 def _merit(m: Measurement) -> tuple[bool, float, str, str]:
+    """The order of measurements in a table."""
     return bool(m.reason), math.inf if m.time_ms is None else m.time_ms, m.solver, m.config.key
 
 
@@ -271,8 +280,8 @@ def wisdom_table(path: str, summaries: Sequence[wisdom.Summary]) -> Table:
         ("problems", "right"), ("measurements", "right"), ("lost", "right"), ("plans", "right"), ("newest", ""),
         ("environment", ""), title=f"{path}: {'nothing yet' if not summaries else 'measured and planned'}",
     )  # fmt: skip
-    for found in summaries:
-        newest = datetime.fromtimestamp(found.newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        counts = (found.problems, found.measurements, found.lost, found.plans)
-        table.add_row(*map(str, counts), newest, escape(found.environment))
+    for summary in summaries:
+        newest = datetime.fromtimestamp(summary.newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        counts = (summary.problems, summary.measurements, summary.lost, summary.plans)
+        table.add_row(*map(str, counts), newest, escape(summary.environment))
     return table

@@ -1,15 +1,14 @@
-"""What reports are made of: plain values, measured elsewhere."""
+"""Values that reports are made of, measured elsewhere."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewise.notation import format_layer
-from tilewise.planner.results import BASELINE, Layer, LayerResult, PassResult, Summary, divisions, summarize
-from tilewise.problem import ConvProblem
+from tilewise.planner.schedules.results import Layer, LayerResult, PassResult, Summary, divisions, is_left, summarize
+from tilewise.problems.base import Problem
+from tilewise.problems.kinds import kind_of
 
 __all__ = [
-    "BASELINE",
     "Layer",
     "LayerResult",
     "NetworkTime",
@@ -18,13 +17,18 @@ __all__ = [
     "Summary",
     "describe",
     "divisions",
+    "is_left",
     "summarize",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One training step, without the optimizer: medians in ms, peak bytes beyond the model and its input, the loss."""
+    """One training step without the optimizer.
+
+    ``forward_ms`` and ``backward_ms`` are medians; ``peak`` is in bytes beyond the model and its input, ``None`` where
+    unknown.
+    """
 
     forward_ms: float
     backward_ms: float
@@ -33,13 +37,13 @@ class StepTime:
 
     @property
     def step_ms(self) -> float:
-        """Forward and backward."""
+        """Time of forward and backward together."""
         return self.forward_ms + self.backward_ms
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkTime:
-    """Training steps of a network as the framework runs it and with its layers planned, taken in turns."""
+    """Training steps of a network as the framework runs it and as planned, timed in turns."""
 
     framework: StepTime
     planned: StepTime
@@ -51,9 +55,6 @@ class NetworkTime:
         return self.framework.step_ms / self.planned.step_ms
 
 
-def describe(problem: ConvProblem) -> str:
-    """A problem's layer in benchdnn's notation, or its key where the notation has no text for it."""
-    try:
-        return format_layer(problem)
-    except ValueError:
-        return problem.key
+def describe(problem: Problem) -> str:
+    """A problem's layer as users write it, or its key where there is no text for it."""
+    return kind_of(problem).notation(problem) or problem.key

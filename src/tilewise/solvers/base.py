@@ -1,38 +1,44 @@
-"""What every solver is: an algorithm for problems, declared as data plus one predicate that states its limits."""
+"""The interface of solvers: what an algorithm declares, and the methods that planner and executor call."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from tilewise.plan import Config
-from tilewise.problem import ConvProblem, Part, Pass
+from tilewise.problems.base import Part, Problem
+from tilewise.problems.kinds import kind_of, kinds
 
 __all__ = ["Cost", "Prepare", "Run", "Solver", "SolverUnavailable", "Split", "mismatch"]
 
+Solved = Any
+"""A problem of the kind that a solver says it ``solves``: solvers of convolutions name :class:`ConvProblem` here."""
+
 Prepare = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
-"""``prepare(weight, kept, workspace)`` writes what a constant weight comes to into ``kept``, a uint8 tensor of
-``constant(p, c)`` bytes, 256-byte aligned; ``workspace`` is that of ``run``."""
+"""``prepare(weight, kept, workspace)`` writes the prepared form of a constant weight into ``kept``, a uint8 tensor of
+``constant(p, c)`` bytes, 256-byte aligned. ``workspace`` is the same buffer that ``run`` gets."""
 
 
 Run = Callable[..., torch.Tensor]
-"""``run(a, b, out, workspace) -> result`` for fixed shapes and strides, ``a`` and ``b`` in the order of
-``problem.operands``. Writes ``out`` and returns it, or with ``own_output`` ignores it (it may be ``None``) and returns
-a new tensor. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte aligned, or ``None`` where
-that is 0. Where ``problem.bias``, to which only what ``does_add_bias`` is bound, a fifth argument is the vector that
-is added, contiguous and of the result's dtype. It follows the current stream and never synchronises or measures."""
+"""``run(*operands, *results, workspace)`` for fixed shapes and strides: ``run(a, b, out, workspace)`` of convolutions.
+
+It writes the results and returns the one, or several in a tuple; with ``own_output`` it ignores those given (they may
+be ``None``) and returns new tensors. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte
+aligned, or ``None`` where that is 0. Where ``problem.bias``, to which only what ``does_add_bias`` is bound, a further
+argument is the vector that is added, contiguous and of the result's dtype. It follows the current stream and never
+synchronises or measures."""
 
 
 class SolverUnavailable(RuntimeError):
-    """A config that turned out not to run here; the message is kept as the candidate's reason."""
+    """A config cannot run on this machine. The planner keeps the message as the candidate's reason."""
 
 
-def mismatch(p: ConvProblem, role: str, tensor: torch.Tensor) -> str:
-    """How ``tensor`` differs from what the problem says of ``role``; empty where it does not."""
+def mismatch(p: Problem, role: str, tensor: torch.Tensor) -> str:
+    """How ``tensor`` differs in shape or dtype from what ``p`` says of operand ``role``; empty where it does not."""
     if tuple(tensor.shape) != p.shape(role):
         return f"{role} has shape {tuple(tensor.shape)}, the problem {p.shape(role)}"
     if tensor.dtype is not p.torch_dtype(role):
@@ -42,10 +48,11 @@ def mismatch(p: ConvProblem, role: str, tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """For estimates: floating-point operations done, bytes moved through memory, kernels launched.
+    """What a config costs, for estimates: floating-point operations, bytes moved through memory, kernels launched.
 
-    ``efficiency`` is the share of the device's measured peak that the arithmetic usually reaches. It hides behind
-    ``bytes`` or the other way round, but not behind those ``apart``, which other kernels move before or after it.
+    ``efficiency`` is the share of the device's measured peak that the arithmetic usually reaches. Arithmetic and the
+    traffic in ``bytes`` overlap, so the longer of the two counts. Traffic in ``apart`` does not overlap: other kernels
+    move it before or after.
     """
 
     flops: int
@@ -56,205 +63,243 @@ class Cost:
 
 
 class Solver(abc.ABC):
-    """One way to solve problems. A new subclass in its own file in this package is found by being there.
+    """One way to solve problems. A subclass in a file of its own in this package is found without being listed.
 
     ``name`` and ``version`` are keys in wisdom: raise the version when results or speed change. What a solver cannot do
-    natively (add into a result, write a view) the executor does through a temporary, counted as workspace.
+    by itself (add into a result, write a view) the executor does through a temporary, which counts as workspace.
     """
 
     name: ClassVar[str]
     version: ClassVar[int]
-    passes: ClassVar[frozenset[Pass]] = frozenset(Pass)
+    solves: ClassVar[type[Problem]]
+    """The kind of problems that it is for."""
     devices: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
     dtypes: ClassVar[frozenset[str]] = frozenset({"fp32", "bf16", "fp16"})
-    dims: ClassVar[frozenset[int]] = frozenset({1, 2, 3})
     deterministic: ClassVar[bool] = True
     adds_bias: ClassVar[bool] = False
-    """Adds a vector over the result's channels as it writes them; elsewhere a pass of its own does."""
+    """Whether it adds a vector over the result's channels as it writes. After other solvers a separate pass adds it."""
     accumulates: ClassVar[bool] = False
-    """Can add into ``out`` when ``problem.accumulate``; it can then also set it."""
+    """Whether it can add into ``out`` where ``problem.accumulate``. It can then also overwrite ``out``."""
     own_output: ClassVar[bool] = False
-    """Can only return a new tensor."""
+    """Whether it can only return a new tensor, and not write into ``out``."""
     writes_views: ClassVar[bool] = True
-    """Can write an ``out`` of any strides; otherwise the executor gives it a dense one and copies."""
+    """Whether it can write an ``out`` of any strides. Otherwise the executor gives it a contiguous one and copies."""
     baseline: ClassVar[bool] = False
-    """The framework's own choice, against which every plan is measured."""
+    """Whether it is the framework's own choice, against which every plan is measured."""
+    exact_memory: ClassVar[bool] = False
+    """Whether all memory that it takes on a CPU is declared or comes from torch's allocator, but for some KiB of
+    objects.
+
+    What other solvers take shows only as growth of resident memory. That is rough, so as many bytes as may not show are
+    counted for them too.
+    """
     compiles: ClassVar[bool] = False
-    """Binding compiles kernels for a GPU, and may be done by several threads at a time."""
+    """Whether binding compiles GPU kernels and may be done by several threads at a time."""
     blocks_itself: ClassVar[bool] = False
-    """Has configs that take the batch in blocks, so that as a micro-batch it has nothing to add."""
+    """Whether it has configs that take the batch in blocks. Micro-batches of it then gain nothing."""
     amounts: ClassVar[frozenset[str]] = frozenset({"block", "images", "splits", "tiles"})
-    """Names in configs that say how much is done at a time: configs that differ in these alone err alike."""
+    """Config parameters that say how much is done at a time. Configs that differ only in these have similar errors."""
     kin: ClassVar[str] = ""
-    """A name for solvers whose estimates err alike, so that one far behind another of them need not be measured."""
+    """A name shared by solvers whose estimates are off by similar factors.
+
+        One that is estimated far behind another of them need not be measured.
+        """
     most_configs: ClassVar[int] = 6
-    """Configs of a family measured when planning is not ``patient``: those with the best estimates."""
+    """How many configs of a :meth:`family` are measured when planning is not ``patient``: the best by estimate."""
     error_bound: ClassVar[dict[str, float]] = {"ieee": 1e-5, "tf32": 5e-3}
-    """Relative L2 error it may have in fp32, by precision."""
+    """Largest relative L2 error allowed in fp32, by precision."""
 
     @abc.abstractmethod
-    def unsupported(self, p: ConvProblem) -> list[str]:
-        """Reasons beyond the declarations why it cannot solve ``p``; empty when it can."""
+    def unsupported(self, p: Solved) -> list[str]:
+        """Reasons why it cannot solve ``p``, beyond the declared passes, devices, dtypes and dims.
+
+        Empty when it can.
+        """
 
     @abc.abstractmethod
-    def configs(self, p: ConvProblem) -> Iterable[Config]:
+    def configs(self, p: Solved) -> Iterable[Config]:
         """Configs worth trying on ``p``, the most promising first."""
 
-    def workspace(self, p: ConvProblem, c: Config) -> int:
-        """Bytes it needs beyond operands and result, passed to ``run`` as one buffer."""
+    def workspace(self, p: Solved, c: Config) -> int:
+        """Bytes of scratch that config ``c`` needs beyond operands and result; ``run`` gets them as one buffer."""
         return 0
 
-    def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
-        """Bytes it is expected to allocate by itself inside ``run`` (library scratch). Measured too."""
+    def hidden_workspace(self, p: Solved, c: Config) -> int:
+        """Bytes that the run is expected to allocate by itself, such as a library's scratch. Checked by measurement."""
         return 0
 
-    def constant(self, p: ConvProblem, c: Config) -> int:
-        """Bytes of a prepared filter that are kept between calls where ``p.constant_weight``; 0: none is."""
+    def constant(self, p: Solved, c: Config) -> int:
+        """Bytes of a prepared filter that are kept between calls where ``p.constant_weight``; 0 where none is kept."""
         return 0
 
-    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
-        """What prepares filters with the strides of this example. Asked for only where :meth:`constant` is not 0.
+    def prepare(self, p: Solved, c: Config, weight: torch.Tensor) -> Prepare:
+        """A function that prepares filters with the strides of the example ``weight``.
 
-        ``run`` then takes what was prepared in place of the weight.
+        ``run`` then takes the prepared filter in place of the weight. Called only where :meth:`constant` is not 0.
+        Raises ``NotImplementedError`` where the solver keeps no filter.
         """
         raise NotImplementedError(f"{self.name} keeps no filter")
 
     def offers(
-        self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
+        self, p: Solved, ceiling: int | None, only: Collection[Config] | None = None
     ) -> Iterable[tuple[Config, int]]:
-        """Configs with their workspace in bytes; those over ``ceiling`` may be listed without being built.
+        """Configs of ``p`` with their workspace in bytes.
 
-        With ``only``, those of these that can solve ``p``: a part is asked about what gained on the whole.
+        Solvers with many configs may yield one that needs more than ``ceiling`` bytes without working it out in full.
+        With ``only``, yields just those of these configs that can solve ``p``: parts of a problem are tried with the
+        configs that were good on the whole.
         """
         return ((c, self.workspace(p, c)) for c in self.configs(p) if only is None or c in only)
 
-    def most(self, p: ConvProblem) -> int:
-        """Configs of ``p``, of each family, measured when planning is not ``patient``."""
+    def most(self, p: Solved) -> int:
+        """How many configs of each :meth:`family` are measured on ``p`` when planning is not ``patient``."""
         return self.most_configs
 
     def family(self, c: Config) -> str:
-        """A name for configs whose estimates err alike; those of one solver, unless it computes with others."""
+        """A name shared by configs whose estimates are off by similar factors. By default the solver's name."""
         return self.name
 
     def computes_with(self, c: Config) -> str:
-        """The name of the other solver that this config computes with; empty where there is none."""
+        """The name of another solver that this config runs on a changed problem; empty where there is none."""
         return ""
 
     def like(self, c: Config) -> Config:
-        """``c`` without :attr:`amounts`."""
+        """``c`` without the parameters named in :attr:`amounts`. Configs that are then equal have similar errors."""
         return Config(**{name: value for name, value in c.items() if name not in self.amounts})
 
     @abc.abstractmethod
-    def cost(self, p: ConvProblem, c: Config) -> Cost:
+    def cost(self, p: Solved, c: Config) -> Cost:
         """Flops and bytes for the roofline estimate."""
 
-    def unpredicted(self, p: ConvProblem, c: Config) -> bool:
+    def unpredicted(self, p: Solved, c: Config) -> bool:
         """Whether it may take hundreds of times its estimate: it is then run on a few images of many first."""
         return False
 
-    def does_add_bias(self, p: ConvProblem, c: Config) -> bool:
+    def does_add_bias(self, p: Solved, c: Config) -> bool:
         """Whether this config adds a bias as it writes."""
         return self.adds_bias
 
-    def is_deterministic(self, p: ConvProblem, c: Config) -> bool:
+    def is_deterministic(self, p: Solved, c: Config) -> bool:
         """Whether this config gives the same bits every time."""
         return self.deterministic
 
     @abc.abstractmethod
-    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+    def bind(self, p: Solved, c: Config, *tensors: Any, **nothing: Any) -> Run:
         """A callable for tensors with the shapes, strides and dtypes of these examples, which it must not keep.
+
+        They are all operands and all results, of convolutions ``bind(self, p, c, a, b, out)``. A result may have no
+        memory (device ``meta``); with ``own_output`` it is ``None``.
 
         Raises :class:`SolverUnavailable` when the config cannot run here.
         """
 
-    def bind_checked(
-        self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
-    ) -> Run:
+    def bind_checked(self, p: Solved, c: Config, *tensors: torch.Tensor | None) -> Run:
         """:meth:`bind`, for examples that have the problem's shapes and dtypes: kernels take their addresses alone.
 
-        Raises ``ValueError`` naming the tensor that has not, else as :meth:`bind`.
+        Kernels get bare addresses, so a wrong tensor would read or write elsewhere. Raises ``ValueError`` naming the
+        wrong tensor, and what :meth:`bind` raises.
         """
-        for role, tensor in zip((*p.operands, p.result), (a, b, out), strict=True):
+        for role, tensor in zip(p.roles, tensors, strict=True):
             if tensor is not None and (reason := mismatch(p, role, tensor)):
                 raise ValueError(f"{self.name}: {reason}")
-        return self.bind(p, c, a, b, out)
+        return self.bind(p, c, *tensors)
 
-    def why_not(self, p: ConvProblem) -> list[str]:
-        """Every reason why it cannot solve ``p``: declared ones first, then its own. Empty when it can."""
+    def declarations(self) -> dict[str, list[Any]]:
+        """What it declares of the problems that it takes, by name, for tables and documents."""
+        return {"devices": sorted(self.devices), "dtypes": sorted(self.dtypes)}
+
+    def undeclared(self, p: Solved) -> list[str]:
+        """Reasons why the declarations leave ``p`` out."""
+        if not isinstance(p, self.solves):
+            return [f"solves {kinds()[self.solves.kind].called}, not {kind_of(p).called}"]
         reasons = []
-        if p.pass_ not in self.passes:
-            reasons.append(f"does {'/'.join(sorted(x.value for x in self.passes))}, not {p.pass_.value}")
         if p.device_type not in self.devices:
             reasons.append(f"runs on {'/'.join(sorted(self.devices))}, not {p.device_type}")
         if p.dtype not in self.dtypes:
             reasons.append(f"takes {'/'.join(sorted(self.dtypes))}, not {p.dtype}")
-        if p.dims not in self.dims:
-            reasons.append(f"does {'/'.join(map(str, sorted(self.dims)))}-D, not {p.dims}-D")
-        return reasons or self.unsupported(p)
+        return reasons
+
+    def why_not(self, p: Solved) -> list[str]:
+        """Every reason why it cannot solve ``p``: declared ones first, then its own. Empty when it can."""
+        return self.undeclared(p) or self.unsupported(p)
 
 
 class Split(Solver):
-    """A solver that cuts a problem into parts and leaves each to the planner; it names children and binds nothing."""
+    """A solver that divides a problem into smaller ones and leaves each to the planner.
+
+    It names the parts; the executor runs their plans. It binds nothing itself.
+    """
 
     axis: ClassVar[str]
-    """What it cuts, by the name of an axis of :meth:`ConvProblem.split` where :meth:`axis_of` says no other."""
+    """The axis of :meth:`Problem.split` that it divides, unless :meth:`axis_of` names another."""
     level: ClassVar[int]
     """Nesting order: ranks 0, devices 1, batch 2, space 3, channels 4. A child may only be cut at a higher level."""
     at_once: ClassVar[bool] = False
-    """Its parts run at once, each with its share of torch's threads and a workspace of its own.
+    """Whether its parts run at once, each with its share of torch's threads and its own workspace.
 
-    They are leaves, and either have ranges of the result of their own or are terms of the whole. What there is to try
-    is in :meth:`divisions`.
+    The parts are leaves. Each writes its own range of the result or is one term of a sum. :meth:`divisions` says how
+    the problem may be divided.
     """
 
     alike: ClassVar[bool] = True
-    """All parts of one size are one problem, so that any sizes compose; else those of :meth:`cut` alone do."""
+    """Whether all parts of one size are the same problem, so that any sizes compose; else only those of :meth:`cut`."""
 
-    def axis_of(self, p: ConvProblem) -> str:
-        """The axis of :meth:`ConvProblem.split` along which it cuts ``p``."""
+    def axis_of(self, p: Solved) -> str:
+        """The axis of :meth:`Problem.split` along which it cuts ``p``."""
         return self.axis
 
-    def idle(self, p: ConvProblem) -> str:
-        """Below the batch: why to leave ``p`` whole where the limit kept nothing out; empty where it calls for cuts.
+    def idle(self, p: Solved) -> str:
+        """Why not to divide ``p`` although no candidate exceeded the memory limit; empty where dividing pays anyway.
 
-        Then every candidate is tried on the parts, not only what the limit kept out of the whole.
+        Asked of splits below the batch. Where it is empty, every candidate is tried on the parts, and not only those
+        that the limit kept out of the whole.
         """
         return "the workspace limit kept nothing out"
 
     @abc.abstractmethod
-    def sizes(self, p: ConvProblem, policy: str) -> Sequence[int]:
-        """Part sizes worth planning under a batch-size policy: ``undivided``, ``powers_of_two`` or ``all``.
+    def sizes(self, p: Solved, policy: str) -> Sequence[int]:
+        """Part sizes worth planning, falling, under a batch-size policy: ``undivided``, ``powers_of_two`` or ``all``.
 
-        They fall; a size is tried with what gained at the size before it.
+        Each size is tried with the configs that were good at the size before it.
         """
 
-    def between(self, p: ConvProblem, policy: str) -> Sequence[int]:
-        """Further sizes, tried with what gained at the neighbours among :meth:`sizes` alone."""
+    def between(self, p: Solved, policy: str) -> Sequence[int]:
+        """Further part sizes, tried only with the configs that were good at their neighbours in :meth:`sizes`."""
         return ()
 
-    def divisions(self, p: ConvProblem, threads: int) -> Sequence[tuple[int, ...]]:
-        """With :attr:`at_once`, sizes of the parts of each division for so many threads, the most promising first."""
+    def divisions(self, p: Solved, threads: int) -> Sequence[tuple[int, ...]]:
+        """With :attr:`at_once`: for each way to divide ``p`` among ``threads`` threads, the sizes of its parts.
+
+        The most promising division comes first.
+        """
         return ()
 
     @abc.abstractmethod
-    def child(self, p: ConvProblem, size: int) -> ConvProblem:
-        """The problem of one part of ``size``, wherever it starts; of most of them unless parts are :attr:`alike`."""
+    def child(self, p: Solved, size: int) -> Solved:
+        """The problem of a part of ``size``, wherever it starts.
 
-    def cut(self, p: ConvProblem, size: int) -> tuple[int, ...]:
-        """Unless parts are :attr:`alike`: sizes of all parts where most are of ``size``."""
+        Unless parts are :attr:`alike`, that of most parts of this size.
+        """
+
+    def cut(self, p: Solved, size: int) -> tuple[int, ...]:
+        """Sizes of all parts of ``p`` where most are of ``size``. Needed only where parts are not :attr:`alike`."""
         raise NotImplementedError(f"{self.name} cuts into parts that are alike: any sizes would do")
 
-    def children(self, p: ConvProblem, c: Config) -> tuple[Part, ...]:
-        """The parts of ``p`` in order; ``c["sizes"]`` holds their sizes."""
+    def children(self, p: Solved, c: Config) -> tuple[Part[Any], ...]:
+        """The parts of ``p`` in order; ``c["sizes"]`` is the tuple of their sizes along the axis.
+
+        Raises ``ValueError`` where it is not a tuple.
+        """
         sizes = c["sizes"]
         if not isinstance(sizes, tuple):
             raise ValueError(f"sizes={sizes!r}: a split's config holds a tuple of sizes")
-        return p.split(self.axis_of(p), sizes)
+        parts: tuple[Part[Any], ...] = p.split(self.axis_of(p), sizes)
+        return parts
 
-    def configs(self, p: ConvProblem) -> Iterable[Config]:
+    def configs(self, p: Solved) -> Iterable[Config]:
         """None: the planner composes a split's sizes by dynamic programming."""
         return ()
 
-    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+    def bind(self, p: Solved, c: Config, *tensors: Any, **nothing: Any) -> Run:
         """Never called: the executor runs the children."""
         raise TypeError(f"{self.name} is a split: the executor runs its children")

@@ -1,11 +1,11 @@
-"""The SQLite file under wisdom: opened and checked for each transaction, never a reason to fail.
+"""The SQLite file under wisdom: opened and checked for each transaction, and never a reason to fail.
 
-A connection lives for one transaction. None is ever carried over a fork or between threads, which
-SQLite forbids; a file that another process moved away is noticed at once; and nothing is left to
-clean up when a process is killed. Opening costs about 0.1 ms.
+A connection lives for one transaction. None is carried over a fork or between threads, which SQLite forbids; a file
+that another process moved away is noticed at once; and nothing is left to clean up when a process is killed. Opening
+costs about 0.1 ms.
 
-Do not open the database file with Python's ``open``: closing it would drop SQLite's own locks on it
-(POSIX), which is why even the header is read through SQLite.
+Do not open the database file with Python's ``open``: closing it would drop SQLite's own locks on it (POSIX). That is
+why even the header is read through SQLite.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tilewise import cache, trusted
+from tilewise.machine import cache, trusted
 from tilewise.wisdom.paths import VARIABLE, on_network
 from tilewise.wisdom.schema import SCHEMA_VERSION, Damaged, create, identify, require_sound, roll_back
 
@@ -33,7 +33,7 @@ __all__ = ["Database", "WisdomWarning"]
 T = TypeVar("T")
 
 WAIT_S = 10.0
-"""How long to wait for other processes; a transaction takes milliseconds."""
+"""Seconds to wait for other processes; a transaction takes milliseconds."""
 # Held over every transaction and every fork: a child that was forked in the middle of one would
 # inherit SQLite's record of locks it does not have.
 _LOCK = threading.RLock()
@@ -42,11 +42,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class WisdomWarning(UserWarning):
-    """A store, or a row of it, could not be used; the message names the file and what was done."""
+    """A store, or a row of it, could not be used. The message names the file and what was done."""
 
 
 class Unusable(Exception):
-    """No store can be used here; ``curable`` when :meth:`Database._prepare` may change that."""
+    """No store can be used here. ``curable`` says that :meth:`Database._prepare` may change that."""
 
     def __init__(self, reason: str, *, curable: bool = False) -> None:
         super().__init__(reason)
@@ -54,7 +54,7 @@ class Unusable(Exception):
 
 
 class Database:
-    """Transactions on the store at ``path``, or in memory where no store can be kept there."""
+    """Runs transactions on the store at ``path``, or in memory where no store can be kept there."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,30 +62,30 @@ class Database:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the file turned out unusable, so that all lasts only as long as this object."""
+        """Whether the file turned out unusable, so that all is lost with this object."""
         return self._memory is not None
 
     def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """``work`` on a snapshot of the store; without a file on an empty one, and none is made."""
+        """Run ``work`` on a snapshot of the store; without a file on an empty one, and none is made."""
         return self._run(work, write=False)
 
     def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """``work`` in one transaction: all of it is kept or none, even when the process is
-        killed."""
+        """Run ``work`` in one transaction: all of it is kept or nothing, even when the process is killed."""
         return self._run(work, write=True)
 
     def check(self) -> None:
-        """Read the whole file, and move it aside when SQLite finds its structure damaged."""
+        """Read the whole file, and move it aside where SQLite finds its structure damaged."""
         self.read(require_sound)
 
     def close(self) -> None:
-        """Forget what was kept in memory for want of a file; the next use tries the file again."""
+        """Drop what is in memory because the file was unusable. The next use tries the file again."""
         with _LOCK:
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None
 
     def _run(self, work: Callable[[sqlite3.Connection], T], *, write: bool) -> T:
+        """Run ``work`` on the file, or in memory once the file was found unusable."""
         with _LOCK:
             if self._memory is None:
                 try:
@@ -96,7 +96,7 @@ class Database:
             return _transaction(self._memory, work, write=write)
 
     def _on_disk(self, work: Callable[[sqlite3.Connection], T], *, write: bool) -> T:
-        """``work`` on the file, which a few tries may first make, repair or replace."""
+        """Run ``work`` on the file, which a few attempts may first make, repair or replace."""
         reason, prepare = "", False
         for _ in range(4):
             try:
@@ -113,6 +113,10 @@ class Database:
         raise Unusable(reason)
 
     def _once(self, work: Callable[[sqlite3.Connection], T], *, write: bool) -> T:
+        """Run ``work`` on the file as it is.
+
+        Raises :class:`Damaged` for a file that is to be moved aside, and :class:`Unusable` for one that cannot be used.
+        """
         if not write and not os.path.lexists(self.path):
             return _on_nothing(work)
         if not self.path.is_absolute():
@@ -150,13 +154,15 @@ class Database:
 
     @property
     def _lock(self) -> Path:
+        """The file whose lock all users of the database take."""
         return self._beside(".lock")
 
     def _beside(self, suffix: str) -> Path:
+        """The path of a file beside the database, with ``suffix`` added to its name."""
         return self.path.with_name(self.path.name + suffix)
 
     def _set_aside(self, damage: Damaged) -> None:
-        """Rename the file, unless another process has done so since it was found damaged."""
+        """Rename the damaged file, unless another process has done so meanwhile, and warn."""
         with _file_lock(self._lock, exclusive=True):
             if damage.identity is None or _identity(self.path) != damage.identity:
                 return
@@ -168,10 +174,11 @@ class Database:
             f"{self.path}: {damage}. It was renamed to {moved.name} and a fresh store is begun; "
             "nothing was deleted, and what it held will be measured again",
             WisdomWarning,
-            stacklevel=5,
+            stacklevel=7,
         )
 
     def _rename(self, suffix: str) -> Path:
+        """Move the database and what SQLite keeps beside it to names that end in ``suffix``."""
         target, number = self._beside(suffix), 1
         while os.path.lexists(target):
             number += 1
@@ -185,6 +192,7 @@ class Database:
         return target
 
     def _fall_back(self, reason: str) -> None:
+        """Use memory from now on, with a copy of what the file holds where it can be read, and warn."""
         copy = _memory_copy(self.path)
         self._memory = _blank() if copy is None else copy
         if self.path.parent == cache.cache_dir() and (why := cache.nowhere()):
@@ -195,10 +203,11 @@ class Database:
             text = f"{self.path} cannot be used ({reason}): what is measured from now on is"
         held = "" if copy is None else " What the file holds is still used."
         text += f" kept in memory, for this process only.{held} {VARIABLE} names another directory"
-        warnings.warn(text, WisdomWarning, stacklevel=5)
+        warnings.warn(text, WisdomWarning, stacklevel=6)
 
 
 def _connect(database: Path | str, mode: str, *, exclusive: bool = False) -> sqlite3.Connection:
+    """A connection to a file, or to memory. Raises :class:`Unusable` for what is no regular file."""
     import sqlite3
 
     if isinstance(database, Path):
@@ -216,7 +225,7 @@ def _connect(database: Path | str, mode: str, *, exclusive: bool = False) -> sql
 
 
 SIDES = ("", "-wal", "-shm", "-journal")
-"""A database and what SQLite keeps beside it."""
+"""Suffixes of the database and of what SQLite keeps beside it."""
 
 
 def _require_files(database: Path) -> None:
@@ -238,19 +247,20 @@ def _decode(raw: bytes) -> str | bytes:
 
 
 def _blank() -> sqlite3.Connection:
+    """A new store in memory."""
     db = _connect(":memory:", "memory")
     create(db)
     return db
 
 
 def _on_nothing(work: Callable[[sqlite3.Connection], T]) -> T:
-    """What reading a store that does not exist gives; none is made."""
+    """Run ``work`` on an empty store: what reading gives where there is no file."""
     with contextlib.closing(_blank()) as blank:
         return work(blank)
 
 
 def _enable_wal(path: Path) -> bool:
-    """Whether the file now keeps a write-ahead log and works with it, which SQLite finds in use."""
+    """Whether the file now keeps a write-ahead log (WAL) and works with it, which SQLite finds only in use."""
     import sqlite3
 
     try:
@@ -265,7 +275,7 @@ def _enable_wal(path: Path) -> bool:
 
 
 def _try_writing(db: sqlite3.Connection) -> None:
-    """Write the value there is, then do not. ``BEGIN IMMEDIATE`` alone does not fail on a read-only file."""
+    """Write a value that is there already, and take it back: ``BEGIN IMMEDIATE`` alone succeeds on a read-only file."""
     db.execute("BEGIN IMMEDIATE")
     try:
         version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -295,6 +305,7 @@ def _set_synchronous(db: sqlite3.Connection, *, network: bool) -> None:
 
 
 def _transaction(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], T], *, write: bool) -> T:
+    """Run ``work`` in a transaction of ``db``, which is rolled back where anything is raised."""
     db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
     try:
         result = work(db)
@@ -307,7 +318,7 @@ def _transaction(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], T]
 
 @contextlib.contextmanager
 def _judged(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into what they mean for the file: damaged, or not to be used here."""
+    """Turn SQLite's errors into what they mean for the file: :class:`Damaged` or :class:`Unusable`."""
     import sqlite3
 
     try:
@@ -328,7 +339,7 @@ def _judged(path: Path) -> Iterator[None]:
 
 
 def _curable() -> tuple[int, ...]:
-    """Errors of a file in WAL where that cannot work; with another cause, curing them fails."""
+    """Error codes of a file in WAL mode where that cannot work. With another cause the attempt to cure them fails."""
     import sqlite3
 
     return (
@@ -340,6 +351,7 @@ def _curable() -> tuple[int, ...]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; ``None`` where there is none."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -348,6 +360,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _make_directory(path: Path) -> None:
+    """Make the folder of the store. Raises :class:`Unusable`."""
     try:
         trusted.make_folders(path)  # compiled kernels, kept in the same folder, are loaded where others cannot write
     except OSError as error:
@@ -356,10 +369,10 @@ def _make_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def _file_lock(path: Path, *, exclusive: bool) -> Iterator[None]:
-    """Shared to use the database, exclusive to make it or move it; a process that dies drops it.
+    """Hold the lock file: shared to use the database, exclusive to make it or move it.
 
-
-    Raises :class:`Unusable` where files cannot be locked or nobody lets go in time.
+    A process that dies drops its lock. Raises :class:`Unusable` where files cannot be locked or the lock is not free in
+    time.
     """
     try:
         import fcntl
@@ -385,6 +398,7 @@ def _file_lock(path: Path, *, exclusive: bool) -> Iterator[None]:
 
 
 def _wait_for(lock: Callable[[], None]) -> None:
+    """Call ``lock`` until it succeeds. Raises :class:`Unusable` after :data:`WAIT_S` seconds."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
@@ -398,7 +412,7 @@ def _wait_for(lock: Callable[[], None]) -> None:
 
 
 def _memory_copy(path: Path) -> sqlite3.Connection | None:
-    """What a file that cannot be written holds, in memory; ``None`` when it is no sound store."""
+    """A copy in memory of a file that cannot be written; ``None`` where it is no sound store."""
     import sqlite3
 
     if not path.is_absolute() or not os.path.isfile(path):

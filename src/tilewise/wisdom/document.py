@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tilewise.plan import PlanFormatError
 from tilewise.wisdom import rows, tables
@@ -17,13 +17,15 @@ from tilewise.wisdom.tables import Row
 __all__ = ["FORMAT", "KIND", "compose", "merged", "parse", "read", "write"]
 
 FORMAT = 1
+"""Version of the document's format that this version of tilewise reads and writes."""
 KIND = "tilewise wisdom"
+"""What the document says it is."""
 MOST_BYTES = 1 << 29
-"""Size of a file that is read: a hundred times what a cluster's documents have been seen to come to."""
+"""Largest file that is read: a hundred times the largest documents of clusters seen so far."""
 
 
 def compose(kept: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
-    """The document of valid rows, by table name: the same whatever their order. :func:`parse` reads it back."""
+    """The document of valid rows by table, the same whatever their order. :func:`parse` reads it back."""
     environments: dict[str, dict[str, Any]] = {}
 
     def problem_of(row: Row) -> dict[str, Any]:
@@ -48,30 +50,35 @@ def compose(kept: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
         "environments": [
             {
                 "environment": environment,
-                "profile": found["profile"],
-                "problems": [{"problem": problem, **entry} for problem, entry in sorted(found["problems"].items())],
+                "profile": content["profile"],
+                "problems": [{"problem": problem, **entry} for problem, entry in sorted(content["problems"].items())],
             }
-            for environment, found in sorted(environments.items())
+            for environment, content in sorted(environments.items())
         ],
     }
 
 
 def _sorted(table: str, kept: dict[str, list[Row]]) -> list[Row]:
+    """The rows of a table in the order of their keys."""
     return sorted(kept[table], key=lambda row: tables.key_of(table, row))
 
 
 def merged(documents: Iterable[dict[str, list[Row]]]) -> dict[str, list[Row]]:
-    """One row for each key of what :func:`parse` gave of several documents, as a store keeps them that imports all."""
+    """The rows of several parsed documents, one row for each key.
+
+    They are the rows that a store holds after importing all of the documents.
+    """
     best: dict[str, dict[tuple[Any, ...], Row]] = {table: {} for table in tables.COLUMNS}
     for document in documents:
-        for table, found in document.items():
-            for row in found:
+        for table, table_rows in document.items():
+            for row in table_rows:
                 key = tables.key_of(table, row)
                 best[table][key] = max(best[table].get(key, row), row, key=tables.rank)
     return {table: list(rows_of.values()) for table, rows_of in best.items()}
 
 
 def _measurement_entry(values: tuple[Any, ...]) -> dict[str, Any]:
+    """A measurement's row as the document has it."""
     entry = dict(zip(rows.MEASUREMENT, values, strict=True))
     l2, spread = entry.pop("l2"), entry.pop("spread")
     return {
@@ -82,10 +89,9 @@ def _measurement_entry(values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def parse(document: object) -> tuple[dict[str, list[Row]], list[str]]:
-    """Valid rows of a document by table name, and what was wrong with each entry left out.
+    """Valid rows of a document by table, and what was wrong with each entry that was left out.
 
-    Raises :class:`~tilewise.plan.PlanFormatError` when it is not such a document at all or is of
-    another format.
+    Raises :class:`~tilewise.plan.PlanFormatError` where it is no such document, or of another format.
     """
     if not isinstance(document, dict) or document.get("kind") != KIND:
         kind = document.get("kind") if isinstance(document, dict) else type(document).__name__
@@ -110,13 +116,14 @@ class _Reader:
 
     @contextlib.contextmanager
     def forgiving(self, what: str) -> Iterator[None]:
-        """Note a fault in place of failing: one bad entry does not spoil the rest."""
+        """Note a fault instead of failing, so that one bad entry does not spoil the rest."""
         try:
             yield
         except rows.RowError as error:
             self.faults.append(f"{what}: {error}")
 
     def environment(self, entry: dict[str, Any]) -> None:
+        """Read all entries of one environment."""
         environment = rows.checked_text("environment", entry.get("environment"))
         if entry.get("profile") is not None:
             with self.forgiving("profile"):
@@ -128,6 +135,7 @@ class _Reader:
                 self.problem(environment, _members(item, "a problem"))
 
     def problem(self, environment: str, entry: dict[str, Any]) -> None:
+        """Read all entries of one problem."""
         problem = rows.checked_text("problem", entry.get("problem"))
         for item in _items(entry, "measurements"):
             with self.forgiving("measurement"):
@@ -150,10 +158,12 @@ class _Reader:
                 )
 
     def _add(self, table: str, environment: str, problem: str, values: tuple[Any, ...]) -> None:
+        """Keep a row."""
         self.tables[table].append(Row(environment, problem, values))
 
 
 def _measurement(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """The columns of a measurement. Raises :class:`RowError` naming the fault."""
     error = entry.get("error")
     if error is not None and not (isinstance(error, list) and len(error) == 2):
         raise rows.RowError(f"error={error!r:.80}: expected two numbers or null")
@@ -167,16 +177,19 @@ def _measurement(entry: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _recorded(entry: dict[str, Any]) -> float:
+    """When an entry was recorded. Raises :class:`RowError` where it does not say."""
     return rows.checked_time("recorded", entry.get("recorded"))
 
 
 def _members(entry: object, what: str) -> dict[str, Any]:
+    """``entry``, which must be an object. Raises :class:`RowError`."""
     if not isinstance(entry, dict):
         raise rows.RowError(f"{what} must be an object, not {type(entry).__name__}")
     return entry
 
 
 def _items(entry: dict[str, Any], name: str) -> list[Any]:
+    """The list called ``name``, empty where it is absent. Raises :class:`RowError`."""
     items = entry.get(name, [])
     if not isinstance(items, list):
         raise rows.RowError(f"{name}={items!r:.80}: expected a list")
@@ -184,8 +197,10 @@ def _items(entry: dict[str, Any], name: str) -> list[Any]:
 
 
 def read(path: Path) -> tuple[dict[str, list[Row]], list[str]]:
-    """:func:`parse` of a file. Raises ``OSError``, and :class:`~tilewise.plan.PlanFormatError`
-    naming the file."""
+    """Parse the document in a file, as :func:`parse` does.
+
+    Raises ``OSError``, and :class:`~tilewise.plan.PlanFormatError` naming the file.
+    """
     with path.open("rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
@@ -197,16 +212,28 @@ def read(path: Path) -> tuple[dict[str, list[Row]], list[str]]:
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Write the document; ``path`` holds the old one or all of the new. Raises ``OSError``."""
+    """Write the document to ``path``, which holds the old content or all of the new one. Raises ``OSError``.
+
+    A pipe or a device (``/dev/stdout``) is written to and stays what it is.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with path.open("w", encoding="utf-8") as file:
+            _dump(document, file)
+        return
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
         with partial.open("x", encoding="utf-8") as file:
-            json.dump(document, file, indent=1, allow_nan=False)
-            file.write("\n")
+            _dump(document, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _dump(document: dict[str, Any], file: TextIO) -> None:
+    """Write the document as JSON."""
+    json.dump(document, file, indent=1, allow_nan=False)
+    file.write("\n")

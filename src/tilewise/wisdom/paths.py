@@ -1,4 +1,4 @@
-"""Where wisdom lies, and what kind of file system that is."""
+"""Where wisdom is kept, and on what kind of file system."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import os
 from pathlib import Path
 
-from tilewise.cache import VARIABLE, cache_dir
+from tilewise.machine.cache import VARIABLE, cache_dir
 
 __all__ = ["VARIABLE", "cache_dir", "default_path", "filesystem_of", "is_network", "on_network"]
 
@@ -38,10 +38,11 @@ NETWORK_FILESYSTEMS = frozenset(
         "wekafs",
     ]
 )
+"""Types of file systems that several machines may share."""
 
 
 def default_path() -> Path:
-    """The user's own store."""
+    """The user's own store: ``wisdom.sqlite3`` in :func:`cache_dir`."""
     return cache_dir() / "wisdom.sqlite3"
 
 
@@ -67,7 +68,7 @@ def is_network(filesystem: str) -> bool:
 def filesystem_of(directory: Path, mounts: str) -> str:
     """Type of the file system under ``directory`` in the text of ``/proc/self/mountinfo``."""
     real = os.path.realpath(directory)
-    best, found = -1, ""
+    best, kind = -1, ""
     for line in mounts.splitlines():
         mount, separator, source = line.partition(" - ")
         fields = mount.split()
@@ -77,11 +78,12 @@ def filesystem_of(directory: Path, mounts: str) -> str:
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         # The last of equally long mount points lies on top of the others.
         if inside and len(point) >= best:
-            best, found = len(point), source.split()[0]
-    return found
+            best, kind = len(point), source.split()[0]
+    return kind
 
 
 def _unescape(field: str) -> str:
+    """A path as ``/proc/self/mountinfo`` writes it, with its escapes resolved."""
     for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         field = field.replace(code, character)
     return field

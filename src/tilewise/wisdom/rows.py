@@ -1,8 +1,8 @@
-"""Rows of a store and values of tilewise: one validator for everything read, whoever wrote it.
+"""Rows of a store and the values that they hold: one validator for everything that is read, whoever wrote it.
 
-A row comes from a database or a document that anybody may have edited and any disk may have
-damaged. What does not pass here never reaches the planner; what passes can be wrong, not dangerous: plans
-go through the planner's gate (``planner/gate.py``) unless their seal says that they have.
+A row comes from a database or a document that anybody may have edited and any disk may have damaged. What does not pass
+here never reaches the planner. What passes can be wrong but not dangerous: plans go through the planner's gate
+(``planner/gate.py``), unless their seal says that they have.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tilewise.plan import Config, Error, Measurement, Plan, PlanFormatError
+from tilewise.problems.limits import INT64_MAX
 
 __all__ = [
     "MEASUREMENT",
@@ -52,18 +53,17 @@ MEASUREMENT = (
 PLAN = ("constraints", "plan", "recorded")
 PROFILE = ("profile", "recorded")
 LAST_SECOND = 253402300799
-"""End of the year 9999: later times have no date."""
-LARGEST = 2**63 - 1
-"""SQLite's largest integer."""
+"""The end of the year 9999 in seconds since 1970: later times have no date."""
 LONGEST = {"config": 1 << 20, "plan": 1 << 22, "profile": 1 << 16, "reason": 1 << 14}
-"""Characters of a text; of any other :data:`NAME`. What is longer is refused before it is parsed."""
+"""Most characters of a text, by its name; longer text is refused before it is parsed."""
 NAME = 4096
+"""Most characters of any other text."""
 
 Values = tuple[Any, ...]
 
 
 class RowError(PlanFormatError):
-    """A row that cannot be used; the message names the entry at fault."""
+    """A row cannot be used. The message names the entry at fault."""
 
 
 def checksum(*values: object) -> int:
@@ -88,7 +88,10 @@ def parse_json(text: str) -> Any:
 
 
 def checked_text(name: str, value: object, *, empty: bool = False) -> str:
-    """``value`` when it is text for UTF-8 of bounded length, not empty unless allowed. Raises :class:`RowError`."""
+    """``value``, if it is UTF-8 text of bounded length, and not empty unless ``empty``.
+
+    Raises :class:`RowError` naming the entry.
+    """
     if not isinstance(value, str) or not (value or empty):
         raise RowError(f"{name}={value!r:.80}: expected text")
     if len(value) > LONGEST.get(name, NAME):
@@ -125,21 +128,25 @@ def checked_time(name: str, value: object) -> float:
 
 
 def _optional(name: str, value: object) -> float | None:
+    """``value`` checked as a number, or ``None``."""
     return None if value is None else checked_number(name, value)
 
 
 def _integer(name: str, value: object) -> int:
-    if type(value) is not int or not 0 <= value <= LARGEST:
+    """``value``, if it is an integer that SQLite can hold and not negative. Raises :class:`RowError`."""
+    if type(value) is not int or not 0 <= value <= INT64_MAX:
         raise RowError(f"{name}={value!r:.80}: expected an integer, not negative and below 2^63")
     return value
 
 
 def _finite(config: Config) -> bool:
+    """Whether all numbers in a config are finite."""
     return all(math.isfinite(value) for value in config.values() if isinstance(value, float))
 
 
 @functools.lru_cache(maxsize=4096)
 def _config(text: str) -> Config:
+    """The config that ``text`` writes. Raises :class:`RowError` unless it is as tilewise writes it."""
     try:
         config = Config.from_json(parse_json(text))
     except RowError:
@@ -157,7 +164,7 @@ def unpack_measurement(values: Sequence[object]) -> Measurement:
     checked_time("recorded", recorded)
     if (l2 is None) != (spread is None):
         raise RowError("l2 and spread: expected both or neither")
-    found = Measurement(
+    measurement = Measurement(
         solver=checked_text("solver", solver),
         version=_integer("version", version),
         config=_config(checked_text("config", config)),
@@ -167,17 +174,17 @@ def unpack_measurement(values: Sequence[object]) -> Measurement:
         reason=checked_text("reason", reason, empty=True),
         baseline_ms=_optional("baseline_ms", baseline_ms),
     )
-    if found.time_ms is None and not found.reason:
+    if measurement.time_ms is None and not measurement.reason:
         raise RowError("time_ms=None with reason='': a measurement has a time or the reason it is lost")
-    return found
+    return measurement
 
 
 def pack_measurement(measurement: Measurement, recorded: float) -> Values:
     """Values of the columns :data:`MEASUREMENT`, which :func:`unpack_measurement` reads back.
 
-    Numbers of a lost candidate that are not finite are left out: its reason is what is kept. Raises
-    :class:`RowError` for any other number that is not finite or is negative, and for a measurement
-    with neither time nor reason.
+    Numbers of a lost candidate that are not finite are left out, as its reason is what is kept. Raises
+    :class:`RowError` for any other number that is not finite or is negative, and for a measurement with neither time
+    nor reason.
     """
     m, error = measurement, measurement.error
     time_ms, baseline_ms = m.time_ms, m.baseline_ms
@@ -203,6 +210,7 @@ def pack_measurement(measurement: Measurement, recorded: float) -> Values:
 
 
 def _if_finite(value: float | None) -> float | None:
+    """``value``, or ``None`` where it is not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -214,7 +222,7 @@ def nodes(plan: Plan) -> Iterator[Plan]:
 
 
 def unpack_plan(problem: str, values: Sequence[object]) -> Plan:
-    """The plan for ``problem`` in columns :data:`PLAN`. Raises :class:`RowError` saying why not."""
+    """The plan for ``problem`` in columns :data:`PLAN`. Raises :class:`RowError` naming the fault."""
     constraints, text, recorded = values
     checked_text("constraints", constraints, empty=True)
     checked_time("recorded", recorded)
@@ -222,7 +230,7 @@ def unpack_plan(problem: str, values: Sequence[object]) -> Plan:
 
 
 def read_plan(problem: str, data: object) -> Plan:
-    """The plan for ``problem`` in a JSON document. Raises :class:`RowError` saying why not."""
+    """The plan for ``problem`` in a JSON document. Raises :class:`RowError` naming the fault."""
     try:
         plan = Plan.from_json(data)
     except (ValueError, TypeError, OverflowError) as error:
@@ -243,7 +251,7 @@ def read_plan(problem: str, data: object) -> Plan:
 
 
 def pack_plan(problem: str, constraints: str, plan: Plan, recorded: float) -> Values:
-    """Values of columns :data:`PLAN`. Raises :class:`RowError` for what would not be read back."""
+    """Values of the columns :data:`PLAN`. Raises :class:`RowError` for what could not be read back."""
     try:
         text = json.dumps(plan.to_json(), separators=(",", ":"), allow_nan=False)
     except ValueError as error:
@@ -270,5 +278,5 @@ def read_profile(data: object) -> dict[str, float]:
 
 
 def pack_profile(profile: dict[str, float], recorded: float) -> Values:
-    """Values of columns :data:`PROFILE`. Raises :class:`RowError` for what could not be read."""
+    """Values of the columns :data:`PROFILE`. Raises :class:`RowError` for what could not be read back."""
     return (json.dumps(read_profile(dict(profile)), separators=(",", ":")), recorded)

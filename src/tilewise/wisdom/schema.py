@@ -1,4 +1,4 @@
-"""The tables of a store, and how its file is told from any other."""
+"""The tables of a store, and how to tell its file from others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "TABLES", "Damaged", "create", "identify", "require_sound", "roll_back"]
 
 APPLICATION_ID = 0x74776973
-"""``twis``: says in the file's header whose it is."""
+"""``twis``: marks the file as this program's in SQLite's header."""
 SCHEMA_VERSION = 2
+"""The version of the tables that is written."""
 
 NAME = """CREATE TABLE name (
     id INTEGER PRIMARY KEY,
@@ -55,15 +56,14 @@ TABLES = (NAME, MEASUREMENT, PLAN, PROFILE)
 hash of the text (``tables.key_id``): there is no index that damage could set against its table.
 Changing any of this text makes another schema: raise the version and upgrade files of the old."""
 UNSEALED = 1
-"""The version whose rows had no seal."""
+"""The version whose rows have no seals."""
 UNSEALED_TABLES = tuple(table.replace("    seal BLOB,\n", "") for table in TABLES)
 
 
 class Damaged(Exception):
-    """The file at the path is not a store this version can use: it is to be moved aside.
+    """The file is not a store that this version can use, and is to be moved aside.
 
-    ``kind`` is ``damaged``, ``foreign`` or ``newer``; ``identity`` says which file it was, once
-    that is known.
+    ``kind`` is ``damaged``, ``foreign`` or ``newer``. ``identity`` is the file's device and inode, once they are known.
     """
 
     def __init__(self, kind: str, reason: str, identity: tuple[int, int] | None = None) -> None:
@@ -81,10 +81,10 @@ def identify(db: sqlite3.Connection) -> int:
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
     # SQLite makes tables of its own for indices without SQL and, when somebody runs ANALYZE, for
     # statistics.
-    found = db.execute(
+    statements = db.execute(
         "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND NOT (type = 'table' AND name LIKE 'sqlite_stat%')"
     ).fetchall()
-    if not found and application == version == 0:
+    if not statements and application == version == 0:
         return 0
     if application != APPLICATION_ID:
         raise Damaged("foreign", f"another program's SQLite database (application_id {application:#x})")
@@ -94,22 +94,22 @@ def identify(db: sqlite3.Connection) -> int:
             f"written by a newer tilewise (schema {version}; this one reads {SCHEMA_VERSION})",
         )
     expected = {SCHEMA_VERSION: TABLES, UNSEALED: UNSEALED_TABLES}.get(version, ())
-    if not expected or {sql for (sql,) in found} != set(expected):
+    if not expected or {sql for (sql,) in statements} != set(expected):
         raise Damaged("damaged", "damaged (its tables are not the ones tilewise makes)")
     return version
 
 
 def require_sound(db: sqlite3.Connection) -> None:
-    """Raise :class:`Damaged` when pages, order of rows or types of columns are not as they must be."""
+    """Raise :class:`Damaged` where SQLite's integrity check finds a fault in pages, rows or types."""
     ((verdict, *_), *_) = db.execute("PRAGMA integrity_check(1)").fetchall()
     if verdict != "ok":
         raise Damaged("damaged", f"damaged ({verdict})")
 
 
 def create(db: sqlite3.Connection) -> None:
-    """Make the tables of a new file, or those of an older one as they are now, unless another process already has.
+    """Make the tables of a new file, or bring those of an older one up to date.
 
-    One transaction: it is done or it is not.
+    It is one transaction, and does nothing where another process has been first.
     """
     db.execute("BEGIN IMMEDIATE")
     try:
@@ -128,7 +128,7 @@ def create(db: sqlite3.Connection) -> None:
 
 
 def _add_seals(db: sqlite3.Connection) -> None:
-    """Have the rows of an older file without a seal: they are checked when they are first used."""
+    """Give the rows of an older file an empty seal. They are checked when they are first used."""
     for name, table in (("measurement", MEASUREMENT), ("plan", PLAN)):
         columns = ", ".join(column[1] for column in db.execute(f"PRAGMA table_info({name})"))
         db.execute(f"ALTER TABLE {name} RENAME TO unsealed_{name}")
@@ -138,6 +138,6 @@ def _add_seals(db: sqlite3.Connection) -> None:
 
 
 def roll_back(db: sqlite3.Connection) -> None:
-    """Leave the open transaction; some errors have already done so."""
+    """Leave the open transaction, unless the error that led here has already done so."""
     if db.in_transaction:
         db.execute("ROLLBACK")

@@ -1,4 +1,4 @@
-"""Queries: rows of the three tables in and out of an open transaction, nothing judged."""
+"""Queries: rows of the three tables into and out of an open transaction, without any check of their content."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tilewise.plan import CHECK_VERSION
 from tilewise.wisdom import rows
 from tilewise.wisdom.secret import seal_of, sealed
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     import sqlite3
 
 __all__ = [
-    "Found",
     "Row",
+    "StoredRow",
     "counts",
     "delete",
     "delete_plans",
@@ -30,27 +31,29 @@ __all__ = [
 ]
 
 COLUMNS = {"measurement": rows.MEASUREMENT, "plan": rows.PLAN, "profile": rows.PROFILE}
+"""Columns of each table beside its keys."""
 KEYS = {
     "measurement": ("environment", "problem", "solver", "version", "config"),
     "plan": ("environment", "problem", "constraints"),
     "profile": ("environment",),
 }
+"""Columns that tell the rows of a table apart."""
 SEALED = ("measurement", "plan")
-"""Tables whose rows are believed further when they are this user's own; a profile only orders what is tried."""
+"""Tables whose rows are trusted more when this user made them. A profile only orders what is tried."""
 BATCH = 500
-"""Keys in one query; old versions of SQLite allow 999 parameters."""
+"""Most keys in one query; old versions of SQLite allow 999 parameters."""
 
 
 class Row(NamedTuple):
-    """One row to keep: its keys (a profile's problem is empty) and its table's columns."""
+    """One row to keep: its keys (a profile's problem is empty) and the values of its table's columns."""
 
     environment: str
     problem: str
     values: tuple[Any, ...]
 
 
-class Found(NamedTuple):
-    """One row as it lies in the store, of any types at all."""
+class StoredRow(NamedTuple):
+    """One row as it lies in the store. Its values may be of any type, as anybody may have written them."""
 
     table: str
     environment: Any
@@ -66,26 +69,26 @@ def key_id(text: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def select(db: sqlite3.Connection, table: str, environment: str, problems: Iterable[str] = ()) -> Iterator[Found]:
-    """Rows of one environment and of these problems; one query for every 500 problems."""
+def select(db: sqlite3.Connection, table: str, environment: str, problems: Iterable[str] = ()) -> Iterator[StoredRow]:
+    """Rows of one environment and these problems, with one query for every :data:`BATCH` problems."""
     columns = ", ".join(COLUMNS[table])
     query = f"FROM {table} WHERE environment = {key_id(environment)}"
     if table == "profile":
         for crc, *values in db.execute(f"SELECT crc, {columns} {query}"):
-            yield Found(table, environment, "", tuple(values), crc)
+            yield StoredRow(table, environment, "", tuple(values), crc)
         return
     texts = {key_id(problem): problem for problem in problems}
     ids, order = list(texts), ", ".join(KEYS[table][1:])
     for start in range(0, len(ids), BATCH):
         batch = ids[start : start + BATCH]
-        found = f"SELECT problem, crc, seal, {columns} {query} AND problem IN ({', '.join('?' * len(batch))})"
-        found += f" ORDER BY {order}"
-        for problem, crc, seal, *values in db.execute(found, batch):
-            yield Found(table, environment, texts.get(problem), tuple(values), crc, seal)
+        batch_query = f"SELECT problem, crc, seal, {columns} {query} AND problem IN ({', '.join('?' * len(batch))})"
+        batch_query += f" ORDER BY {order}"
+        for problem, crc, seal, *values in db.execute(batch_query, batch):
+            yield StoredRow(table, environment, texts.get(problem), tuple(values), crc, seal)
 
 
-def select_all(db: sqlite3.Connection, table: str) -> Iterator[Found]:
-    """Every row; a key whose text is lost, which only damage does, is ``None``."""
+def select_all(db: sqlite3.Connection, table: str) -> Iterator[StoredRow]:
+    """Every row. A key whose text is lost, which only damage does, is ``None``."""
     keyed = table != "profile"
     columns = ", ".join(f"t.{column}" for column in COLUMNS[table])
     query = f"SELECT e.text, {'p.text' if keyed else repr('')}, t.crc, {columns} FROM {table} t"
@@ -93,15 +96,16 @@ def select_all(db: sqlite3.Connection, table: str) -> Iterator[Found]:
     if keyed:
         query += " LEFT JOIN name p ON p.id = t.problem"
     for environment, problem, crc, *values in db.execute(query):
-        yield Found(table, environment, problem, tuple(values), crc)
+        yield StoredRow(table, environment, problem, tuple(values), crc)
 
 
 def insert(
     db: sqlite3.Connection, table: str, new: Sequence[Row], *, newer_only: bool = False, own: bool = False
 ) -> int:
-    """Keep rows in place of those with equal keys, or only of those :func:`rank` puts lower; returns how many.
+    """Keep rows in place of those with equal keys; returns how many were written.
 
-    Those of this user's ``own`` measuring and checking are sealed.
+    With ``newer_only`` only in place of rows that :func:`rank` puts lower. With ``own``, for rows that this process
+    measured or checked, they are sealed.
     """
     keyed = table != "profile"
     names = dict.fromkeys(name for row in new for name in (row.environment, row.problem)[: 1 + keyed])
@@ -131,27 +135,28 @@ def insert(
     return db.executemany(query, parameters).rowcount
 
 
-def sealed_text(table: str, row: Row | Found) -> str:
-    """What a seal is of: all that a row says, and where it stands."""
-    return json.dumps([table, row.environment, row.problem, *row.values])
+def sealed_text(table: str, row: Row | StoredRow) -> str:
+    """The text that a seal covers: all of a row, its table, and the version of the checks it passed."""
+    return json.dumps([CHECK_VERSION, table, row.environment, row.problem, *row.values])
 
 
-def is_own(row: Found) -> bool:
-    """Whether a process of this user made the row, and nobody changed it since."""
+def is_own(row: StoredRow) -> bool:
+    """Whether a process of this user made the row under the present checks, and nobody changed it since."""
     return row.seal is not None and sealed(sealed_text(row.table, row), row.seal)
 
 
 def rank(row: Row) -> tuple[float, int]:
-    """Of rows with equal keys the greatest is kept, whoever merges them in what order: the newest.
+    """The order of rows with equal keys: the greatest is kept, whatever the order of merging. The newest is the
+    greatest.
 
-    Rows of one moment that differ, which clocks hardly give, are told apart by their checksums.
+    Different rows of the same moment, which clocks hardly give, are ordered by their checksums.
     """
     recorded: float = row.values[-1]
     return recorded, rows.checksum(row.environment, row.problem, *row.values)
 
 
 def key_of(table: str, row: Row) -> tuple[Any, ...]:
-    """The values of :data:`KEYS`: one row of a table is kept for each."""
+    """The values of the columns :data:`KEYS`; a table has one row for each."""
     named = {
         "environment": row.environment,
         "problem": row.problem,
@@ -169,7 +174,7 @@ def delete(
     solver: str | None = None,
     stale: Mapping[str, int] | None = None,
 ) -> int:
-    """Delete rows that meet every condition; ``solver`` and ``stale`` are for measurements."""
+    """Delete rows that meet every condition and return how many. ``solver`` and ``stale`` are for measurements."""
     conditions: list[str] = []
     parameters: list[object] = []
     if environment is not None:
@@ -188,15 +193,15 @@ def delete(
     return db.execute(f"DELETE FROM {table}{where}", parameters).rowcount
 
 
-def delete_plans(db: sqlite3.Connection, plans: Iterable[Found]) -> int:
-    """Delete these plans."""
+def delete_plans(db: sqlite3.Connection, plans: Iterable[StoredRow]) -> int:
+    """Delete these plans and return how many there were."""
     query = "DELETE FROM plan WHERE environment = ? AND problem = ? AND constraints = ?"
     keys = [(key_id(plan.environment), key_id(plan.problem), plan.values[0]) for plan in plans]
     return db.executemany(query, keys).rowcount if keys else 0
 
 
 def sweep(db: sqlite3.Connection) -> None:
-    """Delete the key texts that no row uses."""
+    """Delete texts of keys that no row uses."""
     db.execute(
         """
         DELETE FROM name WHERE id NOT IN (
@@ -208,7 +213,9 @@ def sweep(db: sqlite3.Connection) -> None:
 
 
 def counts(db: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    """By environment: its text, problems, measurements, lost ones, plans, profiles, newest time."""
+    """By environment: its text and the numbers of problems, measurements, lost ones, plans and profiles, and the newest
+    time.
+    """
     # A timestamp that was tampered with need not be one.
     time = f"CASE WHEN typeof(recorded) = 'real' AND recorded BETWEEN 0 AND {rows.LAST_SECOND}"
     return db.execute(

@@ -1,6 +1,7 @@
-"""How torch's functions compute by parts: one file a family, found by being here.
+"""Computes torch's functions by parts of an image. Each file has a family of functions.
 
-A file registers its functions with :func:`tilewise.distributed.shard.handles`.
+A file of this folder is imported without being listed anywhere. It registers its functions with
+:func:`tilewise.distributed.shards.shard.handles`.
 """
 
 from __future__ import annotations
@@ -15,5 +16,5 @@ __all__ = ["load"]
 @functools.cache
 def load() -> None:
     """Import every file of this package."""
-    for found in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{found.name}")
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")

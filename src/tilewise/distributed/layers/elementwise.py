@@ -1,4 +1,4 @@
-"""Functions of single elements: each rank computes those of its part, in place too."""
+"""Functions of single elements, in place or not: each rank computes the elements of its part."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, behind, handles, operand, space_of
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.shards.shard import Shard, behind, handles, operand, space_of
 
 UNARY = (
     "abs acos acosh alias angle asin asinh atan atanh bfloat16 bool byte ceil celu clone contiguous cos cosh cpu "
@@ -31,10 +31,11 @@ BINARY = (
 )
 
 NO_VALUES = ("detach_", "requires_grad_")
-"""In place, and they change no element."""
+"""In-place functions that change no element."""
 
 
 def _by_elements(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The counterpart of ``function``, called ``name``, that computes the elements of a rank's part."""
     changes_first = (name.endswith("_") and not name.startswith("__")) or (
         name.startswith("__i") and name != "__invert__"
     )
@@ -59,6 +60,7 @@ def _by_elements(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _operand(like: Shard, value: Any, name: str) -> Any:
+    """An argument of a function, cut as ``like`` is where it is a tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Shard) and value.spatial == like.spatial:
@@ -67,6 +69,7 @@ def _operand(like: Shard, value: Any, name: str) -> Any:
 
 
 def _register() -> None:
+    """Register all functions of ``UNARY`` and ``BINARY``, and their in-place forms."""
     done = set()
     for name in (*UNARY.split(), *BINARY.split()):
         for owner in (torch, torch.Tensor, F):
@@ -87,15 +90,16 @@ _register()
 
 @handles(torch.prelu, torch.Tensor.prelu)
 def _prelu(input: Shard, weight: torch.Tensor) -> Shard:
-    """The weight belongs to channels, whatever its place among dimensions."""
+    """The weight is one number for each channel, and channels are never cut."""
     return input.like(torch.prelu(input.local, input.space.replicated(current_layer("prelu"), weight)))
 
 
 @handles(F.dropout, torch.dropout)
 def _dropout(input: Shard, p: float = 0.5, training: bool = True, inplace: bool = False) -> Shard:
-    """Drop elements, other ones on each rank, and draw as much from the ranks' common random numbers on all of them.
+    """Drop elements, different ones on each rank.
 
-    Were the numbers of each rank drawn by how many elements it has, what follows a gather would differ by rank.
+    All ranks draw one random number as a seed, so that the ranks' random states stay equal. If each drew as many
+    numbers as it has elements, whatever is random after a gather would differ between ranks.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"p={p}: a probability from 0 to 1 would do")
@@ -111,9 +115,11 @@ def _dropout(input: Shard, p: float = 0.5, training: bool = True, inplace: bool 
 
 
 def _feature_dropout(function: Callable[..., torch.Tensor]) -> None:
+    """Register a counterpart of ``function``, which drops whole channels."""
+
     @handles(function)
     def drop(input: Shard, p: float = 0.5, training: bool = True, inplace: bool = False) -> Shard:
-        """Drop channels, the same on all ranks, which have the same random numbers."""
+        """Drop channels: the same ones on all ranks, as these have the same random numbers."""
         if not 0 <= p <= 1:
             raise ValueError(f"p={p}: a probability from 0 to 1 would do")
         if not training or p == 0:

@@ -1,6 +1,6 @@
-"""Losses of images that no rank ever gathers: each rank finds its part's term, and the terms are added up.
+"""Losses of cut images, which are not gathered: each rank computes the term of its part, and the terms are summed.
 
-Means are over the whole image, however unequal the parts: terms and what they are divided by travel in one message.
+Means are over the whole image, however unequal the parts: terms and divisors are summed in one message.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn import _reduction
 
-from tilewise.distributed.exchange import view
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.replicated import sum_over_ranks
-from tilewise.distributed.shard import Shard, aligned, handles, operand, space_of
+from tilewise.distributed.parts.exchange import view
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.parts.replicated import sum_over_ranks
+from tilewise.distributed.shards.shard import Shard, aligned, handles, operand, space_of
 
 Tensor = torch.Tensor
 ELEMENTWISE = (
@@ -24,16 +24,21 @@ ELEMENTWISE = (
     "poisson_nll_loss soft_margin_loss"
 )
 DIVIDED_BY_WEIGHTS = ("mse_loss", "l1_loss")
+"""Losses whose mean is divided by the sum of their weights."""
 
 
 def _part(like: Shard, value: Tensor, what: str) -> Tensor:
-    """The part of ``value``, a shard or a tensor as large as the whole of ``like``, that lies where ``like``'s does."""
+    """The part of ``value`` at the place of this rank's part of ``like``.
+
+    ``value`` is a shard, or a whole tensor of the sizes of ``like``.
+    """
     if isinstance(value, Shard):
         return aligned(like, value, what)
     return view(like.space.replicated(what, value), like.spatial.grid.dims, like.spatial.own)
 
 
 def _mode(reduction: str, size_average: bool | None, reduce: bool | None, allowed: tuple[str, ...], what: str) -> str:
+    """The reduction that torch's arguments ask for. Raises ``ValueError`` where it is not one of ``allowed``."""
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     if reduction not in allowed:
@@ -44,25 +49,27 @@ def _mode(reduction: str, size_average: bool | None, reduce: bool | None, allowe
 def _reduced(
     like: Shard, what: str, mode: str, loss: Callable[[str], Tensor], divisor: Callable[[], Tensor] | float
 ) -> Tensor:
-    """The sum of all parts' ``loss``, or their mean: divided by ``divisor``, a part's share of it where it is a call.
+    """The sum or the mean of all parts' losses, or with ``mode`` "none" the losses of single elements.
 
-    Sums are in float64, like the loss itself where a sum in its own type would not fit that: in 16 bits.
+    ``loss`` computes a part's loss for a reduction. A mean is the sum divided by ``divisor``; where that is a function,
+    it returns the part's share of the divisor. Sums over parts are in float64. In 16-bit types a part's sum is taken in
+    float64, too, as its own type might not hold it.
     """
     if mode == "none":
         return like.like(loss("none"))
-    short = like.dtype in (torch.float16, torch.bfloat16)
-    term = loss("none" if short else "sum")
+    is_16_bit = like.dtype in (torch.float16, torch.bfloat16)
+    term = loss("none" if is_16_bit else "sum")
     dtype, total = term.dtype, term.sum(dtype=torch.float64)
     if mode == "sum":
         return sum_over_ranks(like.space.link, what, total).to(dtype)
     if callable(divisor):
-        both = sum_over_ranks(like.space.link, what, torch.stack([total, divisor().to(total)]))
-        return (both[0] / both[1]).to(dtype)
+        sums = sum_over_ranks(like.space.link, what, torch.stack([total, divisor().to(total)]))
+        return (sums[0] / sums[1]).to(dtype)
     return (sum_over_ranks(like.space.link, what, total) / divisor).to(dtype)
 
 
-def _forgotten_weight() -> Tensor | None:
-    """The weight that was given to ``F.l1_loss``, which torch 2.13's does not pass on to what computes it."""
+def _weight_of_l1_loss() -> Tensor | None:
+    """The weight that ``F.l1_loss`` was called with: torch 2.13 does not pass it to the functions that stand for it."""
     frame = sys._getframe(1)
     while frame.f_code is not F.l1_loss.__code__:
         if frame.f_back is None:
@@ -72,6 +79,7 @@ def _forgotten_weight() -> Tensor | None:
 
 
 def _elementwise(name: str) -> None:
+    """Register a counterpart of the loss of single elements called ``name``."""
     function = getattr(F, name)
     allowed = ("none", "mean", "sum", *(("batchmean",) if name == "kl_div" else ()))
 
@@ -86,8 +94,8 @@ def _elementwise(name: str) -> None:
         **options: Any,
     ) -> Tensor:
         what = current_layer(name)
-        if name == "l1_loss" and (forgotten := _forgotten_weight()) is not None:
-            options["weight"] = forgotten
+        if name == "l1_loss" and (l1_weight := _weight_of_l1_loss()) is not None:
+            options["weight"] = l1_weight
         mode = _mode(reduction, size_average, reduce, allowed, what)
         like = space_of(input, target, *options.values())
         if input.shape != target.shape or input.shape != like.shape:
@@ -100,7 +108,7 @@ def _elementwise(name: str) -> None:
         divisor: Callable[[], Tensor] | float = like.shape[0] if mode == "batchmean" else like.numel()
         if weight is not None and name in DIVIDED_BY_WEIGHTS:
             divisor = lambda: weight.sum(dtype=torch.float64)  # noqa: E731
-        return _reduced(like, what, mode, lambda how: function(x, y, reduction=how, **options), divisor)
+        return _reduced(like, what, mode, lambda reduction: function(x, y, reduction=reduction, **options), divisor)
 
 
 for _name in ELEMENTWISE.split():
@@ -108,6 +116,8 @@ for _name in ELEMENTWISE.split():
 
 
 def _of_classes(function: Callable[..., Tensor], name: str) -> None:
+    """Register a counterpart of ``function``, a loss of classes called ``name``."""
+
     @handles(function)
     def compute(
         input: Tensor,
@@ -119,7 +129,10 @@ def _of_classes(function: Callable[..., Tensor], name: str) -> None:
         reduction: str = "mean",
         **options: Any,
     ) -> Tensor:
-        """Of logits or log-probabilities (N, C, ...) cut behind the classes, and classes (N, ...) or probabilities."""
+        """The loss of logits or log-probabilities (N, C, ...) for classes (N, ...) or probabilities (N, C, ...).
+
+        The image may be cut along dimensions after the classes.
+        """
         what = current_layer(name)
         mode = _mode(reduction, size_average, reduce, ("none", "mean", "sum"), what)
         like = space_of(input, target)
@@ -133,8 +146,8 @@ def _of_classes(function: Callable[..., Tensor], name: str) -> None:
         x, y = _part(like, input, what), _part(like, target, what)
         weight = None if weight is None else like.space.replicated(what, weight)
 
-        def loss(how: str) -> Tensor:
-            return function(x, y, weight, ignore_index=ignore_index, reduction=how, **options)
+        def loss(reduction: str) -> Tensor:
+            return function(x, y, weight, ignore_index=ignore_index, reduction=reduction, **options)
 
         def divisor() -> Tensor:
             counted = y != ignore_index

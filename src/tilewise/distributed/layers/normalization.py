@@ -1,4 +1,4 @@
-"""Batch, group, instance, layer and other norms: statistics over dimensions that are cut are of the whole image."""
+"""Batch, group, instance, layer and other norms, with the statistics of the whole image."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import torch
 import torch.nn.functional as F
 
 from tilewise.distributed.layers.shapes import free
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.norm_sums import Tracking
-from tilewise.distributed.normalization import Normalize, Over, Place, Seen
-from tilewise.distributed.replicated import sum_over_ranks
-from tilewise.distributed.shard import Shard, handles, operand, sharded
+from tilewise.distributed.norms.normalization import Normalize, Over, Place, Seen
+from tilewise.distributed.norms.sums import Tracking
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.parts.replicated import sum_over_ranks
+from tilewise.distributed.shards.shard import Shard, handles, operand, sharded
 
 Tensor = torch.Tensor
 
 
 def image(x: Any, what: str) -> Shard:
-    """``x`` as an image with batch and channels. Raises ``ValueError`` where it is none, or one of those is cut."""
+    """``x`` as an image with batch and channels.
+
+    Raises ``ValueError`` where it is not a shard, or is cut along its batch or channels. ``what`` names the layer.
+    """
     shard = sharded(x, what)
     if shard.dim() + min(shard.spatial.grid.dims) < 2:
         raise ValueError(f"{what}: an image of {tuple(shard.shape)} is cut along its batch or channels")
@@ -28,17 +31,18 @@ def image(x: Any, what: str) -> Shard:
 
 
 def _parameter(x: Shard, what: str, tensor: Tensor | None) -> Tensor | None:
+    """A weight or bias, if any, whose gradient is summed over the ranks."""
     return None if tensor is None else x.space.replicated(what, tensor)
 
 
-def one_more(x: torch.Tensor, count: int, what: str) -> None:
-    """Raise ``ValueError`` where statistics would be of one value."""
+def check_count(x: torch.Tensor, count: int, what: str) -> None:
+    """Raise ``ValueError`` where ``count``, the number of values for each channel, is less than 2."""
     if count < 2:
         raise ValueError(f"{what}: more than 1 value per channel is needed in training, not an image of {x.shape}")
 
 
 def _in_autocast(part: Tensor) -> Tensor:
-    """Group and layer norms on GPUs compute in float32 under autocast."""
+    """``part`` in float32 where torch's group and layer norms would compute in that: on GPUs under autocast."""
     return part.float() if part.is_cuda and torch.is_autocast_enabled("cuda") and part.dtype != torch.float64 else part
 
 
@@ -53,7 +57,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Shard:
-    """In training with statistics of the batch on all ranks; running statistics stay the same on all."""
+    """Batch norm. In training statistics are of the whole images; running statistics stay the same on all ranks."""
     what = current_layer("batch_norm")
     x = image(input, what)
     w, b = _parameter(x, what, weight), _parameter(x, what, bias)
@@ -61,7 +65,7 @@ def _batch_norm(
         return x.like(F.batch_norm(x.local, running_mean, running_var, w, b, False, momentum, eps))
     shape = x.shape
     count = shape.numel() // max(shape[1], 1)
-    one_more(x, count, what)
+    check_count(x, count, what)
     over = Over(x.space.link, what, count, kernels=x.space.norms)
     seen = Tracking(running_mean, running_var, momentum)
     return x.like(Normalize.apply(over, eps, seen, x.local, w, b))  # type: ignore[no-untyped-call]
@@ -71,13 +75,16 @@ def _by_sample(
     x: Shard, part: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, what: str,
     seen: Seen | None = None,
 ) -> Tensor:  # fmt: skip
-    """Norm of each of ``groups`` of channels of each sample; ``seen`` is told their means and variances."""
+    """The norm of each of ``groups`` groups of channels of each sample.
+
+    ``seen`` is called with the means, variances and counts.
+    """
     shape, n, channels = x.shape, part.shape[0], part.shape[1]
     over = Over(x.space.link, what, shape.numel() // max(n * groups, 1), channels // groups)
     w, b = _parameter(x, what, weight), _parameter(x, what, bias)
-    every = (None if t is None else t.repeat(n) for t in (w, b))
+    by_sample = (None if parameter is None else parameter.repeat(n) for parameter in (w, b))
     flat = part.reshape(1, n * channels, *part.shape[2:])
-    y: Tensor = Normalize.apply(over, eps, seen, flat, *every)  # type: ignore[no-untyped-call]
+    y: Tensor = Normalize.apply(over, eps, seen, flat, *by_sample)  # type: ignore[no-untyped-call]
     return y.view(part.shape)
 
 
@@ -115,7 +122,7 @@ def _instance_norm(
         return x.like(F.batch_norm(x.local, running_mean, running_var, w, b, False, momentum, eps))
     shape = x.shape
     count = math.prod(shape[2:])
-    one_more(x, count, what)
+    check_count(x, count, what)
     track = Tracking(running_mean, running_var, momentum)
 
     def seen(mean: Tensor, var: Tensor, count: Tensor | int) -> None:
@@ -125,7 +132,7 @@ def _instance_norm(
 
 
 def _normalized(x: Shard, normalized_shape: Any, what: str) -> int:
-    """How many of the last dimensions are normalized. Raises ``ValueError`` where they have other sizes."""
+    """How many of the last dimensions are normalized. Raises ``ValueError`` where their sizes are not these."""
     sizes = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if not sizes or tuple(x.shape[-len(sizes) :]) != sizes:
         raise ValueError(f"{what}: normalized_shape={sizes} does not fit an image of {tuple(x.shape)}")
@@ -133,7 +140,7 @@ def _normalized(x: Shard, normalized_shape: Any, what: str) -> int:
 
 
 def _place(x: Shard, last: int) -> Place | None:
-    """Where this rank's rows are among all, where dimensions before the ``last`` are cut too."""
+    """Where this rank's rows of statistics are among all; ``None`` where no dimension before the ``last`` is cut."""
     rows = x.dim() - last
     cut = [dim + x.dim() for dim in x.spatial.grid.dims if dim < -last]
     where = [slice(None)] * rows
@@ -144,7 +151,7 @@ def _place(x: Shard, last: int) -> Place | None:
 
 
 def _affine(x: Shard, y: Tensor, weight: Tensor | None, bias: Tensor | None, what: str) -> Tensor:
-    """With this part's of the weight and bias of each element."""
+    """``y`` with the weight and bias of each element applied."""
     if weight is not None:
         y = y * operand(x, weight, what)
     return y if bias is None else y + operand(x, bias, what)
@@ -159,7 +166,7 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Shard:
-    """By parts alone where no dimension that is cut is normalized, such as over channels last."""
+    """Layer norm. Nothing is exchanged where no normalized dimension is cut, as with channels last."""
     what = current_layer("layer_norm")
     x = sharded(input, what)
     last = _normalized(x, normalized_shape, what)
@@ -190,9 +197,9 @@ def _rms_norm(
         squares = x.space.replicated(what, sum_over_ranks(x.space.link, what, squares))
     else:
         shape, where = place
-        every = squares.new_zeros((*shape, *(1,) * last))
-        every[where] = squares
-        squares = x.space.replicated(what, sum_over_ranks(x.space.link, what, every))[where]
+        all_rows = squares.new_zeros((*shape, *(1,) * last))
+        all_rows[where] = squares
+        squares = x.space.replicated(what, sum_over_ranks(x.space.link, what, all_rows))[where]
     least = torch.finfo(part.dtype).eps if eps is None else eps
     y = (wide * (squares / math.prod(x.shape[-last:]) + least).rsqrt()).to(part.dtype)
     return x.like(_affine(x, y, weight, None, what))
@@ -200,14 +207,14 @@ def _rms_norm(
 
 @handles(F.local_response_norm)
 def _local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Shard:
-    """Over neighbouring channels, which are never cut."""
+    """Local response norm, which reads neighbouring channels: these are never cut."""
     x = image(input, current_layer("local_response_norm"))
     return x.like(F.local_response_norm(x.local, size, alpha, beta, k))
 
 
 @handles(F.normalize)
 def _normalize(input: Shard, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Shard:
-    """Vectors of norm 1 along a dimension that is not cut."""
+    """Divide vectors along a dimension that is not cut by their norm."""
     what = current_layer("normalize")
     if out is not None:
         raise ValueError(f"out= of {what}: an image cut across ranks has no place for it")

@@ -1,4 +1,4 @@
-"""Padding by a number, mirrored, repeated or from the other side, and cropping: each may need other ranks' elements."""
+"""Padding (constant, reflected, replicated or circular) and cropping; some of them need elements of other ranks."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewise.distributed.exchange import fetch
-from tilewise.distributed.layout import Cuts, Interval, transfer
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, handles
+from tilewise.distributed.parts.exchange import fetch
+from tilewise.distributed.parts.layout import Cuts, Interval, transfer
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.shards.shard import Shard, handles
 
 
 @functools.lru_cache(maxsize=1024)
 def _check(shape: tuple[int, ...], pad: tuple[int, ...], mode: str) -> None:
-    """Raise torch's errors."""
+    """Raise torch's errors for wrong arguments."""
     F.pad(torch.empty(shape, dtype=torch.float32, device="meta"), pad, mode)
 
 
 def padded_cuts(cuts: Cuts, before: int, after: int) -> Cuts:
-    """Cut points of a dimension with that many elements more on each side, or fewer: each stays where it is."""
+    """The cut points of a dimension that is padded, or cropped by negative numbers: they stay at the same elements."""
     out = cuts[-1] + before + after
     return (0, *(min(max(cut + before, 0), out) for cut in cuts[1:-1]), out)
 
 
 def _constant(x: Shard, sides: dict[int, Interval], value: float) -> Shard:
-    """Nothing travels: what is around the image belongs to the ranks at its borders."""
+    """Pad with ``value``, or crop, without any exchange: padding belongs to the ranks at the image's borders.
+
+    ``sides`` has (before, after) for each dimension that is padded or cut.
+    """
     layout, part = x.spatial, x.local
     out = layout.with_cuts(
         {dim: padded_cuts(cuts, *sides[dim]) for dim, cuts in zip(layout.grid.dims, layout.cuts, strict=True)}
@@ -52,9 +55,9 @@ def _constant(x: Shard, sides: dict[int, Interval], value: float) -> Shard:
 
 
 class _Beside(torch.autograd.Function):
-    """``x`` alone, in a graph that goes on to ``piece`` too: all ranks take part in the backward of its exchange.
+    """Returns ``x``, which depends on ``piece`` in the graph, so that all ranks join the backward of its exchange.
 
-    In the backward of that as well, for which ``piece``'s gradient is to depend on ``x``'s.
+    The gradient of ``piece`` is zero. It depends on that of ``x``, so that all ranks join a second backward, too.
     """
 
     @staticmethod
@@ -69,7 +72,7 @@ class _Beside(torch.autograd.Function):
 
 
 def _around(x: Shard, dim: int, before: int, after: int, mode: str, what: str) -> Shard:
-    """More elements along a dimension that is cut among several, of the image's own: for the ranks at its borders."""
+    """Pad along a dimension that is cut, with elements of the image, which are sent to the ranks at its borders."""
     layout, size = x.spatial, x.shape[dim]
     if mode == "circular" and max(before, after) > size:
         raise ValueError(
@@ -104,31 +107,31 @@ def _pad(input: Shard, pad: Sequence[int], mode: str = "constant", value: float 
     _check(tuple(x.shape), amounts, mode)
     sides = {-1 - i: (amounts[2 * i], amounts[2 * i + 1]) for i in range(len(amounts) // 2)}
     if mode == "constant":
-        every = {dim: sides.get(dim, (0, 0)) for dim in {*sides, *x.spatial.grid.dims}}
-        return _constant(x, every, 0.0 if value is None else value)
-    mine = {dim for dim, points in zip(x.spatial.grid.dims, x.spatial.cuts, strict=True) if len(points) > 2}
-    crops = {dim: (min(a, 0), min(b, 0)) if dim in mine else (0, 0) for dim, (a, b) in sides.items()}
+        all_sides = {dim: sides.get(dim, (0, 0)) for dim in {*sides, *x.spatial.grid.dims}}
+        return _constant(x, all_sides, 0.0 if value is None else value)
+    cut_dims = {dim for dim, points in zip(x.spatial.grid.dims, x.spatial.cuts, strict=True) if len(points) > 2}
+    crops = {dim: (min(a, 0), min(b, 0)) if dim in cut_dims else (0, 0) for dim, (a, b) in sides.items()}
     crops = {**dict.fromkeys(x.spatial.grid.dims, (0, 0)), **crops}
     cropped = any(side for pair in crops.values() for side in pair)
-    # A circle closes where the image is cropped to; mirrors and borders stay where they were.
+    # Circular padding takes elements of the cropped image, the other modes of the image before cropping.
     if cropped and mode == "circular":
         x = _constant(x, crops, 0.0)
-    for dim in sorted(mine & set(sides)):
+    for dim in sorted(cut_dims & set(sides)):
         before, after = (max(side, 0) for side in sides[dim])
         if before or after:
             x = _around(x, dim, before, after, mode, what)
     if cropped and mode != "circular":
         x = _constant(x, crops, 0.0)
-    free = [side for i in range(len(sides)) for side in ((0, 0) if -1 - i in mine else sides[-1 - i])]
+    free = [side for i in range(len(sides)) for side in ((0, 0) if -1 - i in cut_dims else sides[-1 - i])]
     if not any(free):
         return x
     part, layout = x.local, x.spatial
     alone = {dim: cuts for dim, cuts in zip(layout.grid.dims, layout.cuts, strict=True) if dim in sides}
     out = layout.with_cuts(
-        {dim: padded_cuts(cuts, *((0, 0) if dim in mine else sides[dim])) for dim, cuts in alone.items()}
+        {dim: padded_cuts(cuts, *((0, 0) if dim in cut_dims else sides[dim])) for dim, cuts in alone.items()}
     )
     if part.numel():
         return x.like(F.pad(part, free, mode), out)
-    # In graphs of the backward torch has its pads depend on what is padded: so that all ranks' do, this does too.
-    of_none = (part * part).sum() if mode != "circular" else 0
-    return x.like(F.pad(part, free, "constant") + of_none, out)
+    # The backward of torch's padding depends on its input. An empty part must have the same graph as those of others.
+    zero = (part * part).sum() if mode != "circular" else 0
+    return x.like(F.pad(part, free, "constant") + zero, out)

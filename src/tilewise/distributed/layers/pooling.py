@@ -1,4 +1,4 @@
-"""Pooling: windows with their halos, and averages and maxima of whole images, which every rank gets."""
+"""Pooling over windows, which need halos, and adaptive pooling of whole images, whose result every rank gets."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewise.axis import Axis
-from tilewise.distributed.halo import windows
 from tilewise.distributed.layers.convolution import Ints, each, spatial
 from tilewise.distributed.layers.unpooling import global_indices
-from tilewise.distributed.layout import Layout
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.replicated import sum_over_ranks
-from tilewise.distributed.shard import Shard, handles
+from tilewise.distributed.parts.layout import Layout
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.parts.replicated import sum_over_ranks
+from tilewise.distributed.shards.halo import windows
+from tilewise.distributed.shards.shard import Shard, handles
+from tilewise.problems.conv.axis import Axis
 
 MAX = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 MAX_WITH_INDICES = (F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices)
@@ -29,7 +29,10 @@ LP = (F.lp_pool1d, F.lp_pool2d, F.lp_pool3d)
 def _axes(
     x: Shard, kernel: Sequence[int], stride: Any, padding: Ints, dilation: Ints, ceil_mode: bool, what: str
 ) -> tuple[Axis, ...]:
-    """The whole pooling's axes; in ``ceil_mode`` the last window may reach behind the padding, but not begin there."""
+    """The axes of a pooling of the whole image.
+
+    With ``ceil_mode`` the last window may reach beyond the padding, but not begin there.
+    """
     dims = len(kernel)
     strides = tuple(kernel) if stride is None or stride == [] else each(stride, dims, "stride")
     pads, dilations = each(padding, dims, "padding"), each(dilation, dims, "dilation")
@@ -50,7 +53,11 @@ def _axes(
 def _pooled(
     x: Shard, axes: tuple[Axis, ...], fill: float, what: str, pool: Callable[[torch.Tensor, list[int]], torch.Tensor]
 ) -> tuple[torch.Tensor, Layout]:
-    """``pool`` of this rank's windows with the padding that is left to do, along dimensions that are not cut."""
+    """The pooling of this rank's windows, and the layout of the outputs.
+
+    ``pool`` computes it from the inputs of these windows and the padding of each dimension: 0 along dimensions that are
+    cut, where padding of the value ``fill`` is added before.
+    """
     dims = len(axes)
     source, out = windows(x, {i - dims: axis for i, axis in enumerate(axes)}, what, fill)
     pads = [0 if i - dims in x.spatial.grid.dims else axis.before for i, axis in enumerate(axes)]
@@ -61,6 +68,8 @@ def _pooled(
 
 
 def _max(dims: int, with_indices: bool = False) -> Callable[..., Any]:
+    """The counterpart of torch's max pooling in ``dims`` dimensions."""
+
     def max_pool(
         input: Any,
         kernel_size: Ints,
@@ -76,26 +85,32 @@ def _max(dims: int, with_indices: bool = False) -> Callable[..., Any]:
         axes = _axes(x, kernel, stride, padding, dilation, ceil_mode, what)
         strides, dilations = [a.stride for a in axes], [a.dilation for a in axes]
         lowest = -float("inf") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-        planes: list[tuple[torch.Tensor, torch.Size]] = []
+        indices_and_sizes: list[tuple[torch.Tensor, torch.Size]] = []
 
-        def pool(t: torch.Tensor, pads: list[int]) -> torch.Tensor:
+        def pool(source: torch.Tensor, pads: list[int]) -> torch.Tensor:
+            maxima: torch.Tensor
             if not with_indices:
-                plain: torch.Tensor = MAX[dims - 1](t, kernel, strides, pads, dilations, ceil_mode)
-                return plain
-            found, flat = MAX_WITH_INDICES[dims - 1](t, kernel, strides, pads, dilations, ceil_mode)
-            planes.append((flat, t.shape[-dims:]))
-            return found
+                maxima = MAX[dims - 1](source, kernel, strides, pads, dilations, ceil_mode)
+                return maxima
+            maxima, flat = MAX_WITH_INDICES[dims - 1](source, kernel, strides, pads, dilations, ceil_mode)
+            indices_and_sizes.append((flat, source.shape[-dims:]))
+            return maxima
 
         y, out = _pooled(x, axes, lowest, what, pool)
         if not with_indices:
             return x.like(y, out)
-        indices = global_indices(*planes[0], axes, out) if planes else y.new_empty(y.shape, dtype=torch.int64)
+        if indices_and_sizes:
+            indices = global_indices(*indices_and_sizes[0], axes, out)
+        else:
+            indices = y.new_empty(y.shape, dtype=torch.int64)
         return x.like(y, out), x.like(indices, out)
 
     return max_pool
 
 
 def _average(dims: int) -> Callable[..., Shard]:
+    """The counterpart of torch's average pooling in ``dims`` dimensions."""
+
     def avg_pool(
         input: Any,
         kernel_size: Ints,
@@ -114,13 +129,13 @@ def _average(dims: int) -> Callable[..., Shard]:
         if counts is not None and all(len(set(line)) == 1 for line in counts):
             divisor, counts = _product(line[0] for line in counts), None
 
-        def pool(t: torch.Tensor, pads: list[int]) -> torch.Tensor:
-            flat, size, stride, sides = t, list(kernel), [a.stride for a in axes], pads
-            if dims == 1:  # of the three, the one without a divisor of one's own
-                flat, size, stride, sides = t.unsqueeze(-2), [1, *size], [1, *stride], [0, *sides]
+        def pool(source: torch.Tensor, pads: list[int]) -> torch.Tensor:
+            size, stride = list(kernel), [axis.stride for axis in axes]
+            if dims == 1:  # F.avg_pool1d has no divisor_override, so that 2-D pooling stands in for it
+                source, size, stride, pads = source.unsqueeze(-2), [1, *size], [1, *stride], [0, *pads]
             function: Any = AVERAGE[max(dims, 2) - 1]
-            found: torch.Tensor = function(flat, size, stride, sides, ceil_mode, divisor_override=divisor)
-            return found.squeeze(-2) if dims == 1 else found
+            averages: torch.Tensor = function(source, size, stride, pads, ceil_mode, divisor_override=divisor)
+            return averages.squeeze(-2) if dims == 1 else averages
 
         y, out = _pooled(x, axes, 0.0, what, pool)
         if counts is not None and y.numel():
@@ -136,20 +151,21 @@ def _average(dims: int) -> Callable[..., Shard]:
 
 
 def _counts(axis: Axis, include_pad: bool) -> list[int]:
-    """By how many elements the sum over each window is divided; padding that ceil mode adds never counts."""
+    """The divisor of the sum over each window: its elements, without those beyond the padding in ceil mode."""
     low, high = (-axis.before, axis.size + axis.before) if include_pad else (0, axis.size)
     starts = (out * axis.stride - axis.before for out in range(axis.out))
     return [min(start + axis.kernel, high) - max(start, low) for start in starts]
 
 
 def _product(values: Any) -> int:
-    total = 1
+    product = 1
     for value in values:
-        total *= value
-    return total
+        product *= value
+    return product
 
 
 def _lp(dims: int) -> Callable[..., Shard]:
+    """The counterpart of torch's power-average pooling in ``dims`` dimensions."""
     average = _average(dims)
 
     def lp_pool(input: Any, norm_type: float, kernel_size: Ints, stride: Any = None, ceil_mode: bool = False) -> Any:
@@ -164,28 +180,32 @@ def _lp(dims: int) -> Callable[..., Shard]:
 
 
 def _bins(x: Shard, output_size: Any, dims: int) -> list[int]:
+    """The number of outputs of an adaptive pooling along each dimension."""
     wanted = [output_size] * dims if output_size is None or isinstance(output_size, int) else list(output_size)
     wanted = wanted * dims if len(wanted) == 1 else wanted
     return [size if bins is None else bins for bins, size in zip(wanted, x.shape[-dims:], strict=True)]
 
 
 def _averaged(part: torch.Tensor, dim: int, size: int, bins: int, own: tuple[int, int]) -> torch.Tensor:
-    """What the elements ``own`` of ``size`` along ``dim`` bring to each of ``bins`` averages, in fp32 at least.
+    """The terms that a part adds to each of ``bins`` averages of ``size`` elements along ``dim``, at least in fp32.
 
-    By sums, in whose gradients' graph the part itself is not: that of torch's function leads back to it, on some ranks
-    and not on those whose parts are empty, and ranks that go different ways in a backward wait for each other.
+    The part has the elements ``own`` along ``dim``. The terms are plain sums, because the graph of a sum's gradient
+    does not lead back to the part. The one of torch's function does, but only on ranks whose parts are not empty: ranks
+    with different graphs would wait for each other in a backward.
     """
-    wide, found = torch.promote_types(part.dtype, torch.float32), []
+    wide, terms = torch.promote_types(part.dtype, torch.float32), []
     for i in range(bins):
         first, last = i * size // bins, -(-(i + 1) * size // bins)
         start, stop = (min(max(edge, own[0]), own[1]) - own[0] for edge in (first, last))
-        found.append(part.narrow(dim, start, stop - start).sum(dim, keepdim=True, dtype=wide) / (last - first))
-    return torch.cat(found, dim)
+        terms.append(part.narrow(dim, start, stop - start).sum(dim, keepdim=True, dtype=wide) / (last - first))
+    return torch.cat(terms, dim)
 
 
 def _adaptive_average(dims: int) -> Callable[..., torch.Tensor]:
+    """The counterpart of torch's adaptive average pooling in ``dims`` dimensions."""
+
     def adaptive_avg_pool(input: Any, output_size: Any) -> torch.Tensor:
-        """Every rank's term of every bin, summed over ranks: the result is small, and whole on each."""
+        """Sum the ranks' terms of every average. The result, which is small, is whole on each rank."""
         what = current_layer(f"adaptive_avg_pool{dims}d")
         x = spatial(input, dims, what)
         bins, part = _bins(x, output_size, dims), x.local
@@ -200,8 +220,10 @@ def _adaptive_average(dims: int) -> Callable[..., torch.Tensor]:
 
 
 def _adaptive_max(dims: int) -> Callable[..., torch.Tensor]:
+    """The counterpart of torch's adaptive max pooling in ``dims`` dimensions."""
+
     def adaptive_max_pool(input: Any, output_size: Any, return_indices: bool = False) -> torch.Tensor:
-        """The maximum of the ranks' maxima for one bin, else of the whole image, which every rank then gets."""
+        """Pool the gathered maxima of the ranks where cut dimensions have one output, else the gathered image."""
         what = current_layer(f"adaptive_max_pool{dims}d")
         x = spatial(input, dims, what)
         bins, part, layout = _bins(x, output_size, dims), x.local, x.spatial
@@ -212,14 +234,14 @@ def _adaptive_max(dims: int) -> Callable[..., torch.Tensor]:
             part = function(part, bins)
         else:
             empty = [0 if i - dims in layout.grid.dims else n for i, n in enumerate(bins)]
-            # The maximum of no images is in the graphs of all ranks.
-            of_none = function(part.flatten()[:0].view(0, 1, *bins), bins).sum()
-            part = part.flatten()[:0].view(*part.shape[:-dims], *empty) + of_none
-        found = {}
+            # The pooling of an empty batch gives this rank the graph that the others have.
+            zero = function(part.flatten()[:0].view(0, 1, *bins), bins).sum()
+            part = part.flatten()[:0].view(*part.shape[:-dims], *empty) + zero
+        cuts_of_maxima = {}
         for dim, cuts in zip(layout.grid.dims, layout.cuts, strict=True):
-            filled = (int(a < b) for a, b in itertools.pairwise(cuts))
-            found[dim] = tuple(itertools.accumulate(filled, initial=0))
-        return function(x.like(part, layout.with_cuts(found)).gather(), bins)
+            counts = (int(start < stop) for start, stop in itertools.pairwise(cuts))
+            cuts_of_maxima[dim] = tuple(itertools.accumulate(counts, initial=0))
+        return function(x.like(part, layout.with_cuts(cuts_of_maxima)).gather(), bins)
 
     return adaptive_max_pool
 

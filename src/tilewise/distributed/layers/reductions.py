@@ -1,4 +1,4 @@
-"""Sums, means, counts and variances, over an image to what every rank gets, or over channels."""
+"""Sums, means, counts and variances: of a whole image, known to every rank, or over channels by parts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tilewise.distributed.layers.views import fronts, moved
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.replicated import sum_over_ranks
-from tilewise.distributed.shard import Shard, handles
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.parts.replicated import sum_over_ranks
+from tilewise.distributed.shards.shard import Shard, handles
 
 
 def axes_of(x: Shard, dim: Any, what: str) -> list[int]:
-    """The dimensions that ``dim`` names (``None``: all), counted from the front."""
+    """The dimensions that ``dim`` names, counted from the front; all dimensions for ``None``."""
     dims = x.dim()
     if dim is None or dim == [] or dim == ():
         return list(range(dims))
@@ -23,13 +23,14 @@ def axes_of(x: Shard, dim: Any, what: str) -> list[int]:
 
 
 def _front(dim: int, dims: int, what: str) -> int:
+    """``dim`` counted from the front. Raises ``ValueError`` where it is out of range."""
     if not -dims <= dim < dims:
         raise ValueError(f"{what}: dim={dim}: the image has {dims} dimensions")
     return dim % dims
 
 
 def whole(x: Shard, axes: Sequence[int], what: str) -> bool:
-    """Whether reducing ``axes`` leaves nothing cut. Raises ``ValueError`` where it leaves some of what is cut."""
+    """Whether ``axes`` are all dimensions that are cut, or none. Raises ``ValueError`` where they are only some."""
     cut = set(fronts(x))
     if cut <= set(axes):
         return True
@@ -42,16 +43,17 @@ def whole(x: Shard, axes: Sequence[int], what: str) -> bool:
 
 
 def remaining(x: Shard, part: torch.Tensor, axes: Sequence[int], keepdim: bool) -> Shard:
-    """The shard of which ``part`` is left when ``axes``, none of which is cut, are reduced."""
+    """The shard with ``part`` on this rank, which is left of ``x`` once ``axes``, none of which is cut, are reduced."""
     if keepdim:
         return x.like(part)
     return x.like(part, moved(x.spatial, [p - sum(a < p for a in axes) for p in fronts(x)], part.dim()))
 
 
 def reduced(x: Shard, dim: Any, keepdim: bool, what: str, dtype: torch.dtype | None = None) -> torch.Tensor | Shard:
-    """The sum over ``dim`` (``None``: over all): whole on every rank where all dimensions that are cut are summed.
+    """The sum over ``dim``; ``None`` stands for all dimensions.
 
-    Raises ``ValueError`` where some of them are and some not.
+    Where all dimensions that are cut are summed, the result is a whole tensor on every rank; where none is, a shard.
+    Raises ``ValueError`` where only some of them are summed.
     """
     axes = axes_of(x, dim, what)
     all_cut = whole(x, axes, what)
@@ -76,6 +78,7 @@ def _mean(
 
 
 def _count(x: Shard, axes: Sequence[int]) -> int:
+    """The number of elements that are reduced to one."""
     return math.prod(x.shape[axis] for axis in axes)
 
 
@@ -89,7 +92,7 @@ def _var(
     input: Shard, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *,
     correction: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Of the distances to the mean, which is found first: in one pass rounding would spoil it."""
+    """The variance, from the distances to the mean, which is computed first, as sums of squares would lose digits."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     what = current_layer("var")

@@ -1,4 +1,4 @@
-"""What a tensor tells of itself, and operations on the dimensions that are never cut: batch and channels."""
+"""Properties of tensors, backward, and operations along dimensions that are not cut, such as batch and channels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, handles, local, operand, space_of
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.shards.shard import Shard, handles, local, operand, space_of
 
 Tensor = torch.Tensor
 SAME = (
@@ -18,7 +18,7 @@ SAME = (
     "retain_grad retains_grad register_hook register_post_accumulate_grad_hook is_inference "
     "data_ptr is_shared is_contiguous"
 )
-"""What is the same of a part and of the whole, or is the part's own affair."""
+"""Properties and methods that are the same for a part and the whole, or that concern the part alone."""
 
 
 @handles(Tensor.shape.__get__)  # type: ignore[attr-defined]
@@ -42,12 +42,12 @@ def _len(x: Shard) -> int:
 
 
 def _of_part(name: str) -> None:
-    """What is the same of a part and of the whole."""
-    found = getattr(Tensor, name)
-    function = found if callable(found) else found.__get__
+    """Register the property or method called ``name`` to be answered by the part."""
+    attribute = getattr(Tensor, name)
+    function = attribute if callable(attribute) else attribute.__get__
 
     @handles(function)
-    def tell(*args: Any, **kwargs: Any) -> Any:
+    def answer(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -69,45 +69,48 @@ def _set_requires_grad(x: Shard, value: bool) -> None:
 
 @handles(Tensor.grad.__get__)  # type: ignore[union-attr]
 def _grad(x: Shard) -> Tensor | None:
-    """The gradient of the part, a plain tensor, as all gradients are on their way."""
+    """The gradient of the part, a plain tensor, as gradients are within backward."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.grad
 
 
 @handles(Tensor.backward)
 def _backward(x: Shard, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-    """From parts: each rank gives the gradient of its own."""
+    """Backward from a shard: each rank gives the gradient of its part."""
     _backward_of(x, gradient, *args, **kwargs)
 
 
 @handles(torch.autograd.backward)
 def _backward_of(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-    """What backward computes again, as in checkpointing, is computed by parts: functions stay as they are meanwhile."""
+    """Backward from shards. Functions stay replaced meanwhile, as checkpointing computes parts again in backward."""
     if grad_tensors is not None and not isinstance(grad_tensors, Tensor):
         grad_tensors = [local(gradient) for gradient in grad_tensors]
-    several = (tensors,) if isinstance(tensors, Tensor) else tensors
-    with torch.enable_grad():  # a backward within a backward is without
-        parts = [local(tensor) for tensor in several]
+    roots = (tensors,) if isinstance(tensors, Tensor) else tensors
+    with torch.enable_grad():  # within another backward gradients are disabled
+        parts = [local(tensor) for tensor in roots]
     torch.autograd.backward(parts, local(grad_tensors), *args, **kwargs)
 
 
 @handles(torch.autograd.grad)
 def _grad_of(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Gradients of images are images, cut alike, of which a norm is that of the whole."""
+    """Gradients of shards are shards that are cut alike, so that their norms are those of the whole images."""
     if grad_outputs is not None and not isinstance(grad_outputs, Tensor):
         grad_outputs = [local(gradient) for gradient in grad_outputs]
     asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    several = (outputs,) if isinstance(outputs, Tensor) else outputs
+    roots = (outputs,) if isinstance(outputs, Tensor) else outputs
     with torch.enable_grad():
-        parts = [local(tensor) for tensor in several]
+        parts = [local(tensor) for tensor in roots]
     with torch._C.DisableTorchFunctionSubclass():
         edges = [get_gradient_edge(x) if isinstance(x, Shard) else x for x in asked]
-    found = torch.autograd.grad(parts, edges, local(grad_outputs), *args, **kwargs)
-    return tuple(x.like(g) if isinstance(x, Shard) and g is not None else g for x, g in zip(asked, found, strict=True))
+    gradients = torch.autograd.grad(parts, edges, local(grad_outputs), *args, **kwargs)
+    return tuple(
+        x.like(gradient) if isinstance(x, Shard) and gradient is not None else gradient
+        for x, gradient in zip(asked, gradients, strict=True)
+    )
 
 
 def free(x: Shard, dim: int, what: str) -> int:
-    """``dim`` counted from the front. Raises ``ValueError`` where it is out of range or a dimension that is cut."""
+    """``dim`` counted from the front. Raises ``ValueError`` where it is out of range or that dimension is cut."""
     dims = x.dim()
     if not -dims <= dim < dims:
         raise ValueError(f"{what}: dim={dim}: the image has {dims} dimensions")
@@ -136,7 +139,10 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> Shard:
 
 
 def _along(function: Callable[..., Any], name: str, default: int | None) -> None:
-    """A function of one dimension, the second argument or ``dim``, which gives one tensor or several."""
+    """Register ``function``, called ``name``, for dimensions that are not cut.
+
+    It takes one dimension, which is ``default`` where not given, and returns one tensor or several.
+    """
 
     @handles(function)
     def compute(x: Shard, *args: Any, **kwargs: Any) -> Any:
@@ -146,8 +152,8 @@ def _along(function: Callable[..., Any], name: str, default: int | None) -> None
         if not isinstance(given, int):
             raise ValueError(f"{what}: dim={given!r}: one dimension would do")
         free(x, given, what)
-        found = function(x.local, *(local(value) for value in args), **kwargs)
-        return x.like(found) if isinstance(found, Tensor) else type(found)(x.like(part) for part in found)
+        result = function(x.local, *(local(value) for value in args), **kwargs)
+        return x.like(result) if isinstance(result, Tensor) else type(result)(x.like(part) for part in result)
 
 
 for _owner in (torch, Tensor):

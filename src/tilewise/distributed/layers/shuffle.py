@@ -1,4 +1,4 @@
-"""Pixel and channel shuffles: elements move between channels and places, and never leave their rank."""
+"""Pixel and channel shuffles, which move elements between channels and positions of one rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from tilewise.distributed.layers.convolution import spatial
 from tilewise.distributed.layers.shapes import free
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, handles, recut
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.shards.shard import Shard, handles, recut
 
 
 @handles(F.pixel_shuffle)
@@ -25,14 +25,14 @@ def _pixel_shuffle(input: Any, upscale_factor: int) -> Shard:
     )
     if part.numel():
         return x.like(F.pixel_shuffle(part, r), out)
-    # Torch's own, and its backward, leave sizes of an empty part as they are.
+    # Torch's function and its backward do not change the sizes of an empty part.
     *batch, channels, h, w = part.shape
     return x.like(part.reshape(*batch, channels // (r * r), h * r, w * r), out)
 
 
 @handles(F.pixel_unshuffle)
 def _pixel_unshuffle(input: Any, downscale_factor: int) -> Shard:
-    """Blocks of elements are whole on one rank: where they are not, the nearest cuts between blocks are taken first."""
+    """Each block of elements must lie on one rank: an image that is cut elsewhere is first cut between blocks."""
     what = current_layer("pixel_unshuffle")
     x, r = spatial(input, 2, what), downscale_factor
     if r < 1 or any(size % r for size in x.shape[-2:]):
@@ -44,8 +44,8 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> Shard:
     blocked = x.local.reshape(*batch, channels, h // r, r, w // r, r)
     n = len(batch)
     order = [*range(n + 1), n + 2, n + 4, n + 1, n + 3]
-    found = blocked.permute(order).reshape(*batch, channels * r * r, h // r, w // r)
-    return x.like(found, x.spatial.with_cuts(blocks))
+    unshuffled = blocked.permute(order).reshape(*batch, channels * r * r, h // r, w // r)
+    return x.like(unshuffled, x.spatial.with_cuts(blocks))
 
 
 @handles(torch.channel_shuffle)

@@ -1,4 +1,4 @@
-"""``nn.SyncBatchNorm``: statistics over the ranks of its process group, each element of the whole batch once."""
+"""``nn.SyncBatchNorm``, whose statistics are over the ranks of a process group and count each element once."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tilewise.distributed.layers.normalization import image, one_more
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.norm_sums import Tracking
-from tilewise.distributed.normalization import Normalize, Over
-from tilewise.distributed.shard import Shard, Space, space_around
-from tilewise.distributed.synchronized import link_over
+from tilewise.distributed.layers.normalization import check_count, image
+from tilewise.distributed.norms.normalization import Normalize, Over
+from tilewise.distributed.norms.sums import Tracking
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.shards.shard import Shard, Space, space_around
+from tilewise.distributed.shards.synchronized import link_over
 
 
 def _forward(layer: nn.SyncBatchNorm, x: torch.Tensor, space: Space) -> torch.Tensor:
-    """In training, of an image cut across ranks or of a tensor that each of the image's ranks has whole.
+    """The layer's forward in training.
 
-    The latter is counted once. Batches may differ in size: counts are summed with the rest.
+    ``x`` is a shard, or a tensor that each of the image's ranks has whole, which counts once. The ranks' batches may
+    differ in size, since counts are summed with the other statistics.
     """
     what = current_layer("sync_batch_norm")
     layer._check_input_dim(x)
@@ -38,10 +39,12 @@ def _forward(layer: nn.SyncBatchNorm, x: torch.Tensor, space: Space) -> torch.Te
     if link is space.link and not isinstance(x, Shard):
         return F.batch_norm(x, *running, layer.weight, layer.bias, True, momentum, layer.eps)
     if link is space.link:
-        one_more(x, x.numel() // max(x.shape[1], 1), what)
+        check_count(x, x.numel() // max(x.shape[1], 1), what)
     if isinstance(x, Shard):
         over = Over(link, what, None, home=space.link, kernels=space.norms)
-        weights = [None if t is None else space.replicated(what, t) for t in (layer.weight, layer.bias)]
+        weights = [
+            None if parameter is None else space.replicated(what, parameter) for parameter in (layer.weight, layer.bias)
+        ]
     else:
         over = Over(link, what, None, home=space.link, copies=space.link.size)
         weights = [layer.weight, layer.bias]
@@ -50,14 +53,17 @@ def _forward(layer: nn.SyncBatchNorm, x: torch.Tensor, space: Space) -> torch.Te
 
 
 def _extended(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``plain`` for what is none of ours: the layer has no function of torch in it that could be taken over."""
+    """The forward ``plain`` of the layer, extended to modules of a split model in training.
+
+    The method itself is replaced, as the layer calls no function of torch that could be handled.
+    """
 
     @functools.wraps(plain)
     def forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
         space = space_around(self, input) if self.training else None
         if space is None:
-            found: torch.Tensor = plain(self, input)
-            return found
+            result: torch.Tensor = plain(self, input)
+            return result
         return _forward(self, input, space)
 
     return forward

@@ -1,4 +1,7 @@
-"""Columns of patches, and sums of patches: where rows alone are cut, columns are cut between whole rows of patches."""
+"""``unfold``, which makes a matrix with a column for each patch of an image, and ``fold``, which sums patches up.
+
+The image must be cut in rows alone. Then the matrix is cut between whole rows of patches.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,27 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from tilewise.axis import Axis
-from tilewise.distributed.exchange import bring_home
-from tilewise.distributed.halo import window, windows
 from tilewise.distributed.layers.convolution import Ints, each, spatial
 from tilewise.distributed.layers.views import moved
-from tilewise.distributed.layout import Cuts, Layout, input_cuts, transfer
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, handles, recut, sharded
+from tilewise.distributed.parts.exchange import bring_home
+from tilewise.distributed.parts.layout import Cuts, Layout, input_cuts, transfer
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.shards.halo import window, windows
+from tilewise.distributed.shards.shard import Shard, handles, recut, sharded
+from tilewise.problems.conv.axis import Axis
 
 
 def _axes(sizes: Sequence[int], kernel_size: Ints, dilation: Ints, padding: Ints, stride: Ints) -> tuple[Axis, Axis]:
+    """The axes of the patches along rows and columns of an image of ``sizes``."""
     kernel, strides = each(kernel_size, 2, "kernel_size"), each(stride, 2, "stride")
     pads, dilations = each(padding, 2, "padding"), each(dilation, 2, "dilation")
-    rows, columns = (Axis(*given) for given in zip(sizes, kernel, strides, dilations, pads, pads, strict=True))
+    rows, columns = (Axis(*options) for options in zip(sizes, kernel, strides, dilations, pads, pads, strict=True))
     return rows, columns
 
 
 @handles(F.unfold)
 def _unfold(input: Any, kernel_size: Ints, dilation: Ints = 1, padding: Ints = 0, stride: Ints = 1) -> Shard:
-    """Rows of patches with the rank that holds their centre; their columns are a block of the whole's."""
+    """The columns of this rank's patches: a row of patches belongs to the rank that holds its centre."""
     what = current_layer("unfold")
     x = spatial(input, 2, what)
     if x.spatial.grid.dims != (-2,):
@@ -48,7 +52,7 @@ def _unfold(input: Any, kernel_size: Ints, dilation: Ints = 1, padding: Ints = 0
 def _fold(
     input: Any, output_size: Ints, kernel_size: Ints, dilation: Ints = 1, padding: Ints = 0, stride: Ints = 1
 ) -> Shard:
-    """Each rank adds up its patches; what of that lies in others' rows goes there, the adjoint of unfold's exchange."""
+    """Sum this rank's patches, and add the sums in rows of other ranks there, by the adjoint of unfold's exchange."""
     what = current_layer("fold")
     x = sharded(input, what)
     if x.spatial.grid.dims != (-1,):
@@ -71,10 +75,10 @@ def _fold(
     shape = [*part.shape[:-2], channels, stop - start + before + after, columns.size]
     if part.shape[-1]:
         kernel, dilations = (rows.kernel, columns.kernel), (rows.dilation, columns.dilation)
-        found = F.fold(
+        folded = F.fold(
             part, (shape[-2], shape[-1]), kernel, dilations, (0, columns.before), (rows.stride, columns.stride)
         )
     else:
-        found = part.flatten()[:0].view(shape)
-    own = [*shape[:-2], *layout.part(shape)[-2:]]
-    return x.like(bring_home(x.space.link, what, layout, moves, ((before, after),), own, found), layout)
+        folded = part.flatten()[:0].view(shape)
+    own_shape = [*shape[:-2], *layout.part(shape)[-2:]]
+    return x.like(bring_home(x.space.link, what, layout, moves, ((before, after),), own_shape, folded), layout)

@@ -1,4 +1,7 @@
-"""Other views of a cut tensor, cropping, and linear layers: whole on every rank where what is cut would be merged."""
+"""Views of a cut tensor, cropping, and linear layers.
+
+Where a view would merge a cut dimension with another, the tensor is gathered, and every rank has it whole.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewise.distributed.layout import Cuts, Layout
-from tilewise.distributed.names import current_layer
-from tilewise.distributed.shard import Shard, handles, sharded
+from tilewise.distributed.parts.layout import Cuts, Layout
+from tilewise.distributed.parts.names import current_layer
+from tilewise.distributed.shards.shard import Shard, handles, sharded
 
 Tensor = torch.Tensor
 
 
 def moved(layout: Layout, places: Sequence[int], dims: int) -> Layout:
-    """The layout of a tensor with ``dims`` dimensions whose cut ones are at ``places``, counted from the front."""
+    """``layout`` for a tensor with ``dims`` dimensions whose cut ones are now ``places``, counted from the front."""
     return replace(layout, grid=replace(layout.grid, dims=tuple(place - dims for place in places)))
 
 
 def fronts(x: Shard) -> list[int]:
-    """The dimensions that are cut, counted from the front."""
+    """The dimensions of ``x`` that are cut, counted from the front."""
     dims = x.dim()
     return [dims + dim for dim in x.spatial.grid.dims]
 
 
 def reshaped(x: Shard, shape: Sequence[int]) -> Tensor:
-    """``x`` in another shape: by parts where each dimension that is cut stays one, else whole, on every rank."""
+    """``x`` in another shape: a shard where each dimension that is cut stays as it is, else a whole tensor."""
     old, new = x.shape, list(shape)
     if -1 in new:
         known = math.prod(n for n in new if n != -1)
@@ -40,16 +43,17 @@ def reshaped(x: Shard, shape: Sequence[int]) -> Tensor:
         raise ValueError(f"{current_layer('reshape')}: shape={tuple(shape)} does not fit an image of {tuple(old)}")
     places, part = [], list(new)
     for place, (start, stop) in zip(fronts(x), x.spatial.own, strict=True):
-        behind = math.prod(old[place + 1 :])
-        found = [i for i, n in enumerate(new) if n == old[place] and math.prod(new[i + 1 :]) == behind]
-        if not found or found[-1] in places:
+        stride = math.prod(old[place + 1 :])
+        candidates = [i for i, size in enumerate(new) if size == old[place] and math.prod(new[i + 1 :]) == stride]
+        if not candidates or candidates[-1] in places:
             return x.gather().reshape(new)
-        places.append(found[-1])
-        part[found[-1]] = stop - start
+        places.append(candidates[-1])
+        part[candidates[-1]] = stop - start
     return x.like(x.local.reshape(part), moved(x.spatial, places, len(new)))
 
 
 def _sizes(shape: tuple[Any, ...]) -> Sequence[int]:
+    """Sizes that were given as several arguments or as one sequence."""
     return shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
 
 
@@ -60,7 +64,10 @@ def _reshape(x: Shard, *shape: Any, **kwargs: Any) -> Tensor:
 
 @handles(Tensor.view_as)
 def _view_as(x: Tensor, other: Tensor) -> Tensor:
-    """In the same shape too: autograd's for a function that returns its input, such as those of a module's hooks."""
+    """``x`` in the shape of ``other``.
+
+    Autograd calls it for the same shape where a function returns its input, as the hooks of modules do.
+    """
     if not isinstance(x, Shard):
         return x.view(other.shape)
     return x.like(x.local.view_as(x.local)) if x.shape == other.shape else reshaped(x, other.shape)
@@ -84,6 +91,7 @@ def _unflatten(x: Shard, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _permuted(x: Shard, order: Sequence[int]) -> Shard:
+    """``x`` with its dimensions in another order."""
     order = [d % x.dim() for d in order]
     return x.like(x.local.permute(order), moved(x.spatial, [order.index(place) for place in fronts(x)], len(order)))
 
@@ -102,8 +110,9 @@ def _transpose(x: Shard, first: int, second: int) -> Shard:
 
 @handles(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
 def _movedim(x: Shard, source: Any, destination: Any) -> Shard:
-    plain = torch.empty((1,) * x.dim(), dtype=torch.float32, device="meta").expand(*range(1, x.dim() + 1))
-    order = plain.movedim(source, destination).shape
+    # A tensor whose sizes are 1, 2, ... shows the new order of the dimensions.
+    numbered = torch.empty((1,) * x.dim(), dtype=torch.float32, device="meta").expand(*range(1, x.dim() + 1))
+    order = numbered.movedim(source, destination).shape
     return _permuted(x, [size - 1 for size in order])
 
 
@@ -116,28 +125,28 @@ def _unsqueeze(x: Shard, dim: int) -> Shard:
 
 @handles(Tensor.squeeze, torch.squeeze)
 def _squeeze(x: Shard, dim: Any = None) -> Shard:
-    """Dimensions of size 1; one that is cut stays, though it be as small."""
+    """Remove dimensions of size 1, but not those that are cut."""
     shape, cut = x.shape, set(fronts(x))
     given = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
-    gone = sorted(d % len(shape) for d in given if shape[d] == 1 and d % len(shape) not in cut)
-    places = [p - sum(d < p for d in gone) for p in fronts(x)]
-    return x.like(x.local.squeeze(gone), moved(x.spatial, places, len(shape) - len(gone)))
+    removed = sorted(dim % len(shape) for dim in given if shape[dim] == 1 and dim % len(shape) not in cut)
+    places = [place - sum(dim < place for dim in removed) for place in fronts(x)]
+    return x.like(x.local.squeeze(removed), moved(x.spatial, places, len(shape) - len(removed)))
 
 
 @handles(Tensor.__getitem__)
 def _getitem(x: Shard, index: Any) -> Shard:
-    """Slices, numbers and ``None``: along dimensions that are cut, slices without a step, which crop."""
+    """Index with slices, numbers and ``None``; dimensions that are cut take only slices without a step, which crop."""
     what, shape, cut = current_layer("indexing"), x.shape, fronts(x)
     given = list(index) if isinstance(index, tuple) else [index]
-    real = sum(item is not None and item is not Ellipsis for item in given)
+    indexed = sum(item is not None and item is not Ellipsis for item in given)
     if Ellipsis in [item for item in given if not isinstance(item, Tensor)]:
         at = next(i for i, item in enumerate(given) if item is Ellipsis)
-        given[at : at + 1] = [slice(None)] * (len(shape) - real)
+        given[at : at + 1] = [slice(None)] * (len(shape) - indexed)
     given += [slice(None)] * (len(shape) - sum(item is not None for item in given))
     taken: list[Any] = []
     cuts: dict[int, Cuts] = {}
     places: dict[int, int] = {}
-    dim = made = 0
+    dim = result_dim = 0
     for item in given:
         if item is not None and not isinstance(item, (int, slice)):
             raise ValueError(f"{what}: [{item!r}]: numbers, slices and None would do on an image cut across ranks")
@@ -149,17 +158,17 @@ def _getitem(x: Shard, index: Any) -> Shard:
             cuts[dim] = tuple(min(max(point, start), max(stop, start)) - start for point in points)
             first, last = x.spatial.own[cut.index(dim)]
             item = slice(max(start - first, 0), max(min(stop, last) - first, 0))
-            places[dim] = made
+            places[dim] = result_dim
         taken.append(item)
         dim += item is not None
-        made += not isinstance(item, int)
+        result_dim += not isinstance(item, int)
     layout = replace(x.spatial, cuts=tuple(cuts[d] for d in cut))
-    return x.like(x.local[tuple(taken)], moved(layout, [places[d] for d in cut], made))
+    return x.like(x.local[tuple(taken)], moved(layout, [places[d] for d in cut], result_dim))
 
 
 @handles(F.linear)
 def _linear(input: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """By parts along other dimensions than the last; whole, on every rank, where that is cut."""
+    """A linear layer, by parts; where the last dimension is cut, the tensor is gathered and computed whole."""
     what = current_layer("linear")
     x = sharded(input, what)
     if -1 in x.spatial.grid.dims:

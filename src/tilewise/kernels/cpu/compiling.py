@@ -1,6 +1,6 @@
-"""Kernels compiled for this machine, by Numba, or read from disk where that was done before.
+"""Loads kernels: Numba compiles them for this machine, or they are read from disk where that was done before.
 
-What makes a kernel is imported where it is compiled: all of it needs Numba.
+The makers of kernels are imported only where a kernel is compiled, because they need Numba.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tilewise.kernels.cpu.objects import Code, address, undefined
+from tilewise.kernels.building.objects import Code, address, undefined
 
 __all__ = ["DirectKernel", "Kernel", "load", "load_direct", "load_fused_lowering", "load_winograd"]
 
@@ -18,7 +18,7 @@ LOCK = threading.Lock()
 
 
 class Kernel(NamedTuple):
-    """Addresses: of the kernel, and of functions that it calls."""
+    """The addresses of the Fourier kernel ``run`` and of the functions that it calls."""
 
     run: int
     passes: int
@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
 
 
 class DirectKernel(NamedTuple):
-    """Addresses: of the kernel of direct convolutions, and of functions that it calls."""
+    """The addresses of the kernel of direct convolutions, ``run``, and of the functions that it calls."""
 
     run: int
     rows: int
@@ -34,11 +34,11 @@ class DirectKernel(NamedTuple):
 
 
 Made = tuple[Any, int]
-"""A function for Numba, and how many integers it takes; 0: one address of some."""
+"""A function for Numba and the number of its integer arguments; 0 where its argument is an address of integers."""
 
 
 def _compiled(name: str, make: Callable[[], Made]) -> int:
-    """The address of what ``make`` has."""
+    """The address of the compiled function that ``make`` returns; ``name`` tells it from others in the cache."""
 
     def code() -> Code:
         from numba.core import types
@@ -53,13 +53,16 @@ def _compiled(name: str, make: Callable[[], Made]) -> int:
 
 
 def _words(*arguments: Any) -> str:
+    """The name of a function that was made with ``arguments``."""
     return "_".join(map(str, arguments))
 
 
 @functools.cache
 def _winograd(lanes: int) -> int:
+    """The address of the Winograd worker."""
+
     def make() -> Made:
-        from tilewise.kernels.cpu.winograd import winograd
+        from tilewise.kernels.cpu.winograd.winograd import winograd
 
         return winograd(lanes), 0
 
@@ -68,11 +71,12 @@ def _winograd(lanes: int) -> int:
 
 @functools.cache
 def _sandwiches(lanes: int, name: str, rows: tuple[int, int], columns: tuple[int, int], back: bool) -> int:
+    """The address of the transform ``name`` of planes; with ``back`` by the transposed matrices."""
     words = _words(name, *rows, *columns, "back" if back else "to")
 
     def make() -> Made:
         from tilewise.kernels.cook_toom import transforms, turned
-        from tilewise.kernels.cpu.sandwiches import sandwiches
+        from tilewise.kernels.cpu.winograd.sandwiches import sandwiches
 
         left, right = (getattr(transforms(*axis), name) for axis in (rows, columns))
         return sandwiches(lanes, words, *((turned(left), turned(right)) if back else (left, right))), 9
@@ -82,8 +86,10 @@ def _sandwiches(lanes: int, name: str, rows: tuple[int, int], columns: tuple[int
 
 @functools.cache
 def _products(lanes: int, vectors: int, rows: int) -> int:
+    """The address of the products of transformed tiles."""
+
     def make() -> Made:
-        from tilewise.kernels.cpu.products import products
+        from tilewise.kernels.cpu.winograd.products import products
 
         return products(lanes, vectors, rows), 8
 
@@ -93,25 +99,27 @@ def _products(lanes: int, vectors: int, rows: int) -> int:
 def load_winograd(
     lanes: int, m: tuple[int, int, int], r: tuple[int, int, int], vectors: int, rows: int, gradient: bool
 ) -> tuple[int, ...]:
-    """Addresses of the worker and of the functions that it calls, as :func:`load` has it.
+    """The addresses of the Winograd worker and of the functions that it calls, compiled as in :func:`load`.
 
-    Those are transforms of inputs, of filters (or of outputs' gradients) and of sums for tiles of ``m`` outputs of
-    ``r`` taps along depth, height and width, each of planes; the same along the depth alone, 0 where tiles have none;
-    and products.
+    Tiles have ``m`` outputs and filters ``r`` taps along depth, height and width. The functions are the transforms of
+    planes of inputs, of filters (or, for the filter's ``gradient``, of the outputs' gradient) and of sums; then the
+    same transforms along the depth, 0 for tiles without depth; then the products.
     """
     there, back = ("output", "filter") if gradient else ("filter", "output")
     depth, height, width = zip(m, r, strict=True)
     kinds = (("input", False), (there, False), (back, True))
     with LOCK:
-        found = [_winograd(lanes), *(_sandwiches(lanes, name, height, width, turn) for name, turn in kinds)]
-        found += [_sandwiches(lanes, name, depth, (1, 1), turn) if depth != (1, 1) else 0 for name, turn in kinds]
-        return *found, _products(lanes, vectors, rows)
+        addresses = [_winograd(lanes), *(_sandwiches(lanes, name, height, width, turn) for name, turn in kinds)]
+        addresses += [_sandwiches(lanes, name, depth, (1, 1), turn) if depth != (1, 1) else 0 for name, turn in kinds]
+        return *addresses, _products(lanes, vectors, rows)
 
 
 @functools.cache
 def _fused_lowering() -> int:
+    """The address of the worker of fused lowering."""
+
     def make() -> Made:
-        from tilewise.kernels.cpu.fused_lowering import fused_lowering
+        from tilewise.kernels.cpu.lowering.fused_lowering import fused_lowering
 
         return fused_lowering(), 0
 
@@ -120,8 +128,10 @@ def _fused_lowering() -> int:
 
 @functools.cache
 def _pieces(lanes: int) -> int:
+    """The address of the function that moves pieces of planes."""
+
     def make() -> Made:
-        from tilewise.kernels.cpu.pieces import pieces
+        from tilewise.kernels.cpu.lowering.pieces import pieces
 
         return pieces(lanes), 11
 
@@ -130,8 +140,10 @@ def _pieces(lanes: int) -> int:
 
 @functools.cache
 def _sums_of_products(lanes: int, vectors: int, rows: int, gradient: bool) -> int:
+    """The address of the products with lowered windows, or with ``gradient`` of those of a filter's gradient."""
+
     def make() -> Made:
-        from tilewise.kernels.cpu import correlations
+        from tilewise.kernels.cpu.lowering import correlations
 
         if gradient:
             return correlations.gradients(lanes, vectors, rows), 10
@@ -141,20 +153,22 @@ def _sums_of_products(lanes: int, vectors: int, rows: int, gradient: bool) -> in
 
 
 def load_fused_lowering(lanes: int, vectors: int, rows: int, gradient: bool) -> tuple[int, int, int]:
-    """Addresses of the worker, of the moves and of the products that it calls, as :func:`load` has it."""
+    """The addresses of the worker of fused lowering, and of the moves and products that it calls."""
     with LOCK:
         return _fused_lowering(), _pieces(lanes), _sums_of_products(lanes, vectors, rows, gradient)
 
 
 @functools.cache
 def _load(lanes: int) -> Kernel:
+    """:func:`load` without its lock."""
+
     def kernel() -> Made:
-        from tilewise.kernels.cpu.kernel import convolve
+        from tilewise.kernels.cpu.fused_fourier.kernel import convolve
 
         return convolve(lanes), 0
 
     def passes() -> Made:
-        from tilewise.kernels.cpu import butterflies
+        from tilewise.kernels.cpu.fused_fourier import butterflies
 
         return butterflies.passes(lanes), 8
 
@@ -171,15 +185,20 @@ def _load(lanes: int) -> Kernel:
 
 
 def load(lanes: int) -> Kernel:
-    """The kernel for so many lanes, compiled, or read from disk where it was before. Raises what Numba raises."""
+    """The Fourier kernel for ``lanes`` lanes, compiled, or read from disk where it was compiled before.
+
+    Raises what Numba raises.
+    """
     with LOCK:
         return _load(lanes)
 
 
 @functools.cache
 def _load_direct(lanes: int) -> DirectKernel:
+    """:func:`load_direct` without its lock."""
+
     def direct() -> Made:
-        from tilewise.kernels.cpu.direct import convolve_directly
+        from tilewise.kernels.cpu.depthwise.direct import convolve_directly
 
         return convolve_directly(lanes), 0
 
@@ -189,7 +208,7 @@ def _load_direct(lanes: int) -> DirectKernel:
         return rows.rows(lanes), 8
 
     def sums() -> Made:
-        from tilewise.kernels.cpu import sums
+        from tilewise.kernels.cpu.depthwise import sums
 
         return sums.sums(lanes), sums.WORDS
 
@@ -201,6 +220,6 @@ def _load_direct(lanes: int) -> DirectKernel:
 
 
 def load_direct(lanes: int) -> DirectKernel:
-    """The kernel of direct convolutions, as :func:`load` does."""
+    """The kernel of direct convolutions, loaded as in :func:`load`."""
     with LOCK:
         return _load_direct(lanes)

@@ -1,4 +1,4 @@
-"""The ways into vectors and out of them, whatever the strides of what lies in memory."""
+"""Moves numbers from memory with any strides to complex vectors, and back."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ __all__ = ["DTYPES", "clear", "clear_part", "move", "moves"]
 
 
 DTYPES = ("fp32", "bf16", "fp16")
-"""Operands' dtypes by number."""
+"""The types of operands; kernels are told the index of one."""
 BACK = len(DTYPES)
+"""The number that is added to the index of a type for a move from vectors to memory."""
 
 
 @functools.cache
 def clear(lanes: int) -> Callable[..., None]:
-    """``(address, count)``: zeros in ``count`` complex vectors."""
+    """Makes ``(address, count)``, which sets ``count`` complex vectors to zero."""
     zero = vectors.zero(lanes)
     size = NUMBER * lanes
 
@@ -32,7 +33,10 @@ def clear(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def clear_part(lanes: int) -> Callable[..., None]:
-    """``(address, count)``: zeros in the real or imaginary parts of ``count`` complex vectors."""
+    """Makes ``(address, count)``, which sets the real or the imaginary parts of ``count`` complex vectors to zero.
+
+    ``address`` is that of the first such part.
+    """
     zero = vectors.zero(lanes)
     vector = 2 * NUMBER * lanes
 
@@ -46,7 +50,7 @@ def clear_part(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def _mover(lanes: int, dtype: str, back: bool) -> Callable[..., None]:
-    """:func:`moves` of one kind."""
+    """Makes the function of :func:`moves` for one type and direction."""
     size = vectors.SIZES[dtype]
     square = (vectors.square_out if back else vectors.square_in)(lanes, dtype)
     whole, element = ((vectors.vector_out if back else vectors.vector_in)(n, dtype) for n in (lanes, 1))
@@ -71,11 +75,12 @@ def _mover(lanes: int, dtype: str, back: bool) -> Callable[..., None]:
 
 
 def moves(lanes: int) -> Callable[..., None]:
-    """``(kind, there, step, channel, valid, count, here, pitch)``: numbers of memory to parts of vectors, or back.
+    """Makes ``(kind, there, step, channel, valid, count, here, pitch)``, which moves numbers to vectors, or back.
 
-    ``kind`` is the number of the dtype in :data:`DTYPES`, on the way back :data:`BACK` more. Numbers lie ``step`` bytes
-    apart, lanes ``channel`` bytes; from ``valid`` on lanes repeat the last, and are not written back. ``here`` is the
-    real or the imaginary part of the first complex vector, and the next are ``pitch`` bytes apart.
+    ``kind`` is the index of the type in :data:`DTYPES`, plus :data:`BACK` for a move from vectors to memory. In memory,
+    at ``there``, each lane has ``count`` numbers ``step`` bytes apart, and lanes are ``channel`` bytes apart. Lanes
+    from ``valid`` on repeat the last valid one, and are not written back. ``here`` is the real or the imaginary part of
+    the first complex vector, and the next ones are ``pitch`` bytes apart.
     """
     in32, in_b16, in16 = (_mover(lanes, dtype, False) for dtype in DTYPES)
     out32, out_b16, out16 = (_mover(lanes, dtype, True) for dtype in DTYPES)
@@ -99,11 +104,11 @@ def moves(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def move(lanes: int, back: bool) -> Callable[..., None]:
-    """``(call, dtype, there, step, channel, valid, count, here, first, every, circle)``: :func:`moves` around a circle.
+    """Makes ``(call, dtype, there, step, channel, valid, count, here, first, every, circle)``: moves around a circle.
 
-    Vectors are ``every`` so many from place ``first`` on of a ``circle = (n, block, apart)`` of n, which lie in blocks
-    of ``block`` that begin ``apart`` complex vectors after each other; ``here`` is that of place 0. ``call`` is the
-    address of :func:`moves`, compiled.
+    The function moves numbers as :func:`moves` does, with each ``every``-th vector of a circle, from vector ``first``
+    on. ``circle`` is ``(n, block, apart)``: ``n`` vectors in blocks of ``block``, which begin ``apart`` complex vectors
+    after each other. ``here`` is the address of vector 0, and ``call`` that of the compiled function of :func:`moves`.
     """
     vector, to, kind = 2 * NUMBER * lanes, vectors.pointer_call(), BACK if back else 0
 

@@ -1,4 +1,4 @@
-"""Rows of numbers to vectors of one number of each channel, and back, whatever their strides and however few."""
+"""Moves rows of numbers with any strides to vectors that have one number of each channel, and back."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tilewise.kernels.cpu.vectors import INT, NUMBER, SIZES, Code, Values, compi
 __all__ = ["BACK", "added", "region_in", "row_awaited", "rows", "zeros"]
 
 BACK = len(DTYPES)
-"""What is added to a dtype's number on the way back."""
+"""The number that is added to the index of a type for a move from vectors to memory."""
 LINE = 64
-"""Bytes that caches take at once, on most processors."""
+"""Bytes of a cache line on most processors."""
 
 
 def _short(code: Code, count: ir.Value) -> ir.Value:
-    """A mask of the first ``count`` lanes, or of all."""
+    """The mask of the first ``count`` lanes, or of all where there are fewer."""
     b, kind = code.builder, ir.VectorType(ir.IntType(32), code.lanes)
-    one = b.insert_element(ir.Constant(kind, ir.Undefined), b.trunc(count, ir.IntType(32)), ir.Constant(INT, 0))
-    whole = b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(kind, [0] * code.lanes))
-    return b.icmp_signed("<", ir.Constant(kind, list(range(code.lanes))), whole)
+    first_lane = b.insert_element(ir.Constant(kind, ir.Undefined), b.trunc(count, ir.IntType(32)), ir.Constant(INT, 0))
+    counts = b.shuffle_vector(first_lane, ir.Constant(kind, ir.Undefined), ir.Constant(kind, [0] * code.lanes))
+    return b.icmp_signed("<", ir.Constant(kind, list(range(code.lanes))), counts)
 
 
 def _memory(code: Code, dtype: str) -> tuple[ir.Type, str]:
-    """Vectors of integers as wide as ``dtype``, and what LLVM calls them."""
+    """The type of vectors of integers as wide as ``dtype``, and its name in LLVM's intrinsics."""
     bits = 8 * SIZES[dtype]
     return ir.VectorType(ir.IntType(bits), code.lanes), f"v{code.lanes}i{bits}"
 
 
 def _read(code: Code, address: ir.Value, dtype: str, mask: ir.Value) -> ir.Value:
-    """Those of the mask as fp32; zeros elsewhere, of which nothing is read."""
+    """Load the lanes of ``mask`` as fp32; the others become zero without being read."""
     kind, name = _memory(code, dtype)
     pointer, size = kind.as_pointer(), SIZES[dtype]
     function = cgutils.get_or_insert_function(
@@ -48,7 +48,7 @@ def _read(code: Code, address: ir.Value, dtype: str, mask: ir.Value) -> ir.Value
 
 
 def _write(code: Code, value: ir.Value, address: ir.Value, dtype: str, mask: ir.Value) -> None:
-    """Those of the mask as ``dtype``; nothing else is written."""
+    """Store the lanes of ``mask`` as ``dtype``."""
     kind, name = _memory(code, dtype)
     pointer, size = kind.as_pointer(), SIZES[dtype]
     function = cgutils.get_or_insert_function(
@@ -60,7 +60,7 @@ def _write(code: Code, value: ir.Value, address: ir.Value, dtype: str, mask: ir.
 
 
 def _masks(code: Code, valid: ir.Value, columns: ir.Value) -> list[ir.Value]:
-    """Of each channel's neighbours: the first ``columns``, of channels from ``valid`` on none."""
+    """The mask of each channel's numbers: the first ``columns``, but none of channels from ``valid`` on."""
     b, mask = code.builder, _short(code, columns)
     none = ir.Constant(mask.type, [0] * code.lanes)
     return [b.select(b.icmp_signed("<", ir.Constant(INT, i), valid), mask, none) for i in range(code.lanes)]
@@ -68,9 +68,9 @@ def _masks(code: Code, valid: ir.Value, columns: ir.Value) -> list[ir.Value]:
 
 @functools.cache
 def _square_in(lanes: int, dtype: str) -> Callable[..., None]:
-    """``(source, channel, valid, columns, target)``: :func:`vectors.square_in` of fewer columns than lanes.
+    """Makes ``(source, channel, valid, columns, target)``, as :func:`vectors.square_in` for fewer columns than lanes.
 
-    All ``lanes`` vectors are written, zero from ``columns`` on and in lanes from ``valid`` on.
+    All ``lanes`` vectors are written: those from ``columns`` on are zero, and so are lanes from ``valid`` on.
     """
 
     def emit(code: Code, arguments: Values) -> None:
@@ -85,7 +85,7 @@ def _square_in(lanes: int, dtype: str) -> Callable[..., None]:
 
 @functools.cache
 def _square_out(lanes: int, dtype: str) -> Callable[..., None]:
-    """``(target, channel, valid, columns, source)``: the way back, of any number of columns up to lanes."""
+    """Makes ``(target, channel, valid, columns, source)``, the inverse, for any number of columns up to lanes."""
 
     def emit(code: Code, arguments: Values) -> None:
         target, channel, valid, columns, source = arguments
@@ -99,7 +99,7 @@ def _square_out(lanes: int, dtype: str) -> Callable[..., None]:
 
 @functools.cache
 def _short_in(lanes: int, dtype: str) -> Callable[..., None]:
-    """``(source, valid, target)``: a vector of neighbouring channels, zero from ``valid`` on."""
+    """Makes ``(source, valid, target)``, which loads a vector of neighbouring channels, zero from ``valid`` on."""
 
     def emit(code: Code, arguments: Values) -> None:
         source, valid, target = arguments
@@ -110,7 +110,7 @@ def _short_in(lanes: int, dtype: str) -> Callable[..., None]:
 
 @functools.cache
 def _short_out(lanes: int, dtype: str) -> Callable[..., None]:
-    """``(target, valid, source)``: the way back."""
+    """Makes ``(target, valid, source)``, the inverse, which stores the first ``valid`` channels."""
 
     def emit(code: Code, arguments: Values) -> None:
         target, valid, source = arguments
@@ -121,6 +121,7 @@ def _short_out(lanes: int, dtype: str) -> Callable[..., None]:
 
 @functools.cache
 def _row_in(lanes: int, dtype: str) -> Callable[..., None]:
+    """Makes the function of :func:`rows` that moves numbers of ``dtype`` to vectors."""
     square, part = vectors.square_in(lanes, dtype), _square_in(lanes, dtype)
     whole, short = vectors.vector_in(lanes, dtype), _short_in(lanes, dtype)
     element, zero = vectors.vector_in(1, dtype), vectors.zero(lanes)
@@ -152,6 +153,7 @@ def _row_in(lanes: int, dtype: str) -> Callable[..., None]:
 
 @functools.cache
 def _row_out(lanes: int, dtype: str) -> Callable[..., None]:
+    """Makes the function of :func:`rows` that moves vectors to numbers of ``dtype``."""
     part, whole, short = _square_out(lanes, dtype), vectors.vector_out(lanes, dtype), _short_out(lanes, dtype)
     element = vectors.vector_out(1, dtype)
     size, vector = SIZES[dtype], NUMBER * lanes
@@ -177,7 +179,7 @@ def _row_out(lanes: int, dtype: str) -> Callable[..., None]:
 
 @functools.cache
 def added(lanes: int) -> Callable[..., None]:
-    """``(target, source)``: one vector added to another."""
+    """Makes ``(target, source)``, which adds the vector at ``source`` to that at ``target``."""
 
     def emit(code: Code, arguments: Values) -> None:
         target, source = arguments
@@ -187,13 +189,14 @@ def added(lanes: int) -> Callable[..., None]:
 
 
 def rows(lanes: int) -> Callable[..., None]:
-    """``(kind, there, step, channel, valid, count, here, line)``: numbers of each channel to vectors, or back.
+    """Makes ``(kind, there, step, channel, valid, count, here, line)``, which moves rows to vectors, or back.
 
-    ``kind`` is the number of the dtype in :data:`~tilewise.kernels.cpu.moves.DTYPES`, on the way back :data:`BACK`
-    more. The ``count`` numbers lie ``step`` bytes apart, channels ``channel`` bytes. On the way in, lanes from
-    ``valid`` on get numbers of another channel or zeros, and up to ``lanes`` vectors are written even where ``count``
-    is less; so many are read on the way back. There, where ``line`` is not 0, what is in memory is added; it is scratch
-    for as many.
+    ``kind`` is the index of the type in :data:`~tilewise.kernels.cpu.moves.DTYPES`, plus :data:`BACK` for a move from
+    vectors to memory. In memory, at ``there``, each channel has ``count`` numbers ``step`` bytes apart, and channels
+    are ``channel`` bytes apart. ``here`` is the address of the vectors. On the way in, lanes from ``valid`` on get
+    numbers of another channel or zeros, and up to ``lanes`` vectors are written even where ``count`` is less. As many
+    are read on the way back. Where ``line`` is not 0, the way back adds to the numbers in memory; ``line`` is then the
+    address of scratch for as many vectors.
     """
     in32, in_b16, in16 = (_row_in(lanes, dtype) for dtype in DTYPES)
     out32, out_b16, out16 = (_row_out(lanes, dtype) for dtype in DTYPES)
@@ -224,7 +227,7 @@ def rows(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def _awaited() -> Callable[..., None]:
-    """``(address)``: has a line of memory fetched to be written, without waiting for it."""
+    """Makes ``(address)``, which prefetches a line of memory to be written."""
 
     def emit(code: Code, arguments: Values) -> None:
         b, kind = code.builder, ir.IntType(32)
@@ -239,9 +242,9 @@ def _awaited() -> Callable[..., None]:
 
 @functools.cache
 def row_awaited(lanes: int) -> Callable[..., None]:
-    """``(size, there, step, channel, valid, count)``: has a row fetched that is to be written soon.
+    """Makes ``(size, there, step, channel, valid, count)``, which prefetches a row that is to be written soon.
 
-    Stores of lines that are in no cache wait for each other. ``size``: bytes of a number.
+    Stores to lines that are in no cache wait for each other. ``size`` is the number of bytes of a number.
     """
     line = _awaited()
 
@@ -260,7 +263,7 @@ def row_awaited(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def zeros(lanes: int) -> Callable[..., None]:
-    """``(address, count)``: zeros in ``count`` vectors."""
+    """Makes ``(address, count)``, which sets ``count`` vectors to zero."""
     zero, vector = vectors.zero(lanes), NUMBER * lanes
 
     @compiled(lanes)
@@ -273,13 +276,14 @@ def zeros(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def region_in(lanes: int) -> Callable[..., None]:
-    """``(call, dtype, there, strides, channel, valid, sizes, starts, extents, shape, target, line)``: a box, its rim.
+    """Makes ``(call, dtype, there, strides, channel, valid, sizes, starts, extents, shape, target, line)``.
 
-    The box of ``extents`` from ``starts`` on goes to ``target``, zero where it leaves the tensor, of whose elements
-    those before ``sizes`` are read; each of the three is by axis, ``strides`` in bytes. ``shape`` is ``(modulus, part,
-    row, plane)``: vectors of columns that are equal by the modulus are neighbours, in parts of ``part`` bytes; rows are
-    ``row`` and planes ``plane`` bytes apart. ``line`` is scratch for one row. Up to ``lanes`` vectors behind the box
-    are written too. ``call`` is the address of :func:`rows`, compiled.
+    It copies a box of a tensor to vectors at ``target``. The box begins at ``starts`` and has the sizes ``extents``;
+    elements outside of the tensor, whose sizes are ``sizes``, become zero. All these have a number for each axis, and
+    ``strides`` are in bytes. ``shape`` is ``(modulus, part, row, plane)`` and says where vectors lie: columns with the
+    same remainder by ``modulus`` are neighbours, those of the next remainder begin ``part`` bytes later, and rows and
+    planes are ``row`` and ``plane`` bytes apart. ``line`` is scratch for one row. Up to ``lanes`` vectors after the box
+    are written too. ``call`` is the address of the compiled function of :func:`rows`.
     """
     to, zero, copied, vector = vectors.pointer_call(), zeros(lanes), vectors.vector_in(lanes, "fp32"), NUMBER * lanes
 

@@ -1,9 +1,10 @@
-"""A compiled worker on several threads: torch's own, or ours.
+"""Runs a compiled worker on several threads: torch's own, or threads of this module.
 
-OpenMP's threads spin for a while after each of torch's operators, so that others beside them wait for a core. The
-worker can be handed to them instead, through the OpenMP library that torch has loaded (``GOMP_parallel``, the entry
-that compilers call); but all of them must come by before that returns, while of ours nobody waits for one that has not
-begun, which is faster where other programs have taken cores. Any number of callers may be at either.
+OpenMP's threads spin for a while after each of torch's operators, so that other threads wait for a core. The worker can
+be given to OpenMP's threads instead, through the library that torch has loaded (``GOMP_parallel``, the function that
+compilers call). That call returns only once all of OpenMP's threads have taken part. Threads of this module need not be
+waited for where they have not begun, which is faster where other programs use the cores. Several callers may use either
+at the same time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def share_out(worker: int, data: int, threads: int, openmp: bool) -> None:
     """Call the compiled function at ``worker`` with the address ``data`` on up to ``threads`` threads, or a few more.
 
-    They share out what there is to do by counting in ``data``, so that however many come all is done. ``openmp`` asks
-    for torch's threads, where there are some.
+    The threads divide the work among them by counters in ``data``, so that all is done however many threads come.
+    ``openmp`` asks for torch's threads, where they can be reached.
     """
     parallel = _parallel() if openmp and threads > 1 else None
     if threads < 2:
@@ -35,7 +36,7 @@ def share_out(worker: int, data: int, threads: int, openmp: bool) -> None:
     elif parallel is None:
         _on_ours(worker, data, threads)
     else:
-        # A team smaller than torch's would end the threads that it leaves out.
+        # A smaller team than torch's would make OpenMP end the threads that are not in it.
         parallel(worker, data, max(threads, torch.get_num_threads()), 0)
 
 
@@ -46,25 +47,26 @@ def has_openmp() -> bool:
 
 @functools.cache
 def _parallel() -> Callable[[int, int, int, int], None] | None:
-    """``GOMP_parallel`` of the library that comes with torch; any other may not be the one that torch uses."""
+    """``GOMP_parallel`` of the library that comes with torch, if any; torch may not use another library."""
     if torch.backends.openmp.is_available() and not _forked:
         for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
             function: Any = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
             if function is not None:
                 function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
                 function.restype = None
-                found: Callable[[int, int, int, int], None] = function
-                return found
+                parallel: Callable[[int, int, int, int], None] = function
+                return parallel
     return None
 
 
 @functools.cache
 def _helpers() -> ThreadPoolExecutor:
+    """The threads of this module."""
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="tilewise")
 
 
 def _on_ours(worker: int, data: int, threads: int) -> None:
-    """Whoever calls works too, and never waits for a helper that has not begun."""
+    """Run the worker on this module's threads and the caller's, without waiting for threads that have not begun."""
     call = WORKER(worker)
     futures = [_helpers().submit(call, data) for _ in range(threads - 1)]
     call(data)
@@ -77,7 +79,7 @@ _forked = False
 
 
 def _after_fork() -> None:
-    """A child has none of its parent's threads, and OpenMP's library cannot make new ones there."""
+    """Forget threads in a forked process: it has none of its parent's, and OpenMP's library cannot start new ones."""
     global _forked
     _forked = True
     _parallel.cache_clear()

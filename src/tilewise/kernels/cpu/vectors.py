@@ -1,8 +1,8 @@
-"""Vector instructions for Numba's kernels: what works on ``lanes`` planes at once, as LLVM's vectors.
+"""Vector instructions for Numba's kernels, which compute ``lanes`` channels at once with LLVM's vectors.
 
-A *complex vector* is ``lanes`` real parts and then ``lanes`` imaginary parts, fp32, in memory. Addresses and distances
-are int64, in bytes. Every function makes an intrinsic: a call of it compiles to straight-line code, with no loop left
-to be found parallel. LLVM splits vectors that are wider than the machine's.
+A *complex vector* in memory is ``lanes`` real parts followed by ``lanes`` imaginary parts, in fp32. Addresses and
+distances are int64, in bytes. Every function makes an intrinsic: a call of it compiles to straight-line vector code, so
+that no compiler must vectorize a loop. LLVM splits vectors that are wider than those of the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 NUMBER = 4
 """Bytes of an fp32 number."""
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of an operand's numbers."""
+"""Bytes of a number of each operand type."""
 FLOAT = ir.FloatType()
 INT = ir.IntType(64)
 Values = Sequence[ir.Value]
@@ -35,10 +35,10 @@ Pair = tuple[ir.Value | None, ir.Value | None]
 
 
 def compiled(*parameters: object) -> Callable[[Any], Any]:
-    """Decorates functions around intrinsics with what their maker was called with. Threads run them side by side.
+    """Decorates a function that kernels call. ``parameters`` are those that its maker was called with.
 
-    Numba names machine code by a function's name and a count that begins anew in each process, so that kernels kept by
-    different ones would be linked with each other's parts if the name did not tell them apart.
+    Numba names machine code by a function's name and a count that begins anew in each process. So names must be unique:
+    else kernels that different processes compiled and kept could be linked with each other's functions.
     """
 
     def decorate(function: Any) -> Any:
@@ -48,7 +48,7 @@ def compiled(*parameters: object) -> Callable[[Any], Any]:
 
 
 def named(function: Any, *parameters: object) -> Any:
-    """The function, called after its module, maker and the maker's parameters."""
+    """``function``, renamed after its module, its maker and the maker's parameters."""
     maker = function.__qualname__.replace(".<locals>", "").removesuffix(".run")
     words = function.__module__.rpartition(".")[2], *maker.split("."), *map(str, parameters)
     function.__name__ = function.__qualname__ = "_".join(word.replace("-", "m") for word in words)
@@ -56,7 +56,7 @@ def named(function: Any, *parameters: object) -> Any:
 
 
 class Code:
-    """Instructions being written down, on ``lanes`` numbers at once. Of values, ``None`` is zero."""
+    """Writes instructions that work on ``lanes`` numbers at once. The value ``None`` stands for zero."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.builder, self.lanes = builder, lanes
@@ -65,6 +65,7 @@ class Code:
         self.fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{lanes}f32")
 
     def splat(self, value: float) -> ir.Value:
+        """A constant vector with ``value`` in all lanes."""
         return ir.Constant(self.vector, [value] * self.lanes)
 
     def at(self, base: ir.Value, offset: int, stride: ir.Value | None = None) -> ir.Value:
@@ -73,7 +74,7 @@ class Code:
         return self.builder.add(base, step) if offset else base
 
     def prefetch(self, address: ir.Value) -> None:
-        """Ask for the line of the cache there, for the second cache; there need be none."""
+        """Prefetch the cache line at ``address`` to the second cache; the address need not be valid."""
         whole = ir.IntType(32)
         place = self.builder.inttoptr(address, ir.IntType(8).as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [place.type, whole, whole, whole])
@@ -81,21 +82,23 @@ class Code:
         self.builder.call(function, [place, *(ir.Constant(whole, i) for i in (0, 2, 1))])
 
     def load(self, address: ir.Value) -> ir.Value:
+        """The vector at ``address``."""
         return self.builder.load(self.builder.inttoptr(address, self.vector.as_pointer()), align=4)
 
     def store(self, value: ir.Value | None, address: ir.Value) -> None:
+        """Store a vector at ``address``."""
         value = self.splat(0.0) if value is None else value
         self.builder.store(value, self.builder.inttoptr(address, self.vector.as_pointer()), align=4)
 
     def widened(self, address: ir.Value, dtype: str) -> ir.Value:
-        """A vector of ``dtype`` as fp32."""
+        """The vector of ``dtype`` at ``address`` as fp32."""
         if dtype == "fp32":
             return self.load(address)
         kind = ir.VectorType(ir.IntType(16), self.lanes)
         return self.wide(self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=2), dtype)
 
     def wide(self, bits: ir.Value, dtype: str) -> ir.Value:
-        """What integers as wide as ``dtype`` stand for, as fp32."""
+        """The fp32 values of numbers of ``dtype``, given as integers of the same width."""
         if dtype == "fp32":
             return self.builder.bitcast(bits, self.vector)
         if dtype == "fp16":
@@ -112,7 +115,7 @@ class Code:
         self.builder.store(bits, self.builder.inttoptr(address, bits.type.as_pointer()), align=2)
 
     def rounded(self, value: ir.Value, dtype: str) -> ir.Value:
-        """The integers that stand for fp32 as ``dtype``, to nearest and ties to even; NaN stays NaN."""
+        """fp32 numbers as ``dtype``, given as integers of the same width: to nearest, ties to even; NaN stays NaN."""
         b, kind = self.builder, ir.VectorType(ir.IntType(16), self.lanes)
         if dtype == "fp16":
             return halves.narrowed(b, value, self.lanes)
@@ -130,23 +133,26 @@ class Code:
         return ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [value] * self.lanes)
 
     def load_pair(self, address: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The real and imaginary parts of the complex vector at ``address``."""
         return self.load(address), self.load(self.at(address, NUMBER * self.lanes))
 
     def store_pair(self, pair: Pair, address: ir.Value) -> None:
+        """Store the real and imaginary parts of a complex vector at ``address``."""
         self.store(pair[0], address)
         self.store(pair[1], self.at(address, NUMBER * self.lanes))
 
     def everywhere(self, scalar: ir.Value) -> ir.Value:
-        """One number in all lanes."""
-        one = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), scalar, ir.Constant(INT, 0))
+        """A vector with the number ``scalar`` in all lanes."""
+        first_lane = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), scalar, ir.Constant(INT, 0))
         zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
-        return self.builder.shuffle_vector(one, ir.Constant(self.vector, ir.Undefined), zeros)
+        return self.builder.shuffle_vector(first_lane, ir.Constant(self.vector, ir.Undefined), zeros)
 
     def broadcast(self, address: ir.Value) -> ir.Value:
-        """The number there in all lanes."""
+        """A vector with the number at ``address`` in all lanes."""
         return self.everywhere(self.builder.load(self.builder.inttoptr(address, FLOAT.as_pointer()), align=4))
 
     def times(self, factor: float, value: ir.Value | None) -> ir.Value | None:
+        """``factor * value``."""
         if value is None or factor == 1.0:
             return value
         return self.builder.fneg(value) if factor == -1.0 else self.builder.fmul(self.splat(factor), value)
@@ -169,15 +175,16 @@ class Code:
         )
 
     def _dot(self, a: ir.Value | None, b: ir.Value, c: ir.Value | None, d: ir.Value, plus: ir.Value | None) -> ir.Value:
-        found = plus
+        """``plus + c * d + a * b``."""
+        total = plus
         for x, y in ((c, d), (a, b)):
             if x is not None:
-                found = self.builder.fmul(x, y) if found is None else self.builder.call(self.fma, [x, y, found])
-        return found
+                total = self.builder.fmul(x, y) if total is None else self.builder.call(self.fma, [x, y, total])
+        return total
 
 
 def intrinsic_of(count: int, lanes: int, emit: Callable[[Code, Values], None]) -> Callable[..., None]:
-    """An intrinsic of ``count`` integers, 1 to 6, without a result."""
+    """An intrinsic that takes ``count`` integers, 1 to 6, and returns nothing; ``emit`` writes its instructions."""
 
     def generate(context, builder, signature, arguments):
         emit(Code(builder, lanes), arguments)
@@ -203,13 +210,13 @@ def intrinsic_of(count: int, lanes: int, emit: Callable[[Code, Values], None]) -
     def six(typingctx, a, b, c, d, e, f):
         return signature, generate
 
-    made: Any = {1: one, 2: two, 3: three, 4: four, 5: five, 6: six}[count]
-    return intrinsic(made)
+    typed: Any = {1: one, 2: two, 3: three, 4: four, 5: five, 6: six}[count]
+    return intrinsic(typed)
 
 
 @functools.cache
 def next_number() -> Callable[..., int]:
-    """``(numbers, index)``: an int64 of those at a pointer, which is counted up for all threads at once."""
+    """Makes ``(numbers, index)``, which returns an int64 at a pointer and adds 1 to it, atomically for all threads."""
 
     def generate(context, builder, signature, arguments):
         place = builder.gep(arguments[0], [arguments[1]])
@@ -224,7 +231,7 @@ def next_number() -> Callable[..., int]:
 
 @functools.cache
 def number_at() -> Callable[..., int]:
-    """``(address, index)``: the int64 there."""
+    """Makes ``(address, index)``, which returns the int64 number ``index`` at ``address``."""
 
     def generate(context, builder, signature, arguments):
         place = builder.inttoptr(arguments[0], INT.as_pointer())
@@ -239,9 +246,9 @@ def number_at() -> Callable[..., int]:
 
 @functools.cache
 def pointer_call() -> Callable[..., None]:
-    """``(address, ...)``: calls the compiled function there with the integers that follow.
+    """Makes ``(address, ...)``, which calls the compiled function at ``address`` with the integers that follow.
 
-    What is called so is compiled once, however many functions call it.
+    A function that is called so is compiled once, however many functions call it.
     """
 
     def made(typingctx, *arguments):
@@ -261,7 +268,7 @@ def pointer_call() -> Callable[..., None]:
 
 @functools.cache
 def separate(lanes: int) -> Callable[..., None]:
-    """``(f, g, a, b)``: from frequencies k and -k of ``a + ib``, twice frequency k of a and of b."""
+    """Makes ``(f, g, a, b)``: from frequencies k and -k of ``a + ib``, it computes twice frequency k of a and of b."""
 
     def emit(code: Code, arguments: Values) -> None:
         f, g, a, b = arguments
@@ -274,7 +281,7 @@ def separate(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def join(lanes: int) -> Callable[..., None]:
-    """``(f, g, a, b)``: frequencies k and -k of ``a + ib`` from frequency k of a and of b."""
+    """Makes ``(f, g, a, b)``: it computes frequencies k and -k of ``a + ib`` from frequency k of a and of b."""
 
     def emit(code: Code, arguments: Values) -> None:
         f, g, a, b = arguments
@@ -287,7 +294,7 @@ def join(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def multiply(lanes: int, conjugate: bool) -> Callable[..., None]:
-    """``(a, b)``: ``a *= b``, or ``a *= conj(b)``."""
+    """Makes ``(a, b)``, which computes ``a *= b``, or with ``conjugate`` ``a *= conj(b)``, for complex vectors."""
 
     def emit(code: Code, arguments: Values) -> None:
         a, b = arguments
@@ -298,7 +305,7 @@ def multiply(lanes: int, conjugate: bool) -> Callable[..., None]:
 
 @functools.cache
 def accumulate(lanes: int) -> Callable[..., None]:
-    """``(sum, a, b)``: ``sum += a * conj(b)``."""
+    """Makes ``(sum, a, b)``, which computes ``sum += a * conj(b)`` for complex vectors."""
 
     def emit(code: Code, arguments: Values) -> None:
         total, a, b = arguments
@@ -309,7 +316,7 @@ def accumulate(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def scale(lanes: int) -> Callable[..., None]:
-    """``(address, factor)``: a complex vector times the fp32 number at the address ``factor``."""
+    """Makes ``(address, factor)``, which multiplies a complex vector by the fp32 number at the address ``factor``."""
 
     def emit(code: Code, arguments: Values) -> None:
         address, factor = arguments
@@ -322,7 +329,7 @@ def scale(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def zero(lanes: int) -> Callable[..., None]:
-    """``(address)``: zeros in one vector, not a complex one."""
+    """Makes ``(address)``, which sets one real vector to zero."""
 
     def emit(code: Code, arguments: Values) -> None:
         code.store(None, arguments[0])
@@ -332,7 +339,7 @@ def zero(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def vector_in(lanes: int, dtype: str) -> Callable[..., None]:
-    """``(source, target)``: one vector, not a complex one, from neighbouring numbers of ``dtype``."""
+    """Makes ``(source, target)``, which loads one real vector from neighbouring numbers of ``dtype``."""
 
     def emit(code: Code, arguments: Values) -> None:
         source, target = arguments
@@ -343,7 +350,7 @@ def vector_in(lanes: int, dtype: str) -> Callable[..., None]:
 
 @functools.cache
 def vector_out(lanes: int, dtype: str) -> Callable[..., None]:
-    """``(target, source)``: the way back."""
+    """Makes ``(target, source)``, the inverse, which stores one real vector as numbers of ``dtype``."""
 
     def emit(code: Code, arguments: Values) -> None:
         target, source = arguments
@@ -354,9 +361,10 @@ def vector_out(lanes: int, dtype: str) -> Callable[..., None]:
 
 @functools.cache
 def square_in(lanes: int, dtype: str) -> Callable[..., None]:
-    """``(source, channel, valid, target, stride)``: ``lanes`` neighbours of each lane, lanes ``channel`` apart.
+    """Makes ``(source, channel, valid, target, stride)``, which transposes ``lanes`` numbers of each lane to vectors.
 
-    They become vectors ``stride`` apart. Lanes from ``valid`` on repeat the last valid one.
+    The numbers of a lane are neighbours in memory, lanes are ``channel`` bytes apart, and the vectors are ``stride``
+    bytes apart. Lanes from ``valid`` on repeat the last valid one.
     """
 
     def emit(code: Code, arguments: Values) -> None:
@@ -370,9 +378,9 @@ def square_in(lanes: int, dtype: str) -> Callable[..., None]:
 
 @functools.cache
 def square_out(lanes: int, dtype: str) -> Callable[..., None]:
-    """``(target, channel, valid, source, stride)``: the way back; lanes from ``valid`` on write what the last one does.
+    """Makes ``(target, channel, valid, source, stride)``, the inverse.
 
-    So they must hold the same.
+    Lanes from ``valid`` on are written to the last valid one, so they must have the same numbers.
     """
 
     def emit(code: Code, arguments: Values) -> None:
@@ -385,18 +393,21 @@ def square_out(lanes: int, dtype: str) -> Callable[..., None]:
 
 
 def _lanes(code: Code, base: ir.Value, channel: ir.Value, valid: ir.Value) -> list[ir.Value]:
-    """Every lane's address."""
+    """The address of every lane; lanes from ``valid`` on have that of the last valid one."""
     last = code.builder.sub(valid, ir.Constant(INT, 1))
-    found = []
+    addresses = []
     for i in range(code.lanes):
-        own = ir.Constant(INT, i)
-        lane = code.builder.select(code.builder.icmp_signed("<", own, last), own, last)
-        found.append(code.builder.add(base, code.builder.mul(lane, channel)))
-    return found
+        index = ir.Constant(INT, i)
+        lane = code.builder.select(code.builder.icmp_signed("<", index, last), index, last)
+        addresses.append(code.builder.add(base, code.builder.mul(lane, channel)))
+    return addresses
 
 
 def transposed(code: Code, rows: list[ir.Value]) -> list[ir.Value]:
-    """A square of vectors: each stage turns the digits of row and column by one, log2(lanes) of them swap both."""
+    """The transpose of a square of vectors.
+
+    Each of log2(lanes) stages rotates the digits of row and column by one, so that in the end both are swapped.
+    """
     n = code.lanes
     kind = ir.VectorType(ir.IntType(32), n)
     low, high = (

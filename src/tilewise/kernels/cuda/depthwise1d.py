@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.kernels.cuda.codelets import fft, literal, root
+from tilewise.kernels.codelets import fft, literal, root
 from tilewise.kernels.cuda.launch import block_limits, read_source
 from tilewise.kernels.cuda.operands import REALS, constants
 
@@ -23,13 +23,13 @@ FACTORS = {
     6144: (16, 16, 12), 8192: (16, 16, 16), 9216: (32, 12, 12), 12288: (32, 16, 12), 16384: (32, 16, 16),
     24576: (32, 24, 16), 32768: (32, 32, 16),
 }  # fmt: skip
-"""Of the complex points, half as many as there are real ones, that signals of so many elements make."""
+"""Factors of the complex points (half as many as real ones) of a signal, by its number of elements."""
 FACTORS_OF_TWO = {
     512: (8, 8, 4), 1024: (16, 8, 4), 1536: (16, 12, 4), 2048: (16, 16, 4), 3072: (16, 24, 4), 4096: (16, 16, 8),
     6144: (16, 24, 8), 8192: (32, 16, 8), 9216: (32, 24, 6), 12288: (32, 32, 6), 16384: (32, 32, 8),
     24576: (32, 24, 16), 32768: (32, 32, 16),
 }  # fmt: skip
-"""Those of filter gradients, where two signals share the threads of a block: more threads, with shorter rows."""
+"""The factors for weight gradients, where two signals share a block's threads: more threads, with shorter rows."""
 SIZES = tuple(FACTORS)
 BANKS = 16
 """Banks of shared memory, counted in complex numbers."""
@@ -58,7 +58,7 @@ class Program:
 
     @property
     def factors(self) -> tuple[int, int, int]:
-        """A, B and C of the C++."""
+        """A, B and C of the C++ source."""
         return FACTORS_OF_TWO[self.n] if self.name == "depthwise1d_gradient" else FACTORS[self.n]
 
     @property
@@ -76,7 +76,7 @@ class Program:
         return 8 * self.signals * copies * a * (rows + (c - rows) % BANKS)
 
     def problems(self) -> list[str]:
-        """Why it cannot run; empty when it can."""
+        """Reasons why it cannot run; empty where it can."""
         return block_limits(f"signals={self.signals}", self.threads, self.shared)
 
     def source(self) -> str:
@@ -92,6 +92,7 @@ def spectrum_length(n: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _source(p: Program) -> str:
+    """The CUDA C++ of a program."""
     a, b, c = p.factors
     m = a * b * c
     codelets, macros = {}, []
@@ -120,7 +121,7 @@ def _source(p: Program) -> str:
 
 
 def _frequency(t: int, a: int, b: int) -> int:
-    """Lowest frequency of a thread's first row; ``Rows`` in the C++ says which that is."""
+    """The lowest frequency of a thread's first row (see ``Rows`` in the C++ source)."""
     k1, k2 = divmod(t, b)
     if k1 == 0 and k2 >= b // 2:
         k1, k2 = a // 2, k2 - b // 2
@@ -128,10 +129,11 @@ def _frequency(t: int, a: int, b: int) -> int:
 
 
 def _powers(count: int) -> tuple[int, ...]:
-    """Those of which ``turn`` makes all below ``count``."""
+    """The powers from which ``turn`` makes all powers below ``count``."""
     return (1, 2, 3, *range(4, count, 4))
 
 
 def _table(space: str, name: str, values: Sequence[tuple[float, float]]) -> str:
+    """A C++ table of complex numbers."""
     numbers = ", ".join(f"{{{literal(c)}, {literal(s)}}}" for c, s in values)
     return f"{space} const float2 {name}[{len(values)}] = {{{numbers}}};"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.kernels.cuda.codelets import fft, rotation
+from tilewise.kernels.codelets import fft, rotation
 from tilewise.kernels.cuda.launch import block_limits, read_source
 from tilewise.kernels.cuda.operands import REALS, constants
 
@@ -20,15 +20,18 @@ SIZES = (8, 12, 16, 24, 32, 36, 48, 64, 72, 96, 108, 128)
 """Rows or columns of a transform."""
 WARP = 32
 FEW_ENOUGH = 48
-"""Points of a row whose sum of products a thread keeps in registers while it transforms as many."""
+"""Most points of a row whose sums a thread keeps in registers while it transforms as many."""
 WHOLE_ROW = 96
-"""Points of a transform that fit 255 registers with nothing beside them."""
+"""Most points of a transform that fit into 255 registers alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """``height`` x ``width`` elements of a plane, the first at (``top``, ``left``), ``down`` rows and ``along`` columns
-    apart; ``vector``: accessed in pairs."""
+    """Where a plane's elements lie in the basis.
+
+    ``height`` x ``width`` of them, the first at (``top``, ``left``), ``down`` rows and ``along`` columns apart.
+    ``vector`` says that they are accessed in pairs.
+    """
 
     height: int
     width: int
@@ -40,11 +43,11 @@ class Window:
 
     @property
     def pairs(self) -> int:
-        """Pairs of columns."""
+        """The number of pairs of columns, of which the last may have one column."""
         return -(-self.width // 2)
 
     def cpp(self) -> str:
-        """The C++ type."""
+        """The C++ type of the window."""
         apart = f", {self.down}, {self.along}" if (self.down, self.along) != (1, 1) else ""
         return f"Window<{self.height}, {self.width}, {self.top}, {self.left}, {str(self.vector).lower()}{apart}>"
 
@@ -74,7 +77,7 @@ class Program:
 
     @property
     def row_threads(self) -> int:
-        """Threads of a plane's rows."""
+        """Threads for the rows of one plane."""
         return self.n1 // 2 * self.split2
 
     @property
@@ -104,12 +107,12 @@ class Program:
         return -(-8 * self.planes * plane // 16) * 16
 
     def problems(self) -> list[str]:
-        """Why it cannot run; empty when it can."""
-        found = block_limits(f"planes={self.planes}", self.threads, self.shared)
+        """Reasons why it cannot run; empty where it can."""
+        reasons = block_limits(f"planes={self.planes}", self.threads, self.shared)
         for n, split in ((self.n1, self.split1), (self.n2, self.split2)):
             if split not in (1, 2) or n // split > WHOLE_ROW:
-                found.append(f"{split} threads do not share a transform of {n} points: at most {WHOLE_ROW} a thread")
-        return found
+                reasons.append(f"{split} threads do not share a transform of {n} points: at most {WHOLE_ROW} a thread")
+        return reasons
 
     def source(self) -> str:
         """The CUDA C++; :func:`~tilewise.kernels.cuda.launch.compile_cubin` puts ``ptx.cu`` before it."""
@@ -118,7 +121,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Adder:
-    """The kernel ``depthwise_sum``, which sums planes over shares."""
+    """The kernel ``depthwise_sum``, which adds planes over shares."""
 
     dtype: torch.dtype
     wide: bool
@@ -127,7 +130,7 @@ class Adder:
     shared: int = 0
 
     def source(self) -> str:
-        """The CUDA C++."""
+        """The kernel as CUDA C++."""
         values = {"REAL": REALS[self.dtype], "STREAM_STORES": 1, "WIDE": self.wide, "THREADS": self.threads}
         head = [constants(values), f"#define BOUNDS __launch_bounds__({self.threads})", read_source("memory.cu")]
         return "\n".join((*head, read_source("depthwise_result.cu"), read_source("depthwise_sum.cu")))
@@ -140,6 +143,7 @@ def spectrum_length(n1: int, n2: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _source(p: Program) -> str:
+    """The CUDA C++ of a program."""
     codelets, macros = {}, []
     for axis, n, split in ((1, p.n1, p.split1), (2, p.n2, p.split2)):
         for sign, prefix, turn in ((-1, "forward", "rotate"), (1, "inverse", "unrotate")):
@@ -163,6 +167,7 @@ def _source(p: Program) -> str:
 
 
 def _window_names(p: Program) -> str:
+    """Names of the windows in the C++ source."""
     return {
         "depthwise2d_filter": "A",
         "depthwise2d_image": "AC",

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tilewise.kernels.cuda.codelets import fft, literal, root
+from tilewise.kernels.codelets import fft, literal, root
 from tilewise.kernels.cuda.launch import Bound, Launch, block_limits, read_source
 from tilewise.kernels.cuda.operands import (
     LAYOUTS,
@@ -40,6 +40,7 @@ WARP = 32
 BANKS = 16
 """Banks of shared memory, counted in complex numbers."""
 LARGEST_IN_REGISTERS = 64
+"""Most points of a transform that one thread holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +62,16 @@ class Config:
 
 
 THREADS = {8: 2, 16: 2, 24: 4, 32: 4}
-"""That share a signal; from 48 elements on 8."""
+"""Threads that share a signal, by its length; 8 from 48 elements on."""
 FEW_THREADS = {8: 1, 16: 1, 24: 1, 32: 4, 192: 16, 256: 16}
-"""The same forward where there are few: what takes time is one signal's way from memory to memory, not their number."""
+"""The same for few signals forward, where the latency of a single signal matters and not their number."""
 FEW = 2048
+"""Most signals that are few."""
 MULTIPROCESSORS = 132
 
 
 def default_config(n: int, count: int = 2**31, inverse: bool = False) -> Config:
-    """What is used for ``count`` signals of n elements where no config is given."""
+    """The config for ``count`` signals of ``n`` elements where none is given."""
     few = count <= FEW and not inverse
     threads = (FEW_THREADS if few else THREADS).get(n, 8)
     if not inverse and not few and (n == 48 or (n == 64 and count <= 2**18)):
@@ -85,7 +87,7 @@ def default_config(n: int, count: int = 2**31, inverse: bool = False) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All that a kernel is compiled for."""
+    """Everything that a kernel is compiled for."""
 
     n: int
     inverse: bool
@@ -106,7 +108,7 @@ class Program:
 
     @property
     def pitch(self) -> int:
-        """Complex numbers from one signal to the next in shared memory; see ``fft1d.cu``."""
+        """Complex numbers from one signal to the next in shared memory (see ``fft1d.cu``)."""
         t, m = self.config.threads, self.n // 2
         least = max(t * (m // t | 1), m + 1)
         return least + (t - least) % BANKS
@@ -118,19 +120,19 @@ class Program:
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
+        """The name of the kernel's function in CUDA C++."""
         return "irfft" if self.inverse else "rfft"
 
     def problems(self) -> list[str]:
         """Why the config cannot run; empty when it can."""
-        t, signals, found = self.config.threads, self.config.signals, []
+        t, signals, reasons = self.config.threads, self.config.signals, []
         if t not in (1, 2, 4, 8, 16) or (self.n // 2) % t or self.n // 2 // t < 2:
             return [f"{self.config}: threads={t} do not share {self.n // 2} points"]
         if self.n // 2 // t > LARGEST_IN_REGISTERS:
-            found.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
+            reasons.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
         if signals < 1 or signals % (WARP // t):
-            found.append(f"{self.config}: signals={signals} are no multiple of {WARP // t}")
-        return found + block_limits(str(self.config), self.threads, self.shared)
+            reasons.append(f"{self.config}: signals={signals} are no multiple of {WARP // t}")
+        return reasons + block_limits(str(self.config), self.threads, self.shared)
 
     def source(self) -> str:
         """The CUDA C++; :func:`compile_cubin` puts ``ptx.cu`` before it."""
@@ -139,6 +141,7 @@ class Program:
 
 @functools.lru_cache(maxsize=256)
 def _source(p: Program) -> str:
+    """The CUDA C++ of a program."""
     sign, m, t = 1 if p.inverse else -1, p.n // 2, p.config.threads
     r = m // t
     codelets = {size: fft(size, sign) for size in (r, t) if size > 1}
@@ -166,6 +169,7 @@ def _source(p: Program) -> str:
 
 
 def _table(name: str, values: Sequence[tuple[float, float]], kind: str = "const") -> str:
+    """A C++ table of complex numbers."""
     numbers = ", ".join(f"{{{literal(c)}, {literal(s)}}}" for c, s in values)
     return f"__device__ {kind} float2 {name}[{len(values)}] = {{{numbers}}};"
 
@@ -182,13 +186,12 @@ def bind(
     scale: float = 1.0,
     peaks: bool = False,
 ) -> Bound:
-    """A transform between signals ``(..., length)``, which lie at ``offset`` inside n elements, and their spectra.
+    """A transform between signals ``(..., length)``, placed at ``offset`` among n elements, and their spectra.
 
-    With ``peaks`` a forward one takes a third address, of an int32 for each block: there it writes the bits of the
-    largest finite magnitude of a real or imaginary part of the block's spectra.
+    With ``peaks`` a forward transform takes a third address, of an int32 for each block. There each block writes the
+    bits of the largest finite magnitude of a real or imaginary part of its spectra.
 
-    ``ValueError`` naming the values where shapes do not fit each other, n has no kernel or the offset runs out of the
-    basis.
+    Raises ``ValueError`` naming the values where shapes do not fit, n has no kernel or the signals leave the basis.
     """
     n = _checked_size(s[0])
     check(signal, spectrum, s, offset, layout)
@@ -216,6 +219,7 @@ def bind(
 
 
 def _checked_size(n: int) -> int:
+    """``n``, if there is a kernel for it. Raises ``ValueError``."""
     if n not in SIZES:
         raise ValueError(f"n={n}: sizes are {', '.join(map(str, SIZES))}")
     return n
@@ -276,4 +280,5 @@ def irfft(
 
 @functools.lru_cache(maxsize=1024)
 def _launch(device: int, *arguments: Any) -> Launch:
+    """The compiled launch, kept for further calls."""
     return bind(*arguments).launch(device)

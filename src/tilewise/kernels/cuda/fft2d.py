@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tilewise.kernels.cuda.codelets import fft, rotation
+from tilewise.kernels.codelets import fft, rotation
 from tilewise.kernels.cuda.launch import Bound, Launch, block_limits, has_clusters, read_source
 from tilewise.kernels.cuda.operands import (
     LAYOUTS,
@@ -55,9 +55,9 @@ __all__ = [
 
 SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
 MOST_CLUSTER = 8
-"""Blocks of a cluster that every device with clusters takes."""
+"""Most blocks of a cluster that every device with clusters takes."""
 LARGEST_IN_PARTS = 64
-"""Of larger planes a cluster holds so few that fp16 parts of spectra fill no 32-byte sector."""
+"""Largest sizes in fp16 parts: of larger planes a cluster holds so few that parts fill no 32-byte sector."""
 LARGEST_IN_REGISTERS = 64
 """Points of a transform that one thread holds: 128 registers, of 255."""
 
@@ -94,9 +94,9 @@ PLAIN_INVERSE = {
     8: Config(32), 16: Config(16), 24: Config(8), 32: Config(8), 48: Config(4), 64: Config(4), 96: Config(1),
     128: Config(1, resident=3),
 }  # fmt: skip
-"""At 128 points three blocks fit shared memory, and registers if a few numbers are spilled."""
+"""At 128 points three blocks fit into shared memory, and into registers if a few numbers are spilled."""
 CLIPPED = PLAIN_INVERSE | {128: Config(1)}
-"""Of plain spectra into a part of each plane, where spilling costs more than a third block brings."""
+"""From plain spectra to a part of each plane, where spilling costs more than a third block gains."""
 PLAIN_FORWARD = PLAIN_INVERSE | {24: Config(8, resident=9), 48: Config(4, 2, resident=4)}
 LEAST_PLANES = 4
 IN_PARTS = {
@@ -108,16 +108,16 @@ IN_PARTS = {
 """Into fp16 parts: pieces have 2 bytes times ``planes``. They fill sectors, but lines have to wait for other blocks."""
 LEAST_IN_PARTS = 8
 BLOCKS = 264
-"""Fewer leave multiprocessors without work."""
+"""Fewer blocks leave multiprocessors without work."""
 
 
 def default_config(
     s: Sequence[int], layout: str = "plain", inverse: bool = False, count: int = 2**31, clusters: bool = True,
     spectra: str = "interleaved", padded: bool = False,
 ) -> Config:  # fmt: skip
-    """What is used for ``count`` planes where no config is given.
+    """The config for ``count`` planes where none is given.
 
-    ``clusters``: whether the device has them; ``padded``: whether planes are smaller than the transform.
+    ``clusters`` says whether the device has them, ``padded`` whether planes are smaller than the transform.
     """
     n = max(s)
     if layout == "plain":
@@ -125,18 +125,18 @@ def default_config(
     table, least = (INVERSE if inverse else FORWARD), LEAST_PLANES
     if PARTS[spectra] > 1:
         table, least = IN_PARTS, LEAST_IN_PARTS
-    found = table[n]
-    if found.cluster > 1 and not clusters:
+    chosen = table[n]
+    if chosen.cluster > 1 and not clusters:
         return Config(2)
-    planes = found.planes
+    planes = chosen.planes
     while planes > least and count < planes * BLOCKS:
         planes //= 2
-    return found if planes == found.planes else replace(found, planes=planes, resident=0)
+    return chosen if planes == chosen.planes else replace(chosen, planes=planes, resident=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All that a kernel is compiled for."""
+    """Everything that a kernel is compiled for."""
 
     n1: int
     n2: int
@@ -152,12 +152,12 @@ class Program:
     dense: bool = False
     parts: int = 1
     summed: int = 0
-    """Products that each number of an inverse transform's spectrum is the sum of; 0: it lies in memory."""
+    """Products that are summed for each number of an inverse transform's spectrum; 0 where it lies in memory."""
     conjugated: bool = False
     wide: tuple[bool, bool] = (False, False)
-    """Whether the numbers that are multiplied are read two at a time, of either factor."""
+    """For either factor, whether its numbers are read two at a time."""
     together: bool = False
-    """Whether the second factor's numbers lie next to each other."""
+    """Whether the second factor's numbers are neighbours in memory."""
 
     def split(self, n: int) -> int:
         """Threads that share a transform of n points."""
@@ -178,13 +178,13 @@ class Program:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Rows and columns, both in pairs, of each plane that a block keeps in shared memory."""
+        """Pairs of rows and pairs of columns of each plane that a block keeps in shared memory."""
         rows, columns = self.n1 // 2, self.n2 // 2
         return (rows, columns // self.config.cluster) if self.inverse else (rows // self.config.cluster, columns)
 
     @property
     def plane_pad(self) -> int:
-        """Extra 16 bytes between planes in shared memory, so that neighbouring planes do not meet in one bank."""
+        """Extra 16-byte units between planes in shared memory, so that neighbouring planes use different banks."""
         if not (self.spectrum_planes_first or self.image_planes_first):
             return 0
         wanted = {1: 0, 2: 4, 4: 2}.get(self.config.planes, 1)
@@ -195,7 +195,7 @@ class Program:
     def flat(self) -> bool:
         """Whether spectra are stored as one piece by all threads of a block, or of each warp.
 
-        Whole warps for each plane store pieces as long by themselves, with fewer registers.
+        Where each plane has whole warps, these store pieces as long by themselves, with fewer registers.
         """
         whole = self.threads // self.config.planes % 32 == 0
         return self.dense and self.aligned and not self.plane_pad and self.threads % 32 == 0 and not whole
@@ -208,20 +208,20 @@ class Program:
 
     def problems(self) -> list[str]:
         """Why the config cannot run; empty when it can."""
-        found = block_limits(str(self.config), self.threads, self.shared)
+        reasons = block_limits(str(self.config), self.threads, self.shared)
         if any(n // self.split(n) > LARGEST_IN_REGISTERS for n in (self.n1, self.n2)):
-            found.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
+            reasons.append(f"{self.config}: more than {LARGEST_IN_REGISTERS} points do not fit a thread's registers")
         if self.config.cluster > 1 and not self.spectrum_planes_first:
-            found.append(f"{self.config}: clusters take frequency_major and packed spectra, not {self.layout}")
+            reasons.append(f"{self.config}: clusters take frequency_major and packed spectra, not {self.layout}")
         if not 1 <= self.config.cluster <= MOST_CLUSTER:
-            found.append(f"{self.config}: a cluster has 1 to {MOST_CLUSTER} blocks, not {self.config.cluster}")
+            reasons.append(f"{self.config}: a cluster has 1 to {MOST_CLUSTER} blocks, not {self.config.cluster}")
         elif self.n1 // 2 % self.config.cluster or self.n2 // 2 % self.config.cluster:
-            found.append(f"{self.config}: {self.config.cluster} blocks do not share {self.n1} x {self.n2} evenly")
-        return found
+            reasons.append(f"{self.config}: {self.config.cluster} blocks do not share {self.n1} x {self.n2} evenly")
+        return reasons
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
+        """The name of the kernel's function in CUDA C++."""
         return "irfft2" if self.inverse else "rfft2"
 
     def source(self) -> str:
@@ -231,6 +231,7 @@ class Program:
 
 @functools.lru_cache(maxsize=256)
 def _source(p: Program) -> str:
+    """The CUDA C++ of a program."""
     sign = 1 if p.inverse else -1
     split1, split2 = p.split(p.n1), p.split(p.n2)
     codelets, macros = {}, []
@@ -275,17 +276,16 @@ def bind(
     spectra: str = "interleaved",
     spread: int = 0,
 ) -> Bound:
-    """A transform between planes ``(..., h, w)``, which lie at ``offset`` inside n1 x n2, and their spectra.
+    """A transform between planes ``(..., h, w)``, placed at ``offset`` inside n1 x n2, and their spectra.
 
-    With ``peaks`` a forward one takes a third address, of an int32 for each block: there it writes the bits of a finite
-    fp32 number that no finite part of the block's spectra exceeds in magnitude.
+    With ``peaks`` a forward transform takes a third address, of an int32 for each block. There each block writes the
+    bits of a finite fp32 number that no finite part of its spectra exceeds in magnitude.
 
-    ``spectra`` that are not interleaved are in fp16 parts (see ``PARTS``) and only written. They take as the third
+    ``spectra`` other than interleaved are in fp16 parts (see ``PARTS``) and can only be written. They take as the third
     address that of the bits of the largest finite magnitude of all real data; planes have at most 2^``spread`` numbers.
-    From both follows the power of two by which they are multiplied; ``split_gemm.py`` says what is lost.
+    Both give the power of two by which they are multiplied; ``split_gemm.py`` says what is lost.
 
-    ``ValueError`` naming the values where shapes do not fit each other, sizes have no kernel or offsets run out of the
-    basis.
+    Raises ``ValueError`` naming the values where shapes do not fit, sizes have no kernel or planes leave the basis.
     """
     checked_size(s)
     check(image, spectrum, s, offset, layout, spectra)
@@ -326,7 +326,7 @@ def program_of(
     peaks: bool,
     spectra: str,
 ) -> Program:
-    """What a transform as in :func:`bind` is compiled for, of ``planes`` whose strides are (image's, spectrum's)."""
+    """The program of a transform as in :func:`bind`; strides in ``planes`` are (image's, spectrum's)."""
     n1, n2 = s
     h, w = image.shape[-2:]
     padded = (h, w) != (n1, n2)
@@ -335,16 +335,16 @@ def program_of(
     even = [planes.outer[0], planes.inner[0], image.strides[-2] if h > 1 else 0, w, offset[1]]
     vector = column == 1 and not any(n % 2 for n in even) and image.alignment % (2 * image.dtype.itemsize) == 0
     aligned = spectrum.alignment % 16 == 0 and planes.outer[1] % 2 == 0 and planes.inner[1] % 2 == 0
-    one = planes.count == planes.inner_count
+    contiguous = planes.count == planes.inner_count
     return Program(
         n1, n2, inverse, layout, image.dtype, config, padded, vector and config.vector,
         aligned and layout == "plain", w > 1 and 0 < planes.inner[0] < abs(column), peaks,
-        dense=one and planes.inner[1] == n1 * (n2 // 2 + 1), parts=PARTS[spectra],
+        dense=contiguous and planes.inner[1] == n1 * (n2 // 2 + 1), parts=PARTS[spectra],
     )  # fmt: skip
 
 
 def checked_size(s: Sequence[int]) -> tuple[int, int]:
-    """``s`` if planes of that size can be transformed, else ``ValueError``."""
+    """``s``, if planes of that size can be transformed. Raises ``ValueError``."""
     n1, n2 = s
     if n1 not in SIZES or n2 not in SIZES:
         raise ValueError(f"s={tuple(s)}: sizes are {', '.join(map(str, SIZES))}")
@@ -411,4 +411,5 @@ def irfft2(
 
 @functools.lru_cache(maxsize=1024)
 def _launch(device: int, *arguments: Any) -> Launch:
+    """The compiled launch, kept for further calls."""
     return bind(*arguments).launch(device)

@@ -22,10 +22,10 @@ from tilewise.kernels.cuda.operands import MOST_PLANES, MOST_STRIDE, Leading, Me
 __all__ = ["CLUSTERED", "LARGE", "MOST_SUMMED", "bind"]
 
 MOST_SUMMED = 8
-"""Products of a sum: a thread reads twice as many numbers for each of its own."""
+"""Most products of a sum: a thread reads two numbers per product for each of its own."""
 LARGE = 128
 CLUSTERED = Config(8, resident=3, cluster=8)
-"""Of transforms of that many points: planes share what they read, and three blocks hide what they wait for."""
+"""The config for transforms of :data:`LARGE` points: planes share what they read, and three blocks hide latency."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -50,26 +50,8 @@ def bind(
     checked_size(s)
     n, channels = image.shape[:2]
     check(image, _virtual(image, s), s, offset, "frequency_major")
-    groups, columns, summed = second.shape[1:]
-    frequencies = s[0] * (s[1] // 2 + 1)
-    for name, factor, shape in (
-        ("first", first, (frequencies, n, groups, summed)),
-        ("second", second, (frequencies, groups, columns, summed)),
-    ):
-        if factor.shape != shape:
-            raise ValueError(f"the {name} factor has shape {factor.shape}: must be {shape}")
-        if factor.dtype != torch.complex64:
-            raise TypeError(f"the {name} factor is {factor.dtype}: must be complex64")
-        if abs(factor.strides[0]) > MOST_STRIDE:
-            raise ValueError(f"a stride of {factor.strides[0]} elements between frequencies is over {MOST_STRIDE}")
-    if groups * columns != channels:
-        raise ValueError(f"{groups} groups of {columns} columns are not the {channels} planes of an image")
-    if not 1 <= summed <= MOST_SUMMED:
-        raise ValueError(f"sums of {summed} products: 1 to {MOST_SUMMED} would do")
-    if summed > 1 and first.strides[-1] != 1:
-        raise ValueError(f"the first factor's last stride is {first.strides[-1]}: must be 1")
-    if n * channels > MOST_PLANES:
-        raise ValueError(f"{n * channels} planes: at most {MOST_PLANES}")
+    columns, summed = second.shape[2:]
+    _check_factors(first, second, n, channels, s)
     outer, inner = (step if size > 1 else 0 for size, step in zip((n, channels), image.strides, strict=False))
     planes = Leading(n * channels, channels, (outer, 0), (inner, 0))
     if config is None and max(s) == LARGE and all(size % (2 * CLUSTERED.cluster) == 0 for size in s):
@@ -93,13 +75,37 @@ def bind(
     return Bound(program, grid, scalars, 3, program.config.cluster)
 
 
+def _check_factors(first: Memory, second: Memory, n: int, channels: int, s: tuple[int, int]) -> None:
+    """Raise ``ValueError`` or ``TypeError`` for factors that do not give ``n`` times ``channels`` planes."""
+    groups, columns, summed = second.shape[1:]
+    frequencies = s[0] * (s[1] // 2 + 1)
+    for name, factor, shape in (
+        ("first", first, (frequencies, n, groups, summed)),
+        ("second", second, (frequencies, groups, columns, summed)),
+    ):
+        if factor.shape != shape:
+            raise ValueError(f"the {name} factor has shape {factor.shape}: must be {shape}")
+        if factor.dtype != torch.complex64:
+            raise TypeError(f"the {name} factor is {factor.dtype}: must be complex64")
+        if abs(factor.strides[0]) > MOST_STRIDE:
+            raise ValueError(f"a stride of {factor.strides[0]} elements between frequencies is over {MOST_STRIDE}")
+    if groups * columns != channels:
+        raise ValueError(f"{groups} groups of {columns} columns are not the {channels} planes of an image")
+    if not 1 <= summed <= MOST_SUMMED:
+        raise ValueError(f"sums of {summed} products: 1 to {MOST_SUMMED} would do")
+    if summed > 1 and first.strides[-1] != 1:
+        raise ValueError(f"the first factor's last stride is {first.strides[-1]}: must be 1")
+    if n * channels > MOST_PLANES:
+        raise ValueError(f"{n * channels} planes: at most {MOST_PLANES}")
+
+
 def _virtual(image: Memory, s: Sequence[int]) -> Memory:
-    """The spectrum that is never written."""
+    """The memory of the spectrum that is never written."""
     shape = spectrum_shape(image.shape[:-2], s, "frequency_major")
     return Memory(shape, (0,) * len(shape), torch.complex64)
 
 
 def _wide(factor: Memory) -> bool:
-    """Whether the numbers of a sum are in whole pairs at multiples of 16 bytes."""
+    """Whether the numbers of a sum are whole pairs at multiples of 16 bytes."""
     even = not any(step % 2 for step, size in zip(factor.strides[:-1], factor.shape[:-1], strict=True) if size > 1)
     return even and factor.shape[-1] % 2 == 0 and math.gcd(factor.alignment, 16) == 16

@@ -1,4 +1,4 @@
-"""CUDA C++ compiled once through NVIDIA's cuda.core (NVRTC), and launched by address: no allocation in a call."""
+"""CUDA C++ compiled once through NVIDIA's cuda.core (NVRTC) and launched by address, without any allocation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tilewise.kernels.cuda import cubins
-from tilewise.kernels.kept import refuse
+from tilewise.kernels.building import cubins
+from tilewise.kernels.building.kept import refuse
 
 __all__ = [
     "Bound",
@@ -32,15 +32,15 @@ __all__ = [
 
 MOST_THREADS = 1024
 SHARED_LIMIT = 227 * 1024
-"""Bytes of shared memory that a block may have (compute capability 9.0)."""
+"""Most bytes of shared memory of a block (compute capability 9.0)."""
 OPTIONS = {"std": "c++17", "device_as_default_execution_space": True}
 CORE = ("cuda.core", "cuda.core.experimental")
-"""Where cuda.core keeps ``Program``: at its top from version 0.5 on, before that in the second."""
+"""Modules in which cuda.core keeps ``Program``: the first from version 0.5 on, the second before."""
 
 
 @functools.cache
 def _core() -> tuple[Any, Any, str]:
-    """The modules of cuda.core and of the driver, or why there are none."""
+    """The modules of cuda.core and of the driver, or the reason why there are none."""
     for name in CORE:
         try:
             core = importlib.import_module(name)
@@ -69,7 +69,7 @@ def read_source(name: str) -> str:
 
 @functools.cache
 def compiler() -> str:
-    """The compiler's version, and what it is asked for. ``RuntimeError`` where it does not tell."""
+    """The compiler's version and options as text. Raises ``RuntimeError`` where it does not tell."""
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     error, *version = nvrtc.nvrtcVersion()
     if int(error):
@@ -78,27 +78,31 @@ def compiler() -> str:
 
 
 def compile_cubin(source: str, architecture: str) -> Any:
-    """``ptx.cu`` and ``source`` compiled for an architecture such as ``sm_90``: cuda.core's ``ObjectCode``.
+    """Compile ``ptx.cu`` and ``source`` for an architecture such as ``sm_90`` into cuda.core's ``ObjectCode``.
 
-    Kept on disk. ``RuntimeError`` with the reason where cuda.core is absent or the compiler finds errors.
+    The code is kept on disk. Raises ``RuntimeError`` with the reason where cuda.core is missing or there are errors.
     """
     core, _, reason = _core()
     if reason:
         raise RuntimeError(reason)
     text = read_source("ptx.cu") + source
     path = cubins.path_of(text, architecture, compiler())
-    kept = cubins.load(path)
-    if kept is not None:
-        return core.ObjectCode.from_cubin(kept)
+    stored = cubins.load(path)
+    if stored is not None:
+        return core.ObjectCode.from_cubin(stored)
     refuse("CUDA C++")
     program = core.Program(text, code_type="c++", options=core.ProgramOptions(arch=architecture, **OPTIONS))
-    found = program.compile("cubin")
-    cubins.store(path, bytes(found.code))
-    return found
+    compiled = program.compile("cubin")
+    cubins.store(path, bytes(compiled.code))
+    return compiled
 
 
 class Kernel:
-    """One compiled kernel of one device. ``registers`` and ``spilled`` (bytes of local memory) are for one thread."""
+    """A compiled kernel of one device.
+
+    ``registers`` and ``spilled`` (bytes of local memory) are those of one thread. Raises ``RuntimeError`` where it
+    cannot be compiled or loaded.
+    """
 
     def __init__(self, source: str, name: str, device: int) -> None:
         core, driver, reason = _core()
@@ -110,8 +114,8 @@ class Kernel:
             core.Device(device).set_current()
             # With its own instructions, which no other version runs: neither does the code for "sm_90".
             self._code = compile_cubin(source, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
-            found = self._code.get_kernel(name)
-            address = int(found.handle if hasattr(found, "handle") else found._handle)
+            handle = self._code.get_kernel(name)
+            address = int(handle.handle if hasattr(handle, "handle") else handle._handle)
             self.function = int(self._call("cuKernelGetFunction", driver.CUkernel(address)))
         self._attributes = driver.CUfunction_attribute
         self.registers = self._attribute("CU_FUNC_ATTRIBUTE_NUM_REGS")
@@ -119,7 +123,7 @@ class Kernel:
         self._shared = 0
 
     def reserve(self, shared: int) -> None:
-        """Allow blocks so many bytes of dynamic shared memory, and give a multiprocessor's cache to it."""
+        """Allow blocks ``shared`` bytes of dynamic shared memory, taken from the multiprocessor's cache."""
         if shared <= self._shared:
             return
         for name, value in (("MAX_DYNAMIC_SHARED_SIZE_BYTES", shared), ("PREFERRED_SHARED_MEMORY_CARVEOUT", 100)):
@@ -128,7 +132,7 @@ class Kernel:
         self._shared = shared
 
     def resident(self, threads: int, shared: int) -> int:
-        """Blocks that one multiprocessor holds at a time."""
+        """How many blocks of ``threads`` threads and ``shared`` bytes one multiprocessor holds at a time."""
         function = self._driver.CUfunction(self.function)
         return int(self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared))
 
@@ -138,20 +142,22 @@ class Kernel:
         return Launch(self, (grid, threads, shared), pointers, scalars)
 
     def _attribute(self, name: str) -> int:
+        """An attribute of the compiled function."""
         function = self._driver.CUfunction(self.function)
         return int(self._call("cuFuncGetAttribute", getattr(self._attributes, name), function))
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        """Call the driver. Raises ``RuntimeError`` where it reports an error."""
         error, *results = getattr(self._driver, name)(*arguments)
         _check(self._driver, name, error)
         return results[0] if results else None
 
 
 class Launch:
-    """A launch with everything fixed but the first ``pointers`` arguments, which are addresses.
+    """A launch whose arguments are fixed except for the first ``pointers`` ones, which are addresses.
 
-    A kernel's other arguments are all eight bytes wide: ``long long`` for an int of ``scalars``, ``double`` for a
-    float. Calls follow the current stream of the kernel's device. They may come from several threads.
+    All other arguments are eight bytes wide: ``long long`` for an int of ``scalars``, ``double`` for a float. Calls
+    follow the current stream of the kernel's device and may come from several threads.
     """
 
     __slots__ = (
@@ -201,11 +207,11 @@ class Launch:
 
 
 class Program(Protocol):
-    """What a kernel is compiled for: made by ``fft1d`` and ``fft2d``."""
+    """What a kernel is compiled from, such as the programs of ``fft1d`` and ``fft2d``."""
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
+        """The name of the kernel's function in CUDA C++."""
 
     @property
     def threads(self) -> int:
@@ -221,9 +227,9 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A program for fixed shapes and strides; ``grid`` blocks, none where there is nothing to do.
+    """A program for fixed shapes and strides, with ``grid`` blocks (0 where there is nothing to do).
 
-    Each ``cluster`` of them runs at one time; the kernel is compiled for that.
+    ``cluster`` blocks at a time run together; the kernel is compiled for that.
     """
 
     program: Program
@@ -233,22 +239,26 @@ class Bound:
     cluster: int = 1
 
     def launch(self, device: int) -> Launch:
-        """Compiled for a device: takes the addresses of the operand and the result; others are 0 unless given."""
+        """Compile for a device.
+
+        The launch takes the addresses of operand and result, and further ones if there are more pointers.
+        """
         p = self.program
         return kernel(p.source(), p.name, device).launch(self.grid, p.threads, p.shared, self.pointers, self.scalars)
 
 
-def block_limits(what: str, threads: int, shared: int) -> list[str]:
-    """Why no block can have so many threads and bytes of shared memory; ``what`` asked for them. Empty: it can."""
-    found = []
+def block_limits(wanted: str, threads: int, shared: int) -> list[str]:
+    """Reasons why no block can have so many threads and bytes of shared memory; ``wanted`` names who asks for them."""
+    reasons = []
     if threads > MOST_THREADS:
-        found.append(f"{what}: {threads} threads in a block are more than {MOST_THREADS}")
+        reasons.append(f"{wanted}: {threads} threads in a block are more than {MOST_THREADS}")
     if shared > SHARED_LIMIT:
-        found.append(f"{what}: {shared} bytes of shared memory in a block are more than {SHARED_LIMIT}")
-    return found
+        reasons.append(f"{wanted}: {shared} bytes of shared memory in a block are more than {SHARED_LIMIT}")
+    return reasons
 
 
 def _check(driver: Any, call: str, error: Any) -> None:
+    """Raise ``RuntimeError`` where the driver reports an error."""
     if int(error) != 0:
         _, text = driver.cuGetErrorString(error)
         raise RuntimeError(f"{call} failed: {text.decode() if text else error}")
@@ -256,12 +266,12 @@ def _check(driver: Any, call: str, error: Any) -> None:
 
 @functools.cache
 def has_clusters() -> bool:
-    """Whether every GPU here runs clusters of blocks; true without any."""
-    found = range(torch.cuda.device_count())
-    return all(torch.cuda.get_device_capability(device) >= (9, 0) for device in found)
+    """Whether every GPU here runs clusters of blocks; true where there is no GPU."""
+    devices = range(torch.cuda.device_count())
+    return all(torch.cuda.get_device_capability(device) >= (9, 0) for device in devices)
 
 
 @functools.lru_cache(maxsize=1024)
 def kernel(source: str, name: str, device: int) -> Kernel:
-    """The kernel ``name`` of ``source`` for a device, compiled on first use. Raises as :func:`compile_cubin`."""
+    """The kernel ``name`` of ``source`` on a device, compiled on first use. Raises as :func:`compile_cubin`."""
     return Kernel(source, name, device)

@@ -1,4 +1,4 @@
-"""What a kernel is bound to of its tensors: shapes, strides and alignment."""
+"""What a kernel is compiled for of its tensors: shapes, strides and alignment."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ __all__ = [
 ]
 
 REALS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Numbers by which ``memory.cu`` knows the types of real data."""
+"""Numbers of the dtypes of real data in ``memory.cu``."""
 LAYOUTS = ("plain", "frequency_major", "packed")
-"""Of spectra, in the order of the kernels' numbers for them."""
+"""Layouts of spectra, in the order of their numbers in the kernels."""
 PARTS = {"interleaved": 1, "half": 2, "split": 4}
-"""How numbers of a spectrum are held: complex64, or so many fp16 parts: real and imaginary, or high and low of each.
+"""How numbers of a spectrum are held: as complex64, or as 2 fp16 parts (real and imaginary) or 4 (high and low of
+each).
 
-Parts are a dimension after the first of a frequency-major spectrum.
+Parts are a dimension after the first one of a frequency-major spectrum.
 """
 ALIGNMENT = 16
-"""Bytes; more than the widest access is not asked about."""
+"""Bytes of the widest access; larger alignments do not matter."""
 MOST_PLANES = 2**31 - 1
 MOST_STRIDE = 2**31 - 1
-"""Elements between neighbours inside a plane or a signal; between planes there is no bound."""
+"""Most elements between neighbours inside a plane or signal. There is no bound between planes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Shape, strides in elements, dtype, and the bytes (at most 16) to which the address is aligned."""
+    """A tensor's shape, strides in elements and dtype, and the bytes (at most 16) to which its address is aligned."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -51,13 +52,13 @@ class Memory:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Memory:
-        """That of a tensor."""
+        """The memory of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, math.gcd(tensor.data_ptr(), ALIGNMENT))
 
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """Two dimensions that count planes: ``outer`` and ``inner`` hold their stride in each tensor."""
+    """Two dimensions that count planes: ``outer`` and ``inner`` hold the stride of each in every tensor."""
 
     count: int
     inner_count: int
@@ -66,58 +67,58 @@ class Leading:
 
 
 def joined(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Dimensions of tensors with their strides, those that lie one inside the other in each of them as one.
+    """Dimensions with their strides in several tensors, merged where that is possible in all of them.
 
-    Those of size 1 are left out.
+    Each item is a size and the strides of that dimension. Dimensions of size 1 are left out.
     """
-    found: list[tuple[int, tuple[int, ...]]] = []
+    merged: list[tuple[int, tuple[int, ...]]] = []
     for size, *steps in zip(shape, *strides, strict=True):
         if size == 1:
             continue
-        if found and all(before == size * step for before, step in zip(found[-1][1], steps, strict=True)):
-            found[-1] = (found[-1][0] * size, tuple(steps))
+        if merged and all(before == size * step for before, step in zip(merged[-1][1], steps, strict=True)):
+            merged[-1] = (merged[-1][0] * size, tuple(steps))
         else:
-            found.append((size, tuple(steps)))
-    return found
+            merged.append((size, tuple(steps)))
+    return merged
 
 
 def leading(shape: Sequence[int], *strides: Sequence[int]) -> Leading:
-    """The leading dimensions of tensors as at most two; those that lie one inside the other in each of them join.
+    """The leading dimensions of tensors as at most two, merged where that is possible in all of them.
 
-    ``ValueError`` where more than two remain, or for more planes than a kernel counts.
+    Raises ``ValueError`` where more than two remain, or for more planes than a kernel counts.
     """
     count = math.prod(shape)
     if count > MOST_PLANES:
         raise ValueError(f"{count} planes in {tuple(shape)}: at most {MOST_PLANES}")
-    found = joined(shape, *strides)
-    if len(found) > 2:
+    merged = joined(shape, *strides)
+    if len(merged) > 2:
         raise ValueError(f"leading dimensions {tuple(shape)} with strides {strides} do not join into two")
     none = (0,) * len(strides)
-    outer, inner = [(1, none)] * (2 - len(found)) + found
+    outer, inner = [(1, none)] * (2 - len(merged)) + merged
     return Leading(count, inner[0], outer[1], inner[1])
 
 
 def constants(values: Mapping[str, int]) -> str:
-    """C++ definitions of ``values``."""
+    """C++ definitions of integer constants."""
     return "\n".join(f"constexpr int {name} = {int(value)};" for name, value in values.items())
 
 
 def known_layout(layout: str) -> str:
-    """``layout`` if there is one of that name, else ``ValueError``."""
+    """``layout``, if there is one of that name. Raises ``ValueError``."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")
     return layout
 
 
 def numbers(name: str, value: Sequence[int], count: int) -> tuple[int, ...]:
-    """``value`` as so many ints, else ``ValueError``."""
+    """``value`` as ``count`` ints. Raises ``ValueError`` naming the argument."""
     if len(value) != count:
         raise ValueError(f"{name}={tuple(value)}: must be {count} number{'s' if count > 1 else ''}")
     return tuple(int(n) for n in value)
 
 
 def known_spectra(spectra: str) -> str:
-    """``spectra`` if numbers can be held that way, else ``ValueError``."""
+    """``spectra``, if numbers can be held that way. Raises ``ValueError``."""
     if spectra not in PARTS:
         raise ValueError(f"spectra={spectra!r}: must be one of {', '.join(PARTS)}")
     return spectra
@@ -126,7 +127,10 @@ def known_spectra(spectra: str) -> str:
 def check(
     real: Memory, spectrum: Memory, s: Sequence[int], offset: Sequence[int], layout: str, spectra: str = "interleaved"
 ) -> None:
-    """``ValueError`` or ``TypeError`` naming what does not fit between real data and spectra of shape ``s``."""
+    """Check that real data fit spectra of transforms of size ``s``.
+
+    Raises ``ValueError`` or ``TypeError`` naming what does not fit.
+    """
     known_layout(layout)
     dims = len(s)
     size = real.shape[-dims:]
@@ -153,14 +157,14 @@ def check(
 
 
 def dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor without gaps."""
+    """Strides of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def spectrum_shape(
     lead: Sequence[int], s: Sequence[int], layout: str = "plain", spectra: str = "interleaved"
 ) -> tuple[int, ...]:
-    """Shape of the spectra of signals or planes of shape ``s`` with leading dimensions ``lead``."""
+    """Shape of the spectra of signals or planes of size ``s``, with leading dimensions ``lead``."""
     half = (*s[:-1], s[-1] // 2 + 1)
     known_layout(layout)
     if PARTS[known_spectra(spectra)] > 1 and layout != "frequency_major":
@@ -172,7 +176,7 @@ def spectrum_shape(
 
 
 def on_gpu(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> int:
-    """The GPU that both tensors are on; ``ValueError`` where there is none."""
+    """The index of the GPU that both tensors are on. Raises ``ValueError`` where there is none."""
     if not tensor.is_cuda:
         raise ValueError(f"{name} is on {tensor.device}: these kernels run on NVIDIA GPUs")
     if other.device != tensor.device:

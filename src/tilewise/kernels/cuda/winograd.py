@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from tilewise.kernels.codelets import literal
 from tilewise.kernels.cook_toom import POINTS, shift, transforms
-from tilewise.kernels.cuda.codelets import literal
 from tilewise.kernels.cuda.launch import block_limits, read_source
 from tilewise.kernels.cuda.operands import constants
 
@@ -21,23 +21,25 @@ __all__ = ["CHANNELS", "DEPTH", "OUTPUTS", "Planes", "Prepare"]
 OUTPUTS = 4
 """Results of a tile."""
 CHANNELS = 64
-"""Channels of the result that a block computes."""
+"""Channels of the result that one block computes."""
 DEPTH = 16
 """Channels that are read at a time."""
 MULTIPLIERS = 256
 """Threads of a block that multiply."""
 READERS = 128
-"""Threads of a block that bring what is multiplied."""
+"""Threads of a block that load and transform operands."""
 REGISTERS = (216, 72)
-"""Of each thread that multiplies and of each that brings what is multiplied."""
+"""Registers of a thread that multiplies, and of one that loads."""
 STAGED = 64
-"""Results of a row that wait to be written."""
+"""Results of a row that are staged before they are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """The kernel ``winograd_prepare``. ``taps`` down the lines by ``wide_taps`` along them; ``dense``: an image's
-    elements lie without gaps, 4: at multiples of 16 bytes."""
+    """The kernel ``winograd_prepare``, for ``taps`` taps across lines and ``wide_taps`` along them.
+
+    ``dense`` is 1 where an image's elements lie without gaps, 4 where they also start at multiples of 16 bytes, else 0.
+    """
 
     taps: int
     wide_taps: int
@@ -47,15 +49,18 @@ class Prepare:
     shared: int = 4 * 256
 
     def source(self) -> str:
-        """The CUDA C++."""
+        """The kernel as CUDA C++."""
         return _prepare_source(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """The kernel ``winograd_planes``. A task has two times ``places`` tiles, of lines of ``tiles``; ``held`` pairs of
-    points of them and ``filters_held`` points of filters wait in shared memory, and ``together`` pairs are computed of
-    what is read at a time."""
+    """The kernel ``winograd_planes``.
+
+    A task has two times ``places`` tiles, ``tiles`` in each line. ``held`` pairs of the tiles' points and
+    ``filters_held`` points of filters wait in shared memory. ``together`` pairs are computed from what is read at a
+    time.
+    """
 
     taps: int
     wide_taps: int
@@ -71,7 +76,7 @@ class Planes:
 
     @property
     def points(self) -> int:
-        """Products of a tile's line."""
+        """Points of a tile, each with one product per tap across lines."""
         return OUTPUTS + self.wide_taps - 1
 
     @property
@@ -81,7 +86,7 @@ class Planes:
 
     @property
     def lines(self) -> int:
-        """Lines that they are part of."""
+        """Lines to which these tiles belong."""
         return (self.rows + self.tiles - 2) // self.tiles + 1
 
     @property
@@ -95,28 +100,29 @@ class Planes:
         return tables + raw + parts + filters + staged
 
     def problems(self) -> list[str]:
-        """Why it cannot run; empty when it can."""
-        found = block_limits(f"tiles={self.tiles}, places={self.places}, held={self.held}", self.threads, self.shared)
+        """Reasons why it cannot run; empty where it can."""
+        reasons = block_limits(f"tiles={self.tiles}, places={self.places}, held={self.held}", self.threads, self.shared)
         if self.held < self.together or self.filters_held < 3:
-            found.append(f"held={self.held}, filters_held={self.filters_held}: {self.together} and 3 would do")
-        return found
+            reasons.append(f"held={self.held}, filters_held={self.filters_held}: {self.together} and 3 would do")
+        return reasons
 
     def source(self) -> str:
-        """The CUDA C++."""
+        """The kernel as CUDA C++."""
         return _planes_source(self)
 
 
 def _up(count: int) -> int:
+    """``count`` rounded up to a multiple of 128."""
     return -(-count // 128) * 128
 
 
 def _groups(points: int) -> list[list[int]]:
-    """Points that are computed together: zero and infinity, and each beside its negative."""
+    """Points that are computed together: zero and infinity, and each point with its negative."""
     values = POINTS[points - 1]
     groups, used = [[0, points - 1]], {0}
     for i, value in enumerate(values):
         if i not in used:
-            partner = [k for k, other in enumerate(values) if other == -value and k != i]
+            partner = [k for k, negative in enumerate(values) if negative == -value and k != i]
             groups.append([i, *partner])
             used |= {i, *partner}
     return groups
@@ -124,6 +130,7 @@ def _groups(points: int) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=64)
 def _prepare_source(p: Prepare) -> str:
+    """The CUDA C++ of ``winograd_prepare``."""
     points = OUTPUTS + p.wide_taps - 1
     matrix = transforms(OUTPUTS, p.wide_taps).filter
     order = [i for group in _groups(points) for i in group]
@@ -137,13 +144,15 @@ def _prepare_source(p: Prepare) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _planes_source(p: Planes) -> str:
-    found = transforms(OUTPUTS, p.wide_taps)
+    """The CUDA C++ of ``winograd_planes``."""
+    matrices = transforms(OUTPUTS, p.wide_taps)
     pairs = _groups(p.points)
     groups = [pairs[i : i + p.together] for i in range(0, len(pairs), p.together)]
     values = {
         "TAPS": p.taps, "WIDE_TAPS": p.wide_taps, "POINTS": p.points, "GROUPS": len(groups), "OUTPUTS": OUTPUTS,
         "CHANNELS": CHANNELS, "DEPTH": DEPTH, "TILES": p.tiles, "PLACES": p.places, "HELD": p.held,
-        "FILTERS_HELD": p.filters_held, "ACCUMULATE": p.accumulate, "BIAS": p.bias, "IMAGE_SHIFT": shift(found.input),
+        "FILTERS_HELD": p.filters_held, "ACCUMULATE": p.accumulate, "BIAS": p.bias,
+        "IMAGE_SHIFT": shift(matrices.input),
         "READERS": READERS, "READER_REGISTERS": REGISTERS[1], "MULTIPLIER_REGISTERS": REGISTERS[0], "STAGED": STAGED,
         "SHARED_BYTES": p.shared,
     }  # fmt: skip
@@ -152,19 +161,20 @@ def _planes_source(p: Planes) -> str:
     texts = [
         "using i64 = long long;", constants(values),
         read_source("matrix_units.cu"), _multiply_add(p.places),
-        factors, "template <int GROUP> struct Points;", *(_points(k, g, found.input) for k, g in enumerate(groups)),
+        factors, "template <int GROUP> struct Points;", *(_points(k, g, matrices.input) for k, g in enumerate(groups)),
         read_source("winograd_planes.cu"),
     ]  # fmt: skip
     return "\n".join(texts)
 
 
 def _table(name: str, rows: Sequence[Sequence[Fraction]]) -> str:
+    """A C++ table of fractions."""
     text = ", ".join("{" + ", ".join(literal(float(entry)) for entry in row) + "}" for row in rows)
     return f"__constant__ float {name}[{len(rows)}][{len(rows[0])}] = {{{text}}};"
 
 
 def _multiply_add(places: int) -> str:
-    """The instruction for 64 rows by ``places`` columns by 16; where it is emulated, another stands for it."""
+    """The C++ function for the instruction (64 x 16) @ (16 x places); under emulation another stands for it."""
     count = places // 2
     names = ", ".join(f"%{i}" for i in range(count))
     sums = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
@@ -180,7 +190,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[{count}], Operand a, 
 
 
 def _points(number: int, group: Sequence[Sequence[int]], matrix: Sequence[Sequence[Fraction]]) -> str:
-    """A tile's inputs at the points of a group: even and odd terms of a point are those of its negative."""
+    """C++ that transforms a tile's inputs to the points of a group; a point and its negative share their terms."""
     lines, k = [], 0
     for pair in group:
         if len(pair) == 2 and (sign := _mirrored(matrix[pair[0]], matrix[pair[1]])):
@@ -198,7 +208,7 @@ def _points(number: int, group: Sequence[Sequence[int]], matrix: Sequence[Sequen
 
 
 def _mirrored(row: Sequence[Fraction], other: Sequence[Fraction]) -> int:
-    """1 or -1 where ``other`` is that many times ``row`` with every second entry's sign changed; else 0."""
+    """1 or -1 where ``other`` is that many times ``row`` with every second entry negated; else 0."""
     for sign in (1, -1):
         if all(b == sign * (-1) ** i * a for i, (a, b) in enumerate(zip(row, other, strict=True))):
             return sign
@@ -206,6 +216,7 @@ def _mirrored(row: Sequence[Fraction], other: Sequence[Fraction]) -> int:
 
 
 def _terms(row: Sequence[Fraction], places: Sequence[int]) -> str:
+    """A C++ expression for the sum of a row's entries times inputs."""
     text = ""
     for i in places:
         if row[i]:

@@ -26,12 +26,13 @@ __all__ = ["complex_gemm", "largest"]
 
 @triton.jit
 def _power(exponent):
+    """2^exponent as fp32, made from its bits."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _lift(peak, SCALED: tl.constexpr):
-    """The exponent by which operands are scaled."""
+    """The exponent of the power of two by which operands are scaled."""
     exponent = 0
     if SCALED:
         exponent = tl.minimum(140 - (tl.load(peak) >> 23), 126)
@@ -57,6 +58,7 @@ def _parts(
 
 @triton.jit
 def _times(acc, a, b, PRODUCT: tl.constexpr):
+    """``acc`` plus the product of two fp32 tiles, as ``PRODUCT`` says."""
     if PRODUCT == "fp16x3":
         a_high = a.to(tl.float16)
         b_high = b.to(tl.float16)
@@ -77,7 +79,10 @@ def _step(
     first, second, third, a_real, a_imag, b_real, b_imag,
     CONJUGATE: tl.constexpr, PRODUCT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """FORM 3: the sums of real, of imaginary and of mixed products; 4: the real and the imaginary part."""
+    """Add the products of one step of depth to the sums.
+
+    With FORM 3 these are the sums of real, of imaginary and of mixed products; with 4 the real and the imaginary part.
+    """
     if FORM == 3:
         first = _times(first, a_real, b_real, PRODUCT)
         second = _times(second, a_imag, b_imag, PRODUCT)
@@ -206,7 +211,10 @@ def complex_gemm(
 
 @triton.jit(do_not_specialize=["a_count", "b_count"])
 def largest(a_peaks, b_peaks, out, a_count, b_count, BLOCK: tl.constexpr):
-    """The largest of ``a_count`` numbers of ``a_peaks`` into ``out[0]``, of ``b_peaks`` into ``out[1]``. Grid (2,)."""
+    """Write the largest of ``a_count`` numbers of ``a_peaks`` to ``out[0]``, and of ``b_peaks`` to ``out[1]``.
+
+    Grid (2,).
+    """
     source, count = a_peaks, a_count
     if tl.program_id(0) == 1:
         source, count = b_peaks, b_count

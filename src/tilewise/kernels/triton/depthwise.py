@@ -35,7 +35,7 @@ def _tap(table, q, o, kernel):
 
 @triton.jit
 def _parts(x, VECTOR: tl.constexpr):
-    """The ``VECTOR`` columns of ``x`` as tensors of their own."""
+    """The ``VECTOR`` columns of ``x`` as separate tensors."""
     if VECTOR == 1:
         return (x,)
     elif VECTOR == 2:
@@ -58,7 +58,7 @@ def _parts(x, VECTOR: tl.constexpr):
 
 @triton.jit
 def _joined(parts, VECTOR: tl.constexpr):
-    """Tensors as the columns of one; the last dimension counts them."""
+    """Tensors joined as the columns of one; its last dimension counts them."""
     if VECTOR == 1:
         return parts[0]
     elif VECTOR == 2:
@@ -115,7 +115,7 @@ def _taps(filters, K: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constex
 
 @triton.jit
 def _added(sums, line, taps, TAPS: tl.constexpr):
-    """A line of sums with what one row of taps gives them from one line of the window."""
+    """A line of sums, with the products of one row of taps and one line of the window added."""
     kernel: tl.constexpr = len(taps)
     found = ()
     for o in tl.static_range(len(sums)):
@@ -129,7 +129,9 @@ def _added(sums, line, taps, TAPS: tl.constexpr):
 
 @triton.jit
 def _correlated(sums, FIRST: tl.constexpr, KW: tl.constexpr, line, values, TAPS: tl.constexpr):
-    """All sums of taps, to ``KW`` of which one line of the window and one of the output's gradient were added."""
+    """All sums of taps, with the products of a line of the window and a line of the output gradient added to ``KW`` of
+    them.
+    """
     found = sums[:FIRST]
     for k in tl.static_range(KW):
         total = sums[FIRST + k]
@@ -195,7 +197,7 @@ def _filter_place(c, tap, STRIDES: tl.constexpr, KERNEL: tl.constexpr):
 
 @triton.jit
 def _lane_channels(block, channels, LANES: tl.constexpr, LANES_C: tl.constexpr, RUN: tl.constexpr):
-    """The lanes' channels, and whether they are their own: beyond the last come the first again."""
+    """The lanes' channels, and whether they exist: beyond the last channel the first ones follow again."""
     if LANES_C == 1:
         return block, tl.full([LANES], True, tl.int1)
     else:

@@ -22,7 +22,7 @@ __all__ = ["add_shares", "direct_gemm", "direct_gradient", "split_filters"]
 
 @triton.jit
 def _digits(k, channels, TAPS_D: tl.constexpr, TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, LAST: tl.constexpr):
-    """Channel and tap along each axis of number ``k``."""
+    """The channel, and the tap along each axis, of number ``k``."""
     if TAPS_D * TAPS_H * TAPS_W == 1:
         return k, k * 0, k * 0, k * 0
     if LAST:
@@ -45,7 +45,7 @@ def _places(q, depth, height, width):
 
 @triton.jit
 def _address(image, d, h, w, s_n, s_d, s_h, s_w, WIDE: tl.constexpr, RUN: tl.constexpr):
-    """Elements from the first to those of places, of which each ``RUN`` are known to follow each other."""
+    """Element offsets of places; each ``RUN`` of them are known to be contiguous."""
     if WIDE:
         place = image.to(tl.int64) * s_n + d.to(tl.int64) * s_d + h.to(tl.int64) * s_h + w.to(tl.int64) * s_w
     else:
@@ -57,7 +57,7 @@ def _address(image, d, h, w, s_n, s_d, s_h, s_w, WIDE: tl.constexpr, RUN: tl.con
 
 @triton.jit
 def _place_first(values, K_FIRST: tl.constexpr):
-    """What places have, across a tile of places and taps."""
+    """Values of places, shaped to broadcast over a tile of places and taps."""
     if K_FIRST:
         return values[None, :]
     else:
@@ -66,7 +66,7 @@ def _place_first(values, K_FIRST: tl.constexpr):
 
 @triton.jit
 def _tap_first(values, K_FIRST: tl.constexpr):
-    """What taps have, across a tile of places and taps."""
+    """Values of taps, shaped to broadcast over a tile of places and taps."""
     if K_FIRST:
         return values[:, None]
     else:
@@ -89,7 +89,9 @@ def _patches(
     BOUND_D: tl.constexpr, BOUND_H: tl.constexpr, BOUND_W: tl.constexpr, WHOLE: tl.constexpr, K_FIRST: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """What places read of taps ``offsets`` further on: zeros outside of the image, or unless ``WHOLE`` of ``some``."""
+    """The elements that places read at taps ``offsets`` further on; zeros outside the image, and unless ``WHOLE`` where
+    not ``some``.
+    """
     if RUN > 1:
         offsets = tl.multiple_of(offsets, RUN)
     at = _place_first(pointers, K_FIRST) + _tap_first(offsets, K_FIRST)
@@ -104,20 +106,20 @@ def _patches(
 
 @triton.jit
 def _scale(exponent):
-    """The power of two that brings numbers of that largest exponent to [2^14, 2^15)."""
+    """The power of two that brings numbers with this largest exponent to [2^14, 2^15)."""
     return ((268 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _largest(peaks, chunks, CHUNKS: tl.constexpr):
-    """The largest of ``chunks`` exponents, or the least that there is a scale for."""
+    """The largest of ``chunks`` exponents, or the least exponent that has a scale."""
     chunk = tl.arange(0, CHUNKS)
     return tl.max(tl.load(peaks + chunk, mask=chunk < chunks, other=15), axis=0)
 
 
 @triton.jit
 def _parts(scaled):
-    """fp16 and what is left; nothing is left of what fp16 cannot hold."""
+    """The fp16 part of ``scaled`` and the rest in fp16; the rest is 0 where fp16 cannot hold the number."""
     high = scaled.to(tl.float16)
     rest = tl.where(tl.abs(scaled) < 65504.0, scaled - high.to(tl.float32), 0.0)
     return high, rest.to(tl.float16)
@@ -125,6 +127,7 @@ def _parts(scaled):
 
 @triton.jit
 def _add_products(acc, a, b, a_low, b_low):
+    """``acc`` plus the product of two numbers in two fp16 parts each, without the product of the low parts."""
     acc = tl.dot(a_low, b, acc)
     acc = tl.dot(a, b_low, acc)
     return tl.dot(a, b, acc)
@@ -168,7 +171,7 @@ def _steps(
     BOUND_D: tl.constexpr, BOUND_H: tl.constexpr, BOUND_W: tl.constexpr, WHOLE: tl.constexpr, K_FIRST: tl.constexpr,
     RUN: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``acc`` and the products of numbers ``first`` to ``last``."""
+    """``acc`` plus the products of numbers ``first`` to ``last``."""
     for k0 in range(first, last, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         c, t_d, t_h, t_w = _digits(k, channels, TAPS_D, TAPS_H, TAPS_W, LAST)

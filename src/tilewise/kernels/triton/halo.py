@@ -33,7 +33,7 @@ MOVES = [f"{name}_{axis}" for name in ("up", "step", "down") for axis in "dhw"]
 
 @triton.jit
 def _position(first, t_d, t_h, t_w, BLOCK: tl.constexpr, LINES: tl.constexpr, VOLUME: tl.constexpr):
-    """Image and position of ``BLOCK`` rows from ``first`` on; ``d`` is 0 where there are but two axes."""
+    """Image and position of ``BLOCK`` rows from ``first`` on; ``d`` is 0 where there are only two axes."""
     near = tl.arange(0, BLOCK)
     if LINES:  # one image and one line, so that these are computed once for all
         rest = first // t_w
@@ -61,6 +61,7 @@ def _reads(place, down, size, UNIT: tl.constexpr):
 
 @triton.jit
 def _wide(offset, WIDE: tl.constexpr):
+    """``offset`` in 64 bits if ``WIDE``."""
     if WIDE:
         return offset.to(tl.int64)
     else:  # of another type: as a constant decides, only one of these is compiled
@@ -73,7 +74,9 @@ def _place(
     stride_n, stride_d, stride_h, stride_w,
     NEAR: tl.constexpr, UNIT: tl.constexpr, VOLUME: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Where a tap reads in the source, and whether there; ``d``, ``h`` and ``w`` are where the first tap would."""
+    """The place that a tap reads in the source, and whether it exists; ``d``, ``h`` and ``w`` are that of the first
+    tap.
+    """
     p_h, met = _reads(h + tap_h * step_h, down_h, s_h, UNIT)
     p_w, in_w = _reads(w + tap_w * step_w, down_w, s_w, UNIT)
     met &= in_w
@@ -88,7 +91,10 @@ def _place(
 def _offset(
     image, d, h, w, stride_n, stride_d, stride_h, stride_w, NEAR: tl.constexpr, VOLUME: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Of rows. That it is one of ``NEAR`` is said where it is computed: of what a function is given it would be lost"""
+    """Element offsets of rows.
+
+    The compiler is told here that they are multiples of ``NEAR``: it forgets that of what a function is given.
+    """
     offset = _wide(image, WIDE) * stride_n + _wide(h, WIDE) * stride_h
     if VOLUME:
         offset += _wide(d, WIDE) * stride_d
@@ -100,7 +106,7 @@ def _offset(
 
 @triton.jit
 def _channels(c, stride, NEAR: tl.constexpr, WIDE: tl.constexpr):
-    """Offsets of channels."""
+    """Element offsets of channels."""
     if NEAR:
         return c
     else:
@@ -109,7 +115,10 @@ def _channels(c, stride, NEAR: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _tile(memory, rows, channels, met, some, ROWS: tl.constexpr, FULL: tl.constexpr):
-    """Elements of rows [a] and channels [b] as [a, b]; neighbouring threads read along ``ROWS``, or else channels."""
+    """Elements of rows [a] and channels [b] as [a, b].
+
+    Neighbouring threads read along rows if ``ROWS``, else along channels.
+    """
     if ROWS:
         pointers = memory + (channels[:, None] + rows[None, :])
         mask = tl.broadcast_to(met[None, :], pointers.shape) if FULL else met[None, :] & some[:, None]
@@ -329,7 +338,7 @@ def add_shares(
 
 @triton.jit
 def _summed(shares, e, there, splits, stride, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The sum of all splits' elements ``e``, in one order."""
+    """The sum of elements ``e`` over all splits, always in the same order."""
     acc = tl.zeros([AT_ONCE, BLOCK], tl.float32)
     for first in range(0, splits, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)

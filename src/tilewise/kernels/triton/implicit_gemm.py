@@ -20,7 +20,7 @@ __all__ = [
 
 @triton.jit
 def planes_of(planes, depth, FLAT: tl.constexpr):
-    """Depth and image of plane numbers. ``FLAT``: images have one plane."""
+    """Depth and image of plane numbers. With ``FLAT`` images have one plane."""
     if FLAT:
         return planes * 0, planes
     return planes % depth, planes // depth
@@ -28,6 +28,7 @@ def planes_of(planes, depth, FLAT: tl.constexpr):
 
 @triton.jit
 def _power(exponent):
+    """2^exponent as fp32, made from its bits."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -40,6 +41,7 @@ def unscaled(acc, exponent):
 
 @triton.jit
 def _products(acc, a, b, a_low, b_low, PLANES: tl.constexpr, PRECISION: tl.constexpr):
+    """``acc`` plus the products of one step, of one or two planes."""
     if PLANES == 2:
         acc = tl.dot(a_low, b, acc)
         acc = tl.dot(a, b_low, acc)
@@ -60,7 +62,7 @@ def filter_rows(filters, o, channels, f_row, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _sides(values):
-    """The first half of the last dimension and the second."""
+    """The first and the second half of the last dimension."""
     if len(values.shape) == 2:
         pairs = tl.permute(tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2)), (0, 2, 1))
     else:
@@ -73,6 +75,7 @@ def _write(
     acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """Write a tile of results."""
     # Pixels first: where nothing is known of strides, Triton lets neighbouring threads walk the first dimension.
     acc = acc.T
     mask = valid[:, None] & (o < channels)[None, :]
@@ -130,7 +133,7 @@ def one_step(
     taps_h, taps_w, xt_d, xt_h, xt_w, ft_d, ft_h, ft_w,
     PLANES: tl.constexpr, PRECISION: tl.constexpr, MORE_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_K`` channels of one tap, and on to the next channels, then taps."""
+    """Add the products of ``BLOCK_K`` channels of one tap, and move on to the next channels or tap."""
     x = tl.load(x_rows + x_tap).T
     f = tl.load(f_rows + f_tap)
     x_low = x
@@ -169,7 +172,7 @@ def steps_along(
     taps_h, taps_w, xt_d, xt_h, xt_w, ft_d, ft_h, ft_w,
     PLANES: tl.constexpr, PRECISION: tl.constexpr, MORE_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``count`` steps along channels, then taps, from where the last ones ended."""
+    """Add the products of ``count`` steps along channels, then taps, from where the last ones ended."""
     for _ in range(count):
         acc, acc_more, c, t_w, t_h, x_tap, f_tap = one_step(
             acc, acc_more, c, t_w, t_h, x_tap, f_tap, x_rows, f_rows, f_more, row_channels,

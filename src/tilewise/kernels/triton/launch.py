@@ -1,4 +1,4 @@
-"""Kernels compiled once and launched by address: no autotuner, no argument analysis and no tensor views in a call."""
+"""Triton kernels compiled once and launched by address, with no autotuner or argument analysis in a call."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from tilewise.kernels.triton import workers
+from tilewise.kernels.building import workers
 from tilewise.kernels.triton.own_cache import own_cache
+from tilewise.problems.limits import INT64_MAX
 
 __all__ = ["Launch", "Pointer", "Program"]
 
 ALIGNED = 16
-"""Bytes; Triton compiles one version for pointers at multiples of this and one for others."""
+"""Bytes: Triton compiles one version of a kernel for pointers at multiples of this, and another for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """An address: ``offset`` bytes into tensor number ``source`` of those a program is called with."""
+    """An address: ``offset`` bytes into tensor number ``source`` of those that a program is called with."""
 
     source: int
     offset: int
@@ -31,7 +31,7 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch. The kernel takes the ``pointers``, then the ``scalars``, then the ``constants`` by name."""
+    """One launch of a kernel, whose arguments are the ``pointers``, the ``scalars`` and, by name, the ``constants``."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -42,9 +42,9 @@ class Launch:
     stages: int = 2
 
     def compile(self, alignment: Sequence[int]) -> Any:
-        """The compiled kernel for the current device; ``alignment`` in bytes of each source tensor.
+        """The kernel compiled for the current device; ``alignment`` is that of each source tensor in bytes.
 
-        In a thread that a pool of workers serves, one of them compiles it first.
+        In a thread that a pool of workers serves, one of these compiles it first.
         """
         stand_ins = [_Address(p.dtype, math.gcd(alignment[p.source], p.offset)) for p in self.pointers]
         options = {"num_warps": self.warps, "num_stages": self.stages}
@@ -59,10 +59,10 @@ class Launch:
 
 
 class Program:
-    """Launches in order over the tensors it is called with, on the current stream of ``device``.
+    """Launches in order over the tensors that it is called with, on the current stream of ``device``.
 
-    ``alignment`` gives the bytes to which each tensor's address will be aligned. Raises what Triton raises for a kernel
-    that does not compile or needs more shared memory than there is.
+    ``alignment`` is the number of bytes to which each tensor's address will be aligned. Raises what Triton raises for a
+    kernel that does not compile or needs too much shared memory.
     """
 
     __slots__ = ("_current", "_device", "_interpreted", "_launches", "_steps", "_stream")
@@ -88,7 +88,7 @@ class Program:
                 self._steps.append((compiled[launch.grid], pointers, (*launch.scalars, *constants)))
 
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Launch over tensors aligned as promised."""
+        """Launch over tensors with the promised alignment."""
         if self._interpreted:
             for launch in self._launches:
                 launch.interpret(tensors)
@@ -108,21 +108,24 @@ class Program:
 
 
 class _Address:
-    """What Triton asks of a pointer argument when it compiles: a type and whether it is aligned."""
+    """Stands for a pointer argument while Triton compiles: its type and whether it is aligned."""
 
     def __init__(self, dtype: torch.dtype, address: int) -> None:
         self.dtype = dtype
         self._address = address
 
     def data_ptr(self) -> int:
+        """The address, of which Triton reads the alignment."""
         return self._address
 
     @staticmethod
     def ptr_range() -> int:
-        return 2**63 - 1
+        """The bytes behind the address: any number."""
+        return INT64_MAX
 
 
 def _view(tensor: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:
+    """A flat view of a tensor's memory from a pointer on. Raises ``ValueError`` for a missing or misaligned tensor."""
     if tensor is None:
         raise ValueError(f"tensor {pointer.source} is None, a kernel takes its address")
     itemsize = pointer.dtype.itemsize
@@ -133,8 +136,3 @@ def _view(tensor: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:
     if start % itemsize:
         raise ValueError(f"byte {start} of tensor {pointer.source} is no multiple of {itemsize}")
     return flat.set_(storage, start // itemsize, (size,), (1,))
-
-
-def interpreting() -> bool:
-    """Whether kernels defined now run in Triton's interpreter."""
-    return bool(triton.knobs.runtime.interpret)

@@ -25,7 +25,7 @@ def _peak(
     program, source, found, elements, chunks, depth, height, width, s_n, s_c, s_d, s_h, s_w, DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One operand of :func:`peaks`, by images * chunks programs."""
+    """The part of :func:`peaks` for one operand, by images * chunks programs."""
     chunk, image = program % chunks, program // chunks
     base = source + image.to(tl.int64) * s_n
     top = tl.zeros([BLOCK], tl.int32)
@@ -77,7 +77,7 @@ def _pack(
     PLANES: tl.constexpr, SCALED: tl.constexpr, PER_IMAGE: tl.constexpr,
     CHUNKS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One operand of :func:`pack`, by images * blocks programs; image ``first`` comes first."""
+    """The part of :func:`pack` for one operand, by images * blocks programs; image ``first`` comes first."""
     image = program // blocks + first
     block = program % blocks
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)

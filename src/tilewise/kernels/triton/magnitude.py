@@ -10,6 +10,7 @@ __all__ = ["magnitudes"]
 
 @triton.jit
 def _largest(x, out, count, n1, n2, n3, s0, s1, s2, s3, DENSE: tl.constexpr, BLOCK: tl.constexpr):
+    """The bits of the largest finite magnitude of one operand in this program's share."""
     top = tl.zeros([BLOCK], tl.float32)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         e = start + tl.arange(0, BLOCK)

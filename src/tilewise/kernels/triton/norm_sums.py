@@ -28,14 +28,14 @@ AT_ONCE = tl.constexpr(64)
 
 @triton.jit
 def _place(table, rank, turn, sender, ranks, CHANNELS: tl.constexpr):
-    """Where rank ``rank`` keeps the sums of ``sender``."""
+    """The place in rank ``rank``'s buffer of the sums of ``sender``."""
     start = tl.load(table + rank).to(tl.pointer_type(tl.float64))
     return start + (turn * ranks + sender) * TERMS * CHANNELS
 
 
 @triton.jit
 def _flag(table, rank, turn, sender, ranks, block, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Where rank ``rank`` looks for how often block ``block`` of ``sender`` has written."""
+    """The place where rank ``rank`` reads how often block ``block`` of ``sender`` has written."""
     start = tl.load(table + rank).to(tl.pointer_type(tl.int32))
     # Sums of both turns come before, of two words each.
     return start + 2 * 2 * ranks * TERMS * CHANNELS + (turn * ranks + sender) * BLOCKS + block
@@ -46,7 +46,7 @@ def _everyones(
     own0, own1, own2, c, there, table, counts, page, rounds, me, ranks,
     COUNTED: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all ranks' rows, added in the order of ranks, and whether all have come."""
+    """The sums of all ranks' rows, added in the order of ranks, and whether all have arrived."""
     block = tl.program_id(0)
     count = tl.load(counts + block)
     turn = count % 2
@@ -85,7 +85,7 @@ def _everyones(
 
 @triton.jit
 def _together(parts, splits, c, there, channels, BLOCK: tl.constexpr):
-    """Both rows of sums of all blocks, in one order."""
+    """Both rows of sums over all blocks, always in the same order."""
     sum0, sum1 = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
     for first in range(0, splits, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)
@@ -98,7 +98,7 @@ def _together(parts, splits, c, there, channels, BLOCK: tl.constexpr):
 
 @triton.jit
 def _moved(running, found, c, there, momentum):
-    """Move running statistics towards those found."""
+    """Running statistics moved towards the new ones by ``momentum``."""
     before = tl.load(running + c, mask=there, other=0.0)
     moved = before * (1 - momentum) + found.to(tl.float32) * momentum
     tl.store(running + c, moved.to(running.dtype.element_ty), mask=there)

@@ -1,8 +1,8 @@
-"""Triton's cache on disk, for our kernels: entries that others may have written are not there.
+"""Triton's cache on disk, where entries that others may have written count as absent.
 
-Triton loads machine code and libraries from a folder (``TRITON_CACHE_DIR``) without asking whose they are. Within
-:func:`own_cache` it goes through a manager that does, with the same entries in the same places. Where the folder is
-not to be trusted, or cannot be written, the process keeps what it compiles in one of its own until it ends.
+Triton loads machine code and libraries from a folder (``TRITON_CACHE_DIR``) without checking whose they are. Within
+:func:`own_cache` it uses a manager that checks, with the same entries in the same places. Where the folder is not to be
+trusted or cannot be written, the process keeps what it compiles in a temporary folder of its own.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from tilewise import cache, trusted
+from tilewise.machine import cache, trusted
 
 __all__ = ["OwnCache", "own_cache", "settings"]
 
 
 class OwnCache(FileCacheManager):  # type: ignore[misc]  # Triton has no types
-    """Triton's manager of one entry, which reads and writes by :mod:`tilewise.trusted`.
+    """Triton's manager of one entry, reading and writing through :mod:`tilewise.machine.trusted`.
 
     What Triton's developers dump or override by hand is left to Triton.
     """
@@ -43,13 +43,15 @@ class OwnCache(FileCacheManager):  # type: ignore[misc]  # Triton has no types
         self.lock_path = os.path.join(self.cache_dir, "lock")
 
     def get_file(self, filename: str) -> str | None:
+        """The path of a file of the entry, or ``None``."""
         if self._plain:
-            found: str | None = super().get_file(filename)
-            return found
+            plain_path: str | None = super().get_file(filename)
+            return plain_path
         paths = (os.path.join(place, filename) for place in self._places)
         return next((path for path in paths if _is_ours(path)), None)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
+        """The paths of all files of the entry by name, or ``None`` unless all are there."""
         if self._plain:
             whole: dict[str, str] | None = super().get_group(filename)
             return whole
@@ -62,6 +64,7 @@ class OwnCache(FileCacheManager):  # type: ignore[misc]  # Triton has no types
         return paths if all(isinstance(path, str) and _is_ours(path) for path in paths.values()) else None
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
+        """Write a file of the entry and return its path."""
         if self._plain:
             return str(super().put(data, filename, binary))
         content = data if isinstance(data, bytes) else str(data).encode()
@@ -76,9 +79,9 @@ class OwnCache(FileCacheManager):  # type: ignore[misc]  # Triton has no types
 
 @contextlib.contextmanager
 def own_cache() -> Iterator[None]:
-    """Have Triton compile and load through :class:`OwnCache`, unless the user named a manager of their own.
+    """Have Triton compile and load through :class:`OwnCache`, unless the user has set a manager.
 
-    The setting is the process's: what other threads compile meanwhile goes the same way, to the same entries.
+    It is a setting of the process: what other threads compile meanwhile goes the same way, to the same entries.
     """
     global _within
     with _lock:
@@ -96,12 +99,13 @@ def own_cache() -> Iterator[None]:
 
 
 def settings() -> dict[str, str]:
-    """Environment variables by which another process keeps entries where this one does."""
+    """Environment variables with which another process keeps entries where this one does."""
     folder = str(_folders()[-1])
     return {} if folder == knobs.cache.dir else {"TRITON_CACHE_DIR": folder}
 
 
 def _is_ours(path: str) -> bool:
+    """Whether a file is there and to be trusted; warns where it is not to be trusted."""
     try:
         trusted.require_file(Path(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -113,7 +117,7 @@ def _is_ours(path: str) -> bool:
 
 
 def _folders() -> tuple[Path, ...]:
-    """Where entries are looked for, and in the last of them kept. Raises ``OSError`` and ``Untrusted``."""
+    """Folders in which entries are looked for; in the last one they are kept. Raises ``OSError`` and ``Untrusted``."""
     asked = knobs.cache.dir
     with _lock:
         if asked not in _found:
@@ -123,7 +127,7 @@ def _folders() -> tuple[Path, ...]:
 
 
 def _usable(asked: str) -> tuple[Path, ...]:
-    """Triton's folder where it is to be trusted; with one of this process's own where it cannot be written."""
+    """Triton's folder if it is to be trusted, with a temporary one where it cannot be written."""
     place = Path(os.path.abspath(asked))
     try:
         if asked.startswith("~"):
@@ -139,16 +143,16 @@ def _usable(asked: str) -> tuple[Path, ...]:
 
 
 def _fall_back(error: Exception) -> Path:
-    """From now on keep entries in this process's own folder."""
+    """Keep entries in a temporary folder from now on, and return it."""
     _tell(str(error))
     with _lock:
-        own = _temporary()
-        _found[knobs.cache.dir] = (*(place for place in _folders() if place != own), own)
-    return own
+        folder = _temporary()
+        _found[knobs.cache.dir] = (*(place for place in _folders() if place != folder), folder)
+    return folder
 
 
 def _temporary() -> Path:
-    """A folder that goes with this process."""
+    """A folder that is removed when this process ends."""
     global _own
     if _own is None or _own[0] != os.getpid():
         place = Path(tempfile.mkdtemp(prefix="tilewise-triton-"))
@@ -159,12 +163,13 @@ def _temporary() -> Path:
 
 
 def _remove(process: int, place: Path) -> None:
+    """Remove the folder at the end of the process that made it."""
     if os.getpid() == process:
         shutil.rmtree(place, ignore_errors=True)
 
 
 def _tell(reason: str) -> None:
-    """Say it once, unless it has been said that nothing can be kept at all."""
+    """Warn once that kernels are kept only for this process, unless it was said that nothing can be kept at all."""
     if reason in _told or (cache.nowhere() and not cache.first_to_tell()):
         return
     if len(_told) < MOST_TOLD:
@@ -174,7 +179,7 @@ def _tell(reason: str) -> None:
 
 
 def _forget() -> None:
-    """In a forked child, whose parent's other threads are gone."""
+    """In a forked child: drop what the parent's other threads were doing."""
     global _lock, _within
     _lock, _within = threading.RLock(), 0
     _found.clear()
@@ -186,7 +191,7 @@ MOST_TOLD = 64
 _lock = threading.RLock()
 _within = 0
 _found: dict[str, tuple[Path, ...]] = {}
-"""The last folder that Triton was told, and those in use for it."""
+"""The folder that Triton was last told, and the folders in use for it."""
 _own: tuple[int, Path] | None = None
 _told: set[str] = set()
 if hasattr(os, "register_at_fork"):

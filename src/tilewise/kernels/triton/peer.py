@@ -29,7 +29,10 @@ STRIDES = [f"stride_{d}{n}" for n in range(4) for d in range(5)]
 
 @triton.jit
 def met(flag, wanted, page, rounds, rank, LOOK: tl.constexpr):
-    """Whether ``flag`` became ``wanted``; what others wrote before it is then seen by this block."""
+    """Wait until ``flag`` becomes ``wanted``; returns whether it did.
+
+    What others wrote before it is then visible to this block.
+    """
     # Plain looks, each warp for itself: what an atomic finds, Triton brings to a block's warps through shared memory
     # with one barrier a turn, so that in a loop a warp may read the next turn's value and leave without the others.
     seen = tl.load(flag, volatile=True)
@@ -73,7 +76,7 @@ def _place(e, size_1, size_2, size_3, size_4, stride_0, stride_1, stride_2, stri
 
 @triton.jit
 def _inner(found, e, size, stride):
-    """``found`` further along a dimension, and what is left for those outside of it."""
+    """``found`` moved along one dimension, and the index that is left for the outer ones."""
     rest = e // size
     return found + (e - rest * size).to(tl.int64) * stride, rest
 

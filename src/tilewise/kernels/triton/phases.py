@@ -23,9 +23,10 @@ def split_phases(
     source, target, channels, depth, height, width, before_d, before_h, before_w, planes, lines, columns,
     s_n, s_c, s_d, s_h, s_w, S_D: tl.constexpr, S_H: tl.constexpr, S_W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Phases of ``planes`` by ``lines`` by ``columns``. Grid (images * channels * S_D * S_H, blocks).
+    """Write the phases of a tensor, each ``planes`` by ``lines`` by ``columns``.
 
-    Neighbours read neighbours, and write runs: a phase along the width takes every ``S_W``-th.
+    Neighbouring threads read neighbouring elements and write runs, as a phase along the width takes every ``S_W``-th
+    element. Grid (images * channels * S_D * S_H, blocks).
     """
     phase = tl.program_id(0) % (S_D * S_H)
     which = tl.program_id(0) // (S_D * S_H)
@@ -57,8 +58,10 @@ def join_phases(
     source, target, channels, depth, height, width, before_d, before_h, before_w, planes, lines, columns,
     s_n, s_c, s_d, s_h, s_w, S_D: tl.constexpr, S_H: tl.constexpr, S_W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The tensor of ``depth`` by ``height`` by ``width`` whose phases are at ``source``. Grid (images * channels,
-    blocks)."""
+    """Write the tensor of ``depth`` by ``height`` by ``width`` elements whose phases are at ``source``.
+
+    Grid (images * channels, blocks).
+    """
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     w = e % width
     row = e // width

@@ -30,12 +30,13 @@ __all__ = ["split_gemm"]
 
 @triton.jit
 def _power(exponent):
+    """2^exponent as fp32, made from its bits."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _exponent(peak, spread):
-    """The exponent by which a spectrum was scaled: ``scale_of`` in ``memory.cu`` is its equal."""
+    """The exponent of a spectrum's scale, a power of two; ``scale_of`` in ``memory.cu`` computes the same."""
     return tl.maximum(tl.minimum(141 - (tl.load(peak) >> 23) - spread, 126), -126)
 
 

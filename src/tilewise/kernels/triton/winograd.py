@@ -24,7 +24,7 @@ def _transform(
     MATRIX: tl.constexpr, INPUTS: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_C: tl.constexpr, POINTS: tl.constexpr, PER_IMAGE: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One operand of :func:`transform`, by images * blocks programs; image ``start`` comes first."""
+    """The part of :func:`transform` for one operand, by images * blocks programs; image ``start`` comes first."""
     image = program // blocks + start
     block = program % blocks
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -113,7 +113,9 @@ def transform(
 
 @triton.jit
 def _fold(part, point, acc_0, acc_1, acc_2, acc_3, VALUES: tl.constexpr, M: tl.constexpr):
-    """Add the sums at a point to a tile's ``M`` results, 2 or 4: times powers of it, of infinity only to the last."""
+    """Add the sums at one point to a tile's ``M`` results (2 or 4), times powers of the point; infinity adds only to
+    the last.
+    """
     value = 0.0
     for i in tl.static_range(len(VALUES)):
         value = tl.where(point == i, VALUES[i], value)
@@ -130,7 +132,7 @@ def _fold(part, point, acc_0, acc_1, acc_2, acc_3, VALUES: tl.constexpr, M: tl.c
 
 @triton.jit
 def _places(q, places, tiles, height, depth, FLAT: tl.constexpr):
-    """Tile, line, plane and image of places ``q``; beyond the last, of the last one."""
+    """Tile, line, plane and image of places ``q``; those of the last place for all beyond it."""
     q = tl.minimum(q, places - 1)
     t, rest = q % tiles, q // tiles
     h, rest = rest % height, rest // height

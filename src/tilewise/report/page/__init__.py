@@ -1,4 +1,4 @@
-"""A schedule as one HTML page: no network, no script needed to read it."""
+"""A schedule as one HTML page, which needs no network and can be read without its script."""
 
 from tilewise.report.page.assemble import page
 from tilewise.report.page.document import DocumentError

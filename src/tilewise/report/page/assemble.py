@@ -1,4 +1,4 @@
-"""The page put together: sections, style and script in one file that asks the network for nothing."""
+"""The whole page: sections, style and script in one file that loads nothing."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ __all__ = ["page"]
 
 
 def page(document: object) -> str:
-    """One self-contained HTML page of a ``tilewise/plan`` or ``tilewise/time`` document (``docs/json.md``).
+    """One self-contained HTML page of a ``tilewise/plan`` or ``tilewise/time`` document (``docs/json.md``), as text.
 
-    Everything is rendered here; the script only sorts, filters and opens. The page's policy lets nothing run or load
-    but its own style and script, by their hashes. Raises :class:`DocumentError` naming what is wrong in the document.
+    Everything is rendered here; the script only sorts, filters and opens. The page's content security policy lets
+    nothing run or load but its own style and script, by their hashes. Raises :class:`DocumentError` naming what is
+    wrong in the document.
+
+    >>> page({"schema": "tilewise/plan", "version": 1, "target": "mynet"}).partition("<title>")[2][:24]
+    'mynet: tilewise schedule'
     """
     report = read(document)
     sections = _sections(report)
@@ -45,7 +49,7 @@ def page(document: object) -> str:
 
 
 def _sections(report: Report) -> list[tuple[str, str, list[Child]]]:
-    """Identifier, name and contents; the optional ones only where the document has them."""
+    """Identifier, name and contents of each section, optional ones only where the document has them."""
     sections = [
         ("summary", "Summary", summary_section(report)),
         ("layers", "Layers and passes", layers_section(report)),
@@ -64,10 +68,12 @@ def _sections(report: Report) -> list[tuple[str, str, list[Child]]]:
 
 
 def _section(id_: str, name: str, inside: list[Child]) -> Markup:
+    """One section of the page."""
     return tag("section", tag("h2", name, id=id_), inside, aria_labelledby=id_)
 
 
 def _line(report: Report) -> str:
+    """What was planned, in one line."""
     options = dict(report.options)
     words = ["tilewise schedule", f"batch {options['mini-batch']}" if "mini-batch" in options else ""]
     words += [" ".join(options[name] for name in ("operands", "products") if name in options), report.device]
@@ -78,11 +84,13 @@ def _line(report: Report) -> str:
 
 
 def _foot(report: Report) -> str:
+    """The text at the page's foot: the version that wrote it, and the units of its numbers."""
     words = f"Written by tilewise {short(report.version, 40)}." if report.version else "Written by tilewise."
     return f"{words} Times are medians in milliseconds, sizes are binary (1 MiB = 1,048,576 bytes)."
 
 
 def _head(title: str) -> Markup:
+    """The page's ``head`` element: title, style, script, and a policy that lets nothing else run."""
     style, script = _asset("style.css"), _asset("script.js")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
@@ -106,5 +114,5 @@ def _asset(name: str) -> Markup:
 
 
 def _hash(text: str) -> str:
-    """A source that lets exactly ``text`` in."""
+    """A source of the policy that admits exactly ``text``."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""Time lines of divided plans: their parts in the order they run (Oyama et al. 2018, mu-cuDNN, Figure 9)."""
+"""Time lines of divided plans: their parts in the order in which they run (Oyama et al. 2018, mu-cuDNN, Figure 9)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ from tilewise.report.page.words import (
 )
 from tilewise.report.tables import NOTHING
 
-__all__ = ["batches_section", "few"]
+__all__ = ["batches_section", "folded"]
 
 MOST_RUNS = 96
-"""Runs of equal parts that a time line draws; inner splits are drawn whole where there are more."""
+"""Most runs of equal parts that a time line draws. Where there are more, inner splits are drawn whole."""
 MOST_LINES = 200
-"""Parts of a run that are told apart by a line."""
+"""Most parts of a run that are separated by lines."""
 MOST_LANES = 8
+"""Most parts run at once that are drawn."""
 SHOWN, LISTED = 8, 60
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``times`` parts in a row with one plan; ``size`` along the axis that is cut, ``None`` where it is not known."""
+    """``times`` parts in a row that have one plan.
+
+    ``size`` is a part's length along the axis that is divided, ``None`` where it is not known.
+    """
 
     plan: Plan
     times: int
@@ -44,14 +48,14 @@ class Run:
 
     @property
     def label(self) -> str:
-        """``3x64``."""
+        """The run as text, such as ``3x64``."""
         if self.size is None:
             return f"{self.times}x" if self.times > 1 else ""
         return str(self.size) if self.times == 1 else f"{self.times}x{self.size}"
 
     @property
     def time_ms(self) -> float | None:
-        """Of all its parts."""
+        """The time of all its parts together; ``None`` where unknown."""
         return self.plan.time_ms * self.times if math.isfinite(self.plan.time_ms) else None
 
 
@@ -61,9 +65,9 @@ def batches_section(report: Report) -> list[Child]:
     if not divided:
         return [tag("p", "No plan divides its layer: each runs in one piece.", class_="note")]
     divided.sort(key=lambda part: -(part.plan_ms or 0.0))
-    every = {part.number: list(runs(part.plan)) for part in divided if part.plan is not None}
-    names = list(dict.fromkeys(run.plan.solver for found in every.values() for run in found))
-    drawn = [_figure(part, every[part.number], names) for part in divided[:LISTED]]
+    runs_of = {part.number: list(runs(part.plan)) for part in divided if part.plan is not None}
+    names = list(dict.fromkeys(run.plan.solver for line_runs in runs_of.values() for run in line_runs))
+    drawn = [_figure(part, runs_of[part.number], names) for part in divided[:LISTED]]
     beyond = len(divided) - len(drawn)
     return [
         tag(
@@ -72,14 +76,14 @@ def batches_section(report: Report) -> list[Child]:
             class_="note",
         ),
         tag("ul", [key(_kind(i), f"{_letter(i)} {short(name)}") for i, name in enumerate(names)], class_="legend"),
-        few(drawn, SHOWN, "divided plans", "lines"),
+        folded(drawn, SHOWN, "divided plans", "lines"),
         tag("p", f"{beyond} more divided plans are in the table.", class_="note") if beyond else None,
-        numbers(_table(divided, every)),
+        numbers(_table(divided, runs_of)),
     ]
 
 
-def few(figures: Sequence[Child], first: int, what: str, kind: str) -> list[Child]:
-    """Figures, those beyond the ``first`` behind a button."""
+def folded(figures: Sequence[Child], first: int, what: str, kind: str) -> list[Child]:
+    """The ``first`` figures, and those beyond them behind a button that says how many more ``what`` there are."""
     shown: list[Child] = [tag("div", figures[:first], class_=kind)]
     if len(figures) > first:
         rest = tag("div", figures[first:], class_=kind)
@@ -88,21 +92,23 @@ def few(figures: Sequence[Child], first: int, what: str, kind: str) -> list[Chil
 
 
 def runs(plan: Plan) -> Iterator[Run]:
-    """Runs of equal leaf parts in the order they run, those of inner splits too where they are few."""
-    found = list(itertools.islice(_runs(plan), MOST_RUNS + 1))
-    yield from found if len(found) <= MOST_RUNS else itertools.islice(_own_runs(plan), MOST_RUNS)
+    """Runs of equal parts in the order in which they run; those of inner splits too where they are few."""
+    first_runs = list(itertools.islice(_runs(plan), MOST_RUNS + 1))
+    yield from first_runs if len(first_runs) <= MOST_RUNS else itertools.islice(_own_runs(plan), MOST_RUNS)
 
 
 def _own_runs(plan: Plan) -> Iterator[Run]:
+    """Runs of the parts of the root of ``plan``."""
     sizes = plan.config.get("sizes")
     first = 0
     for child, times in zip(plan.children, plan.counts, strict=True):
-        known = isinstance(sizes, tuple) and first + times <= len(sizes)
-        yield Run(child, times, sizes[first] if known and isinstance(sizes, tuple) else None)
+        has_size = isinstance(sizes, tuple) and first + times <= len(sizes)
+        yield Run(child, times, sizes[first] if has_size and isinstance(sizes, tuple) else None)
         first += times
 
 
 def _runs(plan: Plan) -> Iterator[Run]:
+    """Runs of the leaves of ``plan``, and of parts that run at once."""
     for run in _own_runs(plan):
         if run.plan.leaf or at_once(run.plan):
             yield run
@@ -117,20 +123,25 @@ def at_once(plan: Plan) -> bool:
 
 
 def _letter(index: int) -> str:
+    """The letter that stands for solver number ``index``."""
     return chr(ord("A") + index) if index < 26 else f"{chr(ord('A') + index // 26 % 26)}{index % 26}"
 
 
 def _kind(index: int) -> str:
+    """The class that draws solver number ``index``."""
     return f"k{index % KEYS + 1}"
 
 
-def _figure(part: Part, found: list[Run], names: list[str]) -> Markup:
+def _figure(part: Part, line_runs: list[Run], names: list[str]) -> Markup:
+    """The time line of one pass."""
     assert part.plan is not None
     together = at_once(part.plan)
-    lanes = [Run(run.plan, 1, run.size) for run in found for _ in range(min(run.times, MOST_LANES))] if together else []
-    spans = [_span(run, found) for run in (lanes or found)]
+    lanes = (
+        [Run(run.plan, 1, run.size) for run in line_runs for _ in range(min(run.times, MOST_LANES))] if together else []
+    )
+    spans = [_span(run, line_runs) for run in (lanes or line_runs)]
     length = max(spans, default=0.0) if together else sum(spans)
-    timed = all(run.time_ms is not None for run in found)
+    timed = all(run.time_ms is not None for run in line_runs)
     scale = max(length, part.framework_ms or 0.0) if timed else length
     scale = scale or 1.0
     shapes: list[Child] = []
@@ -144,7 +155,7 @@ def _figure(part: Part, found: list[Run], names: list[str]) -> Markup:
         height = int(top + 19 * min(len(lanes), MOST_LANES))
     else:
         at = 0.0
-        for run, span in zip(found, spans, strict=True):
+        for run, span in zip(line_runs, spans, strict=True):
             shapes += _segment(run, at / scale, span / scale, top, 24, names)
             at += span
         height = int(top + 25)
@@ -155,7 +166,7 @@ def _figure(part: Part, found: list[Run], names: list[str]) -> Markup:
         words.append("parts at once")
     if not timed:
         words.append("parts not timed, drawn by size")
-    said = ", ".join(words)
+    text = ", ".join(words)
     ends = tag("span", tag("span", "0"), tag("span", milliseconds(scale)), class_="ends") if timed else None
     return tag(
         "figure",
@@ -165,23 +176,24 @@ def _figure(part: Part, found: list[Run], names: list[str]) -> Markup:
             " ",
             tag("span", plan_text(part.plan), class_="plan"),
             " ",
-            tag("span", said, class_="said"),
+            tag("span", text, class_="said"),
         ),
-        svg(f"{name_of(part)}: {plan_text(part.plan)}; {said}", shapes, height=height),
+        svg(f"{name_of(part)}: {plan_text(part.plan)}; {text}", shapes, height=height),
         ends,
     )
 
 
-def _span(run: Run, found: list[Run]) -> float:
-    """Its length: time where all parts have one, else its share of the sizes, else of the number of parts."""
-    if all(one.time_ms is not None for one in found):
+def _span(run: Run, line_runs: list[Run]) -> float:
+    """The length of a run: its time where all runs have one, else its share of sizes, else its number of parts."""
+    if all(other.time_ms is not None for other in line_runs):
         return run.time_ms or 0.0
-    if all(one.size for one in found):
+    if all(other.size for other in line_runs):
         return float((run.size or 1) * run.times)
     return float(run.times)
 
 
 def _segment(run: Run, x: float, width: float, y: float, height: float, names: list[str]) -> list[Child]:
+    """The shapes of one run in a time line."""
     index = names.index(run.plan.solver)
     title = f"{run.label} {plan_text(run.plan)}: {milliseconds(run.time_ms)}".strip()
     shapes: list[Child] = [rect(x, width, y, height, f"{_kind(index)} seg", title)]
@@ -198,10 +210,11 @@ def _segment(run: Run, x: float, width: float, y: float, height: float, names: l
     return shapes
 
 
-def _table(divided: list[Part], every: dict[int, list[Run]]) -> Markup:
+def _table(divided: list[Part], runs_of: dict[int, list[Run]]) -> Markup:
+    """The parts of all divided plans as a table."""
     rows = []
     for part in divided:
-        for i, run in enumerate(every[part.number]):
+        for i, run in enumerate(runs_of[part.number]):
             rows.append(
                 [
                     short(part.title) if i == 0 else "",

@@ -1,9 +1,9 @@
-"""How one budget of workspace was divided among the kernels (Oyama et al. 2018, mu-cuDNN, Figure 14)."""
+"""How one workspace budget was divided among the kernels (Oyama et al. 2018, mu-cuDNN, Figure 14)."""
 
 from __future__ import annotations
 
 from tilewise.plan import format_bytes
-from tilewise.report.page.batches import few
+from tilewise.report.page.batches import folded
 from tilewise.report.page.contents import Budget, Segment
 from tilewise.report.page.html import Child, Markup, table, tag
 from tilewise.report.page.svg import key, line, rect, svg
@@ -15,11 +15,12 @@ POLICIES = {
     "arena": "kernels that cannot overlap share it, so it is as large as the most that runs at once",
     "paper_wd": "a segment for each kernel, all held at once (the paper's rule), so their sum is what is used",
 }
+"""What each policy of dividing means."""
 SHOWN, LISTED = 20, 200
 
 
 def budget_section(budget: Budget) -> list[Child]:
-    """Segments by size, the total, and what the 0-1 program was."""
+    """The budget's totals, its segments by size, and the 0-1 program that divided it."""
     segments = sorted(budget.segments, key=lambda s: -s.workspace)
     taken = [s for s in segments if s.workspace]
     scale = max((s.workspace for s in segments), default=0) or 1
@@ -32,12 +33,13 @@ def budget_section(budget: Budget) -> list[Child]:
         _facts(budget),
         _whole(budget),
         tag("p", " ".join(notes), class_="note") if rows else None,
-        few(rows, SHOWN, "segments", "bars-list flat") if rows else None,
+        folded(rows, SHOWN, "segments", "bars-list flat") if rows else None,
         numbers(_table(budget)),
     ]
 
 
 def _facts(budget: Budget) -> Markup:
+    """The totals as a list of facts."""
     total = sum(s.workspace for s in budget.segments)
     times = [s.time_ms for s in budget.segments if s.time_ms is not None]
     policy = POLICIES.get(budget.policy, "")
@@ -62,7 +64,7 @@ def _facts(budget: Budget) -> Markup:
 
 
 def _whole(budget: Budget) -> Markup | None:
-    """The budget as one bar: for the paper's rule every segment in it, for an arena what is used."""
+    """The budget as one bar: every segment for the paper's rule, what is used for an arena."""
     total = max(budget.total or 0, budget.used or 0)
     if not total:
         return None
@@ -79,24 +81,26 @@ def _whole(budget: Budget) -> Markup | None:
         shapes.append(rect(0, budget.used / total, 1, 26, "ws", f"used {format_bytes(budget.used)}"))
     if budget.least:
         shapes.append(line(budget.least / total, budget.least / total, 0, 28, "least"))
-    said = f"{size(budget.used)} used of {size(budget.total)}"
+    text = f"{size(budget.used)} used of {size(budget.total)}"
     used = [key(kind, name) for name, kind in KINDS.items()] if budget.policy == "paper_wd" else [key("ws", "used")]
     legend = [*used, key("room", "free"), key("least", "least that works") if budget.least else None]
     ends = tag("span", tag("span", "0"), tag("span", size(total)), class_="ends")
-    return tag("figure", tag("ul", legend, class_="legend"), svg(said, shapes, height=28), ends, class_="wide")
+    return tag("figure", tag("ul", legend, class_="legend"), svg(text, shapes, height=28), ends, class_="wide")
 
 
 KINDS = {"fprop": "k1", "dgrad": "k2", "wgrad": "k3"}
+"""The class that draws each pass."""
 
 
 def _bar(segment: Segment, scale: int) -> Markup:
+    """The bar of one segment."""
     taken = format_bytes(segment.workspace)
-    said = f"{taken}, {milliseconds(segment.time_ms)}" if segment.time_ms is not None else taken
+    text = f"{taken}, {milliseconds(segment.time_ms)}" if segment.time_ms is not None else taken
     return tag(
         "div",
         tag("span", tag("b", breakable(segment.layer)), " ", tag("i", segment.pass_), class_="who"),
         svg(
-            f"{short(segment.layer)} {segment.pass_}: {said}",
+            f"{short(segment.layer)} {segment.pass_}: {text}",
             rect(0, segment.workspace / scale, 1, 14, KINDS.get(segment.pass_, "k1")),
             height=16,
         ),
@@ -107,6 +111,7 @@ def _bar(segment: Segment, scale: int) -> Markup:
 
 
 def _table(budget: Budget) -> Markup:
+    """All segments as a table."""
     rows = [
         [
             short(s.layer),

@@ -1,4 +1,4 @@
-"""What a page shows: plain values, read from a document and checked."""
+"""What a page shows, as plain values that were read from a document and checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ __all__ = ["Budget", "Layer", "Moment", "Part", "Report", "Segment", "Side", "St
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One pass of a layer, the ``number``-th; ``title`` is the layer's name and how many are equal to it."""
+    """One pass of a layer, the ``number``-th of the page.
+
+    ``title`` is the layer's name and how many layers are equal to it; ``names`` are all their names. ``text`` is the
+    layer in benchdnn's notation. Times are ``None`` where the document has none.
+    """
 
     number: int
     title: str
@@ -34,17 +38,19 @@ class Part:
 
     @property
     def ran_ms(self) -> float | None:
-        """The time of what runs: the plan's in turns with the framework's, or the latter where it is left to it."""
+        """Time of what runs: the plan's, timed in turns with the framework's, or the framework's where it is left to
+        it.
+        """
         return self.planned_ms if self.planned_ms is not None or self.replaced else self.framework_ms
 
     @property
     def plan_ms(self) -> float | None:
-        """The time the plan had when it was made."""
+        """The time that the plan had when it was made."""
         return self.plan.time_ms if self.plan is not None and math.isfinite(self.plan.time_ms) else None
 
     @property
     def saved_ms(self) -> float | None:
-        """What all equal layers together save; negative where they lose."""
+        """The time that all equal layers save together; negative where they lose."""
         if self.framework_ms is None or self.ran_ms is None:
             return None
         return (self.framework_ms - self.ran_ms) * len(self.names)
@@ -52,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer, equal ones being one, and its passes; none where it is ``left`` to torch unplanned."""
+    """A layer and its passes; equal layers are one. There are no passes where it is ``left`` to torch unplanned."""
 
     title: str
     names: tuple[str, ...]
@@ -63,7 +69,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The document's summary; ``None`` for what it does not say."""
+    """The document's summary; ``None`` for what the document does not say."""
 
     passes: int | None
     replaced: int | None
@@ -78,7 +84,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A training step of one side."""
+    """A training step of the framework or of the plan."""
 
     forward_ms: float | None
     backward_ms: float | None
@@ -88,7 +94,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Training steps side by side."""
+    """Training steps of both sides."""
 
     iterations: int | None
     ratio: float | None
@@ -98,7 +104,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one kernel got of the budget."""
+    """One kernel's share of the budget, in bytes."""
 
     layer: str
     pass_: str
@@ -108,7 +114,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How the budget was divided; ``program`` is what the 0-1 program says of itself, in the document's words."""
+    """How the budget was divided, and what the 0-1 program says of itself."""
 
     policy: str
     total: int | None
@@ -124,7 +130,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Memory while one kernel runs: what is alive, its result, its workspace."""
+    """Memory in bytes while one kernel runs: what is alive, its result, and its workspace."""
 
     layer: str
     pass_: str
@@ -134,13 +140,13 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of the three."""
         return self.alive + self.result + self.workspace
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Memory over one training step."""
+    """Memory in bytes over one training step."""
 
     limit: int | None
     peak: int | None
@@ -150,7 +156,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """All that the page shows. ``options`` are (name, text) pairs; ``workspace`` is the limit per kernel."""
+    """All that the page shows. ``options`` are pairs (name, text); ``workspace`` is the limit per kernel in bytes."""
 
     target: str
     device: str
@@ -172,5 +178,5 @@ class Report:
 
     @functools.cached_property
     def compared(self) -> bool:
-        """Whether some pass has the framework's time and that of what runs."""
+        """Whether some pass has both the framework's time and that of what runs."""
         return any(part.saved_ms is not None for part in self.parts)

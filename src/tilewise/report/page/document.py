@@ -1,7 +1,7 @@
-"""What the page shows, read from a document: everything used is checked, what is absent or null stays out.
+"""Reading a document for the page: everything used is checked, and what is absent or null is left out.
 
-The document may come from anywhere. A value of the wrong type, a number that is none or beyond 2^63, a negative size or
-time raises :class:`DocumentError`, which names the place; so whatever is read can be drawn.
+The document may come from anywhere. A value of the wrong type, a number that is not finite or not below 2^63, a
+negative size or time raises :class:`DocumentError`, which names the place. So whatever is read can be drawn.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
+from tilewise.problems.limits import INT64_MAX
 from tilewise.report.page.contents import (
     Budget,
     Layer,
@@ -27,16 +28,18 @@ from tilewise.report.page.contents import (
 __all__ = ["DocumentError", "read"]
 
 SCHEMAS = {"tilewise/plan": 1, "tilewise/time": 1}
-"""Schemas that make a page, and the version that is read."""
-GREATEST = 2**63
+"""Schemas of documents that can be shown, with the version that is read."""
 
 
 class DocumentError(ValueError):
-    """A document that no page can be made of; the message names the place, the value and what would do."""
+    """The document cannot be shown. The message names the place, the value and what would do."""
 
 
 class Fields:
-    """An object of the document and where it stands; getters give ``None`` for what is absent or null."""
+    """An object of the document and its place in it.
+
+    Getters return ``None`` for what is absent or null, and raise :class:`DocumentError` for a value of the wrong type.
+    """
 
     def __init__(self, data: object, place: str) -> None:
         if not isinstance(data, dict):
@@ -47,14 +50,15 @@ class Fields:
         return name in self._data
 
     def where(self, name: str) -> str:
-        """The place of a field."""
+        """The place of a field, for messages."""
         return f"{self.place}.{name}" if self.place else name
 
     def _refuse(self, name: str, wanted: str) -> DocumentError:
+        """The error for the value of a field; ``wanted`` says what would do."""
         return DocumentError(f"{self.where(name)}={_shown(self._data[name])}: {wanted} would do")
 
     def text(self, name: str) -> str:
-        """Text; empty where it is absent."""
+        """The text of a field; empty where it is absent."""
         value = self._data.get(name)
         if value is None:
             return ""
@@ -63,41 +67,41 @@ class Fields:
         return value
 
     def value(self, name: str) -> object:
-        """Whatever is there."""
+        """The value of a field, whatever it is."""
         return self._data.get(name)
 
     def flag(self, name: str) -> bool | None:
-        """A truth value."""
+        """A field that is true or false."""
         value = self._data.get(name)
         if value is not None and not isinstance(value, bool):
             raise self._refuse(name, "true or false")
         return value
 
     def number(self, name: str) -> float | None:
-        """A finite number that is not negative."""
+        """A field that is a finite number and not negative."""
         value = self._data.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < GREATEST:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= INT64_MAX:
             raise self._refuse(name, "a number from 0 on")
         return value
 
     def integer(self, name: str) -> int | None:
-        """A whole number that is not negative."""
+        """A field that is a whole number and not negative."""
         value = self._data.get(name)
         if value is None:
             return None
-        if type(value) is not int or not 0 <= value < GREATEST:
+        if type(value) is not int or not 0 <= value <= INT64_MAX:
             raise self._refuse(name, "a whole number from 0 on")
         return value
 
     def part(self, name: str) -> Fields | None:
-        """An object in it."""
+        """A field that is an object."""
         value = self._data.get(name)
         return None if value is None else Fields(value, self.where(name))
 
     def entries(self, name: str) -> list[tuple[object, str]] | None:
-        """A list's entries, each with its place."""
+        """The entries of a field that is a list, each with its place."""
         value = self._data.get(name)
         if value is None:
             return None
@@ -106,25 +110,25 @@ class Fields:
         return [(entry, f"{self.where(name)}[{i}]") for i, entry in enumerate(value)]
 
     def objects(self, name: str) -> list[Fields]:
-        """A list's entries, which are objects; none where it is absent."""
+        """The entries of a list of objects; empty where it is absent."""
         return [Fields(entry, place) for entry, place in self.entries(name) or ()]
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list's entries, which are text; none where it is absent."""
-        found = self.entries(name) or ()
-        for entry, place in found:
+        """The entries of a list of text; empty where it is absent."""
+        entries = self.entries(name) or ()
+        for entry, place in entries:
             if not isinstance(entry, str):
                 raise DocumentError(f"{place}={_shown(entry)}: text would do")
-        return tuple(str(entry) for entry, _ in found)
+        return tuple(str(entry) for entry, _ in entries)
 
     def plan(self, name: str) -> Plan | None:
-        """A plan, as :meth:`Plan.to_json` writes it."""
+        """A field that is a plan, as :meth:`Plan.to_json` writes it."""
         value = self._data.get(name)
         return None if value is None else _plan(value, self.where(name))
 
 
 def read(document: object) -> Report:
-    """What a ``tilewise/plan`` or ``tilewise/time`` document says. Raises :class:`DocumentError`."""
+    """The contents of a ``tilewise/plan`` or ``tilewise/time`` document. Raises :class:`DocumentError`."""
     top = Fields(document, "")
     schema = top.text("schema")
     if schema not in SCHEMAS:
@@ -150,6 +154,7 @@ def read(document: object) -> Report:
 
 
 def _options(fields: Fields) -> tuple[tuple[str, str], ...]:
+    """Names and texts of the options that the document has."""
     batch, limit, same = fields.integer("batch"), fields.integer("workspace"), fields.flag("deterministic")
     pairs = {
         "mini-batch": "" if batch is None else str(batch),
@@ -168,6 +173,7 @@ def _options(fields: Fields) -> tuple[tuple[str, str], ...]:
 
 
 def _layer(fields: Fields, numbers: Iterator[int]) -> Layer:
+    """One layer; ``numbers`` counts passes over all layers."""
     names = fields.texts("names") or ("unnamed",)
     title = names[0] + (f" x{len(names)}" if len(names) > 1 else "")
     return Layer(
@@ -175,11 +181,12 @@ def _layer(fields: Fields, numbers: Iterator[int]) -> Layer:
         names,
         bool(fields.flag("transposed")),
         fields.text("left"),
-        tuple(_part(one, next(numbers), title, names) for one in fields.objects("passes")),
+        tuple(_part(pass_fields, next(numbers), title, names) for pass_fields in fields.objects("passes")),
     )
 
 
 def _part(fields: Fields, number: int, title: str, names: tuple[str, ...]) -> Part:
+    """One pass of a layer."""
     problem = fields.part("problem") or Fields({}, fields.where("problem"))
     front, candidates = fields.entries("front"), fields.entries("candidates")
     return Part(
@@ -203,6 +210,7 @@ def _part(fields: Fields, number: int, title: str, names: tuple[str, ...]) -> Pa
 
 
 def _plan(value: object, place: str) -> Plan:
+    """A plan. Raises :class:`DocumentError` where it is none."""
     try:
         plan = Plan.from_json(value)
     except ValueError as error:
@@ -212,8 +220,8 @@ def _plan(value: object, place: str) -> Plan:
 
 
 def _check_sizes(plan: Plan, place: str) -> None:
-    """Sizes and counts that are to be drawn; a plan as such may hold any."""
-    if any(not 0 <= size < GREATEST for size in (plan.workspace, plan.constant, *plan.counts)):
+    """Raise :class:`DocumentError` for sizes or counts too large to draw; a plan as such may hold any."""
+    if any(not 0 <= size <= INT64_MAX for size in (plan.workspace, plan.constant, *plan.counts)):
         raise DocumentError(f"{place}: workspace, constant and counts of a plan must be below 2^63")
     _config(plan.config.to_json(), place)
     for child in plan.children:
@@ -221,17 +229,19 @@ def _check_sizes(plan: Plan, place: str) -> None:
 
 
 def _config(data: object, place: str) -> Config:
+    """A config. Raises :class:`DocumentError` where it is none."""
     try:
         config = Config.from_json(data)
     except ValueError as error:
         raise DocumentError(f"{place}: {str(error)[:300]}") from error
     for name, value in config.items():
-        if any(isinstance(v, int) and abs(v) >= GREATEST for v in (value if isinstance(value, tuple) else (value,))):
+        if any(isinstance(v, int) and abs(v) > INT64_MAX for v in (value if isinstance(value, tuple) else (value,))):
             raise DocumentError(f"{place}: config[{name[:80]!r}] must be below 2^63")
     return config
 
 
 def _candidate(fields: Fields) -> Measurement:
+    """The measurement of a solver and config that was tried, from its ``fields``."""
     error = fields.part("error")
     distances = [] if error is None else [error.number(name) for name in ("l2", "spread")]
     return Measurement(
@@ -247,6 +257,7 @@ def _candidate(fields: Fields) -> Measurement:
 
 
 def _totals(fields: Fields | None) -> Totals | None:
+    """The summary, if the document has one."""
     if fields is None:
         return None
     counts = (fields.integer(name) for name in ("passes", "replaced", "divided", "unplanned", "compared"))
@@ -255,6 +266,7 @@ def _totals(fields: Fields | None) -> Totals | None:
 
 
 def _training(fields: Fields | None) -> Training | None:
+    """The training steps, if the document has them."""
     if fields is None:
         return None
     sides = [_side(fields.part(name)) for name in ("framework", "planned")]
@@ -262,6 +274,7 @@ def _training(fields: Fields | None) -> Training | None:
 
 
 def _side(fields: Fields | None) -> Side:
+    """The training step of one side."""
     if fields is None:
         return Side(None, None, None, None)
     forward, backward, step = (fields.number(name) for name in ("forward_ms", "backward_ms", "step_ms"))
@@ -269,6 +282,7 @@ def _side(fields: Fields | None) -> Side:
 
 
 def _budget(fields: Fields | None) -> Budget | None:
+    """The budget, if the document has one."""
     if fields is None:
         return None
     program = fields.part("program") or Fields({}, fields.where("program"))
@@ -278,8 +292,13 @@ def _budget(fields: Fields | None) -> Budget | None:
         used=fields.integer("used"),
         least=fields.integer("least"),
         segments=tuple(
-            Segment(one.text("layer"), one.text("pass"), one.integer("workspace") or 0, one.number("time_ms"))
-            for one in fields.objects("segments")
+            Segment(
+                segment.text("layer"),
+                segment.text("pass"),
+                segment.integer("workspace") or 0,
+                segment.number("time_ms"),
+            )
+            for segment in fields.objects("segments")
         ),
         variables=program.integer("variables"),
         rows=program.integer("rows"),
@@ -290,20 +309,23 @@ def _budget(fields: Fields | None) -> Budget | None:
 
 
 def _step(fields: Fields | None) -> Step | None:
+    """The memory of a step, if the document has it."""
     if fields is None:
         return None
     moments = (
         Moment(
-            one.text("layer"), one.text("pass"), *(one.integer(name) or 0 for name in ("alive", "result", "workspace"))
+            moment.text("layer"),
+            moment.text("pass"),
+            *(moment.integer(name) or 0 for name in ("alive", "result", "workspace")),
         )
-        for one in fields.objects("moments")
+        for moment in fields.objects("moments")
     )
     limit, peak, least = (fields.integer(name) for name in ("limit", "peak", "least"))
     return Step(limit, peak, least, tuple(moments))
 
 
 def _shown(value: object) -> str:
-    """A value in a message, not all of a long one."""
+    """A value as text for a message, shortened."""
     if isinstance(value, (dict, list)):
         return f"a{'n object' if isinstance(value, dict) else ' list'}"
     text = repr(value)

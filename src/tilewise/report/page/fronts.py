@@ -1,11 +1,11 @@
-"""Fronts of time against workspace as small multiples (Oyama et al. 2018, mu-cuDNN, Figure 8)."""
+"""Fronts of time against workspace, one small plot for each (Oyama et al. 2018, mu-cuDNN, Figure 8)."""
 
 from __future__ import annotations
 
 import math
 
 from tilewise.plan import Plan
-from tilewise.report.page.batches import few
+from tilewise.report.page.batches import folded
 from tilewise.report.page.contents import Part, Report
 from tilewise.report.page.html import Child, Markup, escaped, table, tag
 from tilewise.report.page.svg import key, log_ticks
@@ -28,13 +28,13 @@ SHOWN, LISTED = 8, 60
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 250.0, 14.0, 138.0
 """Edges of the plot in a panel of 260 x 160."""
 ZERO = 24.0
-"""Room left of the axis for workspaces of nothing, which a logarithm has no place for."""
+"""Room left of the axis for a workspace of 0, which a logarithmic axis cannot show."""
 
 Point = tuple[float, int]
 
 
 def fronts_section(report: Report) -> list[Child]:
-    """A panel for each layer-pass whose front has a choice; the limit of workspace on one scale for all."""
+    """A plot for each pass whose front has a choice, all with one scale of workspace."""
     parts = [part for part in report.parts if part.front and any(_points(part))]
     if not parts:
         words = "The document has no fronts: of each pass it holds the chosen plan alone."
@@ -56,29 +56,31 @@ def fronts_section(report: Report) -> list[Child]:
     return [
         tag("p", " ".join(notes), class_="note"),
         tag("ul", legend, class_="legend") if drawn else None,
-        few(drawn, SHOWN, "fronts", "panels") if drawn else None,
+        folded(drawn, SHOWN, "fronts", "panels") if drawn else None,
         numbers(_table(parts)),
     ]
 
 
 def _points(part: Part) -> list[Point]:
-    """Timed points of a front, least workspace first."""
+    """The timed points of a front, the least workspace first."""
     return sorted(((p.time_ms, p.workspace) for p in part.front or () if p.time_ms > 0), key=lambda point: point[1])
 
 
 def _chosen(part: Part) -> list[Point]:
+    """The chosen plan as a point, if it was timed."""
     plan = part.plan
     return [(plan.time_ms, plan.workspace)] if plan is not None and plan.time_ms > 0 else []
 
 
 def _decades(sizes: list[int]) -> tuple[int, int]:
-    """Powers of two around all workspaces."""
+    """The powers of two that enclose all workspaces."""
     low, high = min(sizes, default=2**10), max(sizes, default=2**20)
     first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
     return 2**first, 2 ** max(last, first + 1)
 
 
 def _panel(part: Part, span: tuple[int, int], limit: int | None, zero: bool) -> Markup:
+    """The plot of one front."""
     points, chosen = _points(part), _chosen(part)
     times = [ms for ms, _ in points + chosen]
     low, high = min(times) / 1.15, max(times) * 1.15
@@ -115,27 +117,29 @@ def _panel(part: Part, span: tuple[int, int], limit: int | None, zero: bool) -> 
     shapes.append(f'<path class="dots" d="{"".join(f"M{px:.1f} {py:.1f}h0" for px, py in places)}"/>')
     for ms, workspace in chosen:
         shapes.append(f'<path class="chosen" d="M{x(workspace):.1f} {y(ms) - 7:.1f}l7 7-7 7-7-7z"/>')
-    title = f"{name_of(part)}: {_said(part)}"
+    title = f"{name_of(part)}: {_front_text(part)}"
     picture = f'<svg viewBox="0 0 260 160" role="img"><title>{escaped(title)}</title>{"".join(shapes)}</svg>'
-    caption = tag("figcaption", anchor(part), " ", tag("span", _said(part), class_="said"))
+    caption = tag("figcaption", anchor(part), " ", tag("span", _front_text(part), class_="said"))
     return tag("figure", caption, Markup(picture))
 
 
 def _ticks(span: tuple[int, int]) -> list[int]:
-    """Powers of two within, few enough to be read."""
+    """Powers of two within ``span``, few enough to be read."""
     first, last = round(math.log2(span[0])), round(math.log2(span[1]))
     step = next(n for n in (1, 2, 5, 10, 20, 30, 63) if (last - first) // n <= 3)
     start = -(-first // step) * step
     return [2**n for n in range(start, last + 1, step)]
 
 
-def _said(part: Part) -> str:
+def _front_text(part: Part) -> str:
+    """A pass's front in words: how many points it has, and the plan that was chosen."""
     plan = part.plan
     chosen = "" if plan is None else f"; chosen {milliseconds(plan.time_ms)} in {size(plan.workspace)}"
     return count(len(_points(part)), "point") + chosen
 
 
 def _table(parts: list[Part]) -> Markup:
+    """The points of all fronts as a table."""
     rows = []
     for part in parts:
         for i, plan in enumerate(part.front or ()):
@@ -146,6 +150,7 @@ def _table(parts: list[Part]) -> Markup:
 
 
 def _same(plan: Plan, chosen: Plan | None) -> bool:
+    """Whether a point of a front is the chosen plan."""
     return chosen is not None and (plan.solver, plan.config, plan.children) == (
         chosen.solver,
         chosen.config,

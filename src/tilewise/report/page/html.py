@@ -1,4 +1,4 @@
-"""HTML as text that is safe by construction: whatever is not :class:`Markup` is escaped where it enters."""
+"""HTML that is safe by construction: whatever is not :class:`Markup` is escaped where it enters."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import TypeAlias
 __all__ = ["Child", "Markup", "escaped", "join", "table", "tag"]
 
 LONGEST = 2000
-"""Characters shown of one text: names and reasons are far shorter, and a page must not be all one of them."""
+"""Most characters shown of one text: names and reasons are far shorter, and no text may fill a page."""
 UNSHOWN = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff"
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
-"""Control characters, halves of surrogate pairs, non-characters, and those that turn the direction of what follows."""
+"""Control characters, lone surrogates, non-characters, and those that change the direction of what follows."""
 VOID = frozenset({"br", "col", "input", "meta"})
 SHAPES = frozenset({"circle", "line", "path", "rect"})
 """SVG elements that are written as empty elements where they have no children."""
 
 
 class Markup(str):
-    """HTML that is right as it stands."""
+    """HTML that is taken as it is."""
 
     __slots__ = ()
 
 
 Child: TypeAlias = "str | Iterable[Child] | None"
-"""Text, which is escaped; markup; several of either; or nothing."""
+"""Text, which is escaped; markup; several of either; or ``None`` for nothing."""
 
 
 def escaped(text: str) -> Markup:
-    """``text`` as HTML that shows it, in an element or a quoted attribute; markup as it stands."""
+    """``text`` as HTML that shows it, in an element or a quoted attribute. Markup stays as it is."""
     if type(text) is Markup:
         return text
     if len(text) > LONGEST:
@@ -42,7 +42,7 @@ def escaped(text: str) -> Markup:
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """Children one after the other."""
+    """Children one after the other, as markup."""
     parts: list[str] = []
     for child in children:
         if isinstance(child, str):
@@ -53,10 +53,10 @@ def join(children: Iterable[Child]) -> Markup:
 
 
 def tag(name: str, *children: Child, **attributes: str | int | bool | None) -> Markup:
-    """An element: ``tag("td", "a < b", class_="num")``.
+    """An element, such as ``tag("td", "a < b", class_="num")``.
 
-    In attributes' names a trailing underscore is dropped and any other becomes a hyphen. ``None`` and ``False`` leave
-    an attribute out, ``True`` gives it without a value.
+    In the names of attributes a trailing underscore is dropped and other underscores become hyphens. ``None`` and
+    ``False`` leave an attribute out, ``True`` gives it without a value.
     """
     head = [name]
     for key, value in attributes.items():
@@ -73,11 +73,11 @@ def tag(name: str, *children: Child, **attributes: str | int | bool | None) -> M
     return Markup(f"<{start}>{inside}</{name}>")
 
 
-def table(caption: str, columns: Sequence[str], rows: Iterable[str | Sequence[str]], told: bool = True) -> Markup:
+def table(caption: str, columns: Sequence[str], rows: Iterable[str | Sequence[str]], captioned: bool = True) -> Markup:
     """A table in a box that scrolls by itself.
 
-    Columns whose name starts with ``#`` hold numbers. Each row's first cell is its heading; a row that is mere text
-    heads those below it. The caption names the box; ``told`` says that it is also shown.
+    Columns whose name begins with ``#`` hold numbers. Each row's first cell is its heading; a row that is only text is
+    a heading for the rows below it. ``caption`` names the box, and is shown above the table if ``captioned``.
     """
     kinds = " ".join(f"n{i}" for i, name in enumerate(columns, 1) if name.startswith("#"))
     head = "".join(f"<th>{escaped(name.removeprefix('#'))}</th>" for name in columns)
@@ -90,7 +90,7 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[str | Sequence[st
             cells = "</td><td>".join([escaped(cell) for cell in row[1:]])
             body.append(f"<tr><th>{escaped(row[0])}</th><td>{cells}</td></tr>")
     inside = (
-        f'<table class="{kinds}">{f"<caption><span>{escaped(caption)}</span></caption>" if told else ""}'
+        f'<table class="{kinds}">{f"<caption><span>{escaped(caption)}</span></caption>" if captioned else ""}'
         f"<thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(body)}</tbody></table>"
     )

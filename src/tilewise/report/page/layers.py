@@ -1,4 +1,4 @@
-"""Layers and passes: framework against planned as bars, and behind each the plan and what was tried."""
+"""Layers and passes: bars for the framework and the plan, and behind each row the plan and what was tried."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["layers_section"]
 
 
 def layers_section(report: Report) -> list[Child]:
-    """Every layer-pass in a row that opens."""
+    """A row for each pass, which opens to its plan."""
     parts = report.parts
     if not report.layers:
         return [tag("p", "The document has no layers.", class_="note")]
@@ -51,6 +51,7 @@ def layers_section(report: Report) -> list[Child]:
 
 
 def _scale(report: Report, greatest: float) -> str:
+    """What the bars show, in words."""
     words = [f"Bars are on one scale from 0 to {milliseconds(greatest)}." if greatest else "No times are given."]
     if report.compared:
         words.append("Framework and plan were timed in turns in one run.")
@@ -63,6 +64,7 @@ def _scale(report: Report, greatest: float) -> str:
 
 
 def _columns(report: Report) -> Markup:
+    """The headings of the rows."""
     names = ["layer, pass", "plan", "time", "ms", "speed-up" if report.compared else "", "workspace"]
     return tag(
         "div", [tag("span", name) for name in names if name], class_=_kind("columns", report), aria_hidden="true"
@@ -70,10 +72,12 @@ def _columns(report: Report) -> Markup:
 
 
 def _kind(kind: str, report: Report) -> str:
+    """A class name, which differs where the framework was not timed."""
     return kind if report.compared else f"{kind} alone"
 
 
 def _legend(report: Report) -> Markup:
+    """The legend of the bars."""
     if not report.compared:
         return tag("ul", key("pl", "plan"), class_="legend")
     return tag("ul", key("fw", "framework"), key("pl", "planned"), class_="legend")
@@ -86,6 +90,7 @@ OPTIONS = (
     ("time", "time"),
     ("workspace", "workspace"),
 )
+"""What rows can be sorted by."""
 TOOLS = tag(
     "form",
     tag("label", "Filter ", tag("input", type="search", id="filter", autocomplete="off")),
@@ -97,7 +102,7 @@ TOOLS = tag(
     hidden=True,
     aria_label="Filter and sort the rows",
 )
-"""Shown by the script, which it needs."""
+"""The form for filtering and sorting. The script shows it, as it works only with that."""
 
 
 def _shown_ms(part: Part, report: Report) -> float | None:
@@ -108,16 +113,17 @@ def _shown_ms(part: Part, report: Report) -> float | None:
 
 
 def _row(part: Part, layer: Layer, report: Report, greatest: float, most: int) -> Markup:
+    """The row of one pass; ``most`` limits the candidates that it lists."""
     planned = _shown_ms(part, report)
     values = (part.framework_ms, planned) if report.compared else (planned,)
     kinds = ("fw", "pl") if report.compared else ("pl",)
-    said = [
+    times = [
         f"{word} {milliseconds(ms)}"
         for word, ms in zip(("framework", "planned"), values, strict=False)
         if ms is not None
     ]
     if not report.compared:
-        said = [f"plan {milliseconds(planned)}"]
+        times = [f"plan {milliseconds(planned)}"]
     height = 8 if len(kinds) == 2 else 10
     bars = [
         rect(0, ms / greatest, 2 + 13 * i, height, kind)
@@ -131,7 +137,7 @@ def _row(part: Part, layer: Layer, report: Report, greatest: float, most: int) -
     cells = [
         tag("span", tag("b", breakable(part.title)), " ", tag("i", part.pass_), class_="who"),
         tag("span", root_text(part), class_="what" + ("" if part.plan is not None else " bad")),
-        svg(f"{name_of(part)}: {', '.join(said)}", bars, height=26 if len(kinds) == 2 else 14, kind="bars"),
+        svg(f"{name_of(part)}: {', '.join(times)}", bars, height=26 if len(kinds) == 2 else 14, kind="bars"),
         tag("span", [tag("span", text, class_="under" if i == 0 and len(shown) == 2 else None)
                      for i, text in enumerate(shown)], class_="ms"),
         tag("span", format_ratio(part.ratio), class_=_gain_class(part.ratio)) if report.compared else None,
@@ -146,22 +152,26 @@ def _row(part: Part, layer: Layer, report: Report, greatest: float, most: int) -
 
 
 def _gain_class(ratio: float | None) -> str:
+    """The class of a speed-up: better, worse or about equal."""
     if ratio is None or 0.97 <= ratio < 1.03:
         return "gain"
     return "gain up" if ratio > 1 else "gain bad"
 
 
 def _key(value: float | None) -> str:
+    """A number as the script reads it."""
     return "" if value is None else f"{value:.6g}"
 
 
 def _left(layer: Layer) -> Markup:
+    """The row of a layer without passes."""
     text = f"{LEFT}: {layer.left}" if layer.left else "no passes"
     row = tag("div", tag("span", tag("b", breakable(layer.title)), class_="who"), tag("span", text, class_="why"))
     return tag("li", row, class_="left")
 
 
 def _table(report: Report) -> Markup:
+    """All passes as a table."""
     rows = []
     for part in report.parts:
         plan = part.plan

@@ -1,9 +1,9 @@
-"""Memory: each layer's operands, results and workspace (mu-cuDNN, Figure 12), and all of it over a training step."""
+"""Memory: operands, results and workspace of each layer (mu-cuDNN, Figure 12), and of a whole training step."""
 
 from __future__ import annotations
 
 from tilewise.plan import format_bytes
-from tilewise.report.page.batches import few
+from tilewise.report.page.batches import folded
 from tilewise.report.page.contents import Layer, Moment, Report, Step
 from tilewise.report.page.html import Child, Markup, table, tag
 from tilewise.report.page.svg import key, line, rect, size_ticks, svg, write
@@ -13,7 +13,7 @@ __all__ = ["layer_memory_section", "step_section"]
 
 SHOWN, LISTED = 24, 300
 HEIGHT, TOP = 240.0, 20.0
-"""Of the plot of a step, in pixels: the plot itself, and what is above it."""
+"""Height of the plot of a step, and of the room above it, in pixels."""
 
 
 def layer_memory_section(report: Report) -> list[Child]:
@@ -41,7 +41,7 @@ def layer_memory_section(report: Report) -> list[Child]:
     return [
         tag("p", note, class_="note"),
         tag("ul", key("rs", "operands and results"), key("ws", "workspace"), class_="legend"),
-        few(rows, SHOWN, "layers", "bars-list"),
+        folded(rows, SHOWN, "layers", "bars-list"),
         tag("p", f"{beyond} more layers are in the table.", class_="note") if beyond else None,
         numbers(table("Memory of each pass", MEMORY_COLUMNS, table_rows)),
     ]
@@ -51,16 +51,18 @@ MEMORY_COLUMNS = ("layer", "pass", "#operands and result", "#workspace", "#kept 
 
 
 def _data(layer: Layer) -> int:
+    """Bytes of a layer's operands and results."""
     return max((part.bytes or 0 for part in layer.parts), default=0)
 
 
 def _workspace(layer: Layer) -> tuple[int, str]:
-    """The most that a pass takes, and which."""
+    """Bytes of the pass with the most workspace, and its name."""
     return max(((part.plan.workspace, part.pass_) for part in layer.parts if part.plan), default=(0, ""))
 
 
 def _bar(layer: Layer, greatest: int) -> Markup:
-    data, (extra, which) = _data(layer), _workspace(layer)
+    """The bar of one layer."""
+    data, (extra, pass_) = _data(layer), _workspace(layer)
     share = data / greatest
     shapes = [rect(0, share, 1, 14, "rs"), rect(share, extra / greatest, 1, 14, "ws")]
     return tag(
@@ -73,7 +75,7 @@ def _bar(layer: Layer, greatest: int) -> Markup:
         ),
         tag("span", format_bytes(data), class_="num"),
         tag("span", f"+ {format_bytes(extra)}" if extra else NOTHING, class_="num"),
-        tag("i", which if extra else ""),
+        tag("i", pass_ if extra else ""),
         class_="bar",
     )
 
@@ -98,6 +100,7 @@ def step_section(step: Step) -> list[Child]:
 
 
 def _facts(step: Step) -> str:
+    """Limit, peak and least memory of a step, in words."""
     words = ["No limit was set" if step.limit is None else f"Limit {format_bytes(step.limit)}"]
     if step.peak is not None:
         share = f" ({step.peak / step.limit:.0%} of the limit)" if step.limit else ""
@@ -108,15 +111,17 @@ def _facts(step: Step) -> str:
 
 
 MOST_MOMENTS = 400
+"""Most moments that the plot of a step draws."""
 
 
 def _binned(moments: tuple[Moment, ...]) -> list[Moment]:
-    """At most ``MOST_MOMENTS``, of each run of neighbours the one that takes most."""
+    """At most ``MOST_MOMENTS`` moments: of each run of neighbours the one that takes most."""
     width = -(-len(moments) // MOST_MOMENTS)
     return [max(moments[i : i + width], key=lambda m: m.total) for i in range(0, len(moments), width)]
 
 
 def _plot(step: Step) -> Markup:
+    """The plot of a step."""
     moments = _binned(step.moments)
     top = max(max(m.total for m in moments), step.limit or 0, step.peak or 0) or 1
     # A limit far above what is used would press the drawing flat; then the limit is told in words alone.
@@ -176,6 +181,7 @@ def _plot(step: Step) -> Markup:
 
 
 def _moments_table(step: Step) -> Markup:
+    """The moments as a table."""
     rows = []
     for m in step.moments[:5000]:
         left = NOTHING if step.limit is None else size(step.limit - m.total) if step.limit >= m.total else "over"

@@ -1,4 +1,4 @@
-"""The top of the page: what was planned where, what it gained, and where most."""
+"""The top of the page: what was planned and where, and what it gained."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tilewise.report.page.words import (
 __all__ = ["summary_section"]
 
 GREATEST = 5
+"""Most gains and most losses that are listed."""
 
 
 def summary_section(report: Report) -> list[Child]:
@@ -32,6 +33,7 @@ def summary_section(report: Report) -> list[Child]:
 
 
 def _cards(report: Report) -> list[Child]:
+    """The totals at the page's top, one card each."""
     totals = report.totals
     cards: list[Child] = []
     if totals is not None:
@@ -51,10 +53,10 @@ def _cards(report: Report) -> list[Child]:
             cards.append(
                 _card("without a plan", str(totals.unplanned), "layer-passes that nothing keeps the limits for")
             )
-    own = [part.plan_ms * len(part.names) for part in report.parts if part.plan_ms is not None]
-    if own and not report.compared:
+    plan_times = [part.plan_ms * len(part.names) for part in report.parts if part.plan_ms is not None]
+    if plan_times and not report.compared:
         how = "estimated" if report.rigor == "estimate" else "as timed when planning"
-        cards.insert(0, _card("plans in all", milliseconds(sum(own)), how))
+        cards.insert(0, _card("plans in all", milliseconds(sum(plan_times)), how))
     if report.training is not None and report.training.ratio is not None:
         sides = (report.training.framework.step_ms, report.training.planned.step_ms)
         text = f"framework {milliseconds(sides[0])}, planned {milliseconds(sides[1])}"
@@ -69,10 +71,12 @@ def _cards(report: Report) -> list[Child]:
 
 
 def _card(name: str, value: str, text: str) -> Markup:
+    """One total with a word on it."""
     return tag("div", tag("dt", name), tag("dd", tag("b", value), tag("span", text)))
 
 
 def _gains(report: Report) -> list[Child]:
+    """The passes that gain most and those that lose most."""
     gains = sorted(((part.saved_ms, part.number, part) for part in report.parts if part.saved_ms), reverse=True)
     best = [part for saved, _, part in gains if saved and saved > 0][:GREATEST]
     worst = [part for saved, _, part in reversed(gains) if saved and saved < 0 and part.replaced][:GREATEST]
@@ -86,10 +90,12 @@ def _gains(report: Report) -> list[Child]:
 
 
 def _list(parts: list[Part]) -> Markup:
+    """Passes with what they gain."""
     return tag("ol", [tag("li", anchor(part), " ", _gain(part)) for part in parts], class_="gains")
 
 
 def _gain(part: Part) -> list[Child]:
+    """What one pass gains over the framework, in milliseconds and as a ratio, and by which plan."""
     saved = part.saved_ms or 0.0
     words = f"{'saves' if saved >= 0 else 'loses'} {milliseconds(abs(saved))}" + (
         f" in {len(part.names)} layers" if len(part.names) > 1 else ""
@@ -102,6 +108,7 @@ def _gain(part: Part) -> list[Child]:
 
 
 def _training(training: Training) -> list[Child]:
+    """The training steps of both sides as a table."""
     ratios = [
         format_ratio(a / b if a is not None and b else None)
         for a, b in zip(_times(training.framework), _times(training.planned), strict=True)
@@ -119,10 +126,12 @@ def _training(training: Training) -> list[Child]:
 
 
 def _times(side: Side) -> tuple[float | None, float | None, float | None]:
+    """Forward, backward and whole step in ms."""
     return side.forward_ms, side.backward_ms, side.step_ms
 
 
 def _settings(report: Report) -> Markup:
+    """Options, device and versions."""
     facts = [
         *report.options,
         ("device", report.device),

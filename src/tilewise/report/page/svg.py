@@ -1,4 +1,7 @@
-"""SVG pieces. Widths are percent, so that drawings stretch with the page while text and hatching keep their size."""
+"""Pieces of SVG.
+
+Widths are percentages, so that drawings stretch with the page while text and hatching keep their size.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ SWATCHES = {
     "dots": '<path class="{}" d="M11 7h0"/>',
     "chosen": '<path class="{}" d="M11 0l7 7-7 7-7-7z"/>',
 }
-"""What stands for a class in a legend where that is no box."""
+"""The drawing in a legend for classes where it is not a box."""
 
 KEYS = 6
-"""Kinds that a drawing tells apart by tint and pattern; letters go on from there."""
+"""How many kinds a drawing tells apart by tint and pattern. Letters tell further ones apart."""
 
 
 def percent(fraction: float) -> str:
-    """``0.125`` as ``12.5%``, kept within the drawing."""
+    """A fraction such as 0.125 as ``12.5%``, kept between 0 and 100 %."""
     return f"{100 * min(max(fraction, 0.0), 1.0):.4g}%"
 
 
@@ -34,18 +37,18 @@ def rect(x: float, width: float, y: float, height: float, kind: str, title: str 
 
 
 def line(x1: float, x2: float, y1: float, y2: float, kind: str) -> Markup:
-    """A line; x in shares of the drawing, y in pixels."""
+    """A line of class ``kind``: x in shares of the drawing, y in pixels."""
     ends = f'x1="{percent(x1)}" x2="{percent(x2)}" y1="{y1:.5g}" y2="{y2:.5g}"'
     return Markup(f'<line class="{kind}" {ends}/>')
 
 
 def write(x: str, y: float, text: str, kind: str = "", anchor: str = "") -> Markup:
-    """Text at ``x``, with its unit, and ``y``; anchored at its ``start``, ``middle`` or ``end``."""
+    """Text at ``x`` (with its unit) and ``y`` in pixels, anchored at its ``start``, ``middle`` or ``end``."""
     return tag("text", text, x=x, y=f"{y:.5g}", class_=kind or None, text_anchor=anchor or None)
 
 
 def svg(title: str, *children: Child, height: int, kind: str = "") -> Markup:
-    """A drawing as wide as its place; ``title`` says what it shows to those who do not see it."""
+    """A drawing as wide as its place. ``title`` says what it shows to those who do not see it."""
     attributes = f'role="img" width="100%" height="{height}"' + (f' class="{kind}"' if kind else "")
     return Markup(f"<svg {attributes}><title>{escaped(title)}</title>{join(children)}</svg>")
 
@@ -59,7 +62,7 @@ def key(kind: str, text: Child) -> Markup:
 
 
 def patterns() -> Markup:
-    """What fills refer to: hatches that tell kinds apart without colour; their colours are the style sheet's."""
+    """Hatching patterns for fills, which tell kinds apart without colour. Their colours are in the style sheet."""
     marks = {
         "fw": (6, "M-1 1 1-1M0 6 6 0M5 7 7 5"),
         "ws": (6, "M-1 5 1 7M0 0 6 6M5-1 7 1"),
@@ -80,7 +83,7 @@ def patterns() -> Markup:
 
 
 def size_ticks(greatest: float, most: int = 5) -> list[int]:
-    """Bytes from 0 on at equal, round steps up to at least ``greatest``, in at most ``most`` steps."""
+    """Bytes from 0 to at least ``greatest`` in at most ``most`` equal, round steps."""
     step = 1
     while step * most < greatest:
         step *= 2
@@ -88,7 +91,7 @@ def size_ticks(greatest: float, most: int = 5) -> list[int]:
 
 
 def log_ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Round values within a range on a logarithmic axis: 1, 2 and 5 of each decade, or fewer."""
+    """At most ``most`` round values between ``low`` and ``high`` on a logarithmic axis."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in (
         (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0),
@@ -97,7 +100,7 @@ def log_ticks(low: float, high: float, most: int = 4) -> list[float]:
         (1.0, 3.0),
         (1.0,),
     ):
-        found = [step * 10.0**n for n in decades for step in steps if low <= step * 10.0**n <= high]
-        if len(found) <= most:
-            return found
-    return found[:: math.ceil(len(found) / most)]
+        ticks = [step * 10.0**n for n in decades for step in steps if low <= step * 10.0**n <= high]
+        if len(ticks) <= most:
+            return ticks
+    return ticks[:: math.ceil(len(ticks) / most)]

@@ -1,4 +1,4 @@
-"""What a row opens to: the problem, the plan tree, what was tried and why it lost."""
+"""What a row opens to: the problem, the plan tree, and what was tried and why it lost."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ __all__ = ["inside"]
 
 
 COLUMNS = ("plan", "#ms", "#of plan's time", "#workspace", "#L2 error", "#spread", "")
+"""Columns of the table of a plan and of what was tried."""
 
 
 def inside(part: Part, layer: Layer, most: int) -> list[Child]:
-    """All about one pass; at most ``most`` measured and as many lost candidates are listed."""
-    found: list[Child] = [_problem(part, layer)]
+    """All about one pass. At most ``most`` measured and ``most`` lost candidates are listed."""
+    blocks: list[Child] = [_problem(part, layer)]
     if part.plan is None:
-        found.append(tag("p", "No plan: ", part.reason or "the document does not say why.", class_="why bad"))
+        blocks.append(tag("p", "No plan: ", part.reason or "the document does not say why.", class_="why bad"))
     rows, note = _tried(part, most) if part.candidates is not None else ([], _where_to_look(part))
     if part.plan is not None or rows:
-        found.append(table(f"Plan of {name_of(part)}", COLUMNS, [*_tree(part), *rows], told=False))
-    return [*found, note]
+        blocks.append(table(f"Plan of {name_of(part)}", COLUMNS, [*_tree(part), *rows], captioned=False))
+    return [*blocks, note]
 
 
 def _problem(part: Part, layer: Layer) -> Markup:
+    """Facts about the problem of one pass: its notation, arithmetic and data."""
     facts: list[Child] = [tag("code", part.text or part.key)] if part.text or part.key else []
     if layer.transposed:
         facts.append("transposed: its forward is dgrad")
@@ -53,14 +55,15 @@ def _problem(part: Part, layer: Layer) -> Markup:
         facts.append(f"operands and result {size(part.bytes)}")
     if part.saved_ms is not None and part.replaced:
         words = "saves" if part.saved_ms >= 0 else "loses"
-        each = f" in {len(part.names)} layers" if len(part.names) > 1 else ""
-        facts.append(f"{words} {milliseconds(abs(part.saved_ms))}{each}")
+        layers = f" in {len(part.names)} layers" if len(part.names) > 1 else ""
+        facts.append(f"{words} {milliseconds(abs(part.saved_ms))}{layers}")
     if len(part.names) > 1:
         facts.append("equal layers: " + short(", ".join(part.names), 600))
     return tag("ul", [tag("li", fact) for fact in facts], class_="line")
 
 
 def _tree(part: Part) -> list[list[str]]:
+    """Rows of the plan tree."""
     rows = []
     for depth, times, plan in walk(part.plan) if part.plan is not None else ():
         name = f"{times} x {plan_text(plan)}" if times > 1 else plan_text(plan)
@@ -81,6 +84,7 @@ def _tree(part: Part) -> list[list[str]]:
 
 
 def _where_to_look(part: Part) -> Markup:
+    """How to find out what else was tried."""
     if not part.text:
         return tag("p", "The document does not say what else was tried.", class_="note")
     command = tag("code", f"tilewise explain {part.text} --pass {part.pass_}")
@@ -88,6 +92,7 @@ def _where_to_look(part: Part) -> Markup:
 
 
 def _tried(part: Part, most: int) -> tuple[list[str | list[str]], Markup | None]:
+    """Rows of candidates, and a note on those that are not listed."""
     candidates = part.candidates or ()
     won = [m for m in candidates if not m.reason]
     lost = _grouped(m for m in candidates if m.reason)
@@ -108,10 +113,12 @@ def _tried(part: Part, most: int) -> tuple[list[str | list[str]], Markup | None]
 
 
 def _chosen(m: Measurement, part: Part) -> bool:
+    """Whether a measurement is of the chosen plan."""
     return part.plan is not None and m.solver == part.plan.solver and m.config == part.plan.config
 
 
 def _measured(m: Measurement, chosen: bool, part: Part) -> list[str]:
+    """The row of a measured candidate."""
     ratio = m.time_ms / part.plan_ms if m.time_ms is not None and part.plan_ms else None
     why = "chosen" if chosen else "slower" if ratio is not None and ratio > 1 else NOTHING
     if why == NOTHING and part.plan is not None and m.workspace is not None and m.workspace > part.plan.workspace:
@@ -121,17 +128,19 @@ def _measured(m: Measurement, chosen: bool, part: Part) -> list[str]:
 
 
 def _lost(m: Measurement, times: int) -> list[str]:
+    """The row of ``times`` similar lost candidates."""
     name = _name(m) + (f" and {count(times - 1, 'other')}" if times > 1 else "")
     cells = [name, format_ms(m.time_ms), NOTHING, size(m.workspace), distance(m.error), distance(m.error, "spread")]
     return [*cells, short(m.reason, 400)]
 
 
 def _name(m: Measurement) -> str:
+    """Solver and config of a candidate."""
     return " ".join(word for word in (short(m.solver), short(str(m.config), 160)) if word)
 
 
 def _grouped(lost: Iterable[Measurement]) -> list[tuple[Measurement, int]]:
-    """The first of those that one solver lost for reasons equal but for numbers, and how many they are."""
+    """Lost candidates by solver and reason, numbers aside: the first of each group, and the size of the group."""
     groups: dict[tuple[str, str], list[Measurement]] = {}
     for m in lost:
         groups.setdefault((m.solver, re.sub(r"[\d.e+-]+", "0", m.reason)), []).append(m)

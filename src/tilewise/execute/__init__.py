@@ -1,0 +1,16 @@
+"""Runs plans: every leaf is bound to its tensors once, then called with no decision left to take."""
+
+from tilewise.execute.bound import Bound, adds_bias, bind, release_workspaces, touch_workspace
+from tilewise.execute.node import PlanMismatch
+from tilewise.execute.nodes import carved, parts_of
+
+__all__ = [
+    "Bound",
+    "PlanMismatch",
+    "adds_bias",
+    "bind",
+    "carved",
+    "parts_of",
+    "release_workspaces",
+    "touch_workspace",
+]

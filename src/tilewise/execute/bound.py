@@ -1,0 +1,211 @@
+"""A plan bound to tensors of fixed shapes and strides, called with no decision left to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilewise import solvers
+from tilewise.execute.elsewhere import release_elsewhere
+from tilewise.execute.node import Node, PlanMismatch
+from tilewise.execute.nodes import Leaf, node_of, parts_of
+from tilewise.machine.workspaces import Workspaces
+from tilewise.plan import Plan
+from tilewise.problems.base import Problem, Write, as_tuple, dense_strides
+from tilewise.solvers import Split, mismatch
+
+__all__ = ["Bound", "adds_bias", "bind", "release_workspaces", "touch_workspace"]
+
+_workspaces = Workspaces()
+
+
+def touch_workspace(size: int, device: torch.device) -> None:
+    """Make a CPU workspace of ``size`` bytes resident, so that a measurement does not count it as growth."""
+    if device.type == "cpu":
+        _workspaces.touch(size)
+
+
+def release_workspaces() -> None:
+    """Give the memory of this thread's CPU workspace back to the system."""
+    _workspaces.release()
+    release_elsewhere()
+
+
+class Bound:
+    """A plan bound to tensors of fixed shapes and strides.
+
+    ``bound(a, b, bias=None, out=None)`` computes the problem from operands in the order of ``problem.operands`` and
+    returns the result. ``workspace`` is in bytes; what libraries allocate inside is not counted. ``workspaces`` has it
+    by the name of the device, for parts on other devices, too. Where the plan's solvers add the bias, a bias of another
+    length or device raises ``ValueError``.
+    """
+
+    __slots__ = (
+        "_addressed",
+        "_adds",
+        "_bias_dim",
+        "_bias_shape",
+        "_dtype",
+        "_fresh",
+        "_like_a",
+        "_run",
+        "_shape",
+        "_strides",
+        "plan",
+        "problem",
+        "workspace",
+        "workspaces",
+    )
+
+    def __init__(self, plan: Plan, problem: Problem, node: Node, strides: tuple[tuple[int, ...], ...]) -> None:
+        self.plan, self.problem = plan, problem
+        self.workspace = node.workspace
+        self.workspaces = {**node.elsewhere, problem.device: node.workspace}
+        first = problem.results[0]
+        self._shape = problem.shape(first)
+        self._strides = strides[0]  # the solvers have been bound to these
+        self._dtype = problem.torch_dtype(first)
+        self._bias_dim = problem.bias_dim
+        self._bias_shape = _along(problem.bias_dim, len(self._shape))
+        self._adds = node.adds
+        self._fresh = isinstance(node, Leaf) and node.returns_new
+        self._run = node.shortest()
+        self._addressed = node.addressed()
+        self._like_a = self._dtype is problem.torch_dtype(problem.operands[0])
+
+    if TYPE_CHECKING:  # as all kinds of problems are called: operands, a bias or None, results
+
+        def __call__(self, *tensors: Tensor | None, bias: Tensor | None = None, out: Tensor | None = None) -> Any: ...
+
+    else:
+
+        def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+            size = self.workspace
+            workspace = _workspaces.take(size, a.device) if size else None
+            if out is None and not self._fresh:
+                if self._like_a:
+                    out = a.new_empty_strided(self._shape, self._strides)
+                else:
+                    out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
+            added = (self._fitting(bias, a.device),) if self._adds else ()
+            if self._addressed is not None and out is not None:
+                address = 0 if workspace is None else workspace.data_ptr()
+                self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address, *map(Tensor.data_ptr, added))
+            else:
+                computed = self._run(a, b, out, workspace, *added)
+                out = computed if out is None else out
+            return out if bias is None or added else out.add_(bias.view(self._bias_shape))
+
+    def _fitting(self, bias: Tensor | None, device: torch.device) -> Tensor:
+        """The bias as solvers take it, contiguous and in the result's type; zeros where none is given."""
+        channels = self._shape[self._bias_dim]
+        if bias is None:
+            return torch.zeros(channels, dtype=self._dtype, device=device)
+        if bias.shape != (channels,) or bias.device != device:
+            raise ValueError(f"bias of {tuple(bias.shape)} on {bias.device}: ({channels},) on {device} would do")
+        return bias.to(self._dtype).contiguous()  # itself where it is so already
+
+
+class BoundMany(Bound):
+    """Like :class:`Bound`, for any number of operands and results: ``bound(*operands, bias, *results)``.
+
+    Results that are not given are allocated. Returns the result, or a tuple where there are several.
+    """
+
+    __slots__ = ("_count", "_results")
+
+    def __init__(self, plan: Plan, problem: Problem, node: Node, strides: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__(plan, problem, node, strides)
+        self._count = len(problem.operands)
+        self._results = [
+            (problem.shape(role), stride, problem.torch_dtype(role))
+            for role, stride in zip(problem.results, strides, strict=True)
+        ]
+
+    def __call__(self, *tensors: Tensor | None, bias: Tensor | None = None, out: Tensor | None = None) -> Any:
+        operands, given = tensors[: self._count], tensors[self._count + 1 :]
+        if bias is None and len(tensors) > self._count:
+            bias = tensors[self._count]
+        results: tuple[Tensor | None, ...] = given or ((out,) if out is not None else ())
+        device = next(operand.device for operand in operands if operand is not None)
+        workspace = _workspaces.take(self.workspace, device) if self.workspace else None
+        if not any(result is not None for result in results):
+            results = tuple(self._allocated(device))
+        added = (self._fitting(bias, device),) if self._adds else ()
+        computed: Any = self._run(*operands, *results, workspace, *added)
+        outputs = as_tuple(computed)
+        if bias is not None and not added:
+            outputs[0].add_(bias.view(self._bias_shape))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _allocated(self, device: torch.device) -> Iterator[Tensor | None]:
+        """New tensors for the results; ``None`` for each where the solver allocates them itself."""
+        for shape, strides, dtype in self._results:
+            fresh = self._fresh
+            yield None if fresh else torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def bind(plan: Plan, problem: Problem, *tensors: Tensor | None) -> Bound:
+    """Bind ``plan`` to tensors with the shapes, strides and dtypes of these: all operands, then all results or none.
+
+    Results that a call allocates have the strides of those given, or else those of the problem's layout. Raises
+    :class:`PlanMismatch` for a plan of another problem or version and for tensors that are not the problem's,
+    ``SolverUnavailable`` for a config that cannot run here.
+    """
+    if plan.problem != problem.key:
+        raise PlanMismatch(f"the plan is for {plan.problem}, the problem is {problem.key}")
+    operands, given_results = tensors[: len(problem.operands)], tensors[len(problem.operands) :]
+    if len(operands) < len(problem.operands) or len(given_results) not in (0, len(problem.results)):
+        raise PlanMismatch(f"{len(tensors)} tensors given; {', '.join(problem.roles)} would do, results or not")
+    results = given_results or (None,) * len(problem.results)
+    bound_to = []
+    for role, tensor in zip(problem.roles, (*operands, *results), strict=True):
+        if tensor is None:
+            shape = problem.shape(role)
+            strides = dense_strides(shape, problem.layout(role))
+            tensor = torch.empty_strided(shape, strides, dtype=problem.torch_dtype(role), device="meta")
+        else:
+            _check(problem, role, tensor)
+        bound_to.append(tensor)
+    inputs, outputs = tuple(bound_to[: len(operands)]), tuple(bound_to[len(operands) :])
+    as_solved = problem.changed(bias=problem.bias and adds_bias(plan, problem))
+    node = node_of(plan, as_solved, inputs, outputs)
+    kind = Bound if len(problem.operands) == 2 and len(problem.results) == 1 else BoundMany
+    return kind(plan, problem, node, tuple(tuple(out.stride()) for out in outputs))
+
+
+def _along(dim: int, dims: int) -> tuple[int, ...]:
+    """The shape in which a vector is added along dimension ``dim`` of a tensor with ``dims`` dimensions."""
+    return tuple(-1 if index == dim else 1 for index in range(dims))
+
+
+def adds_bias(plan: Plan, problem: Problem) -> bool:
+    """Whether solvers add the bias themselves: each part of the result gets it from the one leaf that writes it."""
+    try:
+        solver = solvers.get(plan.solver)
+    except KeyError:
+        return False  # which is said where the plan is bound
+    if not isinstance(solver, Split):
+        return solver.does_add_bias(problem, plan.config)
+    if solver.at_once:
+        return False
+    parts, plans = parts_of(plan, problem, solver)
+    whole = all(
+        part.problem is not None
+        and part.write is Write.SET
+        and all(r.dim != problem.bias_dim for r in part.ranges(problem.result))
+        for part in parts
+    )
+    distinct = {(id(child), part.problem): child for part, child in zip(parts, plans, strict=True)}
+    return whole and all(adds_bias(child, part) for (_, part), child in distinct.items() if part is not None)
+
+
+def _check(problem: Problem, role: str, tensor: Tensor) -> None:
+    """Raise :class:`PlanMismatch` for a tensor that is not the one ``problem`` has for ``role``."""
+    if reason := mismatch(problem, role, tensor):
+        raise PlanMismatch(reason)
+    if tensor.device.type != problem.device_type:
+        raise PlanMismatch(f"{role} is on {tensor.device}, the problem on {problem.device}")

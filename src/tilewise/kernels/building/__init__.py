@@ -1,0 +1,1 @@
+"""Building kernels: compiling them ahead, in worker processes, and keeping machine code on disk."""

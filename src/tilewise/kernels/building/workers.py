@@ -1,0 +1,445 @@
+"""Triton's compiler in worker processes, which fill its cache on disk.
+
+Triton's front end is Python, so threads that compile at once take turns. While a pool is :func:`opened`, a kernel that
+a served thread compiles is first compiled by a worker into Triton's cache on disk, and then loaded from there. Workers
+touch no GPU. They end with their parent, however that ends, and when there was nothing to compile for a while.
+
+What a worker cannot do is done in this process as if there were none, and the reason is reported once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from tilewise.kernels.building.jobs import describe
+from tilewise.kernels.building.kept import only_kept, refuse
+
+__all__ = ["VARIABLE", "CompileFailed", "Pool", "close", "opened", "reroute"]
+
+VARIABLE = "TILEWISE_COMPILE_WORKERS"
+"""The environment variable that limits the number of worker processes."""
+MOST_WORKERS = 16
+IDLE_S = 60.0
+"""Seconds without work after which workers are ended."""
+ENDING_S = 1.0
+"""Seconds that a worker which closed its pipe gets to end by itself, so that its exit status tells why."""
+LONGEST_ANSWER = 2**16
+"""Most bytes of an answer."""
+
+
+class CompileFailed(RuntimeError):
+    """A worker could not compile a kernel. Compiling it in this process raises Triton's own error."""
+
+
+class _Lost(Exception):
+    """A worker can no longer be used."""
+
+
+def most_workers() -> int:
+    """How many processes may compile at a time, 0 for none beside this one. Raises ``ValueError``."""
+    asked = os.environ.get(VARIABLE, "").strip()
+    if not asked:
+        return min(MOST_WORKERS, _processors())
+    if not asked.isdecimal():
+        raise ValueError(f"{VARIABLE}={asked!r}: a number of processes would do, 0 for none beside this one")
+    return int(asked)
+
+
+@contextlib.contextmanager
+def opened(jobs: int) -> Iterator[Pool]:
+    """Open the process's pool for at most ``jobs`` compilations at once. Its workers are kept for the next time.
+
+    If the block is left by an exception they are ended at once, and what waits for them fails.
+    """
+    pool = _take(jobs, most_workers())
+    try:
+        yield pool
+    except BaseException:
+        pool.stop()
+        raise
+    finally:
+        _leave(pool)
+
+
+def reroute(kernel: Any) -> None:
+    """Have Triton compile ``kernel`` for the current device through the pool that serves this thread, if one does.
+
+    A kernel in Triton's cache on disk is loaded by this process. Within :func:`kept_only` others are refused.
+    """
+    if getattr(_served, "pool", None) is None and not only_kept():
+        return
+    try:
+        from triton.runtime import driver
+
+        with _lock:
+            # Triton's launcher calls what it keeps as ``compile``, and puts it there on its first look at a device.
+            _ = kernel.device_caches[driver.active.get_current_device()]
+            if not isinstance(kernel.compile, _Rerouted):
+                kernel.compile = _Rerouted(kernel.compile)
+    except AttributeError as error:
+        _tell(f"this version of Triton compiles kernels in another way than is known here ({error})")
+
+
+class _Absent(Exception):
+    """Triton's cache on disk has no entry for a kernel."""
+
+
+class _Rerouted:
+    """Triton's ``compile``, which first has a worker fill the cache where it has no entry."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(self, source: Any, *rest: Any, **options: Any) -> Any:
+        pool: Pool | None = getattr(_served, "pool", None)
+        if pool is None and not only_kept():
+            return self._original(source, *rest, **options)
+        with contextlib.suppress(_Absent):
+            return self._kept(source, *rest, **options)
+        refuse(getattr(source, "name", "a kernel"))
+        filled = None
+        if pool is not None and not rest and options.keys() == {"target", "options"}:
+            filled = pool.fill(source, options["target"], options["options"])
+        elif pool is not None:
+            _tell(f"this version of Triton compiles with other arguments ({len(rest)} and {sorted(options)})")
+        kernel = self._original(source, *rest, **options)
+        if pool is not None and filled is not None and filled != getattr(kernel, "hash", None):
+            pool.give_up(f"a worker's entry of Triton's cache is not the one that is looked for ({source.name})")
+        return kernel
+
+    def _kept(self, source: Any, *rest: Any, **options: Any) -> Any:
+        """The kernel from Triton's cache on disk. Raises :class:`_Absent` where it would be compiled.
+
+        The key of an entry is Triton's own affair. Triton asks a source for its intermediate code only after it found
+        no entry.
+        """
+
+        def absent(*_: Any) -> None:
+            """Stop the compilation: the cache has no entry."""
+            raise _Absent
+
+        source.make_ir = absent
+        try:
+            return self._original(source, *rest, **options)
+        finally:
+            del source.make_ir
+
+
+class Pool:
+    """Up to ``size`` worker processes, all started when the first is needed. Threads may share it."""
+
+    def __init__(self) -> None:
+        self.size = self.users = 0
+        self.stopped = False
+        self._useless = False
+        self._workers: list[_Worker] = []
+        self._idle: list[_Worker] = []
+        self._changed = threading.Condition()
+        self._asked: dict[str, concurrent.futures.Future[dict[str, str]]] = {}
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Serve what this thread compiles within the block."""
+        _served.pool = self
+        try:
+            yield
+        finally:
+            _served.pool = None
+
+    def fill(self, source: Any, target: Any, options: Any) -> str | None:
+        """Have a worker compile into Triton's cache and return the entry's hash; ``None`` where no worker can do it.
+
+        Raises :class:`CompileFailed`.
+        """
+        if self.size < 1 or self._useless:
+            return None
+        try:
+            job = json.dumps({**describe(source, target, options), "environment": _environment()})
+        except (AttributeError, TypeError) as error:
+            _tell(f"{source.name} cannot be told to a worker ({error})")
+            return None
+        try:
+            answer = self.ask(job)
+        except _Lost as lost:
+            if self.stopped:
+                raise CompileFailed("given up: the workers were ended") from lost
+            _tell(str(lost))
+            return None
+        if "failed" in answer:
+            raise CompileFailed(answer["failed"])
+        if "refused" in answer:
+            _tell(f"a worker refuses what it is asked: {answer['refused']}")
+        return answer.get("hash")
+
+    def ask(self, job: str) -> dict[str, str]:
+        """A worker's answer to a job.
+
+        A job that several threads ask for at once is done once. Raises :class:`_Lost`.
+        """
+        with self._changed:
+            pending = self._asked.get(job)
+            if pending is None:
+                answer = self._asked[job] = concurrent.futures.Future()
+        if pending is not None:
+            return pending.result()
+        try:
+            answer.set_result(self._ask(job))
+        except BaseException as error:
+            answer.set_exception(error)
+        finally:
+            with self._changed:
+                del self._asked[job]
+        return answer.result()
+
+    def _ask(self, job: str) -> dict[str, str]:
+        """The answer of an idle worker, waiting until there is one. Raises :class:`_Lost`."""
+        with self._changed:
+            self._start()
+            self._changed.wait_for(lambda: self._idle or not self._workers)
+            if not self._idle:
+                raise _Lost("no worker is left")
+            worker = self._idle.pop()
+        try:
+            answer = worker.ask(job)
+        except (OSError, EOFError, ValueError) as error:
+            status = worker.end(ENDING_S if isinstance(error, EOFError) else 0.0)
+            text = f"a worker was lost ({str(error) or 'it ended'}, exit status {status})"
+            with self._changed:
+                if worker in self._workers:
+                    self._workers.remove(worker)
+                if not worker.ready:
+                    self._useless = True  # others would not start either
+                    text += " before it was ready, and no other is asked"
+                self._changed.notify_all()
+            raise _Lost(text) from error
+        with self._changed:
+            kept = not self.stopped and len(self._workers) <= self.size
+            if kept:
+                self._idle.append(worker)
+            elif worker in self._workers:
+                self._workers.remove(worker)
+            self._changed.notify()
+        if not kept:
+            worker.end()
+        return answer
+
+    def _start(self) -> None:
+        """Bring the number of workers to ``size``, replacing those that have ended."""
+        if self.stopped or self._useless:
+            return
+        for worker in [w for w in self._idle if w.process.poll() is not None]:
+            worker.end()
+            self._idle.remove(worker)
+            self._workers.remove(worker)
+        try:
+            while len(self._workers) < self.size:
+                worker = _Worker()
+                self._workers.append(worker)
+                self._idle.append(worker)
+        except OSError as error:
+            self.size = len(self._workers)
+            _tell(f"no more than {self.size} workers can be started ({error})")
+
+    def resize(self, size: int) -> None:
+        """Keep ``size`` workers from now on; busy ones beyond that finish their job first."""
+        with self._changed:
+            self.size = size
+            extra = max(0, len(self._workers) - size)
+            for worker in self._idle[:extra]:
+                worker.end()
+                self._idle.remove(worker)
+                self._workers.remove(worker)
+
+    def give_up(self, reason: str) -> None:
+        """Compile in this process from now on, and report why."""
+        self._useless = True
+        _tell(reason)
+
+    def stop(self) -> None:
+        """End all workers now. What waits for one fails, and so does every later request."""
+        with self._changed:
+            self.stopped = True
+            workers, idle = self._workers, self._idle
+            self._workers, self._idle = [], []
+            self._changed.notify_all()
+        for worker in workers:
+            worker.process.kill()
+        for worker in idle:
+            worker.end()  # threads that wait for others end those
+
+    def forget(self) -> None:
+        """In a forked child, drop the parent's workers and close the pipes to them."""
+        self.stopped = True
+        for worker in self._workers:
+            worker.forget()
+
+
+class _Worker:
+    """One worker process and the pipes to it, used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self._read = b""
+        # Unbuffered: a forked child must have nothing to write when it closes its copies.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tilewise.kernels.building.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=_environment(),
+        )
+
+    def ask(self, line: str) -> dict[str, str]:
+        """The answer to a job.
+
+        Raises ``OSError``, ``EOFError`` or ``ValueError`` where the process has ended or answers nonsense.
+        """
+        if not self.ready:
+            self.ready = "ready" in self._line()
+        rest = memoryview(f"{line}\n".encode())
+        assert self.process.stdin is not None
+        while rest:
+            rest = rest[self.process.stdin.write(rest) :]
+        answer = self._line()
+        if len(answer) != 1 or not all(isinstance(text, str) for text in answer.values()):
+            raise ValueError(f"it answered {str(answer)[:200]}")
+        return answer
+
+    def _line(self) -> dict[str, Any]:
+        """The next answer. Raises ``EOFError`` where the process has ended, ``ValueError`` for what is no answer."""
+        assert self.process.stdout is not None
+        while b"\n" not in self._read:
+            more = self.process.stdout.read(LONGEST_ANSWER)
+            if not more:
+                raise EOFError
+            self._read += more
+            if len(self._read) > LONGEST_ANSWER:
+                raise ValueError(f"it answered more than {LONGEST_ANSWER} bytes")
+        line, _, self._read = self._read.partition(b"\n")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or not answer.keys() <= {"ready", "hash", "failed", "refused"}:
+            raise ValueError(f"it answered {line[:200]!r}")
+        return answer
+
+    def end(self, patience_s: float = 0.0) -> int:
+        """Kill the process unless it ends within ``patience_s`` seconds.
+
+        Returns its exit status, negative for a signal.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience_s)
+        self.process.kill()
+        status = self.process.wait()
+        self._close()
+        return status
+
+    def forget(self) -> None:
+        """Close this process's copies of the pipes without touching the worker."""
+        self.process.returncode = 0
+        self._close()
+
+    def _close(self) -> None:
+        """Close the pipes."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+_lock = threading.RLock()
+_pool: Pool | None = None
+_served = threading.local()
+_told: set[str] = set()
+_telling = threading.Lock()
+_closing: threading.Timer | None = None
+
+
+def _take(jobs: int, most: int) -> Pool:
+    """The process's pool, with room for ``jobs`` but no more than ``most`` workers."""
+    global _closing, _pool
+    with _lock:
+        if _closing is not None:
+            _closing.cancel()
+            _closing = None
+        if _pool is None or _pool.stopped:
+            _pool = Pool()
+        _pool.resize(min(most, max(jobs, _pool.size)))
+        _pool.users += 1
+        return _pool
+
+
+def _leave(pool: Pool) -> None:
+    """Give the pool back; unused workers are ended after a while."""
+    global _closing
+    with _lock:
+        pool.users -= 1
+        if pool is _pool and not pool.users:
+            _closing = threading.Timer(IDLE_S, _close_unused)
+            _closing.daemon = True
+            _closing.start()
+
+
+def _close_unused() -> None:
+    """End the workers unless the pool is in use."""
+    with _lock:
+        if _pool is not None and not _pool.users:
+            close()
+
+
+def close() -> None:
+    """End all workers now. The next compilation starts new ones."""
+    global _pool
+    with _lock:
+        if _pool is not None:
+            _pool.stop()
+        _pool = None
+
+
+def _forget() -> None:
+    """In a forked child: drop the pool, which is the parent's."""
+    global _lock, _telling, _closing, _pool
+    if _pool is not None:
+        _pool.forget()
+    _lock, _telling, _closing, _pool = threading.RLock(), threading.Lock(), None, None
+    _served.pool = None
+
+
+def _environment() -> dict[str, str]:
+    """A worker's environment: this process's, with its Triton settings and module path, and without a GPU."""
+    from tilewise.kernels.triton.own_cache import settings  # needs Triton, which planning on a CPU does without
+
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    places = (os.path.abspath(place) for place in sys.path if isinstance(place, str))
+    variables |= {"PYTHONPATH": os.pathsep.join(places), "CUDA_VISIBLE_DEVICES": "", "TILEWISE_ENABLE": "0"}
+    return variables | settings()
+
+
+def _processors() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _tell(reason: str) -> None:
+    """Warn once that kernels are compiled in this process, and why."""
+    with _telling:  # a lock of its own: others may be held
+        if reason in _told:
+            return
+        _told.add(reason)
+    warnings.warn(f"Triton kernels are compiled in this process: {reason}", RuntimeWarning, stacklevel=3)
+
+
+atexit.register(close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,1 @@
+"""Direct convolutions whose groups have few channels, such as depthwise ones."""

@@ -1,0 +1,1 @@
+"""Depthwise convolutions by Fourier transforms that never leave a core's cache."""

@@ -1,0 +1,1 @@
+"""Winograd's convolutions, by blocks of tiles in a core's cache."""

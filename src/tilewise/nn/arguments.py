@@ -1,0 +1,112 @@
+"""Checks of the arguments that users give, and the merging of single options into one ``Settings``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar, get_type_hints
+
+from torch import nn
+
+from tilewise.settings import OPTIONS, Settings, described, listed
+
+__all__ = ["check_function", "check_model", "examples_of", "settings_of", "takes", "unwrapped"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+ARGUMENTS = {
+    "settings": "options as one value, :class:`tilewise.Settings`; options given besides replace its own.",
+    "filter_fn": "``filter_fn(name, module)`` says which modules may be swapped; all by default.",
+    "progress": "``progress(done, total, text)`` is called as problems are planned; by default a bar on stderr where "
+    "that takes more than two seconds.",
+    "planner": "the planner, with its wisdom and its own progress; a new one by default.",
+    "schedule": "a :class:`Schedule`, or a file that holds one, to run by under its own options. Its plans are "
+    "checked, not timed. What it does not have, or what was planned for another device, other versions or turns out "
+    "wrong or too large here, is planned anew; one warning tells how many and why, the report which. With several "
+    "ranks rank 0 reads it.",
+}
+"""What arguments are that several functions take and that are no options, by name."""
+
+
+def check_model(model: object) -> None:
+    """Raise ``ValueError`` where ``model`` is not a ``torch.nn.Module``."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={model!r:.80}: a torch.nn.Module would do")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel or ``torch.compile``; any other model as it is."""
+    unwrapped_model = getattr(model, "_orig_mod", model)
+    if isinstance(unwrapped_model, nn.parallel.DistributedDataParallel):
+        unwrapped_model = unwrapped_model.module
+    assert isinstance(unwrapped_model, nn.Module)
+    return unwrapped_model
+
+
+def check_function(argument: str, given: object, takes: str) -> None:
+    """Raise ``ValueError`` naming ``argument`` where ``given`` is neither ``None`` nor callable.
+
+    ``takes`` says in the message which parameters the function should have.
+    """
+    if given is not None and not callable(given):
+        raise ValueError(f"{argument}={given!r:.80}: a function of ({takes}), or None, would do")
+
+
+def examples_of(example_inputs: object) -> list[Any]:
+    """The examples as a list. A list holds several examples; anything else is one.
+
+    Raises ``ValueError`` for an empty list.
+    """
+    examples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    if not examples:
+        raise ValueError("example_inputs=[]: at least one example would do, such as [images]")
+    return examples
+
+
+def takes(taken: type) -> Callable[[Function], Function]:
+    """Show each option of the ``TypedDict`` ``taken`` in the signature and the docstring of a function.
+
+    The function takes them as ``**options``. In the docstring they replace the line ``{options}``, and those of its own
+    arguments that are in ``ARGUMENTS`` replace ``{arguments}``. The function itself stays as it is.
+    """
+    types = get_type_hints(taken)
+    names = [name for name in OPTIONS if name in types]
+
+    def shown(function: Function) -> Function:
+        """Set the signature and the docstring of ``function``, and return it."""
+        signature = inspect.signature(function)
+        parameters = {p.name: p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        added = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default, annotation=types[name]
+            )
+            for name in names
+        ]
+        function.__signature__ = signature.replace(parameters=[*parameters.values(), *added])  # type: ignore[attr-defined]
+        if function.__doc__ is not None:  # python -OO has none
+            arguments = {name: text for name, text in ARGUMENTS.items() if name in parameters}
+            text = function.__doc__.replace("{options}", described(names))
+            function.__doc__ = text.replace("{arguments}", listed(arguments))
+        return function
+
+    return shown
+
+
+def settings_of(function: str, taken: type, settings: Settings | None, options: Mapping[str, Any]) -> Settings:
+    """The options that ``function`` was given by keyword, merged into ``settings``, which they override.
+
+    ``taken`` is the ``TypedDict`` of the options that the function takes. Raises ``TypeError`` for another keyword, and
+    ``ValueError`` for an option of ``settings`` that the function does not take or a value that is not allowed.
+    """
+    allowed = taken.__annotations__
+    for name in options:
+        if name not in allowed:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    if settings is not None and not isinstance(settings, Settings):
+        raise ValueError(f"settings={settings!r:.80}: a tilewise.Settings, or None, would do")
+    base = Settings() if settings is None else settings
+    for name in base.others_than(allowed):
+        raise ValueError(
+            f"settings: {function} does not take {name}={getattr(base, name)!r}; settings without it would do"
+        )
+    return replace(base, **options)

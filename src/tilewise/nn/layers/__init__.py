@@ -1,0 +1,1 @@
+"""Convolutions of torch's modules and functions, computed by plans."""

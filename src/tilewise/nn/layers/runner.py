@@ -1,0 +1,159 @@
+"""Running one kind of call by its plans, with autograd. torch computes the passes in which it is faster."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewise.nn.layers.bound_pass import BoundPass, Slot, with_strides
+from tilewise.nn.layers.call import disturbed, is_plain, is_plain_type, without_dispatch
+from tilewise.nn.layers.geometry import Geometry
+from tilewise.nn.layers.strides import Strides
+from tilewise.problems.base import dense_strides
+
+__all__ = ["Run", "Runner"]
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class Runner:
+    """The plans that run one kind of call, ``None`` for each pass that torch computes.
+
+    ``forward``, ``grad_input`` and ``grad_weight`` are the passes. ``direct`` says that this call's operands have the
+    layouts that the plans expect. ``strides`` are those that torch would give. ``run(x, w, b)`` computes with autograd
+    where that is needed, ``result(x, w, b)`` without; both are the shortest way possible.
+    """
+
+    __slots__ = (
+        "_copies",
+        "_gradient_slot",
+        "_index",
+        "_sum_dims",
+        "direct",
+        "forward",
+        "geometry",
+        "grad_input",
+        "grad_weight",
+        "result",
+        "run",
+        "strides",
+    )
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        forward: BoundPass | None,
+        grad_input: BoundPass | None,
+        grad_weight: BoundPass | None,
+        *,
+        needs_grad: bool,
+        strides: Strides,
+        direct: bool,
+        device: torch.device,
+    ) -> None:
+        self.geometry = geometry
+        self.forward, self.grad_input, self.grad_weight = forward, grad_input, grad_weight
+        self.direct, self.strides = direct, strides
+        p = None if forward is None else forward.problem
+        self._copies = p is not None and dense_strides(p.shape(p.result), p.layout(p.result)) != strides.result
+        # With one GPU there is no other to switch to.
+        self._index = device.index if device.type == "cuda" and torch.cuda.device_count() > 1 else None
+        self._sum_dims = (0, *range(2, geometry.dims + 2))
+        self._gradient_slot = _gradient_slot(geometry, grad_input, grad_weight)
+        self.result: Run = self.compute
+        if forward is not None and direct and self._index is None and not self._copies:
+            self.result = forward.bound
+        self.run: Run = functools.partial(_apply, self) if needs_grad else self.result
+
+    @property
+    def planned(self) -> bool:
+        """Whether a plan runs any pass."""
+        return not (self.forward is None and self.grad_input is None and self.grad_weight is None)
+
+    def compute(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        """The layer's result, without autograd."""
+        if self._index is not None and self._index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self._index):
+                return self.compute(x, w, b)
+        if self.forward is None:
+            return self.geometry.torch_forward(x, w, b)
+        y = self.forward.bound(x, w, b) if self.direct else self.forward(x, w, b)
+        return with_strides(y, self.strides.result) if self._copies else y
+
+    def converted(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        """As :meth:`compute`, for operands in any layout."""
+        if self.forward is None or not self.direct:
+            return self.compute(x, w, b)
+        return self.compute(self.forward.slots[0].take(x), self.forward.slots[1].take(w), b)
+
+    def gradients(self, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: tuple[bool, bool, bool]) -> Gradients:
+        """The gradients of input, weight and bias that ``mask`` asks for, by plans, the others by one call of torch."""
+        if self._index is not None and self._index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self._index):
+                return self.gradients(dy, x, w, mask)
+        dx = dw = db = None
+        strides = self.strides
+        if strides.given is not None and dy.stride() != strides.result:
+            strides = strides.given(dy.stride())
+        by_plan = (mask[0] and self.grad_input is not None, mask[1] and self.grad_weight is not None)
+        weight_by_torch = mask[1] and not by_plan[1]
+        by_torch = (mask[0] and not by_plan[0], weight_by_torch, mask[2] and weight_by_torch)
+        if self._gradient_slot is not None:
+            dy = self._gradient_slot.take(dy)  # once for all: a slice, as torch.cat's backward gives, is copied
+        if by_torch[0] or by_torch[1]:
+            dx, dw, db = self.geometry.torch_backward(dy, x, w, by_torch)
+        if mask[2] and not weight_by_torch:
+            db = dy.sum(self._sum_dims)  # oneDNN would compute the weight's gradient as well
+        if by_plan[0]:
+            assert self.grad_input is not None
+            dx = with_strides(self.grad_input(dy, w), strides.grad_input)
+        if by_plan[1]:
+            assert self.grad_weight is not None
+            dw = self.grad_weight(dy, x) if self.geometry.transposed else self.grad_weight(x, dy)
+            dw = with_strides(dw, strides.grad_weight)
+        return dx, dw, db
+
+
+def _gradient_slot(geometry: Geometry, grad_input: BoundPass | None, grad_weight: BoundPass | None) -> Slot | None:
+    """What the plans expect of the result's gradient; ``None`` where no plan takes it."""
+    if grad_input is not None:
+        return grad_input.slots[0]
+    if grad_weight is not None:
+        return grad_weight.slots[0 if geometry.transposed else 1]
+    return None
+
+
+class PlannedConv(torch.autograd.Function):
+    """A convolution whose passes run by plans.
+
+    Backward is left to torch where the gradients must be differentiable, and where something watches operators.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.runner = runner
+        return runner.result(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, w = ctx.saved_tensors
+        mask = ctx.needs_input_grad[1:]
+        runner: Runner = ctx.runner
+        if not is_plain_type(type(dy)) and without_dispatch(type(dy)):
+            with torch._C.DisableTorchFunctionSubclass():
+                dy = dy.as_subclass(torch.Tensor)  # as torch's own backward takes it
+        if torch.is_grad_enabled() or not is_plain(dy) or disturbed():
+            return None, *runner.geometry.torch_backward(dy, x, w, mask)
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return None, *runner.gradients(dy, x, w, mask)
+        return None, *runner.gradients(dy, x, w, mask)
+
+
+_apply: Any = super(torch.autograd.Function, PlannedConv).apply
+"""``PlannedConv.apply`` less its look for ``torch.func`` transforms, under which no call comes here."""

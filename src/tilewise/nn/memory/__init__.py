@@ -1,0 +1,1 @@
+"""Planning a whole training step under a memory limit."""

@@ -1,0 +1,1 @@
+"""Planning of one model by several ranks together."""

@@ -1,0 +1,250 @@
+"""Planning of every ``torch.nn.functional`` convolution while it is enabled, in models that stay as they are.
+
+The functions are replaced where ``nn.ConvNd`` and most code look them up at each call: as attributes of
+``torch.nn.functional``. ``torch.conv2d`` and its siblings stay torch's own, as does a name that was bound before by
+``from torch.nn.functional import conv2d``. The replacements may be kept: while nothing is enabled they compute as
+torch's functions do.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from typing import Any, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch.jit._builtins import _register_builtin
+
+from tilewise.nn.arguments import settings_of, takes
+from tilewise.nn.functional import Planned, Table, convolution, traced_by, transposed_convolution
+from tilewise.nn.layers.call import kernel_of
+from tilewise.nn.layers.overrides import BY_TORCH, function_name, stand_in
+from tilewise.nn.progress import Late, showing
+from tilewise.nn.report import Report
+from tilewise.nn.script.environment import with_variables
+from tilewise.nn.script.recorder import Recorder, Site
+from tilewise.planner import Planner, Progress
+from tilewise.settings import EnableOptions, Settings
+
+__all__ = ["Session", "disable", "enable", "enabled"]
+
+MOST_SITES = 8192
+"""Weights whose last call is remembered."""
+FEW = 8
+"""Calls of other kinds than the last before a weight is taken to meet several in turns."""
+
+
+class Session:
+    """What was recorded and planned while enabled. It prints as a table and may be entered again as a context manager.
+
+    See :func:`enabled` for the arguments. Raises ``ValueError`` naming the argument at fault.
+    """
+
+    def __init__(self, settings: Settings, *, planner: Planner | None, progress: Progress | None) -> None:
+        if planner is not None and progress is not None:
+            raise ValueError("progress: the planner given has its own; give one or the other")
+        if planner is None:
+            planner = Planner(progress=Late() if progress is None else progress)
+        self.plan_table = Recorder(settings.options(), planner, settings.most_plans)
+        self.table = Table(self.plan_table)
+        self.sites: dict[int, Site] = {}
+        self.waiting = self.plan_table.waiting
+
+    def __enter__(self) -> Session:
+        _push(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _pop(self)
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+    def report(self) -> Report:
+        """The report of every kind of call: its plans and times, whether they replace torch's choice, and why not."""
+        return self.plan_table.report()
+
+    def site(self, arguments: tuple[Any, ...], weight: object) -> Site | None:
+        """Make the site for ``weight`` and these arguments; ``None`` where torch must judge them."""
+        if not isinstance(weight, torch.Tensor):
+            return None
+        dims, stride, padding, dilation, groups, transposed, extra = arguments
+        if type(padding) is tuple and padding and type(padding[0]) is str:
+            padding = padding[0]
+        kernel = tuple(kernel_of(weight))
+        layer = self.table.layer(dims, stride, padding, dilation, groups, kernel, transposed, extra)
+        if layer is None:
+            return None
+        if len(self.sites) >= MOST_SITES:
+            self.sites.clear()
+        note = functools.partial(self.note, f"conv{'_transpose' if transposed else ''}{dims}d")
+        site = self.sites[id(weight)] = Site(layer, arguments, note)
+        return site
+
+    def note(self, function: str, site: Site, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
+        """Record a call that has no plan yet; its result where all is planned now, else ``NotImplemented``."""
+        with showing(self.plan_table.planner.progress):
+            planned = self.plan_table.note(function, site, w)
+        return site(x, w, b) if planned else NotImplemented
+
+
+_current: Session | None = None
+_stack: list[Session] = []
+_of_process: Session | None = None
+_switching = threading.RLock()
+
+
+def _entrance(dims: int, transposed: bool) -> Planned:
+    """What a replaced function calls first.
+
+    A site is found by the ``id`` of the weight, which may belong to another weight by now; the layer checks the call.
+    """
+    function = function_name(dims, transposed)
+    compiling = torch.compiler.is_dynamo_compiling
+
+    def planned(x: Any, w: Any, b: Any, stride: Any, padding: Any, dilation: Any, groups: Any, extra: Any = 0) -> Any:
+        """The planned result; ``NotImplemented`` where torch must compute it."""
+        session = _current
+        if session is None:
+            return NotImplemented
+        if compiling():
+            traced = (dims, stride, padding, dilation, groups, w.shape[2:], transposed, extra)
+            return traced_by(session.table, traced, x, w, b)
+        if type(padding) is str and isinstance(w, torch.Tensor):  # what it stands for depends on the kernel
+            padding = (padding, kernel_of(w))
+        arguments = (dims, stride, padding, dilation, groups, transposed, extra)
+        site = session.sites.get(id(w))
+        if site is None or site.arguments != arguments:
+            site = session.site(arguments, w)
+            if site is None:
+                return NotImplemented
+        if site.misses > FEW:
+            site = site.at(x)
+            if site is None:
+                return NotImplemented
+        y = site(x, w, b)
+        if y is NotImplemented and session.waiting:
+            return session.note(function, site, x, w, b)
+        return y
+
+    return planned
+
+
+REPLACEMENTS = {
+    **{f"conv{dims}d": convolution(dims, _entrance(dims, False)) for dims in (1, 2, 3)},
+    **{f"conv_transpose{dims}d": transposed_convolution(dims, _entrance(dims, True)) for dims in (1, 2, 3)},
+}
+for _name, _function in REPLACEMENTS.items():
+    _function.__doc__ = BY_TORCH[_name].__doc__
+    _function.__module__ = F.__name__  # pickled by name, it loads as torch's
+    stand_in(_name, _function)
+    _register_builtin(_function, f"aten::{_name}")  # what torch.jit.script makes of it
+
+
+@takes(EnableOptions)
+def enabled(
+    *,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+    planner: Planner | None = None,
+    **options: Unpack[EnableOptions],
+) -> Session:
+    """Plan every ``F.conv1d`` to ``F.conv_transpose3d`` within a ``with`` block, in any model and thread.
+
+    The first step is computed by torch and its calls recorded. When a call comes again all of them are planned, with
+    the gradients that they need, and from then on they run by plan where that is faster. Shapes that appear later are
+    recorded and planned at their repeat in the same way. A problem for which no plan keeps ``workspace`` is left to
+    torch.
+
+    Options, each by keyword. Where one is not given, its environment variable says, ``TILEWISE_WORKSPACE`` and so on,
+    and else the default:
+
+    {options}
+
+    Further arguments, of which ``settings`` has no environment variable asked:
+
+    {arguments}
+
+    The session returned may be entered again and keeps its plans; ``session.report()`` tells what was done. In blocks
+    within one another the innermost counts. Raises ``ValueError`` naming the argument or the variable at fault.
+    """
+    given = with_variables(options) if settings is None else options
+    return Session(settings_of("enabled", EnableOptions, settings, given), planner=planner, progress=progress)
+
+
+@takes(EnableOptions)
+def enable(
+    *,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+    planner: Planner | None = None,
+    **options: Unpack[EnableOptions],
+) -> Session:
+    """:func:`enabled` from now on, until :func:`disable` or another :func:`enable`. Arguments are the same."""
+    global _of_process
+    session = enabled(settings=settings, progress=progress, planner=planner, **options)
+    with _switching:
+        disable()
+        _of_process = session
+        _push(session)
+    return session
+
+
+def disable() -> None:
+    """Undo :func:`enable`, if it was called; a block of :func:`enabled` goes on."""
+    global _of_process
+    with _switching:
+        if _of_process is not None:
+            _pop(_of_process)
+        _of_process = None
+
+
+def _push(session: Session) -> None:
+    """Make ``session`` the innermost."""
+    with _switching:
+        _stack.append(session)
+        _switch()
+
+
+def _pop(session: Session) -> None:
+    """Remove ``session`` at its innermost place, which need not be last: threads leave blocks in any order."""
+    with _switching:
+        for index in reversed(range(len(_stack))):
+            if _stack[index] is session:
+                del _stack[index]
+                break
+        _switch()
+
+
+def _switch() -> None:
+    """Install or remove the replacements, as the stack says.
+
+    A function that something else has replaced meanwhile is left alone.
+    """
+    global _current
+    _current = _stack[-1] if _stack else None
+    for name, function in REPLACEMENTS.items():
+        expected, wanted = (BY_TORCH[name], function) if _stack else (function, BY_TORCH[name])
+        current = getattr(F, name)
+        if current is expected:
+            setattr(F, name, wanted)
+        elif current is not wanted and _stack:
+            warnings.warn(
+                f"tilewise: torch.nn.functional.{name} is not torch's own ({current!r}): it stays", stacklevel=4
+            )
+
+
+def _off_in_child() -> None:
+    """End planning in a forked child, such as a worker that loads data, until the child enables it itself."""
+    global _switching, _of_process
+    _switching = threading.RLock()
+    _of_process = None
+    _stack.clear()
+    _switch()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_off_in_child)

@@ -1,0 +1,1 @@
+"""One workspace budget for many kernels: which plan each of them gets."""

@@ -1,0 +1,143 @@
+"""Measurements in memory, in front of those in wisdom, where new ones are recorded every few seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from tilewise import solvers
+from tilewise.machine.device import environment
+from tilewise.plan import Measurement
+from tilewise.planner.options import Options
+from tilewise.planner.remembered import REPLAYED, is_sane
+from tilewise.planner.search.divisions import BATCH_LEVEL
+from tilewise.planner.search.known import Known, Store, StoreByDevice
+from tilewise.problems.base import Problem
+from tilewise.problems.kinds import kind_of
+from tilewise.solvers import Split
+from tilewise.wisdom import Kept, Wisdom
+
+__all__ = ["MeasurementCache", "baseline_ms"]
+
+P = TypeVar("P", bound=Problem)
+
+SAVE_EVERY_S = 2.0
+MOST_KNOWN = 4096
+"""Most problems whose measurements are held in memory from one search to the next."""
+
+
+class MeasurementCache:
+    """The measurements of problems, in a :class:`~tilewise.planner.search.known.Store` for each environment.
+
+    A store reads a problem's measurements from ``wisdom`` when a search first asks for them.
+    """
+
+    def __init__(self, wisdom: Wisdom) -> None:
+        self._wisdom = wisdom
+        self.on_load: Callable[[Problem], object] = lambda problem: None
+        """Hears of each problem before its measurements are read."""
+        self._stores: dict[str, Store] = {}
+        self._saved: dict[tuple[str, str], Known] = {}
+        """What wisdom has, by an environment's and a problem's key."""
+        self._read_ahead: dict[str, list[Kept[Measurement]]] = {}
+        """What was read for the searches under way, by problem key."""
+        self._searches = 0
+        self._saved_at = time.monotonic()
+
+    def store(self, problem: Problem, options: Options) -> Store:
+        """The measurements of the environment of ``problem``."""
+        key = _environment_key(problem, options)
+        return self._stores.setdefault(key, Store(functools.partial(self._load, key)))
+
+    @contextlib.contextmanager
+    def searching(self, problem: Problem, options: Options) -> Iterator[StoreByDevice]:
+        """The stores for a search of ``problem``. What the search measures is recorded in wisdom, however it ends."""
+        key, store = _environment_key(problem, options), self.store(problem, options)
+        self._searches += 1
+        try:
+            self._preload(key, problem, options, store)
+            yield StoreByDevice(lambda part: self.store(part, options))
+        finally:
+            self._searches -= 1
+            self._read_ahead.clear()
+            for key, store in self._stores.items():
+                self._save(key, store)
+                if not self._searches:
+                    self._forget(key, store)
+
+    def _preload(self, environment_key: str, problem: Problem, options: Options, store: Store) -> None:
+        """Read at once what wisdom knows of a problem and of its micro-batches."""
+        keys = {problem.key}
+        for solver in solvers.solving(problem):
+            if not isinstance(solver, Split) or solver.at_once or solver.level > BATCH_LEVEL:
+                continue
+            if not solver.why_not(problem):
+                keys |= {solver.child(problem, n).key for n in solver.sizes(problem, options.batch_sizes)}
+        wanted = sorted(keys - store.known.keys())
+        self._read_ahead = self._wisdom.kept_measurements(environment_key, wanted) if wanted else {}
+
+    def _load(self, environment_key: str, problem: Problem) -> Known:
+        """What wisdom knows of ``problem``; measurements of other versions of a solver are left out.
+
+        The store is told which of them were made elsewhere. What was measured of others is recorded first, now and
+        then: a process may be killed.
+        """
+        self.on_load(problem)
+        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+            self._save(environment_key, self._stores[environment_key])
+        versions = {solver.name: solver.version for solver in solvers.all_solvers()}
+        kept = self._read_ahead.pop(problem.key, None)
+        if kept is None:
+            kept = self._wisdom.kept_measurements(environment_key, [problem.key])[problem.key]
+        used = [entry for entry in kept if versions.get(entry.value.solver) == entry.value.version and is_sane(entry)]
+        measurements = {(m.solver, m.version, m.config): m for m in (entry.value for entry in used)}
+        foreign = {(m.solver, m.version, m.config) for m in (entry.value for entry in used if not entry.own)}
+        self._stores[environment_key].foreign[problem.key] = foreign
+        self._saved[environment_key, problem.key] = measurements
+        return dict(measurements)
+
+    def _save(self, environment_key: str, store: Store) -> None:
+        """Record what was measured of the problems asked for since the last time, in one transaction."""
+        new: dict[str, list[Measurement]] = {}
+        for problem in store.asked:
+            saved = self._saved.get((environment_key, problem), {})
+            changed = [m for entry, m in store.known.get(problem, {}).items() if saved.get(entry) != m]
+            if changed:
+                new[problem] = changed
+        if new:
+            self._wisdom.record_many(environment_key, new, own=True)
+            for problem in new:
+                self._saved[environment_key, problem] = dict(store.known[problem])
+        store.asked.clear()
+        self._saved_at = time.monotonic()
+
+    def _forget(self, environment_key: str, store: Store) -> None:
+        """Drop the measurements of too many problems from memory. Wisdom has them, and no search is running."""
+        if len(store.known) > MOST_KNOWN:
+            for problem in store.known:
+                self._saved.pop((environment_key, problem), None)
+            store.known.clear()
+
+
+def baseline_ms(wisdom: Wisdom, problems: Iterable[P]) -> dict[P, float]:
+    """torch's time on each problem in ms, as measured last; only those where that is known."""
+    times_ms: dict[P, float] = {}
+    distinct = list(dict.fromkeys(problems))
+    for device in {p.device for p in distinct}:
+        here = [p for p in distinct if p.device == device]
+        known = wisdom.measurements_many(environment(device).key, [p.key for p in here])
+        for problem in here:
+            times = [
+                m.time_ms for m in known[problem.key] if m.solver == kind_of(problem).baseline and m.time_ms is not None
+            ]
+            if times:
+                times_ms[problem] = times[-1]
+    return times_ms
+
+
+def _environment_key(problem: Problem, options: Options) -> str:
+    """The key of the environment under which wisdom keeps measurements of ``problem``."""
+    return environment(problem.device).key + (REPLAYED if options.cuda_graphs else "")

@@ -1,0 +1,1 @@
+"""Times, memory and errors of candidates, measured."""

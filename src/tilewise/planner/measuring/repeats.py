@@ -1,0 +1,42 @@
+"""How often a candidate is run, and which of its runs count."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from tilewise.planner.measuring.times import Took
+
+__all__ = ["GIVE_UP", "LOSES", "repeats_of", "usual"]
+
+REPEATS = 3
+LONG_MS = 1.0
+"""Runs on a GPU above so many ms vary little: candidates get one more. Finalists are timed again anyway."""
+SETTLING, SETTLING_MS = 4, 30.0
+"""On a CPU, most runs after the first, and the ms that they may take: the first two or three runs are slower."""
+SLOW_MS = 400.0
+"""Runs above so many ms are not repeated at all."""
+GIVE_UP = 1.5
+"""After one run this many times slower than the best a candidate is not repeated."""
+FIRST = 2.0
+"""The same factor for short runs on a CPU."""
+LOSES = {"cuda": 1.2, "cpu": GIVE_UP}
+"""A candidate is not repeated further after two runs that were both this many times slower than the best.
+
+What disturbs one run seldom disturbs two."""
+
+
+def usual(times: Sequence[Took], device: str) -> Took:
+    """The median of the device's times, and the least of the host's, to which other work only adds.
+
+    The first run counts only where there is no other. On a CPU the later half of the runs counts.
+    """
+    counted = times[(len(times) + 1) // 2 if device == "cpu" else 1 :] or times
+    return Took(statistics.median(took.device_ms for took in counted), min(took.host_ms for took in counted))
+
+
+def repeats_of(took_ms: float, device: str) -> tuple[int, float]:
+    """How many runs follow a first one of ``took_ms``, and how many times slower than the best that one may be."""
+    if device == "cpu" and took_ms < SETTLING_MS / 2:
+        return min(SETTLING, int(SETTLING_MS / max(took_ms, 1e-3))), FIRST
+    return REPEATS if took_ms < LONG_MS else 1 if took_ms < SLOW_MS else 0, GIVE_UP

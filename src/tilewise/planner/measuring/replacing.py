@@ -1,0 +1,88 @@
+"""Decides when a plan replaces torch's choice, by the times of both in the same rounds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tilewise.planner.measuring.times import Took
+from tilewise.planner.measuring.times import rounds as timed
+
+__all__ = ["ROUNDS", "SURE", "decided_on_cpu", "decided_on_gpu", "median_ms", "rounds", "time_ratio", "wins"]
+
+MARGIN = {"cuda": 0.95, "cpu": 0.88}
+"""A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
+SURE = 0.7
+"""On a CPU a plan that takes a larger share of torch's time is timed whole a second time."""
+CLEAR, CLEAR_AT_ONCE = 1.5, 4.0
+"""On a CPU rounds end once all plans are these factors from torch's choice: after three rounds, and after one."""
+ROUNDS, CLEAR_ON_GPU = 5, 1.15
+"""On a GPU, the least number of rounds, and the factor from torch's choice at which they are enough.
+
+The same plan must then have been the fastest in each round."""
+BUSY = 2.0
+"""A plan must not lose either if the host is this many times slower: a plan of many launches suffers most then."""
+EVEN = 1.03
+"""Times whose ratio is below this count as equal."""
+
+
+def rounds(
+    calls: Sequence[Callable[[], object]], device: torch.device, compared: bool, launched: bool
+) -> list[list[Took]]:
+    """Time ``calls`` in turns. Where plans are ``compared``, the last call is torch's choice and rounds end early.
+
+    Without ``launched`` the host's times count as zero, as in replays of CUDA graphs. Returns a list for each call.
+    """
+    if device.type == "cuda":
+        decided = decided_on_gpu if compared else None
+        return timed(calls, device, budget_ms=25.0, least=ROUNDS, most=31, decided=decided, launched=launched)
+    decided = decided_on_cpu if compared else None
+    return timed(calls, device, budget_ms=1500.0, least=7, most=15, decided=decided, launched=launched)
+
+
+def decided_on_cpu(times: list[list[Took]]) -> bool:
+    """Whether every plan has been far ahead of torch's choice or far behind it in all rounds, torch's being last."""
+    return len(times[-1]) != 2 and _far(times, CLEAR_AT_ONCE if len(times[-1]) == 1 else CLEAR)
+
+
+def _far(times: list[list[Took]], factor: float) -> bool:
+    """Whether every plan has been ``factor`` ahead of torch's choice or behind it in all rounds."""
+    ratios = [
+        of_plan.weighed_ms / of_torch.weighed_ms
+        for plan in times[:-1]
+        for of_plan, of_torch in zip(plan, times[-1], strict=True)
+    ]
+    return all(ratio < 1 / factor or ratio > factor for ratio in ratios)
+
+
+def decided_on_gpu(times: list[list[Took]]) -> bool:
+    """Whether one and the same plan was the fastest in some rounds, all plans far from torch's choice each time."""
+    if len(times[-1]) < ROUNDS or not _far(times, CLEAR_ON_GPU):
+        return False
+    turns = ([took.weighed_ms for took in turn] for turn in zip(*times[:-1], strict=True))
+    return len({turn.index(min(turn)) for turn in turns}) == 1
+
+
+def time_ratio(of_plan: Took, of_torch: Took, device: str) -> float:
+    """A plan's time divided by torch's in the same round.
+
+    The plan must gain by the weighed times, and must not lose where launches cost nothing or the host is busy. The
+    worst of the three counts.
+    """
+    elsewhere = max(of_plan.device_ms / of_torch.device_ms, of_plan.with_host(BUSY) / of_torch.with_host(BUSY))
+    return max(of_plan.weighed_ms / of_torch.weighed_ms, elsewhere * MARGIN[device] / EVEN)
+
+
+def median_ms(times: Sequence[Took]) -> float:
+    """The median of the weighed times of one plan's rounds, in ms."""
+    return statistics.median(took.weighed_ms for took in times)
+
+
+def wins(ratios: Sequence[float], device: str) -> bool:
+    """Whether a plan is surely enough faster than torch's choice.
+
+    ``ratios`` are those of :func:`time_ratio`, least first.
+    """
+    return statistics.median(ratios) <= MARGIN[device] and ratios[len(ratios) * 3 // 4] < 1.0

@@ -1,0 +1,311 @@
+"""Times and memory peaks: over cold caches, on a GPU by CUDA events, medians, both sides of a ratio in turns.
+
+Nothing here is called while a CUDA graph is being captured; :class:`Timer` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from tilewise.machine.allocations import BUSY, countable, most_alive, recorded
+from tilewise.machine.device import is_capturing
+from tilewise.machine.heap import AllocatorError, drop_end, filled, hand_back, releasing
+from tilewise.machine.resident import flush_counters, reset_peak, resident
+from tilewise.machine.threads import at_once
+from tilewise.plan import format_bytes
+from tilewise.planner.measuring.cold import other_data
+
+__all__ = [
+    "NOISE",
+    "Timer",
+    "Took",
+    "check_peak_is_known",
+    "interleaved",
+    "lead_ms",
+    "peak_bytes",
+    "peak_is_known",
+    "rounds",
+]
+
+Call = Callable[[], object]
+LEAD_MS, MOST_LEAD_MS = 0.1, 2.0
+"""Milliseconds for which a GPU is kept busy while a call is launched: the usual and the most."""
+LEAD = 1.5
+"""The GPU is kept busy for this many times what a call took to launch before."""
+NOISE = 128 << 10
+"""Bytes of growth of the resident set that cannot be told from none.
+
+Pages of the interpreter, of other threads and of measuring itself come and go, and small blocks fit free pieces."""
+MEETING_S = 0.1
+"""Seconds for which torch's threads wait for one another at the most; it takes them some 0.1 ms."""
+LONG_MS = 50.0
+"""A first run above so many ms tells how many rounds fit: loading took little of it."""
+UNKNOWN = "a workspace limit cannot be checked here, workspace=None would do"
+
+
+class Took(NamedTuple):
+    """Milliseconds of one run: on the device that computes, and on the host to launch it."""
+
+    device_ms: float
+    host_ms: float
+
+    @property
+    def ms(self) -> float:
+        """The longer: a layer that takes longer to launch than to run costs the host's time in a network."""
+        return max(self)
+
+    @property
+    def weighed_ms(self) -> float:
+        """Mean of the device's time and :attr:`ms`, by which plans are chosen.
+
+        Some networks queue so far ahead that a launch costs nothing (a CUDA graph always does), in others the device
+        waits for each. Small kernels take as long to launch as one another, and then the faster is the better.
+        """
+        return (self.device_ms + self.ms) / 2
+
+    def replayed(self) -> Took:
+        """The times of a replay from a CUDA graph, which takes nothing to launch."""
+        return self._replace(host_ms=0.0)
+
+    def with_host(self, factor: float) -> float:
+        """Milliseconds if the host were ``factor`` times slower, as a busy one may be."""
+        return max(self.device_ms, factor * self.host_ms)
+
+
+class Timer:
+    """Times calls on one device; ``time(call)`` is one run.
+
+    On a GPU the L2 cache is cold. On a CPU caches are left as they are, or with ``cold`` filled with other data.
+    """
+
+    def __init__(self, device: torch.device, *, cold: bool = False) -> None:
+        if is_capturing(device):
+            raise RuntimeError("nothing can be measured while a CUDA graph is being captured")
+        self.device = device
+        self._cuda = device.type == "cuda"
+        self._sum = torch.zeros((), dtype=torch.float32, device=device)
+        self._unrelated = other_data() if cold and not self._cuda else None
+        if self._cuda:
+            size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+            self._unrelated = torch.zeros(size // 4, dtype=torch.float32, device=device)
+            self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush()
+            self._flush_ms = max(self._run(self._flush).device_ms, 1e-3)
+
+    def time_ms(self, call: Call) -> float:
+        """Milliseconds of one run, the larger of the device's and the host's."""
+        return self.time(call).ms
+
+    def time(self, call: Call, lead_ms: float = LEAD_MS) -> Took:
+        """Time one run. On a GPU the L2 cache is cold and holds nothing to be written back, unless ``lead_ms`` is 0.
+
+        The GPU is kept busy for ``lead_ms``: a call that the host launches in less is timed without waiting for it.
+        """
+        if not self._cuda:
+            if self._unrelated is not None:
+                self._flush()
+            start = time.perf_counter()
+            call()
+            return Took((time.perf_counter() - start) * 1e3, 0.0)
+        for _ in range(math.ceil(min(lead_ms, MOST_LEAD_MS) / self._flush_ms)):
+            self._flush()
+        return self._run(call)
+
+    def _flush(self) -> None:
+        """Fill the caches with unrelated data that need not be written back."""
+        assert self._unrelated is not None
+        torch.sum(self._unrelated, dim=0, out=self._sum)
+
+    def _run(self, call: Call) -> Took:
+        """Time one run on a GPU by its events."""
+        self._start.record()
+        begin = time.perf_counter()
+        call()
+        host = (time.perf_counter() - begin) * 1e3
+        self._stop.record()
+        self._stop.synchronize()
+        return Took(float(self._start.elapsed_time(self._stop)), host)
+
+    def median_ms(self, call: Call, repeats: int = 3) -> float:
+        """Median of ``repeats`` runs, for a caller who has warmed up."""
+        return statistics.median(self.time_ms(call) for _ in range(repeats))
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything queued so far."""
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def lead_ms(before: Took) -> float:
+    """Milliseconds to keep the GPU busy for a call that took ``before`` when last timed."""
+    return max(LEAD_MS, LEAD * before.host_ms)
+
+
+def interleaved(
+    calls: Sequence[Call],
+    device: torch.device,
+    *,
+    repeats: int = 0,
+    budget_ms: float = 200.0,
+    least: int = 5,
+    most: int = 51,
+) -> list[float]:
+    """Median milliseconds of each call over :func:`rounds`."""
+    times = rounds(calls, device, repeats=repeats, budget_ms=budget_ms, least=least, most=most)
+    return [statistics.median(took.ms for took in values) for values in times]
+
+
+def rounds(
+    calls: Sequence[Call],
+    device: torch.device,
+    *,
+    repeats: int = 0,
+    budget_ms: float = 200.0,
+    least: int = 5,
+    most: int = 51,
+    decided: Callable[[list[list[Took]]], bool] | None = None,
+    launched: bool = True,
+) -> list[list[Took]]:
+    """What each call took in each round, run in turns so that a drift of clocks or load meets all alike; caches cold.
+
+    One round warms up. ``repeats`` rounds follow, or as many as ``budget_ms`` holds within ``least`` and ``most``, or
+    fewer where after a round what was found so far is ``decided``. Where nothing is ``launched``, as in replays of CUDA
+    graphs, the host's times are none.
+    """
+    timer = Timer(device, cold=True)
+    warm = [timer.time(call) for call in calls]
+    if not repeats:
+        if max(took.ms for took in warm) < LONG_MS:
+            again = [timer.time(call, lead_ms(took)) for call, took in zip(calls, warm, strict=True)]
+            warm = [min(pair, key=lambda took: took.ms) for pair in zip(warm, again, strict=True)]
+        repeats = max(least, min(most, int(budget_ms / max(sum(took.ms for took in warm), 1e-3))))
+    times: list[list[Took]] = [[] for _ in calls]
+    last = list(warm)
+    for turn in range(repeats):
+        order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
+        for index in order:
+            last[index] = timer.time(calls[index], lead_ms(last[index]))
+            times[index].append(last[index] if launched else last[index].replayed())
+        if decided is not None and decided(times):
+            break
+    return times
+
+
+def peak_bytes(
+    call: Call, device: torch.device, result_bytes: int = 0, scratch: bool = True, *, rough: bool = False
+) -> int:
+    """Bytes that one run of ``call`` takes at its peak beyond what was allocated before.
+
+    ``result_bytes`` are taken off for a call that allocates its own result. On a GPU the peak of the caching allocator,
+    with ``scratch`` cuBLAS's workspace as if it were fresh. On a CPU ``call`` runs twice, and the larger of two numbers
+    counts. One is what torch's allocator handed out at the most in this thread, to the byte. The other is the growth
+    of the resident set at its peak, less the pages of files (a library's code) that were read for the first time. It
+    shows what is taken from elsewhere. That is told only roughly: growth below :data:`NOISE` is none, and for a
+    ``rough`` call, which does take from elsewhere, so much is added. Raises ``RuntimeError`` where the system cannot
+    tell, as :func:`check_peak_is_known` says beforehand.
+    """
+    if device.type == "cuda":
+        if scratch:
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = _requested(device)["current"]
+        call()
+        return max(0, _requested(device)["peak"] - before - result_bytes)
+    grown = _growth(call) - result_bytes
+    counted = max(0, most_alive(recorded(call)) - result_bytes) if countable() else 0
+    if rough:
+        return max(counted, grown) + NOISE
+    return max(counted, grown if grown > NOISE else 0)
+
+
+def _growth(call: Call) -> int:
+    """Bytes by which the resident set grows at its peak, every block of the heap in full."""
+    with _no_collection():
+        _drop_ends()
+        hand_back()
+        flush_counters()
+        start = _peak_from_here()
+        with filled():
+            result = call()
+        end = resident()
+    del result
+    return end["VmHWM"] - start["VmRSS"] - max(0, end["RssFile"] - start["RssFile"])
+
+
+def _drop_ends() -> None:
+    """Hand free memory in the arenas of torch's threads back to the system, so that what they take shows as growth."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return
+    all_here = threading.Barrier(threads)
+
+    def drop(_: int) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # a smaller team, of which each thread was here
+            all_here.wait(MEETING_S)  # so that no thread takes two
+        drop_end()
+
+    at_once(drop, threads, threads)
+
+
+def _peak_from_here() -> dict[str, int]:
+    """Reset the peak of resident memory, and return what is resident.
+
+    Raises ``RuntimeError`` where Linux does not tell.
+    """
+    try:
+        reset_peak()
+        return resident()
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}: {UNKNOWN}") from error
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Turn garbage collection off meanwhile: what it frees would hide what a call takes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def check_peak_is_known(device: torch.device, limit: int | None = None) -> None:
+    """Raise ``RuntimeError`` with the reason where :func:`peak_bytes` cannot tell, or not of so small a ``limit``."""
+    if device.type != "cuda":
+        try:
+            releasing()
+        except AllocatorError as error:
+            raise RuntimeError(f"what the memory allocator keeps hides what a call takes, {error}: {UNKNOWN}") from None
+        _peak_from_here()
+        if limit is not None and limit < NOISE and not countable():
+            raise RuntimeError(
+                f"{BUSY}. Without it less than {format_bytes(NOISE)} cannot be told from none: workspace="
+                f"{format_bytes(NOISE)!r} or more would do"
+            )
+
+
+def peak_is_known(device: torch.device) -> bool:
+    """Whether :func:`peak_bytes` can tell how much memory a call takes here."""
+    try:
+        check_peak_is_known(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _requested(device: torch.device) -> dict[str, int]:
+    """Bytes asked of the caching allocator, current and peak. Its blocks may be larger, which does not count."""
+    counts: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]
+    return counts

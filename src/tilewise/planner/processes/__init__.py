@@ -1,0 +1,1 @@
+"""Planning in several processes at once."""

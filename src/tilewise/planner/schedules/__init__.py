@@ -1,0 +1,1 @@
+"""Plans of a whole network as a document: written, read, followed."""

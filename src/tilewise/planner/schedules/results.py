@@ -1,0 +1,137 @@
+"""Results of planning by layer and pass: plain values that reports and schedules are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from tilewise.plan import Measurement, Plan
+from tilewise.problems.base import Problem
+from tilewise.problems.kinds import kinds
+
+__all__ = ["Layer", "LayerResult", "PassResult", "Summary", "divisions", "is_left", "summarize", "with_times"]
+
+
+def is_left(plan: Plan) -> bool:
+    """Whether a root plan leaves its layer to the framework: its solver is the framework's own choice of some kind."""
+    return any(plan.solver == kind.baseline for kind in kinds().values())
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer and the problems of its computations, the passes of one that is trained.
+
+    Equal layers of a network are one, under the ``names`` of all. ``left`` says why tilewise leaves the layer to torch
+    unplanned; its ``problems`` are then empty. A ``transposed`` layer computes in its forward pass what is
+    the gradient of the input for others.
+    """
+
+    names: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    transposed: bool = False
+    left: str = ""
+
+    @property
+    def title(self) -> str:
+        """The layer's first name, and how many equal layers there are."""
+        return self.names[0] + (f" x{len(self.names)}" if len(self.names) > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """One pass of a layer: its plan, or the ``reason`` why there is none, and both times where they were measured.
+
+    ``framework_ms`` and ``planned_ms`` are medians taken in turns in one run. ``front`` holds the plans of the
+    time/workspace front, fastest first, and ``candidates`` what was tried; ``None`` where nobody asked.
+    """
+
+    problem: Problem
+    plan: Plan | None = None
+    reason: str = ""
+    framework_ms: float | None = None
+    planned_ms: float | None = None
+    front: tuple[Plan, ...] | None = None
+    candidates: tuple[Measurement, ...] | None = None
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the plan takes the place of torch's own choice."""
+        return self.plan is not None and not is_left(self.plan)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster the plan is than the framework: 1 where it is left to that, ``None`` if unknown."""
+        if self.plan is None:
+            return None
+        if not self.replaced:
+            return 1.0
+        if self.framework_ms is None or self.planned_ms is None:
+            return None
+        return self.framework_ms / self.planned_ms
+
+
+def with_times(result: PassResult, framework_ms: float | None) -> PassResult:
+    """``result`` with torch's time and its plan's time, both in ms as measured while planning."""
+    if framework_ms is None or result.plan is None:
+        return result
+    planned = result.plan.time_ms if result.replaced and math.isfinite(result.plan.time_ms) else None
+    return replace(result, framework_ms=framework_ms, planned_ms=planned)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """A layer and the result of each of its passes; there are none where the layer is left to torch unplanned."""
+
+    layer: Layer
+    passes: tuple[PassResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Layer-passes of a network taken together; a layer that occurs n times counts n times.
+
+    ``geometric_mean`` and ``worst`` are over the ``compared`` layer-passes, those with a time on both sides, of which
+    the ones left to torch count 1.00; ``None`` where nothing was timed. So are the sums of times.
+    """
+
+    passes: int
+    replaced: int
+    divided: int
+    unplanned: int
+    compared: int
+    framework_ms: float | None
+    planned_ms: float | None
+    geometric_mean: float | None
+    worst: float | None
+
+    @property
+    def share_replaced(self) -> float:
+        """The share of layer-passes that were replaced, from 0 to 1."""
+        return self.replaced / self.passes if self.passes else 0.0
+
+
+def summarize(results: Iterable[LayerResult]) -> Summary:
+    """Times, counts and sizes of all layer-passes of ``results`` together."""
+    pass_results = [pass_result for result in results for _ in result.layer.names for pass_result in result.passes]
+    compared = [(r.framework_ms, r.planned_ms, r.ratio) for r in pass_results if r.framework_ms and r.ratio]
+    ratios = [ratio for _, _, ratio in compared if ratio is not None]
+    return Summary(
+        passes=len(pass_results),
+        replaced=sum(result.replaced for result in pass_results),
+        divided=sum(result.plan is not None and any(divisions(result.plan)) for result in pass_results),
+        unplanned=sum(result.plan is None for result in pass_results),
+        compared=len(compared),
+        framework_ms=sum(framework or 0.0 for framework, _, _ in compared) if compared else None,
+        planned_ms=sum(planned or framework or 0.0 for framework, planned, _ in compared) if compared else None,
+        geometric_mean=math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None,
+        worst=min(ratios, default=None),
+    )
+
+
+def divisions(plan: Plan) -> Iterator[Plan]:
+    """Every split in a plan, from the root down."""
+    if not plan.leaf:
+        yield plan
+    for child in plan.children:
+        yield from divisions(child)

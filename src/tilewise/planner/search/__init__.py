@@ -1,0 +1,1 @@
+"""The search for one problem's plan: estimates, trials, cuts, checks."""

@@ -1,0 +1,177 @@
+"""Runs of one candidate: first for its memory, then for its time. One that raises or is far too slow ends early."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from tilewise import execute, solvers
+from tilewise.execute.kept_filter import kept_bytes
+from tilewise.machine.allocations import countable
+from tilewise.plan import Measurement, Plan
+from tilewise.planner.measuring.repeats import LOSES, repeats_of, usual
+from tilewise.planner.measuring.times import Timer, Took, lead_ms, peak_bytes, peak_is_known
+from tilewise.planner.options import Options, first_line
+from tilewise.planner.search.leaves import OverLimit, check_declared, has_exact_memory
+from tilewise.problems.base import Problem, narrow
+from tilewise.problems.operands import Tensors
+from tilewise.solvers import SolverUnavailable
+
+__all__ = ["Benchmark", "TooSlow"]
+
+FAR, LOADING_MS = 4.0, 50.0
+"""A first run this many times slower than the best, and by more than loading a module takes, ends a candidate."""
+FEW, FEW_MS = 32, 1.0
+"""An unpredicted candidate is first run on one in ``FEW`` images, and may always take ``FEW_MS`` for them."""
+WORTH_MS = 0.5
+"""Milliseconds of the best below which there is no such first run: it would take as long as a very slow candidate."""
+SHORT_MS = {"cuda": 1.0, "cpu": 0.0}
+"""A first run up to so many ms is always repeated: the host may have been kept from launching it."""
+
+Call = Callable[[], object]
+
+
+class TooSlow(Exception):
+    """A candidate was so slow when first run that it is not repeated."""
+
+    def __init__(self, took_ms: float, best_ms: float, workspace: int, how: str = "when first run") -> None:
+        super().__init__(f"took {took_ms:.0f} ms {how}, the best so far takes {best_ms:.3f}")
+        self.took_ms, self.workspace = took_ms, workspace
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Measures plans of ``problem`` on ``tensors``."""
+
+    problem: Problem
+    tensors: Tensors
+    options: Options
+    timer: Timer
+    is_root: bool = True
+    bias: torch.Tensor | None = None
+    """The bias of a root problem that adds one."""
+
+    def measure(self, plan: Plan, best_ms: float, bind: Callable[[Plan], execute.Bound]) -> Measurement:
+        """Bind a plan, run it once to see its memory, then time it. One that raises is lost, with the reason.
+
+        A plan that takes much more than ``best_ms`` is not repeated. Raises :class:`OverLimit` for one that declares
+        more workspace than the limit, and :class:`TooSlow` for one that was not even run whole, or only once.
+        """
+        try:
+            time_ms, workspace = self._run(plan, best_ms, bind(plan))
+            return Measurement(plan.solver, plan.version, plan.config, time_ms, workspace)
+        except (OverLimit, TooSlow):
+            raise
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            reason = f"out of memory: {first_line(error)}"
+        except Exception as error:  # whatever a solver or its library does: the candidate is lost, planning goes on
+            reason = f"raised {type(error).__name__}: {first_line(error)}"
+        if reason.startswith("out of memory"):
+            gc.collect()
+            if self.timer.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return Measurement(plan.solver, plan.version, plan.config, reason=reason)
+
+    def _run(self, plan: Plan, best_ms: float, bound: execute.Bound) -> tuple[float, int]:
+        """The ms that a bound plan takes, and the bytes of its workspace."""
+        check_declared(plan, self.problem, bound, self.options.workspace)
+        solver = solvers.get(plan.solver)
+        new = solver.own_output and self.is_root and not self.problem.accumulate
+        call = self.tensors.call(bound, self.bias, new=new)
+        if solver.unpredicted(self.problem, plan.config):
+            self._run_on_few(plan, best_ms, bound.workspace)
+        if self._keeps(plan):
+            call()  # a filter is prepared once: that is neither the candidate's time nor its workspace
+        times: list[Took] = []
+        timed = functools.partial(self._time_into, times, call)
+        scratch = solver.baseline or solver.hidden_workspace(self.problem, plan.config) > 0
+        exact = has_exact_memory(plan)
+        workspace = self.peak(timed, bound.workspace, new, best_ms, scratch=scratch, exact=exact)
+        first_ms = times[0].ms
+        device = self.timer.device.type
+        repeats, give_up = repeats_of(first_ms, device)
+        if first_ms <= max(give_up * best_ms, SHORT_MS[device]):
+            if workspace > bound.workspace and device == "cpu":
+                # A first run also makes what a library keeps for good.
+                workspace = self.peak(call, bound.workspace, new, exact=exact)
+            for _ in range(repeats):
+                timed()
+                if min(took.device_ms for took in times) > LOSES[device] * best_ms:
+                    break
+        took = usual(times, device)
+        return (took.replayed() if self.options.cuda_graphs else took).weighed_ms, workspace
+
+    def _run_on_few(self, plan: Plan, best_ms: float, workspace: int) -> None:
+        """Run a candidate on a few images first. Raises :class:`TooSlow` for one that would take far too long for all.
+
+        The second run counts: the first loads modules.
+        """
+        p, count = self.problem, self.problem.batch_size // FEW
+        if self.options.rigor == "patient" or not count or not WORTH_MS <= best_ms < float("inf"):
+            return
+        part = p.split("batch", (count, p.batch_size - count))[0]
+        assert part.problem is not None
+        few: Problem = part.problem.changed(accumulate=p.accumulate, out_dtype=p.out_dtype)
+        views = [narrow(t, part.ranges(role)) for t, role in zip(self.tensors.all, p.roles, strict=True)]
+        tensors = Tensors(tuple(views[: len(p.operands)]), tuple(views[len(p.operands) :]))
+        try:
+            call = tensors.call(execute.bind(replace(plan, problem=few.key), few, *tensors.all))
+        except SolverUnavailable:
+            return  # it takes the whole alone, which will tell
+        call()
+        took_ms = self.timer.time(call).device_ms
+        if took_ms > max(FAR * best_ms * count / p.batch_size, FEW_MS):
+            whole_ms = took_ms * p.batch_size / count
+            raise TooSlow(whole_ms, best_ms, workspace, f"by its rate on {count} of {p.batch_size} items of the batch")
+
+    def _keeps(self, plan: Plan) -> bool:
+        """Whether a first run on a CPU prepares a filter; on a GPU :meth:`_warm_up` is the first."""
+        if self.timer.device.type != "cpu" or not self.problem.constant_operand:
+            return False
+        keeps_itself = plan.leaf and kept_bytes(solvers.get(plan.solver), self.problem, plan.config) > 0
+        return keeps_itself or any(leaf.constant for leaf in plan.leaves())
+
+    def _time_into(self, times: list[Took], call: Call) -> None:
+        # The first run is also watched for memory, of which what clears a cache would take some.
+        times.append(self.timer.time(call, lead_ms(times[-1]) if times else 0.0))
+
+    def peak(
+        self,
+        call: Call,
+        declared: int,
+        new_result: bool,
+        best_ms: float = float("inf"),
+        *,
+        scratch: bool = True,
+        exact: bool = False,
+    ) -> int:
+        """Bytes one run takes at its peak beyond operands and result, what is declared included.
+
+        ``new_result``: the call allocates the result; ``scratch``: it uses libraries' own workspaces; ``exact``: all
+        it takes can be counted. Where nothing can tell and no limit asks: what is declared.
+        """
+        device = self.timer.device
+        size = sum(t.numel() * t.element_size() for t in self.tensors.results) if new_result else 0
+        if device.type == "cuda":
+            self._warm_up(call, declared, best_ms)
+            return peak_bytes(call, device, size, scratch)
+        if declared:
+            execute.touch_workspace(declared, device)
+        if self.options.workspace is None and not peak_is_known(device):
+            call()
+            return declared
+        return declared + peak_bytes(call, device, size, rough=not (exact and countable()))
+
+    def _warm_up(self, call: Call, declared: int, best_ms: float) -> None:
+        """Load modules and make handles, which are no workspace; a candidate that is far too slow ends here."""
+        start = time.perf_counter()
+        call()
+        self.timer.synchronize()
+        took = (time.perf_counter() - start) * 1e3
+        if self.options.rigor != "patient" and took > FAR * best_ms + LOADING_MS:
+            raise TooSlow(took, best_ms, declared)

@@ -1,0 +1,53 @@
+"""Binding candidates. Where one has to be compiled for a GPU, later ones are compiled at the same time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tilewise import execute
+from tilewise.kernels.building.ahead import side_by_side
+from tilewise.kernels.building.kept import NotKept, kept_only
+from tilewise.plan import Config, Plan
+from tilewise.problems.base import Problem
+from tilewise.problems.operands import Tensors
+
+__all__ = ["Binder"]
+
+
+@dataclass
+class Binder:
+    """Binds plans of ``problem`` to ``tensors``."""
+
+    problem: Problem
+    tensors: Tensors
+    _ahead: dict[tuple[str, Config], execute.Bound] = field(default_factory=dict)
+    """Bound plans that were compiled ahead and are still to be measured."""
+
+    def bind(self, plan: Plan, later: Callable[[], Sequence[Plan]] | None = None) -> execute.Bound:
+        """Bind ``plan``. Where that compiles kernels for a GPU, the plans that ``later`` gives are bound beside it.
+
+        What fails beside it fails again when it is measured, and is lost there with its reason.
+        """
+        key = plan.solver, plan.config
+        if key not in self._ahead and later is not None and self.problem.device_type == "cuda":
+            try:
+                with kept_only():
+                    return self._bound(plan)
+            except NotKept:
+                self._bind_side_by_side([plan, *later()])
+        return self._ahead.pop(key, None) or self._bound(plan)
+
+    def _bind_side_by_side(self, plans: Sequence[Plan]) -> None:
+        """Bind several plans at once, for :meth:`bind` to take them from."""
+        if len(plans) < 2:
+            return
+
+        def bind(plan: Plan) -> None:
+            self._ahead[plan.solver, plan.config] = self._bound(plan)
+
+        side_by_side([functools.partial(bind, plan) for plan in plans], self.tensors.device)
+
+    def _bound(self, plan: Plan) -> execute.Bound:
+        return execute.bind(plan, self.problem, *self.tensors.all)

@@ -1,0 +1,199 @@
+"""The last part of a search: finalists run whole beside torch's own choice, and the fastest checked against float64."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tilewise import execute, solvers
+from tilewise.plan import Config, Measurement, Plan
+from tilewise.planner.measuring import replacing
+from tilewise.planner.measuring.replacing import rounds
+from tilewise.planner.options import NoPlanError, first_line, no_plan_text
+from tilewise.planner.search.divisions import choice_of
+from tilewise.planner.search.leaves import (
+    OverLimit,
+    check_declared,
+    has_exact_memory,
+    leaf_parts,
+    leaf_plan,
+)
+from tilewise.planner.search.partitions import told_as
+from tilewise.planner.search.root import Root
+
+__all__ = ["Dropped", "Finals"]
+
+FINALISTS = 3
+"""Plans measured whole against the baseline."""
+NEAR = 1.15
+"""Plans whose estimate is within this of the best are finalists."""
+BEHIND = {"cuda": 2.0, "cpu": 1.3}
+"""Plans whose estimate is this many times torch's time are not run whole. A GPU's small parts are overestimated."""
+
+
+class Dropped(Exception):
+    """The best plan turned out to be unusable: the search starts again without it."""
+
+
+@dataclass
+class Finals:
+    """Chooses among plans that were ranked by expected time: the best are run whole, timed and checked."""
+
+    root: Root
+
+    def choose(self, ranked: list[Plan]) -> Plan:
+        """Time the finalists whole beside torch and take the fastest that is right."""
+        ranked = [p for p in ranked if not self.root.over_limit(p.workspace)]
+        if ranked and not self._is_behind(ranked[0]):
+            timed = self._time_whole(self._finalists(ranked))
+            gaining = [plan for plan in timed if not self._keeps_baseline(plan)]
+            if timed and not gaining:
+                return self.root.baseline_plan()
+            checked = self.verified(min(gaining, key=lambda plan: plan.time_ms)) if gaining else None
+            if checked is None:
+                raise Dropped  # others were given up because of what now turned out to be none
+            if not self._gains_again(checked):
+                return self.root.baseline_plan()
+            self._note(checked)
+            return checked
+        if self.root.baseline_allowed:
+            return self.root.baseline_plan()
+        raise NoPlanError(no_plan_text(self.root.problem, self.root.options, self.root.log))
+
+    def _is_behind(self, plan: Plan) -> bool:
+        """Whether torch's choice is so much faster that running ``plan`` whole would be a waste."""
+        if self.root.options.rigor in ("estimate", "patient") or not self.root.baseline_allowed:
+            return False
+        assert self.root.baseline is not None
+        return plan.time_ms > BEHIND[self.root.problem.device_type] * (self.root.baseline.time_ms or math.inf)
+
+    def _finalists(self, ranked: list[Plan]) -> list[Plan]:
+        """The plans to time whole: the best, and those that are expected to be nearly as fast."""
+        if self.root.options.rigor == "estimate":
+            return ranked[:1]
+        best = ranked[0].time_ms
+        return [p for p in ranked[:FINALISTS] if p.time_ms <= NEAR * best]
+
+    def _time_whole(self, plans: list[Plan]) -> list[Plan]:
+        """The plans with their own measured times; one that takes too much memory or raises is dropped."""
+        tensors, device = self.root.tensors, self.root.tensors.device
+        within_limit: list[Plan] = []
+        calls: list[Callable[[], object]] = []
+        for plan in plans:
+            try:
+                bound, workspace = self.run_whole(plan)
+            except OverLimit as over_limit:
+                self.root.drop(plan, str(over_limit))
+                continue
+            except Exception as error:  # as in a trial: the candidate is lost, planning goes on
+                self.root.drop(plan, f"raised {type(error).__name__} when run whole: {first_line(error)}")
+                self.root.look_for_wrong_parts(plan)
+                continue
+            if over := self.root.over_limit(workspace):
+                self.root.drop(replace(plan, workspace=workspace), over)
+                self._note_torchs_parts(plan, workspace)
+                continue
+            # Timed as a layer runs it: like torch, each call allocates its result.
+            calls.append(tensors.call(bound, self.root.bias, new=True))
+            within_limit.append(replace(plan, workspace=workspace))
+        if not within_limit:
+            return []
+        if self.root.baseline is not None:
+            baseline = leaf_plan(self.root.problem, self.root.baseline)
+            calls.append(
+                tensors.call(execute.bind(baseline, self.root.problem, *tensors.operands), self.root.bias, new=True)
+            )
+        try:
+            times = rounds(calls, device, self.root.baseline is not None, launched=not self.root.options.cuda_graphs)
+        except Exception as error:
+            if len(within_limit) > 1:
+                return [timed for plan in within_limit for timed in self._time_whole([plan])]
+            self.root.drop(within_limit[0], f"raised {type(error).__name__} when timed whole: {first_line(error)}")
+            return []
+        if self.root.baseline is not None:
+            for plan, values in zip(within_limit, times, strict=False):
+                pairs = zip(values, times[-1], strict=True)
+                self.root.time_ratios[choice_of(plan)] = sorted(
+                    replacing.time_ratio(of_plan, of_torch, device.type) for of_plan, of_torch in pairs
+                )
+            self.root.baseline = replace(self.root.baseline, time_ms=replacing.median_ms(times[-1]))
+            self.root.store.of(self.root.problem)[(self.root.baseline.solver, self.root.baseline.version, Config())] = (
+                self.root.baseline
+            )
+        return [
+            replace(plan, time_ms=replacing.median_ms(values))
+            for plan, values in zip(within_limit, times, strict=False)
+        ]
+
+    def run_whole(self, plan: Plan) -> tuple[execute.Bound, int]:
+        """The bound plan and the bytes it takes beyond operands and result."""
+        bound = execute.bind(plan, self.root.problem, *self.root.tensors.all)
+        check_declared(plan, self.root.problem, bound, self.root.options.workspace)
+        new = plan.leaf and solvers.get(plan.solver).own_output and not self.root.problem.accumulate
+        call = self.root.tensors.call(bound, self.root.bias, new=new)
+        benchmark = self.root.benchmark()
+        exact = has_exact_memory(plan)
+        workspace = benchmark.peak(call, bound.workspace, new, exact=exact)
+        if self.root.tensors.device.type == "cpu" and workspace > bound.workspace:
+            workspace = benchmark.peak(call, bound.workspace, new, exact=exact)  # as in a trial
+        return bound, workspace
+
+    def _keeps_baseline(self, plan: Plan) -> bool:
+        """Whether torch's choice is kept because ``plan`` does not beat it surely enough."""
+        if not self.root.baseline_allowed or self.root.baseline is None or self.root.baseline.time_ms is None:
+            return False
+        ratios = self.root.time_ratios[choice_of(plan)]
+        return not replacing.wins(ratios, self.root.problem.device_type)
+
+    def _gains_again(self, plan: Plan) -> bool:
+        """Whether a small gain on a CPU is confirmed by a second timing seconds later, as the load of CPUs changes."""
+        if (
+            self.root.problem.device_type != "cpu"
+            or not self.root.baseline_allowed
+            or choice_of(plan) not in self.root.time_ratios
+        ):
+            return True
+        if statistics.median(self.root.time_ratios[choice_of(plan)]) < replacing.SURE:
+            return True
+        return bool(self._time_whole([plan])) and not self._keeps_baseline(plan)
+
+    def as_run(self, plan: Plan) -> Plan:
+        """A front's plan with the workspace it takes here, where some measurements come from elsewhere."""
+        if not self.root.store.any_foreign():
+            return plan
+        with contextlib.suppress(Exception):  # raised again, and kept as its reason, where it is checked
+            plan = replace(plan, workspace=max(plan.workspace, self.run_whole(plan)[1]))
+        return plan
+
+    def verified(self, plan: Plan) -> Plan | None:
+        """The plan with its error; ``None`` when it is too far from float64. Its leaves are then checked one by one."""
+        if over := self.root.over_limit(plan.workspace):
+            self.root.drop(plan, over)
+            return None
+        error, reason = self.root.checker.checked(plan, self.root.problem)
+        plan = replace(plan, error=error)
+        if not reason:
+            return plan
+        self.root.drop(plan, reason)
+        if plan.leaf:
+            self.root.remember_wrong(plan, self.root.problem, reason)
+        self.root.look_for_wrong_parts(plan)
+        return None
+
+    def _note_torchs_parts(self, plan: Plan, workspace: int) -> None:
+        """Note the larger workspace that torch's own parts took in a whole plan, so that they are not chosen again."""
+        for problem, leaf in leaf_parts(plan):
+            if self.root.is_baseline(leaf):
+                measured = Measurement(leaf.solver, leaf.version, leaf.config, leaf.time_ms, workspace)
+                self.root.store.of(problem)[(leaf.solver, leaf.version, leaf.config)] = measured
+
+    def _note(self, plan: Plan) -> None:
+        """Add the chosen plan to the log, and a leaf to what is known."""
+        base = self.root.baseline.time_ms if self.root.baseline is not None else None
+        m = Measurement(plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, "", base)
+        self.root.log.append(m)
+        if plan.leaf:
+            self.root.store.of(self.root.problem)[(plan.solver, plan.version, plan.config)] = m

@@ -1,0 +1,1 @@
+"""Problems: what is to be computed, of any kind."""

@@ -1,0 +1,303 @@
+"""What a problem of any kind declares, and the words that all kinds share: element types, layouts, ranges, writes."""
+
+from __future__ import annotations
+
+import abc
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
+
+import torch
+
+__all__ = [
+    "ALIGNMENT",
+    "DTYPES",
+    "DTYPE_NAMES",
+    "LAYOUTS",
+    "PRECISIONS",
+    "WHOLE",
+    "Compute",
+    "Part",
+    "Problem",
+    "Range",
+    "Seams",
+    "Write",
+    "as_tuple",
+    "dense_strides",
+    "layout_of",
+    "narrow",
+]
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+DTYPE_NAMES = {value: key for key, value in DTYPES.items()}
+
+LAYOUTS = ("contiguous", "channels_last", "view")
+
+PRECISIONS = ("ieee", "tf32")
+
+ALIGNMENT = 16
+"""Bytes of the widest memory access of a kernel. Problems do not differ by alignment beyond it."""
+
+
+class Write(enum.Enum):
+    """How a part's result becomes part of the whole: set, added, or added where parts overlap."""
+
+    SET = "set"
+    ADD = "add"
+    OVERLAP_ADD = "overlap_add"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements ``[start, start + length)`` of tensor dimension ``dim``."""
+
+    dim: int
+    start: int
+    length: int
+
+
+Kind = TypeVar("Kind", bound="Problem", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[Kind]):
+    """One piece of a split problem.
+
+    ``problem`` is ``None`` for a part that meets no data: its share of the result is zero. ``uses`` holds, by role, the
+    ranges of each tensor that the part works on; of a tensor that is not in it the part works on all.
+    """
+
+    problem: Kind | None
+    uses: Mapping[str, tuple[Range, ...]]
+    write: Write
+
+    def ranges(self, role: str) -> tuple[Range, ...]:
+        """Ranges of the tensor of ``role`` that the part works on; none: all of it."""
+        return self.uses.get(role, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """Where the parts of a plan meet: what a check compares beside the ends of a result.
+
+    ``starts`` holds, by the axis that is cut, where the first part of each different plan begins, in the order of the
+    plan; ``parted`` says whether there are parts at all.
+    """
+
+    starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    parted: bool = False
+
+
+WHOLE = Seams()
+"""The seams of what is computed in one piece: none."""
+
+Tensors = tuple[torch.Tensor, ...]
+Compute = Callable[..., torch.Tensor | Tensors]
+"""``compute(*operands, bias, *results)`` gives the problem's results by what is to be checked.
+
+That is a tensor, or several in a tuple. ``bias`` is ``None`` where the problem adds none.
+"""
+
+
+class Problem(abc.ABC):
+    """What planner, plans, wisdom, execution and reports know of a problem of any kind.
+
+    A kind is a frozen, hashable class in a folder of its own below ``tilewise.problems``, whose ``__init__`` registers
+    it (:mod:`tilewise.problems.kinds`). It has these attributes, as fields or properties:
+
+    - ``key``: canonical text, equal for equal problems alone. Its first word is ``kind``, its last one ``device``.
+    - ``device``: ``"cpu"`` or ``"cuda:<name>"``. A part may name another device than its whole.
+    - ``dtype``, ``out_dtype``: names in :data:`DTYPES` of the operands' and the results' elements.
+    - ``precision``: ``"ieee"`` or ``"tf32"``, how fp32 operands may be rounded.
+    - ``operands``, ``results``: roles of the tensors, in the order in which solvers take them.
+    - ``accumulate``: whether values are added to what the results hold.
+    - ``flops``: floating-point operations of the direct way; ``bytes``: least memory traffic, each tensor moved once.
+    - ``cut_axes``: names of the axes along which :meth:`split` cuts. Where ``"batch"`` is one of them it counts
+      independent items, such as images.
+
+    What a kind need not say has a default here.
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+    """The first word of every key of this kind."""
+    ATTRIBUTES: ClassVar[tuple[str, ...]] = (
+        "kind", "key", "device", "dtype", "out_dtype", "precision", "operands", "results", "accumulate",
+        "flops", "bytes", "cut_axes",
+    )  # fmt: skip
+
+    if TYPE_CHECKING:  # fields of frozen dataclasses: at run time properties here would be taken for their defaults
+
+        @property
+        def key(self) -> str: ...
+        @property
+        def device(self) -> str: ...
+        @property
+        def dtype(self) -> str: ...
+        @property
+        def out_dtype(self) -> str: ...
+        @property
+        def precision(self) -> str: ...
+        @property
+        def operands(self) -> tuple[str, ...]: ...
+        @property
+        def results(self) -> tuple[str, ...]: ...
+        @property
+        def accumulate(self) -> bool: ...
+        @property
+        def bias(self) -> bool: ...
+        @property
+        def flops(self) -> int: ...
+        @property
+        def bytes(self) -> int: ...
+        @property
+        def cut_axes(self) -> tuple[str, ...]: ...
+    else:
+        bias = False
+
+    bias_dim: ClassVar[int] = 1
+    """The dimension of the result along which a ``bias``, one number for each of its elements, is added."""
+
+    @classmethod
+    @abc.abstractmethod
+    def from_key(cls, text: str) -> Self:
+        """Read ``key`` back, whoever wrote it. Raises ``ValueError`` for what is no key of this kind."""
+
+    @abc.abstractmethod
+    def shape(self, role: str) -> tuple[int, ...]:
+        """Shape of the tensor of ``role``. Raises ``ValueError`` for an unknown role."""
+
+    @abc.abstractmethod
+    def split(self, axis: str, sizes: Sequence[int]) -> tuple[Part[Self], ...]:
+        """Cut along ``axis`` into parts of ``sizes``, in order. Raises ``ValueError`` for cuts that cannot be made."""
+
+    @abc.abstractmethod
+    def extent(self, axis: str) -> int:
+        """What the sizes of a split along ``axis`` sum to. Raises ``ValueError`` for an unknown axis."""
+
+    @abc.abstractmethod
+    def reference(self, *operands: torch.Tensor) -> torch.Tensor | Tensors:
+        """The results in float64, without bias or accumulation: a tensor, or several in a tuple."""
+
+    @property
+    def result(self) -> str:
+        """Role of the one result."""
+        (role,) = self.results
+        return role
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of all tensors, operands first."""
+        return (*self.operands, *self.results)
+
+    @property
+    def device_type(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return self.device.split(":", 1)[0]
+
+    def layout(self, role: str) -> str:
+        """Layout class of the tensor of ``role``, one of :data:`LAYOUTS`."""
+        return "contiguous"
+
+    def alignment_of(self, role: str) -> int:
+        """Bytes by which the address of the tensor of ``role`` is aligned, :data:`ALIGNMENT` at the most."""
+        return ALIGNMENT
+
+    def torch_dtype(self, role: str) -> torch.dtype:
+        """Element type of the tensor of ``role``."""
+        return DTYPES[self.out_dtype if role in self.results else self.dtype]
+
+    def nbytes(self, role: str) -> int:
+        """Bytes of the elements of the tensor of ``role``."""
+        return math.prod(self.shape(role)) * self.torch_dtype(role).itemsize
+
+    @property
+    def batch_size(self) -> int:
+        """How many independent items it computes at once: the extent of its axis ``batch``, or 1."""
+        return self.extent("batch") if "batch" in self.cut_axes else 1
+
+    @property
+    def constant_operand(self) -> str:
+        """Role of the operand that stays the same between calls, so that what is prepared from it may be kept.
+
+        Empty where no operand stays.
+        """
+        return ""
+
+    @property
+    def checked_operand(self) -> bool:
+        """Whether every call compares the constant operand with a copy first."""
+        return False
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of an operand that the framework's own choice may copy before it computes."""
+        return 0
+
+    @property
+    def task(self) -> str:
+        """Which of its layer's computations this is, for tables and documents. A layer has each once."""
+        return "forward"
+
+    @property
+    def layouts_in_words(self) -> tuple[str, ...]:
+        """Layouts of its tensors for documents, in an order of its own."""
+        return tuple(self.layout(role) for role in self.roles)
+
+    def flags(self, *, deterministic: bool) -> AbstractContextManager[None]:
+        """A context that sets torch's flags as the problem wants them while it is computed or measured."""
+        return nullcontext()
+
+    def on(self, device: str) -> Self:
+        """The same problem on another device."""
+        return replace(self, device=device)  # type: ignore[type-var]
+
+    def changed(
+        self, *, accumulate: bool | None = None, bias: bool | None = None, out_dtype: str | None = None
+    ) -> Self:
+        """The problem with the given properties changed. A kind must have every property that is asked for."""
+        asked = {"accumulate": accumulate, "bias": bias, "out_dtype": out_dtype}
+        changes = {name: value for name, value in asked.items() if value not in (None, getattr(self, name))}
+        return replace(self, **changes) if changes else self  # type: ignore[type-var]
+
+
+def dense_strides(shape: Sequence[int], layout: str) -> tuple[int, ...]:
+    """Strides in elements of a dense tensor of ``shape`` laid out ``contiguous`` or ``channels_last``."""
+    order = list(range(len(shape)))
+    if layout == "channels_last":
+        order = [0, *order[2:], 1]
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def layout_of(shape: Sequence[int], strides: Sequence[int]) -> str:
+    """Layout class of a tensor: ``contiguous`` where both dense orders fit, ``view`` where neither does."""
+    for layout in ("contiguous", "channels_last"):
+        dense = dense_strides(shape, layout)
+        if all(n == 1 or got == want for n, got, want in zip(shape, strides, dense, strict=True)):
+            return layout
+    return "view"
+
+
+def narrow(tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+    """The part of ``tensor`` that ``ranges`` name, as a view."""
+    for r in ranges:
+        tensor = tensor.narrow(r.dim, r.start, r.length)
+    return tensor
+
+
+def as_tuple(computed: torch.Tensor | Tensors) -> Tensors:
+    """All results, of which a single one may come as it is."""
+    return computed if isinstance(computed, tuple) else (computed,)

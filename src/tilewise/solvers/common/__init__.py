@@ -1,0 +1,1 @@
+"""Helpers that solvers of several families use."""

@@ -1,0 +1,202 @@
+"""What solvers with Numba kernels on a CPU have in common.
+
+Whether Numba is installed, its errors, the division of work among threads, the description of a call, and its start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from tilewise.kernels.cpu.sizes import HEADER, LANES
+from tilewise.kernels.cpu.threads import has_openmp, share_out
+from tilewise.plan import Config
+from tilewise.solvers.base import SolverUnavailable
+from tilewise.solvers.common.tiles import integer
+
+__all__ = [
+    "DTYPES",
+    "PAGE",
+    "WIDEST",
+    "PreparedFilters",
+    "balanced_parts",
+    "byte_strides",
+    "kernel_data",
+    "lanes_for",
+    "numba_missing",
+    "numba_reasons",
+    "numbers_array",
+    "start",
+    "units_in_turn",
+    "vector_lanes",
+    "with_teams",
+]
+
+PAGE = 4096
+"""Bytes of a page of memory: each thread's scratch is a multiple of it, so that no two threads share one."""
+
+DTYPES = ("fp32", "bf16", "fp16")
+"""Types of data in the order in which kernels number them."""
+
+ADDRESSES = 6
+"""Place in a kernel's data array from which on it holds addresses."""
+
+MOST_UNITS = 8
+"""Units of work per thread from which on it hardly matters that some threads get one more."""
+
+WIDEST = {"AVX512": 16, "AVX2": 8}
+"""fp32 lanes of a vector, by the CPU capability that torch reports; others have fewer."""
+
+
+def numba_missing() -> list[str]:
+    """Why Numba kernels cannot run: the package is not installed. Empty when it is."""
+    import importlib.util
+
+    return [] if importlib.util.find_spec("numba") else ["needs the package numba: pip install 'tilewise[cpu]'"]
+
+
+def vector_lanes() -> int:
+    """fp32 lanes of the processor's vectors, as far as kernels use them."""
+    return WIDEST.get(torch.backends.cpu.get_cpu_capability(), LANES[-1])
+
+
+def lanes_for(channels: int) -> int:
+    """Lanes of vectors of ``channels``: the processor's, or the fewest where channels would leave most of them empty.
+
+    There are only these two, as kernels are compiled for each number of lanes.
+    """
+    return LANES[-1] if channels <= LANES[-1] else vector_lanes()
+
+
+def with_teams(base: Config) -> list[Config]:
+    """``base`` on torch's threads, where it has OpenMP, and on threads of our own; ``base`` itself for one thread."""
+    if base["threads"] == 1:
+        return [base]
+    return [Config(**base, team=team) for team in (("openmp", "own") if has_openmp() else ("own",))]
+
+
+def balanced_parts(blocks: int, items: int, threads: int) -> int:
+    """Into how many parts to divide the ``items`` of each of ``blocks``, so that all threads are equally busy.
+
+    A part of a block is a unit of work. There are no more parts than are needed for that.
+    """
+    for parts in range(1, items + 1):
+        if blocks * parts % threads == 0 or blocks * parts >= MOST_UNITS * threads:
+            return parts
+    return items
+
+
+def units_in_turn(units: int, threads: int) -> float:
+    """How many of ``units`` equal units of work the busiest of ``threads`` threads does, one after the other."""
+    return -(-units // threads) if units < MOST_UNITS * threads else units / threads
+
+
+def byte_strides(tensor: torch.Tensor) -> list[int]:
+    """The tensor's strides in bytes."""
+    return [stride * tensor.element_size() for stride in tensor.stride()]
+
+
+def numbers_array(numbers: Mapping[int, int], count: int) -> np.ndarray:
+    """An int64 array of ``count`` numbers: those of ``numbers`` at the places given there, all others 0."""
+    array = np.zeros(count, dtype=np.int64)
+    for place, number in numbers.items():
+        array[place] = number
+    return array
+
+
+def kernel_data(units: int, scratch: int, *numbers: np.ndarray, header: int = HEADER) -> np.ndarray:
+    """The int64 array that describes a kernel's call: ``header`` integers of its start, then the kernel's ``numbers``.
+
+    The first ones say how many ``units`` of work there are and how many bytes of ``scratch`` a thread has.
+    """
+    data = np.concatenate([np.zeros(header, dtype=np.int64), *numbers])
+    data[3:6] = units, len(data), scratch
+    return data
+
+
+def start(run: int, data: np.ndarray, threads: int, openmp: bool, *addresses: int) -> None:
+    """Run a compiled kernel over all its units of work on at most ``threads`` threads, and on no more than torch has.
+
+    ``run`` is the address of the kernel's machine code. ``data`` is the int64 array that describes the call: its
+    threads count finished units in it, so each call needs its own copy. ``addresses`` are those of scratch, operands
+    and result; they are written into ``data`` from place :data:`ADDRESSES` on.
+    """
+    data[1] = count = min(threads, torch.get_num_threads())
+    data[ADDRESSES : ADDRESSES + len(addresses)] = addresses
+    share_out(run, data.ctypes.data, count, openmp)
+
+
+@contextlib.contextmanager
+def numba_reasons() -> Iterator[None]:
+    """Turn what Numba and LLVM raise, which have error types of their own, into ``SolverUnavailable``."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
+
+
+class PreparedFilters:
+    """A compiled kernel that computes with filters in a form of its own, and writes them in that form first.
+
+    Subclasses have :meth:`run`, a :data:`~tilewise.solvers.base.Run`; :meth:`prepare` is a
+    :data:`~tilewise.solvers.base.Prepare`. The workspace holds the scratch of all threads and then, unless they are
+    constant, the filters in that form.
+    """
+
+    __slots__ = ("_bias", "_filters", "_openmp", "_own_filters", "_partial", "_run", "_threads", "_units")
+
+    def __init__(
+        self,
+        c: Config,
+        run: int,
+        units: np.ndarray,
+        other: Mapping[int, int],
+        *,
+        own_filters: bool,
+        bias: int,
+        partial: int | None = None,
+    ) -> None:
+        """``run`` is the address of the kernel's machine code, ``units`` the description of the computation.
+
+        ``other`` holds the places and values that differ in the description of the other call, which writes filters.
+        With ``own_filters`` each run writes them. ``bias`` is the place of the bias's address among the kernel's
+        numbers, ``partial`` that of the address behind the scratch, for a kernel with partial sums.
+        """
+        self._run, self._own_filters = run, own_filters
+        self._bias, self._partial = bias, partial
+        self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
+        self._units, self._filters = units, units.copy()
+        for place, value in other.items():
+            self._filters[place] = value
+
+    def prepare(self, weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        """Write all filters into ``kept`` in the form that the kernel computes with."""
+        assert workspace is not None
+        self._start(self._filters, workspace, 0, weight.data_ptr(), kept.data_ptr())
+
+    def _behind_scratch(self, workspace: torch.Tensor) -> int:
+        """The address behind the scratch of all threads."""
+        return workspace.data_ptr() + int(self._units[5]) * self._threads
+
+    def _second(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
+        """The address of the second operand as the kernel takes it: of ``b``, or of filters that are written now."""
+        if not self._own_filters:
+            return b.data_ptr()
+        written = self._behind_scratch(workspace)
+        self._start(self._filters, workspace, 0, b.data_ptr(), written)
+        return written
+
+    def _start(
+        self, numbers: np.ndarray, workspace: torch.Tensor, a: int, b: int, out: int, *bias: torch.Tensor
+    ) -> None:
+        """Start the kernel with a copy of ``numbers`` as its description."""
+        data = numbers.copy()
+        if self._partial is not None:
+            data[HEADER + self._partial] = self._behind_scratch(workspace)
+        if bias:
+            data[HEADER + self._bias] = bias[0].data_ptr()
+        start(self._run, data, self._threads, self._openmp, workspace.data_ptr(), a, b, out)

@@ -1,0 +1,85 @@
+"""Kernels in CUDA C++, compiled and launched one after another as a solver's run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise.solvers.base import SolverUnavailable
+
+if TYPE_CHECKING:
+    from tilewise.kernels.cuda.launch import Program
+
+__all__ = ["BIAS", "FIRST", "OUT", "SECOND", "WORKSPACE", "Step", "StepsRun", "compiled"]
+
+FIRST, SECOND, OUT, WORKSPACE, BIAS = range(5)
+"""Numbers of the tensors that a step's pointers refer to: operands, result, workspace and bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kernel launch of ``grid`` blocks.
+
+    ``pointers`` are the kernel's pointer arguments in order: the number of a tensor (:data:`FIRST` and so on) and an
+    offset into it in bytes. ``scalars`` are the arguments after them.
+    """
+
+    program: Program
+    grid: int
+    pointers: tuple[tuple[int, int], ...]
+    scalars: tuple[int | float, ...]
+
+
+class StepsRun:
+    """Kernel launches in order as a :data:`~tilewise.solvers.base.Run`.
+
+    Called with tensors, or through :meth:`run_pointers` with their addresses.
+    """
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: Sequence[tuple[Callable[..., None], tuple[tuple[int, int], ...]]]) -> None:
+        self._steps = tuple(steps)
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
+    ) -> torch.Tensor:
+        assert out is not None
+        space = 0 if workspace is None else workspace.data_ptr()
+        self.run_pointers(a.data_ptr(), b.data_ptr(), out.data_ptr(), space, *(t.data_ptr() for t in bias))
+        return out
+
+    def run_pointers(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
+        """Queue the kernels on the current stream of the device that they were compiled for."""
+        addresses = (a, b, out, workspace, *bias)
+        for launch, pointers in self._steps:
+            launch(*[addresses[source] + offset for source, offset in pointers])
+
+
+def compiled(steps: Sequence[Step], device: torch.device) -> StepsRun:
+    """Compile the steps for a GPU and return them as one run.
+
+    Raises ``SolverUnavailable`` with the compiler's or the driver's reason.
+    """
+    from tilewise.kernels.cuda.launch import kernel
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    bound = []
+    try:
+        for step in steps:
+            p = step.program
+            loaded = kernel(p.source(), p.name, index)
+            launch = loaded.launch(step.grid, p.threads, p.shared, len(step.pointers), step.scalars)
+            bound.append((launch, step.pointers))
+    except Exception as error:  # NVRTC and the driver raise errors of their own
+        text = str(error).strip().splitlines()
+        raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
+    return StepsRun(bound)

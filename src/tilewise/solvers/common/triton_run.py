@@ -1,0 +1,71 @@
+"""Compiled Triton kernels as a solver's run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewise.problems.conv.problem import ROLES, ConvProblem
+from tilewise.solvers.base import SolverUnavailable
+from tilewise.solvers.common.buffers import ALIGNMENT
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.launch import Launch
+
+__all__ = ["ProgramRun", "compiled", "has_triton"]
+
+
+class ProgramRun:
+    """A compiled sequence of kernels as a :data:`~tilewise.solvers.base.Run`.
+
+    Called with tensors, or through :meth:`run_pointers` with their addresses. ``bias`` is the vector that is added,
+    where the kernels were compiled for one.
+    """
+
+    __slots__ = ("_program",)
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
+    ) -> torch.Tensor:
+        assert out is not None
+        self._program((a, b, out, workspace, *bias))
+        return out
+
+    def run_pointers(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
+        """Queue the kernels on the current stream of the device that they were compiled for."""
+        self._program.at((a, b, out, workspace, *bias))
+
+
+def compiled(p: ConvProblem, launches: Sequence[Launch], device: torch.device) -> ProgramRun:
+    """Compile the launches and return them as one run over operands, result, workspace and bias.
+
+    Kernels may rely on the alignment that the problem declares for each tensor. Raises ``SolverUnavailable`` with
+    Triton's reason.
+    """
+    from tilewise.kernels.triton.launch import Program
+
+    itemsize = p.torch_dtype(p.result).itemsize  # a bias may lie anywhere
+    alignment = [*(p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)), ALIGNMENT, itemsize]
+    try:
+        return ProgramRun(Program(launches, alignment, device))
+    except Exception as error:  # Triton raises errors of many kinds when a kernel does not compile or fit
+        text = str(error).strip().splitlines()
+        raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the package triton is installed."""
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,1 @@
+"""Convolutions by Fourier transforms with the spectra in memory (Vasilache et al. 2015)."""

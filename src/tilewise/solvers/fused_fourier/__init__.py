@@ -1,0 +1,1 @@
+"""Convolutions by Fourier transforms in one kernel, with spectra in registers and caches."""

@@ -1,0 +1,1 @@
+"""Solvers that call other libraries: torch's own convolution, and cuDNN's engines."""

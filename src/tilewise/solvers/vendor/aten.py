@@ -1,0 +1,98 @@
+"""Torch's own convolution in its benchmark mode: the baseline that every plan is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problems.base import dense_strides
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.solvers.base import Cost, Run
+from tilewise.solvers.conv import ConvSolver
+
+
+class Aten(ConvSolver):
+    """``aten::convolution`` and ``aten::convolution_backward``."""
+
+    name, version = "aten", 3
+    own_output = True
+    adds_bias = True
+    baseline = True
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """A reason for padding that differs by side, for which ATen copies the input, and for negative padding."""
+        if any(axis.before != axis.after or axis.before < 0 for axis in p.axes):
+            return ["ATen takes one non-negative padding per axis, the same before and after"]
+        return []
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """One empty config: torch chooses the algorithm."""
+        return (Config(),)
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """The direct method's arithmetic."""
+        return Cost(p.flops, p.bytes, efficiency=0.7)
+
+    def is_deterministic(self, p: ConvProblem, c: Config) -> bool:
+        """cuDNN's backward engines may use atomics unless torch is told otherwise."""
+        return p.device_type == "cpu" or p.pass_ is Pass.FPROP or torch.are_deterministic_algorithms_enabled()
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """A run that calls the operator with torch's flags as they are."""
+        options = ([x.stride for x in p.axes], [x.before for x in p.axes], [x.dilation for x in p.axes])
+        zeros, groups = [0] * p.dims, p.groups
+        if p.pass_ is Pass.FPROP or p.bias:
+            convolution = torch.convolution  # less host time than the operator object
+            transposed = p.pass_ is Pass.DGRAD  # with a bias a layer of its own, not a gradient
+            extra = [
+                x.size + x.before + x.after - (x.out - 1) * x.stride - x.reach if transposed else 0 for x in p.axes
+            ]
+
+            def forward(
+                x: torch.Tensor,
+                w: torch.Tensor,
+                _: torch.Tensor | None,
+                __: torch.Tensor | None,
+                bias: torch.Tensor | None = None,
+            ) -> torch.Tensor:
+                y: torch.Tensor = convolution(x, w, bias, *options, transposed, extra, groups)
+                return y
+
+            return forward
+        backward_of = torch.ops.aten.convolution_backward.default
+        if p.pass_ is Pass.DGRAD:
+            stand_in = _stand_in(p, "x", a)
+
+            def backward(
+                dy: torch.Tensor, w: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
+            ) -> torch.Tensor:
+                dx: torch.Tensor
+                dx, _, _ = backward_of(dy, stand_in, w, None, *options, False, zeros, groups, [True, False, False])
+                return dx
+
+            return backward
+        weight = _stand_in(p, "w", a)
+
+        def gradient(
+            x: torch.Tensor, dy: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
+        ) -> torch.Tensor:
+            dw: torch.Tensor
+            _, dw, _ = backward_of(dy, x, weight, None, *options, False, zeros, groups, [False, True, False])
+            return dw
+
+        return gradient
+
+
+def _stand_in(p: ConvProblem, role: str, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that the operator asks for but does not read, with the shape and layout that it chooses by.
+
+    On a CPU pages that nobody touches take no memory, and a tensor of other strides would be copied. On a GPU the
+    strides matter only where this tensor alone is channels_last.
+    """
+    shape, layout = p.shape(role), p.layout(role)
+    other = p.layout("w" if role == "x" else "x")
+    if p.device_type == "cuda" and not (layout == "channels_last" != other):
+        return like.new_empty(()).expand(shape)
+    return like.new_empty_strided(shape, dense_strides(shape, layout))

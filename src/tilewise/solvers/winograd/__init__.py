@@ -1,0 +1,1 @@
+"""Convolutions by Winograd's minimal filtering, on CPUs and GPUs."""
