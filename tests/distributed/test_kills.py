@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tilewise.comm.link import Link, PeerError
 from tilewise.comm.meeting import Meeting
+from tilewise.comm.presence import here
 from tilewise.comm.process_groups import ProcessGroups
 from tilewise.comm.verdict import judge
 from tilewise.distributed import SpatialParallel
@@ -121,6 +122,36 @@ def test_ranks_of_other_images_hear_of_a_death_while_weights_are_compared() -> N
         assert causes == (3,), text
         assert set(re.findall(r"rank (\d+)", text)) == {"3"}
         assert seconds < 10, "of 20"
+
+
+def follows() -> tuple[tuple[int, ...], str]:
+    """Rank 1 dies while weights are compared. Rank 2, still making connections, fails for that, and ends as well."""
+    rank = dist.get_rank()
+    if rank == 1:
+        Meeting.tell = lambda *_: die()  # type: ignore[assignment,method-assign]
+    if rank == 2:
+        make, left = ProcessGroups._new_group, [1]
+
+        def broken(self: ProcessGroups, backend: str | None) -> dist.ProcessGroup:
+            group = make(self, backend)
+            left[0] -= 1
+            while left[0] < 0 and 1 not in here().news([1])[1]:
+                time.sleep(0.01)
+            if left[0] < 0:
+                raise RuntimeError("Connection closed by peer")
+            return group
+
+        ProcessGroups._new_group = broken  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    with pytest.raises(PeerError) as caught:
+        SpatialParallel(nn.Conv2d(1, 1, 3), init_device_mesh("cpu", (3,), mesh_dim_names=("h",)), timeout=20)
+    return caught.value.ranks, str(caught.value)
+
+
+def test_a_rank_that_ends_because_of_another_is_not_named_while_weights_are_compared() -> None:
+    for causes, text in run(3, follows, may_die=True)[::2]:
+        assert causes == (1,), text
+        assert set(re.findall(r"rank (\d+)", text)) == {"1"}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tilewise.comm.agreement import named_ranks
-from tilewise.comm.failure_detector import PeerError
+from tilewise.comm.failure_detector import SETTLE_S, PeerError
 from tilewise.comm.presence import here
-from tilewise.comm.verdict import killed
+from tilewise.comm.verdict import judge
 
 __all__ = ["Meeting"]
 
@@ -61,13 +61,14 @@ class Meeting:
     def _heard(self) -> dict[int, dict[str, Any]]:
         """Every rank's entry, by rank. Raises :class:`PeerError`."""
         store, deadline = distributed_c10d._get_default_store(), time.monotonic() + self._timeout
+        gone_since = None
         while True:
             late = self._wait(store, min(LOOK_S, max(deadline - time.monotonic(), 0.001)))
             entries = {rank: json.loads(store.get(key)) for rank, key in self._keys.items() if rank not in late}
             causes = dict(cause for entry in entries.values() for cause in entry.get("failed", ()))
             if not causes:
-                _, gone = here().news(late)
-                causes = {rank: killed(rank) for rank in sorted(gone)}
+                gone_since = gone_since or self._gone_since(late)
+                causes = self._causes(late, gone_since)
             if causes:
                 # Ranks of other images have no connection on which they would hear of it.
                 self._say({"failed": list(causes.items())})
@@ -80,6 +81,23 @@ class Meeting:
                 within = f"did not come to it within {self._timeout:g} s"
                 text = f"{self._what}: {named_ranks(late)} {within}{self._advice}"
                 raise PeerError(text, [(rank, f"{self._what}: rank {rank} {within}") for rank in late])
+
+    def _gone_since(self, late: Sequence[int]) -> float | None:
+        """Now, where a process of the ranks ``late`` is gone: it comes to nothing any more."""
+        _, gone = here().news(late)
+        return time.monotonic() if gone else None
+
+    def _causes(self, late: Sequence[int], gone_since: float | None) -> dict[int, str]:
+        """Which ranks failed, where one of the ranks ``late`` is gone, and in what way; none while that is not certain.
+
+        A rank that is gone may have ended because of another, and has said so then.
+        """
+        if gone_since is None:
+            return {}
+        heard, gone = here().news(rank for rank in self.ranks if rank != dist.get_rank())
+        verdict = judge(heard, gone, late, self._timeout)
+        certain = verdict.sure or time.monotonic() > gone_since + SETTLE_S
+        return dict(verdict.causes) if certain else {}
 
     def _wait(self, store: Any, seconds: float) -> list[int]:
         """The ranks without an entry after so many ``seconds``."""
