@@ -74,6 +74,16 @@ def test_interrupted_sums(pass_: Pass, product: str, monkeypatch: pytest.MonkeyP
     check(SOLVER, p, c, (("contiguous", 0),) * 3, False)
 
 
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+def test_sums_of_few_channels_over_many_taps_are_interrupted(pass_: Pass) -> None:
+    """Matrix units round once for the two channels of a tap as they do for sixteen: 343 times here."""
+    p = ConvProblem(pass_, 3, 2, 2, (Axis(7, 7, 1, 1, 3, 3),) * 3)
+    tile = _implicit_gemm.Tile(64, 64, 32, 4, 4)
+    assert _implicit_gemm.Layout(p, _implicit_gemm.PRODUCTS["fp16x3"], tile, 3).promotes
+    flat = replace(p, axes=p.axes[:2])
+    assert not _implicit_gemm.Layout(flat, _implicit_gemm.PRODUCTS["fp16x3"], tile, 3).promotes
+
+
 def conv2(pass_: Pass, batch: int = 256) -> ConvProblem:
     """AlexNet's second layer."""
     axis = Axis(27, 5, 1, 1, 2, 2)

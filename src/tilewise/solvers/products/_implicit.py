@@ -38,6 +38,8 @@ class Product:
     precision: str = "ieee"
 
 
+UNIT_DEPTH = 16
+"""16-bit products that a matrix unit adds up at once."""
 PRODUCTS = {
     "fp16x3": Product(torch.float16, 2, True),
     "tf32x3": Product(torch.float32, 1, False, "tf32x3"),
@@ -111,11 +113,14 @@ class Layout:
 
 
 def sum_length(p: ConvProblem) -> int:
-    """How many products are summed for each element of the result."""
+    """How many products matrix units add up for each element of the result.
+
+    They take :data:`UNIT_DEPTH` channels of a tap at a time and round once for these, however few there are.
+    """
     if p.pass_ is Pass.WGRAD:
         return p.batch * math.prod(axis.out for axis in p.axes)
     read = p.out_channels if p.pass_ is Pass.DGRAD else p.in_channels
-    return read // p.groups * p.taps
+    return -(-(read // p.groups) // UNIT_DEPTH) * UNIT_DEPTH * p.taps
 
 
 def launches(layout: Layout, a: View, b: View, out: View) -> list[Launch]:
