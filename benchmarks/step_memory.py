@@ -25,7 +25,7 @@ from tilewise.frontends.networks import builtin_networks, load_network
 from tilewise.machine.torch_state import framework_flags
 from tilewise.nn import report
 from tilewise.nn.memory.meter import allocator_cap, meter_of
-from tilewise.nn.memory.step import Step
+from tilewise.nn.step.step import Step
 from tilewise.planner import Planner
 from tilewise.planner.measuring.times import interleaved
 

@@ -14,7 +14,7 @@ from tilewise.distributed.mesh.events import Freed, Gradient, Kernel, StepTrace
 from tilewise.distributed.mesh.trace import trace_step
 from tilewise.frontends.layers import convolution_layers
 from tilewise.nn.memory.meter import CpuMeter
-from tilewise.nn.memory.step import Step
+from tilewise.nn.step.step import Step
 from tilewise.problems.conv.problem import ConvProblem, Pass
 
 

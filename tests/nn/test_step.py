@@ -29,8 +29,8 @@ from tilewise.nn.layers.kinds import is_planned
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.memory.meter import CpuMeter, storage_bytes
-from tilewise.nn.memory.step import Step
 from tilewise.nn.memory.step_planner import StepPlanner, memory_bytes, profile
+from tilewise.nn.step.step import Step
 from tilewise.plan import Config, Plan
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.measuring.times import NOISE

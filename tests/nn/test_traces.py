@@ -19,8 +19,8 @@ from torch import nn
 import tilewise
 from tilewise.nn import report
 from tilewise.nn.kept_values import buffers_kept, values_kept
-from tilewise.nn.memory.step import Step
 from tilewise.nn.record import state_kept
+from tilewise.nn.step.step import Step
 
 
 class Held(nn.Module):

@@ -15,10 +15,10 @@ from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.swaps import swap_back
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.memory.moments import swaps_kept
-from tilewise.nn.memory.step import Step
 from tilewise.nn.memory.step_planner import StepTooLarge, memory_bytes, profile
 from tilewise.nn.optimize import optimize
 from tilewise.nn.report import report
+from tilewise.nn.step.step import Step
 from tilewise.planner import NoPlanError, Planner, Progress
 from tilewise.planner.measuring.times import interleaved
 from tilewise.settings import LargestBatchOptions, Settings

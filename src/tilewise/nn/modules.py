@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import nn
 
 from tilewise.nn.layers.kinds import ModuleKind, is_planned, kind_of, run_by_plans
 from tilewise.nn.layers.plan_table import PlanTable
-from tilewise.nn.layers.swaps import swap_back
+from tilewise.nn.layers.swaps import swap, swap_back, swapped
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.memory.step_planner import Choices
 from tilewise.nn.record import Recorded, record
@@ -18,6 +19,8 @@ from tilewise.problems.base import Problem
 __all__ = ["PlannedModules", "workspaces_of"]
 
 Filter = Callable[[str, nn.Module], bool]
+Key = tuple[Problem, bool]
+"""A problem, and torch's deterministic flag in its calls."""
 
 
 class PlannedModules:
@@ -89,6 +92,47 @@ class PlannedModules:
             swap_back(module)
             if self._gains(name):
                 run_by_plans(module, self._layers[name])
+
+    def gains(self) -> dict[Key, float]:
+        """The milliseconds that a step gains by each problem that runs by plan, as measured for its passes alone.
+
+        ``nan`` where torch's time or the plan's is not known: the plan was not chosen by time.
+        """
+        gains: dict[Key, float] = {}
+        for recorded in self.calls:
+            deterministic = recorded.call.deterministic
+            for problem in recorded.problems(self.training).values():
+                plan = self.plan_tables[recorded.name].replacement(problem, deterministic)
+                if plan is not None and is_planned(self.candidates[recorded.name]):
+                    torch_ms = self.plan_table.times.get(problem, math.nan)
+                    gain = recorded.times * (torch_ms - plan.time_ms)
+                    gains[problem, deterministic] = gains.get((problem, deterministic), 0.0) + gain
+        return gains
+
+    def withhold(self, keys: Collection[Key], note: str) -> None:
+        """Let torch compute these problems although they have plans, and no others; ``note`` says why in reports."""
+        self.plan_table.withhold(keys, note)
+        for layers in self._layers.values():
+            layers.forget()
+        self.install({})
+
+    def switches(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Two functions: one lets all candidates compute as torch does, the other as they do now."""
+        forwards = {name: swapped(module) for name, module in self.candidates.items()}
+
+        def by_torch() -> None:
+            """Let every candidate compute as its class does."""
+            for module in self.candidates.values():
+                swap_back(module)
+
+        def by_plans() -> None:
+            """Let every candidate compute as it did."""
+            for name, module in self.candidates.items():
+                forward = forwards[name]
+                if forward is not None:
+                    swap(module, forward)
+
+        return by_torch, by_plans
 
     def _gains(self, name: str) -> bool:
         """Whether a plan beats torch on any pass of the module. If so, all its passes are bound now, ready for use."""

@@ -4,7 +4,8 @@ A model goes through these steps, one after the other. Its modules that can be p
 their calls are recorded in one run on each example (``record``). A budget for all kernels is divided among them
 (``budget``). Their problems are planned into a plan table (``layers.plan_table``), alone or with other ranks
 (``ranks``), or taken from a schedule (``schedule``). Modules that gain are swapped (``layers.swaps``). Where a step has
-a memory limit, plans are changed until it keeps the limit (``memory``). Branches that run faster on streams of their
+a memory limit, plans are changed until it keeps the limit (``memory``). The whole step is timed by torch and by plans,
+and passes from which it does not gain are taken back (``step``). Branches that run faster on streams of their
 own are set to do so (``branches``). All is reported (``report``).
 """
 
@@ -26,12 +27,13 @@ from tilewise.nn.budget import Budget, make_budget
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import swap_back
 from tilewise.nn.layers.weights import Weights
-from tilewise.nn.memory.step import Step
 from tilewise.nn.memory.step_planner import StepPlanner, memory_bytes
 from tilewise.nn.modules import PlannedModules, workspaces_of
 from tilewise.nn.ranks.together import plan_together
 from tilewise.nn.report import Report, forget, keep
 from tilewise.nn.schedule import Source
+from tilewise.nn.step.compare import compare_steps
+from tilewise.nn.step.step import Step
 from tilewise.planner import Planner, Progress, Schedule
 from tilewise.problems.base import Problem
 from tilewise.settings import ModelOptions, Settings
@@ -51,6 +53,7 @@ def optimize(
     progress: Progress | None = None,
     planner: Planner | None = None,
     schedule: Schedule | str | os.PathLike[str] | None = None,
+    step: Callable[[Model], object] | None = None,
     memory_step: Callable[[Model], object] | None = None,
     **options: Unpack[ModelOptions],
 ) -> Model:
@@ -64,9 +67,10 @@ def optimize(
     - ``example_inputs``: what ``model`` is called with: a tuple of positional arguments, a mapping of named ones, a
       single value, or a list of such examples.
     {arguments}
-    - ``memory_step(model)``: one step as the program does it, with its own loss and optimizer, for ``memory_limit``.
-      What it does to parameters, buffers, gradients and random states is undone; other objects' state, an optimizer's
-      say, is its own. By default: forward, the mean square of the outputs, and backward, for each example in turn.
+    - ``step(model)``: one step as the program does it, with its own loss and optimizer, gradient accumulation and
+      checkpoints. It is what is timed, and what ``memory_limit`` is of. What it does to parameters, buffers, gradients
+      and random states is undone; other objects' state, an optimizer's say, is its own. By default: forward, the mean
+      square of the outputs, and backward, for each example in turn. ``memory_step`` is its older name.
 
     Options, each by keyword:
 
@@ -80,14 +84,15 @@ def optimize(
     check_model(model)
     examples = examples_of(example_inputs)
     asked = settings_of("optimize", ModelOptions, settings, options)
-    check_arguments(asked, filter_fn, progress, planner, schedule, memory_step)
+    check_arguments(asked, filter_fn, progress, planner, schedule, step, memory_step)
+    own_step = memory_step if step is None else step
     weights = Weights.of(training=asked.training, frozen=asked.frozen)
 
     source = Source.of(schedule)
     budget = make_budget(asked.total_workspace, asked.policy, asked.options().workspace)
     plan_table = plan_table_of(asked, budget, source, planner if progress is None else Planner(progress=progress))
     modules = PlannedModules(unwrapped(model), plan_table, weights, filter_fn, separate=asked.memory_limit is not None)
-    step_planner = step_planner_of(model, examples, asked, memory_step, modules, weights)
+    step_planner = step_planner_of(model, examples, asked, own_step, modules, weights)
 
     deterministic = torch.are_deterministic_algorithms_enabled()
     planning = Planning(modules, examples, asked, budget, source, deterministic)
@@ -95,8 +100,9 @@ def optimize(
     if source is not None:
         source.conclude(plan_table, modules.problems())
     install(modules, step_planner)
+    compared = compare_steps(model, examples, asked, own_step, modules, schedule, silent=planner or progress)
 
-    made = planning.report()
+    made = replace(planning.report(), step=compared)
     keep(model, made, plan_table, deterministic)
     keep(modules.model, made, plan_table, deterministic)
     return model
@@ -118,14 +124,23 @@ def restore(model: Model) -> Model:
 
 
 def check_arguments(
-    asked: Settings, filter_fn: object, progress: object, planner: object, schedule: object, memory_step: object
+    asked: Settings,
+    filter_fn: object,
+    progress: object,
+    planner: object,
+    schedule: object,
+    step: object,
+    memory_step: object,
 ) -> None:
     """Raise ``ValueError`` for an argument of :func:`optimize` of a wrong type, or two that exclude one another.
 
     The types of a planner and a schedule are checked elsewhere: by the plan table and by the reader of schedules.
     """
     check_function("filter_fn", filter_fn, "name, module")
+    check_function("step", step, "model")
     check_function("memory_step", memory_step, "model")
+    if step is not None and memory_step is not None:
+        raise ValueError("memory_step: it is the older name of step; give one of them")
     if planner is not None and progress is not None:
         raise ValueError("progress: the planner given has its own; give one or the other")
     limits = {"memory_limit": asked.memory_limit, "total_workspace": asked.total_workspace}

@@ -19,10 +19,12 @@ LATE_S = 2.0
 class Late:
     """A planner's progress callback that shows something only after :data:`LATE_S` seconds.
 
-    On a terminal that is a bar, elsewhere one line when it begins and one when it is done.
+    On a terminal that is a bar, elsewhere one line when it begins and one when it is done: ``doing`` ("planning") or
+    ``done`` ("planned") so many of ``what``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "problems", doing: str = "planning", done: str = "planned") -> None:
+        self._what, self._doing, self._finished = what, doing, done
         self._start: float | None = None
         self._total = 0
         self._bar: Any = None
@@ -46,7 +48,9 @@ class Late:
                 self._bar.stop()
                 self._bar = None
             if self._shown:
-                sys.stderr.write(f"tilewise: planned {self._total} problems in {time.monotonic() - start:.0f} s\n")
+                sys.stderr.write(
+                    f"tilewise: {self._finished} {self._total} {self._what} in {time.monotonic() - start:.0f} s\n"
+                )
 
     def __call__(self, done: int, total: int, text: str) -> None:
         """Take note that ``done`` of ``total`` problems are planned and that ``text`` is next."""
@@ -67,11 +71,11 @@ class Late:
 
         console = Console(file=sys.stderr)
         if not console.is_terminal:
-            sys.stderr.write(f"tilewise: planning {total} problems\n")
+            sys.stderr.write(f"tilewise: {self._doing} {total} {self._what}\n")
             return
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[text]}"))
         self._bar = Progress(TextColumn("tilewise"), *columns, console=console, transient=True)
-        self._bar.add_task("planning", total=total, text="")
+        self._bar.add_task(self._doing, total=total, text="")
         self._bar.start()
 
 

@@ -14,6 +14,7 @@ from tilewise.nn.arguments import unwrapped
 from tilewise.nn.branches.choose import BranchReport
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.step.result import StepReport
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 
@@ -78,12 +79,14 @@ class LayerReport:
 class Report:
     """The planned modules of a model and, where they were asked for, its parallel branches. Prints as a table.
 
-    ``facts`` holds further results by name, such as the division of a budget (``docs/json.md``).
+    ``facts`` holds further results by name, such as the division of a budget (``docs/json.md``). ``step`` has the times
+    of the whole step by torch and by plans.
     """
 
     layers: tuple[LayerReport, ...]
     branches: tuple[BranchReport, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    step: StepReport | None = None
 
     def passes(self) -> Iterator[tuple[LayerReport, CallReport, PassReport]]:
         """Every pass, together with its layer and its call."""
@@ -110,7 +113,8 @@ class Report:
         rows += [(layer.name, "", "", f"torch ({layer.reason})", "", "") for layer in self.layers if layer.reason]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, *map(str, self.branches)])
+        step = [] if self.step is None else [str(self.step)]
+        return "\n".join([*lines, *map(str, self.branches), *step])
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, tuple[Report, PlanTable, bool]] = weakref.WeakKeyDictionary()

@@ -25,6 +25,7 @@ __all__ = [
     "Branches",
     "DefaultOptions",
     "EnableOptions",
+    "Goal",
     "LargestBatchOptions",
     "ModelOptions",
     "Option",
@@ -43,6 +44,7 @@ Rigor = Literal["estimate", "measure", "patient", "wisdom_only"]
 Policy = Literal["arena", "paper_wd"]
 Unplanned = Literal["plan", "torch"]
 Branches = Literal["sequence", "measured"]
+Goal = Literal["step", "passes"]
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,15 @@ class Settings:
             "region by itself, and the model's whole step.",
         ),
     )
+    goal: Goal = field(
+        default="step",
+        metadata=about(
+            Choice(get_args(Goal)),
+            "What is to be fastest: a whole step of the model, or each pass by itself.",
+            'With ``"step"`` torch\'s step and the planned one run in turns, passes from which the step does not gain '
+            "are taken back, and a step that is not surely faster with plans stays torch's.",
+        ),
+    )
     most_plans: int = field(
         default=MOST_PLANS,
         metadata=about(
@@ -313,6 +324,7 @@ class ModelOptions(LargestBatchOptions, total=False):
     """Options of :func:`tilewise.optimize`."""
 
     memory_limit: int | str | None
+    goal: Goal
 
 
 def described(names: Iterable[str]) -> str:

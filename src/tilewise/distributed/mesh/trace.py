@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tilewise.distributed.mesh.events import StepTrace
 from tilewise.distributed.mesh.recorder import Recorder, UnsupportedModel
-from tilewise.nn.memory.step import loss_of
 from tilewise.nn.record import arguments_of
+from tilewise.nn.step.step import loss_of
 
 __all__ = ["trace_step"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -76,6 +76,8 @@ class PlanTable:
         self.supply: Callable[[PlanTable, list[Problem], bool], list[Problem]] | None = None
         """Asked before anything is planned: it brings plans from elsewhere and gives back what is left to plan."""
         self._plans: dict[tuple[Problem, bool], Plan | None] = {}
+        self._withheld: frozenset[tuple[Problem, bool]] = frozenset()
+        """Problems that torch computes although they have plans."""
         self._on_sight: Recent[tuple[Problem, bool], None] = Recent(MOST_ON_SIGHT, self._let_go)
         """Problems that were planned at first use, not ahead of time."""
         self._bound: dict[tuple[Problem, bool, torch.device], BoundPass] = {}
@@ -194,8 +196,17 @@ class PlanTable:
 
     def replacement(self, problem: Problem, deterministic: bool) -> Plan | None:
         """The plan to run in place of torch's choice; ``None`` where torch's choice won or nothing is known."""
+        if (problem, deterministic) in self._withheld:
+            return None
         plan = self.chosen(problem, deterministic)
         return None if plan is None or plan.solver == solvers.baseline(problem).name else plan
+
+    def withhold(self, keys: Collection[tuple[Problem, bool]], note: str) -> None:
+        """Let torch compute these problems although they have plans, and no others; ``note`` says why in reports."""
+        for problem, _ in self._withheld:
+            self.notes.pop(problem, None)
+        self._withheld = frozenset(keys)
+        self.notes.update({problem: note for problem, _ in keys})
 
     def torch_times(self, problems: Iterable[Problem]) -> dict[Problem, float]:
         """torch's milliseconds on each problem, measured beside its plans, of all problems known so far."""
@@ -245,6 +256,8 @@ class PlanTable:
 
     def bound(self, problem: Problem, deterministic: bool, device: torch.device) -> BoundPass | None:
         """The bound plan of ``problem`` on ``device``, after :meth:`ready`; ``None`` where torch computes it."""
+        if (problem, deterministic) in self._withheld:
+            return None
         return self._bound.get((problem, deterministic, device))
 
     def _bind(self, problem: Problem, deterministic: bool, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from tilewise.nn.layers.weights import Weights
 from tilewise.nn.memory.meter import Meter, allocator_cap, meter_of
 from tilewise.nn.memory.moments import MemoryProfiler, Moment, saved_swaps
 from tilewise.nn.memory.plans_by_workspace import plans_by_workspace
-from tilewise.nn.memory.step import Step
+from tilewise.nn.step.step import Step
 from tilewise.plan import Plan, format_bytes, parse_bytes
 from tilewise.planner import NoPlanError
 from tilewise.problems.base import Problem

@@ -1,0 +1,66 @@
+"""The comparison of a model's whole step by torch and by plans, as :func:`tilewise.optimize` makes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from tilewise.comm.agreement import several_ranks
+from tilewise.nn.layers.plan_table import planning
+from tilewise.nn.progress import Late, showing
+from tilewise.nn.step.goal import StepGoal, Swappable
+from tilewise.nn.step.result import StepReport
+from tilewise.nn.step.step import Step
+from tilewise.settings import Settings
+
+__all__ = ["compare_steps"]
+
+
+def compare_steps(
+    model: nn.Module,
+    examples: list[Any],
+    asked: Settings,
+    own_step: Callable[[Any], object] | None,
+    modules: Swappable,
+    schedule: object,
+    *,
+    silent: object,
+) -> StepReport:
+    """Time the model's step by torch and by plans, and take back what does not help it; say so unless ``silent``."""
+    reason = why_not_compared(asked, schedule)
+    if reason:
+        return StepReport(reason=reason)
+    shown = None if silent else Late("pairs of steps", "timing", "timed")
+    try:
+        step = Step(model, examples, own_step, training=asked.training)
+    except ValueError as error:
+        return StepReport(reason=str(error))
+
+    def note(done: int, total: int) -> None:
+        """Show how many pairs are timed."""
+        if shown is not None:
+            shown(done, total, "by torch and by plans")
+
+    with planning(), showing(shown):
+        report = StepGoal(step, modules, note).decide(own=own_step is not None)
+    if not silent and not report.reason:
+        sys.stderr.write(f"tilewise: {report}\n")
+    return report
+
+
+def why_not_compared(asked: Settings, schedule: object) -> str:
+    """Why whole steps are not compared; empty where they are."""
+    if asked.goal != "step":
+        return f"goal={asked.goal!r}"
+    if schedule is not None:
+        return "plans follow a schedule"
+    if asked.memory_limit is not None:
+        return "plans follow memory_limit"
+    if asked.cuda_graphs:
+        return "cuda_graphs=True: the step is replayed from a graph"
+    if asked.rigor in ("estimate", "wisdom_only"):
+        return f"rigor={asked.rigor!r} measures nothing"
+    return "there are several ranks" if several_ranks() else ""

@@ -1,0 +1,161 @@
+"""Two ways to run a step, timed in turns: what each takes, and the interval in which the ratio of both lies."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["LEAST_PAIRS", "Pairs", "Side", "interval", "time_pairs"]
+
+LEAST_PAIRS = 20
+"""Pairs by which it is decided which of two ways is faster."""
+CONFIDENCE = 0.95
+SAMPLE_MS = 4.0
+"""A sample takes at least so long: shorter steps are run several times in a row, as a program runs them."""
+MOST_STEPS = 8
+"""Steps in one sample at most."""
+WARM = 2
+"""Runs of each way before anything is timed: caches, allocators and benchmark modes settle."""
+DEVICE_RUNS = 3
+TRIAL_CYCLES = 1_000_000
+"""Clock cycles of the wait by which a GPU's clock is timed."""
+SLEEP_SLACK = 1.3
+"""The GPU is kept busy for this many times what the host needs to launch a step, so that launches cost nothing."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to run a step. ``use()`` switches to it, which is not timed, and ``run()`` runs the step once."""
+
+    use: Callable[[], object]
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What two ways took, in milliseconds a step: the times of each pair, and medians.
+
+    ``host_ms`` is the time until the host has launched everything, and ``device_ms`` what a GPU takes with launches
+    hidden, each for both ways. On a CPU both are ``None``.
+    """
+
+    first_ms: tuple[float, ...]
+    second_ms: tuple[float, ...]
+    host_ms: tuple[float, float] | None = None
+    device_ms: tuple[float, float] | None = None
+
+    @property
+    def medians(self) -> tuple[float, float]:
+        """The median of each way."""
+        return statistics.median(self.first_ms), statistics.median(self.second_ms)
+
+    @property
+    def speedup(self) -> tuple[float, float, float]:
+        """Least, median and most of the first way's time over the second's, within the interval of 95 %."""
+        return interval([first / second for first, second in zip(self.first_ms, self.second_ms, strict=True)])
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median of ``values`` between the ends of the interval that holds the true median in 95 of 100 cases.
+
+    The ends are two of the values themselves, by the binomial distribution: nothing is assumed of how they scatter.
+    Fewer than six values have no such interval: its ends are infinitely far.
+
+    >>> interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    (1.0, 3.5, 6.0)
+    """
+    ordered, count = sorted(values), len(values)
+    below = 0.0
+    outside = 0
+    while True:
+        below += math.comb(count, outside) / 2**count
+        if below > (1 - CONFIDENCE) / 2:
+            break
+        outside += 1
+    middle = statistics.median(ordered)
+    if not outside:
+        return -math.inf, middle, math.inf
+    return ordered[outside - 1], middle, ordered[count - outside]
+
+
+def time_pairs(
+    first: Side,
+    second: Side,
+    device: torch.device,
+    pairs: int = LEAST_PAIRS,
+    note: Callable[[int, int], object] | None = None,
+) -> Pairs:
+    """Time both ways ``pairs`` times in turns, the order changing with every pair. Raises what the steps raise.
+
+    ``note(done, pairs)`` is called after each pair.
+    """
+    longest = max(_warmed(side, device) for side in (first, second))
+    steps = max(1, min(MOST_STEPS, math.ceil(SAMPLE_MS / max(longest, 1e-3))))
+    taken: tuple[list[float], list[float]] = ([], [])
+    hosts: tuple[list[float], list[float]] = ([], [])
+    for turn in range(pairs):
+        for index in (0, 1) if turn % 2 == 0 else (1, 0):
+            side = (first, second)[index]
+            side.use()
+            wall, host = _sample(side, device, steps)
+            taken[index].append(wall)
+            hosts[index].append(host)
+        if note is not None:
+            note(turn + 1, pairs)
+    host_ms = device_ms = None
+    if device.type == "cuda":
+        host_ms = statistics.median(hosts[0]), statistics.median(hosts[1])
+        device_ms = _device_ms(first, device, host_ms[0]), _device_ms(second, device, host_ms[1])
+    return Pairs(tuple(taken[0]), tuple(taken[1]), host_ms, device_ms)
+
+
+def _warmed(side: Side, device: torch.device) -> float:
+    """Run one way until it has settled, and return the milliseconds of its last run."""
+    side.use()
+    for _ in range(WARM):
+        wall, _ = _sample(side, device, 1)
+    return wall
+
+
+def _sample(side: Side, device: torch.device, steps: int) -> tuple[float, float]:
+    """Milliseconds a step of ``steps`` in a row: until the device is done, and until the host has launched all."""
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        side.run()
+    launched = time.perf_counter()
+    _synchronize(device)
+    return (time.perf_counter() - start) * 1e3 / steps, (launched - start) * 1e3 / steps
+
+
+def _device_ms(side: Side, device: torch.device, host_ms: float) -> float:
+    """Milliseconds that a GPU takes for a step whose launches all wait for it already."""
+    side.use()
+    cycles_a_ms = TRIAL_CYCLES / max(_between(lambda: torch.cuda._sleep(TRIAL_CYCLES)), 1e-3)
+    times = []
+    for _ in range(DEVICE_RUNS):
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(int(SLEEP_SLACK * host_ms * cycles_a_ms))
+        times.append(_between(side.run))
+    return statistics.median(times)
+
+
+def _between(run: Callable[[], object]) -> float:
+    """Milliseconds on the GPU between the beginning and the end of what ``run()`` launches."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,52 @@
+"""What became of a model's whole step: its times by torch and by plans, and the passes that were taken back."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["StepReport"]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step's times in milliseconds, medians of ``pairs`` runs of torch's step and the planned one in turns.
+
+    ``speedup`` is torch's time over the planned one, with the ends of its 95 % interval ``least`` and ``most``. Where
+    ``kept`` is false the planned step was not surely faster, and the model computes as torch does. On a GPU
+    ``torch_host_ms`` and ``planned_host_ms`` are what the host needs to launch the step, ``torch_device_ms`` and
+    ``planned_device_ms`` what the GPU takes with launches hidden. ``predicted_ms`` is the sum of what the passes that
+    run by plan gain by their own measurements. ``taken_back`` is the number of problems that have a faster plan which
+    the step does not gain from. ``reason`` says why nothing was compared; it is empty where the step was.
+    """
+
+    torch_ms: float | None = None
+    planned_ms: float | None = None
+    speedup: float | None = None
+    least: float | None = None
+    most: float | None = None
+    pairs: int = 0
+    torch_host_ms: float | None = None
+    planned_host_ms: float | None = None
+    torch_device_ms: float | None = None
+    planned_device_ms: float | None = None
+    predicted_ms: float | None = None
+    taken_back: int = 0
+    kept: bool = True
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields by name: plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"step: not compared, {self.reason}"
+        assert self.torch_ms is not None
+        assert self.planned_ms is not None
+        ratio = f"{self.speedup:.2f}x, 95 % between {self.least:.2f} and {self.most:.2f}"
+        back = f"; {self.taken_back} taken back" if self.taken_back else ""
+        if not self.kept:
+            return f"step: {self.torch_ms:.4g} ms by torch, plans are not surely faster ({ratio}): torch's stays"
+        return f"step: {self.torch_ms:.4g} -> {self.planned_ms:.4g} ms ({ratio}{back})"
