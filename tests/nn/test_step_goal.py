@@ -218,7 +218,7 @@ def test_a_step_that_is_slower_with_plans_runs_by_torch_alone() -> None:
 
     def step(net: Any) -> None:
         net(x)
-        if is_planned(net[0]):
+        if any(map(is_planned, net)):
             time.sleep(0.02)
 
     tilewise.optimize(model, x, step=step, planner=Promising())
@@ -237,6 +237,9 @@ def test_a_step_that_is_slower_with_plans_runs_by_torch_alone() -> None:
     ("options", "reason"),
     [
         ({"goal": "passes"}, "goal='passes'"),
+        ({"workspace": 2**20}, "torch's own step need not keep workspace=1048576"),
+        ({"deterministic": True}, "torch's own step need not keep deterministic=True"),
+        ({"exclude": ("aten",)}, "exclude=('aten',) has torch's own choice"),
         ({"rigor": "estimate"}, "rigor='estimate' measures nothing"),
         ({"cuda_graphs": True}, "cuda_graphs=True: the step is replayed from a graph"),
     ],

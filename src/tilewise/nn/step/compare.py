@@ -15,8 +15,12 @@ from tilewise.nn.step.goal import StepGoal, Swappable
 from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.step import Step
 from tilewise.settings import Settings
+from tilewise.solvers import all_solvers
 
 __all__ = ["compare_steps"]
+
+BINDING = ("workspace", "total_workspace", "deterministic", "error_limit", "strict")
+"""Options that bind plans and not torch: a pass that keeps them must not be taken back for one that does not."""
 
 
 def compare_steps(
@@ -61,6 +65,11 @@ def why_not_compared(asked: Settings, schedule: object) -> str:
         return "plans follow memory_limit"
     if asked.cuda_graphs:
         return "cuda_graphs=True: the step is replayed from a graph"
+    kept = [name for name in BINDING if getattr(asked, name) not in (None, False)]
+    if kept:
+        return f"torch's own step need not keep {kept[0]}={getattr(asked, kept[0])!r}"
+    if any(solver.baseline and solver.name in asked.exclude for solver in all_solvers()):
+        return f"exclude={asked.exclude!r} has torch's own choice"
     if asked.rigor in ("estimate", "wisdom_only"):
         return f"rigor={asked.rigor!r} measures nothing"
     return "there are several ranks" if several_ranks() else ""
