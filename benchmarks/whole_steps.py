@@ -30,6 +30,7 @@ DEFAULTS = {
     "cases": "",
     "ways": "eager,graph",
     "rigor": "measure",
+    "goal": "step",
     "rounds": "15",
     "round_ms": "400",
     "seconds": "0",
@@ -115,6 +116,7 @@ def rows_of(settings: Settings, case: Case, ways: list[str]) -> list[Row]:
         "planning_s": planning_s,
         "passes": len(passes),
         "replaced_passes": sum(one.replaced for one in passes),
+        "step": None if report.step is None else report.step.to_json(),
     }
     rows = []
     for way in ways:
@@ -135,7 +137,8 @@ def planned_in(settings: Settings, case: Case, module: nn.Module, images: torch.
     """Plan ``module`` in place; the seconds that took."""
     start = time.perf_counter()
     with settings.cache_directory(), precision(case, images.device):
-        tilewise.optimize(module, images, rigor=settings.text("rigor"), planner=settings.planner())
+        options = {"rigor": settings.text("rigor"), "goal": settings.text("goal")}
+        tilewise.optimize(module, images, planner=settings.planner(), **options)  # type: ignore[misc]
     return time.perf_counter() - start
 
 
