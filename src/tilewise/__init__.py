@@ -15,6 +15,7 @@ from tilewise.version import VERSION as __version__
 if TYPE_CHECKING:
     from tilewise import cpu, distributed, fft, settings
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
+    from tilewise.nn.graphs.graphed import graphed
     from tilewise.nn.largest_batch import largest_batch
     from tilewise.nn.optimize import optimize, restore
     from tilewise.nn.schedule import schedule
@@ -37,6 +38,7 @@ _HOMES = {
         "disable",
         "enable",
         "enabled",
+        "graphed",
         "largest_batch",
         "optimize",
         "restore",
@@ -75,6 +77,7 @@ __all__ = [
     "enable",
     "enabled",
     "fft",
+    "graphed",
     "largest_batch",
     "optimize",
     "restore",

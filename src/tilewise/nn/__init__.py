@@ -11,6 +11,7 @@ from tilewise.nn.functional import (
     conv_transpose3d,
     set_defaults,
 )
+from tilewise.nn.graphs.graphed import CannotCapture, GraphReport, graph_report, graphed, ungraphed
 from tilewise.nn.largest_batch import LargestBatch, largest_batch
 from tilewise.nn.memory.step_planner import StepTooLarge
 from tilewise.nn.optimize import optimize, restore
@@ -21,6 +22,8 @@ from tilewise.nn.script.session import Session, disable, enable, enabled
 __all__ = [
     "BranchReport",
     "CallReport",
+    "CannotCapture",
+    "GraphReport",
     "LargestBatch",
     "LayerReport",
     "PassReport",
@@ -37,6 +40,8 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "graph_report",
+    "graphed",
     "groups",
     "largest_batch",
     "optimize",
@@ -44,4 +49,5 @@ __all__ = [
     "restore",
     "schedule",
     "set_defaults",
+    "ungraphed",
 ]

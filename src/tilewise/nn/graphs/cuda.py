@@ -1,0 +1,95 @@
+"""Recording on a CUDA device, by ``torch.cuda.CUDAGraph``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["CudaRecorder"]
+
+T = TypeVar("T")
+
+
+class CudaRecorder:
+    """Records what runs on one CUDA device, as :class:`~tilewise.nn.graphs.recorder.Recorder` says.
+
+    All of its graphs take their memory from one private pool, which no other recorder shares.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.generator: torch.Generator = torch.cuda.default_generators[index]
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self.device)
+        self._last: torch.cuda.Stream | None = None
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Call ``run()`` on the stream of the recordings, where libraries then make what they keep by stream."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            run()
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self.device)
+
+    def record(self, run: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        """Capture ``run()`` in a graph; return its replay and the result.
+
+        Other threads may go on using the device meanwhile, such as one that pins memory for a data loader.
+        """
+        graph = torch.cuda.CUDAGraph()
+        random = self.generator.clone_state()
+        torch.cuda.synchronize(self.device)
+        # The outer block puts the current stream back where torch's own does not, after a capture that failed.
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+            capture.__enter__()
+            failed = True
+            try:
+                result = run()
+                failed = False
+            finally:
+                self._end(capture, random, failed=failed)
+        return functools.partial(graph.replay), result
+
+    def _end(self, capture: Any, random: torch.Generator, *, failed: bool) -> None:
+        """End a capture. Where CUDA refuses its end, undo what torch leaves behind of it.
+
+        Raises the refusal, unless ``failed`` says that an exception is on its way already, which names the cause.
+        """
+        try:
+            capture.__exit__(None, None, None)
+        except RuntimeError:
+            # torch leaves the generator as if it were still captured, so that any later draw would raise.
+            self.generator.graphsafe_set_state(random)
+            for undo in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+                with suppress(RuntimeError):  # raised where torch has done this much itself
+                    getattr(torch._C, undo)(self.device.index, self._pool)
+            if not failed:
+                raise
+
+    def ordered(self) -> None:
+        """Let the current stream wait for the last replay where that was on another stream."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._last is not None and self._last != stream:
+            stream.wait_stream(self._last)
+        self._last = stream
+
+    def recording(self) -> bool:
+        """Whether the current stream is being captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.device)
+
+    def bytes(self) -> int:
+        """The bytes that the pool holds."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
