@@ -60,6 +60,7 @@ WRONG: dict[str, object] = {
     "exclude": "fft",
     "unplanned": "later",
     "branches": "none",
+    "graphs": "always",
     "most_plans": -1,
 }
 

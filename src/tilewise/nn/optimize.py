@@ -5,8 +5,9 @@ their calls are recorded in one run on each example (``record``). A budget for a
 (``budget``). Their problems are planned into a plan table (``layers.plan_table``), alone or with other ranks
 (``ranks``), or taken from a schedule (``schedule``). Modules that gain are swapped (``layers.swaps``). Where a step has
 a memory limit, plans are changed until it keeps the limit (``memory``). The whole step is timed by torch and by plans,
-and passes from which it does not gain are taken back (``step``). Branches that run faster on streams of their
-own are set to do so (``branches``). All is reported (``report``).
+and passes from which it does not gain are taken back (``step``). Branches that run faster on streams of their own are
+set to do so (``branches``). The model is captured in CUDA graphs where that is faster (``graphs``). All is reported
+(``report``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from tilewise.nn.arguments import check_function, check_model, examples_of, sett
 from tilewise.nn.branches import choose as branch_times
 from tilewise.nn.branches.find import at_once
 from tilewise.nn.budget import Budget, make_budget
+from tilewise.nn.graphs.choose import choose_graphs
+from tilewise.nn.graphs.graphed import ungraphed
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import swap_back
 from tilewise.nn.layers.weights import Weights
@@ -33,6 +36,7 @@ from tilewise.nn.ranks.together import plan_together
 from tilewise.nn.report import Report, forget, keep
 from tilewise.nn.schedule import Source
 from tilewise.nn.step.compare import compare_steps
+from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.step import Step
 from tilewise.planner import Planner, Progress, Schedule
 from tilewise.problems.base import Problem
@@ -87,6 +91,7 @@ def optimize(
     check_arguments(asked, filter_fn, progress, planner, schedule, step, memory_step)
     own_step = memory_step if step is None else step
     weights = Weights.of(training=asked.training, frozen=asked.frozen)
+    ungraphed(model)  # a replay would call no layer
 
     source = Source.of(schedule)
     budget = make_budget(asked.total_workspace, asked.policy, asked.options().workspace)
@@ -100,9 +105,8 @@ def optimize(
     if source is not None:
         source.conclude(plan_table, modules.problems())
     install(modules, step_planner)
-    compared = compare_steps(model, examples, asked, own_step, modules, schedule, silent=planner or progress)
-
-    made = replace(planning.report(), step=compared)
+    silent = planner is not None or progress is not None
+    made = planning.concluded(lambda: compare_steps(model, examples, asked, own_step, modules, schedule, silent))
     keep(model, made, plan_table, deterministic)
     keep(modules.model, made, plan_table, deterministic)
     return model
@@ -113,7 +117,7 @@ def restore(model: Model) -> Model:
 
     Raises ``ValueError`` for anything but a module.
     """
-    check_model(model)
+    ungraphed(model)
     unwrapped_model = unwrapped(model)
     for module in unwrapped_model.modules():
         swap_back(module)
@@ -149,6 +153,8 @@ def check_arguments(
             raise ValueError(f"{name}={limit!r}: a schedule has limits of its own; give one or the other")
     if memory_step is not None and asked.memory_limit is None:
         raise ValueError("memory_step: it is the step that memory_limit is of; give both")
+    if asked.memory_limit is not None and asked.graphs != "never":
+        raise ValueError(f"graphs={asked.graphs!r}: memory_limit is of a step without graphs; workspace would do")
     if asked.memory_limit is not None and several_ranks():
         raise ValueError(f"memory_limit={asked.memory_limit!r}: one process only; workspace would do for several ranks")
 
@@ -238,8 +244,22 @@ class Planning:
         groups = at_once(self.modules.model, names) if self.asked.branches == "measured" else None
         self.modules.plan_table.divide(names, self.budget, self.deterministic, groups)
 
+    def concluded(self, compare: Callable[[], StepReport]) -> Report:
+        """The report of the model, after whole steps were compared by ``compare()`` and what is faster was kept.
+
+        A step that is replayed from CUDA graphs waits for no host: then there is nothing to take back for its sake.
+        """
+        if self.asked.graphs == "never":
+            compared = compare()
+            return replace(self.report(), step=compared)
+        made = self.report()
+        if made.facts["graphs"]["kept"]:
+            return replace(made, step=StepReport(reason="the model is replayed from CUDA graphs"))
+        compared = compare()
+        return replace(made, layers=self.modules.report(), step=compared)
+
     def report(self) -> Report:
-        """Set branches to run on streams where that is faster, and return the report of the model."""
+        """Set branches to run on streams and capture the model, each where that is faster, and return the report."""
         layers = self.modules.report()
         forks = branch_times.choose_branches(
             self.modules.model,
@@ -249,4 +269,7 @@ class Planning:
             workspaces=workspaces_of(layers),
             budget=None if self.budget is None else self.budget.total,
         )
-        return Report(layers, forks, self.modules.plan_table.facts)
+        facts = self.modules.plan_table.facts
+        if self.asked.graphs == "auto":
+            facts["graphs"] = choose_graphs(self.modules.model, self.examples, training=self.asked.training)
+        return Report(layers, forks, facts)

@@ -113,6 +113,11 @@ class Report:
         rows += [(layer.name, "", "", f"torch ({layer.reason})", "", "") for layer in self.layers if layer.reason]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        graphs = self.facts.get("graphs")
+        if graphs is not None:
+            lines.append(
+                "CUDA graphs: " + ("the model is replayed" if graphs["kept"] else f"none ({graphs['reason']})")
+            )
         step = [] if self.step is None else [str(self.step)]
         return "\n".join([*lines, *map(str, self.branches), *step])
 

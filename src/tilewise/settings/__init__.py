@@ -26,6 +26,7 @@ __all__ = [
     "DefaultOptions",
     "EnableOptions",
     "Goal",
+    "Graphs",
     "LargestBatchOptions",
     "ModelOptions",
     "Option",
@@ -45,6 +46,7 @@ Policy = Literal["arena", "paper_wd"]
 Unplanned = Literal["plan", "torch"]
 Branches = Literal["sequence", "measured"]
 Goal = Literal["step", "passes"]
+Graphs = Literal["never", "auto"]
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,15 @@ class Settings:
             "are taken back, and a step that is not surely faster with plans stays torch's.",
         ),
     )
+    graphs: Graphs = field(
+        default="never",
+        metadata=about(
+            Choice(get_args(Graphs)),
+            "Whether the model is replayed from CUDA graphs.",
+            'With ``"auto"`` it is captured as :func:`graphed` does it, where it can be and where that is measured to '
+            "be faster; the report says why it is not.",
+        ),
+    )
     most_plans: int = field(
         default=MOST_PLANS,
         metadata=about(
@@ -325,6 +336,7 @@ class ModelOptions(LargestBatchOptions, total=False):
 
     memory_limit: int | str | None
     goal: Goal
+    graphs: Graphs
 
 
 def described(names: Iterable[str]) -> str:

@@ -30,8 +30,7 @@ def compare_steps(
     own_step: Callable[[Any], object] | None,
     modules: Swappable,
     schedule: object,
-    *,
-    silent: object,
+    silent: bool,
 ) -> StepReport:
     """Time the model's step by torch and by plans, and take back what does not help it; say so unless ``silent``."""
     reason = why_not_compared(asked, schedule)
