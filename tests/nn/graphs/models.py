@@ -32,8 +32,8 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
-        self.shift = nn.Parameter(torch.zeros(4, 8, 6, 6, dtype=torch.float32, device="cpu"))
-        self.twin = nn.Parameter(torch.zeros(4, 8, 6, 6, dtype=torch.float32, device="cpu"))
+        self.shift = nn.Parameter(torch.zeros(8, 6, 6, dtype=torch.float32, device="cpu"))
+        self.twin = nn.Parameter(torch.zeros(8, 6, 6, dtype=torch.float32, device="cpu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.conv(self.conv(x)) + (self.shift + self.twin)

@@ -22,9 +22,11 @@ def obstacle(model: nn.Module, device: torch.device) -> str:
 
 
 def _of_root(model: nn.Module) -> str:
-    """Why the ``forward`` of the model itself cannot be replaced."""
+    """Why the model as a whole cannot be captured, or its ``forward`` not be replaced."""
     if kind_of(model) is not None or swapped(model) is not None:
         return "the model is itself a layer that runs by plan; nn.Sequential(model) would do"
+    if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):
+        return "the model has lazy parts that are not initialised yet; a run of the model would do"
     if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return "the model is compiled by TorchScript; the module that it was made of would do"
     for name in ("__copy__", "__reduce__", "__reduce_ex__"):
@@ -59,8 +61,6 @@ def _of_modules(model: nn.Module) -> str:
 def _of_tensors(model: nn.Module, device: torch.device) -> str:
     """Which parameter or buffer cannot be read by a graph."""
     for name, t in (*model.named_parameters(), *model.named_buffers()):
-        if nn.parameter.is_lazy(t):
-            return f"{name} is not initialised yet; run the model once"
         if type(t) not in _TENSORS:
             return f"{name} is a {type(t).__name__}, which computes by code of its own (fully_shard makes such)"
         if t.layout is not torch.strided:
