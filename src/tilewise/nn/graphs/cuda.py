@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,24 @@ import torch
 __all__ = ["CudaRecorder"]
 
 T = TypeVar("T")
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Meanwhile let no graph be destroyed by Python's cycle collector, and cuBLAS take its workspaces anew.
+
+    A workspace from before would be given back when somebody clears cuBLAS's workspaces, as planning does, and belong
+    to another tensor when the graph writes to it. One that is taken in a capture is memory of the graph's pool.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+        if collects:
+            gc.enable()
 
 
 class CudaRecorder:
@@ -47,7 +65,11 @@ class CudaRecorder:
         random = self.generator.clone_state()
         torch.cuda.synchronize(self.device)
         # The outer block puts the current stream back where torch's own does not, after a capture that failed.
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with (
+            _alone(),
+            torch.cuda.device(self.device),
+            torch.cuda.stream(self._stream),
+        ):
             capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
             capture.__enter__()
             failed = True
@@ -56,7 +78,7 @@ class CudaRecorder:
                 failed = False
             finally:
                 self._end(capture, random, failed=failed)
-        return functools.partial(graph.replay), result
+        return graph.replay, result
 
     def _end(self, capture: Any, random: torch.Generator, *, failed: bool) -> None:
         """End a capture. Where CUDA refuses its end, undo what torch leaves behind of it.
