@@ -60,6 +60,7 @@ WRONG: dict[str, object] = {
     "exclude": "fft",
     "unplanned": "later",
     "branches": "none",
+    "goal": "speed",
     "graphs": "always",
     "most_plans": -1,
 }

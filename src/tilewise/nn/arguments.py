@@ -24,6 +24,11 @@ ARGUMENTS = {
     "checked, not timed. What it does not have, or what was planned for another device, other versions or turns out "
     "wrong or too large here, is planned anew; one warning tells how many and why, the report which. With several "
     "ranks rank 0 reads it.",
+    "step": "``step(model)`` runs one step as the program does it, with its own loss and optimizer, gradient "
+    "accumulation and checkpoints. It is what is timed, and what ``memory_limit`` is of. What it does to parameters, "
+    "buffers, gradients and random states is undone; other objects' state, an optimizer's say, is its own. By default: "
+    "forward, the mean square of the outputs, and backward, for each example in turn. ``memory_step`` is its older "
+    "name.",
 }
 """What arguments are that several functions take and that are no options, by name."""
 

@@ -71,10 +71,6 @@ def optimize(
     - ``example_inputs``: what ``model`` is called with: a tuple of positional arguments, a mapping of named ones, a
       single value, or a list of such examples.
     {arguments}
-    - ``step(model)``: one step as the program does it, with its own loss and optimizer, gradient accumulation and
-      checkpoints. It is what is timed, and what ``memory_limit`` is of. What it does to parameters, buffers, gradients
-      and random states is undone; other objects' state, an optimizer's say, is its own. By default: forward, the mean
-      square of the outputs, and backward, for each example in turn. ``memory_step`` is its older name.
 
     Options, each by keyword:
 
