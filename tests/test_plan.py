@@ -36,6 +36,8 @@ def plans(children: st.SearchStrategy[tuple[Plan, ...]]) -> st.SearchStrategy[Pl
         version=st.integers(0, 99),
         config=configs,
         time_ms=numbers | st.just(math.nan),
+        host_ms=st.none() | numbers,
+        load=st.none() | st.floats(0, 1),
         workspace=sizes,
         constant=sizes,
         error=errors,
@@ -122,11 +124,14 @@ def test_leaves_are_those_without_children(plan: Plan) -> None:
     assert list(plan.leaves()) == [node for node in nodes(plan) if node.leaf]
 
 
-GOOD = Plan("p", "s", 1, Config(a=1), (Plan("q", "t", 2),), (3,), 1.5, 10, 20, Error(1e-7, 1e-6), "l").to_json()
+GOOD = Plan(
+    "p", "s", 1, Config(a=1), (Plan("q", "t", 2),), (3,), 1.5, 10, 20, Error(1e-7, 1e-6), "l", 0.1, 0.2
+).to_json()
+MAY_BE_ABSENT = ("time_ms", "host_ms", "load", "error")
 JUNK = [None, True, -1, 1.5, "x", [], [1], {}, {"a": 1}, [[]], math.nan, math.inf, 10**400, [None, None]]
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("name", sorted(GOOD.keys() - {"busy"}))  # which is not read
 def test_every_entry_of_a_plan_is_looked_at(name: str) -> None:
     """Junk is refused by the name of its entry, or was a value that may be there."""
     refused = 0
@@ -141,14 +146,32 @@ def test_every_entry_of_a_plan_is_looked_at(name: str) -> None:
     assert refused >= 6
 
 
-@pytest.mark.parametrize("name", GOOD)
-def test_entries_other_than_time_and_error_must_be_there(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(GOOD.keys() - {"busy"}))
+def test_entries_other_than_times_load_and_error_must_be_there(name: str) -> None:
     rest = {key: value for key, value in GOOD.items() if key != name}
-    if name in ("time_ms", "error"):
+    if name in MAY_BE_ABSENT:
         assert Plan.from_json(rest)
     else:
         with pytest.raises(PlanFormatError, match=name):
             Plan.from_json(rest)
+
+
+def test_a_plan_of_an_earlier_version_does_not_know_the_hosts_time() -> None:
+    told = {"host_ms", "load", "busy"}
+    plan = Plan.from_json({key: value for key, value in GOOD.items() if key not in told})
+    assert (plan.time_ms, plan.device_ms, plan.host_ms, plan.load, plan.busy) == (1.5, 1.5, None, None, False)
+    assert hash(plan) == hash(Plan.from_json(plan.to_json()))
+    assert plan == Plan.from_json(plan.to_json())
+
+
+@pytest.mark.parametrize(("device", "load", "busy"), [
+    ("cpu", 0.09, False), ("cpu", 0.11, True), ("cuda:NVIDIA H100 80GB HBM3", 0.7, False),
+    ("cuda:NVIDIA H100 80GB HBM3", 0.8, True), ("cpu", None, False),
+])  # fmt: skip
+def test_a_plan_says_that_the_host_was_busy(device: str, load: float | None, busy: bool) -> None:
+    plan = Plan(f"conv fprop fp32 {device}", "fft", 1, time_ms=2.5, load=load)
+    assert plan.busy is busy is plan.to_json()["busy"]
+    assert ("2.500 ms (busy)" in str(plan)) is busy
 
 
 @given(

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tilewise.problems.error import Error
 from tilewise.problems.limits import INT64_MAX
 
-__all__ = ["CHECK_VERSION", "Config", "Error", "Measurement", "Plan", "PlanFormatError", "format_bytes", "parse_bytes"]
+__all__ = [
+    "BUSY",
+    "CHECK_VERSION",
+    "Config",
+    "Error",
+    "Measurement",
+    "Plan",
+    "PlanFormatError",
+    "device_of",
+    "format_bytes",
+    "is_busy",
+    "parse_bytes",
+    "sum_known",
+]
 
 Value = int | float | str | bool | tuple[int, ...]
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -22,6 +35,13 @@ DEEPEST = 32
 """Most levels of a plan that is read: far more than splits nest, far fewer than exhaust the stack."""
 MOST_NODES = 4096
 """Most nodes in the tree of a plan that is found, kept or read: few enough to be checked at once."""
+BUSY = {"cpu": 0.1, "cuda": 0.75}
+"""The share of all cores above which other processes make a host too busy to measure, by the type of device.
+
+A CPU's kernels use all cores and wait for the slowest, so one core that is taken from them slows the whole. Single
+jobs of the system stay below a tenth. A GPU computes by itself and needs one free core to be launched from, which is
+there until most cores are taken: processes that load data do not disturb it.
+"""
 
 
 class PlanFormatError(ValueError):
@@ -104,12 +124,20 @@ class Config(Mapping[str, Value]):
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What trying one (solver, config) on one problem gave: a time, or the reason why it cannot be used.
+    """What trying one (solver, config) on one problem gave: its times, or the reason why it cannot be used.
 
-    ``time_ms`` is a median in milliseconds. ``workspace`` is the peak of memory in bytes beyond operands, result and
-    constants. ``baseline_ms`` is the time of the framework's own choice, measured in turns with it (``None`` where it
-    was not measured). ``reason`` is empty unless the candidate was lost.
-    ``estimate_ms`` is what the planner expected it to take before it was run. Only
+    Times are in milliseconds, and two are kept apart. ``time_ms``, which :attr:`device_ms` names too, is what the
+    device computes, with launches hidden: a median, by which candidates are ranked. ``host_ms`` is what the host needs
+    to launch it: the least of its runs, as other work only adds to it. It is 0 on a CPU and in replays of CUDA graphs,
+    and ``None`` where it is not known. ``baseline_ms`` and ``baseline_host_ms`` are those of the framework's own
+    choice, measured in turns with it (``None`` where it was not measured).
+
+    ``dispersion`` is how far the device's times spread: their interquartile range over the median. ``runs`` is how
+    many of them counted. ``load`` is the share of all cores, from 0 to 1, that other processes used meanwhile. Each
+    is ``None`` where it is not known. :func:`is_busy` says which loads make times doubtful.
+
+    ``workspace`` is the peak of memory in bytes beyond operands, result and constants. ``reason`` is empty unless the
+    candidate was lost. ``estimate_ms`` is what the planner expected it to take before it was run. Only
     :meth:`~tilewise.planner.Planner.explain` fills it in; wisdom does not keep it, since it follows from the device's
     profile. It is ``None`` where nothing was estimated: for splits, and for what the problem or the options rule out.
     """
@@ -123,6 +151,16 @@ class Measurement:
     reason: str = ""
     baseline_ms: float | None = None
     estimate_ms: float | None = None
+    host_ms: float | None = None
+    baseline_host_ms: float | None = None
+    dispersion: float | None = None
+    runs: int | None = None
+    load: float | None = None
+
+    @property
+    def device_ms(self) -> float | None:
+        """Milliseconds that the device computes: another name of ``time_ms``."""
+        return self.time_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +168,17 @@ class Plan:
     """A solver, its config and the plans of its parts.
 
     ``problem`` is the problem's canonical key. ``children`` of a split hold one plan per distinct run of parts:
-    ``counts[i]`` parts in a row follow ``children[i]``. ``time_ms`` of a root is measured on the whole plan; otherwise
-    it is the sum of the children's times. ``workspace`` and ``constant`` (what stays between calls) are in bytes, of
-    the problem's own device alone: a part that another device computes has its own. ``label`` is what people read in
-    place of the config.
+    ``counts[i]`` parts in a row follow ``children[i]``.
+
+    Two times in milliseconds are kept apart. ``time_ms``, which :attr:`device_ms` names too, is what the device
+    computes, with launches hidden: plans are ranked by it. ``host_ms`` is what the host needs to launch the plan: 0 on
+    a CPU, and ``None`` where it is not known, as in plans of earlier versions. (There ``time_ms`` of a GPU holds a
+    part of it.) Both are measured on the whole plan for a root; otherwise they are the sums of the children's.
+    ``load`` is the share of all cores, from 0 to 1, that other processes used meanwhile, ``None`` where it is not
+    known; see :attr:`busy`.
+
+    ``workspace`` and ``constant`` (what stays between calls) are in bytes, of the problem's own device alone: a part
+    that another device computes has its own. ``label`` is what people read in place of the config.
     """
 
     problem: str
@@ -147,12 +192,23 @@ class Plan:
     constant: int = 0
     error: Error | None = None
     label: str = ""
+    host_ms: float | None = None
+    load: float | None = None
+
+    @property
+    def device_ms(self) -> float:
+        """Milliseconds that the device computes: another name of ``time_ms``; not a number where it was not timed."""
+        return self.time_ms
+
+    @property
+    def busy(self) -> bool:
+        """Whether the host was busy with other processes while the plan was timed, so that its times are doubtful."""
+        return is_busy(self.load, self.device)
 
     @property
     def device(self) -> str:
         """The device that computes it: the last word of its problem's key, ``cpu`` or ``cuda:`` and a GPU's name."""
-        before, kind, name = self.problem.partition(" cuda:")
-        return f"cuda:{name}" if kind else before.rpartition(" ")[2]
+        return device_of(self.problem)
 
     @property
     def leaf(self) -> bool:
@@ -184,9 +240,10 @@ class Plan:
 
     def _rows(self, indent: int) -> Iterator[tuple[str, str, str, str]]:
         """The lines of :meth:`tree` as columns, for this plan and those below it."""
+        time = f"{self.time_ms:.3f} ms" if math.isfinite(self.time_ms) else "not timed"
         yield (
             " ".join(word for word in ("  " * indent + self.solver, self.label or str(self.config)) if word),
-            f"{self.time_ms:.3f} ms" if math.isfinite(self.time_ms) else "not timed",
+            f"{time} (busy)" if self.busy else time,
             format_bytes(self.workspace),
             "" if self.error is None else f"err {self.error.l2:.0e}",
         )
@@ -207,6 +264,9 @@ class Plan:
             "children": [child.to_json() for child in self.children],
             "counts": list(self.counts),
             "time_ms": self.time_ms if math.isfinite(self.time_ms) else None,
+            "host_ms": self.host_ms,
+            "load": self.load,
+            "busy": self.busy,
             "workspace": self.workspace,
             "constant": self.constant,
             "error": None if self.error is None else [self.error.l2, self.error.spread],
@@ -249,9 +309,12 @@ class Plan:
             raise PlanFormatError(
                 f"counts={data['counts']!r:.200}: expected a positive count for each of {len(children)}"
             )
-        time_ms, error = data.get("time_ms"), data.get("error")
-        if time_ms is not None and not _is_number(time_ms):
-            raise PlanFormatError(f"time_ms={time_ms!r:.80}: expected a time or null")
+        time_ms, host_ms, load, error = (data.get(name) for name in ("time_ms", "host_ms", "load", "error"))
+        for name, value in (("time_ms", time_ms), ("host_ms", host_ms)):
+            if value is not None and not _is_number(value):
+                raise PlanFormatError(f"{name}={value!r:.80}: expected a time or null")
+        if load is not None and not (_is_number(load) and load <= 1):
+            raise PlanFormatError(f"load={load!r:.80}: expected a share from 0 to 1, or null")
         if error is not None and not (isinstance(error, list) and len(error) == 2 and all(map(_is_number, error))):
             raise PlanFormatError(f"error={error!r:.80}: expected two numbers, not negative, or null")
         if not (0 <= data["workspace"] <= INT64_MAX and 0 <= data["constant"] <= INT64_MAX):
@@ -268,7 +331,36 @@ class Plan:
             constant=data["constant"],
             error=None if error is None else Error(float(error[0]), float(error[1])),
             label=data["label"],
+            host_ms=None if host_ms is None else float(host_ms),
+            load=None if load is None else float(load),
         )
+
+
+def device_of(key: str) -> str:
+    """The device in a problem's canonical key, its last word: ``cpu``, or ``cuda:`` and a GPU's name."""
+    before, kind, name = key.partition(" cuda:")
+    return f"cuda:{name}" if kind else before.rpartition(" ")[2]
+
+
+def is_busy(load: float | None, device: str) -> bool:
+    """Whether ``load``, a share of all cores, is above :data:`BUSY` for ``device``, a name such as ``cpu``.
+
+    An unknown load (``None``) is not said to be busy.
+
+    >>> is_busy(0.5, "cpu"), is_busy(0.5, "cuda:NVIDIA H100 80GB HBM3"), is_busy(None, "cpu")
+    (True, False, False)
+    """
+    return load is not None and load > BUSY["cpu" if device == "cpu" else "cuda"]
+
+
+def sum_known(values: Iterable[float | None]) -> float | None:
+    """The sum of ``values``, such as the host's times of parts; ``None`` where one of them is."""
+    total = 0.0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total
 
 
 def _is_number(value: object) -> bool:

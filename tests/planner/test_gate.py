@@ -246,7 +246,14 @@ def test_mutated_measurements_are_no_harm(data: st.DataObject) -> None:
                     solver.name, solver.version, config.key, data.draw(numbers),
                     data.draw(st.sampled_from((0, 1, 2**62))), *(error or (None, None)), lost, data.draw(numbers), 1.0,
                 )  # fmt: skip
-                found.append(Row(environment("cpu").key, kind.key, values))
+                told = (
+                    data.draw(numbers),
+                    data.draw(numbers),
+                    data.draw(numbers),
+                    3,
+                    data.draw(st.sampled_from((None, 1.0))),
+                )
+                found.append(Row(environment("cpu").key, kind.key, (*values, *told)))
     store = Wisdom()
     Database(store.path).write(lambda db: tables.insert(db, "measurement", found))
     rates = {name: data.draw(st.sampled_from((1e-300, 1.0, 1e300))) for name in PROFILE}

@@ -72,8 +72,8 @@ def test_replays_take_the_host_no_time() -> None:
         patch.setattr(measure, "Timer", Launching)
         (launched,) = rounds([lambda: None], CPU, repeats=3, decided=decided)
         (replayed,) = rounds([lambda: None], CPU, repeats=3, decided=decided, launched=False)
-    assert [took.weighed_ms for took in launched] == [3.0] * 3
-    assert [took.weighed_ms for took in replayed] == [1.0] * 3
+    assert launched == [Took(1.0, 5.0)] * 3
+    assert replayed == [Took(1.0, 0.0)] * 3
     assert seen[-1][0] == replayed
 
 

@@ -47,7 +47,13 @@ def test_import_keeps_the_newer(wisdom: Wisdom, tmp_path: Path, monkeypatch: pyt
 
 def test_the_document_is_as_the_manual_says(wisdom: Wisdom, tmp_path: Path) -> None:
     wisdom.record(
-        ENVIRONMENT, "p", [Measurement("fft", 1, Config(basis=(32, 32)), 1.5, 64, Error(1e-7, 2e-7), "", 2.0)]
+        ENVIRONMENT,
+        "p",
+        [
+            Measurement(
+                "fft", 1, Config(basis=(32, 32)), 1.5, 64, Error(1e-7, 2e-7), "", 2.0, None, 0.0, 0.0, 0.25, 7, 0.5
+            )
+        ],
     )
     wisdom.remember(ENVIRONMENT, "p", CONSTRAINTS, some_plan("p"))
     wisdom.remember_profile(ENVIRONMENT, {"bandwidth": 3e12})
@@ -71,6 +77,12 @@ def test_the_document_is_as_the_manual_says(wisdom: Wisdom, tmp_path: Path) -> N
         "error": [1e-7, 2e-7],
         "reason": "",
         "baseline_ms": 2.0,
+        "host_ms": 0.0,
+        "baseline_host_ms": 0.0,
+        "dispersion": 0.25,
+        "runs": 7,
+        "load": 0.5,
+        "busy": False,
         "recorded": recorded,
     }
     assert (plan["constraints"], plan["plan"]) == (CONSTRAINTS, some_plan("p").to_json())

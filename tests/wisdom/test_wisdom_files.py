@@ -293,7 +293,7 @@ def forge(path: Path, table: str, **values: object) -> None:
         selected = f"SELECT {', '.join(columns)} FROM {table} WHERE problem = ?"
         for row in db.execute(selected, (problem,)).fetchall():
             try:
-                crc = rows.checksum(ENVIRONMENT, PROBLEMS[0], *row)
+                crc = rows.checksum(ENVIRONMENT, PROBLEMS[0], *rows.as_told(table, row))
             except TypeError:
                 crc = 0
             key = row[2] if table == "measurement" else row[0]
@@ -322,6 +322,13 @@ def forge(path: Path, table: str, **values: object) -> None:
         ("recorded", "yesterday"),
         ("recorded", 1e300),
         ("baseline_ms", -0.5),
+        ("host_ms", -0.5),
+        ("baseline_host_ms", "fast"),
+        ("dispersion", float("inf")),
+        ("runs", 1.5),
+        ("runs", -1),
+        ("load", 1.5),
+        ("load", b"\x00"),
     ],
 )
 def test_measurements_that_were_tampered_with(path: Path, column: str, value: object) -> None:

@@ -25,7 +25,9 @@ RECORDED = st.sampled_from([0.0, 1.5, 2.5])
 def measurement(solver: str, time_ms: float, recorded: float) -> dict[str, Any]:
     return {
         "solver": solver, "version": 1, "config": {}, "time_ms": time_ms, "workspace": 4, "reason": "",
-        "baseline_ms": None, "recorded": recorded, "error": None,
+        "baseline_ms": None, "recorded": recorded, "error": None, "host_ms": None, "baseline_host_ms": None,
+        "dispersion": None, "runs": None, "load": time_ms / 3 if solver == "fft" else None,
+        "busy": solver == "fft" and time_ms == 3.0,
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -14,7 +15,7 @@ from tests.wisdom.wisdom_workers import CONSTRAINTS, ENVIRONMENT, PROBLEMS, fill
 
 from tilewise.machine.cache import cache_dir
 from tilewise.plan import PlanFormatError
-from tilewise.wisdom import Wisdom, document, schema, secret, tables
+from tilewise.wisdom import Wisdom, WisdomWarning, document, rows, schema, secret, tables
 from tilewise.wisdom.database import Database
 
 PROBLEM = PROBLEMS[0]
@@ -191,8 +192,9 @@ def test_processes_that_make_the_secret_at_once_have_one(wisdom: Wisdom, monkeyp
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def of_yesterday(path: Path) -> None:
-    """Make ``path`` what it was before rows had seals."""
+def of_yesterday(path: Path, version: int) -> None:
+    """Make ``path``, whose measurements tell nothing that came later, what an earlier ``version`` wrote."""
+    without = {1: {"seal", *rows.MEASUREMENT[-rows.ADDED :]}, 2: set(rows.MEASUREMENT[-rows.ADDED :])}[version]
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         kept = {name: db.execute(f"SELECT * FROM {name}").fetchall() for name in ("measurement", "plan")}
         columns = {
@@ -200,21 +202,111 @@ def of_yesterday(path: Path) -> None:
         }
         for name, found in kept.items():
             db.execute(f"DROP TABLE {name}")
-            (table,) = (t for t in schema.UNSEALED_TABLES if t.startswith(f"CREATE TABLE {name} "))
+            (table,) = (t for t in schema.EARLIER[version] if t.startswith(f"CREATE TABLE {name} "))
             db.execute(table)
-            place = columns[name].index("seal")
             for row in found:
-                values = row[:place] + row[place + 1 :]
+                values = [value for column, value in zip(columns[name], row, strict=True) if column not in without]
                 db.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(values))})", values)
-        db.execute("PRAGMA user_version = 1")
-    assert "seal" not in "".join(schema.UNSEALED_TABLES)
+        db.execute(f"PRAGMA user_version = {version}")
+    assert not any(column in "".join(schema.EARLIER[version]) for column in without)
+
+
+EARLIER = {
+    1: """CREATE TABLE measurement (
+    environment INTEGER NOT NULL,
+    problem INTEGER NOT NULL,
+    solver TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    config TEXT NOT NULL,
+    time_ms REAL,
+    workspace INTEGER,
+    l2 REAL,
+    spread REAL,
+    reason TEXT NOT NULL,
+    baseline_ms REAL,
+    recorded REAL NOT NULL,
+    crc INTEGER NOT NULL,
+    PRIMARY KEY (environment, problem, solver, version, config)
+) WITHOUT ROWID""",
+    2: """CREATE TABLE measurement (
+    environment INTEGER NOT NULL,
+    problem INTEGER NOT NULL,
+    solver TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    config TEXT NOT NULL,
+    time_ms REAL,
+    workspace INTEGER,
+    l2 REAL,
+    spread REAL,
+    reason TEXT NOT NULL,
+    baseline_ms REAL,
+    recorded REAL NOT NULL,
+    crc INTEGER NOT NULL,
+    seal BLOB,
+    PRIMARY KEY (environment, problem, solver, version, config)
+) WITHOUT ROWID""",
+}
+"""The tables of measurements that earlier versions made, to the letter."""
+
+
+@pytest.mark.parametrize("version", EARLIER)
+def test_earlier_tables_stay_as_they_were_written(version: int) -> None:
+    assert schema.EARLIER[version][1] == EARLIER[version]
+
+
+def test_checksums_and_seals_of_earlier_rows_stay_as_they_were_written() -> None:
+    """As version 2 computed them: over the columns that it had."""
+    old = ("fft", 1, '{"tile":4}', 2.5, 4096, 1e-6, 2e-6, "", 3.5, 1.7e9)
+    row = tables.Row(ENVIRONMENT, PROBLEM, (*old, *[None] * rows.ADDED))
+    assert tables.checksum("measurement", row) == rows.checksum(ENVIRONMENT, PROBLEM, *old)
+    sealed = json.dumps([tables.CHECK_VERSION, "measurement", ENVIRONMENT, PROBLEM, *old])
+    assert tables.sealed_text("measurement", row) == sealed
+    for index in range(rows.ADDED):  # each of the columns that came later is covered where it says something
+        told = [None] * rows.ADDED
+        told[index] = 0  # type: ignore[call-overload]
+        other = row._replace(values=(*old, *told))
+        assert tables.checksum("measurement", other) != tables.checksum("measurement", row)
+        assert tables.sealed_text("measurement", other) != sealed
 
 
 @pytest.mark.parametrize("first", ["read", "write"])
-def test_a_file_of_yesterday_is_read_as_unchecked(tmp_path: Path, first: str) -> None:
+def test_rows_of_the_version_before_stay_this_users_own(tmp_path: Path, first: str) -> None:
     wisdom = Wisdom(tmp_path / "wisdom.sqlite3")
-    fill(wisdom)
-    of_yesterday(wisdom.path)
+    fill(wisdom, told=False, own=True)
+    of_yesterday(wisdom.path, 2)
+    again = Wisdom(wisdom.path)
+    if first == "write":
+        again.record_many(ENVIRONMENT, {"new": some_measurements(3)}, own=True)
+        assert again.measurements(ENVIRONMENT, "new") == some_measurements(3)
+    assert owned(again) == {True}
+    assert again.measurements_many(ENVIRONMENT, PROBLEMS) == {p: some_measurements(told=False) for p in PROBLEMS}
+    assert again.profile(ENVIRONMENT) == {"bandwidth": 3e12}
+    assert [p.name for p in tmp_path.iterdir() if "damaged" in p.name] == []
+    with closing(sqlite3.connect(wisdom.path)) as db:
+        assert schema.identify(db) == schema.SCHEMA_VERSION
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_row_of_the_version_before_that_was_changed_is_no_ones(tmp_path: Path) -> None:
+    """Bringing a file up to date makes no checksum right, nor any seal."""
+    wisdom = Wisdom(tmp_path / "wisdom.sqlite3")
+    fill(wisdom, told=False, own=True)
+    of_yesterday(wisdom.path, 2)
+    with closing(sqlite3.connect(wisdom.path, isolation_level=None)) as db:
+        db.execute("UPDATE measurement SET time_ms = 0.001 WHERE config LIKE '%105%'")
+        db.execute("UPDATE measurement SET seal = zeroblob(16) WHERE config LIKE '%106%'")
+    again = Wisdom(wisdom.path)
+    with pytest.warns(WisdomWarning, match="checksum"):
+        kept = again.kept_measurements(ENVIRONMENT, [PROBLEM])[PROBLEM]
+    assert {entry.value.config["tile"] for entry in kept} == {100 + i for i in range(20) if i != 5}
+    assert {entry.value.config["tile"] for entry in kept if not entry.own} == {106}
+
+
+@pytest.mark.parametrize("first", ["read", "write"])
+def test_a_file_without_seals_is_read_as_unchecked(tmp_path: Path, first: str) -> None:
+    wisdom = Wisdom(tmp_path / "wisdom.sqlite3")
+    fill(wisdom, told=False)
+    of_yesterday(wisdom.path, 1)
     again = Wisdom(wisdom.path)
     if first == "write":
         again.record(ENVIRONMENT, "new", some_measurements(1))
@@ -232,10 +324,11 @@ def test_a_file_of_yesterday_is_read_as_unchecked(tmp_path: Path, first: str) ->
         assert schema.identify(db) == schema.SCHEMA_VERSION
 
 
-def test_a_file_of_yesterday_that_cannot_be_written_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_file_of_yesterday_that_cannot_be_written_is_read(tmp_path: Path, version: int) -> None:
     wisdom = Wisdom(tmp_path / "wisdom.sqlite3")
-    fill(wisdom)
-    of_yesterday(wisdom.path)
+    fill(wisdom, told=False)
+    of_yesterday(wisdom.path, version)
     from tilewise.wisdom.database import _memory_copy
 
     copy = _memory_copy(wisdom.path)
@@ -244,10 +337,11 @@ def test_a_file_of_yesterday_that_cannot_be_written_is_read(tmp_path: Path) -> N
     assert len(list(tables.select(copy, "plan", ENVIRONMENT, PROBLEMS))) == len(PROBLEMS)
 
 
-def test_many_threads_bring_a_file_of_yesterday_up_to_date(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_many_threads_bring_a_file_of_yesterday_up_to_date(tmp_path: Path, version: int) -> None:
     wisdom = Wisdom(tmp_path / "wisdom.sqlite3")
-    fill(wisdom)
-    of_yesterday(wisdom.path)
+    fill(wisdom, told=False)
+    of_yesterday(wisdom.path, version)
     found: list[int] = []
 
     def read() -> None:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
@@ -25,9 +26,14 @@ BATCH = 20
 """Measurements recorded in one transaction."""
 
 
-def some_measurements(count: int = BATCH, solver: str = "fft") -> list[Measurement]:
-    """Distinct measurements, in the order in which a store returns them."""
-    return [Measurement(solver, 1, Config(basis=(32, 32), tile=100 + i), 0.5 + i, 4096 * i) for i in range(count)]
+def some_measurements(count: int = BATCH, solver: str = "fft", *, told: bool = True) -> list[Measurement]:
+    """Distinct measurements, in the order in which a store returns them.
+
+    If they are ``told``, every other one tells the host's times and how sure its times are.
+    """
+    measured = [Measurement(solver, 1, Config(basis=(32, 32), tile=100 + i), 0.5 + i, 4096 * i) for i in range(count)]
+    sure: dict[str, Any] = {"host_ms": 0.25, "baseline_host_ms": 0.0, "dispersion": 0.125, "runs": 5, "load": 0.5}
+    return [replace(m, **sure) if told and i % 2 else m for i, m in enumerate(measured)]
 
 
 def some_plan(problem: str) -> Plan:
@@ -36,10 +42,10 @@ def some_plan(problem: str) -> Plan:
     return Plan(problem, "micro_batch", 1, Config(sizes=(64, 64)), (leaf,), (2,), 3.25, 4096)
 
 
-def fill(wisdom: Wisdom) -> None:
+def fill(wisdom: Wisdom, *, told: bool = True, own: bool = False) -> None:
     """Keep measurements and a plan for each of ``PROBLEMS``, and a profile."""
-    wisdom.record_many(ENVIRONMENT, {problem: some_measurements() for problem in PROBLEMS})
-    wisdom.remember_many(ENVIRONMENT, CONSTRAINTS, {problem: some_plan(problem) for problem in PROBLEMS})
+    wisdom.record_many(ENVIRONMENT, {problem: some_measurements(told=told) for problem in PROBLEMS}, own=own)
+    wisdom.remember_many(ENVIRONMENT, CONSTRAINTS, {problem: some_plan(problem) for problem in PROBLEMS}, own=own)
     wisdom.remember_profile(ENVIRONMENT, {"bandwidth": 3e12})
 
 

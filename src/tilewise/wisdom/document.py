@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from tilewise.plan import PlanFormatError
+from tilewise.plan import PlanFormatError, device_of, is_busy
 from tilewise.wisdom import rows, tables
 from tilewise.wisdom.tables import Row
 
@@ -34,7 +35,7 @@ def compose(kept: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
         return entry
 
     for row in _sorted("measurement", kept):
-        problem_of(row)["measurements"].append(_measurement_entry(row.values))
+        problem_of(row)["measurements"].append(_measurement_entry(row))
     for row in _sorted("plan", kept):
         constraints, text, recorded = row.values
         entry = {"constraints": constraints, "plan": json.loads(text), "recorded": recorded}
@@ -73,18 +74,19 @@ def merged(documents: Iterable[dict[str, list[Row]]]) -> dict[str, list[Row]]:
         for table, table_rows in document.items():
             for row in table_rows:
                 key = tables.key_of(table, row)
-                best[table][key] = max(best[table].get(key, row), row, key=tables.rank)
+                best[table][key] = max(best[table].get(key, row), row, key=functools.partial(tables.rank, table))
     return {table: list(rows_of.values()) for table, rows_of in best.items()}
 
 
-def _measurement_entry(values: tuple[Any, ...]) -> dict[str, Any]:
-    """A measurement's row as the document has it."""
-    entry = dict(zip(rows.MEASUREMENT, values, strict=True))
+def _measurement_entry(row: Row) -> dict[str, Any]:
+    """A measurement's row as the document has it. ``busy`` follows from the load, and is not read back."""
+    entry = dict(zip(rows.MEASUREMENT, row.values, strict=True))
     l2, spread = entry.pop("l2"), entry.pop("spread")
     return {
         **entry,
         "config": json.loads(entry["config"]),
         "error": None if l2 is None else [l2, spread],
+        "busy": is_busy(entry["load"], device_of(row.problem)),
     }
 
 

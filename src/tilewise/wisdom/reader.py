@@ -67,7 +67,7 @@ class Reader:
                 rows.checked_text("environment", row.environment)
                 rows.checked_text("problem", row.problem, empty=row.table == "profile")
                 value = unpack(row)
-                if row.crc != rows.checksum(row.environment, row.problem, *row.values):
+                if row.crc != tables.checksum(row.table, row):
                     raise rows.RowError("its checksum is wrong")
             except rows.RowError as error:
                 if hash(row) not in self._reported:

@@ -21,7 +21,9 @@ __all__ = [
     "MEASUREMENT",
     "PLAN",
     "PROFILE",
+    "RECORDED",
     "RowError",
+    "as_told",
     "checked_number",
     "checked_text",
     "checked_time",
@@ -47,11 +49,21 @@ MEASUREMENT = (
     "reason",
     "baseline_ms",
     "recorded",
+    "host_ms",
+    "baseline_host_ms",
+    "dispersion",
+    "runs",
+    "load",
 )
 """Columns of a measurement beside its environment and problem. Times in ms, ``workspace`` in bytes,
-``l2`` and ``spread`` of :class:`~tilewise.plan.Error`, ``recorded`` in seconds since 1970."""
+``l2`` and ``spread`` of :class:`~tilewise.plan.Error`, ``recorded`` in seconds since 1970. Those after it came
+later, and are all ``None`` in rows of earlier versions."""
+ADDED = 5
+"""How many columns of a measurement came later."""
 PLAN = ("constraints", "plan", "recorded")
 PROFILE = ("profile", "recorded")
+RECORDED = {"measurement": MEASUREMENT.index("recorded"), "plan": PLAN.index("recorded"), "profile": 1}
+"""Where in a table's columns the time of recording stands."""
 LAST_SECOND = 253402300799
 """The end of the year 9999 in seconds since 1970: later times have no date."""
 LONGEST = {"config": 1 << 20, "plan": 1 << 22, "profile": 1 << 16, "reason": 1 << 14}
@@ -69,6 +81,16 @@ class RowError(PlanFormatError):
 def checksum(*values: object) -> int:
     """CRC-32 of a row's keys and values, so that a damaged row is not taken for a measurement."""
     return zlib.crc32(json.dumps(values).encode("ascii"))
+
+
+def as_told(table: str, values: Sequence[object]) -> Sequence[object]:
+    """The ``values`` that a row's checksum and seal cover: all but columns that came later and say nothing.
+
+    So those of a row that an earlier version wrote stay what they were.
+    """
+    if table == "measurement" and not any(value is not None for value in values[-ADDED:]):
+        return values[:-ADDED]
+    return values
 
 
 def parse_json(text: str) -> Any:
@@ -160,7 +182,8 @@ def _config(text: str) -> Config:
 
 def unpack_measurement(values: Sequence[object]) -> Measurement:
     """The measurement in columns :data:`MEASUREMENT`. Raises :class:`RowError` naming the fault."""
-    solver, version, config, time_ms, workspace, l2, spread, reason, baseline_ms, recorded = values
+    solver, version, config, time_ms, workspace, l2, spread, reason, baseline_ms, recorded, *added = values
+    host_ms, baseline_host_ms, dispersion, runs, load = added
     checked_time("recorded", recorded)
     if (l2 is None) != (spread is None):
         raise RowError("l2 and spread: expected both or neither")
@@ -173,7 +196,14 @@ def unpack_measurement(values: Sequence[object]) -> Measurement:
         error=None if l2 is None else Error(checked_number("l2", l2), checked_number("spread", spread)),
         reason=checked_text("reason", reason, empty=True),
         baseline_ms=_optional("baseline_ms", baseline_ms),
+        host_ms=_optional("host_ms", host_ms),
+        baseline_host_ms=_optional("baseline_host_ms", baseline_host_ms),
+        dispersion=_optional("dispersion", dispersion),
+        runs=None if runs is None else _integer("runs", runs),
+        load=_optional("load", load),
     )
+    if measurement.load is not None and measurement.load > 1:
+        raise RowError(f"load={load!r:.80}: expected a share of the host's cores, from 0 to 1")
     if measurement.time_ms is None and not measurement.reason:
         raise RowError("time_ms=None with reason='': a measurement has a time or the reason it is lost")
     return measurement
@@ -187,23 +217,28 @@ def pack_measurement(measurement: Measurement, recorded: float) -> Values:
     nor reason.
     """
     m, error = measurement, measurement.error
-    time_ms, baseline_ms = m.time_ms, m.baseline_ms
+    times = {name: getattr(m, name) for name in ("time_ms", "baseline_ms", "host_ms", "baseline_host_ms")}
     if m.reason:
-        time_ms, baseline_ms = _if_finite(time_ms), _if_finite(baseline_ms)
+        times = {name: _if_finite(value) for name, value in times.items()}
         if error is not None and not (math.isfinite(error.l2) and math.isfinite(error.spread)):
             error = None
     values = (
         m.solver,
         m.version,
         m.config.key,
-        _optional("time_ms", time_ms),
+        _optional("time_ms", times["time_ms"]),
         m.workspace,
         None if error is None else checked_number("error.l2", error.l2),
         None if error is None else checked_number("error.spread", error.spread),
         # Library messages may hold bytes of any encoding, and be of any length.
         m.reason.encode("utf-8", "backslashreplace").decode()[: LONGEST["reason"]],
-        _optional("baseline_ms", baseline_ms),
+        _optional("baseline_ms", times["baseline_ms"]),
         recorded,
+        _optional("host_ms", times["host_ms"]),
+        _optional("baseline_host_ms", times["baseline_host_ms"]),
+        _optional("dispersion", m.dispersion),
+        m.runs,
+        _optional("load", m.load),
     )
     unpack_measurement(values)
     return values

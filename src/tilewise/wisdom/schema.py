@@ -11,7 +11,7 @@ __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "TABLES", "Damaged", "create", "i
 
 APPLICATION_ID = 0x74776973
 """``twis``: marks the file as this program's in SQLite's header."""
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The version of the tables that is written."""
 
 NAME = """CREATE TABLE name (
@@ -33,6 +33,11 @@ MEASUREMENT = """CREATE TABLE measurement (
     recorded REAL NOT NULL,
     crc INTEGER NOT NULL,
     seal BLOB,
+    host_ms REAL,
+    baseline_host_ms REAL,
+    dispersion REAL,
+    runs INTEGER,
+    load REAL,
     PRIMARY KEY (environment, problem, solver, version, config)
 ) WITHOUT ROWID"""
 PLAN = """CREATE TABLE plan (
@@ -51,13 +56,24 @@ PROFILE = """CREATE TABLE profile (
     recorded REAL NOT NULL,
     crc INTEGER NOT NULL
 )"""
+TOLD = """    host_ms REAL,
+    baseline_host_ms REAL,
+    dispersion REAL,
+    runs INTEGER,
+    load REAL,
+"""
 TABLES = (NAME, MEASUREMENT, PLAN, PROFILE)
 """Environment and problem keys are long and repeat, so rows hold their ids in ``name``. An id is a
 hash of the text (``tables.key_id``): there is no index that damage could set against its table.
 Changing any of this text makes another schema: raise the version and upgrade files of the old."""
+UNTOLD = 2
+"""The version whose measurements do not tell the host's time, nor how sure the times are."""
+UNTOLD_TABLES = tuple(table.replace(TOLD, "") for table in TABLES)
 UNSEALED = 1
-"""The version whose rows have no seals."""
-UNSEALED_TABLES = tuple(table.replace("    seal BLOB,\n", "") for table in TABLES)
+"""The version whose rows have no seals either."""
+UNSEALED_TABLES = tuple(table.replace("    seal BLOB,\n", "") for table in UNTOLD_TABLES)
+EARLIER = {UNTOLD: UNTOLD_TABLES, UNSEALED: UNSEALED_TABLES}
+"""Tables of the versions that are brought up to date."""
 
 
 class Damaged(Exception):
@@ -93,7 +109,7 @@ def identify(db: sqlite3.Connection) -> int:
             "newer",
             f"written by a newer tilewise (schema {version}; this one reads {SCHEMA_VERSION})",
         )
-    expected = {SCHEMA_VERSION: TABLES, UNSEALED: UNSEALED_TABLES}.get(version, ())
+    expected = {SCHEMA_VERSION: TABLES, **EARLIER}.get(version, ())
     if not expected or {sql for (sql,) in statements} != set(expected):
         raise Damaged("damaged", "damaged (its tables are not the ones tilewise makes)")
     return version
@@ -114,8 +130,8 @@ def create(db: sqlite3.Connection) -> None:
     db.execute("BEGIN IMMEDIATE")
     try:
         version = identify(db)
-        if version == UNSEALED:
-            _add_seals(db)
+        if version in EARLIER:
+            _add_columns(db)
         elif not version:
             for table in TABLES:
                 db.execute(table)
@@ -127,14 +143,18 @@ def create(db: sqlite3.Connection) -> None:
         raise
 
 
-def _add_seals(db: sqlite3.Connection) -> None:
-    """Give the rows of an older file an empty seal. They are checked when they are first used."""
+def _add_columns(db: sqlite3.Connection) -> None:
+    """Give the rows of an older file the columns that they lack, with nothing in them.
+
+    Checksums and seals stay valid, as they do not cover such columns (``rows.as_told``). Rows without a seal are
+    checked when they are first used.
+    """
     for name, table in (("measurement", MEASUREMENT), ("plan", PLAN)):
         columns = ", ".join(column[1] for column in db.execute(f"PRAGMA table_info({name})"))
-        db.execute(f"ALTER TABLE {name} RENAME TO unsealed_{name}")
+        db.execute(f"ALTER TABLE {name} RENAME TO earlier_{name}")
         db.execute(table)
-        db.execute(f"INSERT INTO {name} ({columns}) SELECT {columns} FROM unsealed_{name}")
-        db.execute(f"DROP TABLE unsealed_{name}")
+        db.execute(f"INSERT INTO {name} ({columns}) SELECT {columns} FROM earlier_{name}")
+        db.execute(f"DROP TABLE earlier_{name}")
 
 
 def roll_back(db: sqlite3.Connection) -> None:

@@ -28,7 +28,8 @@ class Summary:
     """What a store holds for one environment.
 
     ``problems``, ``measurements`` (the ``lost`` ones included) and ``plans`` are numbers of rows; ``profiled`` says
-    whether there is a device profile. ``newest`` is the time of the newest row in seconds since 1970.
+    whether there is a device profile. ``newest`` is the time of the newest row in seconds since 1970. ``busy`` is how
+    many measurements were made while other processes kept the host busy.
     """
 
     environment: str
@@ -38,6 +39,7 @@ class Summary:
     plans: int
     profiled: bool
     newest: float
+    busy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +271,8 @@ class Wisdom:
         """What the store holds, one entry for each environment."""
         counted = self._database.read(tables.counts)
         return [
-            Summary(environment, problems, measurements, lost, plans, bool(profiles), newest)
-            for environment, problems, measurements, lost, plans, profiles, newest in counted
+            Summary(environment, problems, measurements, lost, plans, bool(profiles), newest, busy)
+            for environment, problems, measurements, lost, plans, profiles, newest, busy in counted
             if isinstance(environment, str)
         ]
 

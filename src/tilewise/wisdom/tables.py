@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tilewise.plan import CHECK_VERSION
+from tilewise.plan import BUSY, CHECK_VERSION
 from tilewise.wisdom import rows
 from tilewise.wisdom.secret import seal_of, sealed
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Row",
     "StoredRow",
+    "checksum",
     "counts",
     "delete",
     "delete_plans",
@@ -124,7 +125,7 @@ def insert(
         (
             *(ids[name] for name in (row.environment, row.problem)[: 1 + keyed]),
             *row.values,
-            rows.checksum(row.environment, row.problem, *row.values),
+            checksum(table, row),
             *([seal_of(sealed_text(table, row)) if own else None] if seals else []),
         )
         for row in new
@@ -137,7 +138,12 @@ def insert(
 
 def sealed_text(table: str, row: Row | StoredRow) -> str:
     """The text that a seal covers: all of a row, its table, and the version of the checks it passed."""
-    return json.dumps([CHECK_VERSION, table, row.environment, row.problem, *row.values])
+    return json.dumps([CHECK_VERSION, table, row.environment, row.problem, *rows.as_told(table, row.values)])
+
+
+def checksum(table: str, row: Row | StoredRow) -> int:
+    """The checksum of a row's keys and values."""
+    return rows.checksum(row.environment, row.problem, *rows.as_told(table, row.values))
 
 
 def is_own(row: StoredRow) -> bool:
@@ -145,14 +151,14 @@ def is_own(row: StoredRow) -> bool:
     return row.seal is not None and sealed(sealed_text(row.table, row), row.seal)
 
 
-def rank(row: Row) -> tuple[float, int]:
+def rank(table: str, row: Row) -> tuple[float, int]:
     """The order of rows with equal keys: the greatest is kept, whatever the order of merging. The newest is the
     greatest.
 
     Different rows of the same moment, which clocks hardly give, are ordered by their checksums.
     """
-    recorded: float = row.values[-1]
-    return recorded, rows.checksum(row.environment, row.problem, *row.values)
+    recorded: float = row.values[rows.RECORDED[table]]
+    return recorded, checksum(table, row)
 
 
 def key_of(table: str, row: Row) -> tuple[Any, ...]:
@@ -213,20 +219,22 @@ def sweep(db: sqlite3.Connection) -> None:
 
 
 def counts(db: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    """By environment: its text and the numbers of problems, measurements, lost ones, plans and profiles, and the newest
-    time.
+    """By environment: its text, the numbers of problems, measurements, lost ones, plans and profiles, the newest time,
+    and the number of measurements from a busy host.
     """
     # A timestamp that was tampered with need not be one.
     time = f"CASE WHEN typeof(recorded) = 'real' AND recorded BETWEEN 0 AND {rows.LAST_SECOND}"
+    # By the environment's device, which its text begins with.
+    most = f"CASE WHEN name.text LIKE 'device=cuda%' THEN {BUSY['cuda']} ELSE {BUSY['cpu']} END"
     return db.execute(
         f"""
-        WITH kept (environment, problem, measurement, lost, plan, profile, time) AS (
-            SELECT environment, problem, 1, reason <> '', 0, 0, {time} THEN recorded END
-                FROM measurement
-            UNION ALL SELECT environment, problem, 0, 0, 1, 0, {time} THEN recorded END FROM plan
-            UNION ALL SELECT environment, NULL, 0, 0, 0, 1, {time} THEN recorded END FROM profile)
+        WITH kept (environment, problem, measurement, lost, plan, profile, time, load) AS (
+            SELECT environment, problem, 1, reason <> '', 0, 0, {time} THEN recorded END,
+                CASE WHEN typeof(load) = 'real' THEN load END FROM measurement
+            UNION ALL SELECT environment, problem, 0, 0, 1, 0, {time} THEN recorded END, NULL FROM plan
+            UNION ALL SELECT environment, NULL, 0, 0, 0, 1, {time} THEN recorded END, NULL FROM profile)
         SELECT name.text, count(DISTINCT problem), sum(measurement), sum(lost), sum(plan),
-               sum(profile), coalesce(max(time), 0.0)
+               sum(profile), coalesce(max(time), 0.0), coalesce(sum(load > {most}), 0)
         FROM kept JOIN name ON name.id = environment GROUP BY environment ORDER BY name.text
         """
     ).fetchall()

@@ -220,6 +220,6 @@ def _all_steps(terms: Terms, operands: list[torch.Tensor]) -> Callable[[], objec
 
 
 def _timed(calls: Sequence[Callable[[], object]], operands: list[torch.Tensor], launched: bool) -> list[float]:
-    """The median milliseconds of each call, where calls are timed in turn."""
+    """The median milliseconds of each call, timed in turn: the device's, or the host's where launches take longer."""
     times: list[list[Took]] = rounds(calls, operands[0].device, budget_ms=BUDGET_MS, launched=launched)
-    return [statistics.median(took.weighed_ms for took in values) for values in times]
+    return [statistics.median(took.ms for took in values) for values in times]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from tilewise.planner.measuring.times import Took
 
-__all__ = ["GIVE_UP", "LOSES", "repeats_of", "usual"]
+__all__ = ["GIVE_UP", "LOSES", "counted", "repeats_of"]
 
 REPEATS = 3
 LONG_MS = 1.0
@@ -26,13 +25,9 @@ LOSES = {"cuda": 1.2, "cpu": GIVE_UP}
 What disturbs one run seldom disturbs two."""
 
 
-def usual(times: Sequence[Took], device: str) -> Took:
-    """The median of the device's times, and the least of the host's, to which other work only adds.
-
-    The first run counts only where there is no other. On a CPU the later half of the runs counts.
-    """
-    counted = times[(len(times) + 1) // 2 if device == "cpu" else 1 :] or times
-    return Took(statistics.median(took.device_ms for took in counted), min(took.host_ms for took in counted))
+def counted(times: Sequence[Took], device: str) -> Sequence[Took]:
+    """The runs of a candidate that count: the first only where there is no other, on a CPU the later half."""
+    return times[(len(times) + 1) // 2 if device == "cpu" else 1 :] or times
 
 
 def repeats_of(took_ms: float, device: str) -> tuple[int, float]:

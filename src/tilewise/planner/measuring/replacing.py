@@ -10,7 +10,17 @@ import torch
 from tilewise.planner.measuring.times import Took
 from tilewise.planner.measuring.times import rounds as timed
 
-__all__ = ["ROUNDS", "SURE", "decided_on_cpu", "decided_on_gpu", "median_ms", "rounds", "time_ratio", "wins"]
+__all__ = [
+    "ROUNDS",
+    "SURE",
+    "decided_on_cpu",
+    "decided_on_gpu",
+    "loses_by_launches",
+    "median_ms",
+    "rounds",
+    "time_ratio",
+    "wins",
+]
 
 MARGIN = {"cuda": 0.95, "cpu": 0.88}
 """A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
@@ -22,7 +32,7 @@ ROUNDS, CLEAR_ON_GPU = 5, 1.15
 """On a GPU, the least number of rounds, and the factor from torch's choice at which they are enough.
 
 The same plan must then have been the fastest in each round."""
-BUSY = 2.0
+SLOWER_HOST = 2.0
 """A plan must not lose either if the host is this many times slower: a plan of many launches suffers most then."""
 EVEN = 1.03
 """Times whose ratio is below this count as equal."""
@@ -50,7 +60,7 @@ def decided_on_cpu(times: list[list[Took]]) -> bool:
 def _far(times: list[list[Took]], factor: float) -> bool:
     """Whether every plan has been ``factor`` ahead of torch's choice or behind it in all rounds."""
     ratios = [
-        of_plan.weighed_ms / of_torch.weighed_ms
+        of_plan.device_ms / of_torch.device_ms
         for plan in times[:-1]
         for of_plan, of_torch in zip(plan, times[-1], strict=True)
     ]
@@ -61,23 +71,28 @@ def decided_on_gpu(times: list[list[Took]]) -> bool:
     """Whether one and the same plan was the fastest in some rounds, all plans far from torch's choice each time."""
     if len(times[-1]) < ROUNDS or not _far(times, CLEAR_ON_GPU):
         return False
-    turns = ([took.weighed_ms for took in turn] for turn in zip(*times[:-1], strict=True))
+    turns = ([took.device_ms for took in turn] for turn in zip(*times[:-1], strict=True))
     return len({turn.index(min(turn)) for turn in turns}) == 1
 
 
 def time_ratio(of_plan: Took, of_torch: Took, device: str) -> float:
     """A plan's time divided by torch's in the same round.
 
-    The plan must gain by the weighed times, and must not lose where launches cost nothing or the host is busy. The
-    worst of the three counts.
+    The plan must gain on the device, and must not lose where launches count and the host is slow. The worse of the two
+    counts.
     """
-    elsewhere = max(of_plan.device_ms / of_torch.device_ms, of_plan.with_host(BUSY) / of_torch.with_host(BUSY))
-    return max(of_plan.weighed_ms / of_torch.weighed_ms, elsewhere * MARGIN[device] / EVEN)
+    launched = of_plan.with_host(SLOWER_HOST) / of_torch.with_host(SLOWER_HOST)
+    return max(of_plan.device_ms / of_torch.device_ms, launched * MARGIN[device] / EVEN)
+
+
+def loses_by_launches(of_plan: Took, of_torch: Took) -> bool:
+    """Whether a plan is expected to lose by its launches, as :func:`time_ratio` would find when it is timed whole."""
+    return of_plan.with_host(SLOWER_HOST) > EVEN * of_torch.with_host(SLOWER_HOST)
 
 
 def median_ms(times: Sequence[Took]) -> float:
-    """The median of the weighed times of one plan's rounds, in ms."""
-    return statistics.median(took.weighed_ms for took in times)
+    """The median of the device's times of one plan's rounds, in ms."""
+    return statistics.median(took.device_ms for took in times)
 
 
 def wins(ratios: Sequence[float], device: str) -> bool:

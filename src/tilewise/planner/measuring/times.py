@@ -38,8 +38,10 @@ __all__ = [
 ]
 
 Call = Callable[[], object]
-LEAD_MS, MOST_LEAD_MS = 0.1, 2.0
-"""Milliseconds for which a GPU is kept busy while a call is launched: the usual and the most."""
+LEAD_MS, MOST_LEAD_MS = 0.1, 10.0
+"""Milliseconds for which a GPU is kept busy while a call is launched: the usual and the most.
+
+A launch that takes longer than that shows in the device's time."""
 LEAD = 1.5
 """The GPU is kept busy for this many times what a call took to launch before."""
 NOISE = 128 << 10
@@ -61,17 +63,8 @@ class Took(NamedTuple):
 
     @property
     def ms(self) -> float:
-        """The longer: a layer that takes longer to launch than to run costs the host's time in a network."""
+        """The longer of both: what the run takes by itself, with nothing queued before it."""
         return max(self)
-
-    @property
-    def weighed_ms(self) -> float:
-        """Mean of the device's time and :attr:`ms`, by which plans are chosen.
-
-        Some networks queue so far ahead that a launch costs nothing (a CUDA graph always does), in others the device
-        waits for each. Small kernels take as long to launch as one another, and then the faster is the better.
-        """
-        return (self.device_ms + self.ms) / 2
 
     def replayed(self) -> Took:
         """The times of a replay from a CUDA graph, which takes nothing to launch."""

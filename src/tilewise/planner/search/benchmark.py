@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from tilewise import execute, solvers
 from tilewise.execute.kept_filter import kept_bytes
+from tilewise.machine import load
 from tilewise.machine.allocations import countable
 from tilewise.plan import Measurement, Plan
-from tilewise.planner.measuring.repeats import LOSES, repeats_of, usual
+from tilewise.planner.measuring.repeats import LOSES, counted, repeats_of
+from tilewise.planner.measuring.samples import sample_of
 from tilewise.planner.measuring.times import Timer, Took, lead_ms, peak_bytes, peak_is_known
 from tilewise.planner.options import Options, first_line
 from tilewise.planner.search.leaves import OverLimit, check_declared, has_exact_memory
@@ -63,8 +65,14 @@ class Benchmark:
         more workspace than the limit, and :class:`TooSlow` for one that was not even run whole, or only once.
         """
         try:
-            time_ms, workspace = self._run(plan, best_ms, bind(plan))
-            return Measurement(plan.solver, plan.version, plan.config, time_ms, workspace)
+            bound = bind(plan)  # which may compile: other processes do that, and it is no load on what is timed
+            begun = load.begin()
+            times, workspace = self._run(plan, best_ms, bound)
+            sample = sample_of(times, load.others_since(begun))
+            return Measurement(
+                plan.solver, plan.version, plan.config, sample.device_ms, workspace, host_ms=sample.host_ms,
+                dispersion=sample.dispersion, runs=sample.runs, load=sample.load,
+            )  # fmt: skip
         except (OverLimit, TooSlow):
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -77,8 +85,8 @@ class Benchmark:
                 torch.cuda.empty_cache()
         return Measurement(plan.solver, plan.version, plan.config, reason=reason)
 
-    def _run(self, plan: Plan, best_ms: float, bound: execute.Bound) -> tuple[float, int]:
-        """The ms that a bound plan takes, and the bytes of its workspace."""
+    def _run(self, plan: Plan, best_ms: float, bound: execute.Bound) -> tuple[Sequence[Took], int]:
+        """The times of a bound plan's runs that count, and the bytes of its workspace."""
         check_declared(plan, self.problem, bound, self.options.workspace)
         solver = solvers.get(plan.solver)
         new = solver.own_output and self.is_root and not self.problem.accumulate
@@ -103,8 +111,8 @@ class Benchmark:
                 timed()
                 if min(took.device_ms for took in times) > LOSES[device] * best_ms:
                     break
-        took = usual(times, device)
-        return (took.replayed() if self.options.cuda_graphs else took).weighed_ms, workspace
+        counting = counted(times, device)
+        return [took.replayed() for took in counting] if self.options.cuda_graphs else counting, workspace
 
     def _run_on_few(self, plan: Plan, best_ms: float, workspace: int) -> None:
         """Run a candidate on a few images first. Raises :class:`TooSlow` for one that would take far too long for all.

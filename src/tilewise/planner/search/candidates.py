@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tilewise import execute, solvers
-from tilewise.plan import Config, Measurement, Plan
+from tilewise.plan import Config, Measurement, Plan, sum_known
 from tilewise.planner.gate import MOST_NESTED
 from tilewise.planner.measuring.times import peak_is_known
 from tilewise.planner.options import EXCLUDED
@@ -70,7 +70,7 @@ class Candidates:
         return over and not self.root.options.excludes(solvers.baseline(self.root.problem))
 
     def _with_bias(self, division: Plan) -> Plan:
-        """``division`` with the time of adding the bias afterwards, where its parts do not add it."""
+        """``division`` with the times of adding the bias afterwards, where its parts do not add it."""
         if not self.root.problem.bias or execute.adds_bias(division, self.root.problem):
             return division
         bias_ms = estimate_ms(
@@ -78,7 +78,9 @@ class Candidates:
             Cost(0, 2 * self.root.problem.nbytes(self.root.problem.result)),
             self.root.profile,
         )
-        return replace(division, time_ms=division.time_ms + bias_ms)
+        launch_ms = self.root.profile["launch"] if self.root.problem.device_type == "cuda" else 0.0
+        host_ms = sum_known((division.host_ms, launch_ms))
+        return replace(division, time_ms=division.time_ms + bias_ms, host_ms=host_ms)
 
     def _within_less(self, usable: list[Measurement]) -> list[Measurement]:
         """Measurements under lower and lower workspace limits: some solvers block their work only to fit a limit."""
@@ -126,7 +128,8 @@ class Candidates:
             plans += kept_plans
             if depth == 0:
                 self.root.log += [
-                    Measurement(p.solver, p.version, p.config, p.time_ms, p.workspace) for p in kept_plans
+                    Measurement(p.solver, p.version, p.config, p.time_ms, p.workspace, host_ms=p.host_ms, load=p.load)
+                    for p in kept_plans
                 ]
                 if not kept_plans:
                     reason = divisions.why_none()

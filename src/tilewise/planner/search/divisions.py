@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tilewise.execute import carved
-from tilewise.plan import Config, Measurement, Plan, format_bytes
+from tilewise.plan import Config, Measurement, Plan, format_bytes, sum_known
 from tilewise.planner.fronts import divide, front, thin
 from tilewise.planner.options import Options
 from tilewise.planner.search.leaves import leaf_plan
@@ -315,7 +315,10 @@ def _grouped(sizes: tuple[int, ...], parts: Sequence[Plan]) -> Iterator[tuple[in
 
 
 def division_of(problem: Problem, solver: Split, sizes: tuple[int, ...], parts: Sequence[Plan], sums: int) -> Plan:
-    """The plan that cuts ``problem`` into ``sizes``, with a plan for each in ``parts`` and ``sums`` bytes of sums."""
+    """The plan that cuts ``problem`` into ``sizes``, with a plan for each in ``parts`` and ``sums`` bytes of sums.
+
+    The device's and the host's times are the sums of the parts'.
+    """
     grouped = list(_grouped(sizes, parts))
     label = " + ".join(f"{count}x{size}" if count > 1 else str(size) for size, _, count in grouped)
     return Plan(
@@ -326,6 +329,8 @@ def division_of(problem: Problem, solver: Split, sizes: tuple[int, ...], parts: 
         tuple(replace(plan, label=f"{plan.config} @{size}".strip()) for size, plan, _ in grouped),
         tuple(count for _, _, count in grouped),
         time_ms=sum(plan.time_ms for plan in parts),
+        host_ms=sum_known(plan.host_ms for plan in parts),
+        load=max((plan.load for plan in parts if plan.load is not None), default=None),
         workspace=sums + max((plan.workspace for plan in parts if plan.device == problem.device), default=0),
         label=f"{sum(sizes)} = {label}",
     )

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tilewise import execute, solvers
+from tilewise.machine import load
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.measuring import replacing
 from tilewise.planner.measuring.replacing import rounds
+from tilewise.planner.measuring.samples import sample_of
+from tilewise.planner.measuring.times import Took
 from tilewise.planner.options import NoPlanError, first_line, no_plan_text
 from tilewise.planner.search.divisions import choice_of
 from tilewise.planner.search.leaves import (
@@ -47,6 +50,8 @@ class Finals:
     def choose(self, ranked: list[Plan]) -> Plan:
         """Time the finalists whole beside torch and take the fastest that is right."""
         ranked = [p for p in ranked if not self.root.over_limit(p.workspace)]
+        # One of many launches may be the fastest on the device and lose by them: it must not keep the others out.
+        ranked = [p for p in ranked if not self.root.loses_by_launches(p)] or ranked
         if ranked and not self._is_behind(ranked[0]):
             timed = self._time_whole(self._finalists(ranked))
             gaining = [plan for plan in timed if not self._keeps_baseline(plan)]
@@ -107,25 +112,39 @@ class Finals:
                 tensors.call(execute.bind(baseline, self.root.problem, *tensors.operands), self.root.bias, new=True)
             )
         try:
+            begun = load.begin()
             times = rounds(calls, device, self.root.baseline is not None, launched=not self.root.options.cuda_graphs)
+            share = load.others_since(begun)
         except Exception as error:
             if len(within_limit) > 1:
                 return [timed for plan in within_limit for timed in self._time_whole([plan])]
             self.root.drop(within_limit[0], f"raised {type(error).__name__} when timed whole: {first_line(error)}")
             return []
-        if self.root.baseline is not None:
-            for plan, values in zip(within_limit, times, strict=False):
+        return self._with_times(within_limit, times, share)
+
+    def _with_times(self, plans: list[Plan], times: list[list[Took]], share: float | None) -> list[Plan]:
+        """``plans`` with their measured times. Those of torch's choice are the last, where it was timed with them.
+
+        ``share`` is that of the host's cores which other processes used meanwhile.
+        """
+        samples = [sample_of(values, share) for values in times]
+        baseline, device_type = self.root.baseline, self.root.problem.device_type
+        if baseline is not None:
+            for plan, values in zip(plans, times, strict=False):
                 pairs = zip(values, times[-1], strict=True)
                 self.root.time_ratios[choice_of(plan)] = sorted(
-                    replacing.time_ratio(of_plan, of_torch, device.type) for of_plan, of_torch in pairs
+                    replacing.time_ratio(of_plan, of_torch, device_type) for of_plan, of_torch in pairs
                 )
-            self.root.baseline = replace(self.root.baseline, time_ms=replacing.median_ms(times[-1]))
-            self.root.store.of(self.root.problem)[(self.root.baseline.solver, self.root.baseline.version, Config())] = (
-                self.root.baseline
-            )
+            last = samples[-1]
+            self.root.baseline = baseline = replace(
+                baseline, time_ms=last.device_ms, host_ms=last.host_ms, dispersion=last.dispersion, runs=last.runs,
+                load=last.load,
+            )  # fmt: skip
+            self.root.store.of(self.root.problem)[baseline.solver, baseline.version, Config()] = baseline
+        self.root.samples |= {choice_of(plan): sample for plan, sample in zip(plans, samples, strict=False)}
         return [
-            replace(plan, time_ms=replacing.median_ms(values))
-            for plan, values in zip(within_limit, times, strict=False)
+            replace(plan, time_ms=sample.device_ms, host_ms=sample.host_ms, load=sample.load)
+            for plan, sample in zip(plans, samples, strict=False)
         ]
 
     def run_whole(self, plan: Plan) -> tuple[execute.Bound, int]:
@@ -187,13 +206,24 @@ class Finals:
         """Note the larger workspace that torch's own parts took in a whole plan, so that they are not chosen again."""
         for problem, leaf in leaf_parts(plan):
             if self.root.is_baseline(leaf):
-                measured = Measurement(leaf.solver, leaf.version, leaf.config, leaf.time_ms, workspace)
+                measured = Measurement(
+                    leaf.solver, leaf.version, leaf.config, leaf.time_ms, workspace, host_ms=leaf.host_ms,
+                    load=leaf.load,
+                )  # fmt: skip
                 self.root.store.of(problem)[(leaf.solver, leaf.version, leaf.config)] = measured
 
     def _note(self, plan: Plan) -> None:
         """Add the chosen plan to the log, and a leaf to what is known."""
-        base = self.root.baseline.time_ms if self.root.baseline is not None else None
-        m = Measurement(plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, "", base)
+        base, sample = self.root.baseline, self.root.samples.get(choice_of(plan))
+        m = Measurement(
+            plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error,
+            baseline_ms=None if base is None else base.time_ms,
+            host_ms=plan.host_ms,
+            baseline_host_ms=None if base is None else base.host_ms,
+            dispersion=None if sample is None else sample.dispersion,
+            runs=None if sample is None else sample.runs,
+            load=plan.load,
+        )  # fmt: skip
         self.root.log.append(m)
         if plan.leaf:
             self.root.store.of(self.root.problem)[(plan.solver, plan.version, plan.config)] = m

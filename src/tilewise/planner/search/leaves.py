@@ -74,7 +74,7 @@ def leaf_plan(problem: Problem, m: Measurement) -> Plan:
     constant = kept_bytes(solvers.get(m.solver), problem, m.config)
     return Plan(
         problem.key, m.solver, m.version, m.config, time_ms=time_ms, workspace=m.workspace or 0, constant=constant,
-        error=m.error,
+        error=m.error, host_ms=m.host_ms, load=m.load,
     )  # fmt: skip
 
 

@@ -125,7 +125,7 @@ class Partitions:
             reason = m.reason or self._over(m)
             self.log.append(replace(m, reason=reason))
             if not reason and m.time_ms is not None:
-                return [replace(plan, time_ms=m.time_ms, workspace=m.workspace or 0)]
+                return [replace(plan, time_ms=m.time_ms, workspace=m.workspace or 0, host_ms=m.host_ms, load=m.load)]
         else:
             self._lose(label, reason, plan.workspace)
         return []

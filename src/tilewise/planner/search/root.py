@@ -12,7 +12,9 @@ from tilewise import solvers
 from tilewise.machine.device import torch_device
 from tilewise.machine.torch_state import undisturbed
 from tilewise.plan import Config, Measurement, Plan, format_bytes
-from tilewise.planner.measuring.times import Timer, check_peak_is_known
+from tilewise.planner.measuring import replacing
+from tilewise.planner.measuring.samples import Sample
+from tilewise.planner.measuring.times import Timer, Took, check_peak_is_known
 from tilewise.planner.options import EXCLUDED, Options
 from tilewise.planner.search.benchmark import Benchmark
 from tilewise.planner.search.checker import Checker
@@ -54,6 +56,8 @@ class Root:
         """Leaves with wrong results, and the reason. They are left out of this search at every size."""
         self.dropped: dict[Choice, str] = {}
         """Plans that failed when run whole, and the reason."""
+        self.samples: dict[Choice, Sample] = {}
+        """The times of each plan that was run whole."""
         self.time_ratios: dict[Choice, list[float]] = {}
         """For each plan, its time divided by torch's in every round, the least first."""
         self._timers: dict[str, Timer] = {}
@@ -123,6 +127,17 @@ class Root:
             return self.checker.judge(self.problem, self.checker.own_errors)
         return ""
 
+    def loses_by_launches(self, candidate: Measurement | Plan) -> bool:
+        """Whether a candidate of the whole is expected to lose to torch's choice where launches count.
+
+        Not where torch's choice may not be used, nor where a time is not known.
+        """
+        if not self.baseline_allowed or self.baseline is None:
+            return False
+        times = [self.baseline.time_ms, self.baseline.host_ms, candidate.time_ms, candidate.host_ms]
+        known = [ms for ms in times if ms is not None and math.isfinite(ms)]
+        return len(known) == len(times) and replacing.loses_by_launches(Took(*known[2:]), Took(*known[:2]))
+
     def trial(self, problem: Problem, tensors: Tensors, options: Options, *, root: bool = True) -> Trial:
         """A trial of ``problem``, which is the root problem or, without ``root``, a part of it."""
         return Trial(
@@ -137,6 +152,7 @@ class Root:
             functools.partial(self.checker.judge, problem),
             is_root=root,
             bias=self.bias if root else None,
+            loses=self.loses_by_launches if root else None,
             for_front=self.for_front,
         )
 
@@ -171,8 +187,11 @@ class Root:
         """Leave ``plan`` out of this search from now on, and log the reason."""
         self.dropped[choice_of(plan)] = reason
         self.log.append(
-            Measurement(plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, reason)
-        )
+            Measurement(
+                plan.solver, plan.version, told_as(plan), plan.time_ms, plan.workspace, plan.error, reason,
+                host_ms=plan.host_ms, load=plan.load,
+            )
+        )  # fmt: skip
 
     def baseline_plan(self) -> Plan:
         """The plan that uses torch's own choice."""
@@ -198,6 +217,8 @@ class Root:
             leaf.workspace,
             error if finite else None,
             "" if finite else reason,
+            host_ms=leaf.host_ms,
+            load=leaf.load,
         )
 
     def look_for_wrong_parts(self, plan: Plan) -> None:

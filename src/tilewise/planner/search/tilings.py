@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewise import solvers
-from tilewise.plan import Config, Measurement, Plan
+from tilewise.plan import Config, Measurement, Plan, sum_known
 from tilewise.planner.fronts import front, in_sequence, thin
 from tilewise.planner.options import Options
 from tilewise.planner.search.divisions import GAIN, HOPELESS, Deeper, TrialOf, division_of, sums_apart, tensors_of
@@ -199,4 +199,6 @@ class Tilings:
         last = chosen[tiling.inside]
         plans = [last := last if part.problem is None else chosen[part.problem] for part in tiling.parts]
         sums = sums_apart(self._problem, tiling.inside)
-        return replace(division_of(self._problem, self.solver, tiling.sizes, plans, sums), time_ms=ms)
+        run = [plan for plan, part in zip(plans, tiling.parts, strict=True) if part.problem is not None]
+        host_ms = sum_known(plan.host_ms for plan in run)
+        return replace(division_of(self._problem, self.solver, tiling.sizes, plans, sums), time_ms=ms, host_ms=host_ms)

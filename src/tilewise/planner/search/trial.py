@@ -34,7 +34,8 @@ class Trial:
     The keys in ``foreign`` are those of ``known`` that were measured elsewhere: a workspace below what is declared is
     not believed of them. ``wrong`` has candidates that failed a check against float64 in this search, with the reason.
     ``judge`` gives the reason why a candidate's error is too large, empty text when it is not. ``bias`` is that of a
-    root problem that adds one. For a front slower candidates with less workspace are wanted, too.
+    root problem that adds one. For a front slower candidates with less workspace are wanted, too. What ``loses`` says
+    yes to will not be chosen because of its launches, however fast it is.
 
     Which candidates there are is said by :attr:`offers`, which of them are not worth a measurement by :attr:`pruning`,
     and what one takes by :attr:`benchmark`.
@@ -55,9 +56,10 @@ class Trial:
         is_root: bool = True,
         bias: torch.Tensor | None = None,
         for_front: bool = False,
+        loses: Callable[[Measurement], bool] | None = None,
     ) -> None:
         self.problem, self.tensors, self.options, self.is_root = problem, tensors, options, is_root
-        self.known, self.foreign, self.judge = known, foreign, judge
+        self.known, self.foreign, self.judge, self._loses = known, foreign, judge, loses
         self.offers = Offers(problem, options, profile, wrong, is_root)
         self.pruning = Pruning(problem, known, options.rigor == "patient", for_front)
         self.benchmark = Benchmark(problem, tensors, options, timer, is_root, bias)
@@ -163,9 +165,9 @@ class Trial:
         return [Plan(self.problem.key, *offer.key) for offer in offers]
 
     def _add(self, m: Measurement) -> None:
-        """Note a measurement. One that is not lost may be the best so far."""
+        """Note a measurement. One that is not lost, nor will lose by its launches, may be the best so far."""
         self.found.append(m)
-        if not m.reason and m.time_ms is not None:
+        if not m.reason and m.time_ms is not None and not (self._loses and self._loses(m)):
             self.best_ms = min(self.best_ms, m.time_ms)
 
     def _block(self, offer: Offer, reason: str, workspace: int) -> None:

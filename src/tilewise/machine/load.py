@@ -1,0 +1,111 @@
+"""How much of the host's cores other processes use, now or while something is measured.
+
+Linux counts in ``/proc/stat`` how long its cores were idle. What is left of a span's time, less what this process
+computed itself, was used by others, by other machines on a shared host too. The counts are in hundredths of a second,
+so that only a span of some length tells the share: shorter ones are taken together with those before them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Moment", "begin", "others_now", "others_since"]
+
+SYSTEM = Path("/proc/stat")
+LEAST_S = 0.25
+"""Seconds of measuring that tell the share: counts of two cores are then exact to some hundredths."""
+FRESH_S = 10.0
+"""Seconds for which a share is taken to be that of now."""
+
+
+class Moment(NamedTuple):
+    """The beginning of a span: the time, how long all cores were idle and this process computed by then, in seconds."""
+
+    at: float
+    idle: float
+    own: float
+
+
+class _Span(NamedTuple):
+    """A span that was looked at: its end, its length by all cores, and how much of it others used, in seconds."""
+
+    end: float
+    cores: float
+    others: float
+
+
+_spans: deque[_Span] = deque(maxlen=512)
+"""What was looked at last, the newest last."""
+
+
+def begin() -> Moment | None:
+    """The beginning of a span for :func:`others_since`; ``None`` where the system does not tell."""
+    try:
+        with SYSTEM.open(encoding="ascii") as file:
+            words = file.readline().split()
+        ticks = int(words[4]) + int(words[5])  # idle, and idle while it waits for a disk
+    except (OSError, ValueError, IndexError):
+        return None
+    return Moment(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+
+
+def others_since(moment: Moment | None) -> float | None:
+    """The share of all cores, from 0 to 1, that other processes used since ``moment``; ``None`` where nothing tells.
+
+    A span shorter than :data:`LEAST_S` is taken together with those before it. Where these are too short as well, this
+    waits until they are not: once for many measurements.
+    """
+    if moment is None or not _look(moment):
+        return None
+    while (missing := LEAST_S - _length()) > 0:
+        after = begin()
+        time.sleep(missing)
+        if after is None or not _look(after):
+            return None
+    return _share()
+
+
+def others_now() -> float | None:
+    """The share of all cores that other processes use now, seen within the last seconds; ``None`` if nothing tells."""
+    if not _spans or time.monotonic() - _spans[-1].end > FRESH_S:
+        return others_since(begin())
+    return _share()
+
+
+def _look(moment: Moment) -> bool:
+    """Keep the span from ``moment`` to now. Returns whether the system told."""
+    now = begin()
+    if now is None:
+        return False
+    cores = (now.at - moment.at) * (os.cpu_count() or 1)
+    others = cores - (now.idle - moment.idle) - (now.own - moment.own)
+    _spans.append(_Span(now.at, cores, others))
+    return True
+
+
+def _recent() -> list[_Span]:
+    """The newest spans that are long enough together, or all of the last seconds where they are not."""
+    found: list[_Span] = []
+    length, least = 0.0, LEAST_S * (os.cpu_count() or 1)
+    for span in reversed(_spans):
+        if length >= least or _spans[-1].end - span.end > FRESH_S:
+            break
+        found.append(span)
+        length += span.cores
+    return found
+
+
+def _length() -> float:
+    """Seconds that the newest spans last together."""
+    return sum(span.cores for span in _recent()) / (os.cpu_count() or 1) + 1e-6
+
+
+def _share() -> float:
+    """The share of all cores that others used in the newest spans."""
+    spans = _recent()
+    others, cores = (sum(values) for values in ((s.others for s in spans), (s.cores for s in spans)))
+    return min(max(others / max(cores, 1e-9), 0.0), 1.0)
