@@ -18,7 +18,7 @@ from tilewise.nn.arguments import settings_of, takes
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.record import arguments_of, state_kept
 from tilewise.planner import Planner
-from tilewise.planner.planner import MEASURING
+from tilewise.planner.options import MEASURING
 from tilewise.settings import Settings, StepOptions
 
 __all__ = ["optimize"]

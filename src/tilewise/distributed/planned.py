@@ -23,7 +23,7 @@ from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.strides import suggested_layout
 from tilewise.nn.progress import showing
 from tilewise.nn.ranks.together import plan_together
-from tilewise.planner.planner import MEASURING
+from tilewise.planner.options import MEASURING
 from tilewise.problems.base import DTYPE_NAMES, layout_of
 from tilewise.problems.conv.problem import ConvProblem, Pass
 

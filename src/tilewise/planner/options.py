@@ -14,6 +14,7 @@ from tilewise.solvers import Solver, Split
 __all__ = [
     "BATCH_SIZES",
     "EXCLUDED",
+    "MEASURING",
     "RIGORS",
     "NoPlanError",
     "Options",
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 RIGORS = ("estimate", "measure", "patient", "wisdom_only")
+MEASURING = ("measure", "patient")
+"""The rigors that measure candidates."""
 BATCH_SIZES = ("undivided", "powers_of_two", "all")
 EXCLUDED = "left out by exclude"
 """The reason given for a candidate whose solver the options exclude."""

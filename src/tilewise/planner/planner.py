@@ -14,12 +14,13 @@ import torch
 
 from tilewise.machine.device import environment, is_capturing, torch_device
 from tilewise.plan import Measurement, Plan
+from tilewise.planner.caches.again import Again
 from tilewise.planner.caches.fronts import FrontCache
-from tilewise.planner.caches.measurements import MeasurementCache, baseline_ms
+from tilewise.planner.caches.measurements import MeasurementCache, baselines
 from tilewise.planner.caches.plans import PlanCache
 from tilewise.planner.caches.refusals import Refusals
 from tilewise.planner.gate import as_here, why_unfit
-from tilewise.planner.options import NoPlanError, Options, names_to_measure
+from tilewise.planner.options import MEASURING, NoPlanError, Options, names_to_measure
 from tilewise.planner.processes.messages import Job
 from tilewise.planner.processes.places import Devices
 from tilewise.planner.processes.workers import Workers, WorkersWarning
@@ -40,7 +41,6 @@ Progress = Callable[[int, int, str], None]
 
 ALONE = 3
 """Up to so many problems are planned here alone, faster than workers start, unless all sizes are to be measured."""
-MEASURING = ("measure", "patient")
 
 
 class Planner:
@@ -64,7 +64,8 @@ class Planner:
         self.wisdom = Wisdom() if wisdom is None else wisdom
         self.progress = progress
         self.workers = None if devices is None else Workers(devices, self.wisdom.path)
-        self.measurements = MeasurementCache(self.wisdom)
+        self._again = Again()
+        self.measurements = MeasurementCache(self.wisdom, self._again)
         self._refusals = Refusals()
         self._plans = PlanCache(self.wisdom, self._refusals)
         self._fronts = FrontCache(self.wisdom)
@@ -80,13 +81,20 @@ class Planner:
         options = options or Options()
         with self._lock:
             known_plan = self.remembered(problem, options)
-            if known_plan is not None:
+            if known_plan is not None and not self._again.is_wanted(known_plan, options):
                 return known_plan
             if options.rigor == "wisdom_only":
                 told = "; a plan that was not made here was refused: "
                 refused = "".join(told + reason for reason in self._refusals.reasons(problem))
                 raise NoPlanError(f"no wisdom for {problem.key} with {constraints_text(options)}{refused}")
-            plan = self._found(problem, options)
+            if known_plan is not None:
+                self._again.begin(problem.key)
+            try:
+                plan = self._found(problem, options)
+            except NoPlanError:
+                if known_plan is None:
+                    raise
+                return known_plan  # of a busy host, and there is no newer one
             self._plans.keep(problem, options, plan)
             return plan
 
@@ -133,7 +141,8 @@ class Planner:
         if workers is None or not workers.others or options.rigor not in MEASURING:
             return
         with self._lock:
-            missing = [p for p in problems if p.device == workers.name and self.remembered(p, options) is None]
+            known = {p: self.remembered(p, options) for p in problems if p.device == workers.name}
+            missing = [p for p, plan in known.items() if plan is None or self._again.is_wanted(plan, options)]
             if not missing or (len(missing) <= ALONE and options.batch_sizes != "all"):
                 return
             if self.wisdom.in_memory:
@@ -142,6 +151,9 @@ class Planner:
                 return
             self.profile(workers.name)  # workers read it from wisdom
             jobs = [Job(problem, options) for problem in missing]
+            for problem in missing:
+                self._again.begin(problem.key)
+                self._plans.forget(problem, options)  # workers write a newer one where it was planned on a busy host
             workers.plan(jobs, functools.partial(do_job, self), told)
             self._plans.preload(missing, options)
 
@@ -185,7 +197,9 @@ class Planner:
         """The front of one problem, remembered or searched for."""
         known_front = self._fronts.find(problem, options, self._admitted)
         if known_front:
-            return known_front
+            if not any(self._again.is_wanted(plan, options, front=True) for plan in known_front):
+                return known_front
+            self._again.begin(problem.key, front=True)
         plans = self._searched(problem, options, Search.front)
         if options.rigor != "wisdom_only":  # which knows more from one time to the next
             self._fronts.keep(problem, options, plans)
@@ -244,8 +258,8 @@ class Planner:
         return None
 
     def torch_ms(self, problems: Iterable[P]) -> dict[P, float]:
-        """torch's time on each problem in ms, as measured last beside its plans; only those where that is known."""
-        return baseline_ms(self.wisdom, problems)
+        """The device's time of torch's choice on each problem in ms, as measured last; only where that is known."""
+        return {p: m.time_ms for p, m in baselines(self.wisdom, problems).items() if m.time_ms is not None}
 
     def _searched(self, problem: Problem, options: Options, work: Callable[[Search], T], *, timed: bool = True) -> T:
         """What ``work`` makes of a search for ``problem``. Estimates are only made where something is ``timed``."""

@@ -16,7 +16,7 @@ from tilewise.machine.torch_state import undisturbed
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.progress import showing
 from tilewise.planner import NoPlanError, Planner
-from tilewise.planner.planner import MEASURING
+from tilewise.planner.options import MEASURING
 from tilewise.planner.processes.messages import Job, effort, largest_first, options_from_json
 from tilewise.planner.processes.places import own_place
 from tilewise.problems.base import Problem

@@ -11,6 +11,7 @@ from typing import TypeVar
 from tilewise import solvers
 from tilewise.machine.device import environment
 from tilewise.plan import Measurement
+from tilewise.planner.caches.again import Again
 from tilewise.planner.options import Options
 from tilewise.planner.remembered import REPLAYED, is_sane
 from tilewise.planner.search.divisions import BATCH_LEVEL
@@ -20,7 +21,7 @@ from tilewise.problems.kinds import kind_of
 from tilewise.solvers import Split
 from tilewise.wisdom import Kept, Wisdom
 
-__all__ = ["MeasurementCache", "baseline_ms"]
+__all__ = ["MeasurementCache", "baselines"]
 
 P = TypeVar("P", bound=Problem)
 
@@ -35,8 +36,10 @@ class MeasurementCache:
     A store reads a problem's measurements from ``wisdom`` when a search first asks for them.
     """
 
-    def __init__(self, wisdom: Wisdom) -> None:
-        self._wisdom = wisdom
+    def __init__(self, wisdom: Wisdom, again: Again) -> None:
+        self._wisdom, self._again = wisdom, again
+        self._options = Options()
+        """Those of the search under way."""
         self.on_load: Callable[[Problem], object] = lambda problem: None
         """Hears of each problem before its measurements are read."""
         self._stores: dict[str, Store] = {}
@@ -57,16 +60,25 @@ class MeasurementCache:
         """The stores for a search of ``problem``. What the search measures is recorded in wisdom, however it ends."""
         key, store = _environment_key(problem, options), self.store(problem, options)
         self._searches += 1
+        before, self._options = self._options, options
         try:
+            self._drop_again(options)
             self._preload(key, problem, options, store)
             yield StoreByDevice(lambda part: self.store(part, options))
         finally:
             self._searches -= 1
+            self._options = before
             self._read_ahead.clear()
             for key, store in self._stores.items():
                 self._save(key, store)
                 if not self._searches:
                     self._forget(key, store)
+
+    def _drop_again(self, options: Options) -> None:
+        """Drop from memory what a search with ``options`` measures again."""
+        for problem in self._again.waiting:
+            for store in self._stores.values():
+                self._again.drop(problem, store.known.get(problem, {}), options)
 
     def _preload(self, environment_key: str, problem: Problem, options: Options, store: Store) -> None:
         """Read at once what wisdom knows of a problem and of its micro-batches."""
@@ -97,7 +109,9 @@ class MeasurementCache:
         foreign = {(m.solver, m.version, m.config) for m in (entry.value for entry in used if not entry.own)}
         self._stores[environment_key].foreign[problem.key] = foreign
         self._saved[environment_key, problem.key] = measurements
-        return dict(measurements)
+        known = dict(measurements)
+        self._again.drop(problem.key, known, self._options)
+        return known
 
     def _save(self, environment_key: str, store: Store) -> None:
         """Record what was measured of the problems asked for since the last time, in one transaction."""
@@ -122,20 +136,22 @@ class MeasurementCache:
             store.known.clear()
 
 
-def baseline_ms(wisdom: Wisdom, problems: Iterable[P]) -> dict[P, float]:
-    """torch's time on each problem in ms, as measured last; only those where that is known."""
-    times_ms: dict[P, float] = {}
+def baselines(wisdom: Wisdom, problems: Iterable[P]) -> dict[P, Measurement]:
+    """What was measured last of torch's own choice on each problem; only those where that is known.
+
+    The measurements have the device's and the host's time, and the host's load.
+    """
+    found: dict[P, Measurement] = {}
     distinct = list(dict.fromkeys(problems))
     for device in {p.device for p in distinct}:
         here = [p for p in distinct if p.device == device]
         known = wisdom.measurements_many(environment(device).key, [p.key for p in here])
         for problem in here:
-            times = [
-                m.time_ms for m in known[problem.key] if m.solver == kind_of(problem).baseline and m.time_ms is not None
-            ]
-            if times:
-                times_ms[problem] = times[-1]
-    return times_ms
+            name = kind_of(problem).baseline
+            timed = [m for m in known[problem.key] if m.solver == name and m.time_ms is not None]
+            if timed:
+                found[problem] = timed[-1]
+    return found
 
 
 def _environment_key(problem: Problem, options: Options) -> str:

@@ -48,6 +48,12 @@ class PlanCache:
         self._refusals.discard(problem, plan)
         self._wisdom.remember(key, problem.key, plan_text(options), plan, own=True)
 
+    def forget(self, problem: Problem, options: Options) -> None:
+        """Drop a plan from memory, so that it is read from wisdom again."""
+        for asked in satisfying(options):
+            for plans in (self.checked, self.unchecked):
+                plans.pop((environment(problem.device).key, problem.key, asked), None)
+
     def find(self, problem: Problem, options: Options, admit: Admit) -> Plan | None:
         """A plan made with at least the effort asked for, if it still fits the solvers and the limit, else ``None``.
 
