@@ -35,6 +35,7 @@ class Recorded:
     """Stands for :class:`~tilewise.kernels.triton.launch.Program`: keeps what it would compile, launches nothing."""
 
     made: ClassVar[list[tuple[Launch, list[int]]]] = []
+    sequence = None
 
     def __init__(self, launches: Sequence[Launch], alignment: Sequence[int], device: torch.device) -> None:
         self.made += [(launch, list(alignment)) for launch in launches]

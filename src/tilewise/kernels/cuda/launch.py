@@ -15,6 +15,8 @@ import torch
 
 from tilewise.kernels.building import cubins
 from tilewise.kernels.building.kept import refuse
+from tilewise.kernels.native import building
+from tilewise.kernels.native.sequence import Address, KernelLaunch
 
 __all__ = [
     "Bound",
@@ -85,6 +87,7 @@ def compile_cubin(source: str, architecture: str) -> Any:
     core, _, reason = _core()
     if reason:
         raise RuntimeError(reason)
+    building.start()
     text = read_source("ptx.cu") + source
     path = cubins.path_of(text, architecture, compiler())
     stored = cubins.load(path)
@@ -161,8 +164,8 @@ class Launch:
     """
 
     __slots__ = (
-        "_arguments", "_current", "_device", "_dimensions", "_driver", "_function", "_lock", "_run", "_stream",
-        "_values",
+        "_arguments", "_current", "_device", "_dimensions", "_driver", "_function", "_lock", "_run", "_scalars",
+        "_stream", "_values",
     )  # fmt: skip
 
     def __init__(
@@ -183,6 +186,7 @@ class Launch:
         self._function = self._driver.CUfunction(kernel.function)
         self._run: Callable[..., tuple[Any]] = self._driver.cuLaunchKernel
         self._device = kernel.device
+        self._scalars = bytes(self._values)[8 * pointers :]
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         several = torch.cuda.device_count() > 1
         self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
@@ -204,6 +208,14 @@ class Launch:
             (error,) = self._run(self._function, *self._dimensions, stream, ctypes.addressof(self._arguments), 0)
         if error:
             _check(self._driver, "cuLaunchKernel", error)
+
+    def told(self, pointers: Sequence[tuple[int, int]]) -> KernelLaunch:
+        """What the driver is told of it; ``pointers`` are numbers of tensors and offsets into them in bytes."""
+        grid, threads, shared = (self._dimensions[i] for i in (0, 3, 6))
+        scalars = (self._scalars[i : i + 8] for i in range(0, len(self._scalars), 8))
+        parameters: list[Address | bytes] = [Address(source, offset) for source, offset in pointers]
+        parameters += scalars
+        return KernelLaunch(int(self._function), (grid, 1, 1), (threads, 1, 1), shared, (), tuple(parameters))
 
 
 class Program(Protocol):

@@ -11,6 +11,9 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from tilewise.kernels.building import workers
+from tilewise.kernels.native import building
+from tilewise.kernels.native.sequence import Address, KernelLaunch, LaunchSequence, launch_list
+from tilewise.kernels.triton.driver_launch import hooks, kernel_launch
 from tilewise.kernels.triton.own_cache import own_cache
 from tilewise.problems.limits import INT64_MAX
 
@@ -65,27 +68,37 @@ class Program:
     kernel that does not compile or needs too much shared memory.
     """
 
-    __slots__ = ("_current", "_device", "_interpreted", "_launches", "_steps", "_stream")
+    __slots__ = ("_current", "_device", "_interpreted", "_launches", "_native", "_steps", "_stream", "sequence")
+    sequence: LaunchSequence | None
+    """What the driver is told; ``None`` where it cannot be told without Triton."""
 
     def __init__(self, launches: Sequence[Launch], alignment: Sequence[int], device: torch.device) -> None:
         self._interpreted = device.type == "cpu"
         self._launches = launches if self._interpreted else ()
         self._steps: list[tuple[Callable[..., None], tuple[tuple[int, int], ...], tuple[Any, ...]]] = []
+        self.sequence = self._native = None
         if self._interpreted:
             for launch in launches:
                 if not isinstance(launch.kernel, InterpretedFunction):
                     raise RuntimeError("Triton kernels run on CPU tensors in its interpreter alone: TRITON_INTERPRET=1")
             return
+        building.start()
         self._device = torch.cuda.current_device() if device.index is None else device.index
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         several = torch.cuda.device_count() > 1
         self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
+        described = []
         with torch.cuda.device(self._device), own_cache():
             for launch in launches:
                 compiled = launch.compile(alignment)
-                pointers = tuple((p.source, p.offset) for p in launch.pointers)
+                pointers = tuple(Address(p.source, p.offset) for p in launch.pointers)
                 constants = tuple(launch.constants[n] for n in launch.kernel.arg_names if n in launch.constants)
-                self._steps.append((compiled[launch.grid], pointers, (*launch.scalars, *constants)))
+                rest = (*launch.scalars, *constants)
+                self._steps.append((compiled[launch.grid], pointers, rest))
+                described.append(kernel_launch(compiled, launch.grid, (*pointers, *rest)))
+        self.sequence = _sequence(described, self._device)
+        if self.sequence is not None:
+            self._native = launch_list(self.sequence, self._launch)
 
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Launch over tensors with the promised alignment."""
@@ -97,14 +110,29 @@ class Program:
 
     def at(self, addresses: Sequence[int]) -> None:
         """Launch over memory at ``addresses``."""
+        if self._native is not None:
+            self._native(self._stream(self._device), *addresses)
+        else:
+            self._launch(*addresses)
+
+    def _launch(self, *addresses: int) -> None:
+        """Launch through Triton."""
         device = self._device
         if self._current is not None and self._current() != device:
             with torch.cuda.device(device):
-                self.at(addresses)
+                self._launch(*addresses)
             return
         stream = self._stream(device)
         for run, pointers, rest in self._steps:
             run(*[addresses[source] + offset for source, offset in pointers], *rest, stream=stream)
+
+
+def _sequence(described: Sequence[KernelLaunch | None], device: int) -> LaunchSequence | None:
+    """The launches that have any blocks; ``None`` unless all can be told to the driver."""
+    whole = [launch for launch in described if launch is not None]
+    if not whole or len(whole) < len(described):
+        return None
+    return LaunchSequence(tuple(launch for launch in whole if all(launch.grid)), device, hooks())
 
 
 class _Address:

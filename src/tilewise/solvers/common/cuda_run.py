@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewise.kernels.native.sequence import LaunchSequence, launch_list
 from tilewise.solvers.base import SolverUnavailable
 
 if TYPE_CHECKING:
-    from tilewise.kernels.cuda.launch import Program
+    from tilewise.kernels.cuda.launch import Launch, Program
 
 __all__ = ["BIAS", "FIRST", "OUT", "SECOND", "WORKSPACE", "Step", "StepsRun", "compiled"]
 
@@ -39,10 +40,17 @@ class StepsRun:
     Called with tensors, or through :meth:`run_pointers` with their addresses.
     """
 
-    __slots__ = ("_steps",)
+    __slots__ = ("_device", "_native", "_steps", "_stream", "sequence")
+    sequence: LaunchSequence
+    """What the driver is told of them."""
 
-    def __init__(self, steps: Sequence[tuple[Callable[..., None], tuple[tuple[int, int], ...]]]) -> None:
+    def __init__(self, steps: Sequence[tuple[Launch, tuple[tuple[int, int], ...]]], device: int) -> None:
         self._steps = tuple(steps)
+        self._device = device
+        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        told = (launch.told(pointers) for launch, pointers in steps)
+        self.sequence = LaunchSequence(tuple(one for one in told if all(one.grid)), device)
+        self._native = launch_list(self.sequence, self._launch)
 
     def __call__(
         self,
@@ -59,7 +67,13 @@ class StepsRun:
 
     def run_pointers(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
         """Queue the kernels on the current stream of the device that they were compiled for."""
-        addresses = (a, b, out, workspace, *bias)
+        if self._native is not None:
+            self._native(self._stream(self._device), a, b, out, workspace, *bias)
+        else:
+            self._launch(a, b, out, workspace, *bias)
+
+    def _launch(self, *addresses: int) -> None:
+        """Launch one kernel after the other."""
         for launch, pointers in self._steps:
             launch(*[addresses[source] + offset for source, offset in pointers])
 
@@ -82,4 +96,4 @@ def compiled(steps: Sequence[Step], device: torch.device) -> StepsRun:
     except Exception as error:  # NVRTC and the driver raise errors of their own
         text = str(error).strip().splitlines()
         raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
-    return StepsRun(bound)
+    return StepsRun(bound, index)

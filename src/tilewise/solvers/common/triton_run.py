@@ -14,6 +14,7 @@ from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.buffers import ALIGNMENT
 
 if TYPE_CHECKING:
+    from tilewise.kernels.native.sequence import LaunchSequence
     from tilewise.kernels.triton.launch import Launch
 
 __all__ = ["ProgramRun", "compiled", "has_triton"]
@@ -46,6 +47,12 @@ class ProgramRun:
     def run_pointers(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
         """Queue the kernels on the current stream of the device that they were compiled for."""
         self._program.at((a, b, out, workspace, *bias))
+
+    @property
+    def sequence(self) -> LaunchSequence | None:
+        """What the driver is told of the kernels; ``None`` where only Triton can launch them."""
+        found: LaunchSequence | None = self._program.sequence
+        return found
 
 
 def compiled(p: ConvProblem, launches: Sequence[Launch], device: torch.device) -> ProgramRun:

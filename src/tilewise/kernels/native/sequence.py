@@ -1,0 +1,134 @@
+"""Launches of loaded kernels as values: what a driver is told of each, with tensors' addresses left open."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.kernels.native import building
+
+__all__ = ["Address", "KernelLaunch", "LaunchSequence", "joined", "launch_list", "pass_call"]
+
+Sizes = tuple[int, int, int]
+
+
+class Address(NamedTuple):
+    """A parameter that is an address: ``offset`` bytes into tensor number ``source`` of a call."""
+
+    source: int
+    offset: int
+
+
+class KernelLaunch(NamedTuple):
+    """One launch, as ``LaunchList`` in C takes it.
+
+    ``function`` is the ``CUfunction``. ``grid`` and ``block`` are numbers of blocks and of threads. ``shared`` is the
+    dynamic shared memory of a block in bytes. ``attributes`` are pairs of number and value as in
+    ``CUlaunchAttribute``. A parameter is an :class:`Address`, or its 1, 2, 4 or 8 bytes.
+    """
+
+    function: int
+    grid: Sizes
+    block: Sizes
+    shared: int
+    attributes: tuple[tuple[int, bytes], ...]
+    parameters: tuple[Address | bytes, ...]
+
+    def moved(self, offsets: Sequence[int]) -> KernelLaunch:
+        """The same with addresses further by the offset in bytes of their source; later sources stay."""
+        count = len(offsets)
+        parameters = (
+            Address(p.source, p.offset + offsets[p.source]) if isinstance(p, Address) and p.source < count else p
+            for p in self.parameters
+        )
+        return self._replace(parameters=tuple(parameters))
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSequence:
+    """Launches in order on the GPU with number ``device``.
+
+    ``hooks`` are ``(owner, name)`` of attributes that hold functions which must be told of each launch. While there are
+    such functions, launches come from Python.
+    """
+
+    launches: tuple[KernelLaunch, ...]
+    device: int
+    hooks: tuple[tuple[Any, str], ...] = ()
+
+    def moved(self, offsets: Sequence[int]) -> LaunchSequence:
+        """The same launches over other parts of the tensors; ``offsets`` in bytes, one for each of the first ones."""
+        return replace(self, launches=tuple(launch.moved(offsets) for launch in self.launches))
+
+    @property
+    def sources(self) -> int:
+        """How many tensors a call must give the address of."""
+        used = (p.source for launch in self.launches for p in launch.parameters if isinstance(p, Address))
+        return 1 + max(used, default=0)
+
+
+def joined(sequences: Iterable[LaunchSequence]) -> LaunchSequence | None:
+    """All launches one after the other; ``None`` where they are for several devices, or there are none."""
+    parts = list(sequences)
+    if len({part.device for part in parts}) != 1:
+        return None
+    hooks = dict.fromkeys(hook for part in parts for hook in part.hooks)
+    return LaunchSequence(tuple(launch for part in parts for launch in part.launches), parts[0].device, tuple(hooks))
+
+
+def launch_list(sequence: LaunchSequence, instead: Callable[..., None]) -> Any:
+    """A ``LaunchList``: ``launches(stream, *addresses)`` queues all. ``None`` where launches stay in Python.
+
+    ``instead(*addresses)`` is called while a hook holds functions. A sequence that does not agree with its loaded
+    kernels stays in Python with a warning.
+    """
+    found = building.native()
+    if found is None:
+        return None
+    try:
+        with torch.cuda.device(sequence.device):
+            return found.module.LaunchList(found.driver, sequence.sources, sequence.launches, sequence.hooks, instead)
+    except (RuntimeError, TypeError, ValueError) as error:
+        warnings.warn(f"kernels are launched from Python, which takes longer: {error}", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def pass_call(
+    sequence: LaunchSequence,
+    addressed: Callable[..., None],
+    *,
+    instead: Callable[..., Any],
+    result: tuple[tuple[int, ...], tuple[int, ...]],
+    dtype: torch.dtype | None,
+    workspace: torch.Tensor | None,
+    fit: Callable[..., torch.Tensor] | None,
+    add: Callable[..., Any],
+) -> Any:
+    """A ``PassCall`` that runs two operands and one result: ``call(a, b, bias=None, out=None)`` returns the result.
+
+    ``None`` where launches stay in Python. The sequence is over the addresses of operands, result, workspace and, where
+    there is ``fit``, bias. ``addressed`` runs it from Python. ``instead`` is the whole call from Python, used while a
+    hook holds functions. A new result has the shape and strides of ``result``, and ``dtype`` or that of ``a``.
+    ``workspace`` is an example of one, which may share one element's memory. ``fit(bias, a)`` makes the bias as the
+    kernels take it, and without it ``add(out, bias)`` adds one.
+    """
+    launches = launch_list(sequence, addressed)
+    found = building.native()
+    if launches is None or found is None:
+        return None
+    described = (*result, dtype) if dtype is not None else result
+    return found.module.PassCall(
+        launches,
+        instead,
+        torch._C._cuda_getCurrentRawStream,
+        sequence.device,
+        torch.Tensor.data_ptr,
+        (torch.Tensor.new_empty_strided, described, ("dtype",) if dtype is not None else ()),
+        None if workspace is None else (torch.empty_like, (workspace,), ()),
+        fit,
+        add,
+    )

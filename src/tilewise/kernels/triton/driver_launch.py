@@ -1,0 +1,67 @@
+"""What the driver is told when a compiled Triton kernel is launched, as Triton's own launcher tells it."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from triton import knobs
+
+from tilewise.kernels.native.sequence import Address, KernelLaunch
+
+__all__ = ["hooks", "kernel_launch"]
+
+FORMATS = {
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
+    "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp32": "f", "f32": "f", "fp64": "d",
+}  # fmt: skip
+"""Of Triton's types of numbers, how the driver takes them."""
+THREADS_OF_WARP = 32
+COOPERATIVE, SERIALIZATION = 2, 6
+"""``CU_LAUNCH_ATTRIBUTE_COOPERATIVE`` and ``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``."""
+SCRATCH = (bytes(8), bytes(8))
+"""Each kernel of Triton ends with two addresses of scratch memory, which are 0 where it needs none."""
+
+
+def kernel_launch(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> KernelLaunch | None:
+    """A launch of a loaded kernel; ``arguments`` are those of its function in order, addresses as :class:`Address`.
+
+    ``None`` where it needs more than this tells: scratch memory, clusters, tensor descriptors, or types that none of
+    our kernels takes. Warns where this version of Triton keeps what is needed elsewhere.
+    """
+    try:
+        return _kernel_launch(compiled, grid, arguments)
+    except (AttributeError, OverflowError, TypeError, ValueError, struct.error) as error:
+        text = f"this version of Triton describes kernels in another way than is known here ({error})"
+        warnings.warn(f"{text}: they are launched from Python, which takes longer", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def _kernel_launch(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> KernelLaunch | None:
+    """:func:`kernel_launch`, which raises where Triton is not as known."""
+    metadata = compiled.metadata
+    warps, clusters, shared = compiled.packed_metadata[:3]
+    if clusters != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
+        return None
+    parameters: list[Address | bytes] = []
+    for kind, value in zip(compiled.src.signature.values(), arguments, strict=True):
+        if kind == "constexpr":
+            continue
+        if isinstance(value, Address):
+            parameters.append(value)
+        elif kind in FORMATS:
+            parameters.append(struct.pack(f"={FORMATS[kind]}", value))
+        else:
+            return None
+    asked = ((SERIALIZATION, metadata.launch_pdl), (COOPERATIVE, metadata.launch_cooperative_grid))
+    attributes = tuple((number, struct.pack("=i", 1)) for number, wanted in asked if wanted)
+    block = (THREADS_OF_WARP * warps, 1, 1)
+    return KernelLaunch(compiled.function, grid, block, shared, attributes, (*parameters, *SCRATCH))
+
+
+def hooks() -> tuple[tuple[Any, str], ...]:
+    """Where Triton keeps the functions that profilers want to be called at each launch."""
+    return (knobs.runtime, "launch_enter_hook"), (knobs.runtime, "launch_exit_hook")

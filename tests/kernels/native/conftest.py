@@ -1,0 +1,35 @@
+"""What tests of launches from C get: the module, and a driver without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.kernels.native.standin import COMPILER, Standin, build
+
+from tilewise.kernels.native import building
+
+STREAM = 0x5713EA
+
+
+@pytest.fixture(scope="session")
+def standin(tmp_path_factory: pytest.TempPathFactory) -> Standin:
+    """The driver without a GPU."""
+    if COMPILER is None:
+        pytest.skip("there is no C compiler")
+    return Standin(build(tmp_path_factory.mktemp("driver")))
+
+
+@pytest.fixture(scope="session")
+def native(standin: Standin) -> building.Native:
+    """The module with that driver."""
+    module = building._loaded(building._compiled())
+    return building.Native(module, module.Driver(str(standin.path)))
+
+
+@pytest.fixture
+def on_standin(native: building.Native, standin: Standin, monkeypatch: pytest.MonkeyPatch) -> Standin:
+    """Have launches of this process go to the driver without a GPU, on stream :data:`STREAM`."""
+    monkeypatch.setattr(building, "_native", lambda: (native, ""))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    standin.begin()
+    return standin
