@@ -64,8 +64,8 @@ def same_as_one_device(shape: tuple[int, ...], dims: tuple[str, ...]) -> None:
     assert all(one.plan.solver == "micro_batch" for one in bound)
     ran: list[str] = []
     for one in bound:
-        inner = one.bound
-        one.bound = lambda *given, inner=inner, one=one: (ran.append(one.problem.key), inner(*given))[1]  # type: ignore[assignment]
+        inner = one.call
+        one.call = lambda *given, inner=inner, one=one: (ran.append(one.problem.key), inner(*given))[1]
     y = p.gather(p(shard))
     y.square().sum().backward()
     assert set(ran) == {one.problem.key for one in bound}

@@ -2,7 +2,8 @@
 
 from tilewise.execute.bound import Bound, adds_bias, bind, release_workspaces, touch_workspace
 from tilewise.execute.node import PlanMismatch
-from tilewise.execute.nodes import carved, parts_of
+from tilewise.execute.nodes import parts_of
+from tilewise.execute.places import carved
 
 __all__ = [
     "Bound",

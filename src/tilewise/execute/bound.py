@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from tilewise import solvers
 from tilewise.execute.elsewhere import release_elsewhere
 from tilewise.execute.node import Node, PlanMismatch
 from tilewise.execute.nodes import Leaf, node_of, parts_of
+from tilewise.kernels.native.sequence import pass_call
 from tilewise.machine.workspaces import Workspaces
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem, Write, as_tuple, dense_strides
@@ -51,6 +52,7 @@ class Bound:
         "_dtype",
         "_fresh",
         "_like_a",
+        "_native",
         "_run",
         "_shape",
         "_strides",
@@ -75,6 +77,12 @@ class Bound:
         self._run = node.shortest()
         self._addressed = node.addressed()
         self._like_a = self._dtype is problem.torch_dtype(problem.operands[0])
+        self._native: Callable[..., Any] | None = None
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The shortest way to call it: one call into native code where there is one, else the object itself."""
+        return self._native or self._from_python
 
     if TYPE_CHECKING:  # as all kinds of problems are called: operands, a bias or None, results
 
@@ -83,21 +91,52 @@ class Bound:
     else:
 
         def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-            size = self.workspace
-            workspace = _workspaces.take(size, a.device) if size else None
-            if out is None and not self._fresh:
-                if self._like_a:
-                    out = a.new_empty_strided(self._shape, self._strides)
-                else:
-                    out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
-            added = (self._fitting(bias, a.device),) if self._adds else ()
-            if self._addressed is not None and out is not None:
-                address = 0 if workspace is None else workspace.data_ptr()
-                self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address, *map(Tensor.data_ptr, added))
+            if self._native is not None:
+                return self._native(a, b, bias, out)
+            return self._from_python(a, b, bias, out)
+
+    def _from_python(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Compute without native code for the whole."""
+        size = self.workspace
+        workspace = _workspaces.take(size, a.device) if size else None
+        if out is None and not self._fresh:
+            if self._like_a:
+                out = a.new_empty_strided(self._shape, self._strides)
             else:
-                computed = self._run(a, b, out, workspace, *added)
-                out = computed if out is None else out
-            return out if bias is None or added else out.add_(bias.view(self._bias_shape))
+                out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
+        added = (self._fitting(bias, a.device),) if self._adds else ()
+        if self._addressed is not None and out is not None:
+            address = 0 if workspace is None else workspace.data_ptr()
+            self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address, *map(Tensor.data_ptr, added))
+        else:
+            computed = self._run(a, b, out, workspace, *added)
+            out = computed if out is None else out
+        return out if bias is None or added else self._add(out, bias)
+
+    def use_native(self, node: Node, device: torch.device) -> None:
+        """From now on compute by one call into native code, where ``node`` does nothing else than launch kernels."""
+        sequence, addressed = node.launches(), node.addressed()
+        if sequence is None or addressed is None or device.type == "meta":
+            return
+        workspace = torch.empty(1, dtype=torch.uint8, device=device).expand(self.workspace) if self.workspace else None
+        self._native = pass_call(
+            sequence,
+            addressed,
+            instead=self._from_python,
+            result=(self._shape, self._strides),
+            dtype=None if self._like_a else self._dtype,
+            workspace=workspace,
+            fit=self._fitting_like if self._adds else None,
+            add=self._add,
+        )
+
+    def _add(self, out: Tensor, bias: Tensor) -> Tensor:
+        """Add a bias in a pass of its own."""
+        return out.add_(bias.view(self._bias_shape))
+
+    def _fitting_like(self, bias: Tensor | None, operand: Tensor) -> Tensor:
+        """:meth:`_fitting` for the device of an operand."""
+        return self._fitting(bias, operand.device)
 
     def _fitting(self, bias: Tensor | None, device: torch.device) -> Tensor:
         """The bias as solvers take it, contiguous and in the result's type; zeros where none is given."""
@@ -141,6 +180,11 @@ class BoundMany(Bound):
             outputs[0].add_(bias.view(self._bias_shape))
         return outputs[0] if len(outputs) == 1 else outputs
 
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The object itself."""
+        return self
+
     def _allocated(self, device: torch.device) -> Iterator[Tensor | None]:
         """New tensors for the results; ``None`` for each where the solver allocates them itself."""
         for shape, strides, dtype in self._results:
@@ -173,8 +217,11 @@ def bind(plan: Plan, problem: Problem, *tensors: Tensor | None) -> Bound:
     inputs, outputs = tuple(bound_to[: len(operands)]), tuple(bound_to[len(operands) :])
     as_solved = problem.changed(bias=problem.bias and adds_bias(plan, problem))
     node = node_of(plan, as_solved, inputs, outputs)
-    kind = Bound if len(problem.operands) == 2 and len(problem.results) == 1 else BoundMany
-    return kind(plan, problem, node, tuple(tuple(out.stride()) for out in outputs))
+    pair = len(problem.operands) == 2 and len(problem.results) == 1
+    bound = (Bound if pair else BoundMany)(plan, problem, node, tuple(tuple(out.stride()) for out in outputs))
+    if pair:
+        bound.use_native(node, inputs[0].device)
+    return bound
 
 
 def _along(dim: int, dims: int) -> tuple[int, ...]:

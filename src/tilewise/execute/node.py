@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tilewise.kernels.native.sequence import LaunchSequence
 from tilewise.problems.base import Problem, Tensors
 from tilewise.solvers import Run
 
@@ -55,6 +56,13 @@ class Node:
 
     def addressed(self) -> Addressed | None:
         """The node's run on raw addresses, which makes no tensor views; ``None`` unless every leaf takes addresses."""
+        return None
+
+    def launches(self) -> LaunchSequence | None:
+        """The kernels that :meth:`addressed` launches, in order, over the tensors that it takes the addresses of.
+
+        ``None`` unless the node does nothing else than launch kernels that the driver can be told of.
+        """
         return None
 
 

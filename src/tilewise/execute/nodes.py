@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,47 +13,19 @@ from tilewise import solvers
 from tilewise.execute.elsewhere import Elsewhere, check_elsewhere, example_there
 from tilewise.execute.kept_filter import kept_filter
 from tilewise.execute.node import Addressed, Node, PlanMismatch, Results, allocating_call, flat_call
+from tilewise.execute.places import Place, carved, carved_places
+from tilewise.kernels.native.sequence import LaunchSequence, joined
 from tilewise.machine.threads import at_once
-from tilewise.machine.workspaces import GRAIN
 from tilewise.plan import Plan
-from tilewise.problems.base import Part, Problem, Range, Tensors, Write, as_tuple, dense_strides, narrow
+from tilewise.problems.base import Part, Problem, Range, Tensors, Write, as_tuple, narrow
 from tilewise.solvers import Run, Solver, Split
 
-__all__ = ["AtOnce", "Leaf", "Parts", "Step", "carved", "node_of", "parts_of"]
+__all__ = ["AtOnce", "Leaf", "Parts", "Step", "node_of", "parts_of"]
 
+MOST_LAUNCHES = 1024
+"""Launches that one list describes. Parts with more are called one by one: what a list saves then is little."""
 Ranges = tuple[tuple[Range, ...], ...]
 """The ranges that a part uses of each tensor, operands first."""
-
-
-class _Place:
-    """Shape, strides and type of one result in a temporary of its own, and its ``size`` in bytes."""
-
-    __slots__ = ("dtype", "shape", "size", "strides")
-
-    def __init__(self, problem: Problem, role: str, dtype: torch.dtype | None = None) -> None:
-        layout = problem.layout(role)
-        self.shape, self.dtype = problem.shape(role), dtype or problem.torch_dtype(role)
-        self.strides = dense_strides(self.shape, "contiguous" if layout == "view" else layout)
-        self.size = carved(math.prod(self.shape) * self.dtype.itemsize)
-
-    def described(self) -> Tensor:
-        """A meta tensor of this shape (it has no memory), to bind solvers to."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-
-    def in_(self, workspace: Tensor | None) -> Tensor:
-        """The tensor at the beginning of ``workspace``."""
-        assert workspace is not None
-        return _carve(workspace, self.size, self.shape, self.strides, self.dtype)
-
-
-def _carved_places(places: Sequence[_Place], workspace: Tensor | None) -> tuple[Tensors, Tensor | None]:
-    """Tensors for ``places``, one after the other from the start of ``workspace``, and what is left of it."""
-    tensors = []
-    for place in places:
-        tensors.append(place.in_(workspace))
-        assert workspace is not None
-        workspace = workspace[place.size :]
-    return tuple(tensors), workspace
 
 
 def _constant_index(problem: Problem) -> int:
@@ -72,7 +43,7 @@ class Leaf(Node):
         self._problem = problem
         self._own = solver.own_output
         self.returns_new = solver.own_output and not problem.accumulate
-        self._places = [_Place(problem, role) for role in problem.results]
+        self._places = [Place(problem, role) for role in problem.results]
         is_view = any(
             problem.layout(role) == "view" or tuple(result.stride()) != place.strides
             for role, result, place in zip(problem.results, results, self._places, strict=True)
@@ -113,7 +84,7 @@ class Leaf(Node):
                 places = zip(computed, self._places, strict=True)
                 return tuple(t if t.dtype is place.dtype else t.to(place.dtype) for t, place in places)
         else:
-            computed, rest = _carved_places(self._places, workspace)
+            computed, rest = carved_places(self._places, workspace)
             self._call(*operands, *computed, rest, *bias)
         add = self._accumulate
         return tuple(_put(result, value, add) for result, value in zip(results, computed, strict=True))
@@ -130,6 +101,10 @@ class Leaf(Node):
         if self._own or self._temporary or self._filter is not None:
             return None
         return getattr(self._call, "run_pointers", None)
+
+    def launches(self) -> LaunchSequence | None:
+        """Those of the solver's own callable, where it tells."""
+        return None if self.addressed() is None else getattr(self._call, "sequence", None)
 
 
 def _put(result: Tensor | None, value: Tensor, add: bool) -> Tensor:
@@ -185,7 +160,7 @@ class _Split(Node):
 class Parts(_Split):
     """The parts of a split, run one after the other. Sums are kept in fp32; parts that meet no data leave zeros."""
 
-    __slots__ = ("_add_back", "_by", "_calls", "_places", "_zero")
+    __slots__ = ("_add_back", "_by", "_calls", "_launches", "_places", "_zero")
 
     def __init__(
         self, problem: Problem, parts: Sequence[Part[Any]], plans: Sequence[Plan], operands: Tensors, results: Tensors
@@ -194,7 +169,7 @@ class Parts(_Split):
         self.adds, self.constant = problem.bias, -1
         sums = any(part.write is not Write.SET for part in parts)
         sums_are_apart = sums and problem.out_dtype != "fp32"
-        self._places = [_Place(problem, role, torch.float32) for role in problem.results] if sums_are_apart else []
+        self._places = [Place(problem, role, torch.float32) for role in problem.results] if sums_are_apart else []
         self._add_back = sums_are_apart and problem.accumulate
         if sums_are_apart:
             results = tuple(place.described() for place in self._places)
@@ -217,6 +192,7 @@ class Parts(_Split):
             self._steps.append(step)
         self._firsts = _firsts(self._steps)
         self._by = self._by_address((*operands, *results)) if not sums_are_apart else None
+        self._launches = self._all_launches() if self._by is not None and not self._zero else None
         self._calls: list[tuple[Ranges, Run]] | None = None
         """Where no operand is kept: the ranges that each part uses of all tensors, and its shortest call."""
         if all(step.node.constant < 0 for step in self._steps):
@@ -224,6 +200,22 @@ class Parts(_Split):
         temporary_bytes = sum(place.size for place in self._places)
         self.workspace = temporary_bytes + max((step.node.workspace for step in self._steps), default=0)
         self.elsewhere = _most([step.node.elsewhere for step in self._steps])
+
+    def _all_launches(self) -> LaunchSequence | None:
+        """The launches of all parts over the whole tensors; ``None`` where a part has none, or they are too many."""
+        assert self._by is not None
+        found = []
+        for step, (offsets, _) in zip(self._steps, self._by, strict=True):
+            launches = step.node.launches()
+            if launches is None:
+                return None
+            found.append(launches.moved(offsets))
+        whole = joined(found)
+        return None if whole is None or len(whole.launches) > MOST_LAUNCHES else whole
+
+    def launches(self) -> LaunchSequence | None:
+        """Those of all parts, each over its piece of the tensors."""
+        return self._launches
 
     def _by_address(self, tensors: Tensors) -> list[tuple[tuple[int, ...], Addressed]] | None:
         """Each part's offsets in bytes into the tensors, and its call; ``None`` unless all parts take addresses."""
@@ -272,7 +264,7 @@ class Parts(_Split):
             return outs
         targets = outs
         if self._places:
-            targets, workspace = _carved_places(self._places, workspace)
+            targets, workspace = carved_places(self._places, workspace)
             if self._zero:
                 for target in targets:
                     target.zero_()
@@ -308,7 +300,7 @@ class AtOnce(_Split):
         self, problem: Problem, parts: Sequence[Part[Any]], plans: Sequence[Plan], operands: Tensors, results: Tensors
     ) -> None:
         self._problem = problem
-        self._places = [_Place(problem, role, torch.float32) for role in problem.results]
+        self._places = [Place(problem, role, torch.float32) for role in problem.results]
         self._add_back = problem.accumulate
         self.adds, self.constant = False, -1
         sums = any(part.write is not Write.SET for part in parts)
@@ -362,7 +354,7 @@ class AtOnce(_Split):
     def _term(self, workspace: Tensor | None, start: int) -> Tensors:
         """The tensors of a term of the sum, which lie in the workspace from byte ``start`` on."""
         assert workspace is not None
-        return _carved_places(self._places, workspace[start:])[0]
+        return carved_places(self._places, workspace[start:])[0]
 
 
 def _given(results: Results) -> Tensors:
@@ -467,15 +459,3 @@ def _firsts(steps: Sequence[Step]) -> list[int]:
         ranges = step.operands[constant] if constant >= 0 else ()
         firsts.append(first_of.setdefault((id(step.node), ranges), index))
     return firsts
-
-
-def _carve(
-    workspace: Tensor, size: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """A tensor in the first ``size`` bytes of ``workspace``."""
-    return workspace[:size].view(dtype).as_strided(shape, strides)
-
-
-def carved(size: int) -> int:
-    """``size`` bytes rounded up to what a temporary takes of a workspace, whose pieces are aligned."""
-    return -(-size // GRAIN) * GRAIN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,22 +41,23 @@ class Slot:
 class BoundPass:
     """A plan bound to the dense layouts of its problem.
 
-    ``bound`` takes operands in exactly these layouts; the object itself takes them in any layout, and copies where that
-    is needed: ``bound_pass(*operands)`` or, for a problem that adds one, ``bound_pass(*operands, bias)``. ``slots`` say
-    what is expected of each operand.
+    ``bound`` is the plan, and ``call`` the shortest way to call it: both take operands in exactly these layouts. The
+    object itself takes them in any layout, and copies where that is needed: ``bound_pass(*operands)`` or, for a problem
+    that adds one, ``bound_pass(*operands, bias)``. ``slots`` say what is expected of each operand.
     """
 
-    __slots__ = ("bound", "plan", "problem", "slots")
+    __slots__ = ("bound", "call", "plan", "problem", "slots")
 
     def __init__(self, plan: Plan, problem: Problem, device: torch.device) -> None:
         self.plan, self.problem = plan, problem
         self.slots = tuple(Slot(problem, role) for role in problem.operands)
         self.bound = execute.bind(plan, problem, *(slot.example(device) for slot in self.slots))
+        self.call: Callable[..., Any] = self.bound.call
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
         """The result, or a tuple where there are several."""
         operands = [slot.take(t) for slot, t in zip(self.slots, tensors, strict=False) if t is not None]
-        return self.bound(*operands, *tensors[len(operands) :])
+        return self.call(*operands, *tensors[len(operands) :])
 
 
 class BoundPair(BoundPass):
@@ -69,7 +71,7 @@ class BoundPair(BoundPass):
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> Any:  # type: ignore[override]
         """The result, or a tuple where there are several."""
-        return self.bound(self._first.take(a), self._second.take(b), bias)
+        return self.call(self._first.take(a), self._second.take(b), bias)
 
 
 def bind_pass(plan: Plan, problem: Problem, device: torch.device) -> BoundPass:

@@ -66,7 +66,7 @@ class Runner:
         self._gradient_slot = _gradient_slot(geometry, grad_input, grad_weight)
         self.result: Run = self.compute
         if forward is not None and direct and self._index is None and not self._copies:
-            self.result = forward.bound
+            self.result = forward.call
         self.run: Run = functools.partial(_apply, self) if needs_grad else self.result
 
     @property
@@ -81,7 +81,7 @@ class Runner:
                 return self.compute(x, w, b)
         if self.forward is None:
             return self.geometry.torch_forward(x, w, b)
-        y = self.forward.bound(x, w, b) if self.direct else self.forward(x, w, b)
+        y = self.forward.call(x, w, b) if self.direct else self.forward(x, w, b)
         return with_strides(y, self.strides.result) if self._copies else y
 
     def converted(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:

@@ -157,11 +157,11 @@ class ProfiledPass(BoundPass):
         self.plan, self.problem = bound_pass.plan, bound_pass.problem
         self.slots = bound_pass.slots
         self._inner, self._kernel, self._profiler = bound_pass, kernel, profiler
-        self.bound = self._run  # type: ignore[assignment]
+        self.bound, self.call = bound_pass.bound, self._run
 
     def _run(self, *tensors: torch.Tensor | None) -> Any:
         """Run the pass under the profiler."""
-        return self._profiler.run(self._kernel, lambda: self._inner.bound(*tensors))
+        return self._profiler.run(self._kernel, lambda: self._inner.call(*tensors))
 
 
 def saved_swaps(modules: Iterable[nn.Module]) -> Callable[[], None]:
