@@ -35,7 +35,9 @@ def _alone() -> Iterator[None]:
 class CudaRecorder:
     """Records what runs on one CUDA device, as :class:`~tilewise.nn.graphs.recorder.Recorder` says.
 
-    All of its graphs take their memory from one private pool, which no other recorder shares.
+    Each of its graphs takes its memory from a private pool of its own. Were it one pool for all, the gradients that a
+    backward leaves could lie where the forward had something for a moment, and the next forward would write there,
+    while the program may still hold them as ``.grad``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +45,7 @@ class CudaRecorder:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.generator: torch.Generator = torch.cuda.default_generators[index]
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pools: list[Any] = []
         self._stream = torch.cuda.Stream(self.device)
         self._last: torch.cuda.Stream | None = None
 
@@ -61,7 +63,7 @@ class CudaRecorder:
 
         Other threads may go on using the device meanwhile, such as one that pins memory for a data loader.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         random = self.generator.clone_state()
         torch.cuda.synchronize(self.device)
         # The outer block puts the current stream back where torch's own does not, after a capture that failed.
@@ -70,17 +72,18 @@ class CudaRecorder:
             torch.cuda.device(self.device),
             torch.cuda.stream(self._stream),
         ):
-            capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+            capture = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
             capture.__enter__()
             failed = True
             try:
                 result = run()
                 failed = False
             finally:
-                self._end(capture, random, failed=failed)
+                self._end(capture, pool, random, failed=failed)
+        self._pools.append(tuple(pool))
         return graph.replay, result
 
-    def _end(self, capture: Any, random: torch.Generator, *, failed: bool) -> None:
+    def _end(self, capture: Any, pool: Any, random: torch.Generator, *, failed: bool) -> None:
         """End a capture. Where CUDA refuses its end, undo what torch leaves behind of it.
 
         Raises the refusal, unless ``failed`` says that an exception is on its way already, which names the cause.
@@ -92,7 +95,7 @@ class CudaRecorder:
             self.generator.graphsafe_set_state(random)
             for undo in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
                 with suppress(RuntimeError):  # raised where torch has done this much itself
-                    getattr(torch._C, undo)(self.device.index, self._pool)
+                    getattr(torch._C, undo)(self.device.index, pool)
             if not failed:
                 raise
 
@@ -112,6 +115,6 @@ class CudaRecorder:
         torch.cuda.synchronize(self.device)
 
     def bytes(self) -> int:
-        """The bytes that the pool holds."""
+        """The bytes that the pools hold."""
         segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in self._pools)

@@ -19,8 +19,8 @@ class CannotCapture(RuntimeError):
 class Recorder(Protocol):
     """Records what functions do on one device, so that it can be done again without them.
 
-    Recordings of one recorder share memory: they must be replayed in the order in which they were made. ``generator``
-    is the generator of random numbers on the device; each replay draws new ones from it.
+    What one recording writes stays until it is replayed again, whatever else is replayed meanwhile. ``generator`` is
+    the generator of random numbers on the device; each replay draws new ones from it.
     """
 
     device: torch.device
