@@ -103,17 +103,22 @@ class Runner:
         weight_by_torch = mask[1] and not by_plan[1]
         by_torch = (mask[0] and not by_plan[0], weight_by_torch, mask[2] and weight_by_torch)
         if self._gradient_slot is not None:
-            dy = self._gradient_slot.take(dy)  # once for all: a slice, as torch.cat's backward gives, is copied
+            dy = self._gradient_slot.take(dy)  # once for both: a slice, as torch.cat's backward gives, is copied
         if by_torch[0] or by_torch[1]:
             dx, dw, db = self.geometry.torch_backward(dy, x, w, by_torch)
         if mask[2] and not weight_by_torch:
             db = dy.sum(self._sum_dims)  # oneDNN would compute the weight's gradient as well
         if by_plan[0]:
             assert self.grad_input is not None
-            dx = with_strides(self.grad_input(dy, w), strides.grad_input)
+            found = self.grad_input
+            dx = with_strides(found.call(dy, found.slots[1].take(w)), strides.grad_input)
         if by_plan[1]:
             assert self.grad_weight is not None
-            dw = self.grad_weight(dy, x) if self.geometry.transposed else self.grad_weight(x, dy)
+            found = self.grad_weight
+            if self.geometry.transposed:
+                dw = found.call(dy, found.slots[1].take(x))
+            else:
+                dw = found.call(found.slots[0].take(x), dy)
             dw = with_strides(dw, strides.grad_weight)
         return dx, dw, db
 
