@@ -89,6 +89,11 @@ def test_moved_and_joined_sequences_read_other_parts_of_the_same_tensors(native:
     first, second = standin.told()
     assert first.parameters == words(2**20 + 108, 2**30 + 1000) + struct.pack("=i", -5) + words(2**40 + 64)
     assert second.parameters == words(2**20 + 8, 2**30 - 8) + struct.pack("=i", -5) + words(2**40 + 64)
+    inside = part.over([Address(3, 100), Address(0, 0), Address(2, 4)])
+    standin.begin()
+    made(native, inside.sources, *inside.launches)(0, 1, 2, 2**30, 2**40)
+    (third,) = standin.told()
+    assert third.parameters == words(2**40 + 108, 2**30 + 4) + struct.pack("=i", -5) + words(2**40 + 64)
     assert joined([part, LaunchSequence((launch,), 1)]) is None
     assert joined([]) is None
 

@@ -38,11 +38,12 @@ class KernelLaunch(NamedTuple):
     attributes: tuple[tuple[int, bytes], ...]
     parameters: tuple[Address | bytes, ...]
 
-    def moved(self, offsets: Sequence[int]) -> KernelLaunch:
-        """The same with addresses further by the offset in bytes of their source; later sources stay."""
-        count = len(offsets)
+    def over(self, places: Sequence[Address]) -> KernelLaunch:
+        """The same over other memory: ``places`` say where each source lies, those after them stay."""
         parameters = (
-            Address(p.source, p.offset + offsets[p.source]) if isinstance(p, Address) and p.source < count else p
+            Address(places[p.source].source, places[p.source].offset + p.offset)
+            if isinstance(p, Address) and p.source < len(places)
+            else p
             for p in self.parameters
         )
         return self._replace(parameters=tuple(parameters))
@@ -60,9 +61,13 @@ class LaunchSequence:
     device: int
     hooks: tuple[tuple[Any, str], ...] = ()
 
+    def over(self, places: Sequence[Address]) -> LaunchSequence:
+        """The same launches over other memory: ``places`` say where each source lies, those after them stay."""
+        return replace(self, launches=tuple(launch.over(places) for launch in self.launches))
+
     def moved(self, offsets: Sequence[int]) -> LaunchSequence:
         """The same launches over other parts of the tensors; ``offsets`` in bytes, one for each of the first ones."""
-        return replace(self, launches=tuple(launch.moved(offsets) for launch in self.launches))
+        return self.over([Address(source, offset) for source, offset in enumerate(offsets)])
 
     @property
     def sources(self) -> int:

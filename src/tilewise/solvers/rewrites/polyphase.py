@@ -7,11 +7,12 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewise import solvers
+from tilewise.kernels.native.sequence import Address, LaunchSequence, joined
 from tilewise.plan import Config
 from tilewise.problems.base import ALIGNMENT
 from tilewise.problems.conv.axis import Axis
@@ -19,7 +20,7 @@ from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 from tilewise.solvers.common.buffers import Arena, Slot
 from tilewise.solvers.common.triton_run import ProgramRun, compiled, has_triton
-from tilewise.solvers.common.views import View, at, counted, launch, within
+from tilewise.solvers.common.views import WORKSPACE, View, at, counted, launch, within
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.rewrites._inner import inner_config, named
 
@@ -141,7 +142,8 @@ class Polyphase(ConvSolver):
         first, second, result = phases.tensors(given, space)
         inner = _solver(c).bind_checked(replace(phased(p), bias=p.bias), inner_config(c), first, second, result)
         split, join = (compiled(p, launches, a.device) for launches in copies)
-        return _Run(phases, inner, split, join if copies[1] else None)
+        kind = _AddressedRun if hasattr(inner, "run_pointers") else _Run
+        return kind(phases, inner, split, join if copies[1] else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,32 @@ class _Run:
         return out
 
 
+class _AddressedRun(_Run):
+    """The same where the other solver takes addresses, too."""
+
+    __slots__ = ()
+
+    def run_pointers(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
+        """Queue all kernels on the current stream of the device that they were compiled for."""
+        given = a, b, out, workspace
+        first, second, result, rest = (given[place.source] + place.offset for place in self.phases.places())
+        run: Any = self.inner
+        self.split.run_pointers(a, b, out, workspace)
+        run.run_pointers(first, second, result, rest, *bias)
+        if self.join is not None:
+            self.join.run_pointers(a, b, out, workspace)
+
+    @property
+    def sequence(self) -> LaunchSequence | None:
+        """What the driver is told of all kernels; ``None`` where not all can be told."""
+        inner: LaunchSequence | None = getattr(self.inner, "sequence", None)
+        copies = [self.split.sequence] if self.join is None else [self.split.sequence, self.join.sequence]
+        if inner is None or any(copy is None for copy in copies):
+            return None
+        first, *last = (copy for copy in copies if copy is not None)
+        return joined([first, inner.over(self.phases.places()), *last])
+
+
 class _Phases:
     """Contiguous phases of ``x`` and ``w`` in the workspace, followed by the other solver's own workspace."""
 
@@ -185,6 +213,14 @@ class _Phases:
     def tensors(self, given: Sequence[torch.Tensor], workspace: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that the other solver computes with, in the order of ``given``."""
         return [t if slot is None else slot.of(workspace) for t, slot in zip(given, self.slots, strict=True)]
+
+    def places(self) -> list[Address]:
+        """Where the other solver's operands, result and workspace lie in those of this one."""
+        found = [
+            Address(number, 0) if slot is None else Address(WORKSPACE, slot.offset)
+            for number, slot in enumerate(self.slots)
+        ]
+        return [*found, Address(WORKSPACE, self.last.offset)]
 
     def rest(self, workspace: torch.Tensor) -> torch.Tensor | None:
         """The other solver's workspace, or ``None`` where it needs none."""
