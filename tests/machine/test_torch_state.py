@@ -27,6 +27,7 @@ from tilewise.machine.torch_state import (
     FITTING,
     fp32_precision,
     framework_flags,
+    put_aside,
     setting,
     undisturbed,
     without_benchmark,
@@ -327,3 +328,23 @@ def test_everything_works_after_flags_are_frozen(device: str, tmp_path: Path, ke
     done = run_script("-c", FROZEN.format(device=device), environment=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "still frozen" in done.stdout
+
+
+@pytest.mark.usefixtures("_flags")
+def test_flags_are_put_aside_and_set_again_by_the_thread_that_set_them() -> None:
+    before = flags()
+    with framework_flags("cuda", "tf32", deterministic=True), setting(BENCHMARK, False):
+        within = flags()
+        with put_aside():
+            assert flags() == before
+            torch.backends.cudnn.benchmark = True  # the program's own, meanwhile
+            with setting(DETERMINISTIC, True):
+                pass
+        assert flags() == within
+        other = threading.Thread(target=lambda: put_aside().__enter__())
+        other.start()
+        other.join()
+        assert flags() == within
+    assert torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = bool(before[0])
+    assert flags() == before

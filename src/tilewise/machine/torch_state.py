@@ -22,6 +22,7 @@ __all__ = [
     "FITTING",
     "fp32_precision",
     "framework_flags",
+    "put_aside",
     "read_precision",
     "undisturbed",
     "without_benchmark",
@@ -123,18 +124,20 @@ def _precision_flag(backend: str, operation: str) -> Flag:
 
 
 class Request:
-    """A value that a block of code wants a flag to have."""
+    """A value that a block of code wants a flag to have, and the thread that runs it."""
 
-    __slots__ = ("value",)
+    __slots__ = ("thread", "value")
 
     def __init__(self, value: object) -> None:
         self.value = value
+        self.thread = threading.get_ident()
 
 
 @dataclass
 class Held:
     """A flag that is set: its value before anybody set it, and the requests for it, the latest last."""
 
+    flag: Flag
     before: Any
     requests: list[Request] = field(default_factory=list)
 
@@ -174,7 +177,7 @@ def _begin(flag: Flag, request: Request) -> None:
     with _lock:
         held = _held.get(flag.name)
         if held is None:
-            held = _held[flag.name] = Held(flag.own())
+            held = _held[flag.name] = Held(flag, flag.own())
         held.requests.append(request)
         flag.write(request.value)
 
@@ -190,6 +193,25 @@ def _end(flag: Flag, request: Request) -> None:
         flag.write(held.requests[-1].value if held.requests else held.before)
         if not held.requests:
             del _held[flag.name]
+
+
+@contextmanager
+def put_aside() -> Iterator[None]:
+    """Give the flags that this thread has set their other values for the block, and set them again at its end.
+
+    So a thread that works in turns leaves nothing behind between them. Modes of :func:`undisturbed` belong to their
+    thread alone.
+    """
+    here = threading.get_ident()
+    with _lock:
+        own = [(held.flag, request) for held in _held.values() for request in held.requests if request.thread == here]
+    for flag, request in reversed(own):
+        _end(flag, request)
+    try:
+        yield
+    finally:
+        for flag, request in own:
+            _begin(flag, request)
 
 
 def _own_precision(backend: str, operation: str) -> str:

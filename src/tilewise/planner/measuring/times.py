@@ -22,6 +22,7 @@ from tilewise.machine.device import is_capturing
 from tilewise.machine.heap import AllocatorError, drop_end, filled, hand_back, releasing
 from tilewise.machine.resident import flush_counters, reset_peak, resident
 from tilewise.machine.threads import at_once
+from tilewise.machine.turns import in_turns, pause, whole
 from tilewise.plan import format_bytes
 from tilewise.planner.measuring.cold import other_data
 
@@ -104,6 +105,7 @@ class Timer:
 
         The GPU is kept busy for ``lead_ms``: a call that the host launches in less is timed without waiting for it.
         """
+        pause()
         if not self._cuda:
             if self._unrelated is not None:
                 self._flush()
@@ -206,9 +208,18 @@ def peak_bytes(
     shows what is taken from elsewhere. That is told only roughly: growth below :data:`NOISE` is none, and for a
     ``rough`` call, which does take from elsewhere, so much is added. Raises ``RuntimeError`` where the system cannot
     tell, as :func:`check_peak_is_known` says beforehand.
+
+    Between a program's steps cuBLAS's workspaces stay: its CUDA graphs may use them. What a solver declares of them
+    counts all the same.
     """
+    with whole():
+        return _peak_bytes(call, device, result_bytes, scratch, rough)
+
+
+def _peak_bytes(call: Call, device: torch.device, result_bytes: int, scratch: bool, rough: bool) -> int:
+    """As :func:`peak_bytes`, where nothing else runs."""
     if device.type == "cuda":
-        if scratch:
+        if scratch and not in_turns():
             torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.reset_peak_memory_stats(device)
         before = _requested(device)["current"]

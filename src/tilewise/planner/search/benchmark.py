@@ -14,6 +14,7 @@ from tilewise import execute, solvers
 from tilewise.execute.kept_filter import kept_bytes
 from tilewise.machine import load
 from tilewise.machine.allocations import countable
+from tilewise.machine.turns import pause
 from tilewise.plan import Measurement, Plan
 from tilewise.planner.measuring.repeats import LOSES, counted, repeats_of
 from tilewise.planner.measuring.samples import sample_of
@@ -24,7 +25,10 @@ from tilewise.problems.base import Problem, narrow
 from tilewise.problems.operands import Tensors
 from tilewise.solvers import SolverUnavailable
 
-__all__ = ["Benchmark", "TooSlow"]
+__all__ = ["OUT_OF_MEMORY", "Benchmark", "TooSlow"]
+
+OUT_OF_MEMORY = "out of memory"
+"""How the reason begins why a candidate is lost that found too little memory."""
 
 FAR, LOADING_MS = 4.0, 50.0
 """A first run this many times slower than the best, and by more than loading a module takes, ends a candidate."""
@@ -64,6 +68,7 @@ class Benchmark:
         A plan that takes much more than ``best_ms`` is not repeated. Raises :class:`OverLimit` for one that declares
         more workspace than the limit, and :class:`TooSlow` for one that was not even run whole, or only once.
         """
+        pause()
         try:
             bound = bind(plan)  # which may compile: other processes do that, and it is no load on what is timed
             begun = load.begin()
@@ -76,10 +81,10 @@ class Benchmark:
         except (OverLimit, TooSlow):
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
-            reason = f"out of memory: {first_line(error)}"
+            reason = f"{OUT_OF_MEMORY}: {first_line(error)}"
         except Exception as error:  # whatever a solver or its library does: the candidate is lost, planning goes on
             reason = f"raised {type(error).__name__}: {first_line(error)}"
-        if reason.startswith("out of memory"):
+        if reason.startswith(OUT_OF_MEMORY):
             gc.collect()
             if self.timer.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewise import execute, solvers
+from tilewise.machine.turns import pause
 from tilewise.plan import Config, Error, Measurement, Plan
 from tilewise.planner.measuring.seams import seams_of
 from tilewise.planner.measuring.verify import error_limit
@@ -75,6 +76,7 @@ def _computing(plan: Plan, problem: Problem) -> Compute:
 
     def compute(*tensors: Any) -> torch.Tensor | Tensors:
         """Takes all operands, a bias or ``None``, and all results."""
+        pause()
         operands, bias, results = tensors[:count], tensors[count], tensors[count + 1 :]
         computed: torch.Tensor | Tensors = execute.bind(plan, problem, *operands, *results)(*operands, bias, *results)
         return computed

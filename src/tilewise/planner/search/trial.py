@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 
 from tilewise import execute
+from tilewise.machine.turns import in_turns
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.measuring.times import Timer
 from tilewise.planner.options import Options
-from tilewise.planner.search.benchmark import Benchmark, TooSlow
+from tilewise.planner.search.benchmark import OUT_OF_MEMORY, Benchmark, TooSlow
 from tilewise.planner.search.binding import Binder
 from tilewise.planner.search.estimate import Profile
 from tilewise.planner.search.known import Known
@@ -124,8 +125,9 @@ class Trial:
                 self._too_slow[key] = slow.took_ms
                 self._lose(offer, str(slow), slow.workspace)
                 return
-            self.known[key] = m
-            self.foreign.discard(key)
+            if not (in_turns() and m.reason.startswith(OUT_OF_MEMORY)):  # a program beside it has the memory now
+                self.known[key] = m
+                self.foreign.discard(key)
         limit = self.options.workspace
         if not m.reason and limit is not None and m.workspace is not None and m.workspace > limit:
             text = f"took {format_bytes(m.workspace)} of workspace when run, the limit is {format_bytes(limit)}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.machine.torch_state import without_benchmark
+from tilewise.machine.turns import pause
 from tilewise.problems.base import WHOLE, Compute, Range, Seams, narrow
 from tilewise.problems.checks import floor_of
 from tilewise.problems.conv import samples
@@ -173,6 +174,7 @@ def _block_errors(problem: ConvProblem, compute: Compute, draw: _Draw) -> dict[i
     tally = _Tally(_terms(problem), torch.finfo(result.dtype).tiny)
     first, second = problem.operands
     for sample in draw.compared:
+        pause()
         got = narrow(result, sample.ranges[problem.result]).double()
         operands = narrow(a, sample.ranges[first]), narrow(b, sample.ranges[second])
         if sample.problem is None:

@@ -1,0 +1,93 @@
+"""Turns: work on a thread of its own that proceeds only now and then, between the steps of a program.
+
+Long work marks with :func:`pause` where it may stop for a while. Where it has the process for itself the marks do
+nothing. On a thread that works in turns (:func:`taking`) they let the program go on, and the work continues where it
+stopped when its next turn comes. What must not be cut in two is inside :func:`whole`. For other processes it waits with
+:func:`wait_apart`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+__all__ = ["Turn", "in_turns", "pause", "taking", "wait_apart", "whole"]
+
+LOOK_S = 0.05
+"""Seconds between two looks whether what is waited for is done."""
+
+
+class Turn(Protocol):
+    """What decides when a thread's turn is over."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the thread is to end."""
+        ...
+
+    def pause(self) -> None:
+        """Return at once while the turn lasts; else let the program go on, and return in the next turn."""
+        ...
+
+    def apart(self) -> AbstractContextManager[None]:
+        """A context in which the program goes on beside the thread, and whose end waits for the next turn."""
+        ...
+
+
+class _Here(threading.local):
+    """The turn of each thread, and how many blocks it is in that are not to be divided."""
+
+    turn: Turn | None = None
+    undivided: int = 0
+
+
+_here = _Here()
+
+
+@contextmanager
+def taking(turn: Turn) -> Iterator[None]:
+    """Let this thread work in turns within the block."""
+    _here.turn = turn
+    try:
+        yield
+    finally:
+        _here.turn = None
+
+
+def in_turns() -> bool:
+    """Whether this thread works in turns, with a program beside it that goes on in between."""
+    return _here.turn is not None
+
+
+def pause() -> None:
+    """Mark a place where work may stop for a while. Nothing happens on a thread that has no turns."""
+    turn = _here.turn
+    if turn is not None and not _here.undivided:
+        turn.pause()
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """Make no pause within the block: what it watches, such as a peak of memory, must not hold the program's steps."""
+    _here.undivided += 1
+    try:
+        yield
+    finally:
+        _here.undivided -= 1
+
+
+def wait_apart(is_done: Callable[[], bool]) -> bool:
+    """Wait until ``is_done()``, while the program goes on. Returns whether it is; it is not where the thread is to end.
+
+    ``is_done`` must not touch torch or a device.
+    """
+    turn = _here.turn
+    with nullcontext() if turn is None or _here.undivided else turn.apart():
+        while not is_done():
+            if turn is not None and turn.is_ending:
+                return False
+            time.sleep(LOOK_S)
+    return True
