@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from tilewise import execute
 from tilewise.kernels.building import workers
+from tilewise.kernels.building.ahead import compiled_apart
 from tilewise.kernels.building.kept import NotKept, only_kept, refuse
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.options import Options
@@ -162,3 +164,47 @@ def test_the_last_is_compiled_in_its_own_process(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(workers, "opened", None)
     try_first(trial(), waiting((solver("own"), 0.1), (solver("own", compiles=False), 0.2)))
     assert calls == [True, False]
+
+
+def test_beside_a_program_missing_kernels_are_collected_and_compiled_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: set[str] = set()
+    asked: list[list[str]] = []
+    done: list[tuple[str, ...]] = []
+
+    class Pool:
+        def compile_all(self, jobs: list[str]) -> Any:
+            asked.append(jobs)
+            kept.update(jobs)
+            return lambda: True
+
+    def opened(count: int, *, gently: bool) -> Any:
+        assert gently
+        return contextlib.nullcontext(Pool())
+
+    def job(*names: str) -> None:
+        for name in names:
+            if name not in kept:
+                workers._served.collected.append(name)
+                refuse(name)
+        done.append(names)
+
+    def fails() -> None:
+        raise RuntimeError("does not bind")
+
+    monkeypatch.setattr(workers, "opened", opened)
+    jobs = [("a", "b"), ("b",), (), ("a", "c", "d")]
+    compiled_apart([fails, *(functools.partial(job, *names) for names in jobs)])
+    assert asked == [["a", "b"], ["c"], ["d"]]
+    assert sorted(done) == sorted(jobs)
+    assert workers._served.collected is None
+
+
+def test_a_kernel_that_no_process_can_be_told_of_is_left() -> None:
+    tried: list[int] = []
+
+    def job() -> None:
+        tried.append(1)
+        refuse("a kernel in CUDA C++")
+
+    compiled_apart([job])
+    assert tried == [1]

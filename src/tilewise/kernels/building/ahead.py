@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tilewise.kernels.building import workers
+from tilewise.machine.turns import pause, wait_apart
 
-__all__ = ["side_by_side"]
+__all__ = ["compiled_apart", "side_by_side"]
 
+ROUNDS = 16
+"""Most kernels of one job that are compiled one after the other: a job ends at the first that is missing."""
 MOST_COMPILERS = 16
 """Most jobs that run at a time."""
 
@@ -36,3 +39,30 @@ def side_by_side(jobs: Sequence[Callable[[], object]], device: torch.device) -> 
             list(threads.map(functools.partial(served, pool), jobs))
     finally:
         threads.shutdown(cancel_futures=True)
+
+
+def compiled_apart(jobs: Sequence[Callable[[], object]]) -> None:
+    """Call all ``jobs``, each of which compiles for a GPU, so that other processes compile while the program goes on.
+
+    A job is begun anew where it met a kernel that had to be compiled, until all are done. All of it but the compiling
+    is done in this thread and in its turns. A job that fails, or whose kernels no process can compile, is left as it
+    is: where its result is needed it is done as without turns.
+    """
+    open_, asked = list(jobs), set[str]()
+    for _ in range(ROUNDS):
+        wanted: dict[str, None] = {}
+        for job in list(open_):
+            pause()
+            done = False
+            with contextlib.suppress(Exception), workers.collecting() as found:
+                job()
+                done = True
+            new = [each for each in found if each not in asked]
+            wanted |= dict.fromkeys(new)
+            if done or not new:
+                open_.remove(job)
+        if not wanted:
+            return
+        asked |= wanted.keys()
+        with workers.opened(len(wanted), gently=True) as pool:
+            wait_apart(pool.compile_all(list(wanted)))

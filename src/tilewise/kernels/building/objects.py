@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilewise.kernels.building import code_files
+from tilewise.kernels.building.kept import refuse
 from tilewise.machine import cache
 
 __all__ = ["Code", "address", "undefined"]
@@ -47,7 +48,8 @@ class Code(NamedTuple):
 def address(name: str, make: Callable[[], Code]) -> int:
     """The address of kernel ``name``, loaded from its file, or compiled by ``make`` where there is none.
 
-    It stays valid as long as the process lives. Warns where a file holds no valid object, and as
+    It stays valid as long as the process lives. Within :func:`~tilewise.kernels.building.kept.kept_only` nothing is
+    compiled. Warns where a file holds no valid object, and as
     :mod:`tilewise.kernels.building.code_files` does.
     """
     path = cache.kernel_dir() / "cpu" / f"{name}-{_machine()}.o"
@@ -57,6 +59,7 @@ def address(name: str, make: Callable[[], Code]) -> int:
             return _load(_unpacked(stored))
         except (RuntimeError, ValueError, KeyError) as error:
             warnings.warn(f"{path}: a compiled kernel cannot be read ({error})", RuntimeWarning, stacklevel=2)
+    refuse(name)
     compiled = make()
     code_files.store(path, _packed(compiled))
     return _load(compiled)

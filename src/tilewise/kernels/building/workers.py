@@ -18,17 +18,19 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tilewise.kernels.building.jobs import describe
-from tilewise.kernels.building.kept import only_kept, refuse
+from tilewise.kernels.building.kept import NotKept, kept_only, only_kept, refuse
 
-__all__ = ["VARIABLE", "CompileFailed", "Pool", "close", "opened", "reroute"]
+__all__ = ["VARIABLE", "CompileFailed", "Pool", "close", "collecting", "opened", "reroute"]
 
 VARIABLE = "TILEWISE_COMPILE_WORKERS"
 """The environment variable that limits the number of worker processes."""
 MOST_WORKERS = 16
+NICE = 10
+"""The priority of workers beside a program that goes on: any other process comes first."""
 IDLE_S = 60.0
 """Seconds without work after which workers are ended."""
 ENDING_S = 1.0
@@ -56,12 +58,14 @@ def most_workers() -> int:
 
 
 @contextlib.contextmanager
-def opened(jobs: int) -> Iterator[Pool]:
+def opened(jobs: int, *, gently: bool = False) -> Iterator[Pool]:
     """Open the process's pool for at most ``jobs`` compilations at once. Its workers are kept for the next time.
 
-    If the block is left by an exception they are ended at once, and what waits for them fails.
+    With ``gently`` a program goes on beside it: workers have a low priority and leave a core free, if there are two. If
+    the block is left by an exception they are ended at once, and what waits for them fails.
     """
-    pool = _take(jobs, most_workers())
+    pool = _take(jobs, min(most_workers(), max(1, _processors() - 1)) if gently else most_workers())
+    pool.gently = gently
     try:
         yield pool
     except BaseException:
@@ -69,6 +73,21 @@ def opened(jobs: int) -> Iterator[Pool]:
         raise
     finally:
         _leave(pool)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[str]]:
+    """Within the block kernels are not compiled: the list gets a job for :meth:`Pool.ask` for what would have been.
+
+    The block ends at the first one.
+    """
+    jobs: list[str] = []
+    _served.collected = jobs
+    try:
+        with contextlib.suppress(NotKept), kept_only():
+            yield jobs
+    finally:
+        _served.collected = None
 
 
 def reroute(kernel: Any) -> None:
@@ -106,6 +125,10 @@ class _Rerouted:
             return self._original(source, *rest, **options)
         with contextlib.suppress(_Absent):
             return self._kept(source, *rest, **options)
+        collected: list[str] | None = getattr(_served, "collected", None)
+        if collected is not None and not rest and options.keys() == {"target", "options"}:
+            job = _job(source, options["target"], options["options"])
+            collected += [] if job is None else [job]
         refuse(getattr(source, "name", "a kernel"))
         filled = None
         if pool is not None and not rest and options.keys() == {"target", "options"}:
@@ -135,12 +158,21 @@ class _Rerouted:
             del source.make_ir
 
 
+def _job(source: Any, target: Any, options: Any) -> str | None:
+    """What a worker is asked to compile; ``None`` for what it cannot be told, which is reported once."""
+    try:
+        return json.dumps({**describe(source, target, options), "environment": _environment()})
+    except (AttributeError, TypeError) as error:
+        _tell(f"{source.name} cannot be told to a worker ({error})")
+        return None
+
+
 class Pool:
     """Up to ``size`` worker processes, all started when the first is needed. Threads may share it."""
 
     def __init__(self) -> None:
         self.size = self.users = 0
-        self.stopped = False
+        self.stopped = self.gently = False
         self._useless = False
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []
@@ -163,10 +195,8 @@ class Pool:
         """
         if self.size < 1 or self._useless:
             return None
-        try:
-            job = json.dumps({**describe(source, target, options), "environment": _environment()})
-        except (AttributeError, TypeError) as error:
-            _tell(f"{source.name} cannot be told to a worker ({error})")
+        job = _job(source, target, options)
+        if job is None:
             return None
         try:
             answer = self.ask(job)
@@ -180,6 +210,21 @@ class Pool:
         if "refused" in answer:
             _tell(f"a worker refuses what it is asked: {answer['refused']}")
         return answer.get("hash")
+
+    def compile_all(self, jobs: Sequence[str]) -> Callable[[], bool]:
+        """Begin to have all ``jobs`` done, and return what tells whether all are. What fails is not reported here."""
+        if self.size < 1 or self._useless:
+            return lambda: True
+
+        def ask(job: str) -> None:
+            with contextlib.suppress(_Lost):
+                self.ask(job)
+
+        # Not of a pool of threads, for which the end of the program would wait.
+        threads = [threading.Thread(target=ask, args=(job,), daemon=True) for job in jobs]
+        for thread in threads:
+            thread.start()
+        return lambda: not any(thread.is_alive() for thread in threads)
 
     def ask(self, job: str) -> dict[str, str]:
         """A worker's answer to a job.
@@ -244,6 +289,8 @@ class Pool:
         try:
             while len(self._workers) < self.size:
                 worker = _Worker()
+                if self.gently:
+                    worker.step_back()
                 self._workers.append(worker)
                 self._idle.append(worker)
         except OSError as error:
@@ -298,6 +345,11 @@ class _Worker:
             bufsize=0,
             env=_environment(),
         )
+
+    def step_back(self) -> None:
+        """Lower the priority of the process."""
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, NICE)
 
     def ask(self, line: str) -> dict[str, str]:
         """The answer to a job.

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.building.objects import Code, address, undefined
 
 __all__ = ["DirectKernel", "Kernel", "load", "load_direct", "load_fused_lowering", "load_winograd"]
@@ -96,6 +97,7 @@ def _products(lanes: int, vectors: int, rows: int) -> int:
     return _compiled(_words("products", lanes, vectors, rows), make)
 
 
+@compiled_elsewhere
 def load_winograd(
     lanes: int, m: tuple[int, int, int], r: tuple[int, int, int], vectors: int, rows: int, gradient: bool
 ) -> tuple[int, ...]:
@@ -152,6 +154,7 @@ def _sums_of_products(lanes: int, vectors: int, rows: int, gradient: bool) -> in
     return _compiled(_words("gradients" if gradient else "correlations", lanes, vectors, rows), make)
 
 
+@compiled_elsewhere
 def load_fused_lowering(lanes: int, vectors: int, rows: int, gradient: bool) -> tuple[int, int, int]:
     """The addresses of the worker of fused lowering, and of the moves and products that it calls."""
     with LOCK:
@@ -184,6 +187,7 @@ def _load(lanes: int) -> Kernel:
     )
 
 
+@compiled_elsewhere
 def load(lanes: int) -> Kernel:
     """The Fourier kernel for ``lanes`` lanes, compiled, or read from disk where it was compiled before.
 
@@ -219,6 +223,7 @@ def _load_direct(lanes: int) -> DirectKernel:
     )
 
 
+@compiled_elsewhere
 def load_direct(lanes: int) -> DirectKernel:
     """The kernel of direct convolutions, loaded as in :func:`load`."""
     with LOCK:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tilewise import execute
-from tilewise.kernels.building.ahead import side_by_side
+from tilewise.kernels.building.ahead import compiled_apart, side_by_side
 from tilewise.kernels.building.kept import NotKept, kept_only
+from tilewise.machine.turns import in_turns
 from tilewise.plan import Config, Plan
 from tilewise.problems.base import Problem
 from tilewise.problems.operands import Tensors
@@ -31,6 +32,9 @@ class Binder:
         What fails beside it fails again when it is measured, and is lost there with its reason.
         """
         key = plan.solver, plan.config
+        if key not in self._ahead and in_turns() and self.problem.device_type == "cuda":
+            self._bind_apart([plan, *(() if later is None else later())])
+            return self._ahead.pop(key, None) or self._bound(plan)
         if key not in self._ahead and later is not None and self.problem.device_type == "cuda":
             try:
                 with kept_only():
@@ -38,6 +42,14 @@ class Binder:
             except NotKept:
                 self._bind_side_by_side([plan, *later()])
         return self._ahead.pop(key, None) or self._bound(plan)
+
+    def _bind_apart(self, plans: Sequence[Plan]) -> None:
+        """Bind several plans, for :meth:`bind` to take them from, while the program goes on beside their compiling."""
+
+        def bind(plan: Plan) -> None:
+            self._ahead[plan.solver, plan.config] = self._bound(plan)
+
+        compiled_apart([functools.partial(bind, p) for p in plans if (p.solver, p.config) not in self._ahead])
 
     def _bind_side_by_side(self, plans: Sequence[Plan]) -> None:
         """Bind several plans at once, for :meth:`bind` to take them from."""
