@@ -205,8 +205,8 @@ def time_training(
     goal: dict[str, Any] = {"goal": "passes"}  # both steps are timed below, whichever is faster
     total = goal if budget is None else {**goal, "total_workspace": budget.total, "policy": budget.policy}
     flags = framework_flags(target.device.type, target.precision, deterministic=options.deterministic)
-    with progress_bar("training steps", None) as progress, flags:
-        progress(target.name)
+    with progress_bar("training steps", 2) as progress, flags:
+        progress(f"{target.name}: its layers by their plans")
         planned = optimize(
             copy.deepcopy(plain),
             target.inputs,
@@ -214,6 +214,7 @@ def time_training(
             planner=planner,
             schedule=schedule,
         )
+        progress(f"{target.name}: steps in turns with torch's")
         return time_training_steps(plain, planned, target.inputs, target.network.loss, iterations)
 
 

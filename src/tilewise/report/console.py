@@ -10,7 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+from tilewise.nn.progress import TimeLeft, in_words
 
 __all__ = ["progress_bar", "show", "show_json"]
 
@@ -31,23 +43,45 @@ def show_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
+class _LeftColumn(ProgressColumn):
+    """The time that is left at this moment."""
+
+    def __init__(self, left: TimeLeft) -> None:
+        super().__init__()
+        self._left = left
+
+    def render(self, task: Task) -> Text:
+        """As text, such as "about 40 s left"."""
+        return Text(in_words(self._left.seconds()))
+
+
 @contextmanager
 def progress_bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on stderr where that is a terminal; it is gone when done.
+    """Show a progress bar on stderr where that is a terminal, with the time that is left; it is gone when done.
 
-    Yields a function to call with the name of each next step. ``total`` is the number of steps, ``None`` if unknown.
+    Yields a function to call with the name of each next step. ``total`` is the number of steps. Where that is ``None``,
+    as nobody can tell, the time that has passed is shown.
     """
     console = Console(file=sys.stderr)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    left = TimeLeft()
+    columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), TimeElapsedColumn())
+    if total is not None:
+        columns = (BarColumn(), MofNCompleteColumn(), _LeftColumn(left))
     with Progress(
-        *columns, TextColumn("{task.fields[text]}"), console=console, transient=True, disable=not console.is_terminal
+        TextColumn("{task.description}"),
+        *columns,
+        TextColumn("{task.fields[text]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task(title, total=total, text="")
-        started = False
+        begun = 0
 
         def step(text: str) -> None:
-            nonlocal started
-            bar.update(task, advance=int(started), text=text)
-            started = True
+            nonlocal begun
+            left.begin(f"{begun}", begun, begun if total is None else total)
+            bar.update(task, completed=begun, text=text)
+            begun += 1
 
         yield step

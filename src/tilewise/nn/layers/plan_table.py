@@ -22,6 +22,7 @@ from tilewise.nn.progress import Late, showing
 from tilewise.plan import Plan, format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.options import EXCLUDED
+from tilewise.planner.processes.messages import effort
 from tilewise.problems.base import Problem
 from tilewise.settings import OPTIONS
 from tilewise.solvers import SolverUnavailable
@@ -106,9 +107,10 @@ class PlanTable:
         that torch would exceed too, ``NoPlanError`` is raised instead. Where torch's choice is excluded from plans but
         keeps the limit, the problem is left to torch.
         """
-        with planning(), undisturbed(), showing(self.planner.progress):
+        waiting = self.missing(problems, deterministic)
+        efforts = {p.key: effort(p, self.constraints(p, deterministic)) for p in waiting}
+        with planning(), undisturbed(), showing(self.planner.progress, efforts):
             alike: dict[Options, list[Problem]] = {}
-            waiting = self.missing(problems, deterministic)
             if self.supply is not None:
                 waiting = self.supply(self, waiting, deterministic)
             for problem in waiting:
