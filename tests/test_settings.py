@@ -63,6 +63,8 @@ WRONG: dict[str, object] = {
     "goal": "speed",
     "graphs": "always",
     "most_plans": -1,
+    "wait": 1,
+    "background_share": 0.0,
 }
 
 

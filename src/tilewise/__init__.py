@@ -14,6 +14,8 @@ from tilewise.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from tilewise import cpu, distributed, fft, settings
+    from tilewise.nn import background
+    from tilewise.nn.background.begin import wait
     from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
     from tilewise.nn.graphs.graphed import graphed
     from tilewise.nn.largest_batch import largest_batch
@@ -43,6 +45,7 @@ _HOMES = {
         "optimize",
         "restore",
         "schedule",
+        "wait",
     ),
     "tilewise.plan": ("Plan",),
     "tilewise.planner": ("NoPlanError", "Options", "Planner", "Schedule", "ScheduleError"),
@@ -50,7 +53,13 @@ _HOMES = {
     "tilewise.settings": ("Settings",),
     "tilewise.wisdom": ("Wisdom",),
 }
-_MODULES = ("cpu", "distributed", "fft", "settings")
+_MODULES = {
+    "background": "tilewise.nn.background",
+    "cpu": "tilewise.cpu",
+    "distributed": "tilewise.distributed",
+    "fft": "tilewise.fft",
+    "settings": "tilewise.settings",
+}
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -65,6 +74,7 @@ __all__ = [
     "Settings",
     "Wisdom",
     "__version__",
+    "background",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -83,13 +93,14 @@ __all__ = [
     "restore",
     "schedule",
     "settings",
+    "wait",
 ]
 
 
 def __getattr__(name: str) -> object:
     """Public names come from their modules on first use, so that importing tilewise costs nothing."""
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        return importlib.import_module(_MODULES[name])
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

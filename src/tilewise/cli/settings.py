@@ -11,7 +11,7 @@ import click
 
 from tilewise.cli.program import BadInput, bad_input, enough_memory
 from tilewise.settings import OPTIONS, Option
-from tilewise.settings.kinds import Choice, Count, Flag, Names
+from tilewise.settings.kinds import Choice, Count, Flag, Names, Share
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,16 @@ def budget_options(function: Function) -> Function:
 def enabling_options(function: Function) -> Function:
     """Add the options of :func:`tilewise.enable`, each an argument that is ``None`` where it is not given."""
     wrapped: Any = function
-    for name in ("most_plans", "exclude", "deterministic", "rigor", "batch_sizes", "workspace"):
+    for name in (
+        "background_share",
+        "wait",
+        "most_plans",
+        "exclude",
+        "deterministic",
+        "rigor",
+        "batch_sizes",
+        "workspace",
+    ):
         option = OPTIONS[name]
         wrapped = shared_option(name, otherwise=f"{option.variable}, else {_in_words(option)}")(wrapped)
     result: Function = wrapped
@@ -194,6 +203,9 @@ def shared_option(name: str, *, otherwise: str | None = None) -> Decorator:
     """
     option = OPTIONS[name]
     default = option.default if otherwise is None else None
+    if isinstance(option.kind, Flag) and option.default:
+        off = option.flag.replace("--", "--no-", 1)
+        return click.option(f"{option.flag}/{off}", default=default, help=option.help)
     if isinstance(option.kind, Flag):
         return click.option(option.flag, is_flag=True, default=default, help=option.help)
     if isinstance(option.kind, Names):
@@ -201,6 +213,9 @@ def shared_option(name: str, *, otherwise: str | None = None) -> Decorator:
     help = f"{option.help}  [default: {_in_words(option) if otherwise is None else otherwise}]"
     if isinstance(option.kind, Choice):
         return click.option(option.flag, type=click.Choice(option.choices), default=default, help=help)
+    if isinstance(option.kind, Share):
+        within = click.FloatRange(0, 1, min_open=True)
+        return click.option(option.flag, type=within, metavar="SHARE", default=default, help=help)
     if isinstance(option.kind, Count):
         return click.option(option.flag, type=click.IntRange(min=0), metavar="N", default=default, help=help)
     return click.option(option.flag, metavar="SIZE", default=default, help=help)

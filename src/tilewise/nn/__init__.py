@@ -1,6 +1,7 @@
 """Planned convolutions in PyTorch models: whole models, single calls, and programs that stay as they are."""
 
 from tilewise.comm.agreement import RankMismatch
+from tilewise.nn.background.begin import wait
 from tilewise.nn.branches.choose import BranchReport, groups
 from tilewise.nn.functional import (
     conv1d,
@@ -50,4 +51,5 @@ __all__ = [
     "schedule",
     "set_defaults",
     "ungraphed",
+    "wait",
 ]

@@ -70,6 +70,10 @@ class PlannedModules:
         """The problems of the recorded calls, one for every pass of each call."""
         return [problem for call in self.calls for problem in call.problems(self.training).values()]
 
+    def problems_of(self, name: str) -> list[Problem]:
+        """The problems of the recorded calls of one module."""
+        return [problem for call in self._calls_of(name) for problem in call.problems(self.training).values()]
+
     def names(self) -> dict[Problem, list[str]]:
         """The names of the layers that have each problem, one name for every call."""
         names: dict[Problem, list[str]] = {}
@@ -84,14 +88,24 @@ class PlannedModules:
 
         A module of which no pass gains computes as torch does.
         """
-        for name, module in self.candidates.items():
+        for name in self.candidates:
             plan_table = self.plan_tables[name]
             if plan_table is not self.plan_table:
                 plan_table.follow(self.plan_table, {key[1:]: plan for key, plan in choices.items() if key[0] == name})
                 self._layers[name].forget()
-            swap_back(module)
-            if self._gains(name):
-                run_by_plans(module, self._layers[name])
+            self.change_over(name)
+
+    def change_over(self, name: str) -> None:
+        """Let one candidate run by the plans in its table. Where no pass gains, it computes as torch does."""
+        module = self.candidates[name]
+        swap_back(module)
+        if self._gains(name):
+            run_by_plans(module, self._layers[name])
+
+    def leave(self, name: str, reason: str) -> None:
+        """Let one candidate compute as torch does, for ``reason``."""
+        swap_back(self.candidates[name])
+        self.reasons[name] = reason
 
     def gains(self) -> dict[Key, float]:
         """The milliseconds that a step gains by each problem that runs by plan, as measured for its passes alone.

@@ -22,6 +22,10 @@ from torch import nn
 
 from tilewise.comm.agreement import several_ranks
 from tilewise.nn.arguments import check_function, check_model, examples_of, settings_of, takes, unwrapped
+from tilewise.nn.background.begin import begin, plans_later
+from tilewise.nn.background.later import LaterTable
+from tilewise.nn.background.model import cancel
+from tilewise.nn.background.service import without_turns
 from tilewise.nn.branches import choose as branch_times
 from tilewise.nn.branches.find import at_once
 from tilewise.nn.budget import Budget, make_budget
@@ -48,6 +52,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 @takes(ModelOptions)
+@without_turns
 def optimize(
     model: Model,
     example_inputs: object,
@@ -86,12 +91,15 @@ def optimize(
     asked = settings_of("optimize", ModelOptions, settings, options)
     check_arguments(asked, filter_fn, progress, planner, schedule, step, memory_step)
     own_step = memory_step if step is None else step
+    later = plans_later(model, asked, schedule)
     weights = Weights.of(training=asked.training, frozen=asked.frozen)
     ungraphed(model)  # a replay would call no layer
 
     source = Source.of(schedule)
     budget = make_budget(asked.total_workspace, asked.policy, asked.options().workspace)
-    plan_table = plan_table_of(asked, budget, source, planner if progress is None else Planner(progress=progress))
+    silent = planner is not None or progress is not None
+    planner = planner if progress is None else Planner(progress=progress)
+    plan_table = plan_table_of(asked, budget, source, planner, later=later)
     modules = PlannedModules(unwrapped(model), plan_table, weights, filter_fn, separate=asked.memory_limit is not None)
     step_planner = step_planner_of(model, examples, asked, own_step, modules, weights)
 
@@ -100,8 +108,7 @@ def optimize(
     planning.record_and_plan()
     if source is not None:
         source.conclude(plan_table, modules.problems())
-    install(modules, step_planner)
-    silent = planner is not None or progress is not None
+    install(model, planning, step_planner, progress)
     made = planning.concluded(lambda: compare_steps(model, examples, asked, own_step, modules, schedule, silent))
     keep(model, made, plan_table, deterministic)
     keep(modules.model, made, plan_table, deterministic)
@@ -115,6 +122,7 @@ def restore(model: Model) -> Model:
     """
     ungraphed(model)
     unwrapped_model = unwrapped(model)
+    cancel(unwrapped_model)
     for module in unwrapped_model.modules():
         swap_back(module)
     branch_times.unfork(unwrapped_model)
@@ -155,15 +163,19 @@ def check_arguments(
         raise ValueError(f"memory_limit={asked.memory_limit!r}: one process only; workspace would do for several ranks")
 
 
-def plan_table_of(asked: Settings, budget: Budget | None, source: Source | None, planner: Planner | None) -> PlanTable:
+def plan_table_of(
+    asked: Settings, budget: Budget | None, source: Source | None, planner: Planner | None, *, later: bool
+) -> PlanTable:
     """The plan table of the model's plans, under the options of the schedule or, without one, of ``asked``.
 
-    Raises ``ValueError`` for an option of ``asked`` that differs from the schedule's.
+    With ``later`` they are planned in the background. Raises ``ValueError`` for an option of ``asked`` that differs
+    from the schedule's.
     """
     options = asked.options()
     if budget is not None:
         options = replace(options, workspace=budget.limit)
-    plan_table = PlanTable(options if source is None else source.options(options), asked.unplanned, planner)
+    table = LaterTable if later else PlanTable
+    plan_table = table(options if source is None else source.options(options), asked.unplanned, planner)
     plan_table.supply = None if source is None else source.supply
     return plan_table
 
@@ -191,9 +203,15 @@ def step_planner_of(
     )
 
 
-def install(modules: PlannedModules, step_planner: StepPlanner | None) -> None:
-    """Let modules run by the plans that gain, or by plans with which a step keeps its memory limit."""
-    if step_planner is None:
+def install(model: nn.Module, planning: Planning, step_planner: StepPlanner | None, progress: Progress | None) -> None:
+    """Let modules run by the plans that gain, or by plans with which a step keeps its memory limit.
+
+    What is planned in the background begins here.
+    """
+    modules = planning.modules
+    if isinstance(modules.plan_table, LaterTable):
+        begin(model, modules, modules.plan_table, planning.asked, planning.deterministic, progress)
+    elif step_planner is None:
         modules.install({})
     else:
         modules.plan_table.facts["step"] = step_planner.fit()

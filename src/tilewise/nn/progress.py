@@ -142,7 +142,8 @@ class Late:
             self._show(done, total)
         elif self._shown and self._bar is None and now - self._told_at >= EVERY_S:
             self._told_at = now
-            sys.stderr.write(f"tilewise: {done} of {total} {self._what} {self._finished}, {in_words(self._left.seconds())}\n")
+            left = in_words(self._left.seconds())
+            sys.stderr.write(f"tilewise: {done} of {total} {self._what} {self._finished}, {left}\n")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total, text=text)
 

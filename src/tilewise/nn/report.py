@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from tilewise.nn.arguments import unwrapped
+from tilewise.nn.background.later import PENDING
+from tilewise.nn.background.model import work_of
 from tilewise.nn.branches.choose import BranchReport
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.plan_table import PlanTable
@@ -88,6 +90,11 @@ class Report:
     facts: Mapping[str, Any] = field(default_factory=dict)
     step: StepReport | None = None
 
+    @property
+    def pending(self) -> int:
+        """How many passes are still to be planned in the background; 0 where all are planned."""
+        return sum(pass_report.reason == PENDING for _, _, pass_report in self.passes())
+
     def passes(self) -> Iterator[tuple[LayerReport, CallReport, PassReport]]:
         """Every pass, together with its layer and its call."""
         for layer in self.layers:
@@ -118,6 +125,8 @@ class Report:
             lines.append(
                 "CUDA graphs: " + ("the model is replayed" if graphs["kept"] else f"none ({graphs['reason']})")
             )
+        if self.pending:
+            lines.append(f"{self.pending} of {sum(1 for _ in self.passes())} passes are {PENDING}")
         step = [] if self.step is None else [str(self.step)]
         return "\n".join([*lines, *map(str, self.branches), *step])
 
@@ -139,11 +148,15 @@ def report(model: nn.Module) -> Report:
     """The report of the last :func:`tilewise.optimize` of exactly this model.
 
     A layer that was overridden since (by a ``forward`` set on it, say) computes by torch, and its report gives the
-    reason.
+    reason. While planning goes on in the background, it tells how things are at this moment; ``pending`` is the number
+    of passes that are still to be planned.
 
     Raises ``ValueError`` for a model that was not optimized, was restored since, or is a copy of an optimized one.
     """
     last_report, unwrapped_model = kept(model)[0], unwrapped(model)
+    work = work_of(unwrapped_model)
+    if work is not None:
+        last_report = replace(last_report, layers=work.report())
     return replace(last_report, layers=tuple(_as_it_is(layer, unwrapped_model) for layer in last_report.layers))
 
 

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
-from tilewise.settings.kinds import Choice, Count, Flag, Kind, MemorySize, Names, Number, Size
+from tilewise.settings.kinds import Choice, Count, Flag, Kind, MemorySize, Names, Number, Share, Size
 
 if TYPE_CHECKING:
     from tilewise.planner.options import Options
 
 __all__ = [
     "OPTIONS",
+    "BackgroundOptions",
     "BatchSizes",
     "Branches",
     "DefaultOptions",
@@ -262,6 +263,26 @@ class Settings:
         ),
     )
 
+    wait: bool = field(
+        default=True,
+        metadata=about(
+            Flag(),
+            "Plan before anything runs, not in the background.",
+            "If ``False``, a program goes on at once with torch's choice: planning takes short turns between steps, "
+            "and layers change over as their plans are found. Several ranks plan before they go on all the same.",
+            variable="TILEWISE_WAIT",
+        ),
+    )
+    background_share: float = field(
+        default=0.02,
+        metadata=about(
+            Share(),
+            "With wait=False, the share of time for planning between steps.",
+            "What a turn takes too much is paid back before the next one.",
+            variable="TILEWISE_BACKGROUND_SHARE",
+        ),
+    )
+
     def __post_init__(self) -> None:
         for option in OPTIONS.values():
             option.kind.check(option.name, getattr(self, option.name))
@@ -304,7 +325,14 @@ class PlanOptions(TypedDict, total=False):
     exclude: Sequence[str]
 
 
-class EnableOptions(PlanOptions, total=False):
+class BackgroundOptions(TypedDict, total=False):
+    """Options of planning in the background."""
+
+    wait: bool
+    background_share: float
+
+
+class EnableOptions(PlanOptions, BackgroundOptions, total=False):
     """Options of :func:`tilewise.enabled` and :func:`tilewise.enable`."""
 
     most_plans: int
@@ -331,7 +359,7 @@ class LargestBatchOptions(DefaultOptions, StepOptions, total=False):
     branches: Branches
 
 
-class ModelOptions(LargestBatchOptions, total=False):
+class ModelOptions(LargestBatchOptions, BackgroundOptions, total=False):
     """Options of :func:`tilewise.optimize`."""
 
     memory_limit: int | str | None

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewise.plan import parse_bytes
 
-__all__ = ["Choice", "Count", "Flag", "Kind", "MemorySize", "Names", "Number", "Size", "memory_share"]
+__all__ = ["Choice", "Count", "Flag", "Kind", "MemorySize", "Names", "Number", "Share", "Size", "memory_share"]
 
 
 class Kind:
@@ -103,6 +103,26 @@ class Number(Kind):
             value = 0.0
         if not 0 < value < float("inf"):
             raise ValueError(f"{name}={text!r}: a positive number would do, such as 1e-5")
+        return value
+
+
+@dataclass(frozen=True)
+class Share(Kind):
+    """A share of something: above 0, and 1 at the most."""
+
+    takes = "a share such as `0.02`"
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+            raise ValueError(f"{name}={value!r:.80}: a number above 0 and up to 1 would do, such as 0.02")
+
+    def read(self, name: str, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= 1:
+            raise ValueError(f"{name}={text!r:.80}: a number above 0 and up to 1 would do, such as 0.02")
         return value
 
 

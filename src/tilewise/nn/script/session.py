@@ -18,13 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch.jit._builtins import _register_builtin
 
+from tilewise.comm.agreement import several_ranks
 from tilewise.nn.arguments import settings_of, takes
+from tilewise.nn.background.begin import finish
+from tilewise.nn.background.service import service
 from tilewise.nn.functional import Planned, Table, convolution, traced_by, transposed_convolution
 from tilewise.nn.layers.call import kernel_of
 from tilewise.nn.layers.overrides import BY_TORCH, function_name, stand_in
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.report import Report
 from tilewise.nn.script.environment import with_variables
+from tilewise.nn.script.later import CallsToPlan, LaterRecorder
 from tilewise.nn.script.recorder import Recorder, Site
 from tilewise.planner import Planner, Progress
 from tilewise.settings import EnableOptions, Settings
@@ -48,7 +52,12 @@ class Session:
             raise ValueError("progress: the planner given has its own; give one or the other")
         if planner is None:
             planner = Planner(progress=Late() if progress is None else progress)
-        self.plan_table = Recorder(settings.options(), planner, settings.most_plans)
+        self.work: CallsToPlan | None = None
+        if settings.wait or several_ranks():
+            self.plan_table = Recorder(settings.options(), planner, settings.most_plans)
+        else:
+            later = LaterRecorder(settings.options(), planner, settings.most_plans)
+            self.plan_table, self.work = later, CallsToPlan(later, settings.background_share)
         self.table = Table(self.plan_table)
         self.sites: dict[int, Site] = {}
         self.waiting = self.plan_table.waiting
@@ -66,6 +75,28 @@ class Session:
     def report(self) -> Report:
         """The report of every kind of call: its plans and times, whether they replace torch's choice, and why not."""
         return self.plan_table.report()
+
+    def wait(self) -> None:
+        """With ``wait=False``, plan now what is left to be planned in the background, and return when that is done.
+
+        Ctrl-C keeps what was measured. Raises ``RuntimeError`` as :func:`tilewise.wait` does.
+        """
+        if self.work is not None and self.work.pending:
+            finish(self.work)
+
+    def between(self, function: str, site: Site, x: Any, w: Any, b: Any) -> Any:
+        """The result of a call while planning goes on in the background, or ``NotImplemented``.
+
+        A step may begin with it, and its graph keeps plans from changing. Torch's result is not seen here: the graph
+        behind its input stands for it.
+        """
+        assert self.work is not None
+        self.work.called(x, w)
+        y = site(x, w, b)
+        if y is NotImplemented and self.waiting:
+            y = self.note(function, site, x, w, b)
+        service().graphs.add(x if y is NotImplemented else y)
+        return y
 
     def site(self, arguments: tuple[Any, ...], weight: object) -> Site | None:
         """Make the site for ``weight`` and these arguments; ``None`` where torch must judge them."""
@@ -125,6 +156,8 @@ def _entrance(dims: int, transposed: bool) -> Planned:
             site = site.at(x)
             if site is None:
                 return NotImplemented
+        if session.work is not None and session.work.pending:
+            return session.between(function, site, x, w, b)
         y = site(x, w, b)
         if y is NotImplemented and session.waiting:
             return session.note(function, site, x, w, b)
@@ -157,7 +190,7 @@ def enabled(
     The first step is computed by torch and its calls recorded. When a call comes again all of them are planned, with
     the gradients that they need, and from then on they run by plan where that is faster. Shapes that appear later are
     recorded and planned at their repeat in the same way. A problem for which no plan keeps ``workspace`` is left to
-    torch.
+    torch. With ``wait=False`` what was recorded is planned in the background, in turns as a step begins.
 
     Options, each by keyword. Where one is not given, its environment variable says, ``TILEWISE_WORKSPACE`` and so on,
     and else the default:

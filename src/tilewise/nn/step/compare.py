@@ -58,6 +58,8 @@ def why_not_compared(asked: Settings, schedule: object) -> str:
     """Why whole steps are not compared; empty where they are."""
     if asked.goal != "step":
         return f"goal={asked.goal!r}"
+    if not asked.wait:
+        return "layers are planned in the background"
     if schedule is not None:
         return "plans follow a schedule"
     if asked.memory_limit is not None:

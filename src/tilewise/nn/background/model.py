@@ -1,0 +1,248 @@
+"""The planning of one model's layers in the background, and the watch for its steps."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tilewise.machine.device import torch_device
+from tilewise.nn.background.later import LaterTable
+from tilewise.nn.background.room import Room
+from tilewise.nn.background.service import Job, service
+from tilewise.nn.layers.kinds import kind_of
+from tilewise.nn.layers.swaps import copies_itself, swap, swap_back, swapped
+from tilewise.planner import Progress
+from tilewise.problems.base import Problem
+
+__all__ = ["LayersToPlan", "Modules", "begin", "cancel", "work_of"]
+
+
+class Modules(Protocol):
+    """The modules of a model that are planned."""
+
+    @property
+    def candidates(self) -> Mapping[str, nn.Module]:
+        """Those that may be planned, by name."""
+        ...
+
+    def problems_of(self, name: str) -> list[Problem]:
+        """The problems of one module."""
+        ...
+
+    def change_over(self, name: str) -> None:
+        """Let one module run by its plans where they gain."""
+        ...
+
+    def leave(self, name: str, reason: str) -> None:
+        """Let one module compute as torch does, for ``reason``."""
+        ...
+
+    def report(self) -> tuple[Any, ...]:
+        """The report of every module."""
+        ...
+
+
+class LayersToPlan:
+    """The work of one model: its problems, the heaviest layers first.
+
+    A layer changes over when all its problems are planned.
+    ``names`` are the modules to plan, with the problems of ``modules``, under torch's ``deterministic`` flag as it was.
+    At most ``share`` of the time is spent on it. ``progress`` hears of each problem, on the thread that plans.
+    """
+
+    def __init__(
+        self,
+        table: LaterTable,
+        modules: Modules,
+        names: Iterable[str],
+        deterministic: bool,
+        share: float,
+        progress: Progress | None = None,
+    ) -> None:
+        self.table, self.modules, self.share = table, modules, share
+        self.deterministic = deterministic
+        self.devices: set[torch.device] = set()
+        self._progress = progress
+        self._begun = 0
+        problems = {name: modules.problems_of(name) for name in names}
+        self._names = tuple(problems)
+        self._waiting = {name: problems[name] for name in sorted(problems, key=lambda name: -_flops(problems[name]))}
+        """The modules that have not changed over yet."""
+        for name in self._waiting:
+            self.devices |= {torch_device(problem.device) for problem in self._waiting[name]}
+            table.ask(self._waiting[name], deterministic)
+        self._change_over()
+        table.asked = _adding(self)
+
+    @property
+    def pending(self) -> int:
+        """How many problems are still to be planned."""
+        return self.table.pending
+
+    def report(self) -> tuple[Any, ...]:
+        """The report of every module as it is now, with torch's times where they are known by now."""
+        self.table.torch_times(problem for name in self._names for problem in self.modules.problems_of(name))
+        return self.modules.report()
+
+    def next(self, room: Room | None) -> Job | None:
+        """What plans the next problem; ``None`` where there is none, or none fits into ``room``.
+
+        It does not hold this object, and so not the model either.
+        """
+        entry = self.table.next(room)
+        if entry is None:
+            self._change_over()  # a layer whose last problem was put off too often
+            return None
+        table, device, planned = self.table, self._device_of(entry[0]), weakref.WeakMethod(self._planned)
+        self._tell(entry[0].key)
+
+        def job() -> None:
+            """Plan it on its device, and let layers change over for which it was the last."""
+            with device:
+                table.plan_one(*entry)
+                done = planned()
+                if done is not None:
+                    done()
+
+        return job
+
+    def _planned(self) -> None:
+        """One more problem is planned."""
+        self._begun += 1
+        self._change_over()
+        if not self.pending:
+            self._tell("")
+
+    def _tell(self, text: str) -> None:
+        """Tell the program's progress; one that raises is told no more."""
+        if self._progress is None:
+            return
+        try:
+            self._progress(self._begun, self._begun + self.pending, text)
+        except Exception as error:
+            self._progress = None
+            warnings.warn(
+                f"tilewise: progress raised {type(error).__name__}: {error}; it is told no more", stacklevel=2
+            )
+
+    def _change_over(self) -> None:
+        """Let modules run by plan all of whose problems are decided."""
+        for name, problems in list(self._waiting.items()):
+            if not self.table.missing(problems, self.deterministic):
+                del self._waiting[name]
+                try:
+                    self.modules.change_over(name)
+                except Exception as error:  # nobody waits who could be told otherwise
+                    self.modules.leave(name, f"changing over raised {type(error).__name__}: {error}")
+
+    def _device_of(self, problem: Problem) -> AbstractContextManager[Any]:
+        """A context in which the GPU of ``problem`` is the current one."""
+        devices = [device for device in self.devices if device.type == "cuda"]
+        if problem.device_type != "cuda" or not devices:
+            return nullcontext()
+        return torch.cuda.device(devices[0])
+
+
+def _flops(problems: Iterable[Problem]) -> float:
+    """The operations of all problems together."""
+    return sum(problem.flops for problem in problems)
+
+
+def _adding(work: LayersToPlan) -> Callable[[], None]:
+    """A function that has ``work`` done, which it does not keep alive: for shapes that come later."""
+    ref = weakref.ref(work)
+
+    def add() -> None:
+        alive = ref()
+        if alive is not None and work_is_known(alive):
+            service().add(alive)
+
+    return add
+
+
+_works: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LayersToPlan]] = weakref.WeakKeyDictionary()
+"""The work of each model. The model itself keeps it, by the function that watches its steps."""
+_unwatched: dict[int, tuple[weakref.ref[nn.Module], LayersToPlan]] = {}
+"""Works of models whose steps cannot be seen, kept while the model lives."""
+_within = threading.local()
+WATCH = "_tilewise_watch"
+"""The mark of a function that watches the steps of a model."""
+
+
+def work_is_known(work: LayersToPlan) -> bool:
+    """Whether a model still has this work."""
+    return any(ref() is work for ref in _works.values())
+
+
+def begin(model: nn.Module, work: LayersToPlan) -> None:
+    """Plan ``work`` in the background from the next step of ``model`` on."""
+    _works[model] = weakref.ref(work)
+    if _why_unseen(model):
+        key = id(model)
+        _unwatched[key] = weakref.ref(model, lambda _: _unwatched.pop(key, None)), work
+    else:
+        swap(model, _watching(work))
+    service().add(work)
+
+
+def cancel(model: nn.Module) -> None:
+    """Plan nothing more for ``model``; layers that changed over stay as they are."""
+    ref = _works.pop(model, None)
+    work = None if ref is None else ref()
+    _unwatched.pop(id(model), None)
+    if work is not None:
+        service().remove(work)
+    if hasattr(swapped(model), WATCH):
+        swap_back(model)
+
+
+def work_of(model: nn.Module) -> LayersToPlan | None:
+    """The work of ``model``, done or not; ``None`` where there is none."""
+    ref = _works.get(model)
+    return None if ref is None else ref()
+
+
+def _why_unseen(model: nn.Module) -> str:
+    """Why the forward of ``model`` cannot be watched; empty where it can."""
+    if kind_of(model) is not None:
+        return "it is a layer itself, whose computation is swapped"
+    if "forward" in model.__dict__:
+        return "a forward is set on the instance"
+    return copies_itself(model)
+
+
+def _watching(work: LayersToPlan) -> Callable[..., Any]:
+    """The ``forward`` of a model as its class has it, at whose beginning a step may be over.
+
+    It holds ``work`` for the model. Only the outermost of watched forwards counts, on the main thread or the one that
+    called :func:`begin`: others may run parts of a step.
+    """
+    program = {threading.get_ident(), threading.main_thread().ident}
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or not work.pending
+            or getattr(_within, "watched", False)
+            or threading.get_ident() not in program
+        ):
+            return type(self).forward(self, *args, **kwargs)
+        service().boundary()
+        _within.watched = True
+        try:
+            outputs = type(self).forward(self, *args, **kwargs)
+        finally:
+            _within.watched = False
+        service().graphs.add(outputs)
+        return outputs
+
+    forward.__name__ = "forward"
+    setattr(forward, WATCH, True)
+    return forward
