@@ -361,7 +361,13 @@ def test_random_numbers_and_flags_stay(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [{"memory_limit": "1GiB"}, {"total_workspace": "1MiB"}, {"branches": "measured"}, {"schedule": "some.json"}],
+    [
+        {"memory_limit": "1GiB"},
+        {"total_workspace": "1MiB"},
+        {"branches": "measured"},
+        {"graphs": "auto"},
+        {"schedule": "some.json"},
+    ],
     ids=lambda option: next(iter(option)),
 )
 def test_what_needs_all_layers_at_once_is_refused(option: dict[str, Any]) -> None:
