@@ -20,6 +20,10 @@ T = TypeVar("T")
 class Tape(TorchDispatchMode):
     """The operators that ran under it, with their arguments and results."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, which takes seconds
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []

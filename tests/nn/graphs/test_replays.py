@@ -99,6 +99,16 @@ def test_gradients_that_the_program_holds_are_not_shared() -> None:
     assert len({*storages}) == len(storages) == len([*model.parameters()])
 
 
+def test_gradients_that_nobody_holds_are_not_copied() -> None:
+    model, _ = pair()
+    places = []
+    for _ in range(3):
+        model.zero_grad()
+        step(model, images())
+        places.append(model[6].weight.grad.data_ptr())
+    assert places[0] == places[1] == places[2]
+
+
 def test_capturing_leaves_everything_as_it_was() -> None:
     model = network(dropout=0.5)
     step(model, images())
