@@ -68,8 +68,9 @@ def test_info(run, check_document):
     assert solvers["aten"]["baseline"]
     assert solvers["micro_batch"]["split"] == "batch"
     assert all(found["what"] for found in document["solvers"])
+    assert document["native"]["used"] == (not document["native"]["reason"])
     text = run("info").stdout
-    for word in (*solvers, "torch", "wisdom:", "fprop"):
+    for word in (*solvers, "torch", "wisdom:", "launches: from", "fprop"):
         assert word in text
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from tilewise import solvers
 from tilewise.frontends.networks import builtin_networks
+from tilewise.kernels.native.building import why_not
 from tilewise.machine.device import cpu_count, device_name, environment
 from tilewise.plan import format_bytes
 from tilewise.report.documents import document
@@ -34,6 +35,7 @@ def info_document() -> dict[str, Any]:
         platform=platform.platform(),
         libraries={name: _version(name) for name in LIBRARIES},
         devices=_devices(),
+        native={"used": not why_not(), "reason": why_not()},
         wisdom=str(Wisdom().path),
         networks=list(builtin_networks()),
         solvers=[_solver(solver) for solver in solvers.all_solvers()],
@@ -89,6 +91,8 @@ def info_tables(info: dict[str, Any]) -> list[RenderableType]:
     missing = ", ".join(name for name, version in info["libraries"].items() if not version)
     lines = [f"tilewise {info['tilewise']}, Python {info['python']}, {info['platform']}", libraries]
     lines += [f"not installed: {missing}"] if missing else []
+    native = info["native"]
+    lines += ["launches: from C" if native["used"] else f"launches: from Python ({native['reason']})"]
     lines += [f"wisdom: {info['wisdom']}", f"networks: {', '.join(info['networks'])}", ""]
     devices = Table("device", "name", "hardware", "cores", "memory", box=None, pad_edge=False)
     for found in info["devices"]:
