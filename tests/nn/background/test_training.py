@@ -20,6 +20,7 @@ import tilewise
 from tilewise import solvers
 from tilewise.machine.turns import in_turns, pause
 from tilewise.nn import report
+from tilewise.nn.background import begin as begin_module
 from tilewise.nn.background import service as service_module
 from tilewise.nn.background.later import PENDING
 from tilewise.nn.background.room import Room
@@ -28,6 +29,7 @@ from tilewise.nn.layers.kinds import is_planned
 from tilewise.plan import Plan
 from tilewise.planner import Options, Planner
 from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.settings import Settings
 from tilewise.wisdom import Wisdom
 
 FEW = ("aten", "gemm", "lowering_type1", "micro_batch")
@@ -390,3 +392,12 @@ def test_progress_is_told_and_one_that_raises_is_not_fatal() -> None:
         tilewise.wait(model)
     assert told == [(0, 5), (1, 5)]
     assert report(model).pending == 0
+
+
+def test_several_ranks_plan_before_they_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(begin_module, "several_ranks", lambda: True)
+    monkeypatch.setattr(begin_module, "_told_ranks", False)
+    asked = Settings(wait=False)
+    with pytest.warns(UserWarning, match="wait=False: several ranks plan together before the first step"):
+        assert not begin_module.plans_later(Network(), asked, None)
+    assert not begin_module.plans_later(Network(), asked, None)  # said once
