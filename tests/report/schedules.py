@@ -113,7 +113,7 @@ def _extend(document: dict[str, Any], rng: random.Random, policy: str, candidate
             if plan is None:
                 continue
             found["front"] = front(Plan.from_json(plan), rng)
-            found["candidates"] = [measurement_json(m) for m in tried(Plan.from_json(plan), candidates, rng)]
+            found["candidates"] = [measurement_json(m, "cpu") for m in tried(Plan.from_json(plan), candidates, rng)]
             for name in layer["names"]:
                 segments.append({"layer": name, "pass": found["problem"]["pass"], "workspace": plan["workspace"],
                                  "time_ms": plan["time_ms"]})  # fmt: skip

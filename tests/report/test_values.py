@@ -121,10 +121,10 @@ def test_explained_candidates_are_sorted_and_keep_their_reasons():
         Measurement("lost", 1, Config(engine=3), reason="needs 3 GiB", estimate_ms=250.0),
         Measurement("fast", 1, Config(), 1.0, 2**20),
     ]
-    lines = text_of(tables.explain_table(tried)).splitlines()
+    lines = text_of(tables.explain_table(tried, "cpu")).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["fast", "slow", "lost"]
     assert [heading in lines[0] for heading in ("estimate ms", "speed-up")] == [True, True]
-    assert lines[2].split()[1:4] == ["4.500", "3.000", "2.00x"]
+    assert lines[2].split()[1:5] == ["4.500", "3.000", "-", "2.00x"]
     assert "250.0" in lines[3]
     assert lines[1].split()[1:3] == ["-", "1.000"]
     assert "engine=3" in lines[3]

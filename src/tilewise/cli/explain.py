@@ -50,6 +50,6 @@ def command(
     if as_json:
         show_json(explain_document(top, first_pass, tried))
     else:
-        show(heading(top), plan_table([result]), "", explain_table(tried))
+        show(heading(top), plan_table([result]), "", explain_table(tried, first_pass.problem.device))
     if first_pass.plan is None:
         ctx.exit(NO_PLAN)

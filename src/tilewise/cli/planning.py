@@ -20,6 +20,7 @@ from tilewise.nn import optimize
 from tilewise.nn.budget import Budget, Divided, divide
 from tilewise.plan import Measurement
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
+from tilewise.planner.caches.measurements import baselines
 from tilewise.planner.schedules.follow import entry_of, follow
 from tilewise.planner.schedules.results import with_times
 from tilewise.planner.schedules.schedule import with_tried
@@ -87,11 +88,13 @@ def schedule_of(
     candidates: bool = False,
 ) -> Schedule:
     """What was planned for ``target``, with the times that planning took; on request with what was tried."""
-    times = planner.torch_ms(each.problem for result in results for each in result.passes)
-    layers = [
-        replace(result, passes=tuple(with_times(each, times.get(each.problem)) for each in result.passes))
-        for result in results
-    ]
+    times = baselines(planner.wisdom, (each.problem for result in results for each in result.passes))
+
+    def timed(each: PassResult) -> PassResult:
+        torchs = times.get(each.problem)
+        return each if torchs is None else with_times(each, torchs.time_ms, torchs.host_ms)
+
+    layers = [replace(result, passes=tuple(map(timed, result.passes))) for result in results]
     schedule = _schedule(target, settings, options, layers)
     if not fronts and not candidates:
         return schedule

@@ -184,6 +184,7 @@ class PlannedModules:
                 planned and plan_table.replacement(problem, deterministic) is not None,
                 plan_table.reasons.get(problem, ""),
                 plan_table.notes.get(problem, ""),
+                plan_table.host_times.get(problem),
             )
             for role, problem in recorded.problems(self.training).items()
         )

@@ -27,9 +27,10 @@ __all__ = ["CallReport", "LayerReport", "PassReport", "Report", "forget", "keep"
 class PassReport:
     """One pass of a layer: ``role`` is ``forward``, ``grad_input`` or ``grad_weight``.
 
-    ``plan`` is the chosen plan, which may be torch's own choice, or ``None`` with a ``reason``. ``torch_ms`` is torch's
-    time measured beside it in milliseconds, where known. ``replaced`` says whether the plan runs in the module.
-    ``note`` says why a schedule's plan was not taken; it is empty where it was taken or there was no schedule.
+    ``plan`` is the chosen plan, which may be torch's own choice, or ``None`` with a ``reason``. ``torch_ms`` is what
+    torch's choice takes on the device, in milliseconds, measured beside the plan, and ``torch_host_ms`` what the host
+    needs to launch it; each where it is known. ``replaced`` says whether the plan runs in the module. ``note`` says why
+    a schedule's plan was not taken; it is empty where it was taken or there was no schedule.
     """
 
     role: str
@@ -39,11 +40,22 @@ class PassReport:
     replaced: bool
     reason: str = ""
     note: str = ""
+    torch_host_ms: float | None = None
 
     @property
     def planned_ms(self) -> float | None:
-        """The plan's time in milliseconds; torch's own time where torch won."""
+        """What the plan takes on the device, in milliseconds; torch's own time where torch won."""
         return None if self.plan is None else self.plan.time_ms
+
+    @property
+    def planned_host_ms(self) -> float | None:
+        """What the host needs to launch the plan, in milliseconds: 0 on a CPU, ``None`` where it is not known."""
+        return None if self.plan is None else self.plan.host_ms
+
+    @property
+    def busy(self) -> bool:
+        """Whether other processes kept the host busy while the plan was timed, so that its times are doubtful."""
+        return self.plan is not None and self.plan.busy
 
 
 @dataclass(frozen=True)
@@ -103,7 +115,9 @@ class Report:
                     yield layer, call, pass_report
 
     def __str__(self) -> str:
-        rows = [("layer", "input", "pass", "runs", "plan ms", "torch ms")]
+        on_gpu = any(pass_report.problem.device != "cpu" for _, _, pass_report in self.passes())
+        host = ("host ms",) if on_gpu else ()
+        rows: list[tuple[str, ...]] = [("layer", "input", "pass", "runs", "plan ms", *host, "torch ms", *host)]
         for layer, call, pass_report in self.passes():
             solver = pass_report.plan.solver if pass_report.plan is not None and pass_report.replaced else "torch"
             remark = pass_report.reason or pass_report.note
@@ -113,11 +127,14 @@ class Report:
                     "x".join(map(str, call.shape)),
                     pass_report.role,
                     f"{solver} ({remark.splitlines()[0]})" if remark else solver,
-                    _ms(pass_report.planned_ms),
+                    _ms(pass_report.planned_ms) + (" (busy)" if pass_report.busy else ""),
+                    *([_ms(pass_report.planned_host_ms)] if on_gpu else []),
                     _ms(pass_report.torch_ms),
+                    *([_ms(pass_report.torch_host_ms)] if on_gpu else []),
                 )
             )
-        rows += [(layer.name, "", "", f"torch ({layer.reason})", "", "") for layer in self.layers if layer.reason]
+        nothing = [""] * (len(rows[0]) - 4)
+        rows += [(layer.name, "", "", f"torch ({layer.reason})", *nothing) for layer in self.layers if layer.reason]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
         graphs = self.facts.get("graphs")

@@ -71,6 +71,7 @@ def _results(layer: LayerReport) -> list[LayerResult]:
                     pass_report.problem, pass_report.plan, pass_report.reason if pass_report.plan is None else ""
                 ),
                 pass_report.torch_ms,
+                pass_report.torch_host_ms,
             )
             for pass_report in call.passes
         )

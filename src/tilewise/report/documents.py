@@ -48,7 +48,10 @@ def time_document(
 
 def explain_document(head: dict[str, Any], result: PassResult, tried: Iterable[Measurement]) -> dict[str, Any]:
     """The document of ``tilewise explain``: the plan that won and everything that was tried."""
-    return document("explain", **{**head, **pass_json(result), "candidates": [measurement_json(m) for m in tried]})
+    return document(
+        "explain",
+        **{**head, **pass_json(result), "candidates": [measurement_json(m, result.problem.device) for m in tried]},
+    )
 
 
 def wisdom_document(path: str, summaries: Iterable[wisdom.Summary]) -> dict[str, Any]:

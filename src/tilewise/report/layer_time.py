@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 
 from tilewise import execute, solvers
+from tilewise.machine import load
 from tilewise.plan import Config, Plan
-from tilewise.planner.measuring.times import interleaved
+from tilewise.planner.measuring.samples import sample_of
+from tilewise.planner.measuring.times import rounds
 from tilewise.problems.base import Problem
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_operands
@@ -22,10 +24,11 @@ Call = Callable[[], object]
 
 
 def time_pass(result: PassResult, deterministic: bool = False, iterations: int | None = None) -> PassResult:
-    """``result`` with both its times in milliseconds, each call with a new result, and bias, as in a network.
+    """``result`` with the times of both sides in milliseconds, each call with a new result, and bias, as in a network.
 
-    The framework's is ``None`` for padding that ATen's operator does not take; the planned one where there is no plan
-    or the plan leaves the layer to torch.
+    The device's times are medians, the host's the least. The load is that of the host meanwhile. The framework's times
+    are ``None`` for padding that ATen's operator does not take; the planned ones where there is no plan or the plan
+    leaves the layer to torch.
     """
     problem = result.problem
     with problem.flags(deterministic=deterministic):
@@ -40,9 +43,19 @@ def time_pass(result: PassResult, deterministic: bool = False, iterations: int |
             calls["planned"] = functools.partial(execute.bind(result.plan, problem, *operands), *operands, bias)
         if not calls:
             return result
-        times = interleaved(list(calls.values()), operands[0].device, repeats=iterations or 0)
-    by_side = dict(zip(calls, times, strict=True))
-    return replace(result, framework_ms=by_side.get("framework"), planned_ms=by_side.get("planned"))
+        begun = load.begin()
+        times = rounds(list(calls.values()), operands[0].device, repeats=iterations or 0)
+        share = load.others_since(begun)
+    by_side = {side: sample_of(values) for side, values in zip(calls, times, strict=True)}
+    framework, planned = by_side.get("framework"), by_side.get("planned")
+    return replace(
+        result,
+        framework_ms=None if framework is None else framework.device_ms,
+        planned_ms=None if planned is None else planned.device_ms,
+        framework_host_ms=None if framework is None else framework.host_ms,
+        planned_host_ms=None if planned is None else planned.host_ms,
+        load=share,
+    )
 
 
 def framework_call(problem: Problem, operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None) -> Call:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilewise import wisdom
-from tilewise.plan import Measurement, Plan, format_bytes
+from tilewise.plan import Measurement, Plan, format_bytes, is_busy
 from tilewise.report.values import Layer, LayerResult, NetworkTime, PassResult, Summary, describe, is_left
 
 __all__ = [
@@ -20,6 +20,8 @@ __all__ = [
     "format_ms",
     "format_ratio",
     "heading",
+    "launches",
+    "marked",
     "memory_text",
     "plan_name",
     "plan_table",
@@ -35,6 +37,10 @@ NOTHING = "-"
 """Cell of a value that is not known."""
 LEFT = "left to torch"
 """Plan of a layer that the framework runs."""
+BUSY = "(busy)"
+"""Mark of a time that was taken while other processes kept the host busy."""
+HOST = {False: (), True: (("host ms", "right"),)}
+"""The column of the host's times, by whether it is shown: a CPU has none."""
 
 
 def format_ms(value: float | None) -> str:
@@ -88,10 +94,13 @@ def heading(head: Mapping[str, Any]) -> str:
 
 
 def plan_table(results: Iterable[LayerResult]) -> Table:
-    """Plans as trees by layer and pass: what runs, its time, workspace and error."""
+    """Plans as trees by layer and pass: what runs, its times, workspace and error. CPUs have no time of the host's."""
+    results = list(results)
+    on_gpu = launches(results)
     table = _table(
-        ("layer", ""), ("pass", ""), ("plan", ""), ("ms", "right"), ("workspace", "right"), ("error", "right")
-    )
+        ("layer", ""), ("pass", ""), ("plan", ""), ("ms", "right"), *HOST[on_gpu], ("workspace", "right"),
+        ("error", "right"),
+    )  # fmt: skip
     for index, result in enumerate(results):
         if index:
             table.add_row()
@@ -102,7 +111,7 @@ def plan_table(results: Iterable[LayerResult]) -> Table:
                 table.add_row("", name, _no_plan(pass_result))
                 continue
             for depth, count, plan in walk(pass_result.plan):
-                table.add_row("", "" if depth else name, *_plan_cells(depth, count, plan))
+                table.add_row("", "" if depth else name, *_plan_cells(depth, count, plan, on_gpu))
     return table
 
 
@@ -126,39 +135,57 @@ def walk(plan: Plan, depth: int = 0, count: int = 1) -> Iterator[tuple[int, int,
         yield from walk(child, depth + 1, times)
 
 
-def _plan_cells(depth: int, count: int, plan: Plan) -> tuple[str, str, str, str]:
-    """Cells of one node of a plan tree."""
+def launches(results: Iterable[LayerResult]) -> bool:
+    """Whether any of ``results`` is of a GPU, where the host's times are shown beside the device's."""
+    return any(each.problem.device != "cpu" for result in results for each in result.passes)
+
+
+def marked(text: str, busy: bool) -> str:
+    """A time as text, with a mark where other processes kept the host ``busy`` while it was taken."""
+    return f"{text} {BUSY}" if busy else text
+
+
+def _plan_cells(depth: int, count: int, plan: Plan, on_gpu: bool) -> tuple[str, ...]:
+    """Cells of one node of a plan tree; with the host's time ``on_gpu``."""
     name = LEFT if depth == 0 and is_left(plan) else plan_name(plan)
     times = f"{count} x " if count > 1 else ""
     error = NOTHING if plan.error is None else f"{plan.error.l2:.0e}"
-    return "  " * depth + times + escape(name), format_ms(plan.time_ms), format_bytes(plan.workspace), error
+    host = (format_ms(plan.host_ms),) if on_gpu else ()
+    time = marked(format_ms(plan.time_ms), plan.busy)
+    return "  " * depth + times + escape(name), time, *host, format_bytes(plan.workspace), error
 
 
 def time_table(results: Iterable[LayerResult]) -> Table:
-    """Times of the framework and of plans side by side, by layer and pass."""
+    """Times of the framework and of plans side by side, by layer and pass: the device's and, on a GPU, the host's."""
+    results = list(results)
+    on_gpu = launches(results)
     table = _table(
-        ("layer", ""), ("pass", ""), ("framework ms", "right"), ("planned ms", "right"), ("speed-up", "right"),
-        ("workspace", "right"), ("plan", ""),
+        ("layer", ""), ("pass", ""), ("framework ms", "right"), *HOST[on_gpu], ("planned ms", "right"), *HOST[on_gpu],
+        ("speed-up", "right"), ("workspace", "right"), ("plan", ""),
     )  # fmt: skip
     for result in results:
         title = escape(result.layer.title)
         if not result.passes:
-            table.add_row(title, *[""] * 5, f"[dim]{escape(_layer_text(result.layer))}[/]")
+            table.add_row(title, *[""] * (len(table.columns) - 2), f"[dim]{escape(_layer_text(result.layer))}[/]")
         for index, pass_result in enumerate(result.passes):
-            table.add_row("" if index else title, pass_result.problem.task, *_time_cells(pass_result))
+            table.add_row("" if index else title, pass_result.problem.task, *_time_cells(pass_result, on_gpu))
     return table
 
 
-def _time_cells(result: PassResult) -> tuple[str, str, str, str, str]:
-    """The table cells with one pass's times, their ratio, its workspace and its plan."""
-    framework = format_ms(result.framework_ms)
+def _time_cells(result: PassResult, on_gpu: bool) -> tuple[str, ...]:
+    """The table cells with one pass's times, ``on_gpu`` the host's too, their ratio, its workspace and its plan."""
+    hosts = [format_ms(result.framework_host_ms), format_ms(result.planned_host_ms)] if on_gpu else []
+    framework = (marked(format_ms(result.framework_ms), result.busy), *hosts[:1])
+    nothing = [NOTHING] * len(hosts[1:])
     if result.plan is None:
-        return framework, NOTHING, NOTHING, NOTHING, _no_plan(result)
+        return *framework, NOTHING, *nothing, NOTHING, NOTHING, _no_plan(result)
     workspace = format_bytes(result.plan.workspace)
     if not result.replaced:
-        return framework, "same", format_ratio(1.0), workspace, f"[dim]{LEFT}[/]"
+        same = ["same"] * len(hosts[1:])
+        return *framework, "same", *same, format_ratio(1.0), workspace, f"[dim]{LEFT}[/]"
     name = escape(plan_name(result.plan) + _leaf_names(result.plan))
-    return framework, format_ms(result.planned_ms), _coloured(result.ratio), workspace, name
+    planned = (marked(format_ms(result.planned_ms), result.busy), *hosts[1:])
+    return *framework, *planned, _coloured(result.ratio), workspace, name
 
 
 def _leaf_names(plan: Plan) -> str:
@@ -182,13 +209,23 @@ def summary_text(summary: Summary) -> str:
     line = f"{summary.replaced} of {summary.passes} layer-passes replaced ({summary.share_replaced:.0%}), "
     line += f"{summary.divided} divided; "
     line += f"[red]{summary.unplanned} without a plan[/]" if summary.unplanned else "the others are left to torch"
-    if not summary.compared:
-        return line
-    return (
-        f"{line}\nconvolutions: framework {format_ms(summary.framework_ms)} ms, planned "
-        f"{format_ms(summary.planned_ms)} ms; speed-up: geometric mean {format_ratio(summary.geometric_mean)}, "
-        f"worst {format_ratio(summary.worst)} (left to torch counts 1.00)"
-    )
+    if summary.compared:
+        line += (
+            f"\nconvolutions: framework {format_ms(summary.framework_ms)} ms, planned "
+            f"{format_ms(summary.planned_ms)} ms; speed-up: geometric mean {format_ratio(summary.geometric_mean)}, "
+            f"worst {format_ratio(summary.worst)} (left to torch counts 1.00)"
+        )
+    if summary.framework_host_ms and summary.planned_host_ms is not None:
+        line += (
+            f"\nlaunching them takes the host: framework {format_ms(summary.framework_host_ms)} ms, planned "
+            f"{format_ms(summary.planned_host_ms)} ms"
+        )
+    if summary.busy:
+        line += (
+            f"\n[yellow]{BUSY}: other processes kept the host busy while {summary.busy} of {summary.passes} were "
+            "timed; their times are doubtful until they are taken on a quiet host[/]"
+        )
+    return line
 
 
 def memory_text(step: Mapping[str, Any], largest: Mapping[str, Any] | None) -> str:
@@ -246,11 +283,15 @@ def budget_table(budget: Mapping[str, Any]) -> Table:
     return table
 
 
-def explain_table(measurements: Sequence[Measurement]) -> Table:
-    """Everything that was tried: measured candidates by time, then lost ones with their reasons."""
+def explain_table(measurements: Sequence[Measurement], device: str) -> Table:
+    """Everything that was tried on ``device``: measured candidates by time, then lost ones with their reasons.
+
+    ``varies`` is the interquartile range of the runs' times over their median.
+    """
+    on_gpu = device != "cpu"
     table = _table(
-        ("solver", ""), ("config", ""), ("estimate ms", "right"), ("ms", "right"), ("speed-up", "right"),
-        ("workspace", "right"), ("L2 error", "right"), ("spread", "right"), ("why not", ""),
+        ("solver", ""), ("config", ""), ("estimate ms", "right"), ("ms", "right"), *HOST[on_gpu], ("varies", "right"),
+        ("speed-up", "right"), ("workspace", "right"), ("L2 error", "right"), ("spread", "right"), ("why not", ""),
     )  # fmt: skip
     for m in sorted(measurements, key=_merit):
         ratio = None if m.time_ms is None or m.baseline_ms is None else m.baseline_ms / m.time_ms
@@ -258,7 +299,9 @@ def explain_table(measurements: Sequence[Measurement]) -> Table:
             escape(m.solver),
             escape(str(m.config)),
             format_ms(m.estimate_ms),
-            format_ms(m.time_ms),
+            marked(format_ms(m.time_ms), is_busy(m.load, device)),
+            *((format_ms(m.host_ms),) if on_gpu else ()),
+            NOTHING if m.dispersion is None else f"{m.dispersion:.0%}",
             format_ratio(ratio),
             NOTHING if m.workspace is None else format_bytes(m.workspace),
             NOTHING if m.error is None else f"{m.error.l2:.0e}",
@@ -277,11 +320,12 @@ def _merit(m: Measurement) -> tuple[bool, float, str, str]:
 def wisdom_table(path: str, summaries: Sequence[wisdom.Summary]) -> Table:
     """What a store holds, by environment."""
     table = _table(
-        ("problems", "right"), ("measurements", "right"), ("lost", "right"), ("plans", "right"), ("newest", ""),
-        ("environment", ""), title=f"{path}: {'nothing yet' if not summaries else 'measured and planned'}",
+        ("problems", "right"), ("measurements", "right"), ("lost", "right"), ("busy", "right"), ("plans", "right"),
+        ("newest", ""), ("environment", ""),
+        title=f"{path}: {'nothing yet' if not summaries else 'measured and planned'}",
     )  # fmt: skip
     for summary in summaries:
         newest = datetime.fromtimestamp(summary.newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        counts = (summary.problems, summary.measurements, summary.lost, summary.plans)
+        counts = (summary.problems, summary.measurements, summary.lost, summary.busy, summary.plans)
         table.add_row(*map(str, counts), newest, escape(summary.environment))
     return table

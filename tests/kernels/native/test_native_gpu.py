@@ -89,7 +89,8 @@ def test_both_ways_give_the_same_bits(name: str, pass_: Pass) -> None:
         pytest.skip(f"there is no solver {name}")
     seen = 0
     for p, plan in plans(name, pass_):
-        if not solvers.get(name).is_deterministic(p, plan.config):
+        inner = plan.config.get("solver", name)  # one that a rewrite leaves the work to may call libraries
+        if inner not in TRITON + CUDA or not solvers.get(name).is_deterministic(p, plan.config):
             continue
         a, b = make_operands(p)
         try:

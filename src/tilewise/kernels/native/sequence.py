@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -95,6 +96,8 @@ def launch_list(sequence: LaunchSequence, instead: Callable[..., None]) -> Any:
     if found is None:
         return None
     try:
+        if threading.current_thread() is not threading.main_thread():
+            torch.cuda.mem_get_info(sequence.device)  # a thread that has not used a GPU yet has no context of it
         with torch.cuda.device(sequence.device):
             return found.module.LaunchList(found.driver, sequence.sources, sequence.launches, sequence.hooks, instead)
     except (RuntimeError, TypeError, ValueError) as error:

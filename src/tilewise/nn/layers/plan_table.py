@@ -21,6 +21,7 @@ from tilewise.nn.layers.bound_pass import BoundPass, bind_pass
 from tilewise.nn.progress import Late, showing
 from tilewise.plan import Plan, format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
+from tilewise.planner.caches.measurements import baselines
 from tilewise.planner.options import EXCLUDED
 from tilewise.planner.processes.messages import effort
 from tilewise.problems.base import Problem
@@ -68,6 +69,8 @@ class PlanTable:
         self._planner = planner
         self.reasons: dict[Problem, str] = {}
         self.times: dict[Problem, float] = {}
+        self.host_times: dict[Problem, float | None] = {}
+        """The host's part beside torch's times; ``None`` where it is not known."""
         self.limits: dict[Problem, int] = {}
         """Workspace in bytes that single problems may use, in place of the options' limit."""
         self.facts: dict[str, Any] = {}
@@ -184,7 +187,7 @@ class PlanTable:
         """Take the plans of ``other``, except where ``plans`` has one for a problem and deterministic flag."""
         self._bound.clear()
         self._plans = {**other._plans, **plans}
-        self.reasons, self.times = other.reasons, other.times
+        self.reasons, self.times, self.host_times = other.reasons, other.times, other.host_times
         self.limits = {problem: plan.workspace for (problem, _), plan in plans.items()}
 
     def refuse(self, problem: Problem, deterministic: bool, reason: str) -> None:
@@ -211,10 +214,15 @@ class PlanTable:
         self.notes.update({problem: note for problem, _ in keys})
 
     def torch_times(self, problems: Iterable[Problem]) -> dict[Problem, float]:
-        """torch's milliseconds on each problem, measured beside its plans, of all problems known so far."""
+        """torch's milliseconds on each problem, measured beside its plans, of all problems known so far.
+
+        They are the device's; :attr:`host_times` has the host's.
+        """
         unknown = [p for p in problems if p not in self.times]
         if unknown:
-            self.times |= self.planner.torch_ms(unknown)
+            measured = baselines(self.planner.wisdom, unknown)
+            self.times |= {p: m.time_ms for p, m in measured.items() if m.time_ms is not None}
+            self.host_times |= {p: m.host_ms for p, m in measured.items()}
         return self.times
 
     def ready(self, problems: Iterable[Problem], deterministic: bool, device: torch.device) -> bool:
@@ -250,7 +258,7 @@ class PlanTable:
         for problem, deterministic in keys:
             self._plans.pop((problem, deterministic), None)
             if (problem, not deterministic) not in self._plans:
-                for table in (self.reasons, self.times, self.notes):
+                for table in (self.reasons, self.times, self.host_times, self.notes):
                     table.pop(problem, None)
         gone = set(keys)
         for key in [key for key in self._bound if key[:2] in gone]:

@@ -184,6 +184,9 @@ def _pass(data: object, where: str, device: str) -> PassResult:
         _time(entry.get("planned_ms"), f"{where}.planned_ms"),
         _several(front, f"{where}.front", MOST_PLANS, plan_of),
         _several(candidates, f"{where}.candidates", MOST_CANDIDATES, _measurement),
+        _amount(entry, "framework_host_ms", where),
+        _amount(entry, "planned_host_ms", where),
+        _share(entry, where),
     )
 
 
@@ -208,7 +211,25 @@ def _measurement(data: object, where: str) -> Measurement:
         _text(entry.get("reason"), f"{where}.reason"),
         _time(entry.get("framework_ms"), f"{where}.framework_ms"),
         None if estimate_ms is None else _number(estimate_ms, f"{where}.estimate_ms"),
+        _amount(entry, "host_ms", where),
+        _amount(entry, "framework_host_ms", where),
+        _amount(entry, "dispersion", where),
+        None if entry.get("runs") is None else _integer(entry["runs"], f"{where}.runs"),
+        _share(entry, where),
     )
+
+
+def _amount(entry: dict[str, Any], name: str, where: str) -> float | None:
+    """A number that earlier versions did not write, such as the host's milliseconds; ``None`` where there is none."""
+    return None if entry.get(name) is None else _number(entry[name], f"{where}.{name}")
+
+
+def _share(entry: dict[str, Any], where: str) -> float | None:
+    """The share of the host's cores that other processes used; ``None`` where it is not known."""
+    load = _amount(entry, "load", where)
+    if load is not None and load > 1:
+        raise _wrong(f"{where}.load", load, "a share from 0 to 1, or null")
+    return load
 
 
 def _error(data: object, where: str) -> Error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from tilewise.plan import Measurement, Plan
+from tilewise.plan import Measurement, Plan, is_busy, sum_known
 from tilewise.problems.base import Problem
 from tilewise.problems.kinds import kinds
 
@@ -42,8 +42,11 @@ class Layer:
 class PassResult:
     """One pass of a layer: its plan, or the ``reason`` why there is none, and both times where they were measured.
 
-    ``framework_ms`` and ``planned_ms`` are medians taken in turns in one run. ``front`` holds the plans of the
-    time/workspace front, fastest first, and ``candidates`` what was tried; ``None`` where nobody asked.
+    ``framework_ms`` and ``planned_ms`` are what the device computes, medians taken in turns in one run.
+    ``framework_host_ms`` and ``planned_host_ms`` are what the host needs to launch it: 0 on a CPU, ``None`` where it is
+    not known. ``load`` is the share of all cores that other processes used meanwhile, ``None`` where it is not known.
+    ``front`` holds the plans of the time/workspace front, fastest first, and ``candidates`` what was tried; ``None``
+    where nobody asked.
     """
 
     problem: Problem
@@ -53,6 +56,14 @@ class PassResult:
     planned_ms: float | None = None
     front: tuple[Plan, ...] | None = None
     candidates: tuple[Measurement, ...] | None = None
+    framework_host_ms: float | None = None
+    planned_host_ms: float | None = None
+    load: float | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the host was busy with other processes while these times or the plan's were taken."""
+        return is_busy(self.load, self.problem.device) or (self.plan is not None and self.plan.busy)
 
     @property
     def replaced(self) -> bool:
@@ -61,7 +72,7 @@ class PassResult:
 
     @property
     def ratio(self) -> float | None:
-        """How many times faster the plan is than the framework: 1 where it is left to that, ``None`` if unknown."""
+        """How many times faster the plan is on the device: 1 where it is left to torch, ``None`` if unknown."""
         if self.plan is None:
             return None
         if not self.replaced:
@@ -71,12 +82,20 @@ class PassResult:
         return self.framework_ms / self.planned_ms
 
 
-def with_times(result: PassResult, framework_ms: float | None) -> PassResult:
-    """``result`` with torch's time and its plan's time, both in ms as measured while planning."""
+def with_times(result: PassResult, framework_ms: float | None, framework_host_ms: float | None = None) -> PassResult:
+    """``result`` with torch's times and its plan's, all in ms as measured while planning, and the load of then."""
     if framework_ms is None or result.plan is None:
         return result
-    planned = result.plan.time_ms if result.replaced and math.isfinite(result.plan.time_ms) else None
-    return replace(result, framework_ms=framework_ms, planned_ms=planned)
+    plan = result.plan
+    planned = plan.time_ms if result.replaced and math.isfinite(plan.time_ms) else None
+    return replace(
+        result,
+        framework_ms=framework_ms,
+        planned_ms=planned,
+        framework_host_ms=framework_host_ms,
+        planned_host_ms=None if planned is None else plan.host_ms,
+        load=plan.load,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +111,9 @@ class Summary:
     """Layer-passes of a network taken together; a layer that occurs n times counts n times.
 
     ``geometric_mean`` and ``worst`` are over the ``compared`` layer-passes, those with a time on both sides, of which
-    the ones left to torch count 1.00; ``None`` where nothing was timed. So are the sums of times.
+    the ones left to torch count 1.00; ``None`` where nothing was timed. So are the sums of times: the device's, and
+    the host's, which are ``None`` where one of them is not known. ``busy`` counts layer-passes that were timed while
+    other processes kept the host busy.
     """
 
     passes: int
@@ -104,6 +125,9 @@ class Summary:
     planned_ms: float | None
     geometric_mean: float | None
     worst: float | None
+    framework_host_ms: float | None = None
+    planned_host_ms: float | None = None
+    busy: int = 0
 
     @property
     def share_replaced(self) -> float:
@@ -114,7 +138,9 @@ class Summary:
 def summarize(results: Iterable[LayerResult]) -> Summary:
     """Times, counts and sizes of all layer-passes of ``results`` together."""
     pass_results = [pass_result for result in results for _ in result.layer.names for pass_result in result.passes]
-    compared = [(r.framework_ms, r.planned_ms, r.ratio) for r in pass_results if r.framework_ms and r.ratio]
+    with_both = [r for r in pass_results if r.framework_ms and r.ratio]
+    compared = [(r.framework_ms, r.planned_ms, r.ratio) for r in with_both]
+    hosts = [(r.framework_host_ms, r.planned_host_ms if r.replaced else r.framework_host_ms) for r in with_both]
     ratios = [ratio for _, _, ratio in compared if ratio is not None]
     return Summary(
         passes=len(pass_results),
@@ -126,6 +152,9 @@ def summarize(results: Iterable[LayerResult]) -> Summary:
         planned_ms=sum(planned or framework or 0.0 for framework, planned, _ in compared) if compared else None,
         geometric_mean=math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None,
         worst=min(ratios, default=None),
+        framework_host_ms=sum_known(framework for framework, _ in hosts) if hosts else None,
+        planned_host_ms=sum_known(planned for _, planned in hosts) if hosts else None,
+        busy=sum(result.busy for result in pass_results),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from tilewise.plan import Measurement
+from tilewise.plan import Measurement, is_busy
 from tilewise.planner.options import Options
 from tilewise.planner.schedules.results import LayerResult, PassResult, Summary
 from tilewise.problems.base import Problem
@@ -82,10 +82,14 @@ def pass_json(result: PassResult) -> dict[str, Any]:
         "plan": None if result.plan is None else result.plan.to_json(),
         "reason": result.reason,
         "framework_ms": number(result.framework_ms),
+        "framework_host_ms": number(result.framework_host_ms),
         "planned_ms": number(result.planned_ms),
+        "planned_host_ms": number(result.planned_host_ms),
+        "load": number(result.load),
+        "busy": result.busy,
         "ratio": number(result.ratio),
         "front": None if front is None else [plan.to_json() for plan in front],
-        "candidates": None if candidates is None else [measurement_json(m) for m in candidates],
+        "candidates": None if candidates is None else [measurement_json(m, result.problem.device) for m in candidates],
     }
 
 
@@ -112,15 +116,21 @@ def problem_json(problem: Problem) -> dict[str, Any]:
     }
 
 
-def measurement_json(m: Measurement) -> dict[str, Any]:
-    """One candidate, as JSON values. ``reason`` is empty unless it was lost."""
+def measurement_json(m: Measurement, device: str) -> dict[str, Any]:
+    """One candidate on ``device``, as JSON values. ``reason`` is empty unless it was lost."""
     return {
         "solver": m.solver,
         "version": m.version,
         "config": m.config.to_json(),
         "estimate_ms": number(m.estimate_ms),
         "time_ms": number(m.time_ms),
+        "host_ms": number(m.host_ms),
         "framework_ms": number(m.baseline_ms),
+        "framework_host_ms": number(m.baseline_host_ms),
+        "dispersion": number(m.dispersion),
+        "runs": m.runs,
+        "load": number(m.load),
+        "busy": is_busy(m.load, device),
         "workspace": m.workspace,
         "error": None if m.error is None else {"l2": number(m.error.l2), "spread": number(m.error.spread)},
         "reason": m.reason,

@@ -22,7 +22,7 @@ from tilewise.report.page.words import (
     short,
     size,
 )
-from tilewise.report.tables import NOTHING
+from tilewise.report.tables import NOTHING, marked
 
 __all__ = ["batches_section", "folded"]
 
@@ -222,7 +222,7 @@ def _table(divided: list[Part], runs_of: dict[int, list[Run]]) -> Markup:
                     str(run.times),
                     NOTHING if run.size is None else str(run.size),
                     plan_text(run.plan),
-                    format_ms(run.plan.time_ms),
+                    marked(format_ms(run.plan.time_ms), run.plan.busy),
                     format_ms(run.time_ms),
                     size(run.plan.workspace),
                 ]

@@ -16,7 +16,8 @@ class Part:
     """One pass of a layer, the ``number``-th of the page.
 
     ``title`` is the layer's name and how many layers are equal to it; ``names`` are all their names. ``text`` is the
-    layer in benchdnn's notation. Times are ``None`` where the document has none.
+    layer in benchdnn's notation. Times are ``None`` where the document has none: those of the device, and those that
+    the host needs to launch it. ``busy`` says that other processes kept the host busy while they were taken.
     """
 
     number: int
@@ -35,6 +36,15 @@ class Part:
     ratio: float | None
     front: tuple[Plan, ...] | None
     candidates: tuple[Measurement, ...] | None
+    device: str = "cpu"
+    framework_host_ms: float | None = None
+    planned_host_ms: float | None = None
+    busy: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes it, so that the host's times are shown beside the device's."""
+        return self.device != "cpu"
 
     @property
     def ran_ms(self) -> float | None:
@@ -80,6 +90,8 @@ class Totals:
     planned_ms: float | None
     geometric_mean: float | None
     worst: float | None
+    framework_host_ms: float | None = None
+    planned_host_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +187,16 @@ class Report:
     def parts(self) -> list[Part]:
         """Every pass of every layer."""
         return [part for layer in self.layers for part in layer.parts]
+
+    @functools.cached_property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes any pass."""
+        return any(part.on_gpu for part in self.parts)
+
+    @functools.cached_property
+    def busy(self) -> int:
+        """How many layer-passes were timed while other processes kept the host busy."""
+        return sum(len(part.names) for part in self.parts if part.busy)
 
     @functools.cached_property
     def compared(self) -> bool:

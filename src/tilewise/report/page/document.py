@@ -206,6 +206,10 @@ def _part(fields: Fields, number: int, title: str, names: tuple[str, ...]) -> Pa
         ratio=fields.number("ratio"),
         front=None if front is None else tuple(_plan(entry, place) for entry, place in front),
         candidates=None if candidates is None else tuple(_candidate(Fields(*entry)) for entry in candidates),
+        device=problem.text("device") or "cpu",
+        framework_host_ms=fields.number("framework_host_ms"),
+        planned_host_ms=fields.number("planned_host_ms"),
+        busy=bool(fields.flag("busy")),
     )
 
 
@@ -253,6 +257,11 @@ def _candidate(fields: Fields) -> Measurement:
         error=Error(*(math.nan if x is None else x for x in distances)) if distances else None,
         reason=fields.text("reason"),
         baseline_ms=fields.number("framework_ms"),
+        host_ms=fields.number("host_ms"),
+        baseline_host_ms=fields.number("framework_host_ms"),
+        dispersion=fields.number("dispersion"),
+        runs=fields.integer("runs"),
+        load=fields.number("load"),
     )
 
 
@@ -261,8 +270,8 @@ def _totals(fields: Fields | None) -> Totals | None:
     if fields is None:
         return None
     counts = (fields.integer(name) for name in ("passes", "replaced", "divided", "unplanned", "compared"))
-    values = (fields.number(name) for name in ("framework_ms", "planned_ms", "geometric_mean", "worst"))
-    return Totals(*counts, *values)
+    names = ("framework_ms", "planned_ms", "geometric_mean", "worst", "framework_host_ms", "planned_host_ms")
+    return Totals(*counts, *(fields.number(name) for name in names))
 
 
 def _training(fields: Fields | None) -> Training | None:

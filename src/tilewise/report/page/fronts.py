@@ -21,6 +21,7 @@ from tilewise.report.page.words import (
     short,
     size,
 )
+from tilewise.report.tables import marked
 
 __all__ = ["fronts_section"]
 
@@ -145,7 +146,9 @@ def _table(parts: list[Part]) -> Markup:
         for i, plan in enumerate(part.front or ()):
             mark = "chosen" if _same(plan, part.plan) else ""
             head = (short(part.title), part.pass_) if i == 0 else ("", "")
-            rows.append([*head, format_ms(plan.time_ms), size(plan.workspace), plan_text(plan), mark])
+            rows.append(
+                [*head, marked(format_ms(plan.time_ms), plan.busy), size(plan.workspace), plan_text(plan), mark]
+            )
     return table("Fronts, fastest first", ("layer", "pass", "#ms", "#workspace", "plan", "chosen"), rows)
 
 

@@ -23,6 +23,7 @@ from tilewise.report.page.words import (
     short,
     size,
 )
+from tilewise.report.tables import BUSY, marked
 
 __all__ = ["layers_section"]
 
@@ -59,6 +60,13 @@ def _scale(report: Report, greatest: float) -> str:
         estimated = " and estimated, not measured," if report.rigor == "estimate" else ""
         words.append(f"Times are the plans' own{estimated} and stand alone: the framework was not timed beside them.")
         words.append(f"To compare: tilewise time {short(report.target) or 'NET'} --json.")
+    if report.on_gpu:
+        words.append("Times are what the device computes; what the host needs to launch it is in the tables.")
+    if report.busy:
+        words.append(
+            f"{BUSY}: other processes kept the host busy while {count(report.busy, 'layer-pass', 'layer-passes')} were "
+            "timed. Their times are doubtful until they are taken on a quiet host."
+        )
     words.append("A row opens to the plan and what was tried.")
     return " ".join(words)
 
@@ -134,6 +142,7 @@ def _row(part: Part, layer: Layer, report: Report, greatest: float, most: int) -
     shown = [format_ms(ms) for ms in values]
     if same:
         shown[1] = "same"
+    shown[-1] = marked(shown[-1], part.busy)
     cells = [
         tag("span", tag("b", breakable(part.title)), " ", tag("i", part.pass_), class_="who"),
         tag("span", root_text(part), class_="what" + ("" if part.plan is not None else " bad")),
@@ -180,18 +189,21 @@ def _table(report: Report) -> Markup:
                 short(part.title),
                 part.pass_,
                 part.text or part.key or NOTHING,
-                format_ms(part.framework_ms),
-                format_ms(part.planned_ms),
+                marked(format_ms(part.framework_ms), part.busy and part.framework_ms is not None),
+                *([format_ms(part.framework_host_ms)] if report.on_gpu else []),
+                marked(format_ms(part.planned_ms), part.busy and part.planned_ms is not None),
+                *([format_ms(part.planned_host_ms)] if report.on_gpu else []),
                 format_ratio(part.ratio),
-                format_ms(part.plan_ms),
+                marked(format_ms(part.plan_ms), plan is not None and plan.busy),
                 NOTHING if plan is None else format_bytes(plan.workspace),
                 NOTHING if plan is None else distance(plan.error),
                 rate(part.flops, part.ran_ms or part.plan_ms),
                 root_text(part),
             ]
         )
+    framework, planned = (([f"#{side} host ms"] if report.on_gpu else []) for side in ("framework", "planned"))
     columns = (
-        "layer", "pass", "problem", "#framework ms", "#planned ms", "#speed-up", "#plan's own ms", "#workspace",
-        "#L2 error", "#rate", "plan",
+        "layer", "pass", "problem", "#framework ms", *framework, "#planned ms", *planned, "#speed-up",
+        "#plan's own ms", "#workspace", "#L2 error", "#rate", "plan",
     )  # fmt: skip
     return table(f"{count(len(rows), 'layer-pass', 'layer-passes')}, framework and planned", columns, rows)

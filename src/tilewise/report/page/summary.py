@@ -53,6 +53,13 @@ def _cards(report: Report) -> list[Child]:
             cards.append(
                 _card("without a plan", str(totals.unplanned), "layer-passes that nothing keeps the limits for")
             )
+        if totals.framework_host_ms and totals.planned_host_ms is not None:
+            text = f"framework {milliseconds(totals.framework_host_ms)}, planned {milliseconds(totals.planned_host_ms)}"
+            ratio = format_ratio(totals.framework_host_ms / totals.planned_host_ms if totals.planned_host_ms else None)
+            cards.append(_card("launches by the host", ratio, text))
+    if report.busy:
+        text = "layer-passes timed while other processes kept the host busy: doubtful"
+        cards.append(_card("busy host", str(report.busy), text))
     plan_times = [part.plan_ms * len(part.names) for part in report.parts if part.plan_ms is not None]
     if plan_times and not report.compared:
         how = "estimated" if report.rigor == "estimate" else "as timed when planning"

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from tilewise.plan import Measurement
+from tilewise.plan import Measurement, is_busy
 from tilewise.report.page.contents import Layer, Part
 from tilewise.report.page.html import Child, Markup, table, tag
 from tilewise.report.page.words import (
@@ -22,13 +22,20 @@ from tilewise.report.page.words import (
     short,
     size,
 )
-from tilewise.report.tables import walk
+from tilewise.report.tables import marked, walk
 
 __all__ = ["inside"]
 
 
-COLUMNS = ("plan", "#ms", "#of plan's time", "#workspace", "#L2 error", "#spread", "")
-"""Columns of the table of a plan and of what was tried."""
+def _columns(part: Part) -> tuple[str, ...]:
+    """Columns of the table of a plan and of what was tried; on a GPU with the host's times."""
+    host = ("#host ms",) if part.on_gpu else ()
+    return ("plan", "#ms", *host, "#of plan's time", "#workspace", "#L2 error", "#spread", "")
+
+
+def _times(time_ms: float | None, host_ms: float | None, busy: bool, part: Part) -> list[str]:
+    """The cells of the device's time and, on a GPU, of the host's."""
+    return [marked(format_ms(time_ms), busy), *([format_ms(host_ms)] if part.on_gpu else [])]
 
 
 def inside(part: Part, layer: Layer, most: int) -> list[Child]:
@@ -38,7 +45,7 @@ def inside(part: Part, layer: Layer, most: int) -> list[Child]:
         blocks.append(tag("p", "No plan: ", part.reason or "the document does not say why.", class_="why bad"))
     rows, note = _tried(part, most) if part.candidates is not None else ([], _where_to_look(part))
     if part.plan is not None or rows:
-        blocks.append(table(f"Plan of {name_of(part)}", COLUMNS, [*_tree(part), *rows], captioned=False))
+        blocks.append(table(f"Plan of {name_of(part)}", _columns(part), [*_tree(part), *rows], captioned=False))
     return [*blocks, note]
 
 
@@ -72,7 +79,7 @@ def _tree(part: Part) -> list[list[str]]:
         rows.append(
             [
                 tag("span", name, class_=f"d{min(depth, 8)}") if depth else tag("b", name),
-                format_ms(plan.time_ms),
+                *_times(plan.time_ms, plan.host_ms, plan.busy, part),
                 "",
                 size(plan.workspace),
                 distance(plan.error),
@@ -102,7 +109,7 @@ def _tried(part: Part, most: int) -> tuple[list[str | list[str]], Markup | None]
     rows += [_measured(m, m is chosen, part) for m in won[:most]]
     if chosen is not None and not any(m is chosen for m in won[:most]):
         rows.append(_measured(chosen, True, part))
-    rows += [_lost(m, times) for m, times in lost[:most]]
+    rows += [_lost(m, times, part) for m, times in lost[:most]]
     notes = []
     if len(won) > most:
         notes.append(f"{len(won) - most} slower")
@@ -123,14 +130,16 @@ def _measured(m: Measurement, chosen: bool, part: Part) -> list[str]:
     why = "chosen" if chosen else "slower" if ratio is not None and ratio > 1 else NOTHING
     if why == NOTHING and part.plan is not None and m.workspace is not None and m.workspace > part.plan.workspace:
         why = "takes more workspace than the plan"
-    cells = [_name(m), format_ms(m.time_ms), format_ratio(ratio), size(m.workspace)]
+    times = _times(m.time_ms, m.host_ms, is_busy(m.load, part.device), part)
+    cells = [_name(m), *times, format_ratio(ratio), size(m.workspace)]
     return [*cells, distance(m.error), distance(m.error, "spread"), tag("b", why) if chosen else why]
 
 
-def _lost(m: Measurement, times: int) -> list[str]:
+def _lost(m: Measurement, times: int, part: Part) -> list[str]:
     """The row of ``times`` similar lost candidates."""
     name = _name(m) + (f" and {count(times - 1, 'other')}" if times > 1 else "")
-    cells = [name, format_ms(m.time_ms), NOTHING, size(m.workspace), distance(m.error), distance(m.error, "spread")]
+    taken = _times(m.time_ms, m.host_ms, is_busy(m.load, part.device), part)
+    cells = [name, *taken, NOTHING, size(m.workspace), distance(m.error), distance(m.error, "spread")]
     return [*cells, short(m.reason, 400)]
 
 
