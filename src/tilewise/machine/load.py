@@ -7,17 +7,22 @@ so that only a span of some length tells the share: shorter ones are taken toget
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Moment", "begin", "others_now", "others_since"]
+__all__ = ["Moment", "begin", "not_waiting", "others_now", "others_since"]
 
 SYSTEM = Path("/proc/stat")
 LEAST_S = 0.25
 """Seconds of measuring that tell the share: counts of two cores are then exact to some hundredths."""
+ROUGH_S = 0.05
+"""Seconds that tell it roughly, where nothing may be waited for."""
 FRESH_S = 10.0
 """Seconds for which a share is taken to be that of now."""
 
@@ -38,6 +43,7 @@ class _Span(NamedTuple):
     others: float
 
 
+_impatient: ContextVar[bool] = ContextVar("impatient", default=False)
 _spans: deque[_Span] = deque(maxlen=512)
 """What was looked at last, the newest last."""
 
@@ -57,16 +63,31 @@ def others_since(moment: Moment | None) -> float | None:
     """The share of all cores, from 0 to 1, that other processes used since ``moment``; ``None`` where nothing tells.
 
     A span shorter than :data:`LEAST_S` is taken together with those before it. Where these are too short as well, this
-    waits until they are not: once for many measurements.
+    waits until they are not, once for many measurements. Within :func:`not_waiting` nothing tells then.
     """
     if moment is None or not _look(moment):
         return None
-    while (missing := LEAST_S - _length()) > 0:
+    if _impatient.get() and _length() < ROUGH_S:
+        return None
+    while not _impatient.get() and (missing := LEAST_S - _length()) > 0:
         after = begin()
         time.sleep(missing)
         if after is None or not _look(after):
             return None
     return _share()
+
+
+@contextlib.contextmanager
+def not_waiting() -> Iterator[None]:
+    """Tell the load in this thread without ever waiting, for measurements that a program is not to notice.
+
+    Spans of :data:`ROUGH_S` together are then enough; below that the load is unknown.
+    """
+    before = _impatient.set(True)
+    try:
+        yield
+    finally:
+        _impatient.reset(before)
 
 
 def others_now() -> float | None:
