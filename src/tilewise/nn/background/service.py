@@ -20,6 +20,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch
 
 from tilewise.machine.device import is_capturing
+from tilewise.machine.load import not_waiting
 from tilewise.machine.turns import taking
 from tilewise.nn.background.allowance import Allowance
 from tilewise.nn.background.baton import Baton, Stopped
@@ -222,7 +223,7 @@ class Service:
 def _plan(baton: Baton, next_job: Callable[[], Job | None]) -> None:
     """The thread: do one piece of work after the other while it has the baton."""
     try:
-        with taking(baton):
+        with taking(baton), not_waiting():
             baton.rest()
             while True:
                 job = next_job()
