@@ -208,5 +208,5 @@ class Source:
             f"schedule {self.name}: {notes.total()} of {len(distinct)} kernels were not taken from it and {planned} "
             f"({whys}); tilewise.nn.report(model) says which",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
