@@ -152,7 +152,7 @@ def row(option: Option) -> str:
 
 def test_the_manuals_variables_are_those_of_the_list() -> None:
     lines = (DOCS / "environment.md").read_text("utf-8").splitlines()
-    others = ("TILEWISE_CACHE_DIR", "TILEWISE_COMPILE_WORKERS", "TILEWISE_ENABLE")
+    others = ("TILEWISE_CACHE_DIR", "TILEWISE_COMPILE_WORKERS", "TILEWISE_NATIVE", "TILEWISE_ENABLE")
     found = [line for line in lines if line.startswith("| `TILEWISE_") and not line[3:].startswith(others)]
     assert found == [row(option) for option in OPTIONS.values() if option.variable]
     assert {o.name for o in OPTIONS.values() if o.variable} == set(get_type_hints(EnableOptions))

@@ -226,7 +226,7 @@ def test_summary(wisdom: Wisdom) -> None:
     wisdom.remember("a", "r", "", some_plan("r"))
     wisdom.remember_profile("b", {"bandwidth": 1.0})
     a, b = wisdom.summary()
-    assert a == Summary("a", problems=3, measurements=5, lost=2, plans=1, profiled=False, newest=a.newest)
+    assert a == Summary("a", problems=3, measurements=5, lost=2, plans=1, profiled=False, newest=a.newest, busy=1)
     assert b == Summary("b", problems=0, measurements=0, lost=0, plans=0, profiled=True, newest=b.newest)
     assert 0 < a.newest <= b.newest
 
