@@ -65,6 +65,7 @@ class PlannedModules:
             for example in examples
         ]
         self.calls = list(dict.fromkeys(call for calls in recorded for call in calls))
+        self.plan_table.uses = {problem: len(names) for problem, names in self.names().items()}
 
     def problems(self) -> list[Problem]:
         """The problems of the recorded calls, one for every pass of each call."""

@@ -18,7 +18,7 @@ from tilewise.nn.layers.bound_pass import with_strides
 from tilewise.nn.layers.call import Call
 from tilewise.nn.layers.runner import Runner
 
-__all__ = ["Known", "publish"]
+__all__ = ["Known", "Published", "publish", "published_as"]
 
 _library = torch.library.Library("tilewise", "DEF")
 for _schema in (
@@ -41,6 +41,8 @@ class Known:
     device_type: str
     needs: tuple[bool, bool, bool]
     deterministic: bool
+    table: int
+    """The number of the plan table, see :func:`tilewise.nn.layers.plan_table.table_of`."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,11 @@ once there are so many, layers met for the first time are compiled as torch's.""
 _published: dict[str, Published] = {}
 
 
-def publish(runner: Runner, call: Call, result_shape: tuple[int, ...]) -> Known | None:
-    """Give ``runner`` a name for the operators; ``None`` where :data:`MOST_PUBLISHED` names are in use."""
+def publish(runner: Runner, call: Call, result_shape: tuple[int, ...], table: int) -> Known | None:
+    """Give ``runner`` a name for the operators; ``None`` where :data:`MOST_PUBLISHED` names are in use.
+
+    ``table`` is the number of the plan table that the plans are from.
+    """
     layout = call.backend_layout
     passes = (runner.forward, runner.grad_input, runner.grad_weight)
     trees = [None if p is None else p.plan.to_json() for p in passes]
@@ -79,8 +84,13 @@ def publish(runner: Runner, call: Call, result_shape: tuple[int, ...]) -> Known 
     _published[name] = Published(runner, call, result_shape)
     return Known(
         name, call.x.shape, call.w.shape, call.bias, layout, call.dtype, call.device.type, call.needs,
-        call.deterministic,
+        call.deterministic, table,
     )  # fmt: skip
+
+
+def published_as(plans: str) -> Published | None:
+    """The runner published as ``plans``, if any."""
+    return _published.get(plans)
 
 
 def _find(plans: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> Published:

@@ -214,9 +214,10 @@ class Layer:
         )
         if runner.planned and self.plan_table.traced and len(self.known) < MOST_CALLS:
             forward = problems[Role.FORWARD]
-            known = publish(runner, call, forward.shape(forward.result))
+            known = publish(runner, call, forward.shape(forward.result), self.plan_table.number)
             if known is not None and known not in self.known:
                 self.known.append(known)
+                self.plan_table.published.add(known.plans)
         return runner
 
     def problems(self, call: Call) -> dict[str, ConvProblem]:

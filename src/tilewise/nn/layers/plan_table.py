@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -51,6 +53,15 @@ def planning() -> AbstractContextManager[object]:
     return _planning
 
 
+_numbers = itertools.count()
+_tables: weakref.WeakValueDictionary[int, PlanTable] = weakref.WeakValueDictionary()
+
+
+def table_of(number: int) -> PlanTable | None:
+    """The plan table with this ``number``; ``None`` where it is gone."""
+    return _tables.get(number)
+
+
 class PlanTable:
     """The plans of problems under ``options``.
 
@@ -77,6 +88,13 @@ class PlanTable:
         """Further facts on the plans for the report, by name: plain JSON values."""
         self.notes: dict[Problem, str] = {}
         """Why a schedule's plan was not taken, where there is a schedule."""
+        self.uses: dict[Problem, int] = {}
+        """How often a step of the model computes each problem, where that was seen."""
+        self.published: set[str] = set()
+        """The names by which compiled graphs may find its layers."""
+        self.number = next(_numbers)
+        """What compiled graphs are traced with in place of this object, see :func:`table_of`."""
+        _tables[self.number] = self
         self.supply: Callable[[PlanTable, list[Problem], bool], list[Problem]] | None = None
         """Asked before anything is planned: it brings plans from elsewhere and gives back what is left to plan."""
         self._plans: dict[tuple[Problem, bool], Plan | None] = {}
@@ -205,6 +223,11 @@ class PlanTable:
             return None
         plan = self.chosen(problem, deterministic)
         return None if plan is None or plan.solver == solvers.baseline(problem).name else plan
+
+    def left_to_torch(self) -> dict[Problem, int]:
+        """The problems that torch computes, and how often a step computes each."""
+        by_torch = (problem for problem, deterministic in self._plans if not self.replacement(problem, deterministic))
+        return {problem: self.uses.get(problem, 1) for problem in by_torch}
 
     def withhold(self, keys: Collection[tuple[Problem, bool]], note: str) -> None:
         """Let torch compute these problems although they have plans, and no others; ``note`` says why in reports."""

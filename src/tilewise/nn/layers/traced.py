@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.nn.layers.compiled import Known
+from tilewise.nn.layers.frozen import is_kept
 from tilewise.nn.layers.layer import Layer
 from tilewise.nn.layers.strides import backend_layout
 
@@ -17,7 +18,7 @@ __all__ = ["trace"]
 def trace(layer: Layer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor | None:
     """The operator call that Dynamo traces for ``layer``; ``None`` where no plans are known for these tensors.
 
-    Nothing is planned here.
+    Nothing is planned here. Where Inductor freezes the weights, what it computes faster by itself is left to it.
     """
     # An exported program runs without tilewise. (Dynamo of torch 2.11 takes is_exporting() itself to be always true.)
     if torch.compiler._is_exporting_flag or not layer.geometry.symmetric:
@@ -42,6 +43,8 @@ def trace(layer: Layer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
             and deterministic == known.deterministic
             and known.layout == backend_layout(x.shape, x.stride(), w.shape, w.stride())
         ):
+            if not grad and not is_kept(known.plans, known.table):
+                return None
             return torch.ops.tilewise.conv(x, w, b, known.plans)  # type: ignore[no-any-return]
     return None
 
