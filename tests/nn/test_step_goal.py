@@ -19,7 +19,7 @@ import tilewise
 from tilewise.nn import report
 from tilewise.nn.layers.kinds import is_planned
 from tilewise.nn.step.goal import StepGoal
-from tilewise.nn.step.pairs import LEAST_PAIRS, Side, interval, time_pairs
+from tilewise.nn.step.pairs import CLEAR_PAIRS, LEAST_PAIRS, Side, interval, time_pairs
 from tilewise.nn.step.step import Step
 from tilewise.plan import Plan
 from tilewise.planner import Options, Planner
@@ -64,6 +64,31 @@ def test_both_ways_run_equally_often_and_in_changing_order() -> None:
     assert ran.count("a") == ran.count("b")
     assert len(pairs.first_ms) == len(pairs.second_ms) == 6
     assert pairs.host_ms is pairs.device_ms is None
+
+
+@pytest.mark.parametrize(
+    ("ratios", "seconds", "pairs"),
+    [
+        ((1.5, 1.2), 1.0, CLEAR_PAIRS),
+        ((0.7, 0.8), 1.0, CLEAR_PAIRS),  # a loss may be as clear
+        ((1.5, 1.02), 1.0, LEAST_PAIRS),  # not in every pair
+        ((1.5, 1.2), 0.01, LEAST_PAIRS),  # short steps cost nothing
+    ],
+)
+def test_long_steps_that_are_clear_end_early(
+    ratios: tuple[float, float], seconds: float, pairs: int, clock: Clock
+) -> None:
+    turns = itertools.count()
+
+    def plain() -> None:
+        clock.now += seconds
+
+    def other() -> None:
+        clock.now += seconds / ratios[next(turns) % 2]
+
+    taken = time_pairs(Side(lambda: None, plain), Side(lambda: None, other), CPU)
+    assert len(taken.first_ms) == pairs
+    assert taken.speedup[0] == pytest.approx(min(ratios)) or pairs == LEAST_PAIRS
 
 
 class Clock:

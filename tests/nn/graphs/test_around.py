@@ -26,6 +26,7 @@ from tilewise.nn import CannotCapture, graph_report, report, ungraphed
 from tilewise.nn.graphs import choose
 from tilewise.nn.graphs.choose import choose_graphs
 from tilewise.nn.graphs.graphed import captured
+from tilewise.nn.step.pairs import LEAST_PAIRS, Pairs, Side
 
 
 @pytest.fixture(autouse=True)
@@ -204,21 +205,27 @@ def test_auto_and_a_limit_of_memory() -> None:
         tilewise.optimize(network(), images(), graphs="auto", memory_limit="1GiB")
 
 
-class Clock:
-    """Time that a test sets: each turn with graphs takes ``graph`` seconds, each without ``plain``."""
+class Timed:
+    """Times that a test sets: a step with graphs takes ``graph`` ms, one without ``plain``. Both sides run."""
 
     def __init__(self, plain: float, graph: float, recorders: list[TapeRecorder]) -> None:
         self.plain, self.graph, self.recorders = plain, graph, recorders
-        self.now, self.seen = 0.0, 0
 
-    def perf_counter(self) -> float:
-        replays = sum(recorder.log.count("replay") for recorder in self.recorders)
-        self.now += self.graph if replays > self.seen else self.plain
-        self.seen = replays
-        return self.now
+    def __call__(self, first: Side, second: Side, device: torch.device) -> Pairs:
+        for side, replays in ((first, False), (second, True)):
+            before = self.replays()
+            side.use()
+            side.run()
+            assert (self.replays() > before) is replays
+        return Pairs((self.plain,) * LEAST_PAIRS, (self.graph,) * LEAST_PAIRS)
+
+    def replays(self) -> int:
+        return sum(recorder.log.count("replay") for recorder in self.recorders)
 
 
-@pytest.mark.parametrize(("plain", "graph", "training"), [(2.0, 1.0, True), (1.0, 2.0, True), (2.0, 1.0, False)])
+@pytest.mark.parametrize(
+    ("plain", "graph", "training"), [(2.0, 1.0, True), (1.0, 2.0, True), (1.0, 1.0, True), (2.0, 1.0, False)]
+)
 def test_auto_keeps_what_wins(plain: float, graph: float, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = twins(network(dropout=0.5))
     step(model, images())
@@ -230,7 +237,7 @@ def test_auto_keeps_what_wins(plain: float, graph: float, training: bool, monkey
         recorders.append(TapeRecorder(device))
         return recorders[-1]
 
-    monkeypatch.setattr(choose, "time", Clock(plain, graph, recorders))
+    monkeypatch.setattr(choose, "time_pairs", Timed(plain, graph, recorders))
     x = images()
     state = torch.get_rng_state()
     found = choose_graphs(model, [x], training=training, recorder=recorder)
@@ -238,7 +245,9 @@ def test_auto_keeps_what_wins(plain: float, graph: float, training: bool, monkey
     assert_alike([p.grad for p in model.parameters() if p.grad is not None], before, 0.0)
     assert_alike([*model.buffers()], [*twin.buffers()], 0.0)
     assert found["kept"] == (graph < plain)
-    assert found["graph_ms"] / found["plain_ms"] == graph / plain
+    assert (found["plain_ms"], found["graph_ms"]) == (plain, graph)
+    assert found["least"] == found["speedup"] == found["most"] == plain / graph
+    assert found["pairs"] == LEAST_PAIRS
     assert (found["reason"] == "") == found["kept"]
     if found["kept"]:
         assert (graph_report(model).replayed, graph_report(model).without) == (0, {})
@@ -280,6 +289,7 @@ from tests.nn.graphs.models import assert_alike, images, network, step, twins
 from tests.nn.graphs.tape import TapeRecorder
 from tilewise.nn import graph_report
 from tilewise.nn.graphs.graphed import captured
+from tilewise.nn.step.pairs import LEAST_PAIRS, Pairs, Side
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 torch.manual_seed(0)

@@ -53,9 +53,13 @@ class Swappable(Protocol):
 
 @dataclass(frozen=True)
 class _Tried:
-    """A choice of problems to leave to torch, and the times of torch's step and this one."""
+    """A choice of problems to leave to torch, and the times of torch's step and this one.
+
+    Of the pairs that were ``asked`` for, fewer may have been enough.
+    """
 
     withheld: frozenset[Key]
+    asked: int
     pairs: Pairs
 
 
@@ -110,7 +114,7 @@ class StepGoal:
                 best, low = tried, middle
             else:
                 high = middle
-        if len(best.pairs.first_ms) < LEAST_PAIRS:
+        if best.asked < LEAST_PAIRS:
             best = self._timed(best.withheld, LEAST_PAIRS)
         return best
 
@@ -132,7 +136,7 @@ class StepGoal:
             taken = time_pairs(*sides, self._step.device, pairs, note)
         finally:
             by_plans()
-        return _Tried(withheld, taken)
+        return _Tried(withheld, pairs, taken)
 
     @staticmethod
     def _falls_short(tried: _Tried, gains: Mapping[Key, float]) -> bool:
