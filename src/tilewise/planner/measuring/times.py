@@ -31,6 +31,7 @@ __all__ = [
     "Timer",
     "Took",
     "check_peak_is_known",
+    "counted_bytes",
     "interleaved",
     "lead_ms",
     "peak_bytes",
@@ -226,10 +227,18 @@ def _peak_bytes(call: Call, device: torch.device, result_bytes: int, scratch: bo
         call()
         return max(0, _requested(device)["peak"] - before - result_bytes)
     grown = _growth(call) - result_bytes
-    counted = max(0, most_alive(recorded(call)) - result_bytes) if countable() else 0
+    counted = counted_bytes(call, result_bytes) if countable() else 0
     if rough:
         return max(counted, grown) + NOISE
     return max(counted, grown if grown > NOISE else 0)
+
+
+def counted_bytes(call: Call, result_bytes: int = 0) -> int:
+    """Bytes of torch's allocator that one run of ``call`` takes at its peak on a CPU, in this thread, to the byte.
+
+    ``result_bytes`` are taken off. Raises ``RuntimeError`` while another profiler runs.
+    """
+    return max(0, most_alive(recorded(call)) - result_bytes)
 
 
 def _growth(call: Call) -> int:

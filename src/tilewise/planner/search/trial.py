@@ -63,7 +63,8 @@ class Trial:
         self.known, self.foreign, self.judge, self._loses = known, foreign, judge, loses
         self.offers = Offers(problem, options, profile, wrong, is_root)
         self.pruning = Pruning(problem, known, options.rigor == "patient", for_front)
-        self.benchmark = Benchmark(problem, tensors, options, timer, is_root, bias)
+        watched = for_front or options.workspace is not None
+        self.benchmark = Benchmark(problem, tensors, options, timer, is_root, bias, watched)
         self._binder = Binder(problem, tensors)
         self.best_ms = float("inf")
         """Starts as a bound, and falls to the best time found. Candidates far above it are given up."""
