@@ -35,9 +35,11 @@ LONG = {
     "parallel_planning",
     "patches",
     "planner_time",
+    "planning_wait",
     "spatial_scaling",
     "spatial_tables",
     "step_memory",
+    "steps",
     "transparent",
     "winograd_tiles",
 }

@@ -1,0 +1,219 @@
+"""How long a user waits for planning: with nothing cached, with kernels on disk, with wisdom, and in the background.
+
+Each row is a network in a process of its own, which trains it: ``torch`` is a plain loop, the others call
+``tilewise.optimize`` before it. ``cold`` begins with an empty cache directory, ``kernels`` with the kernels that the
+first left but no plans, and ``wisdom`` with both: their figure is the seconds of the call. ``background`` is
+``wait=False`` with kernels on disk, for ``background_s`` seconds of training: its figure is how much later than torch's
+its first step is done. ``details`` have the times of the steps (what planning adds to them in the median, and over any
+hundred steps in a row at the most), the second in which the first layer changed over, how many problems were planned,
+and whether all were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.machine import commit
+from harness.result import Bar, Result, Row, Side
+from harness.settings import BadInput, Settings
+
+DEFAULTS = {
+    "cases": "",
+    "ways": "cold,kernels,wisdom,background",
+    "goal": "step",
+    "rigor": "measure",
+    "torch_steps": "40",
+    "background_s": "120",
+    "share": "0.02",
+    "seconds": "0",
+}
+QUICK = {"cases": "photonet@1@fp32", "ways": "kernels,background", "rigor": "estimate", "torch_steps": "2",
+         "background_s": "1"}  # fmt: skip
+GPU_CASES = (
+    "torchvision:resnet50@64@fp32,torchvision:efficientnet_b0@64@fp32,timm:convnext_tiny@64@fp32,"
+    "torchvision:resnet50@128@bf16"
+)
+CPU_CASES = (
+    "torchvision:resnet18@8@fp32,torchvision:mobilenet_v3_large@8@fp32,timm:convnext_tiny@4@fp32,"
+    "torchvision:efficientnet_b0@4@fp32,torchvision:densenet121@4@fp32"
+)
+WAYS = ("cold", "kernels", "wisdom", "background")
+MOST_S = {"cold": 30.0, "kernels": 30.0, "background": 2.0}
+MOST_SHARE = 0.02
+STRETCH = 100
+"""Steps over which planning in the background may not take more than its share."""
+
+
+def run(settings: Settings) -> Result:
+    """One row a case and way."""
+    deadline, rows, notes = settings.deadline(), list[Row](), list[str]()
+    ways = settings.chosen("ways", {way: way for way in WAYS})
+    cases = settings.text("cases") or (GPU_CASES if settings.device.type == "cuda" else CPU_CASES)
+    for text in cases.split(","):
+        if len(text.rsplit("@", 2)) != 3 or not text.rsplit("@", 2)[1].isdecimal():
+            raise BadInput(f"cases={text!r}: network@batch@fp32 or @bf16 would do")
+        if deadline.passed:
+            notes.append(f"out of time before {text}")
+            continue
+        with tempfile.TemporaryDirectory(prefix="tilewise-benchmark-") as folder:
+            rows += _rows(settings, text, ways, Path(folder))
+        settings.keep(Result(rows, notes=[*notes, f"ended after {text}"]))
+    return Result(rows, bars(rows, settings), notes=notes)
+
+
+def _rows(settings: Settings, case: str, ways: Sequence[str], cache: Path) -> list[Row]:
+    """The rows of one case. The first ways fill the cache directory for those after them."""
+    by_torch = _ran(settings, case, "torch", cache)
+    rows = []
+    filled = False
+    for way in ways:
+        if way in ("kernels", "background") and not filled:
+            _ran(settings, case, "cold", cache)
+        if way == "cold":
+            shutil.rmtree(cache)
+            cache.mkdir(mode=0o700)
+        elif way != "wisdom":
+            for path in cache.glob("wisdom*"):
+                path.unlink()
+        found = _ran(settings, case, way, cache)
+        filled = True
+        rows.append(_row(case, way, by_torch, found))
+        settings.say(f"  {case}, {way}: {rows[-1].ours.value:.1f} s")
+    return rows
+
+
+def _row(case: str, way: str, by_torch: dict[str, Any], found: dict[str, Any]) -> Row:
+    """The row of one way, beside what torch's loop took."""
+    details = {name: value for name, value in found.items() if name != "steps_s"}
+    details |= {"torch_step_s": statistics.median(by_torch["steps_s"]), "tilewise": commit()}
+    if way == "background":
+        details |= _overhead(by_torch["steps_s"], found)
+        return Row(case, way, Side("torch's first step", by_torch["first_s"]), Side("ours", found["first_s"]),
+                   unit="s", details=details)  # fmt: skip
+    return Row(case, way, Side("torch's first step", by_torch["first_s"]), Side("planning", found["planning_s"]),
+               unit="s", details=details)  # fmt: skip
+
+
+def _overhead(torch_s: Sequence[float], found: dict[str, Any]) -> dict[str, Any]:
+    """What planning added to torch's steps, until the first layer changed over: later steps may be faster by it."""
+    until = found["changed_step"] or len(found["steps_s"])
+    steps, usual = found["steps_s"][:until], statistics.median(torch_s)
+    stretches = [sum(steps[i : i + STRETCH]) / STRETCH for i in range(max(0, len(steps) - STRETCH + 1))]
+    return {
+        "steps": len(found["steps_s"]),
+        "steps_before_change": until,
+        "median_share": statistics.median(steps) / usual - 1 if steps else None,
+        "mean_share": statistics.fmean(steps) / usual - 1 if steps else None,
+        "worst_stretch_share": max(stretches) / usual - 1 if stretches else None,
+        "longest_step_share": max(steps) / usual - 1 if steps else None,
+    }
+
+
+def bars(rows: list[Row], settings: Settings) -> list[Bar]:
+    """The longest wait of each way."""
+    found = []
+    for way, most in MOST_S.items():
+        waits = [row.ours.value - (row.baseline.value if way == "background" else 0.0) for row in rows
+                 if row.group == way]  # fmt: skip
+        if waits:
+            found.append(Bar(f"longest wait in seconds, {way}", max(waits), most=most, applies=not settings.quick))
+    return found
+
+
+def _ran(settings: Settings, case: str, way: str, cache: Path) -> dict[str, Any]:
+    """What one process found. Raises ``RuntimeError`` with its last words where it failed."""
+    environment = {**os.environ, "TILEWISE_CACHE_DIR": str(cache)}
+    given = {
+        "case": case,
+        "way": way,
+        "device": str(settings.device),
+        "goal": settings.text("goal"),
+        "rigor": settings.text("rigor"),
+        "share": settings.text("share"),
+        "torch_steps": settings.integer("torch_steps"),
+        "background_s": settings.integer("background_s"),
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), json.dumps(given)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{case}, {way}: the process ended with {done.returncode}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _process(given: dict[str, Any]) -> dict[str, Any]:
+    """In the process of its own: train the network, and tell what was waited for."""
+    import torch
+
+    import tilewise
+    import tilewise.nn
+    from tilewise.frontends.networks import load_network
+
+    name, batch, mode = given["case"].rsplit("@", 2)
+    device, way = torch.device(given["device"]), given["way"]
+    network = load_network(name)
+    model = network.module.to(device).train()
+    images = network.example_inputs(int(batch), device)
+    if mode == "bf16":
+        model, images = (each.to(memory_format=torch.channels_last) for each in (model, images))  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+
+    def step() -> float:
+        """One training step, and the seconds that it took."""
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=mode == "bf16"):
+            loss = network.loss(model(images))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    begin = time.perf_counter()
+    if way != "torch":
+        wait = way != "background"
+        with torch.autocast(device.type, torch.bfloat16, enabled=mode == "bf16"):
+            if wait:
+                tilewise.optimize(model, images, goal=given["goal"], rigor=given["rigor"])
+            else:
+                share = float(given["share"])
+                tilewise.optimize(model, images, wait=False, rigor=given["rigor"], background_share=share)
+    planning_s = time.perf_counter() - begin
+    step()
+    first_s = time.perf_counter() - begin
+    steps_s, changed_s, changed_step = list[float](), None, None
+    if way == "torch":
+        steps_s = [step() for _ in range(given["torch_steps"])]
+    elif way == "background":
+        while time.perf_counter() - begin < given["background_s"]:
+            steps_s.append(step())
+            if changed_s is None and any(layer.replaced for layer in tilewise.nn.report(model).layers):
+                changed_s, changed_step = time.perf_counter() - begin, len(steps_s)
+    found: dict[str, Any] = {"planning_s": planning_s, "first_s": first_s, "steps_s": steps_s}
+    if way != "torch":
+        report = tilewise.nn.report(model)
+        found |= {
+            "changed_s": changed_s,
+            "changed_step": changed_step,
+            "pending": report.pending,
+            "replaced_passes": sum(one.replaced for _, _, one in report.passes()),
+            "step": None if report.step is None else report.step.to_json(),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(_process(json.loads(sys.argv[1]))))

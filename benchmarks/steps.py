@@ -1,0 +1,267 @@
+"""Whole training steps as people run them, torch and planned, in every way of running them.
+
+A step is forward, loss (the mean of squares) and backward. ``cases`` are ``network@batch@mode`` with any name that
+``tilewise time`` takes. The modes are ``fp32`` (without TF32), ``tf32`` and ``bf16`` (autocast). The ``ways`` are
+``eager``, ``compiled`` (``torch.compile``), ``reduce-overhead`` (compiled, with CUDA graphs) and ``graph`` (the step
+captured as a CUDA graph); on a CPU there are no graphs. torch runs in benchmark mode, contiguous and channels_last, and
+the faster of the two is its side of the ratio; the plans run in the layout that is usual for the mode (bf16
+channels_last, else contiguous). Several steps are queued before each look at the clock, as in a training loop, so that
+the host's time counts only where the device waits for it. All sides take turns. ``details`` has the interval that holds
+the true ratio in 95 of 100 cases.
+
+A row that an earlier run left in the result's file is kept, with the commit that it was measured at. So a long table is
+made in several runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from harness.machine import commit
+from harness.result import Bar, Result, Row, Side
+from harness.settings import BadInput, Settings
+from torch import nn
+
+import tilewise
+import tilewise.nn
+from tilewise.frontends.networks import Network, NetworkError, load_network
+from tilewise.machine.torch_state import framework_flags
+from tilewise.nn.step.pairs import interval
+
+DEFAULTS = {
+    "cases": "",
+    "ways": "eager,compiled,graph",
+    "rigor": "measure",
+    "goal": "step",
+    "rounds": "21",
+    "round_ms": "400",
+    "seconds": "0",
+}
+QUICK = {"cases": "photonet@2@fp32", "ways": "eager", "rigor": "estimate", "rounds": "1", "round_ms": "1"}
+CORE = "torchvision:resnet50,torchvision:efficientnet_b0,timm:convnext_tiny"
+GPU_CASES = ",".join(
+    f"{network}@{batch}@{mode}"
+    for mode, batch in (("fp32", 64), ("tf32", 64), ("bf16", 128))
+    for network in CORE.split(",")
+)
+CPU_CASES = (
+    "torchvision:resnet18@8@fp32,torchvision:mobilenet_v3_large@8@fp32,timm:convnext_tiny@4@fp32,"
+    "torchvision:efficientnet_b0@4@fp32,torchvision:densenet121@4@fp32"
+)
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+USUAL_LAYOUT = {"fp32": "contiguous", "tf32": "contiguous", "bf16": "channels_last"}
+COMPILED = {"compiled": "default", "reduce-overhead": "reduce-overhead"}
+"""The modes of ``torch.compile`` by way."""
+WAYS = ("eager", *COMPILED, "graph")
+ON_GPUS = ("reduce-overhead", "graph")
+LEAST = {"eager": 1.0, "compiled": 0.99, "reduce-overhead": 0.99, "graph": 0.99}
+WARM_UP = 3
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network with its batch and mode."""
+
+    network: Network
+    batch: int
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """As in tables: ``resnet50, batch 64, fp32``."""
+        return f"{self.network.name.partition(':')[2] or self.network.name}, batch {self.batch}, {self.mode}"
+
+
+def run(settings: Settings) -> Result:
+    """One row a case and way of running it."""
+    deadline, ways = settings.deadline(), ways_of(settings)
+    rows, notes = earlier_rows(settings), list[str]()
+    cases = settings.text("cases") or (GPU_CASES if settings.device.type == "cuda" else CPU_CASES)
+    for text in cases.split(","):
+        case = case_of(text)
+        missing = [way for way in ways if (case.name, way) not in rows]
+        if deadline.passed and missing:
+            notes.append(f"out of time before {text}")
+            continue
+        if not missing:
+            continue
+        precision = "tf32" if case.mode == "tf32" else "ieee"
+        with framework_flags(settings.device.type, precision, deterministic=False):
+            found = rows_of(settings, case, missing)
+        for row in found:
+            rows[row.name, row.group] = row
+            settings.say(
+                f"  {row.name}, {row.group}: {row.baseline.value:.2f} and {row.ours.value:.2f} ms, {row.ratio:.2f}x"
+            )
+        settings.keep(Result(list(rows.values()), notes=[*notes, f"ended after {text}"]))
+    return Result(list(rows.values()), bars(rows, ways, settings), notes=notes)
+
+
+def bars(rows: dict[tuple[str, str], Row], ways: list[str], settings: Settings) -> list[Bar]:
+    """The least ratio of each way, and the mean of each mode run eagerly."""
+    ratios = {way: [row.ratio for (_, group), row in rows.items() if group == way] for way in ways}
+    found = [
+        Bar(f"least step over torch, {way}", min(ratios[way], default=math.nan), least=LEAST[way],
+            applies=not settings.quick)
+        for way in ways
+    ]  # fmt: skip
+    for mode in USUAL_LAYOUT:
+        eager = [row.ratio for (_, way), row in rows.items() if way == "eager" and row.details["mode"] == mode]
+        if eager:
+            mean = statistics.geometric_mean(eager)
+            found.append(Bar(f"geometric mean over torch, eager, {mode}", mean, applies=False))
+    return found
+
+
+def ways_of(settings: Settings) -> list[str]:
+    """The ways asked for that the device has. Raises :class:`BadInput`."""
+    ways = settings.chosen("ways", {way: way for way in WAYS})
+    return [way for way in ways if settings.device.type == "cuda" or way not in ON_GPUS]
+
+
+def earlier_rows(settings: Settings) -> dict[tuple[str, str], Row]:
+    """The rows of an earlier run that planned and measured in the same way, by name and way."""
+    found = settings.earlier_with("rigor", "goal", "round_ms")
+    rows = [] if found is None else [Row.from_json(row) for row in found["rows"]]
+    return {(row.name, row.group): row for row in rows}
+
+
+def case_of(text: str) -> Case:
+    """What ``network@batch@mode`` names. Raises :class:`BadInput`."""
+    words = text.rsplit("@", 2)
+    if len(words) != 3 or not words[1].isdecimal() or words[2] not in USUAL_LAYOUT:
+        raise BadInput(f"cases={text!r}: network@batch@mode with mode {', '.join(USUAL_LAYOUT)} would do")
+    try:
+        return Case(load_network(words[0]), int(words[1]), words[2])
+    except NetworkError as error:
+        raise BadInput(str(error)) from error
+
+
+def rows_of(settings: Settings, case: Case, ways: list[str]) -> list[Row]:
+    """The case's rows: every side is built once, and run in each way."""
+    own = case.network.module.to(settings.device).train()
+    images = case.network.example_inputs(case.batch, settings.device)
+    usual = LAYOUTS[USUAL_LAYOUT[case.mode]]
+    planned = copy.deepcopy(own).to(memory_format=usual)
+    planning_s = planned_in(settings, case, planned, images.to(memory_format=usual))
+    report = tilewise.nn.report(planned)
+    sides = {
+        f"torch, {layout}": (copy.deepcopy(own).to(memory_format=kind), images.to(memory_format=kind))
+        for layout, kind in LAYOUTS.items()
+    }
+    sides["planned"] = planned, images.to(memory_format=usual)
+    passes = [one for _, _, one in report.passes()]
+    details = {
+        "batch": case.batch,
+        "mode": case.mode,
+        "planning_s": planning_s,
+        "passes": len(passes),
+        "replaced_passes": sum(one.replaced for one in passes),
+        "step": None if report.step is None else report.step.to_json(),
+        "tilewise": commit(),
+    }
+    rows = []
+    for way in ways:
+        steps = {name: step_in(way, case, module, x) for name, (module, x) in sides.items()}
+        took = in_turns(steps, settings)
+        del steps
+        if way in COMPILED:
+            torch._dynamo.reset()
+        gc.collect()  # graphs and compiled code hold memory
+        medians = {name: statistics.median(values) for name, values in took.items()}
+        torch_side = min((name for name in took if name != "planned"), key=lambda name: medians[name])
+        ratios = [a / b for a, b in zip(took[torch_side], took["planned"], strict=True)]
+        spread = {name: {"ms": medians[name], "least": min(ms), "most": max(ms)} for name, ms in took.items()}
+        least, _, most = interval(ratios)
+        interval_of = [least, most] if math.isfinite(least) else None
+        rows.append(
+            Row(case.name, way, Side(torch_side, medians[torch_side]), Side("planned", medians["planned"]),
+                details={**details, "sides": spread, "interval": interval_of})
+        )  # fmt: skip
+    return rows
+
+
+def step_in(way: str, case: Case, module: nn.Module, images: torch.Tensor) -> Step:
+    """A step of ``module``, run in one way."""
+    if way == "graph":
+        return captured(step_of(case, module, images))
+    if way in COMPILED:
+        return step_of(case, torch.compile(module, mode=COMPILED[way]), images)  # type: ignore[arg-type]
+    return step_of(case, module, images)
+
+
+def planned_in(settings: Settings, case: Case, module: nn.Module, images: torch.Tensor) -> float:
+    """Plan ``module`` in place; the seconds that took."""
+    start = time.perf_counter()
+    with settings.cache_directory(), precision(case, images.device):
+        options = {"rigor": settings.text("rigor"), "goal": settings.text("goal")}
+        tilewise.optimize(module, images, planner=settings.planner(), **options)  # type: ignore[misc]
+    return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def precision(case: Case, device: torch.device) -> Iterator[None]:
+    """Autocast where the case's mode asks for it."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=case.mode == "bf16"):
+        yield
+
+
+def step_of(case: Case, module: nn.Module, images: torch.Tensor) -> Step:
+    """One training step of ``module``."""
+
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        with precision(case, images.device):
+            loss = case.network.loss(module(images))
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    return step
+
+
+def captured(step: Step) -> Step:
+    """The step as replays of a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def in_turns(steps: dict[str, Step], settings: Settings) -> dict[str, list[float]]:
+    """Milliseconds of a step in each turn, by side."""
+
+    def wait() -> None:
+        if settings.device.type == "cuda":
+            torch.cuda.synchronize(settings.device)
+
+    def took_ms(step: Step, count: int) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        wait()
+        return (time.perf_counter() - start) * 1e3 / count
+
+    for step in steps.values():
+        took_ms(step, WARM_UP)
+    slowest = max(took_ms(step, 1) for step in steps.values())
+    count = max(1, round(settings.integer("round_ms") / slowest))
+    took: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(max(1, settings.integer("rounds"))):
+        for name in list(steps) if turn % 2 == 0 else list(steps)[::-1]:
+            took[name].append(took_ms(steps[name], count))
+    return took
