@@ -111,6 +111,7 @@ def test_a_missing_side_is_said_and_not_made_up(name: str, names: str, cache: Pa
     assert not list(tmp_path.rglob("*"))
 
 
+@pytest.mark.skipif(not EVERY, reason="runs a benchmark four times: in make test-all")
 def test_figures_go_on_where_they_stopped(cache: Path, tmp_path: Path) -> None:
     def configurations(sample: int) -> tuple[dict[str, Any], str]:
         options = ("--set", f"sample={sample}", "--set", "kernels=3,5", "--set", "sizes=1")
@@ -181,6 +182,7 @@ def test_a_picture_is_drawn_from_a_saved_result(cache: Path, tmp_path: Path) -> 
     assert "none.json" in wrong.stderr
 
 
+@pytest.mark.skipif(not EVERY, reason="runs a benchmark once more: in make test-all")
 def test_table_names_what_ran(cache: Path) -> None:
     done = run("mucudnn_fig9", "--quick", "--device", "cpu", cache=cache)
     assert done.returncode == 0, done.stderr

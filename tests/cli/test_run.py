@@ -107,7 +107,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize("words", STARTS if EVERY else STARTS[:2], ids=" ".join)
+@pytest.mark.parametrize("words", STARTS if EVERY else STARTS[:1], ids=" ".join)
 def test_a_program_sees_what_python_shows_it(folder: Path, words: list[str]) -> None:
     plain, planned = both(words, folder, stdin=FACTS)
     assert plain.returncode == planned.returncode == 0, planned.stderr

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
+from tests.sampling import some
 from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import problems, with_memory
 
@@ -41,13 +42,13 @@ def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polyphase, "_able", lambda p: (solvers.get("implicit_gemm"),))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @interpreted
 @pytest.mark.usefixtures("_anywhere")
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(("dtype", "precision"), [("fp32", "ieee"), ("fp32", "tf32"), ("fp16", "ieee")])
 @settings(
-    max_examples=4,
+    max_examples=some(4),
     suppress_health_check=[
         HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.function_scoped_fixture,
     ],
@@ -62,7 +63,7 @@ def test_any_layer_and_memory(pass_: Pass, dtype: str, precision: str, data: st.
     check(SOLVER, p, inner(p), forms, False)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.usefixtures("_anywhere")
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -70,8 +71,9 @@ def test_any_layer_and_memory(pass_: Pass, dtype: str, precision: str, data: st.
 def test_padding_and_what_no_window_reaches(pass_: Pass, before: int) -> None:
     """Strides that differ by axis, an axis without one, and an end that is left over."""
     axes = (Axis(11, 5, 4, 1, before, 1), Axis(8, 3, 1, 1, 1, 0), Axis(7, 3, 2, 1, 0, 1))
-    for some in (axes[:2], axes[::2], axes, axes[:1]):
-        check(SOLVER, ConvProblem(pass_, 2, 4, 6, some, 2), inner(ConvProblem(pass_, 2, 4, 6, some, 2)), PLAIN, False)
+    for chosen in (axes[:2], axes[::2], axes, axes[:1]):
+        p = ConvProblem(pass_, 2, 4, 6, chosen, 2)
+        check(SOLVER, p, inner(p), PLAIN, False)
 
 
 @pytest.mark.parametrize("pass_", list(Pass))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
+from tests.sampling import some
 from tests.solvers.test_solvers import Memory, biases, check, plus_bias
 from tests.strategies import problems, with_memory
 
@@ -48,7 +49,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
 @interpreted
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("pass_", list(Pass))
-@settings(max_examples=3, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=some(3), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_tile_and_block(pass_: Pass, dims: int, data: st.DataObject) -> None:
     found: tuple[ConvProblem, Memory] = data.draw(
@@ -61,6 +62,7 @@ def test_any_tile_and_block(pass_: Pass, dims: int, data: st.DataObject) -> None
     check(SOLVER, p, data.draw(configs(p), "config"), forms, accumulate)
 
 
+@pytest.mark.sampled(1)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_sums_that_go_into_results_at_every_step(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
