@@ -37,6 +37,8 @@ FIRST_STEPS = 3
 """Boundaries on a GPU before the first turn: by then a step has shown how much memory it needs."""
 ENDING_S = 10.0
 """Seconds for the thread to end with the program. One that the interpreter ends could crash in a library."""
+PATIENCE = 200
+"""Steps of one model that wait for the comparison of another, which may have ended its training in the middle."""
 LOOK_S = 0.5
 """Seconds of a turn within :meth:`Service.finish`."""
 
@@ -81,6 +83,10 @@ class Service:
         self._thread: threading.Thread | None = None
         self._lending = threading.Lock()
         self._held_off = self._steps = 0
+        self.turns = 0
+        """How many turns there were: a step with one in it takes longer."""
+        self._comparing: weakref.ref[object] | None = None
+        self._refused = 0
         self._crowded = False
         """Whether works may take memory that training may need: nobody trains meanwhile."""
 
@@ -102,6 +108,32 @@ class Service:
         """Do no more of ``work``. A search that is under way goes on to its end, for wisdom."""
         self._works = [ref for ref in self._works if ref() not in (None, work)]
 
+    @property
+    def is_planning(self) -> bool:
+        """Whether problems of any model are still to be planned."""
+        return any(work.pending for work in self.works())
+
+    def is_between_steps(self, devices: Iterable[torch.device]) -> bool:
+        """Whether layers of models on ``devices`` may change at this moment."""
+        return not self._held_off and not self._is_no_moment(devices)
+
+    def compare(self, asking: object) -> bool:
+        """Whether ``asking`` may compare steps now: one at a time does, since others' switches would disturb it.
+
+        One that was not heard of for long (its model is trained no more) has to let the next one go on.
+        """
+        comparing = None if self._comparing is None else self._comparing()
+        if comparing is asking or comparing is None or self._refused >= PATIENCE:
+            self._comparing, self._refused = weakref.ref(asking), 0
+            return True
+        self._refused += 1
+        return False
+
+    def compared(self, done: object) -> None:
+        """``done`` compares no more."""
+        if self._comparing is not None and self._comparing() is done:
+            self._comparing = None
+
     @contextlib.contextmanager
     def held_off(self) -> Iterator[None]:
         """Give no turns within the block."""
@@ -120,7 +152,7 @@ class Service:
         if not self._works or self._held_off:
             return
         pending = [work for work in self.works() if work.pending]
-        if not pending or self._is_no_moment(pending):
+        if not pending or self._is_no_moment(device for work in pending for device in work.devices):
             return
         self._steps += 1
         self.allowance.share = min(work.share for work in pending)
@@ -136,7 +168,7 @@ class Service:
 
         Raises ``RuntimeError`` while a CUDA graph is captured or a graph may still be differentiated.
         """
-        if self._is_no_moment([work]):
+        if self._is_no_moment(work.devices):
             raise RuntimeError(
                 "tilewise.wait: layers change over between steps only, and a graph may still be differentiated or is "
                 "being captured: call it after backward, or delete the outputs of the forward first"
@@ -162,13 +194,13 @@ class Service:
             self._thread.join(ENDING_S)
         self._thread = None
 
-    def _is_no_moment(self, works: Iterable[Work]) -> bool:
+    def _is_no_moment(self, devices: Iterable[torch.device]) -> bool:
         """Whether nothing may be measured or changed at this moment."""
         return (
             self.graphs.any()
             or torch._C._current_graph_task_id() != -1
             or disturbed()
-            or any(is_capturing(device) for work in works for device in work.devices)
+            or any(map(is_capturing, devices))
         )
 
     def _turn(self, pending: list[Work], seconds: float) -> None:
@@ -193,6 +225,7 @@ class Service:
             torch.cuda.synchronize(device)
             self.room.look(device)
         self._start()
+        self.turns += 1
         begin = self._clock()
         try:
             self._baton.lend(seconds)

@@ -11,8 +11,9 @@ from torch import nn
 from tilewise.comm.agreement import several_ranks
 from tilewise.nn.layers.plan_table import planning
 from tilewise.nn.progress import Late, showing
-from tilewise.nn.step.goal import StepGoal, Swappable
+from tilewise.nn.step.goal import StepGoal
 from tilewise.nn.step.result import StepReport
+from tilewise.nn.step.search import Swappable
 from tilewise.nn.step.step import Step
 from tilewise.settings import Settings
 from tilewise.solvers import all_solvers

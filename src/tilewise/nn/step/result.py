@@ -18,7 +18,11 @@ class StepReport:
     ``torch_host_ms`` and ``planned_host_ms`` are what the host needs to launch the step, ``torch_device_ms`` and
     ``planned_device_ms`` what the GPU takes with launches hidden. ``predicted_ms`` is the sum of what the passes that
     run by plan gain by their own measurements. ``taken_back`` is the number of problems that have a faster plan which
-    the step does not gain from. ``reason`` says why nothing was compared; it is empty where the step was.
+    the step does not gain from. ``reason`` says why nothing was compared; it is empty where the step was. While
+    ``pending``, the comparison is still to come or under way, and ``reason`` says how far it is.
+
+    >>> print(StepReport(reason="still to be compared: 12 of 20 pairs", pending=True))
+    step: still to be compared: 12 of 20 pairs
     """
 
     torch_ms: float | None = None
@@ -35,12 +39,15 @@ class StepReport:
     taken_back: int = 0
     kept: bool = True
     reason: str = ""
+    pending: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name: plain JSON values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
+        if self.pending:
+            return f"step: {self.reason}"
         if self.reason:
             return f"step: not compared, {self.reason}"
         assert self.torch_ms is not None

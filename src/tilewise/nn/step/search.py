@@ -1,0 +1,133 @@
+"""The search for the passes that a step runs by plan: which choice of them is timed next, and what is kept at its end.
+
+It only asks for times. :mod:`.goal` takes them from steps that it runs, :mod:`.live` from those of the program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Generator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from tilewise.nn.step.pairs import LEAST_PAIRS, Pairs
+from tilewise.nn.step.result import StepReport
+from tilewise.problems.base import Problem
+
+__all__ = ["NOTE", "Asked", "Key", "Search", "Swappable", "Tried", "concluded", "search", "why_nothing_to_compare"]
+
+NOTE = "taken back: the step is not faster with it"
+SHORT_OF = 0.85
+SHORT_BY_MS = 0.3
+"""A step that gains less than this part of what its passes promise, and by so many milliseconds less, has passes that
+are in doubt."""
+
+Key = tuple[Problem, bool]
+"""A problem, and torch's deterministic flag in its calls."""
+
+
+class Swappable(Protocol):
+    """The modules of a model, or the calls of a program, whose passes may run by plan or by torch."""
+
+    def gains(self) -> Mapping[Key, float]:
+        """The milliseconds that a step gains by each problem that runs by plan, as measured alone."""
+        ...
+
+    def withhold(self, keys: Collection[Key], note: str) -> None:
+        """Let torch compute these problems, and no others, although they have plans."""
+        ...
+
+    def switches(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Functions that let all modules compute as torch does, and as they do now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Times that the search asks for: of torch's step and the one with the plans of ``withheld`` taken back."""
+
+    withheld: frozenset[Key]
+    pairs: int
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A choice of problems to leave to torch, and the times of torch's step and this one.
+
+    Of the pairs that were ``asked`` for, fewer may have been enough.
+    """
+
+    withheld: frozenset[Key]
+    asked: int
+    pairs: Pairs
+
+
+Search = Generator[Asked, Pairs, Tried]
+
+
+def why_nothing_to_compare(gains: Mapping[Key, float]) -> str:
+    """Why steps with these gains need not be compared; empty where they should be."""
+    if not gains:
+        return "no pass runs by plan"
+    if any(math.isnan(gain) for gain in gains.values()):
+        return "there are plans that were not chosen by their times"
+    return ""
+
+
+def search(gains: Mapping[Key, float], rounds_of: Callable[[Pairs], int], exploring_pairs: int) -> Search:
+    """Ask for times, take back what promises least while the step gains by that, and return the fastest choice.
+
+    ``rounds_of`` says how often passes may be taken back, by the times of the step with all plans. Each choice is
+    explored by ``exploring_pairs`` and the one that is returned timed by enough pairs to be sure.
+    """
+    best = Tried(frozenset(), LEAST_PAIRS, (yield Asked(frozenset(), LEAST_PAIRS)))
+    ordered = sorted(gains, key=lambda key: gains[key])
+    low, high = 0, len(ordered)  # how many are taken back: all is torch's step
+    for _ in range(rounds_of(best.pairs)):
+        if high - low < 2 or not falls_short(best, gains):
+            break
+        middle = (low + high) // 2
+        withheld = frozenset(ordered[:middle])
+        tried = Tried(withheld, exploring_pairs, (yield Asked(withheld, exploring_pairs)))
+        if tried.pairs.speedup[1] > best.pairs.speedup[1]:
+            best, low = tried, middle
+        else:
+            high = middle
+    if best.asked < LEAST_PAIRS:
+        best = Tried(best.withheld, LEAST_PAIRS, (yield Asked(best.withheld, LEAST_PAIRS)))
+    return best
+
+
+def falls_short(tried: Tried, gains: Mapping[Key, float]) -> bool:
+    """Whether the step gains clearly less than its passes promise."""
+    torch_ms, planned_ms = tried.pairs.medians
+    promised = sum(gain for key, gain in gains.items() if key not in tried.withheld)
+    gained = torch_ms - planned_ms
+    return gained < SHORT_OF * promised and promised - gained > SHORT_BY_MS
+
+
+def concluded(gains: Mapping[Key, float], best: Tried) -> tuple[StepReport, frozenset[Key]]:
+    """The report of the fastest choice, and what is to be taken back: all where it is not surely faster than torch."""
+    pairs = best.pairs
+    least, speedup, most = pairs.speedup
+    kept = least > 1.0
+    withheld = best.withheld if kept else frozenset(gains)
+    torch_ms, planned_ms = pairs.medians
+    torch_host_ms, planned_host_ms = pairs.host_ms or (None, None)
+    torch_device_ms, planned_device_ms = pairs.device_ms or (None, None)
+    made = StepReport(
+        torch_ms=torch_ms,
+        planned_ms=planned_ms,
+        speedup=speedup,
+        least=least,
+        most=most,
+        pairs=len(pairs.first_ms),
+        torch_host_ms=torch_host_ms,
+        planned_host_ms=planned_host_ms,
+        torch_device_ms=torch_device_ms,
+        planned_device_ms=planned_device_ms,
+        predicted_ms=sum(gain for key, gain in gains.items() if key not in best.withheld),
+        taken_back=len(withheld),
+        kept=kept,
+    )
+    return made, withheld
