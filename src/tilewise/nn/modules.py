@@ -100,7 +100,7 @@ class PlannedModules:
         """Let one candidate run by the plans in its table. Where no pass gains, it computes as torch does."""
         module = self.candidates[name]
         swap_back(module)
-        if self._gains(name):
+        if self._gains(name) and "forward" not in module.__dict__:  # one that others have set meanwhile stays
             run_by_plans(module, self._layers[name])
 
     def leave(self, name: str, reason: str) -> None:
@@ -114,6 +114,7 @@ class PlannedModules:
         ``nan`` where torch's time or the plan's is not known: the plan was not chosen by time.
         """
         gains: dict[Key, float] = {}
+        self.plan_table.torch_times(self.problems())
         for recorded in self.calls:
             deterministic = recorded.call.deterministic
             for problem in recorded.problems(self.training).values():
@@ -144,7 +145,7 @@ class PlannedModules:
             """Let every candidate compute as it did."""
             for name, module in self.candidates.items():
                 forward = forwards[name]
-                if forward is not None:
+                if forward is not None and "forward" not in module.__dict__:
                     swap(module, forward)
 
         return by_torch, by_plans

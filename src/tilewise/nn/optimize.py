@@ -39,7 +39,8 @@ from tilewise.nn.modules import PlannedModules, workspaces_of
 from tilewise.nn.ranks.together import plan_together
 from tilewise.nn.report import Report, forget, keep
 from tilewise.nn.schedule import Source
-from tilewise.nn.step.compare import compare_steps
+from tilewise.nn.step.compare import compare_live, compare_steps
+from tilewise.nn.step.live import LiveGoal
 from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.step import Step
 from tilewise.planner import Planner, Progress, Schedule
@@ -108,8 +109,18 @@ def optimize(
     planning.record_and_plan()
     if source is not None:
         source.conclude(plan_table, modules.problems())
-    install(model, planning, step_planner, progress)
-    made = planning.concluded(lambda: compare_steps(model, examples, asked, own_step, modules, schedule, silent))
+    live = None
+    if isinstance(plan_table, LaterTable):
+        live = compare_live(modules, lambda: plan_table.pending, asked, schedule, silent)
+    install(model, planning, step_planner, progress, live)
+
+    def compared() -> StepReport:
+        """What became of the whole step; in the background that is still to be seen."""
+        if live is not None:
+            return live.report
+        return compare_steps(model, examples, asked, own_step, modules, schedule, silent)
+
+    made = planning.concluded(compared)
     keep(model, made, plan_table, deterministic)
     keep(modules.model, made, plan_table, deterministic)
     return model
@@ -203,14 +214,20 @@ def step_planner_of(
     )
 
 
-def install(model: nn.Module, planning: Planning, step_planner: StepPlanner | None, progress: Progress | None) -> None:
+def install(
+    model: nn.Module,
+    planning: Planning,
+    step_planner: StepPlanner | None,
+    progress: Progress | None,
+    live: LiveGoal | None,
+) -> None:
     """Let modules run by the plans that gain, or by plans with which a step keeps its memory limit.
 
-    What is planned in the background begins here.
+    What is planned in the background begins here, and with ``live`` the comparison of the program's steps after it.
     """
     modules = planning.modules
     if isinstance(modules.plan_table, LaterTable):
-        begin(model, modules, modules.plan_table, planning.asked, planning.deterministic, progress)
+        begin(model, modules, modules.plan_table, planning.asked, planning.deterministic, progress, live)
     elif step_planner is None:
         modules.install({})
     else:

@@ -165,8 +165,8 @@ def report(model: nn.Module) -> Report:
     """The report of the last :func:`tilewise.optimize` of exactly this model.
 
     A layer that was overridden since (by a ``forward`` set on it, say) computes by torch, and its report gives the
-    reason. While planning goes on in the background, it tells how things are at this moment; ``pending`` is the number
-    of passes that are still to be planned.
+    reason. While planning goes on in the background, it tells how things are at this moment: ``pending`` is the number
+    of passes that are still to be planned, and ``step.pending`` whether whole steps are still to be compared.
 
     Raises ``ValueError`` for a model that was not optimized, was restored since, or is a copy of an optimized one.
     """
@@ -174,6 +174,8 @@ def report(model: nn.Module) -> Report:
     work = work_of(unwrapped_model)
     if work is not None:
         last_report = replace(last_report, layers=work.report())
+        if work.comparison is not None:
+            last_report = replace(last_report, step=work.comparison.report)
     return replace(last_report, layers=tuple(_as_it_is(layer, unwrapped_model) for layer in last_report.layers))
 
 

@@ -10,7 +10,7 @@ from tilewise.comm.agreement import several_ranks
 from tilewise.nn.arguments import check_model, unwrapped
 from tilewise.nn.background import model as of_model
 from tilewise.nn.background.later import LaterTable
-from tilewise.nn.background.model import LayersToPlan, Modules
+from tilewise.nn.background.model import Comparison, LayersToPlan, Modules
 from tilewise.nn.background.service import Work, service
 from tilewise.nn.layers.swaps import swap_back
 from tilewise.nn.progress import Late, showing
@@ -56,23 +56,24 @@ def begin(
     asked: Settings,
     deterministic: bool,
     progress: Progress | None,
+    comparison: Comparison | None = None,
 ) -> None:
     """Let ``modules`` of ``model`` compute as torch does until they are planned, which begins at its next step.
 
-    What is in ``table`` already runs by plan at once.
+    What is in ``table`` already runs by plan at once. Once all is planned, ``comparison`` gets the steps of the model.
     """
     for module in modules.candidates.values():
         swap_back(module)
-    work = LayersToPlan(table, modules, modules.candidates, deterministic, asked.background_share, progress)
+    work = LayersToPlan(table, modules, modules.candidates, deterministic, asked.background_share, progress, comparison)
     of_model.begin(unwrapped(model), work)
 
 
 def wait(model: nn.Module) -> None:
     """Plan now what :func:`tilewise.optimize` with ``wait=False`` has left, and return when all layers run by plan.
 
-    It may be called between steps: before an evaluation, say, or before the model is compiled or captured. Nothing
-    happens where all is planned. Ctrl-C keeps what was measured, and planning goes on in the background. Progress is
-    shown as by :func:`tilewise.optimize`.
+    It may be called between steps: before an evaluation, say, or before the model is compiled or captured. Where whole
+    steps are being compared, plans run at its end, and the comparison goes on with the next steps. Ctrl-C keeps what
+    was measured, and planning goes on in the background. Progress is shown as by :func:`tilewise.optimize`.
 
     >>> import torch, tilewise
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3))
@@ -87,8 +88,12 @@ def wait(model: nn.Module) -> None:
     """
     check_model(model)
     work = of_model.work_of(unwrapped(model))
-    if work is not None and work.pending:
+    if work is None:
+        return
+    if work.pending:
         finish(work)
+    if work.comparison is not None:
+        work.comparison.rest()
 
 
 def finish(work: Work) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -16,12 +16,13 @@ from tilewise.machine.device import torch_device
 from tilewise.nn.background.later import LaterTable
 from tilewise.nn.background.room import Room
 from tilewise.nn.background.service import Job, service
+from tilewise.nn.kept_values import tensors_in
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.swaps import copies_itself, swap, swap_back, swapped
 from tilewise.planner import Progress
 from tilewise.problems.base import Problem
 
-__all__ = ["LayersToPlan", "Modules", "begin", "cancel", "work_of"]
+__all__ = ["Comparison", "LayersToPlan", "Modules", "begin", "cancel", "work_of"]
 
 
 class Modules(Protocol):
@@ -49,12 +50,47 @@ class Modules(Protocol):
         ...
 
 
+class Comparison(Protocol):
+    """Compares the steps of the program by torch and by plans, once all is planned."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it is decided, so that steps are of no interest any more."""
+        ...
+
+    @property
+    def report(self) -> Any:
+        """What was decided, or how far it is."""
+        ...
+
+    def boundary(self, device: torch.device) -> None:
+        """A step on ``device`` may be over."""
+        ...
+
+    def called(self, what: Hashable, *, with_gradients: bool) -> None:
+        """The step under way has a call like this."""
+        ...
+
+    def disturb(self) -> None:
+        """The step under way is not to count."""
+        ...
+
+    def rest(self) -> None:
+        """Let plans run until the next step."""
+        ...
+
+    def stop(self, reason: str) -> None:
+        """Let plans run, and compare no more."""
+        ...
+
+
 class LayersToPlan:
     """The work of one model: its problems, the heaviest layers first.
 
     A layer changes over when all its problems are planned.
     ``names`` are the modules to plan, with the problems of ``modules``, under torch's ``deterministic`` flag as it was.
-    At most ``share`` of the time is spent on it. ``progress`` hears of each problem, on the thread that plans.
+    At most ``share`` of the time is spent on it. ``progress`` hears of each problem, on the thread that plans. At last
+    ``comparison``, where there is one, gets the steps of the program.
     """
 
     def __init__(
@@ -65,9 +101,10 @@ class LayersToPlan:
         deterministic: bool,
         share: float,
         progress: Progress | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
         self.table, self.modules, self.share = table, modules, share
-        self.deterministic = deterministic
+        self.deterministic, self.comparison = deterministic, comparison
         self.devices: set[torch.device] = set()
         self._progress = progress
         self._begun = 0
@@ -85,6 +122,20 @@ class LayersToPlan:
     def pending(self) -> int:
         """How many problems are still to be planned."""
         return self.table.pending
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether steps of the model are of interest: something is to be planned or compared."""
+        return bool(self.table.pending) or not (self.comparison is None or self.comparison.over)
+
+    def step_begins(self, inputs: object, *, training: bool) -> None:
+        """A forward of the model begins with these ``inputs``: a step may be over."""
+        service().boundary()
+        if self.comparison is not None and not self.comparison.over:
+            on_gpu = (device for device in self.devices if device.type == "cuda")
+            self.comparison.boundary(next(on_gpu, torch.device("cpu")))
+            shapes = tuple((t.shape, t.dtype, t.device) for t in tensors_in(inputs))
+            self.comparison.called((shapes, training), with_gradients=torch.is_grad_enabled())
 
     def report(self) -> tuple[Any, ...]:
         """The report of every module as it is now, with torch's times where they are known by now."""
@@ -184,11 +235,14 @@ def work_is_known(work: LayersToPlan) -> bool:
 def begin(model: nn.Module, work: LayersToPlan) -> None:
     """Plan ``work`` in the background from the next step of ``model`` on."""
     _works[model] = weakref.ref(work)
-    if _why_unseen(model):
+    unseen = _why_unseen(model)
+    if unseen:
+        if work.comparison is not None:
+            work.comparison.stop(f"its steps are not seen: {unseen}")
         key = id(model)
         _unwatched[key] = weakref.ref(model, lambda _: _unwatched.pop(key, None)), work
     else:
-        swap(model, _watching(work))
+        swap(model, _watching(work, weakref.ref(model)))
     service().add(work)
 
 
@@ -199,6 +253,8 @@ def cancel(model: nn.Module) -> None:
     _unwatched.pop(id(model), None)
     if work is not None:
         service().remove(work)
+        if work.comparison is not None:
+            work.comparison.stop("planning was begun anew or undone")
     if hasattr(swapped(model), WATCH):
         swap_back(model)
 
@@ -218,26 +274,34 @@ def _why_unseen(model: nn.Module) -> str:
     return copies_itself(model)
 
 
-def _watching(work: LayersToPlan) -> Callable[..., Any]:
-    """The ``forward`` of a model as its class has it, at whose beginning a step may be over.
+def _watching(work: LayersToPlan, model: weakref.ref[nn.Module]) -> Callable[..., Any]:
+    """The ``forward`` of ``model`` as its class has it, at whose beginning a step may be over.
 
     It holds ``work`` for the model. Only the outermost of watched forwards counts, on the main thread or the one that
-    called :func:`begin`: others may run parts of a step.
+    called :func:`begin`: others may run parts of a step. In a copy of the model it only lends turns.
     """
     program = {threading.get_ident(), threading.main_thread().ident}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (
             torch.compiler.is_dynamo_compiling()
-            or not work.pending
+            or not work.is_watching
             or getattr(_within, "watched", False)
             or threading.get_ident() not in program
         ):
             return type(self).forward(self, *args, **kwargs)
-        service().boundary()
+        module: nn.Module = self
+        if module is model():
+            work.step_begins((args, kwargs), training=module.training)
+        else:
+            service().boundary()
         _within.watched = True
         try:
             outputs = type(self).forward(self, *args, **kwargs)
+        except BaseException:
+            if work.comparison is not None:
+                work.comparison.disturb()
+            raise
         finally:
             _within.watched = False
         service().graphs.add(outputs)

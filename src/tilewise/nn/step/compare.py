@@ -12,13 +12,14 @@ from tilewise.comm.agreement import several_ranks
 from tilewise.nn.layers.plan_table import planning
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.step.goal import StepGoal
+from tilewise.nn.step.live import LiveGoal
 from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.search import Swappable
 from tilewise.nn.step.step import Step
 from tilewise.settings import Settings
 from tilewise.solvers import all_solvers
 
-__all__ = ["compare_steps"]
+__all__ = ["compare_live", "compare_steps", "why_not_compared"]
 
 BINDING = ("workspace", "total_workspace", "deterministic", "error_limit", "strict")
 """Options that bind plans and not torch: a pass that keeps them must not be taken back for one that does not."""
@@ -50,17 +51,32 @@ def compare_steps(
 
     with planning(), showing(shown):
         report = StepGoal(step, modules, note).decide(own=own_step is not None)
-    if not silent and not report.reason:
-        sys.stderr.write(f"tilewise: {report}\n")
+    if not silent:
+        _tell(report)
     return report
+
+
+def compare_live(
+    modules: Swappable, pending: Callable[[], int], asked: Settings, schedule: object, silent: bool
+) -> LiveGoal:
+    """What compares the steps of the program itself once nothing is ``pending``; where they cannot be, it says why."""
+    goal = LiveGoal(modules, pending, training=asked.training, decided=(lambda _: None) if silent else _tell)
+    reason = why_not_compared(asked, schedule)
+    if reason:
+        goal.stop(reason)
+    return goal
+
+
+def _tell(report: StepReport) -> None:
+    """One line on what became of the step; none where it was not compared."""
+    if not report.reason:
+        sys.stderr.write(f"tilewise: {report}\n")
 
 
 def why_not_compared(asked: Settings, schedule: object) -> str:
     """Why whole steps are not compared; empty where they are."""
     if asked.goal != "step":
         return f"goal={asked.goal!r}"
-    if not asked.wait:
-        return "layers are planned in the background"
     if schedule is not None:
         return "plans follow a schedule"
     if asked.memory_limit is not None:
