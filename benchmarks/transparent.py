@@ -50,11 +50,11 @@ def _run(settings: Settings) -> Result:
 
     planner = settings.planner()
     sessions = {
-        "every call left to torch": tilewise.enabled(planner=Fixed(planner, "", 0)),
-        "nothing may be planned": tilewise.enabled(planner=planner, most_plans=0),
+        "every call left to torch": tilewise.enabled(wait=True, goal="passes", planner=Fixed(planner, "", 0)),
+        "nothing may be planned": tilewise.enabled(wait=True, goal="passes", planner=planner, most_plans=0),
     }
     if settings.integer("planned"):
-        sessions["planned"] = tilewise.enabled(planner=planner, rigor=settings.text("rigor"))
+        sessions["planned"] = tilewise.enabled(wait=True, goal="passes", planner=planner, rigor=settings.text("rigor"))
     with warnings.catch_warnings(), settings.cache_directory():
         warnings.simplefilter("ignore")  # that most_plans=0 is reached is what is measured
         for session in sessions.values():
@@ -105,7 +105,7 @@ def _call_rows(settings: Settings, planner: Planner) -> list[Row]:
     def us(number: int) -> float:
         return timeit.timeit(lambda: once(weights[0]), number=number) / number * 1e6
 
-    session, recording = (tilewise.enabled(planner=Fixed(planner, "", 0)) for _ in range(2))
+    session, recording = (tilewise.enabled(wait=True, goal="passes", planner=Fixed(planner, "", 0)) for _ in range(2))
     with session:
         us(3)
     plain, left = [], []

@@ -144,7 +144,8 @@ def test_commands_have_the_help_and_choices_of_the_list(command: click.Command) 
 
 def row(option: Option) -> str:
     """The line of the manual's table for an option's variable."""
-    shown = "none" if option.default is None or option.default == () else str(option.default)
+    default = False if option.name == "wait" else option.default  # that of the functions which ask variables
+    shown = "none" if default is None or default == () else str(default)
     shown = {"True": "1", "False": "0"}.get(shown, shown)
     quoted = shown if shown == "none" and option.name != "workspace" else f"`{shown}`"
     return f"| `{option.variable}` | `{option.name}`: {option.help} Holds {option.kind.takes}. | {quoted} |"

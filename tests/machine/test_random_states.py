@@ -156,7 +156,7 @@ check("memory_limit and report")
 tilewise.restore(module)
 if module.states() != own:
     moved.append("the module's own")
-with tilewise.enabled(rigor="estimate"):
+with tilewise.enabled(wait=True, rigor="estimate"):
     torch.nn.functional.conv2d(x, module.conv.weight)
 check("enabled")
 tilewise.fft.rfft2(x, (16, 16))

@@ -302,7 +302,7 @@ with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
 layer.float()
 tilewise.optimize(layer, x, rigor="estimate")
 tilewise.nn.restore(layer)
-with tilewise.enabled(rigor="estimate"):
+with tilewise.enabled(wait=True, rigor="estimate"):
     for _ in range(2):
         got = layer(x)
         got.sum().backward()

@@ -224,7 +224,7 @@ def _examine(found: Found, sample: Sample, name: str, planner: Planner, plant: f
         compare(found, sample, want, call if plant == 1.0 else planted, how)
 
     through(getattr(functional, name), "tilewise.nn.functional")
-    with tilewise.enabled(planner=planner, rigor=OPTIONS.rigor, exclude=OPTIONS.exclude) as session:
+    with tilewise.enabled(wait=True, planner=planner, rigor=OPTIONS.rigor, exclude=OPTIONS.exclude) as session:
         sample.run(getattr(F, name))  # a step by torch, which is recorded
         through(getattr(F, name), "enabled")
     found.unsolved.update(unsolved(session.plan_table))

@@ -84,7 +84,7 @@ def optimized(x: torch.Tensor, model: nn.Module) -> list[torch.Tensor]:
 
 
 def enabled(x: torch.Tensor, model: nn.Module) -> list[torch.Tensor]:
-    with tilewise.enabled(planner=Own()):
+    with tilewise.enabled(wait=True, planner=Own()):
         for _ in range(2):
             model.zero_grad()
             model[3].reset_running_stats()  # type: ignore[index, operator]

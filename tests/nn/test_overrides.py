@@ -359,7 +359,7 @@ def test_compiled_models_see_changed_arguments(kind: Any, mode: str, change: str
 def test_planned_modules_run_by_their_plans_while_enabled() -> None:
     conv, x = of_kind(nn.Conv2d)
     tilewise.optimize(conv, x, planner=Dividing())
-    with tilewise.enabled(planner=Dividing()):
+    with tilewise.enabled(wait=True, planner=Dividing()):
         assert "PlannedConv" in type(conv(x).grad_fn).__name__
         assert report(conv).layers[0].replaced
         fresh = nn.Conv2d(3, 3, 3)
@@ -394,7 +394,7 @@ tilewise.optimize(other, x[:, :, 0], planner=Dividing())
 assert report(other).layers[0].replaced
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
-    with tilewise.enabled(planner=Dividing()):
+    with tilewise.enabled(wait=True, planner=Dividing()):
         for _ in range(3):
             got = conv(x)
 assert torch.allclose(got, want, atol=1e-4)

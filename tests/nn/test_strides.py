@@ -230,7 +230,7 @@ def test_operators_have_torchs_strides(name: str, in_turns: Drawn) -> None:
     want = strides_of(lambda x, w: getattr(F, function)(x, w, **options), x, w)
     for _ in range(3):
         assert strides_of(lambda x, w: getattr(tilewise.nn, function)(x, w, **options), x, w) == want
-    session = tilewise.enabled(planner=in_turns)
+    session = tilewise.enabled(wait=True, planner=in_turns)
     with session:
         for _ in range(4):
             assert strides_of(lambda x, w: getattr(F, function)(x, w, **options), x, w) == want

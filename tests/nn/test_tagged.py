@@ -172,7 +172,7 @@ def test_functions_while_enabled(case: str, kind: Any) -> None:
     conv = CASES[case]()
     x = torch.randn(4, 3, 9, 9).as_subclass(kind)
     want = run(conv, x, conv)
-    with tilewise.enabled(planner=Dividing()) as session:
+    with tilewise.enabled(wait=True, planner=Dividing()) as session:
         for _ in range(2):
             run(conv, x, conv)
         for _ in range(2):
@@ -331,7 +331,7 @@ def test_others_are_named_with_the_reason() -> None:
     assert not layer.replaced
     mapped = tilewise.optimize(Mapped(), x, planner=Dividing())
     assert "torch.func" in report(mapped).layers[0].reason
-    with tilewise.enabled(planner=Dividing()) as session, warnings.catch_warnings():
+    with tilewise.enabled(wait=True, planner=Dividing()) as session, warnings.catch_warnings():
         for _ in range(3):
             y = conv(Wrapper(x))
             mapped(x)

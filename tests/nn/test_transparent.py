@@ -92,7 +92,7 @@ def planned(y: torch.Tensor) -> bool:
 def test_three_steps_as_torch_in_float64() -> None:
     plain, model = net().double(), net()
     planner = Dividing()
-    with tilewise.enabled(planner=planner) as session:
+    with tilewise.enabled(wait=True, planner=planner) as session:
         first = copy.deepcopy(model)
         for index in range(3):
             loss = step(model)
@@ -111,7 +111,7 @@ def test_three_steps_as_torch_in_float64() -> None:
 def test_the_first_step_is_torchs_bit_for_bit() -> None:
     plain, model = net(), net()
     want = step(plain)
-    with tilewise.enabled(planner=Dividing()):
+    with tilewise.enabled(wait=True, planner=Dividing()):
         got = step(model)
     assert torch.equal(got, want)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
@@ -120,7 +120,7 @@ def test_the_first_step_is_torchs_bit_for_bit() -> None:
 def test_every_layer_is_planned_once_at_the_second_steps_first_call() -> None:
     planner = Dividing()
     model = net()
-    with tilewise.enabled(planner=planner):
+    with tilewise.enabled(wait=True, planner=planner):
         step(model)
         assert not planner.planned
         model.stem(IMAGES)
@@ -148,7 +148,7 @@ def test_any_layer_as_torch(drawn: tuple[bool, dict[str, Any]]) -> None:
     dy = torch.randn_like(want)
     gradients = torch.autograd.grad(want, inputs, dy)
     planner = Dividing()
-    with tilewise.enabled(planner=planner):
+    with tilewise.enabled(wait=True, planner=planner):
         assert torch.equal(getattr(F, function)(*inputs, **options), want)
         for _ in range(2):
             got = getattr(F, function)(*inputs, **options)
@@ -158,7 +158,7 @@ def test_any_layer_as_torch(drawn: tuple[bool, dict[str, Any]]) -> None:
 
 
 def test_what_stood_there_comes_back() -> None:
-    outer, inner = tilewise.enabled(planner=Dividing()), tilewise.enabled(planner=Dividing())
+    outer, inner = tilewise.enabled(wait=True, planner=Dividing()), tilewise.enabled(wait=True, planner=Dividing())
 
     def body() -> None:
         with outer:
@@ -177,7 +177,7 @@ def test_what_stood_there_comes_back() -> None:
 def test_the_innermost_block_counts_and_a_session_may_be_entered_again() -> None:
     x, w = torch.randn(3, 2, 5, 5), torch.randn(2, 2, 3, 3, requires_grad=True)
     first, second = Dividing(), Dividing()
-    outer, inner = tilewise.enabled(planner=first), tilewise.enabled(planner=second)
+    outer, inner = tilewise.enabled(wait=True, planner=first), tilewise.enabled(wait=True, planner=second)
     for index in range(2):
         with outer:
             F.conv2d(x, w)
@@ -189,10 +189,10 @@ def test_the_innermost_block_counts_and_a_session_may_be_entered_again() -> None
 def test_enable_and_disable() -> None:
     x, w = torch.randn(3, 2, 5, 5), torch.randn(2, 2, 3, 3, requires_grad=True)
     first, second = Dividing(), Dividing()
-    tilewise.enable(planner=first)
+    tilewise.enable(wait=True, planner=first)
     kept = F.conv2d
     F.conv2d(x, w)
-    session = tilewise.enable(planner=second)  # in place of the first
+    session = tilewise.enable(wait=True, planner=second)  # in place of the first
     F.conv2d(x, w)
     assert planned(F.conv2d(x, w))
     assert not first.planned
@@ -207,12 +207,12 @@ def test_blocks_of_threads_end_in_any_order() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with tilewise.enabled(planner=Dividing()):
+        with tilewise.enabled(wait=True, planner=Dividing()):
             entered.set()
             leave.wait(30)
 
     thread = threading.Thread(target=other)
-    with tilewise.enabled(planner=Dividing()):
+    with tilewise.enabled(wait=True, planner=Dividing()):
         thread.start()
         assert entered.wait(30)
     assert F.conv2d is not TORCHS_OWN["conv2d"]
@@ -241,14 +241,14 @@ def test_what_others_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_name_bound_before_stays_torchs() -> None:
     x, w = torch.randn(3, 2, 5, 5), torch.randn(2, 2, 3, 3, requires_grad=True)
-    with tilewise.enabled(planner=Dividing()):
+    with tilewise.enabled(wait=True, planner=Dividing()):
         for _ in range(3):
             assert not planned(bound_before(x, w))
 
 
 def test_a_step_that_raises_midway() -> None:
     plain, model = net(), net()
-    with tilewise.enabled(planner=Dividing()) as session:
+    with tilewise.enabled(wait=True, planner=Dividing()) as session:
         with pytest.raises(RuntimeError, match="shapes"):
             model.up(model.blocks(model.stem(IMAGES)) @ torch.randn(1, 1))
         for _ in range(3):
@@ -259,7 +259,7 @@ def test_a_step_that_raises_midway() -> None:
 
 def test_evaluation_accumulation_and_other_shapes_between_steps() -> None:
     plain, model, planner = net(), net(), Dividing()
-    with tilewise.enabled(planner=planner):
+    with tilewise.enabled(wait=True, planner=planner):
         for _ in range(3):
             for part in (IMAGES, IMAGES[:2]):
                 close(step(model, part), step(plain, part))
@@ -274,7 +274,7 @@ def test_evaluation_accumulation_and_other_shapes_between_steps() -> None:
 
 def test_weights_made_anew_and_weights_shared() -> None:
     w, planner = torch.randn(2, 2, 3, 3, requires_grad=True), Dividing()
-    with tilewise.enabled(planner=planner):
+    with tilewise.enabled(wait=True, planner=planner):
         x = torch.randn(3, 2, 5, 5)
         for _ in range(2 * recorder.OFTEN):
             y = F.conv2d(x, w / w.norm(), padding=1)
@@ -292,7 +292,7 @@ def test_checkpoints(reentrant: bool) -> None:
     def run(m: Net, x: torch.Tensor) -> torch.Tensor:
         return m.up(checkpoint(m.blocks, m.stem(x), use_reentrant=reentrant))
 
-    with tilewise.enabled(planner=Dividing()) as session:
+    with tilewise.enabled(wait=True, planner=Dividing()) as session:
         for _ in range(3):
             for m in (plain, model):
                 m.zero_grad()
@@ -306,7 +306,7 @@ def test_autocast_channels_last_and_one_image() -> None:
     model = nn.Conv2d(4, 4, 3, padding=1)
     x = torch.randn(3, 4, 6, 6).to(memory_format=torch.channels_last)
     planner = Dividing()
-    with tilewise.enabled(planner=planner):
+    with tilewise.enabled(wait=True, planner=planner):
         for _ in range(3):
             with torch.autocast("cpu", torch.bfloat16):
                 y = model(x)
@@ -331,7 +331,7 @@ def test_second_derivatives_and_transforms() -> None:
 
     planner = Dividing()
     want = penalty(F.conv2d), mapped(F.conv2d)
-    with tilewise.enabled(planner=planner):
+    with tilewise.enabled(wait=True, planner=planner):
         for _ in range(3):
             assert_same(mapped(F.conv2d), want[1])
         assert not planner.planned
@@ -355,7 +355,7 @@ def test_others_tensors_are_torchs() -> None:
     from torch._subclasses import FakeTensorMode
 
     w = torch.randn(2, 2, 3, 3)
-    with tilewise.enabled(planner=Dividing()) as session:
+    with tilewise.enabled(wait=True, planner=Dividing()) as session:
         for _ in range(3):
             assert F.conv2d(torch.empty(3, 2, 5, 5, device="meta"), w.to("meta")).shape == (3, 2, 3, 3)
             with FakeTensorMode() as mode:
@@ -388,7 +388,7 @@ class Failing(Dividing):
 
 def test_planning_that_is_interrupted_is_done_at_the_next_call() -> None:
     x, w = torch.randn(3, 2, 5, 5), torch.randn(2, 2, 3, 3, requires_grad=True)
-    with tilewise.enabled(planner=Failing()):
+    with tilewise.enabled(wait=True, planner=Failing()):
         F.conv2d(x, w)
         with pytest.raises(KeyboardInterrupt):
             F.conv2d(x, w)
@@ -406,7 +406,7 @@ def test_two_models_in_two_threads() -> None:
             losses[index].append(step(models[index], IMAGES.clone()))
 
     threads = [threading.Thread(target=train, args=(i,)) for i in range(len(models))]
-    with tilewise.enabled(planner=planner) as session:
+    with tilewise.enabled(wait=True, planner=planner) as session:
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -421,7 +421,7 @@ def test_optimized_modules_are_left_alone() -> None:
     model, own, other = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3)), Dividing(), Dividing()
     x = torch.randn(3, 2, 7, 7)
     tilewise.optimize(model, x, planner=own, filter_fn=lambda name, _: name == "0")
-    with tilewise.enabled(planner=other):
+    with tilewise.enabled(wait=True, planner=other):
         for _ in range(3):
             y = model(x)
     assert planned(y)
@@ -432,7 +432,7 @@ def test_compiled_and_scripted_models() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3))
     x = torch.randn(3, 2, 7, 7)
     want = model(x)
-    with tilewise.enabled(planner=Dividing()):
+    with tilewise.enabled(wait=True, planner=Dividing()):
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         assert_same(compiled(x), want)
         assert not planned(compiled(x))  # nothing is recorded or planned while tracing
@@ -460,7 +460,7 @@ def test_compiled_and_scripted_models() -> None:
 def test_nothing_of_the_first_call_sticks_to_the_weights_place() -> None:
     """A weight's ``id`` may come again with another weight, padding named, kernels of other sizes."""
     x = torch.randn(3, 2, 6, 6)
-    with tilewise.enabled(planner=Dividing()):
+    with tilewise.enabled(wait=True, planner=Dividing()):
         for k in (1, 3, 5, 3, 1, 2, 4):
             for _ in range(3):
                 w = torch.randn(2, 2, k, k)

@@ -22,7 +22,7 @@ from tilewise.problems.conv.problem import ConvProblem, Pass
 def test_changing_shapes_are_bounded() -> None:
     planner = Dividing()
     model = nn.Conv2d(2, 2, 3)
-    with tilewise.enabled(planner=planner) as session, warnings.catch_warnings(record=True) as told:
+    with tilewise.enabled(wait=True, planner=planner) as session, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for size in (*range(4, 64), *range(4, 64)):
             x = torch.randn(2, 2, size, 5)
@@ -39,7 +39,7 @@ def test_changing_shapes_are_bounded() -> None:
 
 def test_most_plans() -> None:
     planner = Dividing()
-    with tilewise.enabled(planner=planner, most_plans=4) as session:
+    with tilewise.enabled(wait=True, planner=planner, most_plans=4) as session:
         models = [nn.Conv2d(2, 2, k) for k in (1, 2, 3)]
         x = torch.randn(3, 2, 5, 5)
         for model in models:
@@ -59,7 +59,7 @@ def test_records_without_a_repeat_are_bounded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(recorder, "MOST_RECORDED", 20)
     x = torch.randn(3, 2, 5, 5)
     weights = [torch.randn(2, 2, 1 + i % 4, 1 + i // 5) for i in range(25)]
-    with tilewise.enabled(planner=Dividing()) as session:
+    with tilewise.enabled(wait=True, planner=Dividing()) as session:
         for w in weights[:20]:
             F.conv2d(x, w, padding=4)
         with pytest.warns(UserWarning, match="none came again"):
@@ -80,7 +80,7 @@ class Refusing(Dividing):
 
 def test_what_keeps_no_limit_is_torchs() -> None:
     x, w = torch.randn(3, 2, 5, 5), torch.randn(2, 2, 3, 3, requires_grad=True)
-    with tilewise.enabled(planner=Refusing(), workspace=0) as session:
+    with tilewise.enabled(wait=True, planner=Refusing(), workspace=0) as session:
         for _ in range(3):
             F.conv2d(x, w).sum().backward()
     (layer,) = session.report().layers

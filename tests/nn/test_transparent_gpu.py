@@ -43,7 +43,7 @@ def test_gradients_as_torch(build: Callable[[], nn.Module]) -> None:
     model = copy.deepcopy(plain)
     exact = copy.deepcopy(plain).double()
     images = torch.randn(4, 3, 96, 96, device="cuda")
-    with tilewise.enabled(rigor="estimate") as session:
+    with tilewise.enabled(wait=True, rigor="estimate") as session:
         for _ in range(3):
             model.zero_grad()
             model(images).square().mean().backward()
@@ -62,7 +62,7 @@ def test_gradients_as_torch(build: Callable[[], nn.Module]) -> None:
 def test_a_captured_step_has_what_was_planned_before() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)).cuda()
     images = torch.randn(8, 4, 16, 16, device="cuda")
-    with tilewise.enabled(rigor="estimate") as session, torch.no_grad():
+    with tilewise.enabled(wait=True, rigor="estimate") as session, torch.no_grad():
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -210,7 +210,7 @@ def test_a_limit_that_torch_breaks_too_is_an_error(planner: Planner) -> None:
 
 def test_enabled_takes_it_and_its_variable(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    with tilewise.enabled(planner=planner, rigor="estimate", exclude=("aten",)) as session:
+    with tilewise.enabled(wait=True, planner=planner, rigor="estimate", exclude=("aten",)) as session:
         results = [F.conv2d(x, w) for _ in range(3)]
     (found,) = [one for _, _, one in session.report().passes()]
     assert found.replaced

@@ -177,6 +177,7 @@ def enabling_options(function: Function) -> Function:
     for name in (
         "background_share",
         "wait",
+        "goal",
         "most_plans",
         "exclude",
         "deterministic",
@@ -203,7 +204,7 @@ def shared_option(name: str, *, otherwise: str | None = None) -> Decorator:
     """
     option = OPTIONS[name]
     default = option.default if otherwise is None else None
-    if isinstance(option.kind, Flag) and option.default:
+    if isinstance(option.kind, Flag) and option.default is not False:
         off = option.flag.replace("--", "--no-", 1)
         return click.option(f"{option.flag}/{off}", default=default, help=option.help)
     if isinstance(option.kind, Flag):

@@ -76,6 +76,11 @@ class Table:
             self._by_arguments[arguments] = layer
             return layer
 
+    def forget(self) -> None:
+        """Let every layer look its plans up anew."""
+        for layer in list(self._layers.values()):
+            layer.forget()
+
     def traced(self, *arguments: Any) -> Layer | None:
         """As :meth:`layer`, in a form that Dynamo can follow: only layers that exist already are found."""
         geometry = Geometry.of(*arguments)

@@ -90,6 +90,7 @@ def optimize(
     check_model(model)
     examples = examples_of(example_inputs)
     asked = settings_of("optimize", ModelOptions, settings, options)
+    asked = replace(asked, wait=asked.wait is not False)
     check_arguments(asked, filter_fn, progress, planner, schedule, step, memory_step)
     own_step = memory_step if step is None else step
     later = plans_later(model, asked, schedule)

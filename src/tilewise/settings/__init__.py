@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
-from tilewise.settings.kinds import Choice, Count, Flag, Kind, MemorySize, Names, Number, Share, Size
+from tilewise.settings.kinds import Choice, Count, Flag, FlagOrDefault, Kind, MemorySize, Names, Number, Share, Size
 
 if TYPE_CHECKING:
     from tilewise.planner.options import Options
@@ -241,7 +241,9 @@ class Settings:
             Choice(get_args(Goal)),
             "What is to be fastest: a whole step of the model, or each pass by itself.",
             'With ``"step"`` torch\'s step and the planned one run in turns, passes from which the step does not gain '
-            "are taken back, and a step that is not surely faster with plans stays torch's.",
+            "are taken back, and a step that is not surely faster with plans stays torch's. After planning in the "
+            "background, and while planning is enabled, these steps are the program's own.",
+            variable="TILEWISE_GOAL",
         ),
     )
     graphs: Graphs = field(
@@ -263,13 +265,14 @@ class Settings:
         ),
     )
 
-    wait: bool = field(
-        default=True,
+    wait: bool | None = field(
+        default=None,
         metadata=about(
-            Flag(),
+            FlagOrDefault(),
             "Plan before anything runs, not in the background.",
             "If ``False``, a program goes on at once with torch's choice: planning takes short turns between steps, "
-            "and layers change over as their plans are found. Several ranks plan before they go on all the same.",
+            "and layers change over as their plans are found. Several ranks plan before they go on all the same. "
+            "``None``: ``True`` for :func:`optimize`, ``False`` for :func:`enabled` and :func:`enable`.",
             variable="TILEWISE_WAIT",
         ),
     )
@@ -328,7 +331,7 @@ class PlanOptions(TypedDict, total=False):
 class BackgroundOptions(TypedDict, total=False):
     """Options of planning in the background."""
 
-    wait: bool
+    wait: bool | None
     background_share: float
 
 
@@ -336,6 +339,7 @@ class EnableOptions(PlanOptions, BackgroundOptions, total=False):
     """Options of :func:`tilewise.enabled` and :func:`tilewise.enable`."""
 
     most_plans: int
+    goal: Goal
 
 
 class DefaultOptions(PlanOptions, total=False):

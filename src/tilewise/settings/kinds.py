@@ -7,7 +7,19 @@ from typing import Any
 
 from tilewise.plan import parse_bytes
 
-__all__ = ["Choice", "Count", "Flag", "Kind", "MemorySize", "Names", "Number", "Share", "Size", "memory_share"]
+__all__ = [
+    "Choice",
+    "Count",
+    "Flag",
+    "FlagOrDefault",
+    "Kind",
+    "MemorySize",
+    "Names",
+    "Number",
+    "Share",
+    "Size",
+    "memory_share",
+]
 
 
 class Kind:
@@ -60,6 +72,14 @@ class Flag(Kind):
         if text not in ("0", "1"):
             raise ValueError(f"{name}={text!r}: 1 or 0 would do")
         return text == "1"
+
+
+class FlagOrDefault(Flag):
+    """As :class:`Flag`, or ``None`` where functions have different defaults."""
+
+    def check(self, name: str, value: Any) -> None:
+        if value is not None:
+            super().check(name, value)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from tests.nn.dividing import assert_same
 import tilewise
 from tilewise.nn.background import service as service_module
 from tilewise.nn.background.service import Service
+from tilewise.nn.step.result import StepReport
+from tilewise.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +72,28 @@ def test_evaluation_has_steps_too() -> None:
     assert len(planner.planned) == 2
 
 
-def test_variables_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_is_in_the_background_unless_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tilewise.enabled().work is not None
+    assert tilewise.enabled(settings=Settings()).work is not None
+    assert tilewise.enabled(settings=Settings(wait=True)).work is None
+    assert tilewise.enabled(wait=True).work is None
+    monkeypatch.setenv("TILEWISE_WAIT", "1")
     assert tilewise.enabled().work is None
+    assert tilewise.enabled(wait=False).work is not None
+
+
+def test_variables_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEWISE_WAIT", "0")
     monkeypatch.setenv("TILEWISE_BACKGROUND_SHARE", "0.1")
     work = tilewise.enabled().work
     assert work is not None
     assert work.share == 0.1
-    assert tilewise.enabled(wait=True).work is None
     monkeypatch.setenv("TILEWISE_BACKGROUND_SHARE", "2")
     with pytest.raises(ValueError, match="TILEWISE_BACKGROUND_SHARE='2': a number above 0"):
+        tilewise.enabled()
+    monkeypatch.delenv("TILEWISE_BACKGROUND_SHARE")
+    monkeypatch.setenv("TILEWISE_GOAL", "passes")
+    assert tilewise.enabled().report().step == StepReport(reason="goal='passes'")
+    monkeypatch.setenv("TILEWISE_GOAL", "speed")
+    with pytest.raises(ValueError, match="TILEWISE_GOAL='speed'"):
         tilewise.enabled()

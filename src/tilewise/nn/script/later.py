@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 
 import torch
 
+from tilewise.comm.agreement import several_ranks
 from tilewise.machine.device import torch_device
 from tilewise.nn.background.later import LaterTable
 from tilewise.nn.background.room import Room
@@ -16,16 +16,16 @@ from tilewise.problems.base import Problem
 
 __all__ = ["CallsToPlan", "LaterRecorder"]
 
-MOST_BETWEEN = 4096
-"""Calls without the one by which steps are told before another one takes its place."""
-
 
 class LaterRecorder(Recorder, LaterTable):
     """As :class:`Recorder`, but when a step is over, what was recorded is planned in the background."""
 
     def plan(self, problems: Iterable[Problem], deterministic: bool) -> None:
-        """Take what wisdom has, and have the rest planned later."""
+        """Take what wisdom has, and have the rest planned later, except where nothing is measured anyway."""
         asked = list(problems)
+        if several_ranks() or self.options.rigor == "wisdom_only":
+            super(LaterTable, self).plan(asked, deterministic)
+            return
         self.take_known(asked, deterministic)
         self.ask(asked, deterministic)
 
@@ -43,9 +43,6 @@ class CallsToPlan:
 
     def __init__(self, table: LaterRecorder, share: float) -> None:
         self.table, self.share = table, share
-        self._threads = {threading.get_ident(), threading.main_thread().ident}
-        self._first: int | None = None
-        self._since = 0
         table.asked = lambda: service().add(self)
 
     @property
@@ -62,21 +59,3 @@ class CallsToPlan:
         """What plans the next problem; ``None`` where there is none, or none fits into ``room``."""
         entry = self.table.next(room)
         return None if entry is None else lambda: self.table.plan_one(*entry)
-
-    def called(self, x: torch.Tensor, weight: object) -> None:
-        """A convolution is called: where a step may begin with it, planning takes its turn.
-
-        With gradients that is a call outside of any graph, else one of the weight that was seen first.
-        """
-        if threading.get_ident() not in self._threads:
-            return
-        if torch.is_grad_enabled():
-            if getattr(x, "grad_fn", None) is None:
-                service().boundary()
-            return
-        if self._first is None or self._since > MOST_BETWEEN:
-            self._first = id(weight)
-        self._since += 1
-        if id(weight) == self._first:
-            self._since = 0
-            service().boundary()

@@ -305,6 +305,7 @@ def _layer_report(plan_table: PlanTable, noted: Noted, count: int, times: dict[P
             times.get(problem),
             plan_table.replacement(problem, noted.deterministic) is not None,
             plan_table.reasons.get(problem, ""),
+            plan_table.notes.get(problem, ""),
             torch_host_ms=plan_table.host_times.get(problem),
         )
         for role, problem in noted.roles()

@@ -12,6 +12,7 @@ import functools
 import os
 import threading
 import warnings
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -30,6 +31,8 @@ from tilewise.nn.report import Report
 from tilewise.nn.script.environment import with_variables
 from tilewise.nn.script.later import CallsToPlan, LaterRecorder
 from tilewise.nn.script.recorder import Recorder, Site
+from tilewise.nn.script.steps import Calls, Steps
+from tilewise.nn.step.compare import compare_live, why_not_compared
 from tilewise.planner import Planner, Progress
 from tilewise.settings import EnableOptions, Settings
 
@@ -50,6 +53,7 @@ class Session:
     def __init__(self, settings: Settings, *, planner: Planner | None, progress: Progress | None) -> None:
         if planner is not None and progress is not None:
             raise ValueError("progress: the planner given has its own; give one or the other")
+        silent = planner is not None or progress is not None
         if planner is None:
             planner = Planner(progress=Late() if progress is None else progress)
         self.work: CallsToPlan | None = None
@@ -61,6 +65,12 @@ class Session:
         self.table = Table(self.plan_table)
         self.sites: dict[int, Site] = {}
         self.waiting = self.plan_table.waiting
+        self.watched = False
+        """Whether steps are of interest: something is still to be planned, or steps are compared."""
+        self._asked = settings
+        self._calls = Calls(self.plan_table, self._forget)
+        self._goal = compare_live(self._calls, self._pending, settings, None, silent)
+        self._steps = Steps(self._goal)
 
     def __enter__(self) -> Session:
         _push(self)
@@ -73,29 +83,37 @@ class Session:
         return str(self.report())
 
     def report(self) -> Report:
-        """The report of every kind of call: its plans and times, whether they replace torch's choice, and why not."""
-        return self.plan_table.report()
+        """The report of every kind of call: its plans and times, whether they replace torch's choice, and why not.
+
+        Its ``step`` has the times of the program's whole steps by torch and by plans, or how far their comparison is.
+        """
+        return replace(self.plan_table.report(), step=self._goal.report)
 
     def wait(self) -> None:
-        """With ``wait=False``, plan now what is left to be planned in the background, and return when that is done.
+        """Plan now what is left to be planned in the background, and return when that is done.
 
-        Ctrl-C keeps what was measured. Raises ``RuntimeError`` as :func:`tilewise.wait` does.
+        Where steps are being compared, plans run at its end, and the comparison goes on with the next steps. Ctrl-C
+        keeps what was measured. Raises ``RuntimeError`` as :func:`tilewise.wait` does.
         """
         if self.work is not None and self.work.pending:
             finish(self.work)
+        self._goal.rest()
 
     def between(self, function: str, site: Site, x: Any, w: Any, b: Any) -> Any:
-        """The result of a call while planning goes on in the background, or ``NotImplemented``.
+        """The result of a call while planning goes on in the background, or while steps are compared.
 
-        A step may begin with it, and its graph keeps plans from changing. Torch's result is not seen here: the graph
-        behind its input stands for it.
+        A step may begin with it, and its graph keeps plans from changing. So torch's result is computed here, too.
         """
-        assert self.work is not None
-        self.work.called(x, w)
-        y = site(x, w, b)
-        if y is NotImplemented and self.waiting:
-            y = self.note(function, site, x, w, b)
-        service().graphs.add(x if y is NotImplemented else y)
+        self._steps.called(function, x, w)
+        self.watched = bool(self._pending()) or not self._goal.over
+        y = NotImplemented
+        if not self._calls.by_torch:
+            y = site(x, w, b)
+            if y is NotImplemented and self.waiting:
+                y = self.note(function, site, x, w, b)
+        if y is NotImplemented:
+            y = _by_torch(function, site.arguments, x, w, b)
+        service().graphs.add(y)
         return y
 
     def site(self, arguments: tuple[Any, ...], weight: object) -> Site | None:
@@ -119,7 +137,29 @@ class Session:
         """Record a call that has no plan yet; its result where all is planned now, else ``NotImplemented``."""
         with showing(self.plan_table.planner.progress):
             planned = self.plan_table.note(function, site, w)
+        if planned:
+            self._planned()
         return site(x, w, b) if planned else NotImplemented
+
+    def _planned(self) -> None:
+        """There are new plans, or will be: the steps that have them are compared."""
+        reason = why_not_compared(self._asked, None)  # ranks may have met since the session began
+        if reason:
+            self._goal.stop(reason)
+        else:
+            self._goal.reopen()
+        self.watched = bool(self._pending()) or not self._goal.over
+
+    def _pending(self) -> int:
+        """How many problems are still to be planned."""
+        return 0 if self.work is None else self.work.pending
+
+    def _forget(self) -> None:
+        """Let every layer look its plans up anew."""
+        self.table.forget()
+        for site in list(self.sites.values()):
+            for each in (site, *site.shapes.values()):
+                each.forget()
 
 
 _current: Session | None = None
@@ -156,7 +196,7 @@ def _entrance(dims: int, transposed: bool) -> Planned:
             site = site.at(x)
             if site is None:
                 return NotImplemented
-        if session.work is not None and session.work.pending:
+        if session.watched:
             return session.between(function, site, x, w, b)
         y = site(x, w, b)
         if y is NotImplemented and session.waiting:
@@ -164,6 +204,15 @@ def _entrance(dims: int, transposed: bool) -> Planned:
         return y
 
     return planned
+
+
+def _by_torch(function: str, arguments: tuple[Any, ...], x: Any, w: Any, b: Any) -> Any:
+    """The result of torch's ``function`` for the arguments of a site."""
+    _, stride, padding, dilation, groups, transposed, extra = arguments
+    if type(padding) is tuple and padding and type(padding[0]) is str:
+        padding = padding[0]
+    rest = (extra, groups, dilation) if transposed else (dilation, groups)
+    return BY_TORCH[function](x, w, b, stride, padding, *rest)
 
 
 REPLACEMENTS = {
@@ -190,7 +239,8 @@ def enabled(
     The first step is computed by torch and its calls recorded. When a call comes again all of them are planned, with
     the gradients that they need, and from then on they run by plan where that is faster. Shapes that appear later are
     recorded and planned at their repeat in the same way. A problem for which no plan keeps ``workspace`` is left to
-    torch. With ``wait=False`` what was recorded is planned in the background, in turns as a step begins.
+    torch. What was recorded is planned in the background, in turns as a step begins; with ``wait=True`` at once. Then
+    a few steps run by torch among the planned ones, and what is faster is kept, as ``goal`` says.
 
     Options, each by keyword. Where one is not given, its environment variable says, ``TILEWISE_WORKSPACE`` and so on,
     and else the default:

@@ -150,7 +150,7 @@ class LiveGoal:
         self.rest()
         if self._blocks is not None:
             self._modules.withhold(self._settled, NOTE)
-        if self.over:
+        if self._kinds:
             self._training = False
         self.over = False
         self._start_over()
