@@ -8,6 +8,8 @@ import types
 from collections.abc import Iterator
 
 import pytest
+from tests import toys
+from tests.nn.step.test_live_models import Promising, Slow
 from torch import nn
 
 FAST = ("--device", "cpu", "--batch-sizes", "undivided", "--rigor", "estimate")
@@ -67,3 +69,41 @@ def test_limits_that_make_no_sense(run, words):
     result = run("plan", *words, "--device", "cpu")
     assert result.exit_code == 2
     assert "--m" in result.stderr
+
+
+class PromisingAhead(Promising):
+    """For commands: nothing is planned ahead."""
+
+    def plan_ahead(self, *_: object, **__: object) -> None:
+        return None
+
+
+@pytest.fixture
+def _slow_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every plan promises half of torch's time and sleeps."""
+    monkeypatch.setattr("tilewise.cli.time.make_planner", lambda *_: PromisingAhead())
+    with toys.installed(Slow()), toys.one_thread():
+        yield
+
+
+@pytest.mark.usefixtures("_slow_plans")
+def test_time_decides_by_the_whole_step(run, check_document):
+    asked = ("time", "stepping_networks:two", "--device", "cpu", "--batch", "2", "--iterations", "1")
+    step = check_document(run(*asked, "--json").stdout)["training_step"]
+    assert step["compared"]["kept"] is False
+    assert step["compared"]["planned_ms"] > step["compared"]["torch_ms"]
+    assert len(step["taken_back"]) == step["compared"]["taken_back"] > 0
+    text = run(*asked).stdout
+    assert "(taken back: the step is not faster with it)" in text
+    assert "plans are not surely faster" in text
+    step = check_document(run(*asked, "--goal", "passes", "--json").stdout)["training_step"]
+    assert step["compared"] is None
+    assert step["taken_back"] == []
+    assert "taken back" not in run(*asked, "--goal", "passes").stdout
+
+
+def test_time_says_why_the_whole_step_does_not_decide(run, check_document):
+    asked = ("time", "stepping_networks:two", *FAST, "--batch", "2", "--iterations", "1")
+    step = check_document(run(*asked, "--json").stdout)["training_step"]
+    assert step["compared"]["reason"] == "rigor='estimate' measures nothing"
+    assert "step: not compared, rigor='estimate' measures nothing" in run(*asked).stdout

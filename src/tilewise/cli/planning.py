@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import click
+from torch import nn
 
 from tilewise.cli.program import BadInput
 from tilewise.cli.settings import Asked
@@ -17,7 +19,10 @@ from tilewise.cli.target import Target
 from tilewise.machine.device import device_name, environment
 from tilewise.machine.torch_state import framework_flags
 from tilewise.nn import optimize
+from tilewise.nn import report as report_of
 from tilewise.nn.budget import Budget, Divided, divide
+from tilewise.nn.step.pairs import LEAST_PAIRS, WARM
+from tilewise.nn.step.search import NOTE
 from tilewise.plan import Measurement
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
 from tilewise.planner.caches.measurements import baselines
@@ -30,6 +35,9 @@ from tilewise.report.layer_time import time_pass
 from tilewise.report.network_time import time_training_steps
 from tilewise.report.values import LayerResult, NetworkTime, PassResult
 from tilewise.settings import Settings
+
+COMPARED = 2 * (LEAST_PAIRS + WARM)
+"""Steps that a comparison runs at least."""
 
 __all__ = ["divide_target", "explain_target", "head", "plan_target", "schedule_of", "time_results", "time_training"]
 
@@ -200,25 +208,45 @@ def time_training(
     iterations: int | None,
     schedule: Schedule | None = None,
     budget: Budget | None = None,
+    goal: str = "step",
 ) -> NetworkTime | None:
-    """Whole training steps, plain and with the planner's plans or those of ``schedule``; ``None`` for a layer."""
+    """Whole training steps, plain and with the planner's plans or those of ``schedule``; ``None`` for a layer.
+
+    With the ``goal`` "step" plans from which the step does not gain are taken back before.
+    """
     if target.network is None or target.inputs is None:
         return None
-    plain = target.network.module
-    goal: dict[str, Any] = {"goal": "passes"}  # both steps are timed below, whichever is faster
-    total = goal if budget is None else {**goal, "total_workspace": budget.total, "policy": budget.policy}
+    plain, inputs, loss = target.network.module, target.inputs, target.network.loss
+    asked: dict[str, Any] = {"goal": goal}
+    total = asked if budget is None else {**asked, "total_workspace": budget.total, "policy": budget.policy}
     flags = framework_flags(target.device.type, target.precision, deterministic=options.deterministic)
-    with progress_bar("training steps", 2) as progress, flags:
+    with progress_bar("training steps", COMPARED + 2 if goal == "step" else 2) as progress, flags:
+        run = itertools.count(1)
+
+        def step(model: nn.Module) -> None:
+            """One step; more than it takes at least, where passes are taken back, are of the last piece of work."""
+            number = next(run)
+            if number <= COMPARED:
+                progress(f"{target.name}: steps by torch and by plans")
+            loss(model(inputs)).backward()
+            model.zero_grad(set_to_none=True)
+
         progress(f"{target.name}: its layers by their plans")
         planned = optimize(
             copy.deepcopy(plain),
-            target.inputs,
+            inputs,
             settings=replace(Settings.of(options), **total),
             planner=planner,
             schedule=schedule,
+            step=step if goal == "step" else None,
         )
         progress(f"{target.name}: steps in turns with torch's")
-        return time_training_steps(plain, planned, target.inputs, target.network.loss, iterations)
+        timed = time_training_steps(plain, planned, inputs, loss, iterations)
+    if goal != "step":
+        return timed
+    made = report_of(planned)
+    back = frozenset(one.problem for _, _, one in made.passes() if one.note == NOTE)
+    return replace(timed, compared=made.step, taken_back=back)
 
 
 def _progress_text(target: Target, problem: Problem) -> str:

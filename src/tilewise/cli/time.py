@@ -9,7 +9,15 @@ import click
 from click.core import ParameterSource
 
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
-from tilewise.cli.settings import PASSES, Asked, budget_options, devices_option, make_planner, planning_options
+from tilewise.cli.settings import (
+    PASSES,
+    Asked,
+    budget_options,
+    devices_option,
+    make_planner,
+    planning_options,
+    shared_option,
+)
 
 if TYPE_CHECKING:
     from tilewise.planner import Options, Schedule
@@ -39,6 +47,7 @@ OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude")
 @planning_options
 @devices_option
 @budget_options
+@shared_option("goal")
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/time) instead of tables.")
 @click.pass_context
 def command(
@@ -51,10 +60,15 @@ def command(
     devices: str | None,
     total_workspace: str | None,
     policy: str | None,
+    goal: str,
     as_json: bool,
 ) -> None:
     """Plan NET or LAYER, then time the framework and the plans in turns: every layer and pass, and for a network whole
     training steps (forward, loss and backward) with their peak memory.
+
+    With --goal step, which is what holds where nothing is said, the network's step decides: plans that are faster by
+    themselves are taken back where it does not gain from them, and the table marks them. Under a limit of workspace, or
+    by a schedule, every pass decides for itself.
 
     With --schedule the inputs are like those that the schedule was made for where nothing else is said, and its plans
     are run by after a check.
@@ -66,7 +80,7 @@ def command(
     from tilewise.cli.target import resolve
     from tilewise.report.console import show, show_json
     from tilewise.report.documents import time_document
-    from tilewise.report.tables import budget_table, heading, step_table, summary_text, time_table
+    from tilewise.report.tables import budget_table, compared_text, heading, step_table, summary_text, time_table
     from tilewise.report.values import summarize
 
     schedule = None if file is None else load(file)
@@ -83,13 +97,14 @@ def command(
     # Not where only some passes are asked for; nor without all plans, and the table says which and why.
     whole = not passes and not summary.unplanned
     taken = None if schedule is None else schedule_of(resolved, settings, options, plans, planner)
-    step = time_training(resolved, options, planner, iterations, taken, budget) if whole else None
+    step = time_training(resolved, options, planner, iterations, taken, budget, goal) if whole else None
     if as_json:
         show_json(time_document(top, results, summary, step, divided.facts["budget"]))
     else:
-        show(heading(top), time_table(results), "", summary_text(summary))
+        back = frozenset() if step is None else step.taken_back
+        show(heading(top), time_table(results, back), "", summary_text(summary))
         if step is not None:
-            show("", step_table(step))
+            show("", step_table(step), compared_text(step))
         if divided.facts["budget"] is not None:
             show("", budget_table(divided.facts["budget"]))
     if summary.unplanned:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tilewise import wisdom
+from tilewise.nn.step.result import StepReport
 from tilewise.plan import Measurement
 from tilewise.planner.schedules.results_json import (
     document,
@@ -41,6 +42,8 @@ def time_document(
             "framework": _step(step.framework),
             "planned": _step(step.planned),
             "ratio": number(step.ratio),
+            "compared": None if step.compared is None else _compared(step.compared),
+            "taken_back": sorted(problem.key for problem in step.taken_back),
         }
     totals = summary_json(summary)
     return document("time", **head, layers=layers_json(results), summary=totals, training_step=fields, budget=budget)
@@ -57,6 +60,12 @@ def explain_document(head: dict[str, Any], result: PassResult, tried: Iterable[M
 def wisdom_document(path: str, summaries: Iterable[wisdom.Summary]) -> dict[str, Any]:
     """The document of what a store holds."""
     return document("wisdom", path=path, environments=[asdict(summary) for summary in summaries])
+
+
+def _compared(compared: StepReport) -> dict[str, Any]:
+    """The fields of the comparison of whole steps."""
+    fields = compared.to_json()
+    return {name: number(value) if isinstance(value, float) else value for name, value in fields.items()}
 
 
 def _step(step: StepTime) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,10 +12,12 @@ from rich.table import Table
 
 from tilewise import wisdom
 from tilewise.plan import Measurement, Plan, format_bytes, is_busy
+from tilewise.problems.base import Problem
 from tilewise.report.values import Layer, LayerResult, NetworkTime, PassResult, Summary, describe, is_left
 
 __all__ = [
     "budget_table",
+    "compared_text",
     "explain_table",
     "format_ms",
     "format_ratio",
@@ -37,6 +39,8 @@ NOTHING = "-"
 """Cell of a value that is not known."""
 LEFT = "left to torch"
 """Plan of a layer that the framework runs."""
+TAKEN_BACK = "taken back: the step is not faster with it"
+"""Mark of a plan that is faster by itself, and that the network does not run by."""
 BUSY = "(busy)"
 """Mark of a time that was taken while other processes kept the host busy."""
 HOST = {False: (), True: (("host ms", "right"),)}
@@ -155,8 +159,11 @@ def _plan_cells(depth: int, count: int, plan: Plan, on_gpu: bool) -> tuple[str, 
     return "  " * depth + times + escape(name), time, *host, format_bytes(plan.workspace), error
 
 
-def time_table(results: Iterable[LayerResult]) -> Table:
-    """Times of the framework and of plans side by side, by layer and pass: the device's and, on a GPU, the host's."""
+def time_table(results: Iterable[LayerResult], taken_back: Collection[Problem] = ()) -> Table:
+    """Times of the framework and of plans side by side, by layer and pass: the device's and, on a GPU, the host's.
+
+    Problems that were ``taken_back`` for the whole step's sake are marked.
+    """
     results = list(results)
     on_gpu = launches(results)
     table = _table(
@@ -168,7 +175,9 @@ def time_table(results: Iterable[LayerResult]) -> Table:
         if not result.passes:
             table.add_row(title, *[""] * (len(table.columns) - 2), f"[dim]{escape(_layer_text(result.layer))}[/]")
         for index, pass_result in enumerate(result.passes):
-            table.add_row("" if index else title, pass_result.problem.task, *_time_cells(pass_result, on_gpu))
+            *cells, name = _time_cells(pass_result, on_gpu)
+            mark = f" [yellow]({TAKEN_BACK})[/]" if pass_result.problem in taken_back else ""
+            table.add_row("" if index else title, pass_result.problem.task, *cells, name + mark)
     return table
 
 
@@ -259,6 +268,11 @@ def step_table(time: NetworkTime) -> Table:
     )
     table.add_row("speed-up", *(_coloured(ratio) for ratio in ratios), "", f"medians of {time.iterations}")
     return table
+
+
+def compared_text(time: NetworkTime) -> str:
+    """What became of the whole step, in words; empty where passes were not chosen by it."""
+    return "" if time.compared is None else escape(str(time.compared))
 
 
 def budget_table(budget: Mapping[str, Any]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewise.nn.step.result import StepReport
 from tilewise.planner.schedules.results import Layer, LayerResult, PassResult, Summary, divisions, is_left, summarize
 from tilewise.problems.base import Problem
 from tilewise.problems.kinds import kind_of
@@ -43,11 +44,17 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class NetworkTime:
-    """Training steps of a network as the framework runs it and as planned, timed in turns."""
+    """Training steps of a network as the framework runs it and as planned, timed in turns.
+
+    ``compared`` says what became of the whole step, where passes were chosen by it, and ``taken_back`` which of them
+    run by torch for its sake although their plans are faster by themselves.
+    """
 
     framework: StepTime
     planned: StepTime
     iterations: int
+    compared: StepReport | None = None
+    taken_back: frozenset[Problem] = frozenset()
 
     @property
     def ratio(self) -> float:
