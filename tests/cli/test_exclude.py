@@ -73,7 +73,7 @@ def test_programs_are_run_without_them(tmp_path: Path) -> None:
     )
     others = [solver.name for solver in solvers.all_solvers() if solver.name != "lowering_type1"]
     options = [word for name in others for word in ("--exclude", name)]
-    words = ["-m", "tilewise", "run", "--report", "--rigor", "estimate", *options, str(script)]
+    words = ["-m", "tilewise", "run", "--wait", "--report", "--rigor", "estimate", *options, str(script)]
     result = run_script(*words, cwd=tmp_path, environment={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert result.returncode == 0, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if " forward " in line]

@@ -6,11 +6,16 @@ import re
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests import toys
 from tests.nn.step.test_live_models import Promising, Slow
 from torch import nn
+
+from tilewise import solvers
+from tilewise.plan import Plan
+from tilewise.planner import Options
 
 FAST = ("--device", "cpu", "--batch-sizes", "undivided", "--rigor", "estimate")
 
@@ -74,6 +79,11 @@ def test_limits_that_make_no_sense(run, words):
 class PromisingAhead(Promising):
     """For commands: nothing is planned ahead."""
 
+    def plan(self, problem: Any, options: Options | None = None) -> Plan:
+        if options is not None and "slow" in options.exclude:
+            return Plan(problem.key, "aten", solvers.get("aten").version)
+        return super().plan(problem, options)
+
     def plan_ahead(self, *_: object, **__: object) -> None:
         return None
 
@@ -82,6 +92,7 @@ class PromisingAhead(Promising):
 def _slow_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every plan promises half of torch's time and sleeps."""
     monkeypatch.setattr("tilewise.cli.time.make_planner", lambda *_: PromisingAhead())
+    monkeypatch.setattr("tilewise.cli.plan.make_planner", lambda *_: PromisingAhead())
     with toys.installed(Slow()), toys.one_thread():
         yield
 
@@ -107,3 +118,15 @@ def test_time_says_why_the_whole_step_does_not_decide(run, check_document):
     step = check_document(run(*asked, "--json").stdout)["training_step"]
     assert step["compared"]["reason"] == "rigor='estimate' measures nothing"
     assert "step: not compared, rigor='estimate' measures nothing" in run(*asked).stdout
+
+
+@pytest.mark.usefixtures("_slow_plans")
+def test_plan_decides_by_the_whole_step(run, check_document):
+    asked = ("plan", "stepping_networks:two", "--device", "cpu", "--batch", "2")
+    document = check_document(run(*asked, "--json").stdout)
+    assert document["summary"]["replaced"] == 0
+    assert "plans are not surely faster" in run(*asked).stdout
+    for others in (("--goal", "passes"), ("--workspace", "64MiB"), ("--pass", "fprop")):
+        result = run(*asked, *others)
+        assert "slow" in result.stdout
+        assert "step:" not in result.stdout

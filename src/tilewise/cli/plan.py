@@ -37,6 +37,7 @@ __all__ = ["command"]
 @devices_option
 @budget_options
 @mesh_options
+@shared_option("goal")
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/plan) instead of tables.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the document to FILE."
@@ -55,12 +56,17 @@ def command(
     total_workspace: str | None,
     policy: str | None,
     mesh: MeshAsked,
+    goal: str,
     as_json: bool,
     output: str | None,
     candidates: bool,
     fronts: bool,
 ) -> None:
     """Find and print a plan for every layer and pass of NET or LAYER.
+
+    With --goal step, which is what holds where nothing is said, torch's own choice stays where a network's training
+    step does not gain from a plan. Every pass decides for itself for a single layer, with --pass, --total-workspace or
+    --gpus, and under a limit that torch's choice need not keep.
 
     Plans are remembered: what was measured once, here or in a program, is not measured again. With --memory-limit a
     training step is run (forward, a loss and backward, without an optimizer), each kernel may use what is left at its
@@ -92,7 +98,9 @@ def command(
     resolved = resolve(target, settings, passes)
     planner = make_planner(devices, resolved.device)
     divided = divide_target(resolved, options, planner, budget)
-    found = plan_asked(resolved, options, planner, divided, memory_limit, passes if max_batch else None)
+    by_step = goal == "step" and not passes and budget is None
+    most = passes if max_batch else None
+    found = plan_asked(resolved, options, planner, divided, memory_limit, most, by_step=by_step)
     if report.write(found, divided, settings, planner):
         ctx.exit(NO_PLAN)
 
@@ -115,7 +123,7 @@ class PlanReport:
         """Print and write what was ``found``; how many passes have no plan."""
         from tilewise.cli.planning import head, schedule_of
         from tilewise.report.console import show, show_json
-        from tilewise.report.tables import budget_table, heading, memory_text, plan_table, summary_text
+        from tilewise.report.tables import budget_table, compared_text, heading, memory_text, plan_table, summary_text
         from tilewise.report.values import summarize
 
         options, budget = settings.options(), divided.facts["budget"]
@@ -135,6 +143,8 @@ class PlanReport:
                 show("", budget_table(budget))
             if found.step is not None:
                 show("", memory_text(found.step, found.largest))
+            if found.compared is not None:
+                show("", compared_text(found.compared))
         return summary.unplanned
 
 

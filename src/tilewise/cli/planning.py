@@ -6,22 +6,26 @@ import copy
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import click
 from torch import nn
 
+from tilewise import solvers
 from tilewise.cli.program import BadInput
 from tilewise.cli.settings import Asked
 from tilewise.cli.target import Target
+from tilewise.frontends.networks import Network
 from tilewise.machine.device import device_name, environment
 from tilewise.machine.torch_state import framework_flags
 from tilewise.nn import optimize
 from tilewise.nn import report as report_of
 from tilewise.nn.budget import Budget, Divided, divide
+from tilewise.nn.step.compare import why_not_compared
 from tilewise.nn.step.pairs import LEAST_PAIRS, WARM
+from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.search import NOTE
 from tilewise.plan import Measurement
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
@@ -39,7 +43,16 @@ from tilewise.settings import Settings
 COMPARED = 2 * (LEAST_PAIRS + WARM)
 """Steps that a comparison runs at least."""
 
-__all__ = ["divide_target", "explain_target", "head", "plan_target", "schedule_of", "time_results", "time_training"]
+__all__ = [
+    "decide_by_step",
+    "divide_target",
+    "explain_target",
+    "head",
+    "plan_target",
+    "schedule_of",
+    "time_results",
+    "time_training",
+]
 
 
 def head(target: Target, settings: Asked, options: Options) -> dict[str, Any]:
@@ -216,37 +229,71 @@ def time_training(
     """
     if target.network is None or target.inputs is None:
         return None
-    plain, inputs, loss = target.network.module, target.inputs, target.network.loss
     asked: dict[str, Any] = {"goal": goal}
     total = asked if budget is None else {**asked, "total_workspace": budget.total, "policy": budget.policy}
+    settings = replace(Settings.of(options), **total)
     flags = framework_flags(target.device.type, target.precision, deterministic=options.deterministic)
-    with progress_bar("training steps", COMPARED + 2 if goal == "step" else 2) as progress, flags:
-        run = itertools.count(1)
-
-        def step(model: nn.Module) -> None:
-            """One step; more than it takes at least, where passes are taken back, are of the last piece of work."""
-            number = next(run)
-            if number <= COMPARED:
-                progress(f"{target.name}: steps by torch and by plans")
-            loss(model(inputs)).backward()
-            model.zero_grad(set_to_none=True)
-
-        progress(f"{target.name}: its layers by their plans")
-        planned = optimize(
-            copy.deepcopy(plain),
-            inputs,
-            settings=replace(Settings.of(options), **total),
-            planner=planner,
-            schedule=schedule,
-            step=step if goal == "step" else None,
-        )
+    with progress_bar("training steps", (COMPARED if goal == "step" else 0) + 2) as progress, flags:
+        planned = _planned_module(target, target.network, settings, planner, schedule, progress)
         progress(f"{target.name}: steps in turns with torch's")
-        timed = time_training_steps(plain, planned, inputs, loss, iterations)
+        module, loss = target.network.module, target.network.loss
+        timed = time_training_steps(module, planned, target.inputs, loss, iterations)
     if goal != "step":
         return timed
-    made = report_of(planned)
-    back = frozenset(one.problem for _, _, one in made.passes() if one.note == NOTE)
-    return replace(timed, compared=made.step, taken_back=back)
+    return replace(timed, compared=report_of(planned).step, taken_back=_taken_back(planned))
+
+
+def decide_by_step(
+    target: Target, results: Sequence[LayerResult], options: Options, planner: Planner
+) -> tuple[list[LayerResult], StepReport | None]:
+    """``results`` with torch's own choice where a plan is faster by itself and the network's step is not.
+
+    The report is ``None``, and nothing is run, where ``target`` is a layer or steps cannot be compared.
+    """
+    settings = Settings.of(options)
+    if target.network is None or target.inputs is None or why_not_compared(settings, None):
+        return list(results), None
+    flags = framework_flags(target.device.type, target.precision, deterministic=options.deterministic)
+    with progress_bar("training steps", COMPARED + 1) as progress, flags:
+        planned = _planned_module(target, target.network, settings, planner, None, progress)
+    back = _taken_back(planned)
+    others = tuple(solver.name for solver in solvers.all_solvers() if not solver.baseline)
+    by_torch = replace(options, exclude=others)
+
+    def chosen(each: PassResult) -> PassResult:
+        """The result of one pass as the network runs it."""
+        return _planned(each.problem, by_torch, planner)[0] if each.problem in back else each
+
+    return [replace(one, passes=tuple(map(chosen, one.passes))) for one in results], report_of(planned).step
+
+
+def _planned_module(
+    target: Target,
+    network: Network,
+    settings: Settings,
+    planner: Planner,
+    schedule: Schedule | None,
+    progress: Callable[[str], object],
+) -> nn.Module:
+    """A copy of the network that runs by plans, chosen by its whole training step where ``settings`` say so."""
+    run = itertools.count(1)
+
+    def step(model: nn.Module) -> None:
+        """One training step. Those beyond the least number, where passes are taken back, are of the last piece."""
+        if next(run) <= COMPARED:
+            progress(f"{target.name}: steps by torch and by plans")
+        network.loss(model(target.inputs)).backward()
+        model.zero_grad(set_to_none=True)
+
+    progress(f"{target.name}: its layers by their plans")
+    own_step = step if settings.goal == "step" else None
+    module = copy.deepcopy(network.module)
+    return optimize(module, target.inputs, settings=settings, planner=planner, schedule=schedule, step=own_step)
+
+
+def _taken_back(planned: nn.Module) -> frozenset[Problem]:
+    """The problems of a planned network that are torch's for the step's sake."""
+    return frozenset(one.problem for _, _, one in report_of(planned).passes() if one.note == NOTE)
 
 
 def _progress_text(target: Target, problem: Problem) -> str:

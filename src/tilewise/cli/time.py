@@ -104,7 +104,7 @@ def command(
         back = frozenset() if step is None else step.taken_back
         show(heading(top), time_table(results, back), "", summary_text(summary))
         if step is not None:
-            show("", step_table(step), compared_text(step))
+            show("", step_table(step), *([] if step.compared is None else ["", compared_text(step.compared)]))
         if divided.facts["budget"] is not None:
             show("", budget_table(divided.facts["budget"]))
     if summary.unplanned:

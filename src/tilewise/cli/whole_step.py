@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tilewise.cli.planning import plan_target
+from tilewise.cli.planning import decide_by_step, plan_target
 from tilewise.cli.program import BadInput, bad_input, one_line
 from tilewise.cli.target import Target, layers_of
 from tilewise.machine.torch_state import framework_flags
@@ -15,6 +15,7 @@ from tilewise.nn import LargestBatch, Report, StepTooLarge, largest_batch, optim
 from tilewise.nn import report as report_of
 from tilewise.nn.budget import Divided
 from tilewise.nn.memory.step_planner import memory_bytes
+from tilewise.nn.step.result import StepReport
 from tilewise.plan import Plan, format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.problems.base import Problem
@@ -27,12 +28,16 @@ __all__ = ["Found", "plan_asked", "plan_step"]
 
 @dataclass(frozen=True)
 class Found:
-    """Plans of a target. ``step`` and ``largest`` are those fields of the document, ``None`` where not asked for."""
+    """Plans of a target. ``step`` and ``largest`` are those fields of the document, ``None`` where not asked for.
+
+    ``compared`` says what became of the network's step, where passes were chosen by it.
+    """
 
     target: Target
     results: list[LayerResult]
     step: dict[str, Any] | None = None
     largest: dict[str, Any] | None = None
+    compared: StepReport | None = None
 
 
 def plan_asked(
@@ -42,14 +47,21 @@ def plan_asked(
     divided: Divided,
     memory_limit: str | None,
     passes: tuple[str, ...] | None,
+    *,
+    by_step: bool = False,
 ) -> Found:
     """Plan ``target`` by its layers, or within ``memory_limit`` as a whole step where that is given.
 
-    ``divided`` has limits of single problems, and ``passes`` are those to tell of where the largest batch is asked for.
-    Raises what :func:`plan_step` does.
+    With ``by_step`` a plan from which the whole step does not gain is torch's. ``divided`` has limits of single
+    problems, and ``passes`` are those to tell of where the largest batch is asked for. Raises what :func:`plan_step`
+    does.
     """
     if memory_limit is None:
-        return Found(target, plan_target(target, options, planner, limits=divided.limits))
+        results = plan_target(target, options, planner, limits=divided.limits)
+        if not by_step or any(each.plan is None for result in results for each in result.passes):
+            return Found(target, results)
+        chosen, compared = decide_by_step(target, results, options, planner)
+        return Found(target, chosen, compared=compared)
     if passes is not None:  # inputs of another batch are not to count
         target = replace(target, inputs=None)
     return plan_step(target, options, planner, memory_limit, passes)

@@ -12,6 +12,7 @@ set to do so (``branches``). The model is captured in CUDA graphs where that is 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -110,18 +111,10 @@ def optimize(
     planning.record_and_plan()
     if source is not None:
         source.conclude(plan_table, modules.problems())
-    live = None
-    if isinstance(plan_table, LaterTable):
-        live = compare_live(modules, lambda: plan_table.pending, asked, schedule, silent)
+    live = live_of(plan_table, modules, asked, schedule, silent)
     install(model, planning, step_planner, progress, live)
-
-    def compared() -> StepReport:
-        """What became of the whole step; in the background that is still to be seen."""
-        if live is not None:
-            return live.report
-        return compare_steps(model, examples, asked, own_step, modules, schedule, silent)
-
-    made = planning.concluded(compared)
+    compared = functools.partial(compare_steps, model, examples, asked, own_step, modules, schedule, silent)
+    made = planning.concluded(compared if live is None else lambda: live.report)
     keep(model, made, plan_table, deterministic)
     keep(modules.model, made, plan_table, deterministic)
     return model
@@ -213,6 +206,15 @@ def step_planner_of(
         memory_bytes(asked.memory_limit, step.device),
         weights,
     )
+
+
+def live_of(
+    plan_table: PlanTable, modules: PlannedModules, asked: Settings, schedule: object, silent: bool
+) -> LiveGoal | None:
+    """What compares the program's own steps after planning in the background; ``None`` where that is not asked for."""
+    if not isinstance(plan_table, LaterTable):
+        return None
+    return compare_live(modules, lambda: plan_table.pending, asked, schedule, silent)
 
 
 def install(

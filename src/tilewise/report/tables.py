@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilewise import wisdom
+from tilewise.nn.step.result import StepReport
 from tilewise.plan import Measurement, Plan, format_bytes, is_busy
 from tilewise.problems.base import Problem
 from tilewise.report.values import Layer, LayerResult, NetworkTime, PassResult, Summary, describe, is_left
@@ -270,9 +271,9 @@ def step_table(time: NetworkTime) -> Table:
     return table
 
 
-def compared_text(time: NetworkTime) -> str:
-    """What became of the whole step, in words; empty where passes were not chosen by it."""
-    return "" if time.compared is None else escape(str(time.compared))
+def compared_text(compared: StepReport) -> str:
+    """What became of the whole step, in words."""
+    return escape(str(compared))
 
 
 def budget_table(budget: Mapping[str, Any]) -> Table:
