@@ -91,7 +91,6 @@ def optimize(
     check_model(model)
     examples = examples_of(example_inputs)
     asked = settings_of("optimize", ModelOptions, settings, options)
-    asked = replace(asked, wait=asked.wait is not False)
     check_arguments(asked, filter_fn, progress, planner, schedule, step, memory_step)
     own_step = memory_step if step is None else step
     later = plans_later(model, asked, schedule)
@@ -105,16 +104,14 @@ def optimize(
     plan_table = plan_table_of(asked, budget, source, planner, later=later)
     modules = PlannedModules(unwrapped(model), plan_table, weights, filter_fn, separate=asked.memory_limit is not None)
     step_planner = step_planner_of(model, examples, asked, own_step, modules, weights)
-
     deterministic = torch.are_deterministic_algorithms_enabled()
     planning = Planning(modules, examples, asked, budget, source, deterministic)
     planning.record_and_plan()
     if source is not None:
         source.conclude(plan_table, modules.problems())
-    live = live_of(plan_table, modules, asked, schedule, silent)
-    install(model, planning, step_planner, progress, live)
-    compared = functools.partial(compare_steps, model, examples, asked, own_step, modules, schedule, silent)
-    made = planning.concluded(compared if live is None else lambda: live.report)
+    live = install(model, planning, step_planner, progress, silent)
+    now = functools.partial(compare_steps, model, examples, asked, own_step, modules, schedule, silent)
+    made = planning.concluded(now if live is None else lambda: live.report)
     keep(model, made, plan_table, deterministic)
     keep(modules.model, made, plan_table, deterministic)
     return model
@@ -208,33 +205,24 @@ def step_planner_of(
     )
 
 
-def live_of(
-    plan_table: PlanTable, modules: PlannedModules, asked: Settings, schedule: object, silent: bool
-) -> LiveGoal | None:
-    """What compares the program's own steps after planning in the background; ``None`` where that is not asked for."""
-    if not isinstance(plan_table, LaterTable):
-        return None
-    return compare_live(modules, lambda: plan_table.pending, asked, schedule, silent)
-
-
 def install(
-    model: nn.Module,
-    planning: Planning,
-    step_planner: StepPlanner | None,
-    progress: Progress | None,
-    live: LiveGoal | None,
-) -> None:
+    model: nn.Module, planning: Planning, step_planner: StepPlanner | None, progress: Progress | None, silent: bool
+) -> LiveGoal | None:
     """Let modules run by the plans that gain, or by plans with which a step keeps its memory limit.
 
-    What is planned in the background begins here, and with ``live`` the comparison of the program's steps after it.
+    What is planned in the background begins here, and so does the comparison of the program's own steps after it, which
+    is returned then.
     """
-    modules = planning.modules
-    if isinstance(modules.plan_table, LaterTable):
-        begin(model, modules, modules.plan_table, planning.asked, planning.deterministic, progress, live)
-    elif step_planner is None:
+    modules, table = planning.modules, planning.modules.plan_table
+    if isinstance(table, LaterTable):
+        live = compare_live(modules, lambda: table.pending, planning.asked, None, silent)
+        begin(model, modules, table, planning.asked, planning.deterministic, progress, live)
+        return live
+    if step_planner is None:
         modules.install({})
     else:
         modules.plan_table.facts["step"] = step_planner.fit()
+    return None
 
 
 @dataclass(frozen=True)

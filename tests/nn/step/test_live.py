@@ -251,6 +251,37 @@ def test_it_rests_and_stops_with_plans_in_place() -> None:
     assert other.withheld == frozenset()
 
 
+def test_new_plans_in_the_middle_of_a_graph_change_nothing_before_its_end() -> None:
+    program = Program({1: 2.0, 2: 2.0}, {1: -9.0, 2: 2.0})
+    while not program.withheld:
+        program.step()
+    withheld = program.withheld
+    y = torch.ones(1, dtype=torch.float32, device=CPU, requires_grad=True) * 2
+    service_module.service().graphs.add(y)
+    before = program.by_torch
+    program.live.reopen()
+    program.live.rest()
+    program.step()
+    assert (program.by_torch, program.withheld) == (before, withheld)
+    y.sum().backward()
+    program.step()
+    assert program.withheld == frozenset()
+
+
+def test_a_switch_that_fails_ends_the_comparison_and_not_the_program() -> None:
+    program = Program({1: 2.0}, {1: 2.0})
+    while not program.by_torch:
+        program.step()
+
+    def failing(*_: object) -> None:
+        raise ArithmeticError("no switch")
+
+    program.live._blocks._switches = failing, failing  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match="comparing raised ArithmeticError: no switch"):
+        program.run()
+    assert program.live.report.reason == "comparing raised ArithmeticError: no switch"
+
+
 def test_one_program_at_a_time_is_compared_and_one_that_ended_is_not_waited_for() -> None:
     first, second = Program({1: 2.0}, {1: 2.0}), Program({1: 2.0}, {1: 2.0})
     while not first.by_torch:

@@ -32,15 +32,16 @@ def plans_later(model: nn.Module, asked: Settings, schedule: object) -> bool:
     limits = {"memory_limit": asked.memory_limit, "total_workspace": asked.total_workspace}
     branches = None if asked.branches == "sequence" else asked.branches
     graphs = None if asked.graphs == "never" else asked.graphs
-    conflicts = {} if asked.wait else {**limits, "branches": branches, "graphs": graphs, "schedule": schedule}
+    waits = asked.wait is not False  # as optimize does where nothing is said
+    conflicts = {} if waits else {**limits, "branches": branches, "graphs": graphs, "schedule": schedule}
     for name, value in conflicts.items():
         if value is not None:
             raise ValueError(
                 f"wait=False: {name}={value!r:.80} needs all layers planned before the first step; wait=True would do"
             )
     of_model.cancel(unwrapped(model))
-    if asked.wait or not several_ranks():
-        return not asked.wait
+    if waits or not several_ranks():
+        return not waits
     if not _told_ranks:
         _told_ranks = True
         warnings.warn(

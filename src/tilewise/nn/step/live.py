@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from tilewise.nn.step.search import (
     search,
     why_nothing_to_compare,
 )
+from tilewise.planner.options import first_line
 
 __all__ = ["LiveGoal"]
 
@@ -86,6 +88,8 @@ class LiveGoal:
         self._kinds: set[Kind] = set()
         """Problems, and kinds of steps, of which it was decided before."""
         self._decisions: list[StepReport] = []
+        self._is_new = False
+        """Whether there are plans that were not looked at yet."""
         self._start_over()
 
     @property
@@ -112,8 +116,18 @@ class LiveGoal:
         if planning.is_planning or self._pending() or not planning.compare(self):
             self.rest()
             return
+        try:
+            self._boundary(device)
+        except Exception as error:  # the program must not fail by it
+            self._fail(error)
+
+    def _boundary(self, device: torch.device) -> None:
+        """A step is over, at a moment when layers may change and nothing is planned."""
+        if self._is_new:
+            self._begin_anew()
         if self._search is None and not self._begin():
             return
+        planning = service()
         now, turns = moment(device, self._clock), planning.turns
         kind = Kind(hash((device, *self._calls)), self._with_gradients)
         since, disturbed = self._since, turns != self._turns
@@ -133,9 +147,12 @@ class LiveGoal:
         self._with_gradients = False
 
     def rest(self) -> None:
-        """Let plans run until the next step: something is planned, captured or compiled. The block begins anew then."""
+        """Let plans run until the next step: something is planned, captured or compiled. The block begins anew then.
+
+        While a graph is alive layers stay as they are.
+        """
         self.disturb()
-        if self._blocks is not None:
+        if self._blocks is not None and service().is_between_steps(()):
             self._blocks.rest()
 
     def stop(self, reason: str) -> None:
@@ -144,15 +161,22 @@ class LiveGoal:
             self._end(StepReport(reason=reason))
 
     def reopen(self) -> None:
-        """There are new plans. Where it was decided before, only these are compared, by steps of kinds not seen yet."""
-        if len(self._decisions) >= MOST_DECISIONS:
-            return
+        """There are new plans. Where it was decided before, only these are compared, by steps of kinds not seen yet.
+
+        It begins with the next step: a graph may be alive.
+        """
+        if len(self._decisions) < MOST_DECISIONS:
+            self.disturb()
+            self._is_new, self.over = True, False
+
+    def _begin_anew(self) -> None:
+        """Compare the plans that there are now, less those of which it was decided before."""
+        self._is_new = False
         self.rest()
         if self._blocks is not None:
             self._modules.withhold(self._settled, NOTE)
         if self._kinds:
             self._training = False
-        self.over = False
         self._start_over()
 
     def _start_over(self) -> None:
@@ -185,7 +209,7 @@ class LiveGoal:
         if self._kind is None:
             self._observe(kind, step)
         elif kind.with_gradients and not self._kind.with_gradients and self._training:
-            self.reopen()  # here is the training that it was planned for
+            self._begin_anew()  # here is the training that it was planned for
         elif self._blocks is not None:
             self._foreign = 0 if kind == self._kind else self._foreign + 1
             if self._foreign > MOST_FOREIGN:
@@ -235,6 +259,13 @@ class LiveGoal:
             self._end(made)
             self._decided(made)
 
+    def _fail(self, error: Exception) -> None:
+        """Compare no more: plans and torch stay where they are now."""
+        self._blocks = None
+        text = f"comparing raised {type(error).__name__}: {first_line(error)}"
+        warnings.warn(f"tilewise: {text}", stacklevel=2)
+        self._end(StepReport(reason=text))
+
     def _end(self, made: StepReport) -> None:
         """It is decided: nothing is timed or switched any more."""
         if self._blocks is not None:
@@ -243,5 +274,5 @@ class LiveGoal:
         self._known |= self._gains.keys()
         self._decisions.append(made)
         self._start_over()
-        self.over = True
+        self.over, self._is_new = True, False
         service().compared(self)
