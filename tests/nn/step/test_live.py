@@ -138,6 +138,16 @@ def test_alternating_kinds_are_compared_with_their_like() -> None:
     assert program.live.report.torch_ms == pytest.approx(10.0, rel=0.05)
 
 
+def test_alternating_kinds_leave_time_to_take_passes_back() -> None:
+    gains = {**dict.fromkeys(range(6), 0.5), 6: 3.0, 7: 3.0}
+    program = Program(gains, {**dict.fromkeys(range(6), -1.0), 6: 3.0, 7: 3.0}, 12.0)
+    for _ in range(1000):
+        program.step()
+        program.step("other", ms=3.0)
+    assert program.live.report.kept
+    assert 3 <= len(program.withheld) == program.live.report.taken_back
+
+
 def test_steps_of_ever_changing_kinds_are_left_as_they_are() -> None:
     program = Program({1: 2.0}, {1: 2.0})
     for index in range(MOST_STEPS + 10):

@@ -40,7 +40,7 @@ ROUNDS = 3
 """How often passes are taken back and the steps are timed anew."""
 EXPLORING_PAIRS = 6
 MOST_STEPS = 400
-"""Steps for a decision where two of a block count: a program whose steps are of ever changing kinds comes to none."""
+"""Steps for one choice of passes where two of a block count. Where steps are never alike there is no decision."""
 WITHOUT = 100
 """Steps without gradients, and none with them, until what was planned for training is compared by those."""
 MOST_FOREIGN = 4
@@ -242,6 +242,7 @@ class LiveGoal:
 
     def _ask(self, asked: Asked) -> None:
         """Begin to time a choice of passes."""
+        self._steps = 0
         self._modules.withhold(asked.withheld | self._settled, NOTE)
         self._blocks = Blocks(asked.pairs, self._counted, self._modules.switches(), self._draw)
 
