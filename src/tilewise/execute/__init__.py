@@ -1,6 +1,6 @@
 """Runs plans: every leaf is bound to its tensors once, then called with no decision left to take."""
 
-from tilewise.execute.bound import Bound, adds_bias, bind, release_workspaces, touch_workspace
+from tilewise.execute.bound import Bound, adds_bias, bind, compile_only, release_workspaces, touch_workspace
 from tilewise.execute.node import PlanMismatch
 from tilewise.execute.nodes import parts_of
 from tilewise.execute.places import carved
@@ -11,6 +11,7 @@ __all__ = [
     "adds_bias",
     "bind",
     "carved",
+    "compile_only",
     "parts_of",
     "release_workspaces",
     "touch_workspace",

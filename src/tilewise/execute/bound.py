@@ -16,9 +16,10 @@ from tilewise.kernels.native.sequence import pass_call
 from tilewise.machine.workspaces import Workspaces
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem, Write, as_tuple, dense_strides
+from tilewise.problems.operands import described
 from tilewise.solvers import Split, mismatch
 
-__all__ = ["Bound", "adds_bias", "bind", "release_workspaces", "touch_workspace"]
+__all__ = ["Bound", "adds_bias", "bind", "compile_only", "release_workspaces", "touch_workspace"]
 
 _workspaces = Workspaces()
 
@@ -222,6 +223,16 @@ def bind(plan: Plan, problem: Problem, *tensors: Tensor | None) -> Bound:
     if pair:
         bound.use_native(node, inputs[0].device)
     return bound
+
+
+def compile_only(plan: Plan, problem: Problem) -> None:
+    """Compile what ``plan`` would run, as :func:`bind` does, without memory for operands and results.
+
+    Kernels for a GPU are compiled for the one that is sought: see
+    :func:`~tilewise.kernels.building.target.compiling_for`. Raises as :func:`bind`.
+    """
+    operands, results = described(problem)
+    node_of(plan, problem.changed(bias=problem.bias and adds_bias(plan, problem)), operands, results)
 
 
 def _along(dim: int, dims: int) -> tuple[int, ...]:

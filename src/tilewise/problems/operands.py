@@ -16,6 +16,7 @@ __all__ = [
     "LOWERED",
     "OCTAVES",
     "Tensors",
+    "described",
     "fill_constant",
     "make_bias",
     "make_operand",
@@ -103,6 +104,13 @@ def make_result(problem: Problem) -> torch.Tensor:
     """The one result of a problem that has one, as :func:`make_results` makes it."""
     (tensor,) = make_results(problem)
     return tensor
+
+
+def described(problem: Problem) -> Tensors:
+    """Tensors of a problem that have shapes and strides and no memory (device ``meta``), as examples to bind to."""
+    meta = torch.device("meta")
+    operands, results = (tuple(_allocate(problem, r, meta) for r in x) for x in (problem.operands, problem.results))
+    return Tensors(operands, results)
 
 
 def fill_constant(tensor: torch.Tensor) -> None:

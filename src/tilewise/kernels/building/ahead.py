@@ -13,7 +13,7 @@ import torch
 from tilewise.kernels.building import workers
 from tilewise.machine.turns import pause, wait_apart
 
-__all__ = ["compiled_apart", "side_by_side"]
+__all__ = ["compiled_apart", "compiled_side_by_side", "side_by_side"]
 
 ROUNDS = 16
 """Most kernels of one job that are compiled one after the other: a job ends at the first that is missing."""
@@ -37,6 +37,28 @@ def side_by_side(jobs: Sequence[Callable[[], object]], device: torch.device) -> 
     try:
         with workers.opened(len(jobs)) as pool:
             list(threads.map(functools.partial(served, pool), jobs))
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def compiled_side_by_side(jobs: Sequence[Callable[[], str]], step: Callable[[str], None]) -> None:
+    """Call all ``jobs`` in threads that worker processes serve, within
+    :func:`~tilewise.kernels.building.target.compiling_for`.
+
+    ``step`` is called in this thread with what each job returns, in their order. What a job raises is raised here. An
+    interruption ends the workers.
+    """
+
+    def served(pool: workers.Pool, job: Callable[[], str]) -> str:
+        """Do one job in this thread; what it compiles, a worker of ``pool`` compiles."""
+        with pool.serving():
+            return job()
+
+    threads = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1, max(1, len(jobs))))
+    try:
+        with workers.opened(len(jobs)) as pool:
+            for name in threads.map(functools.partial(served, pool), jobs):
+                step(name)
     finally:
         threads.shutdown(cancel_futures=True)
 

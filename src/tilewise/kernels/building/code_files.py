@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tilewise.machine import cache, trusted
 
-__all__ = ["load", "store"]
+__all__ = ["load", "store", "write"]
 
 CHECK = hashlib.sha256
 CHECK_BYTES = 32
@@ -45,11 +45,16 @@ def store(path: Path, code: bytes) -> None:
     Warns once where nothing can be kept or others may write the folder. Then every process compiles the code itself.
     """
     try:
-        trusted.write(path, CHECK(code).digest() + code)
+        write(path, code)
     except trusted.Untrusted as error:
         _tell(error.place, str(error))
     except OSError as error:
         _tell(str(path.parent), f"{path.parent}: {error}")
+
+
+def write(path: Path, code: bytes) -> None:
+    """As :func:`store`, raising ``OSError`` and :class:`~tilewise.machine.trusted.Untrusted` instead of warning."""
+    trusted.write(path, CHECK(code).digest() + code)
 
 
 def _tell(place: str, reason: str) -> None:

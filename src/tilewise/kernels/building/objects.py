@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 from tilewise.kernels.building import code_files
 from tilewise.kernels.building.kept import refuse
+from tilewise.kernels.building.noted import note
 from tilewise.machine import cache
 
-__all__ = ["Code", "address", "undefined"]
+__all__ = ["Code", "address", "machine_key", "undefined"]
 
 RUNTIME = ("numba_", "NRT_")
 """Prefixes of names that Numba's runtime defines. Our kernels refer to them where they would report errors, which they
@@ -52,7 +53,8 @@ def address(name: str, make: Callable[[], Code]) -> int:
     compiled. Warns where a file holds no valid object, and as
     :mod:`tilewise.kernels.building.code_files` does.
     """
-    path = cache.kernel_dir() / "cpu" / f"{name}-{_machine()}.o"
+    path = cache.kernel_dir() / "cpu" / f"{name}-{machine_key()}.o"
+    note(f"cpu/{path.name}")
     stored = code_files.load(path)
     if stored is not None:
         try:
@@ -78,7 +80,7 @@ def _unpacked(stored: bytes) -> Code:
 
 
 @functools.cache
-def _machine() -> str:
+def machine_key() -> str:
     """A hash of everything that a kernel's code depends on: this package's text, processor, versions, settings."""
     import llvmlite
     from llvmlite import binding

@@ -15,6 +15,8 @@ import torch
 
 from tilewise.kernels.building import cubins
 from tilewise.kernels.building.kept import refuse
+from tilewise.kernels.building.noted import note
+from tilewise.kernels.building.target import Architecture, sought
 from tilewise.kernels.native import building
 from tilewise.kernels.native.sequence import Address, KernelLaunch
 
@@ -23,6 +25,7 @@ __all__ = [
     "Kernel",
     "Launch",
     "Program",
+    "Unloaded",
     "block_limits",
     "compile_cubin",
     "compiler",
@@ -90,6 +93,7 @@ def compile_cubin(source: str, architecture: str) -> Any:
     building.start()
     text = read_source("ptx.cu") + source
     path = cubins.path_of(text, architecture, compiler())
+    note(f"cuda/{path.name}")
     stored = cubins.load(path)
     if stored is not None:
         return core.ObjectCode.from_cubin(stored)
@@ -115,8 +119,7 @@ class Kernel:
         major, minor = torch.cuda.get_device_capability(device)
         with torch.cuda.device(device):
             core.Device(device).set_current()
-            # With its own instructions, which no other version runs: neither does the code for "sm_90".
-            self._code = compile_cubin(source, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
+            self._code = compile_cubin(source, Architecture(major, minor).instructions)
             handle = self._code.get_kernel(name)
             address = int(handle.handle if hasattr(handle, "handle") else handle._handle)
             self.function = int(self._call("cuKernelGetFunction", driver.CUkernel(address)))
@@ -218,6 +221,21 @@ class Launch:
         return KernelLaunch(int(self._function), (grid, 1, 1), (threads, 1, 1), shared, (), tuple(parameters))
 
 
+class Unloaded:
+    """Stands for what was compiled for another machine's ``architecture`` alone, and cannot be run here."""
+
+    __slots__ = ("_architecture",)
+
+    def __init__(self, architecture: Architecture) -> None:
+        self._architecture = architecture
+
+    def __call__(self, *_: Any) -> Any:
+        """Raises ``RuntimeError``."""
+        raise RuntimeError(f"compiled for {self._architecture.name} to be carried elsewhere, not to be run here")
+
+    run_pointers = __call__
+
+
 class Program(Protocol):
     """What a kernel is compiled from, such as the programs of ``fft1d`` and ``fft2d``."""
 
@@ -250,6 +268,11 @@ class Bound:
     pointers: int = 2
     cluster: int = 1
 
+    def compile_for(self, architecture: Architecture) -> Unloaded:
+        """Compile for another machine's GPU, so that the code is kept. Raises as :func:`compile_cubin`."""
+        compile_cubin(self.program.source(), architecture.instructions)
+        return Unloaded(architecture)
+
     def launch(self, device: int) -> Launch:
         """Compile for a device.
 
@@ -276,8 +299,14 @@ def _check(driver: Any, call: str, error: Any) -> None:
         raise RuntimeError(f"{call} failed: {text.decode() if text else error}")
 
 
-@functools.cache
 def has_clusters() -> bool:
+    """Whether the GPUs that kernels are for run clusters of blocks; true where there is no GPU."""
+    architecture = sought()
+    return _have_clusters() if architecture is None else (architecture.major, architecture.minor) >= (9, 0)
+
+
+@functools.cache
+def _have_clusters() -> bool:
     """Whether every GPU here runs clusters of blocks; true where there is no GPU."""
     devices = range(torch.cuda.device_count())
     return all(torch.cuda.get_device_capability(device) >= (9, 0) for device in devices)

@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.kernels.building import code_files
+from tilewise.kernels.building.noted import note
 from tilewise.machine import cache
 
-__all__ = ["VARIABLE", "Native", "load", "native", "start", "why_not"]
+__all__ = ["VARIABLE", "Native", "Unavailable", "file_name", "load", "native", "start", "why_not"]
 
 VARIABLE = "TILEWISE_NATIVE"
 """The environment variable that keeps launches in Python where it is 0."""
@@ -136,7 +137,8 @@ def load() -> ModuleType:
 
     A file that cannot be loaded, as one made with another C library cannot, is made anew.
     """
-    path = cache.kernel_dir() / "native" / f"{NAME}-{_version()}.so"
+    path = cache.kernel_dir() / "native" / file_name()
+    note(f"native/{path.name}")
     kept = code_files.load(path)
     if kept is not None:
         try:
@@ -150,6 +152,11 @@ def load() -> ModuleType:
         raise Unavailable(f"the compiled module cannot be loaded: {error}") from error
     code_files.store(path, code)
     return module
+
+
+def file_name() -> str:
+    """The name of the file that holds the module for this machine's Python and C library."""
+    return f"{NAME}-{_version()}.so"
 
 
 def _sources() -> dict[str, bytes]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from tilewise.kernels.building import workers
+from tilewise.kernels.building import target, workers
+from tilewise.kernels.building.noted import note, triton_entry
 from tilewise.kernels.native import building
 from tilewise.kernels.native.sequence import Address, KernelLaunch, LaunchSequence, launch_list
 from tilewise.kernels.triton.driver_launch import hooks, kernel_launch
@@ -53,7 +54,10 @@ class Launch:
         options = {"num_warps": self.warps, "num_stages": self.stages}
         with own_cache():
             workers.reroute(self.kernel)
-            return self.kernel.warmup(*stand_ins, *self.scalars, **self.constants, grid=self.grid, **options)
+            compiled = self.kernel.warmup(*stand_ins, *self.scalars, **self.constants, grid=self.grid, **options)
+        if key := getattr(compiled, "hash", ""):
+            note(f"triton/{triton_entry(key)}")
+        return compiled
 
     def interpret(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Run in Triton's interpreter, on CPU tensors."""
@@ -77,6 +81,10 @@ class Program:
         self._launches = launches if self._interpreted else ()
         self._steps: list[tuple[Callable[..., None], tuple[tuple[int, int], ...], tuple[Any, ...]]] = []
         self.sequence = self._native = None
+        if target.sought() is not None:
+            for launch in launches:
+                launch.compile(alignment)
+            return
         if self._interpreted:
             for launch in launches:
                 if not isinstance(launch.kernel, InterpretedFunction):

@@ -24,7 +24,7 @@ from triton.runtime.cache import FileCacheManager
 
 from tilewise.machine import cache, trusted
 
-__all__ = ["OwnCache", "own_cache", "settings"]
+__all__ = ["OwnCache", "folder", "own_cache", "settings"]
 
 
 class OwnCache(FileCacheManager):  # type: ignore[misc]  # Triton has no types
@@ -96,6 +96,17 @@ def own_cache() -> Iterator[None]:
             _within -= 1
             if not _within and vars(knobs.cache).get("manager_class") is OwnCache:
                 del vars(knobs.cache)["manager_class"]
+
+
+def folder() -> Path:
+    """The folder in which entries last. It need not exist, nor be one that may be trusted.
+
+    Raises ``OSError`` where there is none, as there is no home directory.
+    """
+    asked = knobs.cache.dir
+    if asked.startswith("~"):
+        raise FileNotFoundError(f"{asked}: there is no home directory; TRITON_CACHE_DIR would name a folder")
+    return Path(os.path.abspath(asked))
 
 
 def settings() -> dict[str, str]:

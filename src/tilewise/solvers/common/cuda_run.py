@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewise.kernels.building.target import sought
 from tilewise.kernels.native.sequence import LaunchSequence, launch_list
 from tilewise.solvers.base import SolverUnavailable
 
 if TYPE_CHECKING:
-    from tilewise.kernels.cuda.launch import Launch, Program
+    from tilewise.kernels.cuda.launch import Launch, Program, Unloaded
 
 __all__ = ["BIAS", "FIRST", "OUT", "SECOND", "WORKSPACE", "Step", "StepsRun", "compiled"]
 
@@ -78,17 +79,24 @@ class StepsRun:
             launch(*[addresses[source] + offset for source, offset in pointers])
 
 
-def compiled(steps: Sequence[Step], device: torch.device) -> StepsRun:
+def compiled(steps: Sequence[Step], device: torch.device) -> StepsRun | Unloaded:
     """Compile the steps for a GPU and return them as one run.
 
-    Raises ``SolverUnavailable`` with the compiler's or the driver's reason.
+    Within :func:`~tilewise.kernels.building.target.compiling_for` they are only compiled. Raises ``SolverUnavailable``
+    with the compiler's or the driver's reason.
     """
-    from tilewise.kernels.cuda.launch import kernel
+    from tilewise.kernels.cuda.launch import Unloaded, compile_cubin, kernel
 
-    index = torch.cuda.current_device() if device.index is None else device.index
+    architecture = sought()
+    index = 0
+    if architecture is None:
+        index = torch.cuda.current_device() if device.index is None else device.index
     bound = []
     try:
         for step in steps:
+            if architecture is not None:
+                compile_cubin(step.program.source(), architecture.instructions)
+                continue
             p = step.program
             loaded = kernel(p.source(), p.name, index)
             launch = loaded.launch(step.grid, p.threads, p.shared, len(step.pointers), step.scalars)
@@ -96,4 +104,4 @@ def compiled(steps: Sequence[Step], device: torch.device) -> StepsRun:
     except Exception as error:  # NVRTC and the driver raise errors of their own
         text = str(error).strip().splitlines()
         raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
-    return StepsRun(bound, index)
+    return StepsRun(bound, index) if architecture is None else Unloaded(architecture)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewise.kernels.building.target import sought
 from tilewise.kernels.cuda import fft1d, fft2d
 from tilewise.kernels.cuda.irfft2_summed import bind as bind_summed
 from tilewise.kernels.cuda.launch import Bound
@@ -261,7 +262,9 @@ def _unavailable() -> Iterator[None]:
 
 
 def launched(device: torch.device) -> Callable[[Bound], Transform]:
-    """A function that compiles transforms for a GPU."""
+    """A function that compiles transforms for a GPU: the one that is sought, or ``device``."""
+    if (architecture := sought()) is not None:
+        return lambda bound: bound.compile_for(architecture)
     index = torch.cuda.current_device() if device.index is None else device.index
     return lambda bound: bound.launch(index)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
+from tilewise.kernels.building.target import sought
 from tilewise.kernels.cuda.launch import unavailable
 from tilewise.kernels.cuda.winograd import CHANNELS, DEPTH
 from tilewise.machine.device import torch_device
@@ -134,16 +135,19 @@ class WinogradFused(ConvSolver):
 
 
 def _device_lacks(p: ConvProblem) -> list[str]:
-    """Reasons why the problem's GPU, if it is here, cannot run the kernels, or why nothing can compile them."""
+    """Reasons why the GPU that is sought, or else is here, cannot run the kernels, or why nothing can compile them."""
     if p.device_type != "cuda":
         return []
     if reason := unavailable():
         return [reason]
-    try:
-        device = torch_device(p.device)
-    except ValueError:
-        return []
-    capability = torch.cuda.get_device_capability(device)
+    if (architecture := sought()) is not None:
+        capability = architecture.major, architecture.minor
+    else:
+        try:
+            device = torch_device(p.device)
+        except ValueError:
+            return []
+        capability = torch.cuda.get_device_capability(device)
     return [] if capability == CAPABILITY else [f"needs compute capability 9.0, not {capability[0]}.{capability[1]}"]
 
 
