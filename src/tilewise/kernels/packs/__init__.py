@@ -1,0 +1,1 @@
+"""Packs: compiled kernels in one file, to carry to machines that then need not compile them."""
