@@ -24,6 +24,7 @@ __all__ = [
     "PASSES",
     "Asked",
     "budget_options",
+    "compiling_options",
     "devices_option",
     "enabling_options",
     "excluded_names",
@@ -149,16 +150,26 @@ def make_planner(devices: str | None, device: torch.device) -> Planner:
 
 def planning_options(function: Function) -> Function:
     """Add the shared options; the command receives them as ``settings``."""
+    return _with_options(function, _options())
+
+
+def compiling_options(function: Function) -> Function:
+    """Add the shared options but ``--device``, as nothing is run; the command receives them as ``settings``."""
+    return _with_options(function, [option for option in _options() if option is not _device_option])
+
+
+def _with_options(function: Function, options: list[Decorator]) -> Function:
+    """Add ``options`` to a command that receives their values as ``settings``."""
     names = Asked.__dataclass_fields__
 
     @functools.wraps(function)  # click keeps a function's other options on the function
     def command(**values: Any) -> Any:
-        settings = Asked(**{name: values.pop(name) for name in names})
+        settings = Asked(**{name: values.pop(name, None) for name in names})
         with enough_memory():
             return function(settings=settings, **values)
 
     wrapped: Any = command
-    for option in reversed(_options()):
+    for option in reversed(options):
         wrapped = option(wrapped)
     result: Function = wrapped
     return result
@@ -237,6 +248,9 @@ def workspace_bytes(given: str) -> int | None:
         return limit
 
 
+_device_option = click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: a GPU if there is one]")
+
+
 def _options() -> list[Decorator]:
     """The options that say for which layers, device and precision a command plans."""
 
@@ -250,7 +264,7 @@ def _options() -> list[Decorator]:
             metavar="N",
             help=f"Mini-batch size.  [default: {DEFAULT_BATCH} for a network, a layer's own mb]",
         ),
-        click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: a GPU if there is one]"),
+        _device_option,
         choice("--precision", PRECISIONS, None, "Products of fp32 convolutions.  [default: as torch is set]"),
         shared_option("workspace"),
         shared_option("batch_sizes"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tilewise.cli.kernels import imported_text, interruptible, pack_errors, take_kernels, written_text
 from tilewise.cli.program import BadInput, bad_input
 
 if TYPE_CHECKING:
@@ -39,9 +40,16 @@ def show_wisdom(as_json: bool) -> None:
 
 @command.command("export")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-def export_wisdom(file: Path) -> None:
-    """Write everything to FILE, a JSON document to carry elsewhere."""
+@click.option("--with-kernels", is_flag=True, help="Write a pack, with the kernels that were compiled here beside it.")
+def export_wisdom(file: Path, with_kernels: bool) -> None:
+    """Write everything to FILE, a JSON document to carry elsewhere.
+
+    With --with-kernels FILE is a pack for equal machines, which need compile nothing then. A pack holds code.
+    """
     with _store() as wisdom:
+        if with_kernels:
+            click.echo(_export_pack(wisdom, file))
+            return
         try:
             rows = wisdom.export(file)
         except OSError as error:
@@ -51,20 +59,71 @@ def export_wisdom(file: Path) -> None:
 
 @command.command("import")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
-def import_wisdom(files: tuple[Path, ...]) -> None:
-    """Merge FILEs, exported documents; of two rows for the same thing the newer is kept.
+@click.option("--trust", is_flag=True, help="Take the kernels of packs, too: you trust whoever made them.")
+@click.option("--no-kernels", is_flag=True, help="Take the wisdom of packs alone.")
+def import_wisdom(files: tuple[Path, ...], trust: bool, no_kernels: bool) -> None:
+    """Merge FILEs, exported documents or packs; of two rows for the same thing the newer is kept.
 
-    Their plans are checked on this machine when they are first used.
+    Their plans are checked on this machine when they are first used. A pack holds kernels beside wisdom, which are code
+    that runs with your rights: say with --trust that they may, or with --no-kernels that you want none.
     """
+    if trust and no_kernels:
+        raise BadInput("--no-kernels: --trust takes kernels; leave one of them out")
     rows = 0
     with _store() as wisdom:
         for file in files:
             with bad_input(f"FILE: {str(file)!r}"):
                 try:
-                    rows += wisdom.import_(file)
+                    is_packed = _is_pack(file)
+                    rows += 0 if is_packed else wisdom.import_(file)
                 except OSError as error:
                     raise BadInput(f"FILE: {str(file)!r} cannot be read: {error.strerror}") from error
+            if is_packed:
+                rows += _import_pack(wisdom, file, trust, no_kernels)
     click.echo(f"{rows} rows new or newer")
+
+
+def _is_pack(file: Path) -> bool:
+    """Whether a file is a pack and no document. Raises ``OSError`` where it cannot be read."""
+    from tilewise.kernels.packs.archive import is_pack
+
+    return is_pack(file)
+
+
+def _export_pack(wisdom: Wisdom, file: Path) -> str:
+    """Write all wisdom and all kernels that were compiled here; what was written, in one line."""
+    import json
+
+    from tilewise.kernels.packs import carry
+    from tilewise.report.console import progress_bar
+
+    with interruptible(f"{file} is as it was"), pack_errors(file, "written"):
+        document, names = wisdom.to_json(), list(carry.kept())
+        with progress_bar("writing", len(names)) as step:
+            data = json.dumps(document, allow_nan=False).encode()
+            return written_text(carry.export(file, names, step=step, wisdom=data), file)
+
+
+def _import_pack(wisdom: Wisdom, file: Path, trust: bool, no_kernels: bool) -> int:
+    """Take a pack's wisdom, and its kernels where they are trusted; the number of rows that are new or newer."""
+    from tilewise.kernels.packs.archive import has_kernels, opened
+    from tilewise.kernels.packs.carry import wisdom_of
+    from tilewise.wisdom.document import from_bytes, parse
+
+    with pack_errors(file, "read"):
+        with opened(file) as pack:
+            code = has_kernels(pack.manifest)
+        data = wisdom_of(file)
+        if data is None:
+            raise BadInput(f"FILE: {str(file)!r} holds kernels and no wisdom; 'tilewise kernels import' would do")
+        if code and not (trust or no_kernels):
+            text = "holds code beside wisdom, which would run here with your rights; --trust would take both, where you"
+            raise BadInput(f"FILE: {str(file)!r} {text} trust whoever made it, --no-kernels the wisdom alone")
+        document = from_bytes(data)
+        parse(document)  # before any kernel is written: what is refused is refused whole
+    if code and trust:
+        click.echo(imported_text(take_kernels(file, trust), file))
+    return wisdom.merge(document)
 
 
 @command.command("merge")

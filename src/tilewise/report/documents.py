@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tilewise import wisdom
+from tilewise.kernels.packs.summary import Held
 from tilewise.nn.step.result import StepReport
 from tilewise.plan import Measurement
 from tilewise.planner.schedules.results_json import (
@@ -20,7 +21,15 @@ from tilewise.planner.schedules.results_json import (
 )
 from tilewise.report.values import LayerResult, NetworkTime, PassResult, StepTime, Summary
 
-__all__ = ["document", "explain_document", "measurement_json", "problem_json", "time_document", "wisdom_document"]
+__all__ = [
+    "document",
+    "explain_document",
+    "kernels_document",
+    "measurement_json",
+    "problem_json",
+    "time_document",
+    "wisdom_document",
+]
 
 
 def time_document(
@@ -66,6 +75,11 @@ def _compared(compared: StepReport) -> dict[str, Any]:
     """The fields of the comparison of whole steps."""
     fields = compared.to_json()
     return {name: number(value) if isinstance(value, float) else value for name, value in fields.items()}
+
+
+def kernels_document(path: str, held: Iterable[Held]) -> dict[str, Any]:
+    """The document of the compiled kernels in a pack, or in the caches of this user."""
+    return document("kernels", path=path, held=[asdict(each) for each in held])
 
 
 def _step(step: StepTime) -> dict[str, Any]:

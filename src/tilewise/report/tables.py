@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilewise import wisdom
+from tilewise.kernels.packs.summary import Held
 from tilewise.nn.step.result import StepReport
 from tilewise.plan import Measurement, Plan, format_bytes, is_busy
 from tilewise.problems.base import Problem
@@ -343,4 +344,15 @@ def wisdom_table(path: str, summaries: Sequence[wisdom.Summary]) -> Table:
         newest = datetime.fromtimestamp(summary.newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
         counts = (summary.problems, summary.measurements, summary.lost, summary.busy, summary.plans)
         table.add_row(*map(str, counts), newest, escape(summary.environment))
+    return table
+
+
+def kernels_table(path: str, held: Sequence[Held]) -> Table:
+    """The compiled kernels in a pack, or in the caches of this user, by what they are for."""
+    columns = [("kind", ""), ("for", ""), ("files", "right"), ("size", "right"), ("of no use here, because", "")]
+    told = [*columns] if any(each.obstacle for each in held) else columns[:-1]
+    table = _table(*told, title=f"{path}: {'compiled kernels' if held else 'no kernels yet'}")
+    for each in held:
+        row = (each.kind, each.target, str(each.files), format_bytes(each.bytes), escape(each.obstacle))
+        table.add_row(*row[: len(told)])
     return table

@@ -15,7 +15,7 @@ from tilewise.plan import PlanFormatError, device_of, is_busy
 from tilewise.wisdom import rows, tables
 from tilewise.wisdom.tables import Row
 
-__all__ = ["FORMAT", "KIND", "compose", "merged", "parse", "read", "write"]
+__all__ = ["FORMAT", "KIND", "compose", "from_bytes", "merged", "parse", "read", "write"]
 
 FORMAT = 1
 """Version of the document's format that this version of tilewise reads and writes."""
@@ -23,6 +23,9 @@ KIND = "tilewise wisdom"
 """What the document says it is."""
 MOST_BYTES = 1 << 29
 """Largest file that is read: a hundred times the largest documents of clusters seen so far."""
+
+PACK = b"PK\x03\x04"
+"""How a pack begins, in which kernels are carried."""
 
 
 def compose(kept: dict[str, list[Row]], written_by: str) -> dict[str, Any]:
@@ -198,6 +201,15 @@ def _items(entry: dict[str, Any], name: str) -> list[Any]:
     return items
 
 
+def from_bytes(data: bytes) -> object:
+    """The document in a file's content, to be parsed. Raises :class:`~tilewise.plan.PlanFormatError`."""
+    try:
+        document: object = rows.parse_json(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise PlanFormatError(str(error)) from error
+    return document
+
+
 def read(path: Path) -> tuple[dict[str, list[Row]], list[str]]:
     """Parse the document in a file, as :func:`parse` does.
 
@@ -207,9 +219,11 @@ def read(path: Path) -> tuple[dict[str, list[Row]], list[str]]:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise PlanFormatError(f"{path}: has more than {MOST_BYTES} bytes; no wisdom is as large")
+    if data.startswith(PACK):
+        raise PlanFormatError(f"{path}: is a pack, whose wisdom lies beside code; 'tilewise wisdom import' would do")
     try:
-        return parse(rows.parse_json(data.decode("utf-8")))
-    except (PlanFormatError, UnicodeDecodeError) as error:
+        return parse(from_bytes(data))
+    except PlanFormatError as error:
         raise PlanFormatError(f"{path}: {error}") from error
 
 

@@ -1,0 +1,225 @@
+"""``tilewise kernels`` and packs with wisdom: what is built here is found there, and nothing is half done."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.conftest import share_kernels
+from tests.forked import run_script
+from tests.kernels.packs.crafted import cpu_file, pack_of, triton_files
+from tests.sampling import EVERY
+
+if importlib.util.find_spec("numba") is None:
+    pytest.skip("numba is not installed", allow_module_level=True)
+
+from tilewise.kernels.building import code_files
+from tilewise.kernels.packs.archive import opened
+from tilewise.wisdom import Wisdom
+
+LAYER = "g4mb2ic4ih6oc4oh4kh3"
+OTHERS = ("depthwise_fft", "fft", "fused_lowering", "lowering_type1", "lowering_type2", "lowering_type3", "winograd")
+NARROW = (*(word for name in OTHERS for word in ("--exclude", name)), "--batch-sizes", "undivided")
+"""Of the kernels for this layer those that many tests use."""
+PATIENCE_S = 120
+
+
+def done(*arguments: str) -> str:
+    """What a command prints in a process of its own; it must end well."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = run_script("-m", "tilewise", *arguments, environment=environment, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def files_of(folder: Path) -> dict[Path, int]:
+    """All files below a folder, with the time of their last change."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_pack_that_is_built_leaves_nothing_to_compile(run, tmp_path, kernels, monkeypatch, check_document):
+    """In three processes: the pack is built, it is imported into an empty cache, and there the layer is planned."""
+    pack, listed = tmp_path / "layers.pack", tmp_path / "layers.txt"
+    key = "conv dgrad fp32 ieee g4mb2ic4oc4ih8kh3sh1dh0ph0,0iw8kw3sw1dw0pw0,0 x:co16w:co16y:co16 cuda:elsewhere"
+    listed.write_text(f"# layers\n\n{LAYER}\n{key}\n")
+    share_kernels(tmp_path / "built", kernels)
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "built"))
+    assert " files (" in done("kernels", "build", str(listed), "--arch", "cpu", *NARROW, "-o", str(pack))
+    with opened(pack) as found:
+        names = {entry.path.partition("-")[0] for entry in found.manifest.entries}
+    assert names == {"cpu/direct_4", "cpu/rows_4", "cpu/sums_4"}
+
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "empty"))
+    assert f"{len(found.manifest.entries)} kernels of {pack} are new here" in done(
+        "kernels", "import", str(pack), "--trust"
+    )
+    imported = files_of(tmp_path / "empty" / "kernels")
+    assert len(imported) == len(found.manifest.entries)
+    assert "depthwise" in done("explain", LAYER, "--device", "cpu", "--pass", "wgrad", *NARROW)
+    assert files_of(tmp_path / "empty" / "kernels") == imported, "planning compiled nothing"
+    document = check_document(run("kernels", "list", str(pack), "--json").stdout)
+    assert [(held["kind"], held["files"], held["obstacle"]) for held in document["held"]] == [
+        ("cpu", len(imported), "")
+    ]
+
+
+def many(path: Path, count: int) -> None:
+    """A pack of crafted kernels, so many that copying them takes a while."""
+    pack_of(path, [cpu_file(f"a{n}_8", bytes([n % 256]) * 500) for n in range(count)])
+
+
+def kernels_in(cache: Path) -> dict[str, bytes | None]:
+    """The kernels that are kept, ``None`` where one is not whole."""
+    return {path.name: code_files.load(path) for path in (cache / "kernels" / "cpu").glob("*")}
+
+
+def test_ctrl_c_leaves_whole_kernels_and_the_rest_can_follow(start, tmp_path, monkeypatch):
+    pack, cache, count = tmp_path / "many.pack", tmp_path / "cache", 1200
+    many(pack, count)
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(cache))
+    process = start("kernels", "import", str(pack), "--trust")
+    deadline = time.monotonic() + PATIENCE_S
+    while not (cache / "kernels" / "cpu").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (130, "")
+    assert err == "tilewise: interrupted; what was copied until now is whole; the same command copies the rest\n"
+    found = kernels_in(cache)
+    assert 0 < len(found) < count
+    assert None not in found.values()
+    rest = count - len(found)
+    assert f"{rest} kernels of {pack} are new here" in done("kernels", "import", str(pack), "--trust")
+    assert len(kernels_in(cache)) == count
+
+
+def test_two_imports_at_once_are_as_one(tmp_path, monkeypatch):
+    pack, cache, count = tmp_path / "many.pack", tmp_path / "cache", 200
+    many(pack, count)
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(cache))
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(done, "kernels", "import", str(pack), "--trust") for _ in range(2)]
+    assert all(f" kernels of {pack} are new here" in each.result() for each in both)
+    found = kernels_in(cache)
+    assert len(found) == count
+    assert None not in found.values()
+
+
+@pytest.mark.skipif(not EVERY, reason="compiles anew what other tests share")
+def test_ctrl_c_while_building_writes_no_pack(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    process = start("kernels", "build", LAYER, "--arch", "cpu", *NARROW, "-o", str(tmp_path / "layers.pack"))
+    deadline = time.monotonic() + PATIENCE_S
+    while not (tmp_path / "cache" / "kernels" / "cpu").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert err == ("tilewise: interrupted; what was compiled until now is kept; the same command goes on from there\n")
+    assert None not in kernels_in(tmp_path / "cache").values()
+    assert not list(tmp_path.glob("*.pack*"))
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("import", "sound.pack"), "holds code (.*--trust would take it"),
+        (("import", "none.pack", "--trust"), "'none.pack' cannot be imported: No such file"),
+        (("import", "other.pack", "--trust"), "nothing for this machine: kernels are for sm_80"),
+        (("import", "sound.pack", "--trust", "--arch", "hopper"), "--arch: 'hopper' is no GPU architecture"),
+        (("import", "text.pack", "--trust"), "does not end as a pack does"),
+        (("list", "text.pack"), "does not end as a pack does"),
+        (("list", "none.pack"), "'none.pack' cannot be read: No such file"),
+        (("build", "-o", "no/such.pack"), "lies in no folder that there is"),
+        (("build", "-o", "a.pack", "--arch", "sm_9"), "such as sm_90, would do"),
+        (("build", "-o", "a.pack", "--arch", "cpu", "no_such_network"), "no_such_network"),
+        (("build", "-o", "a.pack", "--arch", "cpu", "conv none"), "KEY: problem 'conv none': not a problem's key"),
+        (("build", "-o", "a.pack", "--arch", "cpu", "binary.txt"), "FILE: 'binary.txt' cannot be read"),
+        (("build", "-o", "a.pack", "--arch", "cpu", "empty.txt"), "no convolution is in there"),
+        (("export", "-o", "no/such.pack"), "lies in no folder that there is"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_said_in_one_line(run, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    pack_of(Path("sound.pack"), [cpu_file()])
+    pack_of(Path("other.pack"), triton_files(capability=80))
+    Path("text.pack").write_text("no pack " * 10)
+    Path("binary.txt").write_bytes(b"\xff\xfe")
+    Path("empty.txt").write_text("# nothing\n")
+    result = run("kernels", *arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert re.search(re.escape(words).replace(r"\.\*", ".*"), line)
+    assert not Path("a.pack").exists()
+
+
+def test_kernels_are_not_compiled_where_they_are_interpreted(run, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    result = run("kernels", "build", LAYER, "--arch", "sm_90", "-o", str(tmp_path / "a.pack"))
+    assert result.exit_code == 2
+    assert "TRITON_INTERPRET: kernels are interpreted" in result.stderr
+
+
+@pytest.fixture
+def packed(run, tmp_path, monkeypatch) -> Path:
+    """Wisdom of a layer with one crafted kernel beside it, written where both are kept."""
+    monkeypatch.setattr("tilewise.machine.cache.kernel_dir", lambda: Path(os.environ["TILEWISE_CACHE_DIR"]) / "kernels")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    pack_of(tmp_path / "one.pack", [cpu_file()])
+    assert run("kernels", "import", str(tmp_path / "one.pack"), "--trust").exit_code == 0
+    assert run("plan", LAYER, "--device", "cpu", "--pass", "fprop", *NARROW, "--exclude", "depthwise").exit_code == 0
+    file = tmp_path / "wisdom.pack"
+    assert "written to" in run("wisdom", "export", "--with-kernels", str(file)).stdout
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "elsewhere"))
+    return file
+
+
+def rows() -> int:
+    """Measurements and plans that are kept."""
+    return sum(summary.plans + summary.measurements for summary in Wisdom().summary())
+
+
+def test_wisdom_and_kernels_are_carried_together(run, packed):
+    assert rows() == 0
+    result = run("wisdom", "import", str(packed), "--trust")
+    assert "1 kernels of" in result.stdout
+    assert rows() > 0
+    (kernel,) = Path(os.environ["TILEWISE_CACHE_DIR"], "kernels", "cpu").iterdir()
+    assert code_files.load(kernel) == cpu_file()[1]
+
+
+def test_wisdom_is_data_and_kernels_are_not(run, packed, tmp_path):
+    result = run("wisdom", "import", str(packed))
+    assert result.exit_code == 2
+    assert "holds code beside wisdom" in result.stderr
+    assert rows() == 0
+    assert run("wisdom", "import", str(packed), "--trust", "--no-kernels").exit_code == 2
+    assert run("wisdom", "import", str(packed), "--no-kernels").exit_code == 0
+    assert rows() > 0
+    assert not Path(os.environ["TILEWISE_CACHE_DIR"], "kernels").exists()
+    result = run("wisdom", "import", str(tmp_path / "one.pack"), "--trust")
+    assert "holds kernels and no wisdom" in result.stderr
+    result = run("wisdom", "merge", str(packed), "-o", str(tmp_path / "merged.json"))
+    assert "is a pack, whose wisdom lies beside code" in result.stderr
+    with pytest.raises(ValueError, match="is a pack, whose wisdom lies beside code"):
+        Wisdom().import_(packed)
+
+
+def test_wisdom_that_is_not_valid_keeps_the_kernels_out(run, packed, tmp_path):
+    from tilewise.kernels.packs.manifest import WISDOM, Entry
+
+    bad = tmp_path / "bad.pack"
+    pack_of(bad, [cpu_file(), (Entry("wisdom", "any", WISDOM, 0, ""), b'{"kind": "other"}')])
+    result = run("wisdom", "import", str(bad), "--trust")
+    assert result.exit_code == 2
+    assert "expected a document of kind" in result.stderr
+    assert not Path(os.environ["TILEWISE_CACHE_DIR"], "kernels").exists()
