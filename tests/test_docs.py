@@ -39,9 +39,10 @@ def test_a_block_is_found() -> None:
 
 WITH_EXAMPLES = (
     "tilewise.cpu", "tilewise.fft", "tilewise.frontends.layers", "tilewise.frontends.networks",
-    "tilewise.machine.device", "tilewise.report.page.assemble", "tilewise.wisdom.store",
+    "tilewise.kernels.building.target", "tilewise.machine.device", "tilewise.report.page.assemble",
+    "tilewise.wisdom.store",
 )  # fmt: skip
-"""Modules that users import, or where what they import is defined."""
+"""Modules that users import, where what they import is defined, and others with examples."""
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ OTHERS = ("depthwise_fft", "fft", "fused_lowering", "lowering_type1", "lowering_
 NARROW = (*(word for name in OTHERS for word in ("--exclude", name)), "--batch-sizes", "undivided")
 """Of the kernels for this layer those that many tests use."""
 PATIENCE_S = 120
+TILEWISE = (sys.executable, "-m", "tilewise", "kernels")
 
 
 def done(*arguments: str) -> str:
@@ -68,6 +70,24 @@ def test_a_pack_that_is_built_leaves_nothing_to_compile(run, tmp_path, kernels, 
     assert [(held["kind"], held["files"], held["obstacle"]) for held in document["held"]] == [
         ("cpu", len(imported), "")
     ]
+
+
+@pytest.mark.skipif(not EVERY, reason="Triton compiles for half a minute where cores are busy")
+def test_a_pack_for_a_gpu_is_built_and_taken_without_one(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    pack, options = tmp_path / "gpu.pack", ("--exclude", "fft", "--batch-sizes", "undivided")
+    for name in ("here", "there"):
+        monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / name / "tilewise"))
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name / "triton"))
+        if name == "here":
+            subprocess.run([*TILEWISE, "build", LAYER, *options, "--arch", "sm_90", "-o", str(pack)], check=True)
+        else:
+            subprocess.run([*TILEWISE, "import", str(pack), "--trust", "--arch", "sm_90"], check=True)
+    with opened(pack) as found:
+        names = [entry.path for entry in found.manifest.entries if entry.kind == "triton"]
+    assert names
+    assert all((tmp_path / "there" / name).is_file() for name in names)
 
 
 def many(path: Path, count: int) -> None:

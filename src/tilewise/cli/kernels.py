@@ -77,6 +77,8 @@ def build(targets: tuple[str, ...], arch: str | None, output: Path, settings: As
         with pack_errors(output, "written"):
             kind = here.cpu_target() if architecture is None else architecture.name
             manifest = carry.export(output, carry.used(), (kind,))
+    if missing := carry.not_in(manifest):
+        click.echo(f"tilewise: {missing} kernels were compiled, could not be kept, and are not in the pack", err=True)
     click.echo(written_text(manifest, output))
 
 

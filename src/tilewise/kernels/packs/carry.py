@@ -21,7 +21,7 @@ from tilewise.kernels.packs.triton_place import TritonCache
 from tilewise.machine import trusted
 from tilewise.plan import format_bytes
 
-__all__ = ["Imported", "Step", "export", "import_pack", "kept", "obstacle", "read", "used", "wisdom_of"]
+__all__ = ["Imported", "Step", "export", "import_pack", "kept", "not_in", "obstacle", "read", "used", "wisdom_of"]
 
 Step = Callable[[str], None]
 """Told the name of each next file."""
@@ -53,6 +53,12 @@ def used() -> Iterator[str]:
             yield from TritonCache().of_entry(name.partition("/")[2])
         else:
             yield name
+
+
+def not_in(manifest: Manifest) -> int:
+    """How many kernels this process has compiled or loaded that a pack does not hold."""
+    held = {part for entry in manifest.entries for part in (entry.path, entry.path.rpartition("/")[0])}
+    return sum(name not in held for name in noted())
 
 
 def read(name: str) -> tuple[Entry, bytes] | None:

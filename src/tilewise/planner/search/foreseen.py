@@ -93,7 +93,8 @@ def _of(
 ) -> Iterator[tuple[Problem, Plan]]:
     """:func:`foreseen` of a part that splits up to ``level`` have made, ``depth`` of them.
 
-    On a GPU parts are tried with what was ``picked`` for the whole.
+    Parts are tried with what was ``picked`` for the whole, on a GPU and without a limit: under one, what exceeds it on
+    the whole may fit a part.
     """
     offers = Offers(problem, options, TYPICAL[problem.device_type], is_root=not depth)
     if picked is not None:
@@ -103,13 +104,14 @@ def _of(
         found = _likely(problem, options, found)
     for offer in found:
         yield problem, Plan(problem.key, *offer.key)
-    handed_on = found if problem.device_type == "cuda" else None
-    for split in _splits(problem, options, level, depth, blocked=bool(offers.blocked)):
+    blocked = options.workspace is not None  # what is measured may exceed a limit that estimates keep
+    handed_on = found if problem.device_type == "cuda" and not blocked else None
+    for split in _splits(problem, options, level, depth, blocked=blocked):
         if split.at_once:
             yield from _at_once(split, problem, options, depth)
             continue
         sizes = [*split.sizes(problem, options.batch_sizes), *split.between(problem, options.batch_sizes)]
-        if handed_on is not None and not offers.blocked and options.rigor != "patient":
+        if handed_on is not None and options.rigor != "patient":
             sizes = sizes[:LESS]
         for size in sizes:
             yield from _of(split.child(problem, size), options, handed_on, split.level, depth + 1)
@@ -124,7 +126,7 @@ def _likely(problem: Problem, options: Options, offers: Sequence[Offer]) -> list
 
 
 def _splits(problem: Problem, options: Options, level: int, depth: int, *, blocked: bool) -> Iterator[Split]:
-    """Splits that a search would cut ``problem`` by; ``blocked`` says that the limit kept something out."""
+    """Splits that a search would cut ``problem`` by; ``blocked`` says that a limit may keep something out."""
     if depth == MOST_NESTED or options.batch_sizes == "undivided":
         return
     for solver in solvers.solving(problem):
