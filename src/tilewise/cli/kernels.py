@@ -66,7 +66,8 @@ def build(targets: tuple[str, ...], arch: str | None, output: Path, settings: As
     options = settings.options()
     with interruptible("what was compiled until now is kept; the same command goes on from there"):
         problems = _problems(targets, settings, architecture)
-        candidates = to_compile(problems, options, architecture)
+        with progress_bar("looking for kernels", len(problems)) as step:
+            candidates = to_compile(problems, options, architecture, step)
         with progress_bar("compiling", len(candidates)) as step:
             lost = compile_all(candidates, architecture, step)
         for candidate, reason in list(lost.items())[:1]:

@@ -81,6 +81,16 @@ def changed_entry(**changed: Any) -> bytes:
     return manifest_of([FIRST], entries=[{**entry, **changed}])
 
 
+def test_members_without_a_name_are_refused(caches: Caches, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.pack"
+    raw_pack(path, [(FIRST, SOUND[FIRST]), ("x", b"\x7fELF")], manifest_of([FIRST]))
+    data = bytearray(path.read_bytes())
+    place = data.rindex(b"PK\x01\x02", 0, data.rindex(b"PK\x01\x02"))
+    struct.pack_into("<HH", data, place + 28, 0, 1)  # its name is taken for what may follow names
+    path.write_bytes(data)
+    refused(path, caches, "of which the manifest says nothing|is no archive")
+
+
 def test_members_that_are_no_plain_files_are_refused(caches: Caches, tmp_path: Path) -> None:
     path = tmp_path / "kernels.pack"
     raw_pack(path, [(linked(FIRST), SOUND[FIRST])], manifest_of([FIRST]))
@@ -231,7 +241,8 @@ def mutations(draw: st.DrawFn) -> bytes:
     """A sound pack with some bytes set, left out, doubled or moved."""
     data = bytearray(sound_pack())
     for _ in range(draw(st.integers(1, 3))):
-        place = draw(st.integers(0, len(data) - 1))
+        directory = max(0, len(data) - 900)
+        place = draw(st.one_of(st.integers(0, len(data) - 1), st.integers(directory, len(data) - 1)))
         length = draw(st.integers(1, 40))
         kind = draw(st.sampled_from(("set", "flip", "cut", "double", "swap")))
         if kind == "set":

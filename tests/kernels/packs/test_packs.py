@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.kernels.packs.crafted import Caches, contents, cpu_file, cubin, group
 pytest.importorskip("numba")
 pytest.importorskip("triton")
 
+from tilewise.kernels.building import noted
 from tilewise.kernels.packs import carry, here
 from tilewise.kernels.packs.archive import is_pack, opened
 from tilewise.kernels.packs.manifest import Entry, PackError
@@ -186,6 +188,27 @@ def test_no_kernels_are_no_pack(caches: Caches, tmp_path: Path) -> None:
     assert carry.wisdom_of(tmp_path / "wisdom.pack") == b"{}"
     with pytest.raises(PackError, match="holds no kernels, wisdom alone; 'tilewise wisdom import' would do"):
         carry.import_pack(tmp_path / "wisdom.pack", trust=True)
+
+
+def test_what_was_compiled_and_could_not_be_kept_is_counted(
+    caches: Caches, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noted, "_noted", {})
+    carry.import_pack(pack, trust=True, architectures=GPU)
+    ((code, _), _) = triton_files()
+    for name in (cpu_file()[0].path, code.path.rpartition("/")[0], "triton/LOST", cpu_file("lost_8")[0].path):
+        noted.note(name)
+    manifest = carry.export(tmp_path / "out.pack", carry.used())
+    assert [entry.path for entry in manifest.entries] == [cpu_file()[0].path]
+    assert carry.not_in(manifest) == 3, "of Triton's no file is of its present version"
+
+
+def test_a_device_is_not_replaced_by_a_pack(caches: Caches, pack: Path, tmp_path: Path) -> None:
+    carry.import_pack(pack, trust=True, architectures=GPU)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PackError, match="is no regular file, and a pack would take its place"):
+        carry.export(tmp_path / "pipe", carry.kept())
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
 def test_folders_that_others_may_write_get_no_code(caches: Caches, pack: Path) -> None:

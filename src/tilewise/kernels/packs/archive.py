@@ -131,7 +131,7 @@ def _manifest(archive: zipfile.ZipFile, count: int) -> Manifest:
 def _check_member(member: zipfile.ZipInfo) -> None:
     """Raise :class:`PackError` for anything but a plain file."""
     mode = member.external_attr >> 16
-    if member.is_dir() or (stat.S_IFMT(mode) and not stat.S_ISREG(mode)):
+    if member.filename.endswith("/") or (stat.S_IFMT(mode) and not stat.S_ISREG(mode)):
         raise PackError(f"{member.filename!r:.200}: is no regular file")
     if member.flag_bits or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise PackError(f"{member.filename!r:.200}: is encrypted, or compressed in another way than packs are")
@@ -150,9 +150,12 @@ def write(path: Path, head: Manifest, contents: Iterable[tuple[Entry, bytes]]) -
     """Write a pack, whole or not at all, and return its manifest: ``head`` with all entries that it got.
 
     Sizes and hashes of entries are worked out here. Of two of one path the first is taken. Raises ``OSError`` where the
-    file cannot be written, and :class:`PackError` where there are more entries or bytes than a pack may have.
+    file cannot be written, and :class:`PackError` where there are more entries or bytes than a pack may have, or where
+    a device lies in its place.
     """
     target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise PackError(f"{path}: is no regular file, and a pack would take its place; another name would do")
     partial = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.partial")
     entries: dict[str, Entry] = {}
     try:

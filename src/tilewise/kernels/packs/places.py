@@ -17,7 +17,7 @@ from tilewise.kernels.packs import here
 from tilewise.kernels.packs.manifest import NAMES, Entry, Manifest, PackError
 from tilewise.machine import cache, trusted
 
-__all__ = ["CodeFiles", "Place", "code_places", "unlike"]
+__all__ = ["CodeFiles", "Place", "code_places", "other_architecture", "other_version"]
 
 ELF = b"\x7fELF"
 
@@ -85,10 +85,10 @@ class CodeFiles:
     def obstacle(self, entry: Entry, manifest: Manifest, architectures: Sequence[str]) -> str:
         """As :meth:`Place.obstacle`."""
         if self.kind == "cpu":
-            return unlike("kernels for a CPU are", entry.target, here.cpu_target(), manifest, ("processor", "numba"))
+            return _unlike("kernels for a CPU are", entry.target, here.cpu_target(), manifest, ("processor", "numba"))
         if self.kind == "native":
             target = here.native_target()
-            return unlike("the module that launches kernels is", entry.target, target, manifest, ("python",))
+            return _unlike("the module that launches kernels is", entry.target, target, manifest, ("python",))
         if entry.target not in architectures:
             return other_architecture(entry.target, architectures)
         if not here.nvrtc():
@@ -130,7 +130,7 @@ def code_places() -> tuple[CodeFiles, ...]:
     return tuple(CodeFiles(kind) for kind in ("cpu", "cuda", "native"))
 
 
-def unlike(what: str, target: str, target_here: str, manifest: Manifest, names: Sequence[str]) -> str:
+def _unlike(what: str, target: str, target_here: str, manifest: Manifest, names: Sequence[str]) -> str:
     """Why what was compiled for ``target`` is of no use here: the versions of ``names`` that differ, if they tell."""
     if target == target_here:
         return ""

@@ -6,6 +6,7 @@ Triton's own list of an entry's files holds absolute paths, so a pack has none: 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import json
@@ -109,20 +110,19 @@ class TritonCache:
 
         The list of files comes last: Triton takes an entry without it for none.
         """
-        folder, paths, written = self.folder(), {}, False
-        for entry, content in sorted(entries):
-            _, key, file = entry.path.split("/")
-            path = folder / key / file
-            paths[file] = str(path)
-            if not _has(path, content):
-                trusted.write(path, content)
-                written = True
-        (name,) = (file for file in paths if file.endswith(".json"))
-        listed, group = json.dumps({"child_paths": paths}).encode(), folder / key / f"__grp__{name}"
-        if written or not self._is_listed(group, paths):
-            trusted.write(group, listed)
-            written = True
-        return written
+        place = self.folder() / entries[0][0].path.split("/")[1]
+        files = {place / entry.path.rpartition("/")[2]: content for entry, content in entries}
+        paths = {path.name: str(path) for path in files}
+        group = place / next(f"__grp__{name}" for name in paths if name.endswith(".json"))
+        if self._is_listed(group, paths) and all(_has(path, content) for path, content in files.items()):
+            return False
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            trusted.require_file(group)
+            group.unlink()  # nobody loads files of two entries while they are exchanged
+        for path, content in files.items():
+            trusted.write(path, content)
+        trusted.write(group, json.dumps({"child_paths": paths}).encode())
+        return True
 
     @staticmethod
     def _is_listed(group: Path, paths: dict[str, str]) -> bool:

@@ -18,7 +18,7 @@ from tilewise import execute, solvers
 from tilewise.kernels.building.ahead import compiled_side_by_side
 from tilewise.kernels.building.target import Architecture, compiling_for
 from tilewise.machine.threads import with_threads
-from tilewise.plan import Plan
+from tilewise.plan import Config, Plan
 from tilewise.planner.gate import MOST_NESTED
 from tilewise.planner.options import Options, first_line
 from tilewise.planner.search.divisions import BATCH_LEVEL
@@ -48,12 +48,22 @@ def foreseen(problem: Problem, options: Options) -> Iterator[tuple[Problem, Plan
 
 
 def to_compile(
-    problems: Iterable[Problem], options: Options, architecture: Architecture | None
+    problems: Iterable[Problem],
+    options: Options,
+    architecture: Architecture | None,
+    step: Callable[[str], None] = lambda text: None,
 ) -> list[tuple[Problem, Plan]]:
-    """All that :func:`foreseen` names for ``problems`` on a GPU ``architecture``, or on this CPU; equal ones once."""
+    """All that :func:`foreseen` names for ``problems`` on a GPU ``architecture``, or on this CPU; equal ones once.
+
+    ``step`` is told each problem's key.
+    """
+    found: dict[tuple[str, str, Config], tuple[Problem, Plan]] = {}
     with contextlib.nullcontext() if architecture is None else compiling_for(architecture):
-        found = [one for problem in problems for one in foreseen(problem, options)]
-    return list({(part.key, plan.solver, plan.config): (part, plan) for part, plan in found}.values())
+        for problem in problems:
+            step(problem.key)
+            for part, plan in foreseen(problem, options):
+                found.setdefault((part.key, plan.solver, plan.config), (part, plan))
+    return list(found.values())
 
 
 def compile_all(
