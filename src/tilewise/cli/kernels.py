@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +21,15 @@ if TYPE_CHECKING:
     from tilewise.kernels.packs.manifest import Manifest
     from tilewise.problems.base import Problem
 
-__all__ = ["command", "imported_text", "interruptible", "pack_errors", "written_text"]
+__all__ = [
+    "command",
+    "imported_text",
+    "interruptible",
+    "pack_errors",
+    "stopping_between",
+    "take_kernels",
+    "written_text",
+]
 
 MOST_LIST_BYTES = 1 << 20
 """Most bytes of a file that lists layers."""
@@ -93,8 +103,8 @@ def export(output: Path) -> None:
     _check_folder(output)
     with interruptible(f"{output} is as it was"), pack_errors(output, "written"):
         names = list(carry.kept())
-        with progress_bar("writing", len(names)) as step:
-            manifest = carry.export(output, names, step=step)
+        with progress_bar("writing", len(names)) as step, stopping_between(step) as between:
+            manifest = carry.export(output, names, step=between)
     click.echo(written_text(manifest, output))
 
 
@@ -147,8 +157,8 @@ def take_kernels(pack: Path, trust: bool, architectures: tuple[str, ...] = ()) -
     with interruptible(then), pack_errors(pack, "imported"):
         with opened(pack) as known:
             count = len(known.manifest.entries)
-        with progress_bar("importing", 2 * count) as step:
-            return import_pack(pack, trust=trust, architectures=architectures, step=step)
+        with progress_bar("importing", 2 * count) as step, stopping_between(step) as between:
+            return import_pack(pack, trust=trust, architectures=architectures, step=between)
     raise AssertionError("an interrupted command has ended")
 
 
@@ -162,6 +172,41 @@ def pack_errors(pack: Path, done: str) -> Iterator[None]:
             reason = error.strerror or str(error)
             place = f" ({error.filename})" if error.filename not in (None, str(pack)) else ""
             raise BadInput(f"{str(pack)!r} cannot be {done}: {reason}{place}") from error
+
+
+@contextlib.contextmanager
+def stopping_between(step: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """``step``, at which Ctrl-C stops, so that no file is left half written; pressed again, it stops at once."""
+    pressed = False
+
+    def press(*_: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    def stop() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    def stopping(name: str) -> None:
+        stop()
+        step(name)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not _is_main_thread():
+        yield step
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield stopping
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop()
+
+
+def _is_main_thread() -> bool:
+    """Whether this is the thread that may handle signals."""
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tilewise.cli.kernels import imported_text, interruptible, pack_errors, take_kernels, written_text
+from tilewise.cli.kernels import (
+    imported_text,
+    interruptible,
+    pack_errors,
+    stopping_between,
+    take_kernels,
+    written_text,
+)
 from tilewise.cli.program import BadInput, bad_input
 
 if TYPE_CHECKING:
@@ -99,9 +106,9 @@ def _export_pack(wisdom: Wisdom, file: Path) -> str:
 
     with interruptible(f"{file} is as it was"), pack_errors(file, "written"):
         document, names = wisdom.to_json(), list(carry.kept())
-        with progress_bar("writing", len(names)) as step:
+        with progress_bar("writing", len(names)) as step, stopping_between(step) as between:
             data = json.dumps(document, allow_nan=False).encode()
-            return written_text(carry.export(file, names, step=step, wisdom=data), file)
+            return written_text(carry.export(file, names, step=between, wisdom=data), file)
 
 
 def _import_pack(wisdom: Wisdom, file: Path, trust: bool, no_kernels: bool) -> int:
