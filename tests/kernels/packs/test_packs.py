@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -188,6 +189,24 @@ def test_no_kernels_are_no_pack(caches: Caches, tmp_path: Path) -> None:
     assert carry.wisdom_of(tmp_path / "wisdom.pack") == b"{}"
     with pytest.raises(PackError, match="holds no kernels, wisdom alone; 'tilewise wisdom import' would do"):
         carry.import_pack(tmp_path / "wisdom.pack", trust=True)
+
+
+def test_kernels_of_other_packages_are_not_taken(caches: Caches, tmp_path: Path) -> None:
+    """Triton's cache is shared with all programs of a user, and kernels of any of them may be called as ours are."""
+    import triton
+
+    for name, place in (("peaks", "site-packages/tilewise/kernels/triton/layout.py"), ("pack", "somebody/else.py")):
+        for entry, content in triton_files(name):
+            path = caches.folder / entry.path
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if path.suffix == ".json":
+                content = json.dumps({**json.loads(content), "triton_version": triton.__version__}).encode()
+                path.with_suffix(".source").write_text(f'#loc = loc("/home/user/{place}":1:0)')
+            path.write_bytes(content)
+    assert {name.rpartition("/")[2] for name in carry.kept()} == {"peaks.cubin", "peaks.json"}
+    manifest = carry.export(tmp_path / "out.pack", carry.kept())
+    assert {entry.target for entry in manifest.entries} == {"sm_90"}
+    assert len(manifest.entries) == 2
 
 
 def test_what_was_compiled_and_could_not_be_kept_is_counted(

@@ -25,6 +25,8 @@ __all__ = ["TritonCache"]
 
 PARTS = ("cubin", "json")
 """The files of an entry that Triton loads; the others are text for people."""
+LOCATION, OURS = b'loc("', b"/tilewise/kernels/triton/"
+"""How Triton tells the file that a kernel stands in."""
 KEY = re.compile(r"[A-Z2-7]{52}", re.ASCII)
 
 
@@ -48,7 +50,7 @@ class TritonCache:
             if KEY.fullmatch(place.name) is None:
                 continue
             for path in sorted(place.glob("*.cubin")):
-                if path.stem in wanted:
+                if path.stem in wanted and not _is_of_others(path.with_suffix(".source")):
                     yield from self.files(place.name, path.stem)
 
     def files(self, key: str, name: str) -> Iterator[str]:
@@ -131,6 +133,18 @@ class TritonCache:
             return bool(paths.items() <= json.loads(trusted.read(group))["child_paths"].items())
         except (OSError, trusted.Untrusted, ValueError, TypeError, KeyError, AttributeError):
             return False
+
+
+def _is_of_others(source: Path) -> bool:
+    """Whether the text that Triton keeps beside a kernel says that it stands in another package's file.
+
+    Kernels of any package may have equal names. What a pack has brought has no such text.
+    """
+    try:
+        text = trusted.read(source)
+    except (OSError, trusted.Untrusted):
+        return False
+    return LOCATION in text and OURS not in text
 
 
 def _has(path: Path, content: bytes) -> bool:
