@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import importlib.util
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -128,6 +130,33 @@ def test_ctrl_c_leaves_whole_kernels_and_the_rest_can_follow(start, tmp_path, mo
     rest = count - len(found)
     assert f"{rest} kernels of {pack} are new here" in done("kernels", "import", str(pack), "--trust")
     assert len(kernels_in(cache)) == count
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="takes signals")
+def test_the_first_ctrl_c_stops_at_the_next_file_and_the_second_at_once():
+    from tilewise.cli.kernels import stopping_between
+
+    def copied(presses: int, *names: str) -> list[str]:
+        """What is told and written where Ctrl-C is pressed while the first file is being written."""
+        told: list[str] = []
+        with contextlib.suppress(KeyboardInterrupt), stopping_between(told.append) as step:
+            for number, name in enumerate(names):
+                step(name)
+                for _ in range(0 if number else presses):
+                    signal.raise_signal(signal.SIGINT)
+                told.append(f"{name} written")
+            return [*told, "all"] if presses == 0 else told
+        return [*told, "stopped"]
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert copied(0, "a", "b") == ["a", "a written", "b", "b written", "all"]
+        assert copied(1, "a", "b") == ["a", "a written", "stopped"]
+        assert copied(1, "a") == ["a", "a written", "stopped"]
+        assert copied(2, "a", "b") == ["a", "stopped"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_two_imports_at_once_are_as_one(tmp_path, monkeypatch):
