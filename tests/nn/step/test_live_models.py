@@ -28,7 +28,7 @@ from tilewise.planner import Options, Planner
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.settings import Settings
 
-SLOW_S, EXTRA_S = 2e-3, 1e-2
+SLOW_S, EXTRA_S = 1e-3, 5e-3
 """What each call of the slow solver takes at least, and what a program takes longer that runs by torch."""
 
 

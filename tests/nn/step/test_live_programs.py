@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from tests import toys
 from tests.nn.dividing import assert_same
 from tests.nn.step.test_live_models import EXTRA_S, Promising, Slow, example, step
+from tests.sampling import EVERY
 from torch import nn
 
 import tilewise
@@ -85,7 +87,7 @@ def trained(session: Session, model: nn.Module, x: torch.Tensor, most: int = 400
     raise AssertionError(f"nothing was decided: {of_step(session)}")
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [True, False] if EVERY else [True])
 def test_plans_that_are_slow_in_the_step_are_taken_back(wait: bool) -> None:
     x, model = example(), Network()
     plain = copy.deepcopy(model)
@@ -108,7 +110,7 @@ def test_plans_that_are_slow_in_the_step_are_taken_back(wait: bool) -> None:
         assert not session.watched
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [False, True] if EVERY else [False])
 def test_plans_that_gain_are_kept_and_nothing_is_watched_afterwards(wait: bool) -> None:
     x, model = example(), Network(late=True)
     with tilewise.enabled(planner=Promising("lowering_type1"), wait=wait) as session:
@@ -136,7 +138,7 @@ def test_an_evaluation_between_epochs_is_no_step_that_counts() -> None:
             with torch.no_grad():
                 for _ in range(3):
                     model(x)
-                    time.sleep(5e-3)
+                    time.sleep(2e-3)
             model.train()
             if not of_step(session).pending and not session.watched:
                 break
@@ -222,6 +224,35 @@ def test_shapes_that_come_later_are_compared_by_their_own_steps() -> None:
         assert of_step(session).kept  # of the first steps
 
 
+def test_calls_of_another_thread_are_no_steps() -> None:
+    """It evaluates the same layers meanwhile, by whatever runs them at the moment."""
+    x, model = example(), Network(late=True)
+    other = copy.deepcopy(model).eval()
+    want = torch.conv2d(x, other.first.weight, other.first.bias)
+    stop = threading.Event()
+    wrong: list[float] = []
+
+    def evaluate() -> None:
+        while not stop.is_set():
+            with torch.no_grad():
+                wrong.append(float((F.conv2d(x, other.first.weight, other.first.bias) - want).abs().max()))
+            time.sleep(1e-3)
+
+    with tilewise.enabled(planner=Promising("lowering_type1"), wait=True) as session:
+        for _ in range(3):
+            step(model, x)
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        try:
+            trained(session, model, x)
+        finally:
+            stop.set()
+            thread.join()
+    assert of_step(session).kept
+    assert len(wrong) > 20
+    assert max(wrong) < 1e-4
+
+
 def test_what_is_not_compared_says_why() -> None:
     x, model = example(), Network()
     with tilewise.enabled(planner=Promising("lowering_type1"), wait=True, workspace="64MiB") as session:
@@ -252,7 +283,7 @@ with toys.installed(Slow()):
 """
 
 
-@pytest.mark.parametrize(("steps", "pending"), [(300, "False"), (30, "True")])
+@pytest.mark.parametrize(("steps", "pending"), [(30, "True"), (300, "False")] if EVERY else [(30, "True")])
 def test_a_process_that_ends_after_the_decision_or_in_the_middle(tmp_path: Path, steps: int, pending: str) -> None:
     program = PROGRAM.format(wait=True, steps=steps)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
