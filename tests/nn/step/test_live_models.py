@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,8 +28,38 @@ from tilewise.planner import Options, Planner
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.settings import Settings
 
-SLOW_S, EXTRA_S = 1e-3, 5e-3
+SLOW_S, EXTRA_S = 2e-3, 1e-2
 """What each call of the slow solver takes at least, and what a program takes longer that runs by torch."""
+
+
+class Clock:
+    """A clock that only :func:`late` and looks at it move on, so that a busy machine changes nothing.
+
+    Where it is not set, in processes of their own, time is real.
+    """
+
+    now: ClassVar[float | None] = None
+
+    @classmethod
+    def look(cls, *_: object) -> float:
+        assert cls.now is not None
+        cls.now += 1e-3
+        return cls.now
+
+
+def late(seconds: float) -> None:
+    """Take so long."""
+    if Clock.now is None:
+        time.sleep(seconds)
+    else:
+        Clock.now += seconds
+
+
+@pytest.fixture
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take what :func:`late` says."""
+    monkeypatch.setattr(Clock, "now", 0.0)
+    monkeypatch.setattr("tilewise.nn.step.live.moment", Clock.look)
 
 
 class Slow(toys.Plain):
@@ -38,7 +68,7 @@ class Slow(toys.Plain):
     name, version = "slow", 1
 
     def compute(self, p: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        time.sleep(SLOW_S)
+        late(SLOW_S)
         return super().compute(p, a, b)
 
 
@@ -60,7 +90,7 @@ class Promising(Planner):
 
 
 @pytest.fixture(autouse=True)
-def _solvers_and_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _solvers_and_service(monkeypatch: pytest.MonkeyPatch, own_clock: None) -> Iterator[None]:
     """The slow solver, one thread, and a service of the test's own whose turns are long."""
     own = Service()
     monkeypatch.setattr(service_module, "_service", own)
@@ -78,7 +108,7 @@ class Network(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.late and not is_planned(self.first):
-            time.sleep(EXTRA_S)
+            late(EXTRA_S)
         y: torch.Tensor = self.second(torch.relu(self.first(x)))
         return y
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from tests import toys
 from tests.nn.dividing import assert_same
-from tests.nn.step.test_live_models import EXTRA_S, Promising, Slow, example, step
+from tests.nn.step.test_live_models import EXTRA_S, Promising, Slow, example, late, own_clock, step
 from tests.sampling import EVERY
 from torch import nn
 
@@ -27,11 +27,12 @@ from tilewise.nn.script.session import Session
 from tilewise.nn.step.live import LiveGoal
 from tilewise.nn.step.result import StepReport
 
+__all__ = ["own_clock"]
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
-def _solvers_and_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _solvers_and_service(monkeypatch: pytest.MonkeyPatch, own_clock: None) -> Iterator[None]:
     own = Service()
     monkeypatch.setattr(service_module, "_service", own)
     with toys.installed(Slow()), toys.one_thread():
@@ -56,7 +57,7 @@ class Network(nn.Module):
         if self.training:
             self.ways.append(planned(y))
         if self.late and not planned(y):
-            time.sleep(EXTRA_S)
+            late(EXTRA_S)
         out: torch.Tensor = self.second(torch.relu(y))
         return out
 
@@ -138,7 +139,7 @@ def test_an_evaluation_between_epochs_is_no_step_that_counts() -> None:
             with torch.no_grad():
                 for _ in range(3):
                     model(x)
-                    time.sleep(2e-3)
+                    late(2e-3)
             model.train()
             if not of_step(session).pending and not session.watched:
                 break
