@@ -98,7 +98,8 @@ def world(clock: Clock, *extra: Solver) -> Iterator[None]:
         patch.setattr(solvers, "baseline", lambda problem: own)
         patch.setattr(measure.Timer, "time", lambda self, call, *_: _took(clock, call))
         patch.setattr(finals, "rounds", lambda calls, *_, **__: [[_took(clock, call)] for call in calls])
-        patch.setattr(benchmark, "peak_bytes", _nothing)  # what the reference allocates is not the solver's
+        for name in ("peak_bytes", "counted_bytes"):
+            patch.setattr(benchmark, name, _nothing)  # what the reference allocates is not the solver's
         with toys.one_thread():
             yield
 

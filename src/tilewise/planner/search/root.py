@@ -154,6 +154,7 @@ class Root:
             bias=self.bias if root else None,
             loses=self.loses_by_launches if root else None,
             for_front=self.for_front,
+            watched=self.for_front or self.options.workspace is not None,
         )
 
     def timer_of(self, problem: Problem) -> Timer:

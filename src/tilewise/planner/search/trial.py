@@ -35,7 +35,8 @@ class Trial:
     The keys in ``foreign`` are those of ``known`` that were measured elsewhere: a workspace below what is declared is
     not believed of them. ``wrong`` has candidates that failed a check against float64 in this search, with the reason.
     ``judge`` gives the reason why a candidate's error is too large, empty text when it is not. ``bias`` is that of a
-    root problem that adds one. For a front slower candidates with less workspace are wanted, too. What ``loses`` says
+    root problem that adds one. For a front slower candidates with less workspace are wanted, too. Without ``watched``
+    nobody asks how much memory a candidate takes, so that its finalists alone are watched for hidden memory. What ``loses`` says
     yes to will not be chosen because of its launches, however fast it is.
 
     Which candidates there are is said by :attr:`offers`, which of them are not worth a measurement by :attr:`pruning`,
@@ -57,13 +58,13 @@ class Trial:
         is_root: bool = True,
         bias: torch.Tensor | None = None,
         for_front: bool = False,
+        watched: bool = True,
         loses: Callable[[Measurement], bool] | None = None,
     ) -> None:
         self.problem, self.tensors, self.options, self.is_root = problem, tensors, options, is_root
         self.known, self.foreign, self.judge, self._loses = known, foreign, judge, loses
         self.offers = Offers(problem, options, profile, wrong, is_root)
         self.pruning = Pruning(problem, known, options.rigor == "patient", for_front)
-        watched = for_front or options.workspace is not None
         self.benchmark = Benchmark(problem, tensors, options, timer, is_root, bias, watched)
         self._binder = Binder(problem, tensors)
         self.best_ms = float("inf")
