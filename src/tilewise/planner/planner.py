@@ -20,6 +20,7 @@ from tilewise.planner.caches.measurements import MeasurementCache, baselines
 from tilewise.planner.caches.plans import PlanCache
 from tilewise.planner.caches.refusals import Refusals
 from tilewise.planner.gate import as_here, why_unfit
+from tilewise.planner.measuring.cold import other_data
 from tilewise.planner.options import MEASURING, NoPlanError, Options, names_to_measure
 from tilewise.planner.processes.messages import Job
 from tilewise.planner.processes.places import Devices
@@ -124,10 +125,13 @@ class Planner:
 
         self.plan_ahead(distinct, options, told)
         plans: dict[P, Plan] = {}
+        on_cpu = options.rigor in MEASURING and any(problem.device_type == "cpu" for problem in distinct)
+        unrelated = other_data() if on_cpu else None  # made once for all that is timed
         for problem in distinct:
             if problem not in begun:
                 told(problem)
             plans[problem] = self.plan(problem, options)
+        del unrelated
         tell(len(distinct), len(distinct), "")
         return plans
 

@@ -20,8 +20,8 @@ __all__ = ["NOTE", "StepGoal", "Swappable"]
 
 ROUNDS = 4
 """How often passes are taken back and the step is timed anew."""
-EXPLORING_PAIRS = 8
-EXPLORING_S = 12.0
+EXPLORING_PAIRS = 6
+EXPLORING_S = 8.0
 """Seconds for timing steps from which passes are taken back: where steps are long, few choices are tried."""
 
 

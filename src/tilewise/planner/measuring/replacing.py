@@ -26,8 +26,9 @@ MARGIN = {"cuda": 0.95, "cpu": 0.88}
 """A plan replaces torch's choice below this share of its time, and if it wins three rounds of four: less is noise."""
 SURE = 0.7
 """On a CPU a plan that takes a larger share of torch's time is timed whole a second time."""
-CLEAR, CLEAR_AT_ONCE = 1.5, 4.0
-"""On a CPU rounds end once all plans are these factors from torch's choice: after three rounds, and after one."""
+CLEAR, CLEAR_AT_ONCE, ENOUGH, CLEAR_BY_THEN = 1.5, 4.0, 5, 1.2
+"""On a CPU rounds end once all plans are these factors from torch's choice: after three rounds, after one, and after
+the :data:`ENOUGH`-th."""
 ROUNDS, CLEAR_ON_GPU = 5, 1.15
 """On a GPU, the least number of rounds, and the factor from torch's choice at which they are enough.
 
@@ -49,12 +50,14 @@ def rounds(
         decided = decided_on_gpu if compared else None
         return timed(calls, device, budget_ms=25.0, least=ROUNDS, most=31, decided=decided, launched=launched)
     decided = decided_on_cpu if compared else None
-    return timed(calls, device, budget_ms=1500.0, least=7, most=15, decided=decided, launched=launched)
+    return timed(calls, device, budget_ms=600.0, least=5, most=11, decided=decided, launched=launched)
 
 
 def decided_on_cpu(times: list[list[Took]]) -> bool:
     """Whether every plan has been far ahead of torch's choice or far behind it in all rounds, torch's being last."""
-    return len(times[-1]) != 2 and _far(times, CLEAR_AT_ONCE if len(times[-1]) == 1 else CLEAR)
+    done = len(times[-1])
+    factor = CLEAR_AT_ONCE if done == 1 else CLEAR if done < ENOUGH else CLEAR_BY_THEN
+    return done != 2 and _far(times, factor)
 
 
 def _far(times: list[list[Took]], factor: float) -> bool:
