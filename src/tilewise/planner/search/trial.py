@@ -36,8 +36,8 @@ class Trial:
     not believed of them. ``wrong`` has candidates that failed a check against float64 in this search, with the reason.
     ``judge`` gives the reason why a candidate's error is too large, empty text when it is not. ``bias`` is that of a
     root problem that adds one. For a front slower candidates with less workspace are wanted, too. Without ``watched``
-    nobody asks how much memory a candidate takes, so that its finalists alone are watched for hidden memory. What ``loses`` says
-    yes to will not be chosen because of its launches, however fast it is.
+    nobody asks how much memory a candidate takes, so that its finalists alone are watched for hidden memory. What
+    ``loses`` says yes to will not be chosen because of its launches, however fast it is.
 
     Which candidates there are is said by :attr:`offers`, which of them are not worth a measurement by :attr:`pruning`,
     and what one takes by :attr:`benchmark`.
