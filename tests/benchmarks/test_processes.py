@@ -168,6 +168,7 @@ def test_a_run_that_is_ended_keeps_its_rows(name: str, options: tuple[str, ...],
     ]
 
 
+@pytest.mark.skipif(not EVERY, reason="runs a benchmark once more: in make test-all")
 def test_a_picture_is_drawn_from_a_saved_result(cache: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = run("fft1d_speed", "--quick", "--device", "cpu", "--out", str(tmp_path), cache=cache)

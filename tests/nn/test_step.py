@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.nn.dividing import assert_same
+from tests.sampling import EVERY
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -417,6 +418,7 @@ def test_what_is_planned_narrows_to_the_largest(largest: int, per_example: int, 
         assert (found, bad) == (largest, largest + 1)
 
 
+@pytest.mark.skipif(not EVERY, reason="plans whole steps for many batches: in make test-all")
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     model = Residual()
     limit = 5 << 18

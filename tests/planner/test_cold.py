@@ -59,6 +59,16 @@ def test_data_is_shared_while_it_is_used_and_then_gone() -> None:
     assert "data" not in cold._shared
 
 
+def test_data_is_made_once_for_all_that_is_timed_together() -> None:
+    with cold.made_once():
+        first = id(other_data())
+        gc.collect()
+        assert id(other_data()) == first
+    with cold.made_once(wanted=False):
+        gc.collect()
+        assert "data" not in cold._shared
+
+
 def test_data_lies_on_the_cpu_whatever_torchs_defaults_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold, "_shared", {})  # as in a process that has none yet
     x = torch.ones(4)

@@ -20,7 +20,7 @@ from tilewise.planner.caches.measurements import MeasurementCache, baselines
 from tilewise.planner.caches.plans import PlanCache
 from tilewise.planner.caches.refusals import Refusals
 from tilewise.planner.gate import as_here, why_unfit
-from tilewise.planner.measuring.cold import other_data
+from tilewise.planner.measuring.cold import made_once
 from tilewise.planner.options import MEASURING, NoPlanError, Options, names_to_measure
 from tilewise.planner.processes.messages import Job
 from tilewise.planner.processes.places import Devices
@@ -109,10 +109,7 @@ class Planner:
             return self._searched(problem, options, Search.best)
 
     def plan_many(self, problems: Iterable[P], options: Options | None = None) -> dict[P, Plan]:
-        """A plan for each distinct problem; progress is reported. Raises as :meth:`plan`.
-
-        Ctrl-C keeps what was measured until then.
-        """
+        """A plan for each distinct problem, with progress. Raises as :meth:`plan`. Ctrl-C keeps what was measured."""
         options = options or Options()
         distinct = list(dict.fromkeys(problems))
         self._plans.preload(distinct, options)
@@ -125,13 +122,11 @@ class Planner:
 
         self.plan_ahead(distinct, options, told)
         plans: dict[P, Plan] = {}
-        on_cpu = options.rigor in MEASURING and any(problem.device_type == "cpu" for problem in distinct)
-        unrelated = other_data() if on_cpu else None  # made once for all that is timed
-        for problem in distinct:
-            if problem not in begun:
-                told(problem)
-            plans[problem] = self.plan(problem, options)
-        del unrelated
+        with made_once(options.rigor in MEASURING and any(p.device_type == "cpu" for p in distinct)):
+            for problem in distinct:
+                if problem not in begun:
+                    told(problem)
+                plans[problem] = self.plan(problem, options)
         tell(len(distinct), len(distinct), "")
         return plans
 

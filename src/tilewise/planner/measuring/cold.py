@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-__all__ = ["last_level_bytes", "other_data"]
+__all__ = ["last_level_bytes", "made_once", "other_data"]
 
 SYSTEM = Path("/sys/devices/system/cpu/cpu0/cache")
 USUAL = 32 << 20
@@ -43,3 +45,13 @@ def other_data() -> torch.Tensor:
         numbers = min(last_level_bytes() * 5 // 4, MOST) // 4
         data = _shared["data"] = torch.ones(numbers, dtype=torch.float32, device="cpu")
     return data
+
+
+@contextlib.contextmanager
+def made_once(wanted: bool = True) -> Iterator[None]:
+    """A context in which :func:`other_data` is made once for all who ask for it, where it is ``wanted``."""
+    held = other_data() if wanted else None
+    try:
+        yield
+    finally:
+        del held
