@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from tilewise.machine.torch_state import undisturbed
 from tilewise.nn.layers.compiled import Published, published_as
 from tilewise.nn.layers.plan_table import PlanTable, planning, table_of
 from tilewise.planner.measuring.times import interleaved
+from tilewise.problems.operands import make_bias, make_operands
 
 __all__ = ["Compared", "chosen", "is_kept"]
 
@@ -133,8 +134,8 @@ def compare(published: Published) -> Compared | None:
     call, runner = published.call, published.runner
     if runner.forward is None or runner.geometry.transposed or not runner.geometry.symmetric:
         return None
-    x, w = (_drawn(t.shape, t.strides, call.dtype, seed) for seed, t in enumerate((call.x, call.w)))
-    b = None if call.bias is None else _drawn((call.bias,), (1,), call.dtype, 2)
+    x, w = make_operands(runner.forward.problem)
+    b = make_bias(runner.forward.problem)
     fused = packed(published, x, w, b)
     if fused is None:
         return None
@@ -176,10 +177,3 @@ def packed(
 def _last(t: torch.Tensor) -> torch.memory_format:
     """The layout with channels last for so many axes."""
     return torch.channels_last if t.dim() == 4 else torch.channels_last_3d
-
-
-def _drawn(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random numbers in the given layout, drawn without touching torch's own generator."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    values = torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
-    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="cpu").copy_(values)
