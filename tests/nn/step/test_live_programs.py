@@ -8,36 +8,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests import toys
 from tests.nn.dividing import assert_same
-from tests.nn.step.test_live_models import EXTRA_S, Promising, Slow, example, late, own_clock, step
+from tests.nn.step.test_live_models import (
+    EXTRA_S,
+    Promising,
+    _solvers_and_service,
+    example,
+    late,
+    own_clock,
+    step,
+)
 from tests.sampling import EVERY
 from torch import nn
 
 import tilewise
-from tilewise.nn.background import service as service_module
-from tilewise.nn.background.service import Service
 from tilewise.nn.script.session import Session
 from tilewise.nn.step.live import LiveGoal
 from tilewise.nn.step.result import StepReport
 
-__all__ = ["own_clock"]
+__all__ = ["_solvers_and_service", "own_clock"]
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(autouse=True)
-def _solvers_and_service(monkeypatch: pytest.MonkeyPatch, own_clock: None) -> Iterator[None]:
-    own = Service()
-    monkeypatch.setattr(service_module, "_service", own)
-    with toys.installed(Slow()), toys.one_thread():
-        yield
-    own.stop()
 
 
 def planned(y: torch.Tensor) -> bool:
