@@ -137,8 +137,8 @@ def test_parts_on_another_device_are_measured_there(tmp_path: Path) -> None:
     with toys.installed(OnCpu(), without=others):
         wisdom = Wisdom(tmp_path / "wisdom.sqlite3")
         log = Planner(wisdom).explain(whole)
-        (tried,) = (m for m in log if m.solver == "on_cpu" and m.time_ms)
-        assert tried.time_ms is not None
+        (tried,) = (m for m in log if m.solver == "on_cpu")
+        assert tried.time_ms is not None, log
         assert tried.workspace == 0
         part = OnCpu().child(whole, 3)
         known = {m.solver: m for m in wisdom.measurements(environment("cpu").key, part.key)}

@@ -10,6 +10,7 @@ from tests import toys
 
 from tilewise import solvers
 from tilewise.execute import bind
+from tilewise.machine.torch_state import framework_flags
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
 
@@ -89,3 +90,36 @@ def test_gradients_on_a_gpu_have_torchs_layout(pass_: Pass, images: str, filters
     got = bind(toys.leaf("aten", problem), problem, a, b)(a, b)
     assert got.stride() == want[mask.index(True)].stride()
     torch.testing.assert_close(got, want[mask.index(True)], rtol=1e-2, atol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pass_", [Pass.DGRAD, Pass.WGRAD])
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_gradients_on_a_gpu_run_the_kernels_of_a_steps_backward(pass_: Pass, layout: str, kernel: int) -> None:
+    """One conversion more, and torch would seem slower than it is in a step."""
+    from tilewise.machine.device import device_name
+
+    axis = Axis(28, kernel, before=kernel // 2, after=kernel // 2)
+    problem = ConvProblem(
+        pass_, 16, 64, 64, (axis, axis), layouts=(layout, layout, layout), dtype="bf16", device=device_name("cuda")
+    )
+    x, w, dy = (toys.filled(problem, role).cuda() for role in ("x", "w", "y"))
+    mask = [pass_ is Pass.DGRAD, pass_ is Pass.WGRAD, False]
+    options = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1, mask)
+    a, b = (dy, w) if pass_ is Pass.DGRAD else (x, dy)
+    bound = bind(toys.leaf("aten", problem), problem, a, b)
+    with framework_flags("cuda", "ieee", deterministic=False):  # benchmark mode: both take the same choice
+        bound(a, b)
+        ours = kernels_of(lambda: bound(a, b))
+        torchs = kernels_of(lambda: torch.ops.aten.convolution_backward(dy, x, w, None, *options))
+    assert ours == torchs
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """The kernels that ``call`` launches, by name."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]

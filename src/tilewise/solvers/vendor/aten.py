@@ -16,7 +16,7 @@ from tilewise.solvers.conv import ConvSolver
 class Aten(ConvSolver):
     """``aten::convolution`` and ``aten::convolution_backward``."""
 
-    name, version = "aten", 3
+    name, version = "aten", 4
     own_output = True
     adds_bias = True
     baseline = True
@@ -89,10 +89,13 @@ def _stand_in(p: ConvProblem, role: str, like: torch.Tensor) -> torch.Tensor:
     """A tensor that the operator asks for but does not read, with the shape and layout that it chooses by.
 
     On a CPU pages that nobody touches take no memory, and a tensor of other strides would be copied. On a GPU the
-    strides matter only where this tensor alone is channels_last.
+    memory of one in channels_last is given back: the operator brings the gradient into the layout of this tensor, so a
+    stand-in of another layout would cost two copies that a step's own backward does not make.
     """
     shape, layout = p.shape(role), p.layout(role)
-    other = p.layout("w" if role == "x" else "x")
-    if p.device_type == "cuda" and not (layout == "channels_last" != other):
+    if p.device_type == "cuda" and layout != "channels_last":
         return like.new_empty(()).expand(shape)
-    return like.new_empty_strided(shape, dense_strides(shape, layout))
+    stand_in = like.new_empty_strided(shape, dense_strides(shape, layout))
+    if p.device_type == "cuda" and torch.backends.cudnn.enabled:  # torch's own kernels may read it
+        stand_in.untyped_storage().resize_(0)
+    return stand_in
