@@ -266,7 +266,8 @@ def _require_compilers(architecture: Architecture | None) -> None:
 
 def _compile_launches() -> None:
     """Compile the module that launches GPU kernels, for this machine's Python and C library. Says where it cannot."""
-    from tilewise.kernels.native.building import Unavailable, load
+    from tilewise.kernels.native.building import load
+    from tilewise.kernels.native.extension import Unavailable
 
     try:
         load()

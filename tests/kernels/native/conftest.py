@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.kernels.native.standin import COMPILER, Standin, build
 
-from tilewise.kernels.native import building
+from tilewise.kernels.native import building, extension
 
 STREAM = 0x5713EA
 
@@ -22,7 +22,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Standin:
 @pytest.fixture(scope="session")
 def native(standin: Standin) -> building.Native:
     """The module with that driver."""
-    module = building._loaded(building._compiled())
+    module = extension._loaded(building.EXTENSION, extension._compiled(building.EXTENSION))
     return building.Native(module, module.Driver(str(standin.path)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from tests.kernels.native.standin import COMPILER, Standin
 
 from tilewise.kernels.building import code_files
-from tilewise.kernels.native import building
+from tilewise.kernels.native import building, extension
+from tilewise.kernels.native.extension import Extension, Unavailable
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
@@ -30,15 +32,16 @@ def kept(folder: Path) -> Path:
     return found
 
 
-def no_compiler() -> list[str]:
+def no_compiler(wanted: Extension) -> list[str]:
     raise AssertionError("compiled again")
 
 
 def test_it_is_compiled_once_without_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-Wall", "-Wextra", "-Werror"))
+    strict = replace(building.EXTENSION, flags=(*building.EXTENSION.flags, "-Wall", "-Wextra", "-Werror"))
+    monkeypatch.setattr(building, "EXTENSION", strict)
     assert building.load().LaunchList
     assert kept(folder).stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr(building, "_compiler", no_compiler)
+    monkeypatch.setattr(extension, "_compiler", no_compiler)
     assert building.load().LaunchList
 
 
@@ -120,9 +123,9 @@ def test_where_there_are_no_header_files_or_no_compiler(folder: Path, monkeypatc
     monkeypatch.setenv("PATH", str(folder))
     assert building.native() is None
     assert "no C compiler: one named cc, gcc, clang or by CC would do" in building.why_not()
-    monkeypatch.setattr(building.sysconfig, "get_paths", lambda scheme: {"include": str(folder)})
-    with pytest.raises(building.Unavailable, match=r"has no Python\.h"):
-        building._headers()
+    monkeypatch.setattr(extension.sysconfig, "get_paths", lambda scheme: {"include": str(folder)})
+    with pytest.raises(Unavailable, match=r"has no Python\.h"):
+        extension.headers()
 
 
 @pytest.mark.usefixtures("fresh")

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from tests.kernels.native.standin import Standin, build
 
-from tilewise.kernels.native import building
+from tilewise.kernels.native import building, extension
 from tilewise.kernels.native.sequence import Address
 from tilewise.kernels.triton.driver_launch import hooks, kernel_launch
 
@@ -57,7 +57,7 @@ def compared() -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         standin = Standin(build(Path(folder)))
         os.environ |= {"TRITON_LIBCUDA_PATH": folder, "TRITON_CACHE_DIR": folder}
-        module = building._loaded(building._compiled())
+        module = extension._loaded(building.EXTENSION, extension._compiled(building.EXTENSION))
         driver = module.Driver(str(standin.path))
         return [_compared(standin, module, driver, kernel) for kernel in kernels()]
 

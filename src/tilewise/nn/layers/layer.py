@@ -11,6 +11,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
 from tilewise import solvers
+from tilewise.kernels.native.autograd import when_there
 from tilewise.machine.device import conv_precision, device_name
 from tilewise.machine.recent import Recent
 from tilewise.nn.layers.call import Call, describe, disturbed, function_mode_watches, is_plain_type, libraries
@@ -42,6 +43,8 @@ _precision = torch._C._get_fp32_precision_getter
 class Entry:
     """What runs one kind of call (``run``, ``None`` for torch), and a cheap check that a call is of that kind.
 
+    ``runner`` is ``None`` where the call becomes one of another layer first.
+
     ``guard`` compares types, dispatch keys, dtypes, devices, sizes, strides and ``requires_grad`` of the tensors, and
     modes, transforms and autocast of the thread, with those at its making. The other fields are what it does not
     compare. ``precision``, ``autocast`` and ``libraries`` are ``None`` where they make no difference. A call that is
@@ -49,6 +52,7 @@ class Entry:
     """
 
     run: Run | None
+    runner: Runner | None
     guard: Guard
     has_bias: bool
     aligned: bool
@@ -73,6 +77,12 @@ class Adapted:
             y = self.layer(x, w, b)
             return self.layer.geometry.torch_forward(x, w, b) if y is NotImplemented else y
 
+    def native(self, autocast: torch.dtype | None, entry: Entry) -> Run | None:
+        """The same in native code, for a change that is autocast's; ``None`` where that is not there."""
+        if autocast is None or entry.runner is None or not entry.aligned:
+            return None
+        return entry.runner.native(autocast)
+
 
 class Layer:
     """One convolution layer: ``layer(x, w, b)`` is its result, or ``NotImplemented`` where torch must compute it.
@@ -82,7 +92,7 @@ class Layer:
     them.
     """
 
-    __slots__ = ("_entries", "_inner", "_last", "geometry", "known", "plan_table", "runners", "weights")
+    __slots__ = ("__weakref__", "_entries", "_inner", "_last", "geometry", "known", "plan_table", "runners", "weights")
 
     def __init__(
         self,
@@ -148,7 +158,7 @@ class Layer:
                 inner = adapted.layer.entry(*adapted.change(*tensors))
             if inner is None:
                 return None
-            run = None if inner.run is None else adapted
+            run = None if inner.run is None else adapted.native(call.autocast, inner) or adapted
         else:
             runner = self.resolve(call)
             if runner is None:
@@ -156,6 +166,7 @@ class Layer:
             run = runner.run if runner.planned else None
         entry = self._entries[call] = Entry(
             run=run,
+            runner=None if adapted is not None else runner,
             guard=guard_of(*tensors),
             has_bias=call.bias is not None,
             aligned=call.x.alignment == call.w.alignment == ALIGNMENT,
@@ -210,8 +221,10 @@ class Layer:
             needs_grad=any(call.needs),
             strides=strides,
             direct=call.x == call.x.dense(call.backend_layout) and call.w == call.w.dense(call.backend_layout),
+            operand_strides=(call.x.strides, call.w.strides),
             device=call.device,
         )
+        when_there(self)
         if runner.planned and self.plan_table.traced and len(self.known) < MOST_CALLS:
             forward = problems[Role.FORWARD]
             known = publish(runner, call, forward.shape(forward.result), self.plan_table.number)
@@ -261,6 +274,13 @@ class Layer:
         x, w = call.x, call.w
         shape = self.geometry.result_shape(x.shape, w.shape)
         return torch_strides(self.geometry, (x.shape, x.strides), (w.shape, w.strides), shape, call.dtype, call.device)
+
+    def use_native(self) -> None:
+        """Run by native code what can be: it has come to be there."""
+        for runner in list(self.runners.values()):
+            runner.use_native()
+        self._entries.clear()
+        self._last = None
 
     def forget(self) -> None:
         """Forget all resolved calls, as the plan table's plans have changed."""

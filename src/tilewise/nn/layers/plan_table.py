@@ -15,6 +15,7 @@ import torch
 
 from tilewise import solvers
 from tilewise.comm.agreement import several_ranks
+from tilewise.kernels.native import autograd
 from tilewise.machine.device import is_capturing
 from tilewise.machine.recent import Recent
 from tilewise.machine.torch_state import undisturbed
@@ -129,6 +130,7 @@ class PlanTable:
         keeps the limit, the problem is left to torch.
         """
         waiting = self.missing(problems, deterministic)
+        autograd.start({problem.device_type for problem in waiting})  # compiled while kernels are
         efforts = {p.key: effort(p, self.constraints(p, deterministic)) for p in waiting}
         with planning(), undisturbed(), showing(self.planner.progress, efforts):
             alike: dict[Options, list[Problem]] = {}

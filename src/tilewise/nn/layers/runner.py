@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 
+from tilewise.kernels.native.autograd import planned_call
 from tilewise.nn.layers.bound_pass import BoundPass, Slot, with_strides
 from tilewise.nn.layers.call import disturbed, is_plain, is_plain_type, without_dispatch
 from tilewise.nn.layers.geometry import Geometry
 from tilewise.nn.layers.strides import Strides
-from tilewise.problems.base import dense_strides
+from tilewise.problems.base import ALIGNMENT, dense_strides
 
 __all__ = ["Run", "Runner"]
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+AUTOCAST = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
+"""The numbers of dtypes in ``c10::ScalarType``, which do not change."""
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -30,8 +33,11 @@ class Runner:
 
     __slots__ = (
         "_copies",
+        "_device_type",
         "_gradient_slot",
         "_index",
+        "_needs_grad",
+        "_operand_strides",
         "_sum_dims",
         "direct",
         "forward",
@@ -53,6 +59,7 @@ class Runner:
         needs_grad: bool,
         strides: Strides,
         direct: bool,
+        operand_strides: tuple[tuple[int, ...], tuple[int, ...]],
         device: torch.device,
     ) -> None:
         self.geometry = geometry
@@ -67,7 +74,62 @@ class Runner:
         self.result: Run = self.compute
         if forward is not None and direct and self._index is None and not self._copies:
             self.result = forward.call
+        self._operand_strides, self._needs_grad, self._device_type = operand_strides, needs_grad, device.type
         self.run: Run = functools.partial(_apply, self) if needs_grad else self.result
+        self.use_native()
+
+    def use_native(self) -> None:
+        """From now on run by native code, where that is there and takes such calls."""
+        self.run = self.native() or self.run
+
+    def native(self, autocast: torch.dtype | None = None) -> Run | None:
+        """``run`` in native code, which first casts the operands to ``autocast``; ``None`` where there is none.
+
+        Only gradients need it: without them ``result`` is as short. It takes operands and gradients that lie as plans
+        expect them, and hands all others to :meth:`backward`.
+        """
+        kind = planned_call(self._device_type) if self._needs_grad and self.planned else None
+        if kind is None or not (self.direct and self.geometry.symmetric) or self._index is not None:
+            return None
+        expected = self._expected_strides()
+        if expected is None:
+            return None
+        g = self.geometry
+        sides = tuple(before for before, _ in g.padding)
+        return kind(  # type: ignore[no-any-return]
+            forward=None if self.forward is None else self.result,
+            grad_input=_with_strides_of(self.grad_input, self.strides.grad_input),
+            grad_weight=_with_strides_of(self.grad_weight, self.strides.grad_weight),
+            backward=self.backward,
+            geometry=(g.stride, sides, g.dilation, g.output_padding or (0,) * g.dims, g.transposed, g.groups),
+            strides=expected,
+            misaligned=ALIGNMENT - 1,
+            autocast=-1 if autocast is None else AUTOCAST[autocast],
+        )
+
+    def _expected_strides(self) -> tuple[tuple[int, ...], ...] | None:
+        """What plans expect of the result's gradient, input and weight; ``None`` where copies would be made."""
+        x, w = self._operand_strides
+        expected = self.strides.result, x, w
+        taken = []
+        if self.grad_input is not None:
+            taken += [(self.grad_input.slots[0], expected[0]), (self.grad_input.slots[1], w)]
+        if self.grad_weight is not None:
+            of_x, of_dy = self.grad_weight.slots[:: -1 if self.geometry.transposed else 1]
+            taken += [(of_dy, expected[0]), (of_x, x)]
+        return expected if all(slot.strides == strides for slot, strides in taken) else None
+
+    def backward(self, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: tuple[bool, bool, bool]) -> Gradients:
+        """As :meth:`gradients`, by torch where they must be differentiable or something watches operators."""
+        if not is_plain_type(type(dy)) and without_dispatch(type(dy)):
+            with torch._C.DisableTorchFunctionSubclass():
+                dy = dy.as_subclass(torch.Tensor)  # as torch's own backward takes it
+        if torch.is_grad_enabled() or not is_plain(dy) or disturbed():
+            return self.geometry.torch_backward(dy, x, w, mask)
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return self.gradients(dy, x, w, mask)
+        return self.gradients(dy, x, w, mask)
 
     @property
     def planned(self) -> bool:
@@ -132,6 +194,16 @@ def _gradient_slot(geometry: Geometry, grad_input: BoundPass | None, grad_weight
     return None
 
 
+def _with_strides_of(found: BoundPass | None, strides: tuple[int, ...]) -> Callable[..., Any] | None:
+    """The call of a gradient's plan, which gives the gradient these strides; ``None`` where there is no plan."""
+    if found is None:
+        return None
+    p, call = found.problem, found.call
+    if dense_strides(p.shape(p.result), p.layout(p.result)) == strides:
+        return call
+    return lambda a, b: with_strides(call(a, b), strides)
+
+
 class PlannedConv(torch.autograd.Function):
     """A convolution whose passes run by plans.
 
@@ -146,18 +218,9 @@ class PlannedConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, w = ctx.saved_tensors
-        mask = ctx.needs_input_grad[1:]
         runner: Runner = ctx.runner
-        if not is_plain_type(type(dy)) and without_dispatch(type(dy)):
-            with torch._C.DisableTorchFunctionSubclass():
-                dy = dy.as_subclass(torch.Tensor)  # as torch's own backward takes it
-        if torch.is_grad_enabled() or not is_plain(dy) or disturbed():
-            return None, *runner.geometry.torch_backward(dy, x, w, mask)
-        if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():
-                return None, *runner.gradients(dy, x, w, mask)
-        return None, *runner.gradients(dy, x, w, mask)
+        x, w = ctx.saved_tensors
+        return None, *runner.backward(dy, x, w, ctx.needs_input_grad[1:])
 
 
 _apply: Any = super(torch.autograd.Function, PlannedConv).apply

@@ -1,0 +1,95 @@
+"""The C++ module that runs a planned call with autograd, compiled on this machine against the torch that is installed.
+
+It takes about a quarter of a minute to compile, once for each version of torch and Python. Nothing waits for it: until
+it is there, and where it cannot be compiled, calls come from Python, and :func:`why_not` says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from tilewise.kernels.native.building import VARIABLE, switched_on
+from tilewise.kernels.native.extension import Extension, Loading
+
+__all__ = ["EXTENSION", "planned_call", "start", "when_there", "why_never", "why_not"]
+
+EXTENSION = Extension(
+    "planned_call",
+    "planned_call.cpp",
+    (),
+    flags=("-std=c++20", "-O1", "-shared", "-fPIC"),
+    language="C++",
+    variable="CXX",
+    compilers=("c++", "g++", "clang++"),
+    longest_s=300.0,
+    uses_torch=True,
+)
+
+DEVICES = {"cuda"}
+"""Types of devices whose calls come from C++. On a CPU what Python takes is little beside what is computed, and the
+compiler would disturb what is measured."""
+
+_waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def start(device_types: Collection[str]) -> None:
+    """Begin to load the module, or to compile it, in the background, where calls on such devices can come from C++.
+
+    Costs nothing the next time. Raises ``ValueError`` for a :data:`VARIABLE` that makes no sense.
+    """
+    if not DEVICES.isdisjoint(device_types) and not why_never():
+        _loading()
+
+
+def planned_call(device_type: str) -> Callable[..., Any] | None:
+    """The class ``PlannedCall`` for calls on such a device; ``None`` while it is not there."""
+    if device_type not in DEVICES or why_never():
+        return None
+    loading = _loading()
+    return None if loading.module is None else loading.module.PlannedCall
+
+
+def when_there(holder: Any) -> None:
+    """Have ``holder.use_native()`` called once the module is there, from another thread; ``holder`` is held weakly.
+
+    Nothing is called where the module is there already, or nobody asked for it.
+    """
+    if not _loading.cache_info().currsize:
+        return
+    with _lock:
+        if _loading().module is None and not _loading().ended:
+            _waiting.add(holder)
+
+
+def why_not() -> str:
+    """Why calls of this process come from Python; empty where they come from C++. Waits for the compiler."""
+    return why_never() or _loading().finished().reason
+
+
+def why_never() -> str:
+    """Why nothing is compiled in this process; empty where it is. Raises as :func:`start`."""
+    if not switched_on():
+        return f"{VARIABLE} is 0"
+    return "this torch has no CUDA" if "cpu" not in DEVICES and torch.version.cuda is None else ""
+
+
+@functools.cache
+def _loading() -> Loading:
+    """This process's attempt to load the module."""
+    return Loading(EXTENSION, _tell)
+
+
+def _tell() -> None:
+    """Tell all that wait that the module is there."""
+    with _lock:
+        holders = list(_waiting)
+        _waiting.clear()
+    for holder in holders:
+        holder.use_native()
