@@ -106,6 +106,21 @@ def test_the_node_is_one_of_cpp_and_has_torchs_edges() -> None:
     assert [edge is None for edge, _ in node.next_functions] == [True, False, True]
 
 
+@pytest.mark.parametrize("autocast", [True, False])
+def test_usual_gradients_need_no_python(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        got, _, x = pair()
+        y, other = got(x), got(x)
+
+    def called(*_: object) -> None:
+        raise AssertionError("Python was asked")
+
+    monkeypatch.setattr(Runner, "gradients", called)
+    y.backward(torch.ones_like(y))
+    with pytest.raises(AssertionError, match="Python was asked"):
+        other.backward(torch.ones_like(y).contiguous(memory_format=torch.channels_last))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradients_of_every_layout(bias: bool) -> None:
     """Of the result's gradient: as the plans take it, in another layout, expanded, a slice, and misaligned."""
@@ -259,6 +274,43 @@ def test_wrong_arguments_are_errors() -> None:
         kind(**given | {"strides": ([1], (1,), (1,))})
     with pytest.raises(TypeError):
         kind(**given | {"strides": ((1.5,), (1,), (1,))})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_compiled_graphs_need_no_python(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a call that the plans do not take, which is the same in Python."""
+    torch._dynamo.reset()
+    got, want, x = pair(bias=bias)
+    compiled = torch.compile(got, backend="aot_eager", fullgraph=True)
+    for mine, its in zip(grads_of(compiled, x), grads_of(want, x), strict=True):
+        assert_same(mine, its)
+    called = []
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            called.append(name)
+            return function(*given)
+
+        return call
+
+    for name in ("converted", "gradients"):
+        monkeypatch.setattr(Runner, name, counted(name, getattr(Runner, name)))
+    for mine, its in zip(grads_of(compiled, x), grads_of(want, x), strict=True):
+        assert_same(mine, its)
+    assert not called
+    shifted = torch.randn(x.numel() + 1)[1:].view_as(x).requires_grad_()
+    for mine, its in zip(grads_of(compiled, shifted), grads_of(want, shifted), strict=True):
+        assert_same(mine, its)
+    assert called == ["converted", "gradients"]
+    torch._dynamo.reset()
+
+
+def test_an_operator_without_plans_is_an_error_from_cpp_too() -> None:
+    got, _, x = pair()
+    torch.compile(got, backend="aot_eager")(x)
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="plans='none' are not known in this process"):
+        torch.ops.tilewise.conv(x.detach(), got.weight.detach(), None, "none")
 
 
 def test_compiled_autograd_traces_torchs_backward() -> None:

@@ -10,6 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ import torch
 from tilewise.kernels.native.building import VARIABLE, switched_on
 from tilewise.kernels.native.extension import Extension, Loading
 
-__all__ = ["EXTENSION", "planned_call", "start", "when_there", "why_never", "why_not"]
+__all__ = ["DEVICES", "EXTENSION", "native_calls", "planned_call", "start", "when_there", "why_never", "why_not"]
 
 EXTENSION = Extension(
     "planned_call",
     "planned_call.cpp",
-    (),
+    ("backward_node.h", "operators.h", "passes.h"),
     flags=("-std=c++20", "-O1", "-shared", "-fPIC"),
     language="C++",
     variable="CXX",
@@ -48,12 +49,17 @@ def start(device_types: Collection[str]) -> None:
         _loading()
 
 
-def planned_call(device_type: str) -> Callable[..., Any] | None:
-    """The class ``PlannedCall`` for calls on such a device; ``None`` while it is not there."""
+def native_calls(device_type: str) -> ModuleType | None:
+    """The module, for calls on such a device; ``None`` while it is not there."""
     if device_type not in DEVICES or why_never():
         return None
-    loading = _loading()
-    return None if loading.module is None else loading.module.PlannedCall
+    return _loading().module
+
+
+def planned_call(device_type: str) -> Callable[..., Any] | None:
+    """The module's class ``PlannedCall``, as :func:`native_calls`."""
+    module = native_calls(device_type)
+    return None if module is None else module.PlannedCall
 
 
 def when_there(holder: Any) -> None:

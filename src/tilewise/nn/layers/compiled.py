@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tilewise.kernels.native import autograd
 from tilewise.machine.device import conv_precision
 from tilewise.nn.layers.bound_pass import with_strides
 from tilewise.nn.layers.call import Call
@@ -81,11 +83,50 @@ def publish(runner: Runner, call: Call, result_shape: tuple[int, ...], table: in
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     if name not in _published and len(_published) >= MOST_PUBLISHED:
         return None
-    _published[name] = Published(runner, call, result_shape)
+    if name not in _published:
+        _published[name] = Published(runner, call, result_shape)
+        _operators.publish(name)
     return Known(
         name, call.x.shape, call.w.shape, call.bias, layout, call.dtype, call.device.type, call.needs,
         call.deterministic, table,
     )  # fmt: skip
+
+
+class _Operators:
+    """Has the operators find plans in C++, where that is there: a call of Python takes a graph's host 200 us."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._implemented = False
+
+    def publish(self, name: str) -> None:
+        """Let C++ find what is published as ``name``; what it cannot run stays Python's."""
+        published = _published[name]
+        call = published.call
+        module = autograd.native_calls(call.device.type)
+        if module is None:
+            autograd.when_there(self)
+            return
+        native = published.runner.native()
+        if native is None:
+            return
+        with self._lock:
+            if not self._implemented:
+                keys = tuple(kind.upper() for kind in sorted(autograd.DEVICES))
+                module.implement(_conv, _conv_backward, conv_precision, keys)
+                self._implemented = True
+        asks = call.device.type == "cuda" and call.dtype is torch.float32
+        bias = -1 if call.bias is None else call.bias
+        precision = call.precision if asks else None
+        module.publish(name, native, tuple(call.x.shape), tuple(call.w.shape), bias, call.deterministic, precision)
+
+    def use_native(self) -> None:
+        """Publish all: C++ has come to be there."""
+        for name in list(_published):
+            self.publish(name)
+
+
+_operators = _Operators()
 
 
 def published_as(plans: str) -> Published | None:

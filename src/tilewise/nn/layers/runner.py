@@ -80,15 +80,15 @@ class Runner:
 
     def use_native(self) -> None:
         """From now on run by native code, where that is there and takes such calls."""
-        self.run = self.native() or self.run
+        if self._needs_grad:  # without gradients ``result`` is as short
+            self.run = self.native() or self.run
 
     def native(self, autocast: torch.dtype | None = None) -> Run | None:
         """``run`` in native code, which first casts the operands to ``autocast``; ``None`` where there is none.
 
-        Only gradients need it: without them ``result`` is as short. It takes operands and gradients that lie as plans
-        expect them, and hands all others to :meth:`backward`.
+        It takes operands and gradients that lie as plans expect them, and hands all others to :meth:`backward`.
         """
-        kind = planned_call(self._device_type) if self._needs_grad and self.planned else None
+        kind = planned_call(self._device_type) if self.planned else None
         if kind is None or not (self.direct and self.geometry.symmetric) or self._index is not None:
             return None
         expected = self._expected_strides()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ class Aten(ConvSolver):
             return forward
         backward_of = torch.ops.aten.convolution_backward.default
         if p.pass_ is Pass.DGRAD:
-            stand_in = _stand_in(p, "x", a)
+            stand_in = _stand_in_for_x(p, a, b)
 
             def backward(
                 dy: torch.Tensor, w: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
@@ -89,13 +90,24 @@ def _stand_in(p: ConvProblem, role: str, like: torch.Tensor) -> torch.Tensor:
     """A tensor that the operator asks for but does not read, with the shape and layout that it chooses by.
 
     On a CPU pages that nobody touches take no memory, and a tensor of other strides would be copied. On a GPU the
-    memory of one in channels_last is given back: the operator brings the gradient into the layout of this tensor, so a
-    stand-in of another layout would cost two copies that a step's own backward does not make.
+    strides matter where this tensor is channels_last.
     """
     shape, layout = p.shape(role), p.layout(role)
     if p.device_type == "cuda" and layout != "channels_last":
         return like.new_empty(()).expand(shape)
-    stand_in = like.new_empty_strided(shape, dense_strides(shape, layout))
-    if p.device_type == "cuda" and torch.backends.cudnn.enabled:  # torch's own kernels may read it
-        stand_in.untyped_storage().resize_(0)
-    return stand_in
+    return like.new_empty_strided(shape, dense_strides(shape, layout))
+
+
+def _stand_in_for_x(p: ConvProblem, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """:func:`_stand_in` for the input, whose memory is given back where cuDNN computes: it is as large as a result.
+
+    It cannot be smaller: cuDNN's backward brings the gradient into its layout, and with another one torch would seem
+    slower, by two copies that a step's own backward does not make.
+    """
+    x = _stand_in(p, "x", dy)
+    if x.device.type == "cuda" and x.dim() > 3 and x.untyped_storage().nbytes() > x.element_size():
+        options = ([a.stride for a in p.axes], [a.before for a in p.axes], [a.dilation for a in p.axes])
+        chosen: Any = torch._C._select_conv_backend(x, w, None, *options, False, [0] * p.dims, p.groups)
+        if chosen.name == "Cudnn":
+            x.untyped_storage().resize_(0)
+    return x
