@@ -357,4 +357,17 @@ def test_where_it_cannot_be_compiled(
     autograd.start(["cpu"])
     assert reason in autograd.why_not()
     assert autograd.planned_call("cpu") is None
+    assert reason in autograd.expected()
+    assert not os.listdir(tmp_path)
+
+
+def test_what_is_expected_is_told_without_compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    pair()  # makes one, as every test here must
+    assert not autograd.expected()
+    monkeypatch.setattr("tilewise.machine.cache.kernel_dir", lambda: tmp_path)
+    monkeypatch.setattr(autograd, "_loading", functools.cache(autograd._loading.__wrapped__))
+    assert not autograd.expected()
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C++ compiler: one named c++, g++, clang++ or by CXX would do" in autograd.expected()
     assert not os.listdir(tmp_path)

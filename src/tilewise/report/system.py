@@ -14,6 +14,7 @@ from rich.table import Table
 
 from tilewise import solvers
 from tilewise.frontends.networks import builtin_networks
+from tilewise.kernels.native import autograd
 from tilewise.kernels.native.building import why_not
 from tilewise.machine.device import cpu_count, device_name, environment
 from tilewise.plan import format_bytes
@@ -36,6 +37,7 @@ def info_document() -> dict[str, Any]:
         libraries={name: _version(name) for name in LIBRARIES},
         devices=_devices(),
         native={"used": not why_not(), "reason": why_not()},
+        autograd={"used": not autograd.expected(), "reason": autograd.expected()},
         wisdom=str(Wisdom().path),
         networks=list(builtin_networks()),
         solvers=[_solver(solver) for solver in solvers.all_solvers()],
@@ -93,6 +95,9 @@ def info_tables(info: dict[str, Any]) -> list[RenderableType]:
     lines += [f"not installed: {missing}"] if missing else []
     native = info["native"]
     lines += ["launches: from C" if native["used"] else f"launches: from Python ({native['reason']})"]
+    calls = info["autograd"]
+    way = "from C++" if calls["used"] else f"from Python ({calls['reason']})"
+    lines += [f"calls with gradients: {way}"]
     lines += [f"wisdom: {info['wisdom']}", f"networks: {', '.join(info['networks'])}", ""]
     devices = Table("device", "name", "hardware", "cores", "memory", box=None, pad_edge=False)
     for found in info["devices"]:

@@ -16,9 +16,19 @@ from typing import Any
 import torch
 
 from tilewise.kernels.native.building import VARIABLE, switched_on
-from tilewise.kernels.native.extension import Extension, Loading
+from tilewise.kernels.native.extension import Extension, Loading, is_kept, missing
 
-__all__ = ["DEVICES", "EXTENSION", "native_calls", "planned_call", "start", "when_there", "why_never", "why_not"]
+__all__ = [
+    "DEVICES",
+    "EXTENSION",
+    "expected",
+    "native_calls",
+    "planned_call",
+    "start",
+    "when_there",
+    "why_never",
+    "why_not",
+]
 
 EXTENSION = Extension(
     "planned_call",
@@ -77,6 +87,16 @@ def when_there(holder: Any) -> None:
 def why_not() -> str:
     """Why calls of this process come from Python; empty where they come from C++. Waits for the compiler."""
     return why_never() or _loading().finished().reason
+
+
+def expected() -> str:
+    """Why calls will come from Python; empty where they come from C++, or will once the module is compiled.
+
+    Compiles nothing: a module that is kept on disk is loaded, and else no compiler is asked.
+    """
+    if (reason := why_never()) or is_kept(EXTENSION):
+        return reason or why_not()
+    return _loading().reason if _loading.cache_info().currsize and _loading().ended else missing(EXTENSION)
 
 
 def why_never() -> str:

@@ -29,7 +29,7 @@ from tilewise.kernels.building import code_files
 from tilewise.kernels.building.noted import note
 from tilewise.machine import cache
 
-__all__ = ["Extension", "Loading", "Unavailable", "file_name", "headers", "load"]
+__all__ = ["Extension", "Loading", "Unavailable", "file_name", "headers", "is_kept", "load", "missing"]
 
 
 class Unavailable(Exception):
@@ -115,6 +115,23 @@ def load(extension: Extension) -> ModuleType:
 def file_name(extension: Extension) -> str:
     """The name of the file that holds the module for this machine's Python, C library and, where it is used, torch."""
     return f"{extension.name}-{_version(extension)}.so"
+
+
+def is_kept(extension: Extension) -> bool:
+    """Whether there is a file of the module."""
+    return (cache.kernel_dir() / "native" / file_name(extension)).is_file()
+
+
+def missing(extension: Extension) -> str:
+    """What the module lacks to be compiled; empty where nothing is known to be missing."""
+    try:
+        _compiler(extension)
+        headers()
+        if extension.uses_torch:
+            _torch_flags()
+    except Unavailable as error:
+        return str(error)
+    return ""
 
 
 def headers() -> str:
