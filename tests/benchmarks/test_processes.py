@@ -47,6 +47,7 @@ LONG = {
 NOTHING_ON_A_CPU = {
     "branches": "streams",
     "fft_own_vs_library": "transform=own",
+    "host_in_place": "the host computes there",
     "mucudnn_fig12": "legacy algorithms",
     "spatial_halos": "fused kernels",
     "spatial_norms": "SyncBatchNorm",
