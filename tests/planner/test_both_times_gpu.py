@@ -43,6 +43,22 @@ def test_kernels_that_take_long_do_not_show_in_the_hosts_time() -> None:
     assert took.host_ms < took.device_ms / 2
 
 
+def test_what_was_just_written_is_read_from_the_second_cache() -> None:
+    """A quarter of it, read whole: from memory that takes several times as long. It keeps its bits."""
+    a = torch.randn(3 << 20, dtype=torch.float32, device="cuda")
+    a[:3] = torch.tensor([float("nan"), -0.0, 1e-42])
+    before, out = a.view(torch.int32).clone(), torch.zeros((), dtype=torch.float32, device="cuda")
+
+    def call() -> None:
+        torch.amax(a, dim=0, out=out)
+
+    cold, warm = (
+        sample_of(rounds([call], a.device, repeats=15, written=written)[0]).device_ms for written in (None, a)
+    )
+    assert warm < 0.9 * cold
+    assert torch.equal(a.view(torch.int32), before)
+
+
 def test_a_plan_and_what_wisdom_keeps_have_both_times(tmp_path: Path) -> None:
     device = device_name("cuda")
     problem = parse_layer("mb32ic64ih28oc64oh28kh3ph1", device=device)

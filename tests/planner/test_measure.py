@@ -64,7 +64,7 @@ def test_replays_take_the_host_no_time() -> None:
         return False
 
     class Launching(Timer):
-        def time(self, call: Callable[[], object], lead_ms: float = 0.0) -> Took:
+        def time(self, call: Callable[[], object], lead_ms: float = 0.0, written: torch.Tensor | None = None) -> Took:
             call()
             return Took(1.0, 5.0)
 

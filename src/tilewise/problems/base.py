@@ -195,6 +195,11 @@ class Problem(abc.ABC):
         return role
 
     @property
+    def written_last(self) -> str:
+        """Role of the operand that a step has written just before, and of which a cache may still hold a part."""
+        return self.operands[0]
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """Roles of all tensors, operands first."""
         return (*self.operands, *self.results)

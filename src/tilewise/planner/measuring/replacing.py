@@ -40,15 +40,22 @@ EVEN = 1.03
 
 
 def rounds(
-    calls: Sequence[Callable[[], object]], device: torch.device, compared: bool, launched: bool
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    compared: bool,
+    launched: bool,
+    written: torch.Tensor | None = None,
 ) -> list[list[Took]]:
     """Time ``calls`` in turns. Where plans are ``compared``, the last call is torch's choice and rounds end early.
 
-    Without ``launched`` the host's times count as zero, as in replays of CUDA graphs. Returns a list for each call.
+    Without ``launched`` the host's times count as zero, as in replays of CUDA graphs. On a GPU the second cache holds
+    what it can of ``written``, an operand. Returns a list for each call.
     """
     if device.type == "cuda":
         decided = decided_on_gpu if compared else None
-        return timed(calls, device, budget_ms=25.0, least=ROUNDS, most=31, decided=decided, launched=launched)
+        return timed(
+            calls, device, budget_ms=25.0, least=ROUNDS, most=31, decided=decided, launched=launched, written=written
+        )
     decided = decided_on_cpu if compared else None
     return timed(calls, device, budget_ms=600.0, least=5, most=11, decided=decided, launched=launched)
 

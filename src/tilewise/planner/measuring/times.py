@@ -101,10 +101,11 @@ class Timer:
         """Milliseconds of one run, the larger of the device's and the host's."""
         return self.time(call).ms
 
-    def time(self, call: Call, lead_ms: float = LEAD_MS) -> Took:
+    def time(self, call: Call, lead_ms: float = LEAD_MS, written: torch.Tensor | None = None) -> Took:
         """Time one run. On a GPU the L2 cache is cold and holds nothing to be written back, unless ``lead_ms`` is 0.
 
         The GPU is kept busy for ``lead_ms``: a call that the host launches in less is timed without waiting for it.
+        There the cache holds what it can of ``written``, which is written anew as it is.
         """
         pause()
         if not self._cuda:
@@ -115,6 +116,8 @@ class Timer:
             return Took((time.perf_counter() - start) * 1e3, 0.0)
         for _ in range(math.ceil(min(lead_ms, MOST_LEAD_MS) / self._flush_ms)):
             self._flush()
+        if written is not None:
+            written.mul_(1.0)
         return self._run(call)
 
     def _flush(self) -> None:
@@ -171,12 +174,13 @@ def rounds(
     most: int = 51,
     decided: Callable[[list[list[Took]]], bool] | None = None,
     launched: bool = True,
+    written: torch.Tensor | None = None,
 ) -> list[list[Took]]:
     """What each call took in each round, run in turns so that a drift of clocks or load meets all alike; caches cold.
 
     One round warms up. ``repeats`` rounds follow, or as many as ``budget_ms`` holds within ``least`` and ``most``, or
     fewer where after a round what was found so far is ``decided``. Where nothing is ``launched``, as in replays of CUDA
-    graphs, the host's times are none.
+    graphs, the host's times are none. On a GPU the caches hold what they can of ``written``, all else is cold.
     """
     timer = Timer(device, cold=True)
     warm = [timer.time(call) for call in calls]
@@ -190,7 +194,7 @@ def rounds(
     for turn in range(repeats):
         order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
         for index in order:
-            last[index] = timer.time(calls[index], lead_ms(last[index]))
+            last[index] = timer.time(calls[index], lead_ms(last[index]), written)
             times[index].append(last[index] if launched else last[index].replayed())
         if decided is not None and decided(times):
             break

@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from tilewise import execute, solvers
 from tilewise.machine import load
 from tilewise.plan import Config, Measurement, Plan
@@ -113,7 +115,8 @@ class Finals:
             )
         try:
             begun = load.begin()
-            times = rounds(calls, device, self.root.baseline is not None, launched=not self.root.options.cuda_graphs)
+            launched, compared = not self.root.options.cuda_graphs, self.root.baseline is not None
+            times = rounds(calls, device, compared, launched, self._written_last())
             share = load.others_since(begun)
         except Exception as error:
             if len(within_limit) > 1:
@@ -121,6 +124,12 @@ class Finals:
             self.root.drop(within_limit[0], f"raised {type(error).__name__} when timed whole: {first_line(error)}")
             return []
         return self._with_times(within_limit, times, share)
+
+    def _written_last(self) -> torch.Tensor | None:
+        """The operand that a step has just written before, on a GPU, where it lies so that it may be written."""
+        problem = self.root.problem
+        operand = self.root.tensors.operands[problem.operands.index(problem.written_last)]
+        return operand if operand.is_cuda and 0 not in operand.stride() else None
 
     def _with_times(self, plans: list[Plan], times: list[list[Took]], share: float | None) -> list[Plan]:
         """``plans`` with their measured times. Those of torch's choice are the last, where it was timed with them.

@@ -112,6 +112,11 @@ class ConvProblem(Problem):
         return OPERANDS[self.pass_]
 
     @property
+    def written_last(self) -> str:
+        """In backward the gradient of the result, else the first operand."""
+        return "y" if "y" in self.operands else self.operands[0]
+
+    @property
     def results(self) -> tuple[str]:
         """Place of the result."""
         return RESULTS[self.pass_]
