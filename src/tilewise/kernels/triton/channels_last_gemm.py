@@ -22,7 +22,7 @@ def _sweep(phase, before, stride, dilation, kernel, every, BACK: tl.constexpr):
     """
     if BACK:
         tap = kernel
-        for r in range(0, tl.minimum(every, kernel)):
+        for r in range(tl.minimum(every, kernel)):
             hits = (phase + before - r * dilation) % stride == 0
             tap = tl.where(hits & (tap == kernel), r, tap)
         taps = (kernel - tap + every - 1) // every
@@ -193,7 +193,7 @@ def tap_gradient(
     X_RUN: tl.constexpr, Y_RUN: tl.constexpr, SPLIT: tl.constexpr, ACCUMULATE: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """The filter's gradient from ``share`` pixels, ``channels`` by ``columns``: a column is a tap and one of ``summed``.
+    """The filter's gradient, ``channels`` by ``columns`` (a tap and one of ``summed``), from ``share`` pixels.
 
     With ``SPLIT`` partial sums [shares, groups, channels, columns] are written, else the filter itself. Numbers
     ``magic_*`` and ``shift_*`` divide by ``out_*``. Grid (tiles, shares, groups).
@@ -249,11 +249,12 @@ def tap_gradient(
         acc = tl.dot(g, x, acc)
     mask = (o < channels)[:, None] & (n < columns)[None, :]
     if SPLIT:
-        part = tl.program_id(1).to(tl.int64) * tl.num_programs(2) + group
-        tl.store(out + ((part * channels + o) * columns)[:, None] + n[None, :], acc, mask=mask)
+        columns = columns // X_RUN * X_RUN
+        out += (tl.program_id(1).to(tl.int64) * tl.num_programs(2) + group) * channels * columns
+        tl.store(out + ((o * columns)[:, None] + n[None, :]), acc, mask=mask)
     else:
         target = t_d * w_d + t_h * w_h + t_w * w_w + c * w_c
-        target = out + ((group * channels + o) * w_o)[:, None] + target[None, :]
+        target = out + (((group * channels + o) * w_o)[:, None] + target[None, :])
         if ACCUMULATE:
             acc += tl.load(target, mask=mask, other=0.0).to(tl.float32)
         tl.store(target, acc.to(out.dtype.element_ty), mask=mask)

@@ -4,6 +4,10 @@ Where channels are innermost, what one row of a filter meets of an image is one 
 elements for a kernel without dilation. So a sum runs over filter rows and, within each, over the elements of its run,
 and the image is gathered as it lies. Runs are read ``RUN`` elements at a time, from places that are multiples of it:
 a run then starts up to ``RUN - 1`` elements early and ends as much late, where the packed filter has zeros.
+
+``SIDE`` outputs that lie side by side may be computed as one with so many times the channels: each has the filter
+shifted by its windows' distance, in rows that are as much longer. That multiplies more zeros, but reads an image's
+element once where windows overlap, and starts at multiples of more elements, so that fewer and wider reads do.
 """
 
 from __future__ import annotations
@@ -35,20 +39,52 @@ def _window(k, length, per, taps_h, dil_d, dil_h, dil_w, x_d, x_h, x_e, x_c, RUN
 
 
 @triton.jit
+def _within(i, size):
+    """Whether 0 <= i < size, as one comparison."""
+    return i.to(tl.uint32) < size.to(tl.uint32)
+
+
+@triton.jit
 def _gather(
     image, first, d0, h0, e0, d, h, e, place, depth, height, limit, RUN: tl.constexpr, ONE_LINE: tl.constexpr
 ):  # fmt: skip
     """Elements of a tile [pixels, sums], zeros beyond the image. With ``ONE_LINE`` all pixels have the same ``h0``."""
-    inside = (d0 + d >= 0) & (d0 + d < depth)
+    inside = _within(d0 + d, depth)
     if ONE_LINE:
-        inside = (inside & (h0 + h >= 0) & (h0 + h < height))[None, :]
+        inside = (inside & _within(h0 + h, height))[None, :]
     else:
-        line = h0[:, None] + h[None, :]
-        inside = inside[None, :] & (line >= 0) & (line < height)
-    step = e0[:, None] + e[None, :]
-    inside = inside & (step >= 0)
-    inside = tl.max_constancy(inside & (step < limit), [1, RUN])
+        inside = inside[None, :] & _within(h0[:, None] + h[None, :], height)
+    inside = tl.max_constancy(inside & _within(e0[:, None] + e[None, :], limit), [1, RUN])
     return tl.load(image + (first[:, None] + place[None, :]), mask=inside, other=0.0)
+
+
+@triton.jit
+def _outputs(
+    out, n, d, h, w, o, channels, out_h, out_w, y_n, y_c, y_d, y_h, y_w, SIDE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Pointers to a tile [places, channels] of image ``n`` and plane ``d``, and which of them exist.
+
+    Place ``w`` is ``SIDE`` columns, whose channels follow each other.
+    """
+    column = w * SIDE
+    inside = (h < out_h)[:, None] & (o < SIDE * channels)[None, :]
+    if SIDE > 1:
+        which = o // channels
+        channel = o % channels
+        inside = inside & (column[:, None] + which[None, :] < out_w)
+    else:
+        which = o * 0
+        channel = o
+        inside = inside & (column < out_w)[:, None]
+    place = d * y_d + h * y_h + column * y_w
+    if ALIGNED > 0:
+        inside = tl.max_constancy(inside, [1, ALIGNED])
+        place = place // ALIGNED * ALIGNED
+        along = tl.max_contiguous(tl.multiple_of(which * y_w + channel, ALIGNED), ALIGNED)
+        pointers = out + n.to(tl.int64) * (y_n // ALIGNED * ALIGNED) + (place[:, None] + along[None, :])
+    else:
+        pointers = out + n.to(tl.int64) * y_n + (place[:, None] + (which * y_w + channel * y_c)[None, :])
+    return pointers, inside
 
 
 @triton.jit
@@ -61,23 +97,25 @@ def _tile_of(t, tiles_w, tiles_h, out_d):
 
 @triton.jit(
     do_not_specialize=[
-        "total", "depth", "first_o", "channels", "lead", "length", "per", "taps_d", "taps_h", "elements",
+        "total", "depth", "channels", "side", "shift", "lead", "length", "per", "taps_d", "taps_h", "elements",
         "w_o", "w_d", "w_h", "w_s", "w_c",
     ]
 )  # fmt: skip
 def pack_rows(
-    weight, target, total, depth, channels, lead, length, per, taps_d, taps_h, elements, w_o, w_d, w_h, w_s, w_c,
-    BLOCK: tl.constexpr,
+    weight, target, total, depth, channels, side, shift, lead, length, per, taps_d, taps_h, elements,
+    w_o, w_d, w_h, w_s, w_c, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``target`` [filters, depth]: rows of ``length``, of which ``elements`` from ``lead`` on are the filter's.
 
-    Zeros elsewhere, and for filters beyond ``channels``. A tap has ``per`` elements. Grid (blocks of ``total``,).
+    There are ``side`` times ``channels`` filters, each next time ``shift`` elements later. All else is zero. A tap has
+    ``per`` elements. Grid (blocks of ``total``,).
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    o, k = i // depth, i % depth
-    line, j = k // length, k % length - lead
+    row, k = i // depth, i % depth
+    o = row % channels
+    line, j = k // length, k % length - lead - row // channels * shift
     t, r = line // taps_h, line % taps_h
-    known = (o < channels) & (t < taps_d) & (j >= 0) & (j < elements)
+    known = (row < side * channels) & (t < taps_d) & (j >= 0) & (j < elements)
     j = tl.maximum(j, 0)
     source = weight + (o * w_o + t * w_d + r * w_h + j // per * w_s + j % per * w_c)
     tl.store(target + i, tl.load(source, mask=known, other=0.0), mask=i < total)
@@ -95,18 +133,18 @@ def row_product(
     channels, sums, tiles_w, tiles_h, out_d, out_h, out_w, depth, height, limit,
     start_d, start_h, start_e, step_d, step_h, step_e, length, per, taps_h, dil_d, dil_h, dil_w,
     x_n, x_d, x_h, x_e, x_c, y_n, y_c, y_d, y_h, y_w,
-    RUN: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    SIDE: tl.constexpr, RUN: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Forward pass from packed ``filters`` [channels, sums], both in whole tiles.
+    """Forward pass from packed ``filters`` [SIDE * channels, sums], both in whole tiles.
 
     A window starts at ``start_* + step_* * output``; ``e`` counts elements along a line if ``RUN`` is not 1, else
     columns. ``ALIGNED``: 0, or with channels of ``out`` innermost what divides ``channels`` and all other strides.
-    Grid: tiles of ``BLOCK_H`` by ``BLOCK_W`` outputs of one plane, and of channels, the latter fastest.
+    Grid: tiles of ``BLOCK_H`` by ``BLOCK_W`` times ``SIDE`` outputs of one plane, and of channels, the latter fastest.
     """
     if ALIGNED > 0:
-        channels = channels // ALIGNED * ALIGNED
-    tiles_o = tl.cdiv(channels, BLOCK_O)
+        channels = channels // ALIGNED * ALIGNED  # the same number, which the compiler now knows to be a multiple
+    tiles_o = tl.cdiv(SIDE * channels, BLOCK_O)
     o = tl.program_id(0) % tiles_o * BLOCK_O + tl.arange(0, BLOCK_O)
     n, d, th, tw = _tile_of(tl.program_id(0) // tiles_o, tiles_w, tiles_h, out_d)
     i = tl.arange(0, BLOCK_H * BLOCK_W)
@@ -133,14 +171,8 @@ def row_product(
                     RUN, BLOCK_H == 1)  # fmt: skip
         acc = tl.dot(x, tl.load(rows + k[:, None]), acc, input_precision=PRECISION)
     if BIAS:
-        acc += tl.load(bias + tl.minimum(o, channels - 1)).to(tl.float32)[None, :]
-    target = d * y_d + oh * y_h + ow * y_w
-    if ALIGNED > 0:
-        target = target // ALIGNED * ALIGNED
-        pointers = out + n.to(tl.int64) * (y_n // ALIGNED * ALIGNED) + (target[:, None] + o[None, :])
-    else:
-        pointers = out + n.to(tl.int64) * y_n + (target[:, None] + (o * y_c)[None, :])
-    mask = ((oh < out_h) & (ow < out_w))[:, None] & (o < channels)[None, :]
+        acc += tl.load(bias + o % channels).to(tl.float32)[None, :]
+    pointers, mask = _outputs(out, n, d, oh, ow, o, channels, out_h, out_w, y_n, y_c, y_d, y_h, y_w, SIDE, ALIGNED)
     if ACCUMULATE:
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
@@ -158,10 +190,10 @@ def row_gradient(
     tiles, share, channels, sums, tiles_w, tiles_h, out_d, out_h, out_w, depth, height, limit,
     start_d, start_h, start_e, step_d, step_h, step_e, length, per, taps_h, dil_d, dil_h, dil_w,
     x_n, x_d, x_h, x_e, x_c, y_n, y_c, y_d, y_h, y_w,
-    RUN: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    SIDE: tl.constexpr, RUN: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, MORE_K: tl.constexpr,
 ):  # fmt: skip
-    """``partials`` [shares, channels, sums] of the filter's gradient: each sums ``share`` of the ``tiles`` of outputs.
+    """``partials`` [shares, SIDE * channels, sums] of the filter's gradient: each of ``share`` of the ``tiles``.
 
     Arguments are as of :func:`row_product`. A program has ``BLOCK_K + MORE_K`` sums of ``BLOCK_O`` channels. Grid
     (tiles of channels and sums, shares).
@@ -170,7 +202,7 @@ def row_gradient(
         channels = channels // ALIGNED * ALIGNED
     x_h = x_h // RUN * RUN
     x_d = x_d // RUN * RUN
-    tiles_o = tl.cdiv(channels, BLOCK_O)
+    tiles_o = tl.cdiv(SIDE * channels, BLOCK_O)
     o = tl.program_id(0) % tiles_o * BLOCK_O + tl.arange(0, BLOCK_O)
     first_k = tl.program_id(0) // tiles_o * (BLOCK_K + MORE_K)
     k = first_k + tl.arange(0, BLOCK_K)
@@ -197,13 +229,9 @@ def row_gradient(
             first = tl.multiple_of(d0 * x_d + h0 * x_h + e0, RUN)
         else:
             first = d0 * x_d + h0 * x_h + e0 * x_e
-        source = d * y_d + oh * y_h + ow * y_w
-        mask = ((oh < out_h) & (ow < out_w))[:, None] & (o < channels)[None, :]
-        if ALIGNED > 0:
-            source = source // ALIGNED * ALIGNED
-            pointers = gradient + n.to(tl.int64) * (y_n // ALIGNED * ALIGNED) + (source[:, None] + o[None, :])
-        else:
-            pointers = gradient + n.to(tl.int64) * y_n + (source[:, None] + (o * y_c)[None, :])
+        pointers, mask = _outputs(
+            gradient, n, d, oh, ow, o, channels, out_h, out_w, y_n, y_c, y_d, y_h, y_w, SIDE, ALIGNED
+        )
         g = tl.load(pointers, mask=mask, other=0.0).T
         x = _gather(here, first, d0, line_0 if BLOCK_H == 1 else h0, e0, d_k, h_k, e_k, place, depth, height, limit,
                     RUN, BLOCK_H == 1)  # fmt: skip
@@ -212,25 +240,29 @@ def row_gradient(
             x = _gather(here, first, d0, line_0 if BLOCK_H == 1 else h0, e0, d_m, h_m, e_m, more_place, depth, height,
                         limit, RUN, BLOCK_H == 1)  # fmt: skip
             acc_more = tl.dot(g, x, acc_more, input_precision=PRECISION)
-    target = partials + (tl.program_id(1).to(tl.int64) * channels + o)[:, None] * sums
-    tl.store(target + k[None, :], acc, mask=(o < channels)[:, None] & (k < sums)[None, :])
+    sums = sums // RUN * RUN
+    partials += tl.program_id(1).to(tl.int64) * (SIDE * channels) * sums
+    rows = (o * sums)[:, None]
+    known = (o < SIDE * channels)[:, None]
+    tl.store(partials + (rows + k[None, :]), acc, mask=known & (k < sums)[None, :])
     if MORE_K > 0:
-        tl.store(target + more_k[None, :], acc_more, mask=(o < channels)[:, None] & (more_k < sums)[None, :])
+        tl.store(partials + (rows + more_k[None, :]), acc_more, mask=known & (more_k < sums)[None, :])
 
 
 @triton.jit(
     do_not_specialize=[
-        "total", "splits", "channels", "sums", "lead", "length", "per", "columns", "taps_h", "elements",
-        "w_o", "w_d", "w_h", "w_s", "w_c",
+        "total", "splits", "channels", "side", "shift", "sums", "lead", "length", "per", "columns", "taps_h",
+        "elements", "w_o", "w_d", "w_h", "w_s", "w_c",
     ]
 )  # fmt: skip
 def sum_partials(
-    partials, out, total, splits, channels, sums, lead, length, per, columns, taps_h, elements, w_o, w_d, w_h, w_s,
-    w_c, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    partials, out, total, splits, channels, side, shift, sums, lead, length, per, columns, taps_h, elements,
+    w_o, w_d, w_h, w_s, w_c, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """``out`` from ``splits`` partial sums, always in the same order: ``AT_ONCE`` in a tree, such sums one by one.
 
-    A filter has ``columns`` elements, ``elements`` to a row. Grid (blocks of ``total`` elements,).
+    Each is of ``side`` times ``channels`` filters, each next time ``shift`` sums further on. A filter has ``columns``
+    elements, ``elements`` to a row. Grid (blocks of ``total`` elements,).
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o, place = i // columns, i % columns
@@ -238,11 +270,11 @@ def sum_partials(
     known = i < total
     source = partials + (o * sums + line * length + lead + j)
     acc = tl.zeros([BLOCK], tl.float32)
-    for s0 in range(0, splits, AT_ONCE):
+    for s0 in range(0, splits * side, AT_ONCE):
         s = s0 + tl.arange(0, AT_ONCE)
         part = tl.load(
-            source[None, :] + (s.to(tl.int64) * channels * sums)[:, None],
-            mask=(s < splits)[:, None] & known[None, :],
+            source[None, :] + (s.to(tl.int64) * channels * sums + s % side * shift)[:, None],
+            mask=(s < splits * side)[:, None] & known[None, :],
             other=0.0,
         )
         acc += tl.sum(part, axis=0)

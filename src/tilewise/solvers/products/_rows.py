@@ -18,7 +18,16 @@ from tilewise.solvers.common.views import BIAS, OUT, WORKSPACE, A, B, View, coun
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
 
-__all__ = ["RowTile", "expected_sums", "launches", "longest_sums", "shape_of", "tiles_of", "workspace_bytes"]
+__all__ = [
+    "RowTile",
+    "expected_rows",
+    "expected_sums",
+    "launches",
+    "longest_sums",
+    "shape_of",
+    "tiles_of",
+    "workspace_bytes",
+]
 
 WIDEST = 16
 """Bytes of the widest access."""
@@ -30,11 +39,13 @@ SUMMED, AT_ONCE = 64, 64
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """What one program computes: ``lines`` by ``columns`` outputs, or their sum, of ``channels`` by ``depth`` sums.
+    """What one program computes: ``lines`` by ``columns`` places, or their sum, of ``channels`` by ``depth`` sums.
 
-    A forward pass goes through its sums ``depth`` at a time. A gradient has all of ``depth + more``.
+    A place is ``side`` outputs side by side, whose channels follow each other. A forward pass goes through its sums
+    ``depth`` at a time. A gradient has all of ``depth + more``.
     """
 
+    side: int
     lines: int
     columns: int
     channels: int
@@ -48,10 +59,11 @@ class RowTile:
 class Rows:
     """How rows of windows lie in an image: read ``run`` elements at a time, ``lead`` of them before the window.
 
-    ``length`` elements are read of each row. ``per`` of them belong to one step along the line, whose steps lie
-    ``step`` elements apart.
+    ``length`` elements are read of each row, which serve ``side`` outputs. ``per`` of them belong to one step along the
+    line, whose steps lie ``step`` elements apart.
     """
 
+    side: int
     run: int
     lead: int
     length: int
@@ -59,19 +71,21 @@ class Rows:
     step: int
 
     @classmethod
-    def of(cls, p: ConvProblem, x: View) -> Rows:
+    def of(cls, p: ConvProblem, x: View, side: int) -> Rows:
         """The widest reads that strides and alignment of ``x`` allow."""
         axis, channels = p.axes[-1], p.in_channels
+        shift = axis.stride * channels
+        elements = axis.kernel * channels + (side - 1) * shift
         dense = (channels == 1 or x.strides[1] == 1) and x.strides[4] == channels
         run = 1
         if dense and (axis.dilation == 1 or axis.kernel == 1):
             widest = min(p.alignment[ROLES.index("x")], WIDEST) // p.torch_dtype("x").itemsize
             outer = [x.strides[dim] for dim in (0, 2, 3)]
-            run = math.gcd(widest, axis.stride * channels, axis.size * channels, *outer)
+            run = math.gcd(widest, side * shift, axis.size * channels, *outer)
         if run == 1:
-            return cls(1, 0, axis.kernel * channels, channels, x.strides[4])
+            return cls(side, 1, 0, elements, channels, x.strides[4])
         lead = -axis.before * channels % run
-        return cls(run, lead, -(-(lead + axis.kernel * channels) // run) * run, 1, 1)
+        return cls(side, run, lead, -(-(lead + elements) // run) * run, 1, 1)
 
 
 def shape_of(p: ConvProblem) -> tuple[Axis, Axis, Axis]:
@@ -81,32 +95,39 @@ def shape_of(p: ConvProblem) -> tuple[Axis, Axis, Axis]:
 
 
 @functools.lru_cache(maxsize=1024)
-def expected_sums(p: ConvProblem) -> int:
-    """Elements of a packed filter's sums where pixels of the image lie side by side."""
+def expected_rows(p: ConvProblem, side: int) -> Rows:
+    """How rows lie where pixels of the image lie side by side."""
     x = torch.empty_strided(p.shape("x"), dense_strides(p.shape("x"), "channels_last"), dtype=p.torch_dtype("x"),
                             device="meta")  # fmt: skip
-    return p.taps // p.axes[-1].kernel * Rows.of(p, _image(View.of(x))).length
+    return Rows.of(p, _image(View.of(x)), side)
 
 
-def longest_sums(p: ConvProblem) -> int:
+def expected_sums(p: ConvProblem, side: int) -> int:
+    """Elements of a packed filter's sums where pixels of the image lie side by side."""
+    return p.taps // p.axes[-1].kernel * expected_rows(p, side).length
+
+
+def longest_sums(p: ConvProblem, side: int) -> int:
     """The same at most: in a view rows may start and end early or late by what the widest access reads."""
     if p.layout("x") != "view":
-        return expected_sums(p)
-    return p.taps // p.axes[-1].kernel * (p.axes[-1].kernel * p.in_channels + 2 * (WIDEST // 2 - 1))
+        return expected_sums(p, side)
+    axis = p.axes[-1]
+    elements = (axis.kernel + (side - 1) * axis.stride) * p.in_channels
+    return p.taps // axis.kernel * (elements + 2 * (WIDEST // 2 - 1))
 
 
 def tiles_of(p: ConvProblem, tile: RowTile) -> int:
     """Tiles of outputs, of all images."""
     d, h, w = shape_of(p)
-    return p.batch * d.out * -(-h.out // tile.lines) * -(-w.out // tile.columns)
+    return p.batch * d.out * -(-h.out // tile.lines) * -(-w.out // (tile.columns * tile.side))
 
 
 def workspace_bytes(p: ConvProblem, tile: RowTile, splits: int) -> int:
     """Bytes of the packed filter or of partial sums, however rows are read."""
-    sums = longest_sums(p)
+    sums, filters = longest_sums(p, tile.side), p.out_channels * tile.side
     if p.pass_ is Pass.WGRAD:
-        return splits * p.out_channels * sums * 4
-    return _up(p.out_channels, tile.channels) * _up(sums, tile.depth) * p.torch_dtype("w").itemsize
+        return splits * filters * sums * 4
+    return _up(filters, tile.channels) * _up(sums, tile.depth) * p.torch_dtype("w").itemsize
 
 
 def launches(
@@ -115,7 +136,7 @@ def launches(
     """Packing the filter and the product; of a gradient the partial sums and their sum."""
     views = dict(zip((*p.operands, p.result), map(View.of, (a, b, out)), strict=True))
     x, w, y = (_image(views[role]) for role in ("x", "w", "y"))
-    rows = Rows.of(p, x)
+    rows = Rows.of(p, x, tile.side)
     d, h, _ = shape_of(p)
     sums = d.kernel * h.kernel * rows.length
     if p.pass_ is Pass.WGRAD:
@@ -128,10 +149,11 @@ def _forward(p: ConvProblem, tile: RowTile, rows: Rows, sums: int, x: View, w: V
     from tilewise.kernels.triton import row_gemm as kernels
 
     d, h, axis = shape_of(p)
-    packed, filters = _up(sums, tile.depth), _up(p.out_channels, tile.channels)
+    packed, filters = _up(sums, tile.depth), _up(p.out_channels * tile.side, tile.channels)
     total = packed * filters
-    scalars = (total, packed, p.out_channels, rows.lead, rows.length, p.in_channels, d.kernel, h.kernel,
-               axis.kernel * p.in_channels, *_filter(w))  # fmt: skip
+    shift = axis.stride * p.in_channels
+    scalars = (total, packed, p.out_channels, tile.side, shift, rows.lead, rows.length, p.in_channels, d.kernel,
+               h.kernel, axis.kernel * p.in_channels, *_filter(w))  # fmt: skip
     filter_, target = _at(B, w.dtype), _at(WORKSPACE, w.dtype)
     packing = launch(kernels.pack_rows, (-(-total // BLOCK),), (filter_, target), scalars, BLOCK=BLOCK)
     tiles = tiles_of(p, tile) * (filters // tile.channels)
@@ -152,7 +174,7 @@ def _gradient(
 
     _, h, axis = shape_of(p)
     tiles = tiles_of(p, tile)
-    grid = (-(-p.out_channels // tile.channels) * -(-sums // (tile.depth + tile.more)), splits)
+    grid = (-(-p.out_channels * tile.side // tile.channels) * -(-sums // (tile.depth + tile.more)), splits)
     partials = _at(WORKSPACE, torch.float32)
     product = launch(
         kernels.row_gradient, grid, (_at(A, x.dtype), _at(B, y.dtype), partials),
@@ -162,8 +184,8 @@ def _gradient(
     elements = axis.kernel * p.in_channels
     columns = p.taps * p.in_channels
     total = p.out_channels * columns
-    scalars = (total, splits, p.out_channels, sums, rows.lead, rows.length, p.in_channels, columns, h.kernel, elements,
-               *_filter(w))  # fmt: skip
+    scalars = (total, splits, p.out_channels, tile.side, axis.stride * p.in_channels, sums, rows.lead, rows.length,
+               p.in_channels, columns, h.kernel, elements, *_filter(w))  # fmt: skip
     adding = launch(
         kernels.sum_partials, (-(-total // SUMMED),), (partials, _at(OUT, w.dtype)), scalars, ACCUMULATE=p.accumulate,
         BLOCK=SUMMED, AT_ONCE=AT_ONCE,
@@ -178,9 +200,10 @@ def _geometry(p: ConvProblem, tile: RowTile, rows: Rows, x: View, y: View) -> tu
     x_n, x_c, x_d, x_h, _ = x.strides
     y_n, y_c, y_d, y_h, y_w = y.strides
     return (
-        -(-w.out // tile.columns), -(-h.out // tile.lines), d.out, h.out, w.out, d.size, h.size, w.size * unit,
-        -d.before, -h.before, -w.before * unit - rows.lead, d.stride, h.stride, w.stride * unit,
-        rows.length, rows.per, h.kernel, d.dilation, h.dilation, w.dilation,
+        -(-w.out // (tile.columns * tile.side)), -(-h.out // tile.lines), d.out, h.out, w.out,
+        d.size, h.size, w.size * unit,
+        -d.before, -h.before, -w.before * unit - rows.lead, d.stride, h.stride, w.stride * unit * tile.side,
+        rows.length, rows.per, h.kernel, d.dilation, h.dilation, w.dilation if w.kernel > 1 else 1,
         x_n, x_d, x_h, rows.step, x_c, y_n, y_c, y_d, y_h, y_w,
     )  # fmt: skip
 
@@ -189,8 +212,8 @@ def _constants(p: ConvProblem, tile: RowTile, rows: Rows, y: View) -> dict[str, 
     """What both products are compiled for."""
     aligned = math.gcd(y.aligned, p.alignment[ROLES.index("y")] // y.dtype.itemsize) if y.aligned > 1 else 0
     return {
-        "RUN": rows.run, "ALIGNED": aligned if aligned > 1 else 0, "PRECISION": "ieee", "BLOCK_H": tile.lines,
-        "BLOCK_W": tile.columns, "BLOCK_O": tile.channels, "BLOCK_K": tile.depth,
+        "SIDE": tile.side, "RUN": rows.run, "ALIGNED": aligned if aligned > 1 else 0, "PRECISION": "ieee",
+        "BLOCK_H": tile.lines, "BLOCK_W": tile.columns, "BLOCK_O": tile.channels, "BLOCK_K": tile.depth,
     }  # fmt: skip
 
 

@@ -136,8 +136,8 @@ def _gradient(p: ConvProblem, tile: TapTile, splits: int, x: View, w: View, y: V
         total, row = p.out_channels * columns, axes[2].kernel * summed
         at_once = min(MOST_AT_ONCE, 1 << (splits - 1).bit_length())
         block = SUMMED // at_once if at_once > 4 else 512
-        scalars = (total, splits, p.out_channels, columns, 0, row, summed, columns, axes[1].kernel, row, w_o, *w_taps,
-                   w_c)  # fmt: skip
+        scalars = (total, splits, p.out_channels, 1, 0, columns, 0, row, summed, columns, axes[1].kernel, row, w_o,
+                   *w_taps, w_c)  # fmt: skip
         queued.append(launch(sum_partials, (-(-total // block),), (partials, whole), scalars, ACCUMULATE=p.accumulate,
                              BLOCK=block, AT_ONCE=at_once))  # fmt: skip
     return queued

@@ -16,6 +16,7 @@ from tilewise.solvers.common.triton_run import compiled, has_triton
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.products._rows import (
     RowTile,
+    expected_rows,
     expected_sums,
     launches,
     longest_sums,
@@ -30,21 +31,29 @@ MOST = 2**31 - 2**20
 """Most elements of an image or of partial sums, which kernels count in 32 bits."""
 MOST_CHANNELS = 16
 MOST_CONFIGS = 8
-FULL = 0.4
-"""Rate of full tiles relative to cuBLAS's products in the problem's precision on the same device."""
+SIDES = (1, 2, 4)
+"""How many outputs side by side may be computed as one."""
+PRODUCTS, LOADS, BYTES = 600e12, 0.7e12, 2.8e12
+"""Operations, reads of gathered elements and bytes of memory a second that an H100 reaches here."""
+PEAK = 750e12
+"""Operations a second of its cuBLAS."""
+OVERLAP = 0.3
+"""Share of what takes less time that does not overlap with what takes the most."""
+
+# places, depth (forward), warps, stages, and their time beside the best.
+FORWARD = (
+    (64, 32, 4, 1, 1.0), (128, 32, 8, 1, 1.0), (128, 32, 4, 2, 1.05), (64, 32, 4, 3, 1.1), (128, 32, 8, 3, 1.1),
+    (64, 64, 4, 1, 1.15), (128, 64, 8, 2, 1.15), (256, 32, 8, 1, 1.1),
+)  # fmt: skip
+# places, warps, stages, programs at once on a multiprocessor, and their time beside the best.
+GRADIENT = (
+    (32, 4, 3, 2, 1.0), (32, 4, 3, 3, 1.02), (32, 8, 3, 2, 1.05), (64, 8, 2, 1, 1.05), (64, 8, 3, 1, 1.05),
+    (64, 4, 3, 2, 1.1), (64, 4, 2, 3, 1.1), (32, 8, 3, 1, 1.1),
+)  # fmt: skip
+MOST_SUMS = 128
+"""Most sums that a thread keeps."""
 WIDEST = 256
 """Most sums of a filter's gradient in one program."""
-
-# outputs, depth (forward), warps, stages, and their rate beside the best.
-FORWARD = (
-    (128, 32, 4, 4, 1.0), (128, 64, 4, 3, 1.0), (256, 32, 8, 3, 0.95), (128, 32, 4, 3, 0.95), (64, 32, 4, 4, 0.9),
-    (64, 64, 4, 3, 0.9), (128, 64, 8, 3, 0.9), (256, 64, 8, 2, 0.9), (128, 16, 4, 5, 0.9),
-)  # fmt: skip
-# outputs, warps, stages, programs at once on a multiprocessor, and their rate beside the best.
-GRADIENT = (
-    (64, 4, 3, 2, 1.0), (64, 4, 2, 3, 1.0), (128, 8, 2, 1, 0.95), (64, 8, 3, 2, 0.95), (128, 4, 2, 1, 0.9),
-    (32, 4, 4, 3, 0.9), (64, 4, 4, 2, 0.9), (128, 8, 3, 1, 0.9),
-)  # fmt: skip
 
 
 class RowGemm(ConvSolver):
@@ -78,7 +87,7 @@ class RowGemm(ConvSolver):
             reasons.append("reads the image's channels side by side: its layout channels_last would do")
         if any(math.prod(p.shape(role)[1:]) > MOST for role in ("x", "y")):
             reasons.append(f"one image has more than {MOST} elements")
-        if p.out_channels * longest_sums(p) > MOST // 2048:
+        if p.out_channels * longest_sums(p, SIDES[-1]) > MOST // 2048:
             reasons.append(f"the filter has more than {MOST // 2048} elements")
         if p.batch * math.prod(axis.out for axis in p.axes) > MOST:
             reasons.append(f"there are more than {MOST} outputs")
@@ -86,7 +95,7 @@ class RowGemm(ConvSolver):
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """The tiles that fill best, weighted by the rate that they usually reach."""
-        rated = sorted(_rated(p), key=lambda entry: -entry[0])
+        rated = sorted(_rated(p), key=lambda entry: entry[0])
         return list(dict.fromkeys(c for _, c in rated))[:MOST_CONFIGS]
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
@@ -94,10 +103,10 @@ class RowGemm(ConvSolver):
         return workspace_bytes(p, _tile(c), integer(c, "splits", 1))
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
-        """The direct method's arithmetic at the rate of the matrix units, on tiles as they fill."""
+        """The direct method's arithmetic at the rate that products, reads and memory allow together."""
         tile, splits = _tile(c), integer(c, "splits", 1)
         moved = p.bytes + 2 * self.workspace(p, c)
-        return Cost(p.flops, moved, 2, efficiency=FULL * _filled(p, tile, splits))
+        return Cost(p.flops, moved, 2, efficiency=min(1.0, p.flops / (PEAK * _seconds(p, tile, splits))))
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
@@ -108,24 +117,34 @@ class RowGemm(ConvSolver):
 
 
 def _rated(p: ConvProblem) -> Iterator[tuple[float, Config]]:
-    """Configs with what they may be expected to reach."""
-    if p.pass_ is Pass.WGRAD:
-        depth, more = _covering(expected_sums(p))
-        channels = min(128 if depth + more <= 128 else 64, max(64, _power(p.out_channels)))
-        for outputs, warps, stages, at_once, rate in GRADIENT:
-            for tile in _shaped(p, outputs, RowTile(0, 0, channels, depth, more, warps, stages)):
-                splits = _splits(p, tile, at_once)
-                yield rate * _filled(p, tile, splits), _config(p, tile, splits)
-        return
-    channels = min(128, max(16, _power(p.out_channels)))
-    for outputs, depth, warps, stages, rate in FORWARD:
-        for tile in _shaped(p, outputs, RowTile(0, 0, channels, depth, 0, warps, stages)):
-            yield rate * _filled(p, tile, 1), _config(p, tile, 1)
+    """Configs with the time that they may be expected to take."""
+    for side in _sides(p):
+        filters = _power(side * p.out_channels)
+        if p.pass_ is Pass.WGRAD:
+            depth, more = _covering(expected_sums(p, side))
+            for places, warps, stages, at_once, time in GRADIENT:
+                channels = min(max(64, filters), MOST_SUMS * 32 * warps // _power(depth + more))
+                for tile in _shaped(p, places, RowTile(side, 0, 0, channels, depth, more, warps, stages)):
+                    splits = _splits(p, tile, at_once)
+                    yield time * _seconds(p, tile, splits), _config(p, tile, splits)
+            continue
+        for places, depth, warps, stages, time in FORWARD:
+            channels = min(256, max(16, filters), MOST_SUMS * 32 * warps // places)
+            for tile in _shaped(p, places, RowTile(side, 0, 0, channels, depth, 0, warps, stages)):
+                yield time * _seconds(p, tile, 1), _config(p, tile, 1)
 
 
-def _shaped(p: ConvProblem, outputs: int, tile: RowTile) -> list[RowTile]:
-    """``tile`` with so many outputs: all in one line, whose borders take the least work, or as fills best."""
-    shapes = [replace(tile, lines=n, columns=outputs // n) for n in (1, 2, 4, 8, 16) if outputs // n >= 8]
+def _sides(p: ConvProblem) -> list[int]:
+    """How many outputs side by side are worth computing as one: more where that makes reads wider."""
+    axis = p.axes[-1]
+    if axis.dilation > 1 and axis.kernel > 1:
+        return [1]
+    return [side for side in SIDES if side <= axis.out and side * p.out_channels <= 512]
+
+
+def _shaped(p: ConvProblem, places: int, tile: RowTile) -> list[RowTile]:
+    """``tile`` with so many places: all in one line, whose borders take the least work, or as fills best."""
+    shapes = [replace(tile, lines=n, columns=places // n) for n in (1, 2, 4, 8, 16) if places // n >= 8]
     best = max(shapes, key=lambda shape: (_place_share(p, shape), -shape.lines))
     alone = shapes[0]
     return [best] if best == alone or _place_share(p, alone) < 0.8 else [best, alone]
@@ -148,7 +167,7 @@ def _power(size: int) -> int:
 def _config(p: ConvProblem, tile: RowTile, splits: int) -> Config:
     """The config of a tile."""
     sizes = (tile.lines * tile.columns, tile.channels, tile.depth)
-    base = Config(tile=sizes, lines=tile.lines, warps=tile.warps, stages=tile.stages)
+    base = Config(tile=sizes, side=tile.side, lines=tile.lines, warps=tile.warps, stages=tile.stages)
     if p.pass_ is not Pass.WGRAD:
         return base
     return Config(**base, splits=splits, **({"more": tile.more} if tile.more else {}))
@@ -156,14 +175,16 @@ def _config(p: ConvProblem, tile: RowTile, splits: int) -> Config:
 
 def _fits(p: ConvProblem, c: Config) -> bool:
     """Whether ``c`` is a config of ``p``."""
-    names = {"tile", "lines", "warps", "stages"}
+    names = {"tile", "side", "lines", "warps", "stages"}
     try:
         tile, splits = _tile(c), integer(c, "splits", 1)
     except (KeyError, ValueError):
         return False
+    if tile.side > 1 and tile.side not in _sides(p):
+        return False
     if p.pass_ is not Pass.WGRAD:
         return set(c) == names
-    partial = splits * p.out_channels * longest_sums(p)
+    partial = splits * tile.side * p.out_channels * longest_sums(p, tile.side)
     return set(c) - {"more"} == {*names, "splits"} and splits <= tiles_of(p, tile) and partial <= MOST
 
 
@@ -178,34 +199,44 @@ def _tile(c: Config) -> RowTile:
     warps = integer(c, "warps")
     if warps not in (1, 2, 4, 8, 16):
         raise ValueError(f"warps={warps}: a power of two up to 16 would do")
-    return RowTile(lines, sizes[0] // lines, sizes[1], sizes[2], more, warps, integer(c, "stages"))
+    return RowTile(integer(c, "side"), lines, sizes[0] // lines, sizes[1], sizes[2], more, warps, integer(c, "stages"))
 
 
 def _place_share(p: ConvProblem, tile: RowTile) -> float:
     """Share of the outputs in tiles that exist."""
     d, h, w = shape_of(p)
-    return p.batch * d.out * h.out * w.out / (tiles_of(p, tile) * tile.lines * tile.columns)
+    return p.batch * d.out * h.out * w.out / (tiles_of(p, tile) * tile.lines * tile.columns * tile.side)
 
 
-def _filled(p: ConvProblem, tile: RowTile, splits: int) -> float:
-    """Share of the products in tiles that the result needs, times the share of busy multiprocessors."""
-    share, programs = _place_share(p, tile), 1
-    channels = -(-p.out_channels // tile.channels)
-    programs *= channels
-    share *= p.out_channels / (channels * tile.channels)
-    sums = p.taps * p.in_channels
-    steps = -(-expected_sums(p) // (tile.depth + tile.more))
-    share *= sums / (steps * (tile.depth + tile.more))
-    if p.pass_ is not Pass.WGRAD:
-        return share * busy(programs * tiles_of(p, tile))
-    tiles = tiles_of(p, tile)
-    return share * busy(programs * steps * splits) * tiles / (splits * -(-tiles // splits))
+def _programs(p: ConvProblem, tile: RowTile) -> int:
+    """Programs that gather the same places: one for each tile of channels and, of a gradient, of sums."""
+    programs = -(-p.out_channels * tile.side // tile.channels)
+    if p.pass_ is Pass.WGRAD:
+        programs *= -(-expected_sums(p, tile.side) // (tile.depth + tile.more))
+    return programs
+
+
+def _seconds(p: ConvProblem, tile: RowTile, splits: int) -> float:
+    """What products, reads and memory take, mostly at the same time."""
+    rows = expected_rows(p, tile.side)
+    width = tile.depth + tile.more
+    sums = -(-expected_sums(p, tile.side) // width) * width
+    places = tiles_of(p, tile) * tile.lines * tile.columns
+    channels = -(-p.out_channels * tile.side // tile.channels)
+    share = busy(_programs(p, tile) * (splits if p.pass_ is Pass.WGRAD else tiles_of(p, tile)))
+    times = sorted(
+        (
+            2 * places * channels * tile.channels * sums / PRODUCTS / share,
+            places * channels * sums / rows.run / LOADS / share,
+            (p.bytes + 2 * workspace_bytes(p, tile, splits)) / BYTES,
+        )
+    )
+    return times[2] + OVERLAP * (times[0] + times[1])
 
 
 def _splits(p: ConvProblem, tile: RowTile, at_once: int) -> int:
     """Shares of the outputs that keep ``at_once`` programs on every multiprocessor, or as many as are worth it."""
-    programs = -(-p.out_channels // tile.channels) * -(-expected_sums(p) // (tile.depth + tile.more))
     tiles = tiles_of(p, tile)
-    most = max(1, MOST // (p.out_channels * longest_sums(p)))
-    splits = max(1, min(at_once * PROCESSORS // programs, tiles // 4, most))
+    most = max(1, MOST // (tile.side * p.out_channels * longest_sums(p, tile.side)))
+    splits = max(1, min(at_once * PROCESSORS // _programs(p, tile), tiles // 4, most))
     return -(-tiles // -(-tiles // splits))
