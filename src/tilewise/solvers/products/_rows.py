@@ -136,6 +136,8 @@ def launches(
     """Packing the filter and the product; of a gradient the partial sums and their sum."""
     views = dict(zip((*p.operands, p.result), map(View.of, (a, b, out)), strict=True))
     x, w, y = (_image(views[role]) for role in ("x", "w", "y"))
+    for view in (x, w, y):  # 32 bits count the elements of each image
+        counted(View((1, *view.sizes[1:]), view.strides, view.dtype))
     rows = Rows.of(p, x, tile.side)
     d, h, _ = shape_of(p)
     sums = d.kernel * h.kernel * rows.length
@@ -218,8 +220,7 @@ def _constants(p: ConvProblem, tile: RowTile, rows: Rows, y: View) -> dict[str, 
 
 
 def _image(view: View) -> View:
-    """``view``, with stride 0 along what has one element; 32 bits count the elements of each image."""
-    counted(View((1, *view.sizes[1:]), view.strides, view.dtype))
+    """``view``, with stride 0 along what has one element."""
     strides = tuple(0 if size == 1 else stride for size, stride in zip(view.sizes, view.strides, strict=True))
     return View(view.sizes, strides, view.dtype, view.offset)
 
