@@ -62,8 +62,9 @@ class RowGemm(ConvSolver):
     What a row of the filter meets of an image is then one run of memory. A sum runs over the rows and the elements of
     their runs, so that 3 channels cost no more than their data. The image is gathered as it lies, ``lines`` rows of a
     tile's outputs at a time. The filter is packed first. A filter's gradient is summed in ``splits`` shares of the
-    outputs, which are added in a fixed order. Sums are in fp32. Where the image holds infinities, results whose windows
-    lie within 8 elements of one may be NaN.
+    outputs, which are added in a fixed order. Sums are in fp32. ``side`` outputs side by side may be computed as one
+    with so many times the channels, which reads wider and less. Where the image holds infinities, results near those
+    that read one may be NaN.
     """
 
     name, version = "row_gemm", 1
