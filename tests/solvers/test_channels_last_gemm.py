@@ -67,7 +67,9 @@ def test_any_tile(pass_: Pass, data: st.DataObject) -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    "axis", [Axis(7, 3, 2, 1, 1, 1), Axis(8, 1, 2), Axis(7, 2, 3), Axis(9, 3, 2, 2, 2, 1), Axis(9, 3, 3, 2, 0, 1)], ids=str
+    "axis",
+    [Axis(7, 3, 2, 1, 1, 1), Axis(8, 1, 2), Axis(7, 2, 3), Axis(9, 3, 2, 2, 2, 1), Axis(9, 3, 3, 2, 0, 1)],
+    ids=str,
 )
 def test_every_pixel_of_an_image_is_written_once(axis: Axis) -> None:
     """Phases with and without taps, of odd sizes; the result starts as NaN, and nothing is added to it."""

@@ -148,7 +148,7 @@ def launches(
 
 def _forward(p: ConvProblem, tile: RowTile, rows: Rows, sums: int, x: View, w: View, y: View) -> list[Launch]:
     """Packing the filter, and the product."""
-    from tilewise.kernels.triton import row_gemm as kernels
+    from tilewise.kernels.triton.channels_last import row_gemm as kernels
 
     d, h, axis = shape_of(p)
     packed, filters = _up(sums, tile.depth), _up(p.out_channels * tile.side, tile.channels)
@@ -172,7 +172,7 @@ def _gradient(
     p: ConvProblem, tile: RowTile, splits: int, rows: Rows, sums: int, x: View, w: View, y: View
 ) -> list[Launch]:
     """Partial sums, and their sum."""
-    from tilewise.kernels.triton import row_gemm as kernels
+    from tilewise.kernels.triton.channels_last import row_gemm as kernels
 
     _, h, axis = shape_of(p)
     tiles = tiles_of(p, tile)

@@ -80,7 +80,7 @@ def launches(
 
 def _product(p: ConvProblem, tile: TapTile, source: View, w: View, out: View) -> Launch:
     """The product of a forward pass or of an image's gradient."""
-    from tilewise.kernels.triton import channels_last_gemm as kernels
+    from tilewise.kernels.triton.channels_last import tap_gemm as kernels
 
     back = p.pass_ is Pass.DGRAD
     channels, summed = channels_of(p)
@@ -108,8 +108,8 @@ def _product(p: ConvProblem, tile: TapTile, source: View, w: View, out: View) ->
 
 def _gradient(p: ConvProblem, tile: TapTile, splits: int, x: View, w: View, y: View) -> list[Launch]:
     """The product of a filter's gradient, and the sum of its shares."""
-    from tilewise.kernels.triton import channels_last_gemm as kernels
-    from tilewise.kernels.triton.row_gemm import sum_partials
+    from tilewise.kernels.triton.channels_last import tap_gemm as kernels
+    from tilewise.kernels.triton.channels_last.row_gemm import sum_partials
 
     axes, pixels = shape_of(p), pixels_of(p)
     channels, summed = channels_of(p)

@@ -1,0 +1,1 @@
+"""Kernels over tensors whose channels lie innermost."""
