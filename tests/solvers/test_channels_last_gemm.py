@@ -81,7 +81,7 @@ def test_every_pixel_of_an_image_is_written_once(axis: Axis) -> None:
 def test_division_by_multiplying(divisor: int, number: int) -> None:
     magic, shift = _divider(divisor)
     assert 0 < magic < 2**31
-    assert number * magic >> shift == number // divisor
+    assert (4 * number * magic >> 32) >> shift == number // divisor
 
 
 def layer(pass_: Pass, into: int, outof: int, size: int, kernel: int, stride: int, pad: int) -> ConvProblem:

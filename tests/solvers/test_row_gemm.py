@@ -78,7 +78,7 @@ def test_it_reads_wide(pass_: Pass, side: int) -> None:
     """The layer of ResNet on a small image, whose rows are read 2, 4 and 8 elements at a time."""
     p = ConvProblem(pass_, 2, 3, 16, (Axis(24, 7, 2, 1, 3, 3), Axis(32, 7, 2, 1, 3, 3)), dtype="fp16", layouts=LAST)
     x = torch.empty_strided(p.shape("x"), dense_strides(p.shape("x"), "channels_last"), device="meta")
-    rows = Rows.of(p, View.of(x), side)
+    rows = Rows.of(p, View.of(x), side, 32)
     assert rows.run == 2 * side
     assert rows.length % rows.run == 0
     assert (-9 - rows.lead) % rows.run == 0  # where a window of the first output starts

@@ -59,8 +59,8 @@ class RowTile:
 class Rows:
     """How rows of windows lie in an image: read ``run`` elements at a time, ``lead`` of them before the window.
 
-    ``length`` elements are read of each row, which serve ``side`` outputs. ``per`` of them belong to one step along the
-    line, whose steps lie ``step`` elements apart.
+    ``length`` elements are read of each row, a multiple of ``depth``, which serve ``side`` outputs. ``per`` of them
+    belong to one step along the line, whose steps lie ``step`` elements apart.
     """
 
     side: int
@@ -71,7 +71,7 @@ class Rows:
     step: int
 
     @classmethod
-    def of(cls, p: ConvProblem, x: View, side: int) -> Rows:
+    def of(cls, p: ConvProblem, x: View, side: int, depth: int) -> Rows:
         """The widest reads that strides and alignment of ``x`` allow."""
         axis, channels = p.axes[-1], p.in_channels
         shift = axis.stride * channels
@@ -83,9 +83,9 @@ class Rows:
             outer = [x.strides[dim] for dim in (0, 2, 3)]
             run = math.gcd(widest, side * shift, axis.size * channels, *outer)
         if run == 1:
-            return cls(side, 1, 0, elements, channels, x.strides[4])
+            return cls(side, 1, 0, _up(elements, depth), channels, x.strides[4])
         lead = -axis.before * channels % run
-        return cls(side, run, lead, -(-(lead + elements) // run) * run, 1, 1)
+        return cls(side, run, lead, _up(lead + elements, max(run, depth)), 1, 1)
 
 
 def shape_of(p: ConvProblem) -> tuple[Axis, Axis, Axis]:
@@ -95,25 +95,25 @@ def shape_of(p: ConvProblem) -> tuple[Axis, Axis, Axis]:
 
 
 @functools.lru_cache(maxsize=1024)
-def expected_rows(p: ConvProblem, side: int) -> Rows:
+def expected_rows(p: ConvProblem, side: int, depth: int) -> Rows:
     """How rows lie where pixels of the image lie side by side."""
     x = torch.empty_strided(p.shape("x"), dense_strides(p.shape("x"), "channels_last"), dtype=p.torch_dtype("x"),
                             device="meta")  # fmt: skip
-    return Rows.of(p, _image(View.of(x)), side)
+    return Rows.of(p, _image(View.of(x)), side, depth)
 
 
-def expected_sums(p: ConvProblem, side: int) -> int:
-    """Elements of a packed filter's sums where pixels of the image lie side by side."""
-    return p.taps // p.axes[-1].kernel * expected_rows(p, side).length
+def expected_sums(p: ConvProblem, side: int, depth: int) -> int:
+    """Elements of a packed filter's sums where pixels of the image lie side by side, in steps of ``depth``."""
+    return p.taps // p.axes[-1].kernel * expected_rows(p, side, depth).length
 
 
-def longest_sums(p: ConvProblem, side: int) -> int:
+def longest_sums(p: ConvProblem, side: int, depth: int) -> int:
     """The same at most: in a view rows may start and end early or late by what the widest access reads."""
     if p.layout("x") != "view":
-        return expected_sums(p, side)
+        return expected_sums(p, side, depth)
     axis = p.axes[-1]
     elements = (axis.kernel + (side - 1) * axis.stride) * p.in_channels
-    return p.taps // axis.kernel * (elements + 2 * (WIDEST // 2 - 1))
+    return p.taps // axis.kernel * _up(elements + 2 * (WIDEST // 2 - 1), depth)
 
 
 def tiles_of(p: ConvProblem, tile: RowTile) -> int:
@@ -124,10 +124,10 @@ def tiles_of(p: ConvProblem, tile: RowTile) -> int:
 
 def workspace_bytes(p: ConvProblem, tile: RowTile, splits: int) -> int:
     """Bytes of the packed filter or of partial sums, however rows are read."""
-    sums, filters = longest_sums(p, tile.side), p.out_channels * tile.side
+    filters = p.out_channels * tile.side
     if p.pass_ is Pass.WGRAD:
-        return splits * filters * sums * 4
-    return _up(filters, tile.channels) * _up(sums, tile.depth) * p.torch_dtype("w").itemsize
+        return splits * filters * longest_sums(p, tile.side, 1) * 4
+    return _up(filters, tile.channels) * longest_sums(p, tile.side, tile.depth) * p.torch_dtype("w").itemsize
 
 
 def launches(
@@ -138,7 +138,7 @@ def launches(
     x, w, y = (_image(views[role]) for role in ("x", "w", "y"))
     for view in (x, w, y):  # 32 bits count the elements of each image
         counted(View((1, *view.sizes[1:]), view.strides, view.dtype))
-    rows = Rows.of(p, x, tile.side)
+    rows = Rows.of(p, x, tile.side, 1 if p.pass_ is Pass.WGRAD else tile.depth)
     d, h, _ = shape_of(p)
     sums = d.kernel * h.kernel * rows.length
     if p.pass_ is Pass.WGRAD:
@@ -151,10 +151,10 @@ def _forward(p: ConvProblem, tile: RowTile, rows: Rows, sums: int, x: View, w: V
     from tilewise.kernels.triton.channels_last import row_gemm as kernels
 
     d, h, axis = shape_of(p)
-    packed, filters = _up(sums, tile.depth), _up(p.out_channels * tile.side, tile.channels)
-    total = packed * filters
+    filters = _up(p.out_channels * tile.side, tile.channels)
+    total = sums * filters
     shift = axis.stride * p.in_channels
-    scalars = (total, packed, p.out_channels, tile.side, shift, rows.lead, rows.length, p.in_channels, d.kernel,
+    scalars = (total, sums, p.out_channels, tile.side, shift, rows.lead, rows.length, p.in_channels, d.kernel,
                h.kernel, axis.kernel * p.in_channels, *_filter(w))  # fmt: skip
     filter_, target = _at(B, w.dtype), _at(WORKSPACE, w.dtype)
     packing = launch(kernels.pack_rows, (-(-total // BLOCK),), (filter_, target), scalars, BLOCK=BLOCK)
@@ -162,8 +162,8 @@ def _forward(p: ConvProblem, tile: RowTile, rows: Rows, sums: int, x: View, w: V
     bias = _at(BIAS if p.bias else OUT, y.dtype)
     product = launch(
         kernels.row_product, (tiles,), (_at(A, x.dtype), target, _at(OUT, y.dtype), bias),
-        (p.out_channels, packed, *_geometry(p, tile, rows, x, y)), tile.warps, tile.stages, BIAS=p.bias,
-        ACCUMULATE=p.accumulate, **_constants(p, tile, rows, y),
+        (p.out_channels, sums, *_geometry(p, tile, rows, x, y)), tile.warps, tile.stages,
+        WHOLE=rows.length == tile.depth, BIAS=p.bias, ACCUMULATE=p.accumulate, **_constants(p, tile, rows, y),
     )  # fmt: skip
     return [packing, product]
 

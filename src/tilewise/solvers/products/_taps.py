@@ -159,9 +159,9 @@ def _run(p: ConvProblem, role: str, channels: int, strides: tuple[int, int], pla
 
 
 def _divider(divisor: int) -> tuple[int, int]:
-    """Numbers m and s with i // divisor == (i * m) >> s for 0 <= i < 2^30 (Granlund and Montgomery 1994)."""
+    """Numbers m and s with i // divisor == (4 * i * m >> 32) >> s for 0 <= i < 2^30 (Granlund and Montgomery 1994)."""
     bits = (divisor - 1).bit_length()
-    return -(-(1 << (30 + bits)) // divisor), 30 + bits
+    return -(-(1 << (30 + bits)) // divisor), bits
 
 
 def _at(source: int, dtype: torch.dtype) -> Any:

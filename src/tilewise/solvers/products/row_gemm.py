@@ -40,16 +40,18 @@ PEAK = 750e12
 OVERLAP = 0.3
 """Share of what takes less time that does not overlap with what takes the most."""
 
-# places, depth (forward), warps, stages, and their time beside the best.
+# places, depth, warps, stages, and their time beside the best.
 FORWARD = (
-    (64, 32, 4, 1, 1.0), (128, 32, 8, 1, 1.0), (128, 32, 4, 2, 1.05), (64, 32, 4, 3, 1.1), (128, 32, 8, 3, 1.1),
-    (64, 64, 4, 1, 1.15), (128, 64, 8, 2, 1.15), (256, 32, 8, 1, 1.1),
+    (128, 32, 8, 3, 1.0), (128, 32, 4, 3, 1.0), (64, 32, 4, 3, 1.05), (128, 64, 8, 3, 1.1), (64, 64, 4, 2, 1.1),
+    (128, 16, 8, 4, 1.1), (64, 16, 4, 4, 1.1), (256, 32, 8, 3, 1.1),
 )  # fmt: skip
 # places, warps, stages, programs at once on a multiprocessor, and their time beside the best.
 GRADIENT = (
-    (32, 4, 3, 2, 1.0), (32, 4, 3, 3, 1.02), (32, 8, 3, 2, 1.05), (64, 8, 2, 1, 1.05), (64, 8, 3, 1, 1.05),
-    (64, 4, 3, 2, 1.1), (64, 4, 2, 3, 1.1), (32, 8, 3, 1, 1.1),
+    (64, 8, 3, 1, 1.0), (32, 4, 3, 2, 1.0), (32, 8, 3, 1, 1.05), (64, 4, 3, 2, 1.05), (128, 8, 3, 1, 1.05),
+    (32, 4, 3, 3, 1.05), (64, 8, 2, 1, 1.1), (64, 4, 2, 2, 1.1),
 )  # fmt: skip
+LEAST_STAGES = 2
+"""With one stage a gradient of two products at a time, four warps and 64 places was seen to read wild addresses."""
 MOST_SUMS = 128
 """Most sums that a thread keeps."""
 WIDEST = 256
@@ -88,7 +90,7 @@ class RowGemm(ConvSolver):
             reasons.append("reads the image's channels side by side: its layout channels_last would do")
         if any(math.prod(p.shape(role)[1:]) > MOST for role in ("x", "y")):
             reasons.append(f"one image has more than {MOST} elements")
-        if p.out_channels * longest_sums(p, SIDES[-1]) > MOST // 2048:
+        if p.out_channels * longest_sums(p, SIDES[-1], 1) > MOST // 2048:
             reasons.append(f"the filter has more than {MOST // 2048} elements")
         if p.batch * math.prod(axis.out for axis in p.axes) > MOST:
             reasons.append(f"there are more than {MOST} outputs")
@@ -122,7 +124,7 @@ def _rated(p: ConvProblem) -> Iterator[tuple[float, Config]]:
     for side in _sides(p):
         filters = _power(side * p.out_channels)
         if p.pass_ is Pass.WGRAD:
-            depth, more = _covering(expected_sums(p, side))
+            depth, more = _covering(expected_sums(p, side, 1))
             for places, warps, stages, at_once, time in GRADIENT:
                 channels = min(max(64, filters), MOST_SUMS * 32 * warps // _power(depth + more))
                 for tile in _shaped(p, places, RowTile(side, 0, 0, channels, depth, more, warps, stages)):
@@ -181,11 +183,11 @@ def _fits(p: ConvProblem, c: Config) -> bool:
         tile, splits = _tile(c), integer(c, "splits", 1)
     except (KeyError, ValueError):
         return False
-    if tile.side > 1 and tile.side not in _sides(p):
+    if tile.stages < LEAST_STAGES or (tile.side > 1 and tile.side not in _sides(p)):
         return False
     if p.pass_ is not Pass.WGRAD:
         return set(c) == names
-    partial = splits * tile.side * p.out_channels * longest_sums(p, tile.side)
+    partial = splits * tile.side * p.out_channels * longest_sums(p, tile.side, 1)
     return set(c) - {"more"} == {*names, "splits"} and splits <= tiles_of(p, tile) and partial <= MOST
 
 
@@ -213,22 +215,23 @@ def _programs(p: ConvProblem, tile: RowTile) -> int:
     """Programs that gather the same places: one for each tile of channels and, of a gradient, of sums."""
     programs = -(-p.out_channels * tile.side // tile.channels)
     if p.pass_ is Pass.WGRAD:
-        programs *= -(-expected_sums(p, tile.side) // (tile.depth + tile.more))
+        programs *= -(-expected_sums(p, tile.side, 1) // (tile.depth + tile.more))
     return programs
 
 
 def _seconds(p: ConvProblem, tile: RowTile, splits: int) -> float:
     """What products, reads and memory take, mostly at the same time."""
-    rows = expected_rows(p, tile.side)
-    width = tile.depth + tile.more
-    sums = -(-expected_sums(p, tile.side) // width) * width
+    width = tile.depth + tile.more if p.pass_ is Pass.WGRAD else 1
+    step = 1 if p.pass_ is Pass.WGRAD else tile.depth
+    run = expected_rows(p, tile.side, step).run
+    sums = -(-expected_sums(p, tile.side, step) // width) * width
     places = tiles_of(p, tile) * tile.lines * tile.columns
     channels = -(-p.out_channels * tile.side // tile.channels)
     share = busy(_programs(p, tile) * (splits if p.pass_ is Pass.WGRAD else tiles_of(p, tile)))
     times = sorted(
         (
             2 * places * channels * tile.channels * sums / PRODUCTS / share,
-            places * channels * sums / rows.run / LOADS / share,
+            places * channels * sums / run / LOADS / share,
             (p.bytes + 2 * workspace_bytes(p, tile, splits)) / BYTES,
         )
     )
@@ -238,6 +241,6 @@ def _seconds(p: ConvProblem, tile: RowTile, splits: int) -> float:
 def _splits(p: ConvProblem, tile: RowTile, at_once: int) -> int:
     """Shares of the outputs that keep ``at_once`` programs on every multiprocessor, or as many as are worth it."""
     tiles = tiles_of(p, tile)
-    most = max(1, MOST // (tile.side * p.out_channels * longest_sums(p, tile.side)))
+    most = max(1, MOST // (tile.side * p.out_channels * longest_sums(p, tile.side, 1)))
     splits = max(1, min(at_once * PROCESSORS // _programs(p, tile), tiles // 4, most))
     return -(-tiles // -(-tiles // splits))

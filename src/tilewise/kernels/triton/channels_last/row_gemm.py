@@ -133,12 +133,14 @@ def row_product(
     channels, sums, tiles_w, tiles_h, out_d, out_h, out_w, depth, height, limit,
     start_d, start_h, start_e, step_d, step_h, step_e, length, per, taps_h, dil_d, dil_h, dil_w,
     x_n, x_d, x_h, x_e, x_c, y_n, y_c, y_d, y_h, y_w,
-    SIDE: tl.constexpr, RUN: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr, SIDE: tl.constexpr, RUN: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Forward pass from packed ``filters`` [SIDE * channels, sums], both in whole tiles.
 
-    A window starts at ``start_* + step_* * output``; ``e`` counts elements along a line if ``RUN`` is not 1, else
+    ``BLOCK_K`` divides a row's ``length`` and is all of it where ``WHOLE``: a step reads of one row of each window. A
+    window starts at ``start_* + step_* * output``; ``e`` counts elements along a line if ``RUN`` is not 1, else
     columns. ``ALIGNED``: 0, or with channels of ``out`` innermost what divides ``channels`` and all other strides.
     Grid: tiles of ``BLOCK_H`` by ``BLOCK_W`` times ``SIDE`` outputs of one plane, and of channels, the latter fastest.
     """
@@ -164,12 +166,33 @@ def row_product(
     sums = sums // BLOCK_K * BLOCK_K
     rows = filters + o[None, :] * sums
     acc = tl.zeros([BLOCK_H * BLOCK_W, BLOCK_O], tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    j0 = 0
+    h_k = 0
+    d_k = 0
     for k0 in range(0, sums, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        d_k, h_k, e_k, place = _window(k, length, per, taps_h, dil_d, dil_h, dil_w, x_d, x_h, x_e, x_c, RUN)
-        x = _gather(image, first, d0, line_0 if BLOCK_H == 1 else h0, e0, d_k, h_k, e_k, place, depth, height, limit,
-                    RUN, BLOCK_H == 1)  # fmt: skip
-        acc = tl.dot(x, tl.load(rows + k[:, None]), acc, input_precision=PRECISION)
+        j = k if WHOLE else j0 // RUN * RUN + k
+        if BLOCK_H == 1:
+            inside = _within(line_0 + h_k, height) & _within(d0 + d_k, depth)
+        else:
+            inside = (_within(h0 + h_k, height) & _within(d0 + d_k, depth))[:, None]
+        if RUN > 1:
+            inside = inside & _within(e0[:, None] + j[None, :], limit)
+            place = first[:, None] + j[None, :]
+        else:
+            e = j // per * dil_w
+            inside = inside & _within(e0[:, None] + e[None, :], limit)
+            place = first[:, None] + (e * x_e + j % per * x_c)[None, :]
+        inside = tl.max_constancy(inside, [1, RUN])
+        x = tl.load(image + (d_k * x_d + h_k * x_h) + place, mask=inside, other=0.0)
+        acc = tl.dot(x, tl.load(rows + (k0 + k)[:, None]), acc, input_precision=PRECISION)
+        j0 += BLOCK_K
+        end = j0 == length
+        j0 = tl.where(end, 0, j0)
+        h_k += tl.where(end, dil_h, 0)
+        end = h_k == taps_h * dil_h
+        h_k = tl.where(end, 0, h_k)
+        d_k += tl.where(end, dil_d, 0)
     if BIAS:
         acc += tl.load(bias + o % channels).to(tl.float32)[None, :]
     pointers, mask = _outputs(out, n, d, oh, ow, o, channels, out_h, out_w, y_n, y_c, y_d, y_h, y_w, SIDE, ALIGNED)

@@ -39,8 +39,8 @@ def _within(i, size):
 
 @triton.jit
 def _quotient(i, magic, shift):
-    """``i`` by a divisor: its multiple ``magic`` and ``shift`` are such that this is exact below 2^30."""
-    return ((i.to(tl.int64) * magic) >> shift).to(tl.int32)
+    """``i`` by a divisor: numbers ``magic`` and ``shift`` are such that this is exact below 2^30."""
+    return (tl.umulhi(i.to(tl.uint32) << 2, magic.to(tl.uint32)) >> shift.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit(
