@@ -44,9 +44,9 @@ def test_kernels_that_take_long_do_not_show_in_the_hosts_time() -> None:
 
 
 def test_what_was_just_written_is_read_from_the_second_cache() -> None:
-    """A quarter of it, read whole: from memory that takes several times as long. It keeps its bits."""
+    """All of it fits there. Its values stay."""
     a = torch.randn(3 << 20, dtype=torch.float32, device="cuda")
-    a[:3] = torch.tensor([float("nan"), -0.0, 1e-42])
+    a[:2] = torch.tensor([-0.0, 1e-42], dtype=torch.float32, device="cuda")
     before, out = a.view(torch.int32).clone(), torch.zeros((), dtype=torch.float32, device="cuda")
 
     def call() -> None:

@@ -52,6 +52,8 @@ GRADIENT = (
 )  # fmt: skip
 LEAST_STAGES = 2
 """With one stage a gradient of two products at a time, four warps and 64 places was seen to read wild addresses."""
+SHARED = 220 << 10
+"""Bytes of operands that a program may hold in shared memory: an H100 has 227 KiB."""
 MOST_SUMS = 128
 """Most sums that a thread keeps."""
 WIDEST = 256
@@ -127,6 +129,8 @@ def _rated(p: ConvProblem) -> Iterator[tuple[float, Config]]:
             depth, more = _covering(expected_sums(p, side, 1))
             for places, warps, stages, at_once, time in GRADIENT:
                 channels = min(max(64, filters), MOST_SUMS * 32 * warps // _power(depth + more))
+                if 2 * stages * places * (channels + depth + more) > SHARED:
+                    continue
                 for tile in _shaped(p, places, RowTile(side, 0, 0, channels, depth, more, warps, stages)):
                     splits = _splits(p, tile, at_once)
                     yield time * _seconds(p, tile, splits), _config(p, tile, splits)
