@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.kernels.native.standin import COMPILER
@@ -12,7 +14,7 @@ from tests.kernels.recorded import apart
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.kernels.triton.driver_launch import hooks, kernel_launch
+from tilewise.kernels.triton.driver_launch import LateLauncher, hooks, kernel_launch, late_launchers, made_now
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
@@ -37,3 +39,28 @@ def test_a_kernel_of_another_triton_is_left_to_it() -> None:
 
     with pytest.warns(RuntimeWarning, match="describes kernels in another way"):
         assert kernel_launch(Unknown(), (1, 1, 1), ()) is None
+
+
+def test_a_launcher_is_made_when_it_is_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import driver
+
+    made: list[tuple[str, str]] = []
+
+    def usual(source: str, metadata: str) -> Any:
+        made.append((source, metadata))
+        return lambda *arguments: (*arguments, len(made))
+
+    active = SimpleNamespace(launcher_cls=usual)
+    monkeypatch.setattr(driver, "_active", active)
+    with late_launchers():
+        with late_launchers():
+            first, second = active.launcher_cls("source", "metadata"), active.launcher_cls("other", "metadata")
+        third = active.launcher_cls("third", "metadata")
+    assert active.launcher_cls is usual
+    assert isinstance(third, LateLauncher)
+    assert made == []
+    assert first(7) == (7, 1)
+    assert first(8) == (8, 1)
+    made_now(second)
+    made_now(usual)
+    assert made == [("source", "metadata"), ("other", "metadata")]

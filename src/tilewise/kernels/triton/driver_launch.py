@@ -1,17 +1,24 @@
-"""What the driver is told when a compiled Triton kernel is launched, as Triton's own launcher tells it."""
+"""What the driver is told when a compiled Triton kernel is launched, as Triton's own launcher tells it.
+
+Triton compiles a launcher in C for each list of argument types as it loads a kernel. Launches that the driver is told
+of directly never call it, so within :func:`late_launchers` it is made when it is first called.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import struct
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from triton import knobs
 
 from tilewise.kernels.native.sequence import Address, KernelLaunch
 
-__all__ = ["hooks", "kernel_launch"]
+__all__ = ["LateLauncher", "hooks", "kernel_launch", "late_launchers", "made_now"]
 
 FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
@@ -24,6 +31,67 @@ COOPERATIVE, SERIALIZATION = 2, 6
 """``CU_LAUNCH_ATTRIBUTE_COOPERATIVE`` and ``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``."""
 SCRATCH = (bytes(8), bytes(8))
 """Each kernel of Triton ends with two addresses of scratch memory, which are 0 where it needs none."""
+
+
+class LateLauncher:
+    """Stands for the launcher that ``make(*arguments)`` makes, which is made once, when it is called or looked at."""
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        self._make = functools.partial(make, *arguments, **named)
+        self._lock = threading.Lock()
+        self._made: Any = None
+
+    def made(self) -> Any:
+        """The launcher itself."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.made()(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made(), name)
+
+
+@contextlib.contextmanager
+def late_launchers() -> Iterator[None]:
+    """Within the block kernels are loaded without compiling their launchers.
+
+    It is a setting of the process: a kernel that another thread loads meanwhile gets such a launcher too, which
+    launches as its own would. Nothing changes where this version of Triton makes launchers in another way.
+    """
+    global _within, _usual
+    from triton.runtime import driver
+
+    with _lock:
+        active = driver.active
+        usual = getattr(active, "launcher_cls", None)
+        if usual is not None and not _within:
+            _usual = active, usual
+            active.launcher_cls = functools.partial(LateLauncher, usual)
+        _within += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _within -= 1
+            if not _within and _usual is not None:
+                _usual[0].launcher_cls = _usual[1]
+                _usual = None
+
+
+def made_now(launcher: Any) -> None:
+    """Make ``launcher`` if it was left for later: it will be called."""
+    if isinstance(launcher, LateLauncher):
+        launcher.made()
+
+
+_lock = threading.Lock()
+_within = 0
+_usual: tuple[Any, Any] | None = None
+"""The driver whose launchers are made late, and the class of those."""
 
 
 def kernel_launch(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> KernelLaunch | None:

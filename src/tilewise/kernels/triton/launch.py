@@ -14,7 +14,7 @@ from tilewise.kernels.building import target, workers
 from tilewise.kernels.building.noted import note, triton_entry
 from tilewise.kernels.native import building
 from tilewise.kernels.native.sequence import Address, KernelLaunch, LaunchSequence, launch_list
-from tilewise.kernels.triton.driver_launch import hooks, kernel_launch
+from tilewise.kernels.triton.driver_launch import hooks, kernel_launch, late_launchers, made_now
 from tilewise.kernels.triton.own_cache import own_cache
 from tilewise.problems.limits import INT64_MAX
 
@@ -95,18 +95,23 @@ class Program:
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         several = torch.cuda.device_count() > 1
         self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
-        described = []
-        with torch.cuda.device(self._device), own_cache():
+        described, loaded = [], []
+        with torch.cuda.device(self._device), own_cache(), late_launchers():
             for launch in launches:
                 compiled = launch.compile(alignment)
                 pointers = tuple(Address(p.source, p.offset) for p in launch.pointers)
                 constants = tuple(launch.constants[n] for n in launch.kernel.arg_names if n in launch.constants)
                 rest = (*launch.scalars, *constants)
                 self._steps.append((compiled[launch.grid], pointers, rest))
+                loaded.append(compiled)
                 described.append(kernel_launch(compiled, launch.grid, (*pointers, *rest)))
         self.sequence = _sequence(described, self._device)
         if self.sequence is not None:
             self._native = launch_list(self.sequence, self._launch)
+        if self._native is None:
+            with own_cache():
+                for compiled in loaded:
+                    made_now(compiled.run)
 
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Launch over tensors with the promised alignment."""
