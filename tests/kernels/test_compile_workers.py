@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.kernels.building import jobs, workers
+from tilewise.kernels.building import jobs, one_worker, workers
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 LAYOUT = f"{jobs.PACKAGE}.layout"
@@ -240,7 +240,7 @@ def test_failures_and_lost_workers_change_no_result(tmp_path: Path) -> None:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    environment = {**workers._environment(), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**one_worker.environment(), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-P", "-m", "tilewise.kernels.building.worker"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, bufsize=1
@@ -260,7 +260,7 @@ def job(**changes: Any) -> str:
         "attributes": [],
         "options": {"num_warps": 1},
         "target": ["cuda", 90, 32],
-        "environment": workers._environment(),
+        "environment": one_worker.environment(),
     }
     return json.dumps({**said, **changes}) + "\n"
 
@@ -281,6 +281,8 @@ BAD = {
     "a tuple": job(options={"num_warps": {"set": []}}),
     "a target": job(target=["cuda"]),
     "an environment": job(environment=[]),
+    "a program that is no text": json.dumps({"cuda": 7, "architecture": "sm_90a", "environment": {}}),
+    "an environment of a program": json.dumps({"cuda": "", "architecture": "sm_90a", "environment": []}),
 }  # fmt: skip
 
 
@@ -296,7 +298,7 @@ def test_a_worker_refuses_what_is_no_job_and_goes_on(worker: subprocess.Popen[st
     assert list(json.loads(worker.stdout.readline())) == ["failed"]
     worker.send_signal(signal.SIGINT)
     moved = tmp_path / "moved"
-    worker.stdin.write(job(environment={**workers._environment(), "TRITON_CACHE_DIR": str(moved)}))
+    worker.stdin.write(job(environment={**one_worker.environment(), "TRITON_CACHE_DIR": str(moved)}))
     assert list(json.loads(worker.stdout.readline())) == ["hash"]
     assert list(moved.rglob("_peak.cubin"))
     loaded = Path(f"/proc/{worker.pid}/maps")
@@ -383,7 +385,7 @@ def test_a_worker_that_answers_garbage_is_done_without(
     script = tmp_path / "python"
     script.write_text(f"#!/bin/sh\n{program}\n")
     script.chmod(0o755)
-    monkeypatch.setattr(workers.sys, "executable", str(script))
+    monkeypatch.setattr(one_worker.sys, "executable", str(script))
     monkeypatch.setenv(workers.VARIABLE, "1")
     with workers.opened(3) as pool, pytest.warns(RuntimeWarning, match=reason):
         assert pool.fill(source(), TARGET, {}) is None

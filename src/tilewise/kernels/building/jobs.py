@@ -1,8 +1,8 @@
-"""One compilation by Triton as plain JSON, written by the process that needs it and done by another.
+"""One compilation as plain JSON, written by the process that needs it and done by another.
 
-A kernel is named by its module and its own name, and never sent. Both sides use Triton: the job holds what Triton's
-launcher would compile, and :func:`triton.compile` compiles it. So the entry in Triton's cache on disk is the one that
-the launcher looks for.
+A program in CUDA C++ is sent as its text. A kernel of Triton is named by its module and its own name, and never sent.
+Both sides use Triton: the job holds what Triton's launcher would compile, and :func:`triton.compile` compiles it. So
+the entry in Triton's cache on disk is the one that the launcher looks for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ PACKAGE = "tilewise.kernels.triton"
 """The package whose kernels may be compiled; a job can name no others."""
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 FIELDS = frozenset({"module", "kernel", "signature", "constants", "attributes", "options", "target", "environment"})
-"""Fields of a job."""
+"""Fields of a job for Triton."""
+CUDA_FIELDS = frozenset({"cuda", "architecture", "environment"})
+"""Fields of a job in CUDA C++: its whole text, and an architecture such as ``sm_90a``."""
 
 
 class UnknownJob(ValueError):
@@ -46,10 +48,12 @@ def describe(source: Any, target: Any, options: Mapping[str, Any]) -> dict[str, 
 
 
 def compile_job(job: Any) -> str:
-    """Compile a job into Triton's cache and return the hash that names the entry. No GPU is needed or touched.
+    """Compile a job into Triton's cache, or where cubins are kept, and return the name of the entry.
 
-    Raises :class:`UnknownJob`, and what Triton raises for a kernel that does not compile.
+    No GPU is needed or touched. Raises :class:`UnknownJob`, and what compilers raise for what does not compile.
     """
+    if isinstance(job, dict) and job.keys() == CUDA_FIELDS:
+        return _compile_cuda(job)
     if not isinstance(job, dict) or job.keys() != FIELDS:
         raise UnknownJob(f"job={str(job)[:200]}: an object of {', '.join(sorted(FIELDS))} would do")
     kernel = _kernel(job["module"], job["kernel"])
@@ -69,6 +73,20 @@ def compile_job(job: Any) -> str:
         raise UnknownJob(f"a job of {job['kernel']} cannot be read: {error}") from error
     with own_cache():
         return str(triton.compile(source, target=target, options=options).hash)
+
+
+def _compile_cuda(job: dict[str, Any]) -> str:
+    """Compile a program in CUDA C++ and keep it. Raises :class:`UnknownJob`, and what the compiler raises."""
+    text, architecture = job["cuda"], job["architecture"]
+    if not isinstance(text, str) or not isinstance(architecture, str):
+        raise UnknownJob("cuda, architecture: a program's text and the name of an architecture would do")
+    from tilewise.kernels.cuda.nvrtc import compile_text
+
+    try:
+        _enter(job["environment"])
+    except (AttributeError, TypeError) as error:
+        raise UnknownJob(f"environment cannot be read: {error}") from error
+    return compile_text(text, architecture)[1].name
 
 
 def _enter(environment: dict[str, str]) -> None:

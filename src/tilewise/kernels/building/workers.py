@@ -14,36 +14,46 @@ import concurrent.futures
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from tilewise.kernels.building.jobs import describe
 from tilewise.kernels.building.kept import NotKept, kept_only, only_kept, refuse
+from tilewise.kernels.building.one_worker import Worker, environment
 
-__all__ = ["VARIABLE", "CompileFailed", "Pool", "close", "collecting", "opened", "reroute"]
+__all__ = [
+    "VARIABLE",
+    "CompileFailed",
+    "Lost",
+    "Pool",
+    "all_of",
+    "close",
+    "collecting",
+    "compile_cuda",
+    "is_collecting",
+    "opened",
+    "reroute",
+]
 
 VARIABLE = "TILEWISE_COMPILE_WORKERS"
 """The environment variable that limits the number of worker processes."""
 MOST_WORKERS = 16
-NICE = 10
-"""The priority of workers beside a program that goes on: any other process comes first."""
 IDLE_S = 60.0
 """Seconds without work after which workers are ended."""
 ENDING_S = 1.0
 """Seconds that a worker which closed its pipe gets to end by itself, so that its exit status tells why."""
-LONGEST_ANSWER = 2**16
-"""Most bytes of an answer."""
+
+
+T = TypeVar("T")
 
 
 class CompileFailed(RuntimeError):
     """A worker could not compile a kernel. Compiling it in this process raises Triton's own error."""
 
 
-class _Lost(Exception):
+class Lost(Exception):
     """A worker can no longer be used."""
 
 
@@ -79,7 +89,7 @@ def opened(jobs: int, *, gently: bool = False) -> Iterator[Pool]:
 def collecting() -> Iterator[list[str]]:
     """Within the block kernels are not compiled: the list gets a job for :meth:`Pool.ask` for what would have been.
 
-    The block ends at the first one.
+    The block ends at the first program that lacks any, with all kernels that it lacks.
     """
     jobs: list[str] = []
     _served.collected = jobs
@@ -88,6 +98,41 @@ def collecting() -> Iterator[list[str]]:
             yield jobs
     finally:
         _served.collected = None
+
+
+def is_collecting() -> bool:
+    """Whether this thread is in a block of :func:`collecting`."""
+    return getattr(_served, "collected", None) is not None
+
+
+def all_of(loads: Sequence[Callable[[], T]]) -> list[T]:
+    """What each of ``loads`` returns. Where missing kernels are collected, all are called before one is refused."""
+    found: list[T] = []
+    missing: NotKept | None = None
+    for load in loads:
+        try:
+            found.append(load())
+        except NotKept as error:
+            if not is_collecting():
+                raise
+            missing = error
+    if missing is not None:
+        raise missing
+    return found
+
+
+def compile_cuda(text: str, architecture: str) -> bool:
+    """Have a worker of the pool that serves this thread compile a program in CUDA C++ and keep it on disk.
+
+    Returns whether one did. Within :func:`kept_only` it is refused, and collected where that is asked for. Raises
+    :class:`CompileFailed`.
+    """
+    job = json.dumps({"cuda": text, "architecture": architecture, "environment": environment()})
+    if is_collecting():
+        _served.collected.append(job)
+    refuse("CUDA C++")
+    pool: Pool | None = getattr(_served, "pool", None)
+    return pool is not None and pool.have_done(job, "a kernel in CUDA C++") is not None
 
 
 def reroute(kernel: Any) -> None:
@@ -161,7 +206,7 @@ class _Rerouted:
 def _job(source: Any, target: Any, options: Any) -> str | None:
     """What a worker is asked to compile; ``None`` for what it cannot be told, which is reported once."""
     try:
-        return json.dumps({**describe(source, target, options), "environment": _environment()})
+        return json.dumps({**describe(source, target, options), "environment": environment()})
     except (AttributeError, TypeError) as error:
         _tell(f"{source.name} cannot be told to a worker ({error})")
         return None
@@ -174,8 +219,8 @@ class Pool:
         self.size = self.users = 0
         self.stopped = self.gently = False
         self._useless = False
-        self._workers: list[_Worker] = []
-        self._idle: list[_Worker] = []
+        self._workers: list[Worker] = []
+        self._idle: list[Worker] = []
         self._changed = threading.Condition()
         self._asked: dict[str, concurrent.futures.Future[dict[str, str]]] = {}
 
@@ -193,14 +238,24 @@ class Pool:
 
         Raises :class:`CompileFailed`.
         """
-        if self.size < 1 or self._useless:
-            return None
-        job = _job(source, target, options)
-        if job is None:
+        job = _job(source, target, options) if self.works else None
+        return None if job is None else self.have_done(job, source.name)
+
+    @property
+    def works(self) -> bool:
+        """Whether workers may be asked."""
+        return self.size > 0 and not self._useless
+
+    def have_done(self, job: str, name: str) -> str | None:
+        """The hash of the entry that a worker makes for a job; ``None`` where none can. Raises :class:`CompileFailed`.
+
+        ``name`` is that of the kernel.
+        """
+        if not self.works:
             return None
         try:
             answer = self.ask(job)
-        except _Lost as lost:
+        except Lost as lost:
             if self.stopped:
                 raise CompileFailed("given up: the workers were ended") from lost
             _tell(str(lost))
@@ -208,16 +263,16 @@ class Pool:
         if "failed" in answer:
             raise CompileFailed(answer["failed"])
         if "refused" in answer:
-            _tell(f"a worker refuses what it is asked: {answer['refused']}")
+            _tell(f"a worker refuses what it is asked of {name}: {answer['refused']}")
         return answer.get("hash")
 
     def compile_all(self, jobs: Sequence[str]) -> Callable[[], bool]:
         """Begin to have all ``jobs`` done, and return what tells whether all are. What fails is not reported here."""
-        if self.size < 1 or self._useless:
+        if not self.works:
             return lambda: True
 
         def ask(job: str) -> None:
-            with contextlib.suppress(_Lost):
+            with contextlib.suppress(Lost):
                 self.ask(job)
 
         # Not of a pool of threads, for which the end of the program would wait.
@@ -229,7 +284,7 @@ class Pool:
     def ask(self, job: str) -> dict[str, str]:
         """A worker's answer to a job.
 
-        A job that several threads ask for at once is done once. Raises :class:`_Lost`.
+        A job that several threads ask for at once is done once. Raises :class:`Lost`.
         """
         with self._changed:
             pending = self._asked.get(job)
@@ -247,12 +302,12 @@ class Pool:
         return answer.result()
 
     def _ask(self, job: str) -> dict[str, str]:
-        """The answer of an idle worker, waiting until there is one. Raises :class:`_Lost`."""
+        """The answer of an idle worker, waiting until there is one. Raises :class:`Lost`."""
         with self._changed:
             self._start()
             self._changed.wait_for(lambda: self._idle or not self._workers)
             if not self._idle:
-                raise _Lost("no worker is left")
+                raise Lost("no worker is left")
             worker = self._idle.pop()
         try:
             answer = worker.ask(job)
@@ -266,7 +321,7 @@ class Pool:
                     self._useless = True  # others would not start either
                     text += " before it was ready, and no other is asked"
                 self._changed.notify_all()
-            raise _Lost(text) from error
+            raise Lost(text) from error
         with self._changed:
             kept = not self.stopped and len(self._workers) <= self.size
             if kept:
@@ -288,7 +343,7 @@ class Pool:
             self._workers.remove(worker)
         try:
             while len(self._workers) < self.size:
-                worker = _Worker()
+                worker = Worker()
                 if self.gently:
                     worker.step_back()
                 self._workers.append(worker)
@@ -329,85 +384,6 @@ class Pool:
         self.stopped = True
         for worker in self._workers:
             worker.forget()
-
-
-class _Worker:
-    """One worker process and the pipes to it, used by one thread at a time."""
-
-    def __init__(self) -> None:
-        self.ready = False
-        self._read = b""
-        # Unbuffered: a forked child must have nothing to write when it closes its copies.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tilewise.kernels.building.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=_environment(),
-        )
-
-    def step_back(self) -> None:
-        """Lower the priority of the process."""
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, self.process.pid, NICE)
-
-    def ask(self, line: str) -> dict[str, str]:
-        """The answer to a job.
-
-        Raises ``OSError``, ``EOFError`` or ``ValueError`` where the process has ended or answers nonsense.
-        """
-        if not self.ready:
-            self.ready = "ready" in self._line()
-        rest = memoryview(f"{line}\n".encode())
-        assert self.process.stdin is not None
-        while rest:
-            rest = rest[self.process.stdin.write(rest) :]
-        answer = self._line()
-        if len(answer) != 1 or not all(isinstance(text, str) for text in answer.values()):
-            raise ValueError(f"it answered {str(answer)[:200]}")
-        return answer
-
-    def _line(self) -> dict[str, Any]:
-        """The next answer. Raises ``EOFError`` where the process has ended, ``ValueError`` for what is no answer."""
-        assert self.process.stdout is not None
-        while b"\n" not in self._read:
-            more = self.process.stdout.read(LONGEST_ANSWER)
-            if not more:
-                raise EOFError
-            self._read += more
-            if len(self._read) > LONGEST_ANSWER:
-                raise ValueError(f"it answered more than {LONGEST_ANSWER} bytes")
-        line, _, self._read = self._read.partition(b"\n")
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict) or not answer.keys() <= {"ready", "hash", "failed", "refused"}:
-            raise ValueError(f"it answered {line[:200]!r}")
-        return answer
-
-    def end(self, patience_s: float = 0.0) -> int:
-        """Kill the process unless it ends within ``patience_s`` seconds.
-
-        Returns its exit status, negative for a signal.
-        """
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience_s)
-        self.process.kill()
-        status = self.process.wait()
-        self._close()
-        return status
-
-    def forget(self) -> None:
-        """Close this process's copies of the pipes without touching the worker."""
-        self.process.returncode = 0
-        self._close()
-
-    def _close(self) -> None:
-        """Close the pipes."""
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 _lock = threading.RLock()
@@ -466,16 +442,6 @@ def _forget() -> None:
         _pool.forget()
     _lock, _telling, _closing, _pool = threading.RLock(), threading.Lock(), None, None
     _served.pool = None
-
-
-def _environment() -> dict[str, str]:
-    """A worker's environment: this process's, with its Triton settings and module path, and without a GPU."""
-    from tilewise.kernels.triton.own_cache import settings  # needs Triton, which planning on a CPU does without
-
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    places = (os.path.abspath(place) for place in sys.path if isinstance(place, str))
-    variables |= {"PYTHONPATH": os.pathsep.join(places), "CUDA_VISIBLE_DEVICES": "", "TILEWISE_ENABLE": "0"}
-    return variables | settings()
 
 
 def _processors() -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
-import importlib.resources
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tilewise.kernels.building import cubins
-from tilewise.kernels.building.kept import refuse
-from tilewise.kernels.building.noted import note
 from tilewise.kernels.building.target import Architecture, sought
+from tilewise.kernels.cuda.nvrtc import compile_cubin, compiler, core, read_source, unavailable
 from tilewise.kernels.native import building
 from tilewise.kernels.native.sequence import Address, KernelLaunch
 
@@ -38,70 +34,6 @@ __all__ = [
 MOST_THREADS = 1024
 SHARED_LIMIT = 227 * 1024
 """Most bytes of shared memory of a block (compute capability 9.0)."""
-OPTIONS = {"std": "c++17", "device_as_default_execution_space": True}
-CORE = ("cuda.core", "cuda.core.experimental")
-"""Modules in which cuda.core keeps ``Program``: the first from version 0.5 on, the second before."""
-
-
-@functools.cache
-def _core() -> tuple[Any, Any, str]:
-    """The modules of cuda.core and of the driver, or the reason why there are none."""
-    for name in CORE:
-        try:
-            core = importlib.import_module(name)
-            driver = importlib.import_module("cuda.bindings.driver")
-        except ModuleNotFoundError as error:
-            reason = f"cuda-core is not installed: pip install 'tilewise[gpu]' would do ({error})"
-        except Exception as error:  # a library of another CUDA version, or of none
-            reason = f"importing {name} failed: {type(error).__name__}: {error}"
-        else:
-            if hasattr(core, "Program") and hasattr(core, "ObjectCode"):
-                return core, driver, ""
-            reason = f"{name} has no Program or no ObjectCode: cuda-core 1.2 would do"
-    return None, None, reason
-
-
-def unavailable() -> str:
-    """Why kernels of this package cannot be compiled here; empty when they can. Imports cuda.core."""
-    return _core()[2]
-
-
-@functools.cache
-def read_source(name: str) -> str:
-    """The text of a CUDA C++ file of this package."""
-    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-@functools.cache
-def compiler() -> str:
-    """The compiler's version and options as text. Raises ``RuntimeError`` where it does not tell."""
-    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    error, *version = nvrtc.nvrtcVersion()
-    if int(error):
-        raise RuntimeError(f"nvrtcVersion failed: {error}")
-    return f"nvrtc {version} {OPTIONS}"
-
-
-def compile_cubin(source: str, architecture: str) -> Any:
-    """Compile ``ptx.cu`` and ``source`` for an architecture such as ``sm_90`` into cuda.core's ``ObjectCode``.
-
-    The code is kept on disk. Raises ``RuntimeError`` with the reason where cuda.core is missing or there are errors.
-    """
-    core, _, reason = _core()
-    if reason:
-        raise RuntimeError(reason)
-    building.start()
-    text = read_source("ptx.cu") + source
-    path = cubins.path_of(text, architecture, compiler())
-    note(f"cuda/{path.name}")
-    stored = cubins.load(path)
-    if stored is not None:
-        return core.ObjectCode.from_cubin(stored)
-    refuse("CUDA C++")
-    program = core.Program(text, code_type="c++", options=core.ProgramOptions(arch=architecture, **OPTIONS))
-    compiled = program.compile("cubin")
-    cubins.store(path, bytes(compiled.code))
-    return compiled
 
 
 class Kernel:
@@ -112,13 +44,14 @@ class Kernel:
     """
 
     def __init__(self, source: str, name: str, device: int) -> None:
-        core, driver, reason = _core()
+        modules, driver, reason = core()
         if reason:
             raise RuntimeError(reason)
+        building.start()
         self._driver, self.device = driver, device
         major, minor = torch.cuda.get_device_capability(device)
         with torch.cuda.device(device):
-            core.Device(device).set_current()
+            modules.Device(device).set_current()
             self._code = compile_cubin(source, Architecture(major, minor).instructions)
             handle = self._code.get_kernel(name)
             address = int(handle.handle if hasattr(handle, "handle") else handle._handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,8 +83,7 @@ class Program:
         self._steps: list[tuple[Callable[..., None], tuple[tuple[int, int], ...], tuple[Any, ...]]] = []
         self.sequence = self._native = None
         if target.sought() is not None:
-            for launch in launches:
-                launch.compile(alignment)
+            _compiled(launches, alignment)
             return
         if self._interpreted:
             for launch in launches:
@@ -95,15 +95,14 @@ class Program:
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         several = torch.cuda.device_count() > 1
         self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
-        described, loaded = [], []
+        described = []
         with torch.cuda.device(self._device), own_cache(), late_launchers():
-            for launch in launches:
-                compiled = launch.compile(alignment)
+            loaded = _compiled(launches, alignment)
+            for launch, compiled in zip(launches, loaded, strict=True):
                 pointers = tuple(Address(p.source, p.offset) for p in launch.pointers)
                 constants = tuple(launch.constants[n] for n in launch.kernel.arg_names if n in launch.constants)
                 rest = (*launch.scalars, *constants)
                 self._steps.append((compiled[launch.grid], pointers, rest))
-                loaded.append(compiled)
                 described.append(kernel_launch(compiled, launch.grid, (*pointers, *rest)))
         self.sequence = _sequence(described, self._device)
         if self.sequence is not None:
@@ -138,6 +137,11 @@ class Program:
         stream = self._stream(device)
         for run, pointers, rest in self._steps:
             run(*[addresses[source] + offset for source, offset in pointers], *rest, stream=stream)
+
+
+def _compiled(launches: Sequence[Launch], alignment: Sequence[int]) -> list[Any]:
+    """The kernel of each launch."""
+    return workers.all_of([functools.partial(launch.compile, alignment) for launch in launches])
 
 
 def _sequence(described: Sequence[KernelLaunch | None], device: int) -> LaunchSequence | None:

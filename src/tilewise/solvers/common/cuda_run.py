@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewise.kernels.building.target import sought
+from tilewise.kernels.building.workers import all_of
 from tilewise.kernels.native.sequence import LaunchSequence, launch_list
 from tilewise.solvers.base import SolverUnavailable
 
@@ -91,16 +93,21 @@ def compiled(steps: Sequence[Step], device: torch.device) -> StepsRun | Unloaded
     index = 0
     if architecture is None:
         index = torch.cuda.current_device() if device.index is None else device.index
+
+    def load(step: Step) -> Any:
+        """The loaded kernel of a step; for another machine's GPU its code."""
+        p = step.program
+        if architecture is not None:
+            return compile_cubin(p.source(), architecture.instructions)
+        return kernel(p.source(), p.name, index)
+
     bound = []
     try:
-        for step in steps:
-            if architecture is not None:
-                compile_cubin(step.program.source(), architecture.instructions)
-                continue
-            p = step.program
-            loaded = kernel(p.source(), p.name, index)
-            launch = loaded.launch(step.grid, p.threads, p.shared, len(step.pointers), step.scalars)
-            bound.append((launch, step.pointers))
+        for step, loaded in zip(steps, all_of([functools.partial(load, step) for step in steps]), strict=True):
+            if architecture is None:
+                p = step.program
+                launch = loaded.launch(step.grid, p.threads, p.shared, len(step.pointers), step.scalars)
+                bound.append((launch, step.pointers))
     except Exception as error:  # NVRTC and the driver raise errors of their own
         text = str(error).strip().splitlines()
         raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
