@@ -13,7 +13,7 @@ import torch
 from tilewise import execute
 from tilewise.kernels.building import workers
 from tilewise.kernels.building.ahead import compiled_apart
-from tilewise.kernels.building.kept import NotKept, only_kept, refuse
+from tilewise.kernels.building.kept import only_kept, refuse
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.options import Options
 from tilewise.planner.search.offers import Offer
@@ -150,20 +150,39 @@ def test_what_is_compiled_is_bound_when_it_is_measured(monkeypatch: pytest.Monke
     assert not only_kept()
 
 
-def test_the_last_is_compiled_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is beside it, so no worker is asked."""
-    calls: list[bool] = []
+def test_the_last_is_compiled_by_a_worker_too(bound: list[tuple[str, object]]) -> None:
+    try_first(trial(), waiting((solver("own"), 0.1), (solver("own", compiles=False), 0.2)))
+    assert bound == [("own", 0)]
+
+
+def test_all_kernels_of_all_candidates_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    order: list[str] = []
+    names = {0: ("a", "b"), 1: ("b", "c")}
 
     def bind(plan: Plan, *rest: Any) -> Any:
-        calls.append(only_kept())
-        if only_kept():
-            raise NotKept("it")
+        loads = [functools.partial(load, name) for name in names[int(str(plan.config["n"]))]]
+        workers.all_of(loads)
+        order.append("bound")
         return SimpleNamespace(workspace=0)
 
+    def load(name: str) -> None:
+        if name not in asked:
+            if workers.is_collecting():
+                workers._served.collected.append(name)
+            refuse(name)
+            raise RuntimeError("compiled here")
+
+    def try_to_ask(pool: workers.Pool, job: str) -> None:
+        order.append("asked")
+        asked.append(job)
+
     monkeypatch.setattr(execute, "bind", bind)
-    monkeypatch.setattr(workers, "opened", None)
-    try_first(trial(), waiting((solver("own"), 0.1), (solver("own", compiles=False), 0.2)))
-    assert calls == [True, False]
+    monkeypatch.setattr(workers.Pool, "try_to_ask", try_to_ask)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    try_first(trial(), waiting((solver("own"), 0.1), (solver("own"), 0.2)))
+    assert sorted(asked) == ["a", "b", "c"]
+    assert order == ["asked"] * 3 + ["bound"] * 2
 
 
 def test_beside_a_program_missing_kernels_are_collected_and_compiled_by_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,12 +33,25 @@ def side_by_side(jobs: Sequence[Callable[[], object]], device: torch.device) -> 
         with contextlib.suppress(Exception), torch.cuda.device(device), pool.serving():
             job()
 
-    threads = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1, len(jobs)))
+    wanted = _wanted(jobs, device)
+    count = min(MOST_COMPILERS, os.cpu_count() or 1, max(len(jobs), len(wanted)))
+    threads = concurrent.futures.ThreadPoolExecutor(count)
     try:
-        with workers.opened(len(jobs)) as pool:
+        with workers.opened(max(len(jobs), len(wanted))) as pool:
+            list(threads.map(pool.try_to_ask, wanted))
             list(threads.map(functools.partial(served, pool), jobs))
     finally:
         threads.shutdown(cancel_futures=True)
+
+
+def _wanted(jobs: Sequence[Callable[[], object]], device: torch.device) -> list[str]:
+    """What workers are to compile for ``jobs`` as far as can be told now: all kernels at once, not one by one."""
+    found: dict[str, None] = {}
+    for job in jobs:
+        with contextlib.suppress(Exception), torch.cuda.device(device), workers.collecting() as wanted:
+            job()
+        found |= dict.fromkeys(wanted)
+    return list(found)
 
 
 def compiled_side_by_side(jobs: Sequence[Callable[[], str]], step: Callable[[str], None]) -> None:

@@ -271,15 +271,17 @@ class Pool:
         if not self.works:
             return lambda: True
 
-        def ask(job: str) -> None:
-            with contextlib.suppress(Lost):
-                self.ask(job)
-
         # Not of a pool of threads, for which the end of the program would wait.
-        threads = [threading.Thread(target=ask, args=(job,), daemon=True) for job in jobs]
+        threads = [threading.Thread(target=self.try_to_ask, args=(job,), daemon=True) for job in jobs]
         for thread in threads:
             thread.start()
         return lambda: not any(thread.is_alive() for thread in threads)
+
+    def try_to_ask(self, job: str) -> None:
+        """Have a job done, if a worker can; what comes of it shows where the kernel is needed."""
+        if self.works:
+            with contextlib.suppress(Lost):
+                self.ask(job)
 
     def ask(self, job: str) -> dict[str, str]:
         """A worker's answer to a job.

@@ -35,12 +35,12 @@ class Binder:
         if key not in self._ahead and in_turns() and self.problem.device_type == "cuda":
             self._bind_apart([plan, *(() if later is None else later())])
             return self._ahead.pop(key, None) or self._bound(plan)
-        if key not in self._ahead and later is not None and self.problem.device_type == "cuda":
+        if key not in self._ahead and self.problem.device_type == "cuda":
             try:
                 with kept_only():
                     return self._bound(plan)
             except NotKept:
-                self._bind_side_by_side([plan, *later()])
+                self._bind_side_by_side([plan, *(() if later is None else later())])
         return self._ahead.pop(key, None) or self._bound(plan)
 
     def _bind_apart(self, plans: Sequence[Plan]) -> None:
@@ -53,11 +53,10 @@ class Binder:
 
     def _bind_side_by_side(self, plans: Sequence[Plan]) -> None:
         """Bind several plans at once, for :meth:`bind` to take them from."""
-        if len(plans) < 2:
-            return
 
         def bind(plan: Plan) -> None:
-            self._ahead[plan.solver, plan.config] = self._bound(plan)
+            if (plan.solver, plan.config) not in self._ahead:
+                self._ahead[plan.solver, plan.config] = self._bound(plan)
 
         side_by_side([functools.partial(bind, plan) for plan in plans], self.tensors.device)
 
