@@ -35,7 +35,7 @@ BY_NAME = {
     "tilewise.distributed.layers": "finds handlers of torch's functions by their being there",
     "tilewise.frontends.networks": "imports the user's model",
     "tilewise.kernels.building.jobs": "a job names its kernel",
-    "tilewise.kernels.cuda.launch": "tries the packages that CUDA's bindings may be in",
+    "tilewise.kernels.cuda.nvrtc": "tries the packages that CUDA's bindings may be in",
     "tilewise.nn.layers.kinds": "finds kinds of modules by their being there",
     "tilewise.problems.kinds": "finds kinds of problems by their being there",
     "tilewise.solvers": "finds solvers by their being there",

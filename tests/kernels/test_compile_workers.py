@@ -36,13 +36,13 @@ def run(program: Callable[[], None], cache: Path, **environment: str) -> Any:
     return json.loads(out)
 
 
-def start(program: Callable[[], None], cache: Path, **more: str) -> subprocess.Popen[str]:
+def start(program: Callable[[], None], cache: Path, module: str = __name__, **more: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "src"), environment.get("PYTHONPATH", "")])
     environment |= {"TRITON_CACHE_DIR": str(cache), workers.VARIABLE: "2", **more}
     name = program.__name__
-    command = [sys.executable, "-c", f"from tests.kernels.test_compile_workers import {name}; {name}()"]
+    command = [sys.executable, "-c", f"from {module} import {name}; {name}()"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
 
 

@@ -33,11 +33,11 @@ def system(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def others() -> Iterator[int]:
-    """Processes that keep all cores busy."""
+def others() -> Iterator[list[int]]:
+    """Ids of processes that keep all cores busy."""
     running = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(CORES)]
     time.sleep(0.3)
-    yield len(running)
+    yield [process.pid for process in running]
     for process in running:
         process.kill()
         process.wait()
@@ -138,10 +138,26 @@ def test_a_system_that_ceases_to_tell(system: None, monkeypatch: pytest.MonkeyPa
     assert load.others_since(begun) is None
 
 
-def test_the_system_tells_of_other_processes(system: None, others: int) -> None:
+def test_the_system_tells_of_other_processes(system: None, others: list[int]) -> None:
     share = load.others_now()
     assert share is not None
     assert share > 0.8
+
+
+def test_processes_that_help_count_as_this_one(system: None, others: list[int]) -> None:
+    with load.helped_by(lambda: [*others, 2**30]):
+        begun = load.begin()
+        assert begun is not None
+        time.sleep(0.5)
+        now = load.begin()
+        assert now is not None
+        share = load.others_since(begun)
+    assert now.own - begun.own > 0.2 * CORES
+    assert share is not None
+    assert share <= 1 - (now.own - begun.own) / (CORES * (now.at - begun.at)) + 0.1
+    after = load.begin()
+    assert after is not None
+    assert after.own < now.own
 
 
 def test_the_systems_counts_hold_what_this_process_computes(system: None) -> None:

@@ -11,14 +11,14 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Moment", "begin", "not_waiting", "others_now", "others_since"]
+__all__ = ["Moment", "begin", "helped_by", "not_waiting", "others_now", "others_since"]
 
-SYSTEM = Path("/proc/stat")
+SYSTEM, PROCESSES = Path("/proc/stat"), Path("/proc")
 LEAST_S = 0.25
 """Seconds of measuring that tell the share: counts of two cores are then exact to some hundredths."""
 ROUGH_S = 0.05
@@ -28,7 +28,10 @@ FRESH_S = 10.0
 
 
 class Moment(NamedTuple):
-    """The beginning of a span: the time, how long all cores were idle and this process computed by then, in seconds."""
+    """The beginning of a span: the time, how long all cores were idle by then, and how long this process computed.
+
+    In seconds; with it count the processes that help it.
+    """
 
     at: float
     idle: float
@@ -44,6 +47,8 @@ class _Span(NamedTuple):
 
 
 _impatient: ContextVar[bool] = ContextVar("impatient", default=False)
+_helpers: list[Callable[[], list[int]]] = []
+"""Each tells the ids of processes that work for this one."""
 _spans: deque[_Span] = deque(maxlen=512)
 """What was looked at last, the newest last."""
 
@@ -56,7 +61,7 @@ def begin() -> Moment | None:
         ticks = int(words[4]) + int(words[5])  # idle, and idle while it waits for a disk
     except (OSError, ValueError, IndexError):
         return None
-    return Moment(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+    return Moment(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time() + _helpers_s())
 
 
 def others_since(moment: Moment | None) -> float | None:
@@ -88,6 +93,27 @@ def not_waiting() -> Iterator[None]:
         yield
     finally:
         _impatient.reset(before)
+
+
+@contextlib.contextmanager
+def helped_by(processes: Callable[[], list[int]]) -> Iterator[None]:
+    """Within the block what these processes compute counts as this process's own, and not as others' load."""
+    _helpers.append(processes)
+    try:
+        yield
+    finally:
+        _helpers.remove(processes)
+
+
+def _helpers_s() -> float:
+    """Seconds that the processes which help this one have computed."""
+    ticks = 0
+    for number in {number for processes in _helpers for number in processes()}:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # After the name, which is in brackets and may hold anything: the state, and ten numbers before the times.
+            words = (PROCESSES / str(number) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            ticks += int(words[11]) + int(words[12])
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 def others_now() -> float | None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from tilewise.planner.caches.refusals import Refusals
 from tilewise.planner.gate import as_here, why_unfit
 from tilewise.planner.measuring.cold import made_once
 from tilewise.planner.options import MEASURING, NoPlanError, Options, names_to_measure
+from tilewise.planner.order import in_order
 from tilewise.planner.processes.messages import Job
 from tilewise.planner.processes.places import Devices
 from tilewise.planner.processes.workers import Workers, WorkersWarning
@@ -122,13 +123,14 @@ class Planner:
 
         self.plan_ahead(distinct, options, told)
         plans: dict[P, Plan] = {}
-        with made_once(options.rigor in MEASURING and any(p.device_type == "cpu" for p in distinct)):
-            for problem in distinct:
+        over_cold_caches = options.rigor in MEASURING and any(p.device_type == "cpu" for p in distinct)
+        with made_once(over_cold_caches), contextlib.closing(_order(self, distinct, options)) as order:
+            for problem in order:
                 if problem not in begun:
                     told(problem)
                 plans[problem] = self.plan(problem, options)
         tell(len(distinct), len(distinct), "")
-        return plans
+        return {problem: plans[problem] for problem in distinct}
 
     def plan_ahead(self, problems: Sequence[Problem], options: Options, told: Callable[[Problem], None]) -> None:
         """Measure on all devices at once what :meth:`plan` would measure here; ``told`` hears of each when it is done.
@@ -292,6 +294,17 @@ class Planner:
         checked first, once; one that is refused is a :class:`~tilewise.wisdom.WisdomWarning` with the reason.
         """
         return self._plans.find(problem, options, self._admitted)
+
+
+def _order(planner: Planner, problems: Sequence[P], options: Options) -> Generator[P]:
+    """``problems`` in the order in which they are planned."""
+
+    def begin(problem: Problem) -> list[tuple[Problem, Plan]]:
+        with contextlib.suppress(NoPlanError):
+            return planner._searched(problem, options, Search.begin)
+        return []
+
+    return in_order(problems, options, lambda problem: planner.remembered(problem, options) is not None, begin)
 
 
 def _no_profile(device: str) -> Profile:

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Architecture", "compiling_for", "sought"]
+import torch
+
+__all__ = ["Architecture", "architecture_of", "compiling_for", "sought"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,11 @@ class Architecture:
         if not name.startswith("sm_") or not digits.isascii() or not digits.isdecimal() or not 2 <= len(digits) <= 3:
             raise ValueError(f"{name!r} is no GPU architecture; sm_ and a compute capability, such as sm_90, would do")
         return cls(int(digits[:-1]), int(digits[-1]))
+
+
+def architecture_of(device: torch.device) -> Architecture:
+    """The architecture of a GPU that is here."""
+    return Architecture(*torch.cuda.get_device_capability(device))
 
 
 _sought: Architecture | None = None

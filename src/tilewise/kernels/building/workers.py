@@ -33,6 +33,7 @@ __all__ = [
     "collecting",
     "compile_cuda",
     "is_collecting",
+    "most_workers",
     "opened",
     "reroute",
 ]
@@ -353,6 +354,11 @@ class Pool:
         except OSError as error:
             self.size = len(self._workers)
             _tell(f"no more than {self.size} workers can be started ({error})")
+
+    def processes(self) -> list[int]:
+        """The workers' process ids."""
+        with self._changed:
+            return [worker.process.pid for worker in self._workers]
 
     def resize(self, size: int) -> None:
         """Keep ``size`` workers from now on; busy ones beyond that finish their job first."""

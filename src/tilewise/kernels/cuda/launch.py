@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
+from tilewise.kernels.building import cubins, workers
+from tilewise.kernels.building.noted import note
 from tilewise.kernels.building.target import Architecture, sought
-from tilewise.kernels.cuda.nvrtc import compile_cubin, compiler, core, read_source, unavailable
+from tilewise.kernels.cuda.nvrtc import compile_text, compiler, core, read_source, unavailable
 from tilewise.kernels.native import building
 from tilewise.kernels.native.sequence import Address, KernelLaunch
 
@@ -34,6 +36,26 @@ __all__ = [
 MOST_THREADS = 1024
 SHARED_LIMIT = 227 * 1024
 """Most bytes of shared memory of a block (compute capability 9.0)."""
+
+
+def compile_cubin(source: str, architecture: str) -> Any:
+    """Compile ``ptx.cu`` and ``source`` for an architecture such as ``sm_90`` into cuda.core's ``ObjectCode``.
+
+    In a thread that a pool of workers serves, one of these compiles it. The code is kept on disk. Raises
+    ``RuntimeError`` with the reason where cuda.core is missing or there are errors.
+    """
+    modules, _, reason = core()
+    if reason:
+        raise RuntimeError(reason)
+    text = read_source("ptx.cu") + source
+    path = cubins.path_of(text, architecture, compiler())
+    note(f"cuda/{path.name}")
+    stored = cubins.load(path)
+    if stored is None and workers.compile_cuda(text, architecture):
+        stored = cubins.load(path)
+    if stored is not None:
+        return modules.ObjectCode.from_cubin(stored)
+    return compile_text(text, architecture)[0]
 
 
 class Kernel:

@@ -8,10 +8,9 @@ import importlib.resources
 from pathlib import Path
 from typing import Any
 
-from tilewise.kernels.building import cubins, workers
-from tilewise.kernels.building.noted import note
+from tilewise.kernels.building import cubins
 
-__all__ = ["compile_cubin", "compile_text", "compiler", "core", "read_source", "unavailable"]
+__all__ = ["compile_text", "compiler", "core", "read_source", "unavailable"]
 
 OPTIONS = {"std": "c++17", "device_as_default_execution_space": True}
 CORE = ("cuda.core", "cuda.core.experimental")
@@ -55,26 +54,6 @@ def compiler() -> str:
     if int(error):
         raise RuntimeError(f"nvrtcVersion failed: {error}")
     return f"nvrtc {version} {OPTIONS}"
-
-
-def compile_cubin(source: str, architecture: str) -> Any:
-    """Compile ``ptx.cu`` and ``source`` for an architecture such as ``sm_90`` into cuda.core's ``ObjectCode``.
-
-    In a thread that a pool of workers serves, one of these compiles it. The code is kept on disk. Raises
-    ``RuntimeError`` with the reason where cuda.core is missing or there are errors.
-    """
-    modules, _, reason = core()
-    if reason:
-        raise RuntimeError(reason)
-    text = read_source("ptx.cu") + source
-    path = cubins.path_of(text, architecture, compiler())
-    note(f"cuda/{path.name}")
-    stored = cubins.load(path)
-    if stored is None and workers.compile_cuda(text, architecture):
-        stored = cubins.load(path)
-    if stored is not None:
-        return modules.ObjectCode.from_cubin(stored)
-    return compile_text(text, architecture)[0]
 
 
 def compile_text(text: str, architecture: str) -> tuple[Any, Path]:

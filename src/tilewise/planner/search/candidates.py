@@ -17,13 +17,13 @@ from tilewise.planner.measuring.times import peak_is_known
 from tilewise.planner.options import EXCLUDED
 from tilewise.planner.search.divisions import BATCH_LEVEL, Divisions, choice_of
 from tilewise.planner.search.estimate import estimate_ms
-from tilewise.planner.search.leaves import (
-    leaf_plan,
-)
+from tilewise.planner.search.foreseen import of_first_parts
+from tilewise.planner.search.leaves import leaf_plan
 from tilewise.planner.search.partitions import Partitions
 from tilewise.planner.search.root import Root
 from tilewise.planner.search.tilings import Tilings
 from tilewise.planner.search.trial import Trial
+from tilewise.problems.base import Problem
 from tilewise.solvers import Cost, Split
 
 __all__ = ["Candidates"]
@@ -46,14 +46,7 @@ class Candidates:
 
     def ranked(self) -> list[Plan]:
         """Leaves and divisions, best first by measured, summed or (rigor ``estimate``) estimated time."""
-        trial = self.root.trial(self.root.problem, self.root.tensors, self.root.options)
-        allowed = self.root.baseline_allowed and self.root.options.rigor != "estimate"
-        if self.root.baseline is not None and self.root.baseline.time_ms is not None:
-            if allowed:
-                trial.best_ms = self.root.baseline.time_ms
-            elif self._may_in_parts(self.root.baseline):
-                # In parts it may keep the limit; on a GPU it is never held to one.
-                trial.offers.blocked[self.root.baseline.solver, Config()] = self.root.baseline.time_ms
+        trial = self._trial_of_whole()
         usable = self._usable(trial)
         if self.root.for_front:
             usable += self._within_less(usable)
@@ -63,6 +56,29 @@ class Candidates:
         plans += [plan for plan in self.also if choice_of(plan) not in choices]
         not_dropped = (plan for plan in plans if choice_of(plan) not in self.root.dropped)
         return sorted(not_dropped, key=lambda plan: plan.time_ms)
+
+    def begin(self) -> list[tuple[Problem, Plan]]:
+        """Measure what needs no kernel of ours.
+
+        Returns leaves that :meth:`ranked` may then want compiled, each with its problem: the whole or a part of it.
+        """
+        trial = self._trial_of_whole()
+        offers = trial.run_ready()
+        problem, options = self.root.problem, self.root.options
+        own = [(problem, Plan(problem.key, *offer.key)) for offer in offers]
+        return [*own, *of_first_parts(problem, options, self.root.profile, offers)]
+
+    def _trial_of_whole(self) -> Trial:
+        """The trial of the whole problem, which torch's choice bounds where it may be used."""
+        trial = self.root.trial(self.root.problem, self.root.tensors, self.root.options)
+        allowed = self.root.baseline_allowed and self.root.options.rigor != "estimate"
+        if self.root.baseline is not None and self.root.baseline.time_ms is not None:
+            if allowed:
+                trial.best_ms = self.root.baseline.time_ms
+            elif self._may_in_parts(self.root.baseline):
+                # In parts it may keep the limit; on a GPU it is never held to one.
+                trial.offers.blocked[self.root.baseline.solver, Config()] = self.root.baseline.time_ms
+        return trial
 
     def _may_in_parts(self, baseline: Measurement) -> bool:
         """Whether torch's choice is only ruled out by its workspace on the whole, so that parts may use it."""

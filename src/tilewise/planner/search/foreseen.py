@@ -28,7 +28,7 @@ from tilewise.planner.search.pruning import Pruning
 from tilewise.problems.base import Problem
 from tilewise.solvers import Split
 
-__all__ = ["compile_all", "foreseen", "to_compile"]
+__all__ = ["compile_all", "foreseen", "of_first_parts", "to_compile"]
 
 TYPICAL: dict[str, Profile] = {
     "cuda": {"copy": 2.5e9, "fp32": 5e10, "tf32": 4e11, "bf16": 7e11, "fp16": 7e11, "launch": 0.003},
@@ -44,7 +44,24 @@ LESS = 2
 
 def foreseen(problem: Problem, options: Options) -> Iterator[tuple[Problem, Plan]]:
     """Problems that planning ``problem`` may meet, itself and its parts, each with leaves that it may try there."""
-    yield from _of(problem, options, None, -1, 0)
+    yield from _of(problem, options, TYPICAL[problem.device_type], None, -1, 0)
+
+
+def of_first_parts(
+    problem: Problem, options: Options, profile: Profile, picked: Sequence[Offer]
+) -> Iterator[tuple[Problem, Plan]]:
+    """Parts of the size that is tried first by each split, without a limit, with those leaves of ``picked`` that are
+    likely there.
+    """
+    if options.workspace is not None:
+        return
+    for split in _splits(problem, options, -1, 0, blocked=False):
+        sizes = () if split.at_once else split.sizes(problem, options.batch_sizes)
+        for size in sizes[:1]:
+            child = split.child(problem, size)
+            offers = Offers(child, options, profile, is_root=False, only=_keys(picked))
+            for offer in _likely(child, options, offers.ranked()):
+                yield child, Plan(child.key, *offer.key)
 
 
 def to_compile(
@@ -98,17 +115,22 @@ def compile_all(
     return lost
 
 
+def _keys(picked: Sequence[Offer]) -> frozenset[tuple[str, Config]]:
+    """Solvers and configs of offers."""
+    return frozenset((offer.solver.name, offer.config) for offer in picked)
+
+
 def _of(
-    problem: Problem, options: Options, picked: Sequence[Offer] | None, level: int, depth: int
+    problem: Problem, options: Options, profile: Profile, picked: Sequence[Offer] | None, level: int, depth: int
 ) -> Iterator[tuple[Problem, Plan]]:
     """:func:`foreseen` of a part that splits up to ``level`` have made, ``depth`` of them.
 
     Parts are tried with what was ``picked`` for the whole, on a GPU and without a limit: under one, what exceeds it on
     the whole may fit a part.
     """
-    offers = Offers(problem, options, TYPICAL[problem.device_type], is_root=not depth)
+    offers = Offers(problem, options, profile, is_root=not depth)
     if picked is not None:
-        offers.only = frozenset((offer.solver.name, offer.config) for offer in picked)
+        offers.only = _keys(picked)
     found = offers.ranked()
     if problem.device_type == "cuda":
         found = _likely(problem, options, found)
@@ -124,7 +146,7 @@ def _of(
         if handed_on is not None and options.rigor != "patient":
             sizes = sizes[:LESS]
         for size in sizes:
-            yield from _of(split.child(problem, size), options, handed_on, split.level, depth + 1)
+            yield from _of(split.child(problem, size), options, profile, handed_on, split.level, depth + 1)
 
 
 def _likely(problem: Problem, options: Options, offers: Sequence[Offer]) -> list[Offer]:
@@ -157,7 +179,7 @@ def _at_once(split: Split, problem: Problem, options: Options, depth: int) -> It
 
         def collect(sizes: tuple[int, ...] = sizes, found: list[tuple[Problem, Plan]] = found) -> None:
             for size in dict.fromkeys(sizes):
-                found.extend(_of(split.child(problem, size), alone, None, split.level, depth + 1))
+                found.extend(_of(split.child(problem, size), alone, TYPICAL["cpu"], None, split.level, depth + 1))
 
         with_threads(collect, max(1, threads // len(sizes)))
         yield from found

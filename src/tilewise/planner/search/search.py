@@ -53,6 +53,15 @@ class Search:
         """Expected milliseconds on the whole problem, by solver and config."""
         return self.root.estimates
 
+    def begin(self) -> list[tuple[Problem, Plan]]:
+        """Measure torch's choice and all that needs no kernel of ours.
+
+        Returns leaves whose kernels :meth:`best` may then want, each with its problem: the whole or a part of it.
+        """
+        with self.root.undisturbed():
+            self.root.measure_baseline()
+            return self.candidates.begin()
+
     def best(self) -> Plan:
         """The fastest plan that keeps every constraint, checked against float64 and timed whole against torch.
 

@@ -77,14 +77,31 @@ class Trial:
         """Candidates that are still to be tried, the next one last."""
 
     def run(self) -> list[Measurement]:
-        """Try the candidates of every leaf solver in the order of their estimates. Returns all measurements."""
-        offers = self.offers.ranked()
-        self.found += self.offers.lost
-        self.pruning.compare(offers)
-        self._waiting = offers[::-1]
+        """Try the candidates of every leaf solver in the order of their estimates. Returns all measurements.
+
+        On a GPU those come first that need no kernel of ours: what they take says which kernels are worth compiling.
+        """
+        self._waiting = self._begin()[::-1]
         while self._waiting:
             self._consider(self._waiting.pop())
         return self.found
+
+    def run_ready(self) -> list[Offer]:
+        """Try only the candidates that need no kernel of ours. Returns the others that :meth:`run` would then try."""
+        offers = self._begin()
+        for offer in offers:
+            if not offer.solver.compiles:
+                self._consider(offer)
+        return self.pruning.to_compile(offers, self.best_ms)
+
+    def _begin(self) -> list[Offer]:
+        """The candidates in the order in which they are tried; those that cannot be are noted as lost."""
+        offers = self.offers.ranked()
+        self.found += self.offers.lost
+        self.pruning.compare(offers)
+        if self.problem.device_type == "cuda" and not self.pruning.patient:
+            offers.sort(key=lambda offer: offer.solver.compiles)
+        return offers
 
     def took_ms(self) -> dict[Key, float]:
         """Milliseconds that candidates take, as measured at any time or seen in this trial."""
