@@ -17,7 +17,7 @@ from tilewise.kernels.building.kept import only_kept, refuse
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.options import Options
 from tilewise.planner.search.offers import Offer
-from tilewise.planner.search.pruning import PRUNE
+from tilewise.planner.search.pruning import BEHIND, COMPILED
 from tilewise.planner.search.rates import LOST
 from tilewise.planner.search.trial import Trial
 from tilewise.problems.conv.axis import Axis
@@ -73,18 +73,23 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
 
 
 def test_what_will_be_measured_is_bound(bound: list[tuple[str, object]]) -> None:
-    own, other, ready = solver("own", most=2), solver("other"), solver("ready", compiles=False)
-    full = solver("full", most=1)
-    prior = {("other", 1, Config(n=4)): LOST * BEST_MS * 1.01}
-    known = {
-        (name, 1, Config(n=n)): Measurement(name, 1, Config(n=n), 1.0, 0) for name, n in (("other", 5), ("full", 8))
-    }
+    """Of each family the first that is worth it: others only once it has shown what it takes."""
+    own, other, ready = solver("own"), solver("other"), solver("ready", compiles=False)
+    far, slow = solver("far"), solver("slow")
+    prior = {("other", 1, Config(n=3)): LOST * BEST_MS * 1.01}
     listed = waiting(
-        (own, 0.1), (own, 0.2), (ready, 0.2), (own, 0.3), (other, 0.4), (other, 0.5), (other, 0.6),
-        (other, PRUNE * BEST_MS * 1.01), (full, 1.5), (full, 1.6),
+        (own, 1.0), (own, 1.05), (ready, 1.1), (other, 1.1), (other, 1.15), (other, 1.2),
+        (slow, COMPILED * BEST_MS * 1.01), (far, BEHIND * 1.0 * 1.01),
     )  # fmt: skip
-    assert "does not compile" in try_first(trial(prior_ms=prior, known=known), listed).reason
-    assert sorted(bound) == [("other", 6), ("own", 0), ("own", 1)]
+    assert "does not compile" in try_first(trial(prior_ms=prior), listed).reason
+    assert sorted(bound) == [("other", 4), ("own", 0)]
+
+
+def test_what_is_known_is_not_bound(bound: list[tuple[str, object]]) -> None:
+    own, full = solver("own"), solver("full", most=1)
+    known = {("full", 1, Config(n=1)): Measurement("full", 1, Config(n=1), 1.0, 0)}
+    try_first(trial(known=known), waiting((own, 1.0), (full, 1.0), (full, 1.1)))
+    assert bound == [("own", 0)]
 
 
 def test_patience_measures_all_and_so_compiles_all(bound: list[tuple[str, object]]) -> None:
@@ -130,11 +135,11 @@ def test_what_was_bound_ahead_is_measured_as_it_is(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(execute, "bind", bind)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    found = trial()
-    assert "bound again" not in try_first(found, waiting((own, 0.1), (own, 0.2))).reason
+    found, other = trial(), solver("other")
+    assert "bound again" not in try_first(found, waiting((own, 0.1), (other, 0.11))).reason
     assert sorted(calls) == [0, 1]
-    assert "bound again" not in found.measure(own, Config(n=1)).reason
-    assert "bound again" in found.measure(own, Config(n=1)).reason
+    assert "bound again" not in found.measure(other, Config(n=1)).reason
+    assert "bound again" in found.measure(other, Config(n=1)).reason
 
 
 def test_what_is_compiled_is_bound_when_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +185,7 @@ def test_all_kernels_of_all_candidates_are_asked_for_at_once(monkeypatch: pytest
     monkeypatch.setattr(execute, "bind", bind)
     monkeypatch.setattr(workers.Pool, "try_to_ask", try_to_ask)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    try_first(trial(), waiting((solver("own"), 0.1), (solver("own"), 0.2)))
+    try_first(trial(), waiting((solver("own"), 0.1), (solver("other"), 0.11)))
     assert sorted(asked) == ["a", "b", "c"]
     assert order == ["asked"] * 3 + ["bound"] * 2
 

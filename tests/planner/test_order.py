@@ -41,8 +41,9 @@ class Kernels:
 
 def batches(kernels: Kernels, told: list[int]) -> list[int]:
     def begin(problem: Any) -> list[tuple[Any, Plan]]:
+        """Wants something the first time, and nothing more when that is there."""
         told.append(problem.batch)
-        return [(problem, Plan(problem.key, "own", 1, Config()))] * problem.batch
+        return [(problem, Plan(problem.key, "own", 1, Config()))] * problem.batch * (told.count(problem.batch) == 1)
 
     unsound: Any = kernels
     return [p.batch for p in order.ready_first(PROBLEMS, begin, unsound)]
@@ -51,22 +52,33 @@ def batches(kernels: Kernels, told: list[int]) -> list[int]:
 def test_what_is_ready_comes_first() -> None:
     kernels, told = Kernels([3, 1, 0, 2, 2], enough=99), list[int]()
     assert batches(kernels, told) == [3, 2, 4, 5, 1]
-    assert told == [1, 2, 3, 4, 5]
-    assert kernels.loads == [1, 2, 3, 4, 5]
+    assert sorted(told) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert sorted(kernels.loads) == [1, 2, 3, 4, 5]
+
+
+def test_kernels_are_asked_for_a_few_times_at_most() -> None:
+    kernels, told = Kernels([0] * 5, enough=0), list[int]()
+
+    def begin(problem: Any) -> list[tuple[Any, Plan]]:
+        told.append(problem.batch)
+        return [(problem, Plan(problem.key, "own", 1, Config()))]
+
+    unsound: Any = kernels
+    assert [p.batch for p in order.ready_first(PROBLEMS, begin, unsound)] == [1, 2, 3, 4, 5]
+    assert told == [n for n in (1, 2, 3, 4, 5) for _ in range(order.ROUNDS)]
 
 
 def test_no_more_problems_are_begun_than_workers_can_be_kept_busy_with() -> None:
-    kernels = Kernels([1, 1, 1, 1, 0], enough=2)
-    begun: list[int] = []
+    kernels, told = Kernels([0, 5, 5, 5, 5], enough=2), list[int]()
+    assert batches(kernels, told)[0] == 1
+    assert told[:5] == [1, 2, 3, 1, 4], "the first is looked at again once two others keep workers busy"
 
-    def begin(problem: Any) -> list[tuple[Any, Plan]]:
-        begun.append(problem.batch)
-        return []
 
+def test_a_problem_that_wants_nothing_is_planned_at_once() -> None:
+    kernels = Kernels([9] * 5, enough=1)
     unsound: Any = kernels
-    seen = [(problem.batch, len(begun)) for problem in order.ready_first(PROBLEMS, begin, unsound)]
-    assert [batch for batch, _ in seen] == [5, 1, 2, 3, 4]
-    assert seen[0] == (5, 5), "nothing was ready before"
+    assert [p.batch for p in order.ready_first(PROBLEMS, lambda problem: [], unsound)] == [1, 2, 3, 4, 5]
+    assert kernels.added == []
 
 
 @pytest.mark.parametrize("options", [Options(rigor="estimate"), Options(rigor="wisdom_only"), Options(rigor="patient")])

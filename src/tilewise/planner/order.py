@@ -23,6 +23,10 @@ Begin = Callable[[Problem], Iterable[tuple[Problem, Plan]]]
 SEVERAL = 2
 """From so many problems on kernels of one are compiled while another is measured."""
 
+ROUNDS = 4
+"""Most times that kernels are compiled for a problem before it is planned with what is there, and what it then lacks.
+"""
+
 
 def in_order(
     problems: Sequence[P], options: Options, is_known: Callable[[P], bool], begin: Begin
@@ -48,19 +52,22 @@ def in_order(
 def ready_first(problems: Sequence[P], begin: Begin, kernels: Upcoming) -> Generator[P, None, None]:
     """``problems``, each when its kernels are compiled, while those of the problems after it are.
 
-    ``begin(problem)`` measures what needs no kernels, and returns leaves that may be measured later. Problems are begun
-    in their order, as long as workers have too little to do; the first whose kernels are there comes first.
+    ``begin(problem)`` measures that whose kernels are there, and returns leaves that are to be measured as well. It is
+    called again when these are compiled, until it returns none. Problems are begun in their order, as long as workers
+    have too little to do; the first whose kernels are there comes first.
     """
-    waiting, begun = list(problems), list[P]()
+    waiting, begun = list(problems), dict[P, int]()
     while waiting or begun:
         ready = next((problem for problem in begun if kernels.is_ready(problem.key)), None)
         if waiting and (ready is None or not kernels.has_enough):
-            problem = waiting.pop(0)
-            leaves = begin(problem)
-            kernels.add(problem.key, [functools.partial(execute.compile_only, plan, part) for part, plan in leaves])
-            begun.append(problem)
-        elif ready is not None:
-            begun.remove(ready)
-            yield ready
-        else:
+            ready = waiting.pop(0)
+        elif ready is None:
             kernels.wait()
+            continue
+        rounds = begun.pop(ready, 0)
+        leaves = list(begin(ready)) if rounds < ROUNDS else []
+        if leaves:
+            begun[ready] = rounds + 1
+            kernels.add(ready.key, [functools.partial(execute.compile_only, plan, part) for part, plan in leaves])
+        else:
+            yield ready

@@ -19,6 +19,7 @@ from tilewise.planner.caches.fronts import FrontCache
 from tilewise.planner.caches.measurements import MeasurementCache, baselines
 from tilewise.planner.caches.plans import PlanCache
 from tilewise.planner.caches.refusals import Refusals
+from tilewise.planner.experience import Experience
 from tilewise.planner.gate import as_here, why_unfit
 from tilewise.planner.measuring.cold import made_once
 from tilewise.planner.options import MEASURING, NoPlanError, Options, names_to_measure
@@ -71,6 +72,7 @@ class Planner:
         self._refusals = Refusals()
         self._plans = PlanCache(self.wisdom, self._refusals)
         self._fronts = FrontCache(self.wisdom)
+        self._experience = Experience()
         self._profiles: dict[str, Profile] = {}
         self._lock = threading.RLock()
 
@@ -270,7 +272,7 @@ class Planner:
             try:
                 profile_of = self.profile if timed else _no_profile
                 also = self._fronts.divisions(problem, options) if timed else ()
-                return work(Search(problem, options, profile_of, store, also))
+                return work(Search(problem, options, profile_of, store, also, self._experience))
             except torch.OutOfMemoryError as error:
                 text = str(error).splitlines()[0]
                 raise NoPlanError(f"no plan for {problem.key}: no memory to measure with: {text}") from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tilewise import execute
 from tilewise.kernels.building.ahead import compiled_apart, side_by_side
-from tilewise.kernels.building.kept import NotKept, kept_only
+from tilewise.kernels.building.kept import NotKept, kept_only, only_kept
 from tilewise.machine.turns import in_turns
 from tilewise.plan import Config, Plan
 from tilewise.problems.base import Problem
@@ -40,6 +40,8 @@ class Binder:
                 with kept_only():
                     return self._bound(plan)
             except NotKept:
+                if only_kept():
+                    raise
                 self._bind_side_by_side([plan, *(() if later is None else later())])
         return self._ahead.pop(key, None) or self._bound(plan)
 

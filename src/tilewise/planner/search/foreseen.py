@@ -60,7 +60,7 @@ def of_first_parts(
         for size in sizes[:1]:
             child = split.child(problem, size)
             offers = Offers(child, options, profile, is_root=False, only=_keys(picked))
-            for offer in _likely(child, options, offers.ranked()):
+            for offer in _likely(child, options, offers.ranked(), narrows=True):
                 yield child, Plan(child.key, *offer.key)
 
 
@@ -149,9 +149,12 @@ def _of(
             yield from _of(split.child(problem, size), options, profile, handed_on, split.level, depth + 1)
 
 
-def _likely(problem: Problem, options: Options, offers: Sequence[Offer]) -> list[Offer]:
-    """Those of ``offers`` that compile and are not pruned, where the best takes some time more than is estimated."""
-    pruning = Pruning(problem, {}, options.rigor == "patient")
+def _likely(problem: Problem, options: Options, offers: Sequence[Offer], *, narrows: bool = False) -> list[Offer]:
+    """Those of ``offers`` that compile and are not pruned, where the best takes some time more than is estimated.
+
+    Unless it ``narrows``, also those that are measured only where others turn out slower than estimated.
+    """
+    pruning = Pruning(problem, {}, options.rigor == "patient", narrows=narrows)
     pruning.compare(offers)
     best_ms = MARGIN * min((offer.estimate_ms for offer in offers), default=0.0)
     return pruning.to_compile(offers, best_ms)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tilewise import solvers
 from tilewise.execute.kept_filter import compared_bytes
 from tilewise.plan import Config, Measurement, format_bytes
+from tilewise.planner.experience import Experience
 from tilewise.planner.measuring.times import NOISE
 from tilewise.planner.options import EXCLUDED, Options, first_line
 from tilewise.planner.search.estimate import Profile, estimate_ms
@@ -31,6 +32,8 @@ class Offer(NamedTuple):
     config: Config
     needed: int
     """Bytes of workspace, those included that libraries take unseen."""
+    by_cost_ms: float = 0.0
+    """The estimate by arithmetic and bytes alone."""
 
     @property
     def key(self) -> Key:
@@ -61,6 +64,8 @@ class Offers:
     """Whether a part is worth trying for candidates that block the batch themselves: a tile is, a micro-batch not."""
     beside: Sequence[Measurement] = ()
     """For a front, the measurements under other limits."""
+    experience: Experience | None = None
+    """What estimates were worth for problems before."""
     lost: list[Measurement] = field(default_factory=list)
     blocked: dict[tuple[str, Config], float] = field(default_factory=dict)
     """Candidates lost to the workspace limit alone, with their estimates."""
@@ -116,7 +121,11 @@ class Offers:
                 self.lost.append(loss_of(solver, config, text, most))
                 self.blocked[solver.name, config] = self._estimate(solver, config)
                 continue
-            offers.append(Offer(self._estimate(solver, config), rank, solver, config, needed))
+            estimate = self._estimate(solver, config)
+            expected = estimate * (
+                1.0 if self.experience is None else self.experience.factor(self.problem, solver, config)
+            )
+            offers.append(Offer(expected, rank, solver, config, needed, estimate))
         if not offers and len(self.lost) == lost_before:
             within = "" if limit is None else f" in {format_bytes(limit)} of workspace"
             self.lost.append(loss_of(solver, Config(), f"offers no config{within}"))

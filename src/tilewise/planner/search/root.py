@@ -12,6 +12,7 @@ from tilewise import solvers
 from tilewise.machine.device import torch_device
 from tilewise.machine.torch_state import undisturbed
 from tilewise.plan import Config, Measurement, Plan, format_bytes
+from tilewise.planner.experience import Experience
 from tilewise.planner.measuring import replacing
 from tilewise.planner.measuring.samples import Sample
 from tilewise.planner.measuring.times import Timer, Took, check_peak_is_known
@@ -45,6 +46,8 @@ class Root:
     profile_of: Callable[[str], Profile]
     """Gives a device's measured rates."""
     store: Measurements
+    experience: Experience | None = None
+    """What estimates were worth for problems before."""
 
     def __post_init__(self) -> None:
         self.log: list[Measurement] = []
@@ -154,6 +157,7 @@ class Root:
             bias=self.bias if root else None,
             loses=self.loses_by_launches if root else None,
             for_front=self.for_front,
+            experience=self.experience,
             watched=self.for_front or self.options.workspace is not None,
         )
 

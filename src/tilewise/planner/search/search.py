@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tilewise import execute, solvers
 from tilewise.plan import Config, Measurement, Plan
+from tilewise.planner.experience import Experience
 from tilewise.planner.fronts import front, thin
 from tilewise.planner.options import Options, first_line
 from tilewise.planner.search.candidates import Candidates
@@ -30,6 +31,7 @@ class Search:
 
     ``profile_of(device)`` gives a device's measured rates. ``store`` has what was measured before, and takes what this
     search measures. ``also`` are divisions that an earlier search found for a front, which may have tried more sizes.
+    ``experience`` corrects estimates by what was measured of other problems, and learns from this one.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class Search:
         profile_of: Callable[[str], Profile],
         store: Measurements,
         also: tuple[Plan, ...] = (),
+        experience: Experience | None = None,
     ) -> None:
-        self.root = Root(problem, options, profile_of, store)
+        self.root = Root(problem, options, profile_of, store, experience)
         self.candidates, self.finals = Candidates(self.root, also), Finals(self.root)
 
     @property

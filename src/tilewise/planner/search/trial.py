@@ -8,8 +8,10 @@ from dataclasses import replace
 import torch
 
 from tilewise import execute
+from tilewise.kernels.building.kept import NotKept, kept_only
 from tilewise.machine.turns import in_turns
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
+from tilewise.planner.experience import Experience
 from tilewise.planner.measuring.times import Timer
 from tilewise.planner.options import Options
 from tilewise.planner.search.benchmark import OUT_OF_MEMORY, Benchmark, TooSlow
@@ -37,7 +39,8 @@ class Trial:
     ``judge`` gives the reason why a candidate's error is too large, empty text when it is not. ``bias`` is that of a
     root problem that adds one. For a front slower candidates with less workspace are wanted, too. Without ``watched``
     nobody asks how much memory a candidate takes, so that its finalists alone are watched for hidden memory. What
-    ``loses`` says yes to will not be chosen because of its launches, however fast it is.
+    ``loses`` says yes to will not be chosen because of its launches, however fast it is. On a GPU ``experience``
+    corrects estimates, and takes what is measured.
 
     Which candidates there are is said by :attr:`offers`, which of them are not worth a measurement by :attr:`pruning`,
     and what one takes by :attr:`benchmark`.
@@ -60,11 +63,15 @@ class Trial:
         for_front: bool = False,
         watched: bool = True,
         loses: Callable[[Measurement], bool] | None = None,
+        experience: Experience | None = None,
     ) -> None:
         self.problem, self.tensors, self.options, self.is_root = problem, tensors, options, is_root
         self.known, self.foreign, self.judge, self._loses = known, foreign, judge, loses
-        self.offers = Offers(problem, options, profile, wrong, is_root)
+        narrows = options.rigor == "measure" and problem.device_type == "cuda"
+        self._experience = experience if narrows else None
+        self.offers = Offers(problem, options, profile, wrong, is_root, experience=self._experience)
         self.pruning = Pruning(problem, known, options.rigor == "patient", for_front)
+        self.pruning.narrows = narrows
         self.benchmark = Benchmark(problem, tensors, options, timer, is_root, bias, watched)
         self._binder = Binder(problem, tensors)
         self.best_ms = float("inf")
@@ -87,21 +94,28 @@ class Trial:
         return self.found
 
     def run_ready(self) -> list[Offer]:
-        """Try only the candidates that need no kernel of ours. Returns the others that :meth:`run` would then try."""
-        offers = self._begin()
-        for offer in offers:
-            if not offer.solver.compiles:
-                self._consider(offer)
-        return self.pruning.to_compile(offers, self.best_ms)
+        """Try only the candidates whose kernels are compiled. Returns the others that :meth:`run` would then try."""
+        wanted: list[Offer] = []
+        with kept_only():
+            for offer in self._begin():
+                try:
+                    self._consider(offer)
+                except NotKept:
+                    wanted.append(offer)
+        return wanted
 
     def _begin(self) -> list[Offer]:
-        """The candidates in the order in which they are tried; those that cannot be are noted as lost."""
+        """The candidates in the order in which they are tried; those that cannot be are noted as lost.
+
+        On a GPU those come first that need no kernel of ours, then the best by estimate of each family, then others.
+        """
         offers = self.offers.ranked()
         self.found += self.offers.lost
         self.pruning.compare(offers)
-        if self.problem.device_type == "cuda" and not self.pruning.patient:
-            offers.sort(key=lambda offer: offer.solver.compiles)
-        return offers
+        if self.problem.device_type != "cuda" or not self.pruning.narrows:
+            return offers
+        firsts = {offer.solver.family(offer.config): offer for offer in reversed(offers)}.values()
+        return sorted(offers, key=lambda offer: (offer.solver.compiles, all(offer is not first for first in firsts)))
 
     def took_ms(self) -> dict[Key, float]:
         """Milliseconds that candidates take, as measured at any time or seen in this trial."""
@@ -112,8 +126,13 @@ class Trial:
         """Try a candidate, or note why it is not worth that."""
         if reason := self.pruning.reason(offer, self._time_to_beat):
             self._lose(offer, reason)
-        else:
-            self._try(offer)
+            return
+        self._try(offer)
+        m = self.found[-1]
+        took_ms = None if m.reason else m.time_ms
+        self.pruning.note(offer, took_ms)
+        if took_ms is not None and self._experience is not None:
+            self._experience.note(self.problem, offer.solver, offer.config, took_ms / max(offer.by_cost_ms, 1e-9))
 
     def _time_to_beat(self, workspace: int) -> float:
         """The time to beat in ms: the best so far; for a front, the best that needs at most ``workspace`` bytes."""
