@@ -117,19 +117,14 @@ class Planner:
         distinct = list(dict.fromkeys(problems))
         self._plans.preload(distinct, options)
         tell = self.progress or _silent
-        begun: dict[Problem, None] = {}
-
-        def told(problem: Problem) -> None:
-            tell(len(begun), len(distinct), problem.key)
-            begun[problem] = None
-
-        self.plan_ahead(distinct, options, told)
+        far = _Far(tell, len(distinct))
+        self.plan_ahead(distinct, options, far.told)
         plans: dict[P, Plan] = {}
         over_cold_caches = options.rigor in MEASURING and any(p.device_type == "cpu" for p in distinct)
-        with made_once(over_cold_caches), contextlib.closing(_order(self, distinct, options)) as order:
+        with made_once(over_cold_caches), contextlib.closing(_order(self, distinct, options, far.look)) as order:
             for problem in order:
-                if problem not in begun:
-                    told(problem)
+                if problem not in far.begun:
+                    far.told(problem)
                 plans[problem] = self.plan(problem, options)
         tell(len(distinct), len(distinct), "")
         return {problem: plans[problem] for problem in distinct}
@@ -298,10 +293,34 @@ class Planner:
         return self._plans.find(problem, options, self._admitted)
 
 
-def _order(planner: Planner, problems: Sequence[P], options: Options) -> Generator[P]:
-    """``problems`` in the order in which they are planned."""
+class _Far:
+    """How far the planning of ``total`` problems is, which ``tell`` hears of.
+
+    On a GPU a look at a problem while kernels are compiled is half of its planning.
+    """
+
+    def __init__(self, tell: Progress, total: int) -> None:
+        self._tell, self._total = tell, total
+        self._looked: dict[Problem, None] = {}
+        self.begun: dict[Problem, None] = {}
+        """The problems that are planned or being planned."""
+
+    def look(self, problem: Problem) -> None:
+        """A problem is looked at."""
+        self._looked[problem] = None
+        self._tell((len(self._looked) - 1 + len(self.begun)) // 2, self._total, problem.key)
+
+    def told(self, problem: Problem) -> None:
+        """A problem is planned now."""
+        self.look(problem)
+        self.begun[problem] = None
+
+
+def _order(planner: Planner, problems: Sequence[P], options: Options, look: Callable[[Problem], None]) -> Generator[P]:
+    """``problems`` in the order in which they are planned; ``look`` hears of each that is looked at before."""
 
     def begin(problem: Problem) -> list[tuple[Problem, Plan]]:
+        look(problem)
         with contextlib.suppress(NoPlanError):
             return planner._searched(problem, options, Search.begin)
         return []

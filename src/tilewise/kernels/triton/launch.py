@@ -32,6 +32,12 @@ class Pointer:
     source: int
     offset: int
     dtype: torch.dtype
+    anywhere: bool = False
+    """Whether the kernel gains nothing from an alignment: it is then compiled once, for any address."""
+
+    def promised(self, alignment: Sequence[int]) -> int:
+        """Bytes that divide the address, as far as the kernel may know, for tensors that are aligned so."""
+        return self.dtype.itemsize if self.anywhere else math.gcd(alignment[self.source], self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class Launch:
 
         In a thread that a pool of workers serves, one of these compiles it first.
         """
-        stand_ins = [_Address(p.dtype, math.gcd(alignment[p.source], p.offset)) for p in self.pointers]
+        stand_ins = [_Address(p.dtype, p.promised(alignment)) for p in self.pointers]
         options = {"num_warps": self.warps, "num_stages": self.stages}
         with own_cache():
             workers.reroute(self.kernel)

@@ -11,7 +11,6 @@ from tilewise.planner.search.known import Known
 from tilewise.planner.search.offers import Offer
 from tilewise.planner.search.rates import LOST, Key
 from tilewise.problems.base import Problem
-from tilewise.solvers import Solver
 
 __all__ = ["BEHIND", "COMPILED", "NEXT", "PRUNE", "Pruning"]
 
@@ -25,6 +24,8 @@ best of all those, save by ``patient``."""
 NEXT = 1.15
 """Of those, a further config of a family is measured only where the best of the family so far is within this of the
 best of all."""
+MOST_COMPILED = 3
+"""Most configs of such a family that are measured."""
 BEHIND_KIN = 1.25
 """A candidate whose estimate is this many times the best of its kin is not measured, save by ``patient``."""
 
@@ -89,7 +90,7 @@ class Pruning:
         if not is_known and (hopeless := self._hopeless(offer, time_to_beat(offer.needed))):
             return hopeless
         self.tried[family] += 1  # also what is known, else each search would measure as many again
-        most = self._most(offer.solver)
+        most = self._most(offer)
         if not is_known and self.tried[family] > most:
             return f"not measured: {most} of {family} with better estimates were"
         if not is_known and self.is_compiled(offer) and self._is_behind(family, time_to_beat(offer.needed)):
@@ -117,10 +118,12 @@ class Pruning:
         """The least estimate of ``others``; for a front, of those that need no more workspace than ``offer``."""
         return min((ms for ms, needed in others if not self.for_front or needed <= offer.needed), default=math.inf)
 
-    def _most(self, solver: Solver) -> int:
-        """How many configs of a family of ``solver`` are measured at the most."""
-        of_solver = solver.most(self.problem)
-        return of_solver if self.most is None else min(of_solver, self.most)
+    def _most(self, offer: Offer) -> int:
+        """How many configs of a candidate's family are measured at the most."""
+        most = offer.solver.most(self.problem)
+        if self.is_compiled(offer) and not self.for_front:
+            most = min(most, MOST_COMPILED)
+        return most if self.most is None else min(most, self.most)
 
     def _hopeless(self, offer: Offer, best_ms: float) -> str:
         """Why a candidate that is not known yet is not worth a measurement; empty when it is."""

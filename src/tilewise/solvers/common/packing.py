@@ -27,6 +27,9 @@ SEARCH_BLOCK, SEARCH_APART = 2048, 512
 """Elements that a program searches at a time: contiguous ones, and those whose addresses must each be computed and held
 in registers."""
 
+ROOMS = (32, 1024)
+"""Numbers of peaks that a kernel has room for where that is enough: loading a few beside them is free."""
+
 
 def chunks_of(images: int, elements: int) -> int:
     """How many programs search an image of ``elements`` elements for its peak, with ``images`` searched at a time."""
@@ -149,16 +152,24 @@ class Packing:
 
     def constants(self, name: str) -> dict[str, Any]:
         """The kernel's compile-time constants for this operand; their names begin with ``name``."""
-        values = {"CHUNKS": 1 << (self.known - 1).bit_length(), "ALIGNED": self.inner.aligned, "BLOCK_C": self.block_c}
+        values = {"CHUNKS": _room(self.known), "ALIGNED": self.inner.aligned, "BLOCK_C": self.block_c}
         return {name + key: value for key, value in values.items()}
+
+
+def _room(peaks: int) -> int:
+    """A power of two that holds ``peaks``, one of few, so that many shapes share a kernel."""
+    return next((room for room in ROOMS if room >= peaks), 1 << (peaks - 1).bit_length())
 
 
 def pack(kernel: Any, a: Packing, b: Packing, *, both: bool = True, **constants: Any) -> Launch:
     """The launch of ``kernel`` (such as ``layout.pack``) that packs ``a``, and with ``both`` also ``b``."""
     packings = [a, b] if both else [a]
+    constants |= {**a.constants("A_"), **b.constants("B_")}
+    if not constants.get("SCALED", True):
+        constants |= {"A_CHUNKS": 1, "B_CHUNKS": 1}  # nothing is scaled by peaks
     return launch(
         kernel,
         [sum(packing.programs for packing in packings), max(packing.channel_blocks for packing in packings)],
         [*a.pointers, *b.pointers], [a.programs, *a.scalars, *b.scalars],
-        **a.constants("A_"), **b.constants("B_"), **constants, PER_IMAGE=a.per_image, BLOCK_P=a.PLACES,
+        **constants, PER_IMAGE=a.per_image, BLOCK_P=a.PLACES,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,12 +186,14 @@ def _gather_gemm(layout: Layout, sweeps: Sequence[Sweep], out: View, first: int,
     steps = [stride * sweep.stride for stride, sweep in zip(out.strides[2:], sweeps, strict=True)]
     taps = [sweep.taps for sweep in sweeps]
     place = source.offset([sweep.start for sweep in sweeps])
+    target = replace(within(out, OUT), anywhere=not written.aligned)  # of other strides nothing is known
     return launch(
         kernels.gather_gemm,
         [-(-channels // tile.channels) * -(-pixels // tile.columns)],
         [at(layout.source_slot, place),
          at(layout.other_slot, filters.offset([sweep.first_tap for sweep in sweeps])),
-         at(layout.source_exponents, first), at(layout.other_exponents), within(out, OUT), bias or within(out, OUT)],
+         at(layout.source_exponents, first), at(layout.other_exponents), target,
+         replace(bias or target, anywhere=True)],
         [pixels, channels, *counts, source.image * source.row, *source.strides([sweep.step for sweep in sweeps]),
          math.prod(taps) * source.channels // tile.depth, *taps[1:],
          *source.strides([sweep.tap_step for sweep in sweeps]),
