@@ -317,7 +317,12 @@ class _Far:
 
 
 def _order(planner: Planner, problems: Sequence[P], options: Options, look: Callable[[Problem], None]) -> Generator[P]:
-    """``problems`` in the order in which they are planned; ``look`` hears of each that is looked at before."""
+    """``problems`` in the order in which they are planned; ``look`` hears of each that is looked at before.
+
+    Nothing is measured ahead for a planner that plans in a way of its own.
+    """
+    if type(planner).plan is not Planner.plan:
+        return (problem for problem in problems)
 
     def begin(problem: Problem) -> list[tuple[Problem, Plan]]:
         look(problem)
