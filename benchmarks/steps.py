@@ -4,11 +4,11 @@ A step is forward, loss (the mean of squares) and backward. ``cases`` are ``netw
 ``tilewise time`` takes. The modes are ``fp32`` (without TF32), ``tf32`` and ``bf16`` (autocast). The ``ways`` are
 ``eager``, ``compiled`` (``torch.compile``), ``reduce-overhead`` (compiled, with CUDA graphs) and ``graph`` (the step
 captured as a CUDA graph); on a CPU there are no graphs. torch runs in benchmark mode, contiguous and channels_last, and
-the faster of the two is its side of the ratio; the plans run in the layout that is usual for the mode (bf16
-channels_last, else contiguous). Several steps are queued before each look at the clock, as in a training loop, so that
-the host's time counts only where the device waits for it. All sides take turns. ``details`` has the interval that holds
-the true ratio in 95 of 100 cases, and the gain that the passes promise (``predicted_gain_ms``) beside that of the step
-over torch in the same layout (``gain_ms``).
+the faster of the two is its side of the ratio; the plans run in the layout in which torch's eager step is the faster,
+or in the ``layout`` that is given. Several steps are queued before each look at the clock, as in a training loop, so
+that the host's time counts only where the device waits for it. All sides take turns. ``details`` has the interval that
+holds the true ratio in 95 of 100 cases, and the gain that the passes promise (``predicted_gain_ms``) beside that of the
+step over torch in the same layout (``gain_ms``).
 
 A row that an earlier run left in the result's file is kept, with the commit that it was measured at. So a long table is
 made in several runs.
@@ -41,6 +41,7 @@ DEFAULTS = {
     "ways": "eager,compiled,graph",
     "rigor": "measure",
     "goal": "step",
+    "layout": "",
     "rounds": "21",
     "round_ms": "400",
     "seconds": "0",
@@ -117,7 +118,7 @@ def ways_of(settings: Settings) -> list[str]:
 
 def earlier_rows(settings: Settings) -> dict[tuple[str, str], Row]:
     """The rows of an earlier run that planned and measured in the same way, by name and way."""
-    found = settings.earlier_with("rigor", "goal", "round_ms")
+    found = settings.earlier_with("rigor", "goal", "layout", "round_ms")
     rows = [] if found is None else [Row.from_json(row) for row in found["rows"]]
     return {(row.name, row.group): row for row in rows}
 
@@ -126,19 +127,21 @@ def rows_of(settings: Settings, case: Case, ways: list[str]) -> list[Row]:
     """The case's rows: every side is built once, and run in each way."""
     own = case.network.module.to(settings.device).train()
     images = case.network.example_inputs(case.batch, settings.device)
-    usual = LAYOUTS[USUAL_LAYOUT[case.mode]]
-    planned = copy.deepcopy(own).to(memory_format=usual)
-    planning_s = planned_in(settings, case, planned, images.to(memory_format=usual))
-    report = tilewise.nn.report(planned)
     sides = {
         f"torch, {layout}": (copy.deepcopy(own).to(memory_format=kind), images.to(memory_format=kind))
         for layout, kind in LAYOUTS.items()
     }
-    sides["planned"] = planned, images.to(memory_format=usual)
+    layout = settings.text("layout") or faster_layout(settings, case, sides)
+    kind = LAYOUTS[layout]
+    planned = copy.deepcopy(own).to(memory_format=kind)
+    planning_s = planned_in(settings, case, planned, images.to(memory_format=kind))
+    report = tilewise.nn.report(planned)
+    sides["planned"] = planned, images.to(memory_format=kind)
     passes = [one for _, _, one in report.passes()]
     predicted = [one.torch_ms - one.planned_ms for one in passes if one.replaced and one.torch_ms and one.planned_ms]
     details = {
         "batch": case.batch,
+        "layout": layout,
         "mode": case.mode,
         "planning_s": planning_s,
         "passes": len(passes),
@@ -164,9 +167,16 @@ def rows_of(settings: Settings, case: Case, ways: list[str]) -> list[Row]:
         rows.append(
             Row(case.name, way, Side(torch_side, medians[torch_side]), Side("planned", medians["planned"]),
                 details={**details, "sides": spread, "interval": interval_of,
-                         "gain_ms": medians[f"torch, {USUAL_LAYOUT[case.mode]}"] - medians["planned"]})
+                         "gain_ms": medians[f"torch, {layout}"] - medians["planned"]})
         )  # fmt: skip
     return rows
+
+
+def faster_layout(settings: Settings, case: Case, sides: Mapping[str, tuple[nn.Module, torch.Tensor]]) -> str:
+    """The layout in which torch's eager step is the faster."""
+    steps = {name: step_of(case, module, images) for name, (module, images) in sides.items()}
+    took = in_turns(steps, settings, rounds=3)
+    return min(took, key=lambda name: statistics.median(took[name])).partition(", ")[2]
 
 
 def step_in(way: str, case: Case, module: nn.Module, images: torch.Tensor) -> Step:
@@ -192,8 +202,8 @@ def captured(step: Step) -> Step:
     return graph.replay
 
 
-def in_turns(steps: dict[str, Step], settings: Settings) -> dict[str, list[float]]:
-    """Milliseconds of a step in each turn, by side."""
+def in_turns(steps: dict[str, Step], settings: Settings, rounds: int = 0) -> dict[str, list[float]]:
+    """Milliseconds of a step in each turn, by side; ``rounds`` turns, or as many as the option says."""
 
     def wait() -> None:
         if settings.device.type == "cuda":
@@ -212,7 +222,7 @@ def in_turns(steps: dict[str, Step], settings: Settings) -> dict[str, list[float
     slowest = max(took_ms(step, 1) for step in steps.values())
     count = max(1, round(settings.integer("round_ms") / slowest))
     took: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(max(1, settings.integer("rounds"))):
+    for turn in range(rounds or max(1, settings.integer("rounds"))):
         for name in list(steps) if turn % 2 == 0 else list(steps)[::-1]:
             took[name].append(took_ms(steps[name], count))
     return took
