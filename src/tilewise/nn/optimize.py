@@ -40,8 +40,9 @@ from tilewise.nn.modules import PlannedModules, workspaces_of
 from tilewise.nn.ranks.together import plan_together
 from tilewise.nn.report import Report, forget, keep
 from tilewise.nn.schedule import Source
-from tilewise.nn.step.compare import compare_live, compare_steps
+from tilewise.nn.step.compare import compare_live, compare_steps, why_not_compared
 from tilewise.nn.step.live import LiveGoal
+from tilewise.nn.step.negligible import leave_negligible
 from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.step import Step
 from tilewise.planner import Planner, Progress, Schedule
@@ -247,6 +248,8 @@ class Planning:
         else:
             problems = self._record()
             self._divide()
+            if not isinstance(plan_table, LaterTable) and not why_not_compared(self.asked, self.source):
+                leave_negligible(plan_table, problems, self.deterministic)
             plan_table.plan(problems, self.deterministic)
         plan_table.torch_times(self.modules.problems())
 

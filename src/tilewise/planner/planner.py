@@ -255,6 +255,10 @@ class Planner:
         warnings.warn(text, WisdomWarning, stacklevel=6)
         return None
 
+    def measure_torch(self, problem: Problem, options: Options) -> None:
+        """Measure torch's choice on one problem, where it is not known; :meth:`torch_ms` has it then."""
+        self._searched(problem, options, Search.measure_torch)
+
     def torch_ms(self, problems: Iterable[P]) -> dict[P, float]:
         """The device's time of torch's choice on each problem in ms, as measured last; only where that is known."""
         return {p: m.time_ms for p, m in baselines(self.wisdom, problems).items() if m.time_ms is not None}

@@ -240,7 +240,8 @@ def begin(model: nn.Module, work: LayersToPlan) -> None:
         if work.comparison is not None:
             work.comparison.stop(f"its steps are not seen: {unseen}")
         key = id(model)
-        _unwatched[key] = weakref.ref(model, lambda _: _unwatched.pop(key, None)), work
+        # Bound here: at the program's end a model may outlive the names of this module.
+        _unwatched[key] = weakref.ref(model, lambda _, gone=_unwatched.pop: gone(key, None)), work
     else:
         swap(model, _watching(work, weakref.ref(model)))
     service().add(work)

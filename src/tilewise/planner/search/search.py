@@ -65,6 +65,11 @@ class Search:
             self.root.measure_baseline()
             return self.candidates.begin()
 
+    def measure_torch(self) -> None:
+        """Measure torch's choice alone, where it is not known yet."""
+        with self.root.undisturbed():
+            self.root.measure_baseline()
+
     def best(self) -> Plan:
         """The fastest plan that keeps every constraint, checked against float64 and timed whole against torch.
 
