@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -240,8 +241,8 @@ def begin(model: nn.Module, work: LayersToPlan) -> None:
         if work.comparison is not None:
             work.comparison.stop(f"its steps are not seen: {unseen}")
         key = id(model)
-        # Bound here: at the program's end a model may outlive the names of this module.
-        _unwatched[key] = weakref.ref(model, lambda _, gone=_unwatched.pop: gone(key, None)), work
+        forget = functools.partial(_unwatched.pop, key, None)  # at the program's end a model may outlive module's names
+        _unwatched[key] = weakref.ref(model, lambda _: forget()), work
     else:
         swap(model, _watching(work, weakref.ref(model)))
     service().add(work)
