@@ -173,7 +173,9 @@ def test_no_more_plans_are_published_than_there_is_room_for(monkeypatch: pytest.
     one = layer.Layer(geometry, plan_table.PlanTable(Options(), "torch"))
     _, call = next(one.visit(torch.zeros(1, 1, 9), torch.zeros(1, 1, 3), None))
     device = torch.device("cpu")
-    runner = Runner(geometry, None, None, None, needs_grad=False, direct=True, device=device, strides=None)
+    runner = Runner(
+        geometry, None, None, None, needs_grad=False, direct=True, device=device, strides=None, operand_strides=((), ())
+    )
     assert compiled.publish(runner, call, (1, 1, 7), 0) is None
     monkeypatch.setattr(compiled, "MOST_PUBLISHED", 1)
     first, second = (compiled.publish(runner, call, (1, 1, 7), 0) for _ in range(2))
