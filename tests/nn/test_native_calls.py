@@ -12,6 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -328,6 +329,15 @@ def test_compiled_autograd_traces_torchs_backward() -> None:
         assert_same(mine, its)
 
 
+BROKEN = replace(autograd.EXTENSION, main="no_such_file.cpp")
+
+
+class Unfinished:
+    """An attempt to load the module that still waits for the compiler."""
+
+    module, ended = None, False
+
+
 def test_layers_change_over_once_the_module_is_there(monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
     """Those made before run from Python until then."""
     with monkeypatch.context() as patch:
@@ -335,8 +345,16 @@ def test_layers_change_over_once_the_module_is_there(monkeypatch: pytest.MonkeyP
         got, want, x = pair()
         before = got(x)
         assert hasattr(before.grad_fn, "saved_tensors")
-    loading = extension.Loading(autograd.EXTENSION, made.layer.use_native).finished()
-    assert not loading.reason
+    told: list[str] = []
+    found = extension.Loading(BROKEN, lambda: told.append("there")).finished()
+    assert "no_such_file" in found.reason
+    assert not told
+    with monkeypatch.context() as patch:
+        patch.setattr(autograd, "_loading", functools.cache(lambda: Unfinished()))
+        autograd._loading()
+        autograd.when_there(made.layer)
+    assert hasattr(got(x).grad_fn, "saved_tensors")
+    autograd._tell()
     node_of(got(x))
     for mine, its in zip(grads_of(got, x), grads_of(want, x), strict=True):
         assert_same(mine, its)
