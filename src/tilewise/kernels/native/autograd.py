@@ -103,7 +103,11 @@ def why_never() -> str:
     """Why nothing is compiled in this process; empty where it is. Raises as :func:`start`."""
     if not switched_on():
         return f"{VARIABLE} is 0"
-    return "this torch has no CUDA" if "cpu" not in DEVICES and torch.version.cuda is None else ""
+    if "cpu" in DEVICES:
+        return ""
+    if torch.version.cuda is None:
+        return "this torch has no CUDA"
+    return "there are several GPUs, with which it has not been run" if torch.cuda.device_count() > 1 else ""
 
 
 @functools.cache
