@@ -61,8 +61,10 @@ def compile_job(job: Any) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from tilewise.kernels.building.kernel_keys import settle
     from tilewise.kernels.triton.own_cache import own_cache
 
+    settle(kernel)
     try:
         signature = {name: _decoded(kind) for name, kind in job["signature"].items()}
         source = ASTSource(kernel, signature, _mapping(job["constants"]), _mapping(job["attributes"]))

@@ -41,6 +41,8 @@ __all__ = [
 VARIABLE = "TILEWISE_COMPILE_WORKERS"
 """The environment variable that limits the number of worker processes."""
 MOST_WORKERS = 16
+MOST_STRAYS = 3
+"""Kernels that workers compile for nothing before none is asked any more."""
 IDLE_S = 60.0
 """Seconds without work after which workers are ended."""
 ENDING_S = 1.0
@@ -183,7 +185,7 @@ class _Rerouted:
             _tell(f"this version of Triton compiles with other arguments ({len(rest)} and {sorted(options)})")
         kernel = self._original(source, *rest, **options)
         if pool is not None and filled is not None and filled != getattr(kernel, "hash", None):
-            pool.give_up(f"a worker's entry of Triton's cache is not the one that is looked for ({source.name})")
+            pool.stray(f"a worker's entry of Triton's cache is not the one that is looked for ({source.name})")
         return kernel
 
     def _kept(self, source: Any, *rest: Any, **options: Any) -> Any:
@@ -220,6 +222,7 @@ class Pool:
         self.size = self.users = 0
         self.stopped = self.gently = False
         self._useless = False
+        self._strays = 0
         self._workers: list[Worker] = []
         self._idle: list[Worker] = []
         self._changed = threading.Condition()
@@ -370,9 +373,10 @@ class Pool:
                 self._idle.remove(worker)
                 self._workers.remove(worker)
 
-    def give_up(self, reason: str) -> None:
-        """Compile in this process from now on, and report why."""
-        self._useless = True
+    def stray(self, reason: str) -> None:
+        """Count a kernel that was compiled for nothing, and report why. From some on, this process compiles itself."""
+        self._strays += 1
+        self._useless |= self._strays >= MOST_STRAYS
         _tell(reason)
 
     def stop(self) -> None:

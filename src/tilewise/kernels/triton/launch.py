@@ -12,6 +12,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from tilewise.kernels.building import target, workers
+from tilewise.kernels.building.kernel_keys import settle
 from tilewise.kernels.building.noted import note, triton_entry
 from tilewise.kernels.native import building
 from tilewise.kernels.native.sequence import Address, KernelLaunch, LaunchSequence, launch_list
@@ -59,6 +60,7 @@ class Launch:
         """
         stand_ins = [_Address(p.dtype, p.promised(alignment)) for p in self.pointers]
         options = {"num_warps": self.warps, "num_stages": self.stages}
+        settle(self.kernel)
         with own_cache():
             workers.reroute(self.kernel)
             compiled = self.kernel.warmup(*stand_ins, *self.scalars, **self.constants, grid=self.grid, **options)
