@@ -12,7 +12,7 @@ from tilewise import solvers
 from tilewise.execute.elsewhere import release_elsewhere
 from tilewise.execute.node import Node, PlanMismatch
 from tilewise.execute.nodes import Leaf, node_of, parts_of
-from tilewise.kernels.native.sequence import pass_call
+from tilewise.kernels.native.sequence import Kernels, kernels_of, pass_call
 from tilewise.machine.workspaces import Workspaces
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem, Write, as_tuple, dense_strides
@@ -42,7 +42,8 @@ class Bound:
     ``bound(a, b, bias=None, out=None)`` computes the problem from operands in the order of ``problem.operands`` and
     returns the result. ``workspace`` is in bytes; what libraries allocate inside is not counted. ``workspaces`` has it
     by the name of the device, for parts on other devices, too. Where the plan's solvers add the bias, a bias of another
-    length or device raises ``ValueError``.
+    length or device raises ``ValueError``. ``kernels`` is what native code needs to launch them itself, ``None`` where
+    the plan does more than that.
     """
 
     __slots__ = (
@@ -57,6 +58,7 @@ class Bound:
         "_run",
         "_shape",
         "_strides",
+        "kernels",
         "plan",
         "problem",
         "workspace",
@@ -79,6 +81,7 @@ class Bound:
         self._addressed = node.addressed()
         self._like_a = self._dtype is problem.torch_dtype(problem.operands[0])
         self._native: Callable[..., Any] | None = None
+        self.kernels: Kernels | None = None
 
     @property
     def call(self) -> Callable[..., Any]:
@@ -130,6 +133,12 @@ class Bound:
             fit=self._fitting_like if self._adds else None,
             add=self._add,
         )
+        if self._native is not None:
+            result = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="meta")
+            self.kernels = kernels_of(
+                self._native, sequence.device, result,
+                workspace=self.workspace, bias_dim=self._bias_dim, adds_bias=self._adds,
+            )  # fmt: skip
 
     def _add(self, out: Tensor, bias: Tensor) -> Tensor:
         """Add a bias in a pass of its own."""

@@ -33,7 +33,7 @@ __all__ = [
 EXTENSION = Extension(
     "planned_call",
     "planned_call.cpp",
-    ("backward_node.h", "operators.h", "passes.h"),
+    ("backward_node.h", "launch_api.h", "module_call.h", "operators.h", "passes.h", "plan_pass.h"),
     flags=("-std=c++20", "-O1", "-shared", "-fPIC"),
     language="C++",
     variable="CXX",
@@ -105,9 +105,7 @@ def why_never() -> str:
         return f"{VARIABLE} is 0"
     if "cpu" in DEVICES:
         return ""
-    if torch.version.cuda is None:
-        return "this torch has no CUDA"
-    return "there are several GPUs, with which it has not been run" if torch.cuda.device_count() > 1 else ""
+    return "this torch has no CUDA" if torch.version.cuda is None else ""
 
 
 @functools.cache

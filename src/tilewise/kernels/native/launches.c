@@ -4,7 +4,7 @@
  * parses every one of them. Here all that does not change between calls is written down when a plan is bound. What is
  * left of a call are the addresses of the tensors, a few additions, and the driver's own function.
  *
- * The module has three types:
+ * The module has three types, and `api`, by which other native modules queue launches (launch_api.h):
  *
  *     driver = Driver("libcuda.so.1")                                          driver.h
  *     launches = LaunchList(driver, sources, descriptions, hooks, instead)     launch_list.h
@@ -26,6 +26,20 @@
 
 #include "pass_call.h"
 
+#include "launch_api.h"
+
+static int api_watched(PyObject *list)
+{
+    return is_watched((LaunchList *)list);
+}
+
+static int api_queue(PyObject *list, void *stream, const uint64_t *addresses)
+{
+    return queue((LaunchList *)list, stream, addresses);
+}
+
+static LaunchApi api = {api_watched, api_queue};
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "launches",
@@ -41,5 +55,9 @@ PyMODINIT_FUNC PyInit_launches(void)
     if (self && (PyModule_AddType(self, &DriverType) || PyModule_AddType(self, &LaunchListType) ||
                  PyModule_AddType(self, &PassCallType)))
         Py_CLEAR(self);
+    PyObject *capsule = self ? PyCapsule_New(&api, LAUNCH_API, NULL) : NULL;
+    if (self && (!capsule || PyModule_AddObjectRef(self, "api", capsule)))
+        Py_CLEAR(self);
+    Py_XDECREF(capsule);
     return self;
 }

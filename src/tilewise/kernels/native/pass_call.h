@@ -219,6 +219,16 @@ static void pass_dealloc(PyObject *object)
     Py_TYPE(object)->tp_free(object);
 }
 
+static PyObject *pass_get_launches(PyObject *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(((PassCall *)self)->launches);
+}
+
+static PyGetSetDef pass_properties[] = {
+    {"launches", pass_get_launches, NULL, "The launches that a call queues.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyTypeObject PassCallType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "launches.PassCall",
@@ -234,6 +244,7 @@ static PyTypeObject PassCallType = {
     .tp_dealloc = pass_dealloc,
     .tp_traverse = pass_traverse,
     .tp_clear = pass_clear,
+    .tp_getset = pass_properties,
 };
 
 #endif

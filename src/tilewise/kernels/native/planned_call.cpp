@@ -5,6 +5,7 @@
 // own calls. Whatever is unusual is handed to the functions in Python that it is given.
 
 #include "backward_node.h"
+#include "module_call.h"
 #include "operators.h"
 #include "passes.h"
 
@@ -39,6 +40,7 @@ PyObject* planned_call(PyObject* object, PyObject* const* arguments, size_t flag
 PyObject* planned_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"forward", "grad_input", "grad_weight", "backward", "geometry", "strides", "misaligned", "autocast", nullptr};
   PyObject *forward, *grad_input, *grad_weight, *backward, *sides[4], *strides[3];
+  auto passes = std::make_unique<Passes>();
   int transposed;
   long long groups, misaligned, autocast;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO(OOOOpL)(OOO)LL:PlannedCall", const_cast<char**>(names), &forward,
@@ -56,13 +58,13 @@ PyObject* planned_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   for (int i = 0; i < 3; i++)
     if (expected[i] = std::make_unique<Ints>(); !read_ints(strides[i], *expected[i]))
       return nullptr;
+  if (!passes->forward.read(forward) || !passes->grad_input.read(grad_input) || !passes->grad_weight.read(grad_weight))
+    return nullptr;
   PlannedCall* self = reinterpret_cast<PlannedCall*>(type->tp_alloc(type, 0));
   if (!self)
     return nullptr;
   self->vectorcall = planned_call;
-  self->forward = forward == Py_None ? nullptr : Py_NewRef(forward);
-  self->grad_input = grad_input == Py_None ? nullptr : Py_NewRef(grad_input);
-  self->grad_weight = grad_weight == Py_None ? nullptr : Py_NewRef(grad_weight);
+  self->passes = passes.release();
   self->backward = Py_NewRef(backward);
   self->geometry = geometry.release();
   self->gradient_strides = expected[0].release();
@@ -75,19 +77,21 @@ PyObject* planned_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 
 int planned_traverse(PyObject* object, visitproc visit, void* arg) {
   PlannedCall* self = reinterpret_cast<PlannedCall*>(object);
-  Py_VISIT(self->forward);
-  Py_VISIT(self->grad_input);
-  Py_VISIT(self->grad_weight);
   Py_VISIT(self->backward);
+  if (!self->passes)
+    return 0;
+  for (const Pass* pass : {&self->passes->forward, &self->passes->grad_input, &self->passes->grad_weight})
+    if (const int found = pass->traverse(visit, arg))
+      return found;
   return 0;
 }
 
 int planned_clear(PyObject* object) {
   PlannedCall* self = reinterpret_cast<PlannedCall*>(object);
-  Py_CLEAR(self->forward);
-  Py_CLEAR(self->grad_input);
-  Py_CLEAR(self->grad_weight);
   Py_CLEAR(self->backward);
+  if (self->passes)
+    for (Pass* pass : {&self->passes->forward, &self->passes->grad_input, &self->passes->grad_weight})
+      pass->clear();
   return 0;
 }
 
@@ -95,6 +99,7 @@ void planned_dealloc(PyObject* object) {
   PlannedCall* self = reinterpret_cast<PlannedCall*>(object);
   PyObject_GC_UnTrack(object);
   planned_clear(object);
+  delete self->passes;
   delete self->geometry;
   delete self->gradient_strides;
   delete self->x_strides;
@@ -129,11 +134,15 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "planned_call", "Calls of planned l
 
 PyMODINIT_FUNC PyInit_planned_call() {
   static PyTypeObject node;
-  if (PyType_Ready(&PlannedCallType) || !torch::autograd::_initFunctionPyTypeObject(node, "PlannedConvBackward", nullptr, nullptr))
+  parameters_name = PyUnicode_InternFromString("_parameters");
+  weight_name = PyUnicode_InternFromString("weight");
+  bias_name = PyUnicode_InternFromString("bias");
+  if (!parameters_name || !weight_name || !bias_name || PyType_Ready(&ModuleCallType) || PyType_Ready(&PlannedCallType) || !torch::autograd::_initFunctionPyTypeObject(node, "PlannedConvBackward", nullptr, nullptr))
     return nullptr;
   torch::autograd::registerCppFunction(typeid(PlannedConvBackward), &node); // what grad_fn shows of one
   PyObject* made_module = PyModule_Create(&module);
-  if (made_module && PyModule_AddObjectRef(made_module, "PlannedCall", reinterpret_cast<PyObject*>(&PlannedCallType)))
+  if (made_module && (PyModule_AddObjectRef(made_module, "PlannedCall", reinterpret_cast<PyObject*>(&PlannedCallType)) ||
+                      PyModule_AddObjectRef(made_module, "ModuleCall", reinterpret_cast<PyObject*>(&ModuleCallType))))
     Py_CLEAR(made_module);
   return made_module;
 }

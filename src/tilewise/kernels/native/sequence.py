@@ -12,7 +12,20 @@ import torch
 
 from tilewise.kernels.native import building
 
-__all__ = ["Address", "KernelLaunch", "LaunchSequence", "joined", "launch_list", "pass_call"]
+__all__ = [
+    "SCALAR_TYPES",
+    "Address",
+    "KernelLaunch",
+    "Kernels",
+    "LaunchSequence",
+    "joined",
+    "kernels_of",
+    "launch_list",
+    "pass_call",
+]
+
+SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
+"""The numbers of dtypes in ``c10::ScalarType``, which do not change."""
 
 Sizes = tuple[int, int, int]
 
@@ -139,4 +152,41 @@ def pass_call(
         None if workspace is None else (torch.empty_like, (workspace,), ()),
         fit,
         add,
+    )
+
+
+class Kernels(NamedTuple):
+    """A plan that does nothing else than launch kernels, as ``Kernels`` in ``plan_pass.h`` takes it.
+
+    ``launches`` are over the addresses of two operands, a result with ``shape``, ``strides`` and the number ``dtype``,
+    a ``workspace`` of so many bytes and a bias. ``api`` queues them on ``stream(device)``. A bias lies along the
+    result's dimension ``bias_dim``; where not ``adds_bias`` it is added afterwards.
+    """
+
+    launches: Any
+    api: Any
+    stream: Callable[[int], int]
+    device: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: int
+    workspace: int
+    bias_dim: int
+    adds_bias: bool
+
+
+def kernels_of(
+    call: Any, device: int, result: torch.Tensor, *, workspace: int, bias_dim: int, adds_bias: bool
+) -> Kernels | None:
+    """The kernels of a ``PassCall``; ``None`` where its result's type has no number here.
+
+    ``result`` is an example of one, of which the memory does not matter.
+    """
+    found, dtype = building.native(), SCALAR_TYPES.get(result.dtype)
+    if found is None or dtype is None:
+        return None
+    stream = torch._C._cuda_getCurrentRawStream
+    shape, strides = tuple(result.shape), result.stride()
+    return Kernels(
+        call.launches, found.module.api, stream, device, shape, strides, dtype, workspace, bias_dim, adds_bias
     )

@@ -18,6 +18,7 @@ from tilewise.nn.layers.layer import Layer
 from tilewise.nn.layers.overrides import (
     BASES,
     CONV,
+    ClassCode,
     base_of,
     override,
     reads_by_attribute,
@@ -25,6 +26,7 @@ from tilewise.nn.layers.overrides import (
     unchanged_in_trace,
 )
 from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.layers.repeated import Repeated
 from tilewise.nn.layers.traced import trace
 from tilewise.nn.layers.weights import Weights
 
@@ -185,7 +187,7 @@ def _arguments(module: Any) -> tuple[Any, ...]:
 def _plain(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:
     """The planned ``forward`` of a convolution that pads with zeros."""
     arguments = stride, padding, dilation, groups, mode, _ = _arguments(module)
-    same, same_in_trace = unchanged(module), unchanged_in_trace(module)
+    same, same_in_trace, repeated = unchanged(module), unchanged_in_trace(module), _repeated(module, layer)
     kind, by_attribute = type(module), reads_by_attribute(module)
     kernel = module.kernel_size if isinstance(padding, str) else None  # what the name stands for depends on it
 
@@ -194,6 +196,10 @@ def _plain(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:
             is_unchanged = same_in_trace(self) and _arguments(self) == arguments
             traced = trace(layer, input, self.weight, self.bias) if is_unchanged else None
             return type(self).forward(self, input) if traced is None else traced
+        if repeated is not None and repeated.call is not None:
+            y = repeated.call(self, input)
+            if y is not None:
+                return y
         if (
             (same(self) or not override(self))
             and self.stride == stride
@@ -204,24 +210,39 @@ def _plain(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:
         ):
             d = self.__dict__
             parameters = d["_parameters"]
-            if (
+            usual = not (
                 "weight" not in parameters  # parametrized, pruned, sharded or set on the instance
                 or "weight" in d
                 or "bias" in d
                 or by_attribute()
                 or type(self) is not kind
-            ):
-                weight, bias = self.weight, self.bias
-            else:
+            )
+            if usual:
                 weight = parameters["weight"]
                 bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (slow)
+            else:
+                weight, bias = self.weight, self.bias
             if kernel is None or kernel_of(weight) == kernel:
                 y = layer(input, weight, bias)
+                if repeated is not None and layer.latest is not repeated.entry and usual and same(self):
+                    repeated.learn(input, weight, bias)
                 if y is not NotImplemented:
                     return y  # type: ignore[no-any-return]
         return type(self).forward(self, input)  # type: ignore[no-any-return]
 
     return forward
+
+
+def _repeated(module: Any, layer: Layer) -> Repeated | None:
+    """The module's calls that C++ may recognise; ``None`` where they are only known as they come.
+
+    Padding that is given by a name depends on the weight.
+    """
+    code = ClassCode.of(module)
+    if code is None or isinstance(module.padding, str):
+        return None
+    names = ("stride", "padding", "dilation", "groups", "padding_mode")
+    return Repeated(layer, code, {name: getattr(module, name) for name in names})
 
 
 def _padded(module: Any, layer: Layer) -> Callable[..., torch.Tensor]:

@@ -25,7 +25,7 @@ from tilewise.nn.layers.weights import Weights
 from tilewise.problems.base import ALIGNMENT, DTYPE_NAMES, dense_strides, layout_of
 from tilewise.problems.conv.problem import ConvProblem
 
-__all__ = ["Layer", "wanted"]
+__all__ = ["Entry", "Layer", "is_like", "wanted"]
 
 MOST_CALLS = 128
 """Kinds of call (shapes, needs for gradients, flags) of which a layer remembers what runs them."""
@@ -64,6 +64,22 @@ class Entry:
     device_type: str
 
 
+def is_like(e: Entry, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> bool:
+    """Whether ``e`` is the entry of this call, as torch is set now."""
+    return (
+        (e.guard(x, w, b) if e.has_bias else b is None and e.guard(x, w))
+        and e.aligned
+        and not (x.data_ptr() | w.data_ptr()) & 15
+        and _grad_enabled() is e.grad
+        and _deterministic() is e.deterministic
+        and forward_ad._current_level < 0
+        and (e.precision is None or _precision("cuda", "conv") == e.precision or conv_precision() == e.precision)
+        and (e.autocast is None or torch.get_autocast_dtype(e.device_type) is e.autocast)
+        and (e.libraries is None or libraries() == e.libraries)
+        and not (_function_mode() and function_mode_watches())
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Adapted:
     """A call that becomes one of ``layer`` by a ``change`` of operands that torch would make: a cast or padding."""
@@ -88,11 +104,11 @@ class Layer:
     """One convolution layer: ``layer(x, w, b)`` is its result, or ``NotImplemented`` where torch must compute it.
 
     Copies of a module share it. It holds no tensor, except what was computed from a constant weight where ``weights``
-    allows that. ``runners`` has the runners of recent calls, ``known`` the planned calls as ``torch.compile`` finds
-    them.
+    allows that. ``runners`` has the runners of recent calls, ``latest`` what ran the latest one, and ``known`` the
+    planned calls as ``torch.compile`` finds them.
     """
 
-    __slots__ = ("__weakref__", "_entries", "_inner", "_last", "geometry", "known", "plan_table", "runners", "weights")
+    __slots__ = ("__weakref__", "_entries", "_inner", "geometry", "known", "latest", "plan_table", "runners", "weights")
 
     def __init__(
         self,
@@ -106,24 +122,12 @@ class Layer:
         self.runners: Recent[Call, Runner] = Recent(MOST_CALLS)
         self.known: list[Known] = [] if known is None else known
         self._entries: Recent[Call, Entry] = Recent(MOST_CALLS)
-        self._last: Entry | None = None
+        self.latest: Entry | None = None
         self._inner: dict[object, Layer] = {}
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
-        e = self._last
-        if (
-            e is not None
-            and (e.guard(x, w, b) if e.has_bias else b is None and e.guard(x, w))
-            and e.aligned
-            and not (x.data_ptr() | w.data_ptr()) & 15
-            and _grad_enabled() is e.grad
-            and _deterministic() is e.deterministic
-            and forward_ad._current_level < 0
-            and (e.precision is None or _precision("cuda", "conv") == e.precision or conv_precision() == e.precision)
-            and (e.autocast is None or torch.get_autocast_dtype(e.device_type) is e.autocast)
-            and (e.libraries is None or libraries() == e.libraries)
-            and not (_function_mode() and function_mode_watches())
-        ):
+        e = self.latest
+        if e is not None and is_like(e, x, w, b):
             return NotImplemented if e.run is None else e.run(x, w, b)
         if not (is_plain_type(type(x)) and is_plain_type(type(w)) and (b is None or is_plain_type(type(b)))):
             return through(self, x, w, b)
@@ -133,7 +137,7 @@ class Layer:
         e = self.entry(x, w, b)
         if e is None:
             return NotImplemented
-        self._last = e
+        self.latest = e
         return NotImplemented if e.run is None else e.run(x, w, b)
 
     def entry(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
@@ -280,14 +284,14 @@ class Layer:
         for runner in list(self.runners.values()):
             runner.use_native()
         self._entries.clear()
-        self._last = None
+        self.latest = None
 
     def forget(self) -> None:
         """Forget all resolved calls, as the plan table's plans have changed."""
         self.runners.clear()
         self.known.clear()
         self._entries.clear()
-        self._last = None
+        self.latest = None
         for inner in self._inner.values():
             inner.forget()
 

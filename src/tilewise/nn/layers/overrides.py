@@ -10,7 +10,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ __all__ = [
     "BASES",
     "BY_TORCH",
     "CONV",
+    "ClassCode",
     "base_of",
     "function_name",
     "override",
@@ -173,21 +174,41 @@ def reads_by_attribute(module: nn.Module) -> Callable[[], bool]:
     return by_attribute
 
 
+@dataclass(frozen=True)
+class ClassCode:
+    """What a call of a module of class ``kind`` runs: two methods, and a function of ``torch.nn.functional``."""
+
+    kind: Any
+    forward: types.FunctionType
+    helper_name: str
+    helper: types.FunctionType
+    codes: tuple[types.CodeType, types.CodeType]
+    function: str
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ClassCode | None:
+        """torch's own code for the module; ``None`` where it was replaced before the import and still is."""
+        base = base_of(module)
+        assert base is not None
+        first, second = (_code(base, name) for name in _runs(base))
+        if first is None or second is None:
+            return None
+        codes = first.code, second.code
+        return cls(type(module), first.function, second.name, second.function, codes, _function_of(base))
+
+
 def unchanged(module: nn.Module) -> Callable[[Any], bool]:
     """A function that tells within a fraction of a microsecond whether a module still runs torch's own code.
 
     It notices another class, methods replaced on the module, its class or the classes above, exchanged code, and
     another function in ``torch.nn.functional``. Where it says no, :func:`override` gives the answer and the reason.
     """
-    base, kind = base_of(module), cast(Any, type(module))
-    assert base is not None
-    function = _function_of(base)
-    by_torch, stand_ins = BY_TORCH[function], _stand_ins[function]
-    first, second = (_code(base, name) for name in _runs(base))
-    if first is None or second is None:
+    own = ClassCode.of(module)
+    if own is None:
         return lambda _: False
-    forward, helper, code, helper_code = first.function, second.function, first.code, second.code
-    name = second.name
+    kind, forward, name, helper, function = own.kind, own.forward, own.helper_name, own.helper, own.function
+    code, helper_code = own.codes
+    by_torch, stand_ins = BY_TORCH[function], _stand_ins[function]
     getattr_, getattribute = GETTERS.values()
 
     def same(self: Any) -> bool:

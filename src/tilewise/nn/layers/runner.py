@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.native.autograd import planned_call
+from tilewise.kernels.native.sequence import SCALAR_TYPES, Kernels
 from tilewise.nn.layers.bound_pass import BoundPass, Slot, with_strides
 from tilewise.nn.layers.call import disturbed, is_plain, is_plain_type, without_dispatch
 from tilewise.nn.layers.geometry import Geometry
@@ -18,8 +19,6 @@ from tilewise.problems.base import ALIGNMENT, dense_strides
 __all__ = ["Run", "Runner"]
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-AUTOCAST = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
-"""The numbers of dtypes in ``c10::ScalarType``, which do not change."""
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -89,7 +88,7 @@ class Runner:
         It takes operands and gradients that lie as plans expect them, and hands all others to :meth:`backward`.
         """
         kind = planned_call(self._device_type) if self.planned else None
-        if kind is None or not (self.direct and self.geometry.symmetric) or self._index is not None:
+        if kind is None or not (self.direct and self.geometry.symmetric):
             return None
         expected = self._expected_strides()
         if expected is None:
@@ -97,14 +96,14 @@ class Runner:
         g = self.geometry
         sides = tuple(before for before, _ in g.padding)
         return kind(  # type: ignore[no-any-return]
-            forward=None if self.forward is None else self.result,
-            grad_input=_with_strides_of(self.grad_input, self.strides.grad_input),
-            grad_weight=_with_strides_of(self.grad_weight, self.strides.grad_weight),
+            forward=_native_pass(self.forward, self.strides.result),
+            grad_input=_native_pass(self.grad_input, self.strides.grad_input),
+            grad_weight=_native_pass(self.grad_weight, self.strides.grad_weight),
             backward=self.backward,
             geometry=(g.stride, sides, g.dilation, g.output_padding or (0,) * g.dims, g.transposed, g.groups),
             strides=expected,
             misaligned=ALIGNMENT - 1,
-            autocast=-1 if autocast is None else AUTOCAST[autocast],
+            autocast=-1 if autocast is None else SCALAR_TYPES[autocast],
         )
 
     def _expected_strides(self) -> tuple[tuple[int, ...], ...] | None:
@@ -194,14 +193,17 @@ def _gradient_slot(geometry: Geometry, grad_input: BoundPass | None, grad_weight
     return None
 
 
-def _with_strides_of(found: BoundPass | None, strides: tuple[int, ...]) -> Callable[..., Any] | None:
-    """The call of a gradient's plan, which gives the gradient these strides; ``None`` where there is no plan."""
+def _native_pass(found: BoundPass | None, strides: tuple[int, ...]) -> tuple[Callable[..., Any], Kernels | None] | None:
+    """What native code runs for a plan whose operands lie as it expects: its call, and its kernels where that is all.
+
+    The result gets these strides. ``None`` where there is no plan.
+    """
     if found is None:
         return None
     p, call = found.problem, found.call
     if dense_strides(p.shape(p.result), p.layout(p.result)) == strides:
-        return call
-    return lambda a, b: with_strides(call(a, b), strides)
+        return call, found.bound.kernels
+    return (lambda *tensors: with_strides(call(*tensors), strides)), None
 
 
 class PlannedConv(torch.autograd.Function):
