@@ -51,11 +51,13 @@ def test_what_is_excluded_is_not_foreseen() -> None:
 
 @needs_triton
 def test_on_a_gpu_only_what_is_compiled_and_promising_is_foreseen() -> None:
-    problem = conv("mb32ic64ih28oc64oh28kh3ph1", device="cuda:sm_90")
+    problem = conv("mb256ic64ih28oc64oh28kh3ph1", device="cuda:sm_90")
     found = to_compile([problem], Options(), HOPPER)
     assert found
     assert all(solvers.get(plan.solver).compiles for _, plan in found)
-    assert {part.batch for part, _ in found} >= {32, 16}
+    assert {part.batch for part, _ in found} >= {256, 128}
+    small = conv("mb32ic64ih28oc64oh28kh3ph1", device="cuda:sm_90")
+    assert {part.batch for part, _ in to_compile([small], Options(), HOPPER)} == {32}, "its cache holds the whole"
     patient = to_compile([problem], Options(rigor="patient"), HOPPER)
     assert len(patient) > len(found)
     assert sought() is None

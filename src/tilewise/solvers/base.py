@@ -13,7 +13,22 @@ from tilewise.plan import Config
 from tilewise.problems.base import Part, Problem
 from tilewise.problems.kinds import kind_of, kinds
 
-__all__ = ["Cost", "Prepare", "Run", "Solver", "SolverUnavailable", "Split", "mismatch"]
+__all__ = [
+    "BATCH_LEVEL",
+    "NOTHING_KEPT_OUT",
+    "Cost",
+    "Prepare",
+    "Run",
+    "Solver",
+    "SolverUnavailable",
+    "Split",
+    "mismatch",
+]
+
+BATCH_LEVEL = 2
+"""The highest :attr:`Split.level` of splits that may pay without a memory limit: those up to the batch."""
+NOTHING_KEPT_OUT = "the workspace limit kept nothing out"
+"""Why a split is :meth:`Split.idle` that is there for limits."""
 
 Solved = Any
 """A problem of the kind that a solver says it ``solves``: solvers of convolutions name :class:`ConvProblem` here."""
@@ -249,12 +264,12 @@ class Split(Solver):
         return self.axis
 
     def idle(self, p: Solved) -> str:
-        """Why not to divide ``p`` although no candidate exceeded the memory limit; empty where dividing pays anyway.
+        """Why not to divide ``p`` although no candidate exceeded the memory limit; empty where dividing may pay anyway.
 
-        Asked of splits below the batch. Where it is empty, every candidate is tried on the parts, and not only those
-        that the limit kept out of the whole.
+        Where it is empty, a split below the batch tries every candidate on the parts, and not only those that the limit
+        kept out of the whole.
         """
-        return "the workspace limit kept nothing out"
+        return "" if self.level <= BATCH_LEVEL else NOTHING_KEPT_OUT
 
     @abc.abstractmethod
     def sizes(self, p: Solved, policy: str) -> Sequence[int]:

@@ -93,7 +93,7 @@ class Site(Layer):
     def close(self) -> None:
         """Leave to torch every kind of call that has not been seen by now."""
         self.closed = self.whole.closed = True
-        self.whole.shapes = {shape: site for shape, site in self.whole.shapes.items() if site._last is not None}
+        self.whole.shapes = {shape: site for shape, site in self.whole.shapes.items() if site.latest is not None}
 
     def computed(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
         """As :meth:`Layer.computed`, and record the call where it has no plan yet."""

@@ -14,11 +14,11 @@ from tilewise.plan import Measurement
 from tilewise.planner.caches.again import Again
 from tilewise.planner.options import Options
 from tilewise.planner.remembered import REPLAYED, is_sane
-from tilewise.planner.search.divisions import BATCH_LEVEL
 from tilewise.planner.search.known import Known, Store, StoreByDevice
 from tilewise.problems.base import Problem
 from tilewise.problems.kinds import kind_of
 from tilewise.solvers import Split
+from tilewise.solvers.base import BATCH_LEVEL
 from tilewise.wisdom import Kept, Wisdom
 
 __all__ = ["MeasurementCache", "baselines"]

@@ -15,7 +15,7 @@ from tilewise.plan import Config, Measurement, Plan, sum_known
 from tilewise.planner.gate import MOST_NESTED
 from tilewise.planner.measuring.times import peak_is_known
 from tilewise.planner.options import EXCLUDED
-from tilewise.planner.search.divisions import BATCH_LEVEL, Divisions, choice_of
+from tilewise.planner.search.divisions import Divisions, choice_of
 from tilewise.planner.search.estimate import estimate_ms
 from tilewise.planner.search.foreseen import of_first_parts
 from tilewise.planner.search.leaves import leaf_plan
@@ -25,6 +25,7 @@ from tilewise.planner.search.tilings import Tilings
 from tilewise.planner.search.trial import Trial
 from tilewise.problems.base import Problem
 from tilewise.solvers import Cost, Split
+from tilewise.solvers.base import BATCH_LEVEL
 
 __all__ = ["Candidates"]
 
@@ -122,7 +123,8 @@ class Candidates:
             if self.root.options.batch_sizes == "undivided":
                 reasons = reasons or ["batch_sizes=undivided"]
             batch = solver.level <= BATCH_LEVEL
-            if not (batch or patient or trial.offers.blocked) and (idle := solver.idle(problem)):
+            for_front = batch and self.root.for_front
+            if not (for_front or patient or trial.offers.blocked) and (idle := solver.idle(problem)):
                 reasons = reasons or [f"not tried: {idle}"]
             if reasons:
                 if depth == 0:
@@ -138,7 +140,6 @@ class Candidates:
             deeper = functools.partial(self._cut, level=solver.level, depth=depth + 1)
             divisions: Divisions | Tilings = Tilings(solver, trial, trial_of_part, deeper, patient)
             if solver.alike:
-                for_front = batch and self.root.for_front
                 divisions = Divisions(solver, trial, trial_of_part, deeper, patient, for_front, self.share)
             kept_plans = [plan for plan in divisions.plans() if plan.is_kept]
             plans += kept_plans

@@ -24,9 +24,9 @@ from tilewise.planner.search.trial import Trial
 from tilewise.problems.base import Part, Problem, narrow
 from tilewise.problems.operands import Tensors, make_operands, make_results
 from tilewise.solvers import Split
+from tilewise.solvers.base import BATCH_LEVEL
 
 __all__ = [
-    "BATCH_LEVEL",
     "GAIN",
     "HOPELESS",
     "Choice",
@@ -41,7 +41,6 @@ __all__ = [
 
 GAIN = 0.97
 """Smaller parts count as a gain where their time per image is below this share of the best."""
-BATCH_LEVEL = 2
 HOPELESS = 2.0
 """No smaller sizes are tried once the time per image is this many times the best."""
 LARGER = 1 - 1e-6

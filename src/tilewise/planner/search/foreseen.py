@@ -21,7 +21,6 @@ from tilewise.machine.threads import with_threads
 from tilewise.plan import Config, Plan
 from tilewise.planner.gate import MOST_NESTED
 from tilewise.planner.options import Options, first_line
-from tilewise.planner.search.divisions import BATCH_LEVEL
 from tilewise.planner.search.estimate import Profile
 from tilewise.planner.search.offers import Offer, Offers
 from tilewise.planner.search.pruning import Pruning
@@ -169,7 +168,7 @@ def _splits(problem: Problem, options: Options, level: int, depth: int, *, block
             continue
         if solver.why_not(problem) or (solver.at_once and depth):
             continue
-        if solver.level <= BATCH_LEVEL or options.rigor == "patient" or blocked or not solver.idle(problem):
+        if options.rigor == "patient" or blocked or not solver.idle(problem):
             yield solver
 
 

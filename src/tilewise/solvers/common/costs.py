@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LIFTED", "LOWERED", "MKL", "PLAIN_ARITHMETIC", "WRITTEN", "Blas", "cached", "efficiency"]
+__all__ = ["LIFTED", "LOWERED", "MKL", "PLAIN_ARITHMETIC", "WRITTEN", "Blas", "cache_bytes", "cached", "efficiency"]
 
 CPU_CACHE = 2**21
 """Bytes of cache that one CPU core has to itself, roughly."""
@@ -25,11 +25,11 @@ def cached(device_type: str, footprint: int) -> float:
 
     ``footprint`` is the buffer's size in bytes. Up to half of the device's cache it counts as cached.
     """
-    return CACHED[device_type] if footprint <= _cache_bytes(device_type) // 2 else 1.0
+    return CACHED[device_type] if footprint <= cache_bytes(device_type) // 2 else 1.0
 
 
 @functools.cache
-def _cache_bytes(device_type: str) -> int:
+def cache_bytes(device_type: str) -> int:
     """Size in bytes of a GPU's L2 cache, or of one CPU core's own cache."""
     if device_type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties().L2_cache_size)

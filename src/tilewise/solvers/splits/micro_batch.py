@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from tilewise.plan import Config
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.base import Cost
+from tilewise.solvers.base import NOTHING_KEPT_OUT, Cost
+from tilewise.solvers.common.costs import cache_bytes
 from tilewise.solvers.conv import ConvSplit
 from tilewise.solvers.splits._batch import batch_part
 
@@ -23,6 +24,12 @@ class MicroBatch(ConvSplit):
     def unsupported(self, p: ConvProblem) -> list[str]:
         """A reason where the batch is 1."""
         return [] if p.batch > 1 else ["a batch of 1 cannot be divided"]
+
+    def idle(self, p: ConvProblem) -> str:
+        """A reason on a GPU whose cache holds all that the whole batch touches: parts can then gain nothing from it."""
+        if p.device_type != "cuda" or p.bytes > cache_bytes("cuda"):
+            return ""
+        return f"{NOTHING_KEPT_OUT}, and the whole batch fits in the GPU's cache"
 
     def sizes(self, p: ConvProblem, policy: str) -> Sequence[int]:
         """Powers of two below the batch (Oyama et al. 2018, III-D), largest first."""
