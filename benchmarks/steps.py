@@ -6,7 +6,8 @@ A step is forward, loss (the mean of squares) and backward. ``cases`` are ``netw
 captured as a CUDA graph); on a CPU there are no graphs. torch runs in benchmark mode, contiguous and channels_last, and
 the faster of the two is its side of the ratio; the plans run in the layout in which torch's eager step is the faster,
 or in the ``layout`` that is given. Several steps are queued before each look at the clock, as in a training loop, so
-that the host's time counts only where the device waits for it. All sides take turns. ``details`` has the interval that
+that the host's time counts only where the device waits for it. With ``graphs=auto`` ours is in every way the step of a
+model that :func:`tilewise.optimize` was given with ``graphs="auto"``, run as it is. All sides take turns. ``details`` has the interval that
 holds the true ratio in 95 of 100 cases, and the gain that the passes promise (``predicted_gain_ms``) beside that of the
 step over torch in the same layout (``gain_ms``).
 
@@ -42,6 +43,7 @@ DEFAULTS = {
     "rigor": "measure",
     "goal": "step",
     "layout": "",
+    "graphs": "never",
     "rounds": "21",
     "round_ms": "400",
     "seconds": "0",
@@ -118,7 +120,7 @@ def ways_of(settings: Settings) -> list[str]:
 
 def earlier_rows(settings: Settings) -> dict[tuple[str, str], Row]:
     """The rows of an earlier run that planned and measured in the same way, by name and way."""
-    found = settings.earlier_with("rigor", "goal", "layout", "round_ms")
+    found = settings.earlier_with("rigor", "goal", "layout", "graphs", "round_ms")
     rows = [] if found is None else [Row.from_json(row) for row in found["rows"]]
     return {(row.name, row.group): row for row in rows}
 
@@ -134,7 +136,8 @@ def rows_of(settings: Settings, case: Case, ways: list[str]) -> list[Row]:
     layout = settings.text("layout") or faster_layout(settings, case, sides)
     kind = LAYOUTS[layout]
     planned = copy.deepcopy(own).to(memory_format=kind)
-    planning_s = planned_in(settings, case, planned, images.to(memory_format=kind))
+    graphs = settings.text("graphs")
+    planning_s = planned_in(settings, case, planned, images.to(memory_format=kind), graphs)
     report = tilewise.nn.report(planned)
     sides["planned"] = planned, images.to(memory_format=kind)
     passes = [one for _, _, one in report.passes()]
@@ -153,6 +156,8 @@ def rows_of(settings: Settings, case: Case, ways: list[str]) -> list[Row]:
     rows = []
     for way in ways:
         steps = {name: step_in(way, case, module, x) for name, (module, x) in sides.items()}
+        if graphs != "never":
+            steps["planned"] = step_in("eager", case, *sides["planned"])
         took = in_turns(steps, settings)
         del steps
         if way in COMPILED:

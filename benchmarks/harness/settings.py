@@ -91,9 +91,9 @@ class Settings:
         return [_whole_number(name, word) for word in self.words(name)]
 
     def earlier_with(self, *names: str) -> Mapping[str, Any] | None:
-        """:attr:`earlier` where these options were what they are now."""
+        """:attr:`earlier` where these options were what they are now; one that it does not know does not count."""
         found = self.earlier
-        if found is None or any(found["settings"][name] != self.text(name) for name in names):
+        if found is None or any(found["settings"].get(name, self.text(name)) != self.text(name) for name in names):
             return None
         return found
 
