@@ -7,9 +7,9 @@ captured as a CUDA graph); on a CPU there are no graphs. torch runs in benchmark
 the faster of the two is its side of the ratio; the plans run in the layout in which torch's eager step is the faster,
 or in the ``layout`` that is given. Several steps are queued before each look at the clock, as in a training loop, so
 that the host's time counts only where the device waits for it. With ``graphs=auto`` ours is in every way the step of a
-model that :func:`tilewise.optimize` was given with ``graphs="auto"``, run as it is. All sides take turns. ``details`` has the interval that
-holds the true ratio in 95 of 100 cases, and the gain that the passes promise (``predicted_gain_ms``) beside that of the
-step over torch in the same layout (``gain_ms``).
+model that :func:`tilewise.optimize` was given with ``graphs="auto"``, run as it is. All sides take turns. ``details``
+has the interval that holds the true ratio in 95 of 100 cases, and the gain that the passes promise
+(``predicted_gain_ms``) beside that of the step over torch in the same layout (``gain_ms``).
 
 A row that an earlier run left in the result's file is kept, with the commit that it was measured at. So a long table is
 made in several runs.

@@ -102,3 +102,39 @@ def none() -> None:
 
 def test_without_workers_there_is_none(tmp_path: Path) -> None:
     assert run(none, tmp_path, **{workers.VARIABLE: "0"}) is True
+
+
+def needed() -> None:
+    """The order in which one worker does jobs: three that wait, and one that is needed while the first is done."""
+    import threading
+
+    from tilewise.kernels.building.target import Architecture, compiling_for
+
+    jobs: dict[int, str] = {}
+    with compiling_for(Architecture(9, 0)):
+        for block in (32, 64, 128, 256):
+            with workers.collecting() as found:
+                peak_launch(block).compile((256,) * 4)
+            (jobs[block],) = found
+    done: list[int] = []
+
+    def ask(pool: workers.Pool, block: int, *, waits: bool) -> None:
+        pool.try_to_ask(jobs[block], waits=waits)
+        done.append(block)
+
+    with workers.opened(1) as pool:
+        threads = [threading.Thread(target=ask, args=(pool, block), kwargs={"waits": True}) for block in (32, 64, 128)]
+        for thread in threads:
+            thread.start()
+        while not pool.processes():
+            time.sleep(0.001)
+        ask(pool, 256, waits=False)
+        for thread in threads:
+            thread.join()
+    print(json.dumps(done))
+
+
+def test_what_is_needed_at_once_comes_before_what_waits(tmp_path: Path) -> None:
+    done = run(needed, tmp_path, **{workers.VARIABLE: "1"})
+    assert sorted(done) == [32, 64, 128, 256]
+    assert done.index(256) <= 1

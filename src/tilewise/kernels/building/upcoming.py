@@ -119,7 +119,7 @@ class Upcoming:
                 job = heapq.heappop(self._queue)[-1]
             start = time.monotonic()
             try:
-                self._pool.try_to_ask(job)
+                self._pool.try_to_ask(job, waits=True)
             finally:
                 with self._changed:
                     count, seconds = self._took.get(_name_of(job), (0, 0.0))

@@ -223,6 +223,8 @@ class Pool:
         self.stopped = self.gently = False
         self._useless = False
         self._strays = 0
+        self._needed = 0
+        """Jobs without a worker that a thread needs at once: others wait for them."""
         self._workers: list[Worker] = []
         self._idle: list[Worker] = []
         self._changed = threading.Condition()
@@ -281,14 +283,17 @@ class Pool:
             thread.start()
         return lambda: not any(thread.is_alive() for thread in threads)
 
-    def try_to_ask(self, job: str) -> None:
-        """Have a job done, if a worker can; what comes of it shows where the kernel is needed."""
+    def try_to_ask(self, job: str, *, waits: bool = False) -> None:
+        """Have a job done, if a worker can; what comes of it shows where the kernel is needed.
+
+        One that ``waits`` gets a worker when nothing else needs one.
+        """
         if self.works:
             with contextlib.suppress(Lost):
-                self.ask(job)
+                self.ask(job, waits=waits)
 
-    def ask(self, job: str) -> dict[str, str]:
-        """A worker's answer to a job.
+    def ask(self, job: str, *, waits: bool = False) -> dict[str, str]:
+        """A worker's answer to a job, which ``waits`` as for :meth:`try_to_ask`.
 
         A job that several threads ask for at once is done once. Raises :class:`Lost`.
         """
@@ -299,7 +304,7 @@ class Pool:
         if pending is not None:
             return pending.result()
         try:
-            answer.set_result(self._ask(job))
+            answer.set_result(self._ask(job, waits))
         except BaseException as error:
             answer.set_exception(error)
         finally:
@@ -307,11 +312,16 @@ class Pool:
                 del self._asked[job]
         return answer.result()
 
-    def _ask(self, job: str) -> dict[str, str]:
+    def _ask(self, job: str, waits: bool) -> dict[str, str]:
         """The answer of an idle worker, waiting until there is one. Raises :class:`Lost`."""
         with self._changed:
             self._start()
-            self._changed.wait_for(lambda: self._idle or not self._workers)
+            self._needed += not waits
+            try:
+                self._changed.wait_for(lambda: (self._idle and not (waits and self._needed)) or not self._workers)
+            finally:
+                self._needed -= not waits
+                self._changed.notify_all()
             if not self._idle:
                 raise Lost("no worker is left")
             worker = self._idle.pop()
@@ -334,7 +344,7 @@ class Pool:
                 self._idle.append(worker)
             elif worker in self._workers:
                 self._workers.remove(worker)
-            self._changed.notify()
+            self._changed.notify_all()
         if not kept:
             worker.end()
         return answer
