@@ -89,7 +89,7 @@ def sweep(settings: Settings, planner: Planner, name: str, batch: int) -> tuple[
 def limited(settings: Settings, planner: Planner, model: nn.Module, inputs: torch.Tensor, limit: int) -> dict[str, Any]:
     """Plan within ``limit`` bytes and return what is told of the step."""
     tilewise.optimize(model, inputs, memory_limit=limit, planner=planner, **options(settings))
-    return dict(report(model).facts["step"])
+    return dict(report(model).facts["step_memory"])
 
 
 def options(settings: Settings) -> dict[str, Any]:

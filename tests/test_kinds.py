@@ -297,7 +297,7 @@ def test_modules_of_the_kind_follow_a_schedule_and_keep_a_steps_limit(package: P
         alike(net, u)
         tilewise.restore(net)
         tilewise.optimize(net, u, planner=planner(), memory_limit="64MiB", exclude=("outer_torch",))
-        step = tilewise.nn.report(net).facts["step"]
+        step = tilewise.nn.report(net).facts["step_memory"]
         assert [moment["layer"] for moment in step["moments"]] == ["outer"], step
         assert step["peak"] <= 64 << 20
         alike(net, u)

@@ -79,7 +79,7 @@ def test_plan_document(run, check_document):
         assert found["front"] is found["candidates"] is None
     assert document["summary"]["passes"] == 3
     assert document["summary"]["compared"] == 3
-    assert document["budget"] is document["step"] is None
+    assert document["budget"] is document["step_memory"] is None
 
 
 def test_plan_writes_the_document_with_what_was_tried(run, check_document, tmp_path):

@@ -32,7 +32,7 @@ def _factory() -> Iterator[None]:
 
 def test_a_step_within_a_limit(run, check_document):
     document = check_document(run("plan", "stepping_networks:two", *FAST, "--memory-limit", "1GiB", "--json").stdout)
-    step = document["step"]
+    step = document["step_memory"]
     assert step["least"] <= step["peak"] <= step["limit"] == 2**30
     assert [(m["layer"], m["pass"]) for m in step["moments"]] == [
         ("0", "fprop"), ("2", "fprop"), ("2", "dgrad"), ("2", "wgrad"), ("0", "wgrad"),
@@ -55,7 +55,7 @@ def test_the_largest_batch(run, check_document):
     words = ("--memory-limit", "256KiB", "--max-batch", "--json")
     document = check_document(run("plan", "stepping_networks:two", *FAST, *words).stdout)
     assert document["options"]["batch"] == document["largest_batch"]["batch"] > 1
-    assert document["step"]["peak"] <= 256 << 10
+    assert document["step_memory"]["peak"] <= 256 << 10
     assert all(
         f"mb{document['options']['batch']}ic" in p["problem"]["key"] for x in document["layers"] for p in x["passes"]
     )

@@ -61,7 +61,7 @@ def main() -> None:
             sys.stdout.write(json.dumps({"refused": str(error)}) + "\n")
             continue
         took = taken(model, x)
-        facts = report(model).facts["step"]
+        facts = report(model).facts["step_memory"]
         sys.stdout.write(json.dumps({"taken": took, "peak": facts["peak"], "limit": facts["limit"]}) + "\n")
 
 

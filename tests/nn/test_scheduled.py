@@ -232,7 +232,7 @@ def test_a_limit_is_a_limit(made: Schedule) -> None:
         step = {"limit": 2**30, "peak": 2**20, "least": 0, "moments": []}
         planner = Dividing()
         with pytest.warns(UserWarning, match=r"the limit is 128\.0 KiB"):
-            tilewise.optimize(network(), X, schedule=replace(enough, step=step), planner=planner)
+            tilewise.optimize(network(), X, schedule=replace(enough, step_memory=step), planner=planner)
         assert {options.workspace for options in planner.asked} == {0}
 
 

@@ -163,7 +163,7 @@ def counted(model: nn.Module, x: torch.Tensor, step: Callable[[nn.Module, torch.
 def limited(kind: type[nn.Module], limit: int | str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     model = tilewise.optimize(kind(), example(), memory_limit=limit, planner=Lowering(), **options)
-    return model, dict(report(model).facts["step"])
+    return model, dict(report(model).facts["step_memory"])
 
 
 @functools.cache
@@ -224,7 +224,7 @@ def test_each_layer_has_the_room_of_its_own_moment(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(6)))
     x, planner = example(8), Lowering()
-    facts = report(tilewise.optimize(model, x, memory_limit="1GiB", planner=planner)).facts["step"]
+    facts = report(tilewise.optimize(model, x, memory_limit="1GiB", planner=planner)).facts["step_memory"]
     limit = max(m["alive"] + m["result"] for m in facts["moments"]) + facts["moments"][0]["workspace"] // 4
     asked = [limit - m["alive"] - m["result"] for m in facts["moments"] if m["pass"] == "fprop"]
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
@@ -324,7 +324,7 @@ def test_a_step_of_ones_own() -> None:
         optimizer.step()
 
     tilewise.optimize(model, x, memory_limit="1GiB", memory_step=step, planner=Lowering())
-    assert len(report(model).facts["step"]["moments"]) == 8
+    assert len(report(model).facts["step_memory"]["moments"]) == 8
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
@@ -362,9 +362,9 @@ def test_the_planner_itself_keeps_a_limit() -> None:
     model, planner = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))), Planner()
     x = torch.randn(4, 4, 10, 10)
     options = {"planner": planner, "rigor": "estimate", "batch_sizes": "undivided"}
-    facts = report(tilewise.optimize(model, x, memory_limit="1GiB", **options)).facts["step"]
+    facts = report(tilewise.optimize(model, x, memory_limit="1GiB", **options)).facts["step_memory"]
     model = tilewise.optimize(model, x, memory_limit=facts["least"], **options)
-    assert counted(model, x) <= report(model).facts["step"]["peak"] <= facts["least"]
+    assert counted(model, x) <= report(model).facts["step_memory"]["peak"] <= facts["least"]
 
 
 @pytest.mark.parametrize("limit", ["0%", "101%", "x%", "many", -1, True, 1.5])
@@ -439,7 +439,7 @@ def on_gpu(limit: int | str, planner: Planner, batch: int = 512) -> tuple[nn.Mod
         layers += [nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
     model, x = nn.Sequential(*layers).cuda(), torch.randn(batch, 3, 64, 64, device="cuda")
     tilewise.optimize(model, x, memory_limit=limit, planner=planner, rigor="estimate")
-    return model, x, dict(report(model).facts["step"])
+    return model, x, dict(report(model).facts["step_memory"])
 
 
 @pytest.fixture

@@ -252,7 +252,7 @@ def test_damaged_bytes_are_a_schedule_or_the_error(
         ("", "not JSON"),
         ("[]", "schedule="),
         ('{"schema": "tilewise/time", "version": 1}', "schema='tilewise/time'"),
-        ('{"schema": "tilewise/plan", "version": 99}', "version=99: expected at most 1; a newer tilewise wrote this"),
+        ('{"schema": "tilewise/plan", "version": 99}', "version=99: expected at most 2; a newer tilewise wrote this"),
         ('{"schema": "tilewise/plan", "version": true}', "version=True"),
         (b"\xff\xfe", "not JSON"),
     ],
@@ -280,7 +280,7 @@ def test_what_is_none_says_why(content: str | bytes, names: str, tmp_path: Path)
         ("options.workspace", "1MiB", "options.workspace='1MiB'"),
         ("budget.policy", "greedy", "budget.policy='greedy': expected one of arena, paper_wd"),
         ("budget.segments.0.pass", "forward", "budget.segments[0].pass='forward'"),
-        ("step.moments.0.alive", 1.5, "step.moments[0].alive=1.5"),
+        ("step_memory.moments.0.alive", 1.5, "step_memory.moments[0].alive=1.5"),
     ],
 )
 def test_errors_name_field_value_and_what_would_do(place: str, value: object, said: str) -> None:
@@ -295,17 +295,27 @@ def test_errors_name_field_value_and_what_would_do(place: str, value: object, sa
 def test_unknown_fields_are_ignored_and_those_added_later_may_be_missing() -> None:
     document = copy.deepcopy(example().to_json())
     document["future"] = document["layers"][0]["future"] = document["layers"][0]["passes"][0]["future"] = {"a": [1]}
-    for name in ("budget", "step", "summary"):
+    for name in ("budget", "step_memory", "summary"):
         del document[name]
     del document["options"]["strict"]
     del document["layers"][0]["passes"][0]["candidates"][0]["estimate_ms"]
     found = Schedule.from_json(document)
     assert found.layers == example().layers
-    assert found.budget is found.step is None
+    assert found.budget is found.step_memory is None
+
+
+def test_a_document_of_version_1_names_the_memory_of_a_step_step() -> None:
+    document = copy.deepcopy(example().to_json())
+    assert document["version"] == 2
+    old = document | {"version": 1, "step": document.pop("step_memory")}
+    assert Schedule.from_json(old) == example()
+    old["step"]["peak"] = -1
+    with pytest.raises(ScheduleError, match=r"step\.peak=-1"):
+        Schedule.from_json(old)
 
 
 def test_a_problem_with_two_plans_is_refused_unless_a_step_gave_them_their_room() -> None:
-    document = copy.deepcopy(example().to_json()) | {"step": None}
+    document = copy.deepcopy(example().to_json()) | {"step_memory": None}
     again = copy.deepcopy(document["layers"][0])
     again["passes"][0]["plan"]["label"] = "another"
     document["layers"].append(again)
@@ -313,7 +323,7 @@ def test_a_problem_with_two_plans_is_refused_unless_a_step_gave_them_their_room(
         Schedule.from_json(document)
     own = document["layers"][0]["passes"][0]["plan"]["workspace"]
     again["passes"][0]["plan"]["workspace"] = own + 1
-    found = Schedule.from_json(document | {"step": example().to_json()["step"]})
+    found = Schedule.from_json(document | {"step_memory": example().to_json()["step_memory"]})
     problem = found.layers[0].passes[0].problem
     assert [found.layers[i].passes[0].plan.workspace for i in (0, 2)] == [own, own + 1]
     assert found.kernels[problem].plan.workspace == own

@@ -126,7 +126,7 @@ def _extend(document: dict[str, Any], rng: random.Random, policy: str, candidate
     document["budget"] = {"policy": policy, "total": used + 20 * MIB, "used": used, "least": used // 3,
                           "segments": segments, "program": program}  # fmt: skip
     peak = max((m["alive"] + m["result"] + m["workspace"] for m in moments), default=0)
-    document["step"] = {"limit": peak + 90 * MIB, "peak": peak, "least": peak // 2, "moments": moments}
+    document["step_memory"] = {"limit": peak + 90 * MIB, "peak": peak, "least": peak // 2, "moments": moments}
 
 
 def front(plan: Plan, rng: random.Random) -> list[dict[str, Any]]:

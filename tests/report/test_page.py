@@ -173,13 +173,13 @@ def test_numbers_are_the_document_s(name):
     sizes = table_of(reader, "Memory of each pass")
     assert [row["operands and result"] for row in sizes] == [mib(p["problem"]["bytes"]) for _, p in parts_of(document)]
     moments = table_of(reader, "Memory while each kernel runs")
-    for row, moment in zip(moments, document["step"]["moments"], strict=True):
+    for row, moment in zip(moments, document["step_memory"]["moments"], strict=True):
         total = moment["alive"] + moment["result"] + moment["workspace"]
         assert [row["alive"], row["result"], row["workspace"], row["in all"]] == [
             *(mib(moment[key]) for key in ("alive", "result", "workspace")),
             mib(total),
         ]
-        assert row["left"] == mib(document["step"]["limit"] - total)
+        assert row["left"] == mib(document["step_memory"]["limit"] - total)
     segments = table_of(reader, "Segments")
     for row, segment in zip(segments, document["budget"]["segments"], strict=True):
         assert (row["layer"], row["pass"], row["workspace"]) == (
@@ -191,6 +191,11 @@ def test_numbers_are_the_document_s(name):
     points = [point for _, p in parts_of(document) for point in p["front"] or ()]
     assert [(r["ms"], r["workspace"]) for r in front] == [(ms(p["time_ms"]), mib(p["workspace"])) for p in points]
     assert sum(row["chosen"] == "chosen" for row in front) == sum(p["plan"] is not None for _, p in parts_of(document))
+
+
+def test_a_document_of_version_1_names_the_memory_of_a_step_step():
+    old = {key: value for key, value in SMALL.items() if key != "step_memory"} | {"step": SMALL["step_memory"]}
+    assert page(old | {"version": 1}) == page(SMALL)
 
 
 def test_summary_and_gains():
@@ -205,7 +210,7 @@ def test_summary_and_gains():
         f"{total['replaced']} of {total['passes']}",
         f"{document['training_step']['ratio']:.2f}x",
         mib(document["budget"]["used"]),
-        mib(document["step"]["peak"]),
+        mib(document["step_memory"]["peak"]),
     ):
         assert words in shown
     saved = []
@@ -297,7 +302,7 @@ TEXTS = [
     ("layers", 0, "passes", 1, "candidates", 1, "config", "knobs"),
     ("layers", 0, "passes", 1, "candidates", 2, "reason"),
     ("budget", "policy"), ("budget", "program", "method"), ("budget", "segments", 0, "layer"),
-    ("budget", "segments", 0, "pass"), ("step", "moments", 0, "layer"), ("step", "moments", 0, "pass"),
+    ("budget", "segments", 0, "pass"), ("step_memory", "moments", 0, "layer"), ("step_memory", "moments", 0, "pass"),
 ]  # fmt: skip
 
 
@@ -342,7 +347,8 @@ def test_hostile_names_of_configs_stay_text():
     *(("training_step", *more) for more in ((), ("framework",), ("planned", "peak"), ("ratio",))),
     ("budget",), *(("budget", name) for name in ("policy", "total", "used", "least", "segments", "program")),
     ("budget", "segments", 0, "time_ms"), ("budget", "segments", 0, "workspace"),
-    ("step",), *(("step", name) for name in ("limit", "peak", "least", "moments")), ("step", "moments", 0, "alive"),
+    ("step_memory",), *(("step_memory", name) for name in ("limit", "peak", "least", "moments")),
+    ("step_memory", "moments", 0, "alive"),
 ], ids=lambda path: ".".join(map(str, path)))  # fmt: skip
 def test_what_is_absent_or_null_stays_out(path):
     document = SMALL
@@ -368,7 +374,7 @@ def test_sections_of_absent_fields_are_left_out():
 
 @pytest.mark.parametrize(("path", "value", "words"), [
     (("schema",), "tilewise/wisdom", "schema='tilewise/wisdom': tilewise/plan or tilewise/time would do"),
-    (("version",), 2, "version=2"),
+    (("version",), 3, "version=3"),
     (("layers",), {}, "layers=an object: a list would do"),
     (("layers", 0), 5, "layers[0]: an object would do, not 5"),
     (("layers", 0, "names", 0), 5, "layers[0].names[0]=5: text would do"),
@@ -381,7 +387,7 @@ def test_sections_of_absent_fields_are_left_out():
     (("layers", 0, "passes", 1, "candidates", 1, "config"), {"a": None}, "layers[0].passes[1].candidates[1].config"),
     (("layers", 0, "passes", 1, "candidates", 1, "config"), {"a": 10**400}, "layers[0].passes[1].candidates[1].config"),
     (("budget", "segments", 0, "workspace"), 1.5, "budget.segments[0].workspace=1.5"),
-    (("step", "moments", 0, "alive"), True, "step.moments[0].alive=True"),
+    (("step_memory", "moments", 0, "alive"), True, "step_memory.moments[0].alive=True"),
 ], ids=str)  # fmt: skip
 def test_what_is_wrong_is_named(path, value, words):
     with pytest.raises(DocumentError) as caught:

@@ -187,7 +187,7 @@ def test_in_print_controls_are_gone(browser, file):
 def test_a_hostile_document_runs_nothing(browser, tmp_path):
     hostile = "</script><script>window.hurt=1</script><img src=x onerror='window.hurt=1'>"
     document = schedule(2)
-    document["target"] = document["layers"][0]["names"][0] = document["step"]["moments"][0]["layer"] = hostile
+    document["target"] = document["layers"][0]["names"][0] = document["step_memory"]["moments"][0]["layer"] = hostile
     document["layers"][0]["passes"][1]["candidates"][2]["reason"] = hostile
     path = tmp_path / "hostile.html"
     path.write_text(page(document), "utf-8")

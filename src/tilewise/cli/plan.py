@@ -132,7 +132,7 @@ class PlanReport:
             schedule = schedule_of(
                 found.target, settings, options, found.results, planner, fronts=self.fronts, candidates=self.candidates
             )
-            schedule = replace(schedule, budget=budget, step=found.step, largest_batch=found.largest)
+            schedule = replace(schedule, budget=budget, step_memory=found.step, largest_batch=found.largest)
             if self.output is not None:
                 save(schedule, self.output)
             if self.as_json:

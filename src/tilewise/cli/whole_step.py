@@ -103,7 +103,7 @@ def plan_step(
         except NoPlanError as error:
             raise click.ClickException(one_line(str(error))) from error
     made = report_of(module)
-    step = dict(made.facts["step"])
+    step = dict(made.facts["step_memory"])
     if fits is None:
         return Found(target, _results(target, made), step)
     restore(module)  # what is swapped is no layer of torch's

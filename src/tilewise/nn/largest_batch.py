@@ -158,7 +158,7 @@ class Batches:
             if batch == 1:
                 raise
             return max(1, error.least - limit)
-        self.facts = dict(report(self._model).facts["step"])
+        self.facts = dict(report(self._model).facts["step_memory"])
         return min(0, int(self.facts["least"]) - limit)
 
     def time_ms(self, batch: int) -> float:

@@ -222,7 +222,7 @@ def install(
     if step_planner is None:
         modules.install({})
     else:
-        modules.plan_table.facts["step"] = step_planner.fit()
+        modules.plan_table.facts["step_memory"] = step_planner.fit()
     return None
 
 

@@ -53,7 +53,7 @@ def schedule(model: nn.Module, *, fronts: bool = False, candidates: bool = False
         layout=_usual((problem.layout(problem.operands[0]) for problem in problems), "contiguous"),
         layers=grouped(layers),
         budget=plan_table.facts.get("budget"),
-        step=plan_table.facts.get("step"),
+        step_memory=plan_table.facts.get("step_memory"),
     )
     return with_tried(made, plan_table.planner, fronts=fronts, candidates=candidates) if fronts or candidates else made
 
@@ -190,14 +190,14 @@ class Source:
     def conclude(self, plan_table: PlanTable, problems: Iterable[Problem]) -> None:
         """Warn once of what was not taken from the schedule.
 
-        Where all was taken, the schedule's budget and step go into the plan table's facts.
+        Where all was taken, the schedule's budget and memory of a step go into the plan table's facts.
         """
         distinct = set(problems)
         notes = Counter(
             plan_table.notes[problem].splitlines()[0] for problem in distinct if problem in plan_table.notes
         )
         if not notes:
-            facts = {"budget": self.schedule.budget, "step": self.schedule.step}
+            facts = {"budget": self.schedule.budget, "step_memory": self.schedule.step_memory}
             plan_table.facts.update({name: value for name, value in facts.items() if value is not None})
             return
         if several_ranks() and torch.distributed.get_rank():

@@ -55,7 +55,7 @@ def follow(schedule: Schedule, problem: Problem, options: Options, planner: Plan
     plan = entry.plan
     if plan is None:
         return Followed(None, "the schedule has no plan for it")
-    limit = None if schedule.budget is None and schedule.step is None else plan.workspace
+    limit = None if schedule.budget is None and schedule.step_memory is None else plan.workspace
     if limit is not None:
         checked_limit = limit + (NOISE if problem.device_type == "cpu" else 0)
         limit, checked_limit = (

@@ -85,8 +85,8 @@ def read_fields(data: object) -> dict[str, Any]:
     device = _name(document.get("device"), "device")
     listed = _list(document.get("layers"), "layers", MOST_LAYERS)
     layers = tuple(_layer(entry, f"layers[{i}]", device) for i, entry in enumerate(listed))
-    step = _step(document.get("step"))
-    if step is None:
+    step_memory = _step_memory(document)
+    if step_memory is None:
         _check_agreement(layers)
     return {
         "target": _name(document.get("target"), "target"),
@@ -99,7 +99,7 @@ def read_fields(data: object) -> dict[str, Any]:
         "layout": _one_of(given.get("layout"), "options.layout", LAYOUTS),
         "layers": layers,
         "budget": _budget(document.get("budget")),
-        "step": step,
+        "step_memory": step_memory,
         "largest_batch": _largest_batch(document.get("largest_batch")),
     }
 
@@ -279,20 +279,24 @@ def _budget(data: object) -> dict[str, Any] | None:
     return budget
 
 
-def _step(data: object) -> dict[str, Any] | None:
-    """The memory that is alive when each kernel of a step runs. Unknown fields are kept."""
-    if data is None:
+def _step_memory(document: dict[str, Any]) -> dict[str, Any] | None:
+    """The memory that is alive when each kernel of a step runs. Unknown fields are kept.
+
+    Documents of version 1 name it ``step``.
+    """
+    where = "step_memory" if "step_memory" in document else "step"
+    if document.get(where) is None:
         return None
-    step = _object(data, "step")
-    if step.get("limit") is not None:
-        _integer(step["limit"], "step.limit")
+    memory = _object(document[where], where)
+    if memory.get("limit") is not None:
+        _integer(memory["limit"], f"{where}.limit")
     for name in ("peak", "least"):
-        _integer(step.get(name), f"step.{name}")
-    for i, entry in enumerate(_list(step.get("moments"), "step.moments", MOST_NAMES)):
-        moment = _kernel(entry, f"step.moments[{i}]")
+        _integer(memory.get(name), f"{where}.{name}")
+    for i, entry in enumerate(_list(memory.get("moments"), f"{where}.moments", MOST_NAMES)):
+        moment = _kernel(entry, f"{where}.moments[{i}]")
         for name in ("alive", "result", "workspace"):
-            _integer(moment.get(name), f"step.moments[{i}].{name}")
-    return step
+            _integer(moment.get(name), f"{where}.moments[{i}].{name}")
+    return memory
 
 
 def _kernel(data: object, where: str) -> dict[str, Any]:

@@ -26,9 +26,9 @@ class Schedule:
 
     ``target`` is the network as given; ``device`` and ``environment`` say where the plans were found, ``options`` under
     which constraints. ``batch``, ``dtype``, ``precision`` and ``layout`` describe the inputs. ``layers`` are in the
-    order they first run, equal ones once. ``budget`` says how one budget was divided among the kernels, ``step`` what
-    memory a training step takes, ``largest_batch`` which is the largest that keeps to it, all as ``docs/json.md``
-    describes them; ``None`` where nobody asked.
+    order they first run, equal ones once. ``budget`` says how one budget was divided among the kernels, ``step_memory``
+    what memory a training step takes, ``largest_batch`` which is the largest that keeps to it, all as
+    ``docs/json.md`` describes them; ``None`` where nobody asked.
     """
 
     target: str
@@ -41,7 +41,7 @@ class Schedule:
     layout: str
     layers: tuple[LayerResult, ...]
     budget: dict[str, Any] | None = None
-    step: dict[str, Any] | None = None
+    step_memory: dict[str, Any] | None = None
     largest_batch: dict[str, Any] | None = None
 
     @cached_property
@@ -86,7 +86,7 @@ class Schedule:
             layers=layers_json(self.layers),
             summary=summary_json(self.summary),
             budget=self.budget,
-            step=self.step,
+            step_memory=self.step_memory,
             largest_batch=self.largest_batch,
         )
 

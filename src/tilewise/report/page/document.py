@@ -27,7 +27,7 @@ from tilewise.report.page.contents import (
 
 __all__ = ["DocumentError", "read"]
 
-SCHEMAS = {"tilewise/plan": 1, "tilewise/time": 1}
+SCHEMAS = {"tilewise/plan": 2, "tilewise/time": 1}
 """Schemas of documents that can be shown, with the version that is read."""
 
 
@@ -133,8 +133,9 @@ def read(document: object) -> Report:
     schema = top.text("schema")
     if schema not in SCHEMAS:
         raise DocumentError(f"schema={_shown(schema)}: {' or '.join(SCHEMAS)} would do")
-    if top.integer("version") != SCHEMAS[schema]:
-        raise DocumentError(f"version={top.integer('version')}: this tilewise reads version {SCHEMAS[schema]}")
+    version = top.integer("version")
+    if version is None or not 1 <= version <= SCHEMAS[schema]:
+        raise DocumentError(f"version={version}: this tilewise reads versions up to {SCHEMAS[schema]}")
     options = top.part("options") or Fields({}, "options")
     numbers = itertools.count()
     return Report(
@@ -149,7 +150,7 @@ def read(document: object) -> Report:
         totals=_totals(top.part("summary")),
         training=_training(top.part("training_step")),
         budget=_budget(top.part("budget")),
-        step=_step(top.part("step")),
+        step=_step(top.part("step_memory" if "step_memory" in top else "step")),  # version 1 has the latter
     )
 
 
