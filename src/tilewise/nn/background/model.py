@@ -84,6 +84,10 @@ class Comparison(Protocol):
         """Let plans run, and compare no more."""
         ...
 
+    def unseen(self, why: str) -> None:
+        """Let plans run in steps that cannot be seen, for ``why``."""
+        ...
+
 
 class LayersToPlan:
     """The work of one model: its problems, the heaviest layers first.
@@ -224,6 +228,8 @@ _works: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LayersToPlan]] = weakre
 _unwatched: dict[int, tuple[weakref.ref[nn.Module], LayersToPlan]] = {}
 """Works of models whose steps cannot be seen, kept while the model lives."""
 _within = threading.local()
+COMPILED = "torch.compile traced the model; optimize(compiled, example, wait=True) compares compiled steps"
+"""Why steps are not seen where Dynamo runs the model: what it made of the forward tells nobody when it runs."""
 WATCH = "_tilewise_watch"
 """The mark of a function that watches the steps of a model."""
 
@@ -284,13 +290,19 @@ def _watching(work: LayersToPlan, model: weakref.ref[nn.Module]) -> Callable[...
     """
     program = {threading.get_ident(), threading.main_thread().ident}
 
+    def note_compiled() -> bool:
+        """Called once for each trace, and no part of it."""
+        if work.comparison is not None:
+            work.comparison.unseen(COMPILED)
+        return True
+
+    note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            torch.compiler.is_dynamo_compiling()
-            or not work.is_watching
-            or getattr(_within, "watched", False)
-            or threading.get_ident() not in program
-        ):
+        if torch.compiler.is_dynamo_compiling():
+            note_compiled()
+            return type(self).forward(self, *args, **kwargs)
+        if not work.is_watching or getattr(_within, "watched", False) or threading.get_ident() not in program:
             return type(self).forward(self, *args, **kwargs)
         module: nn.Module = self
         if module is model():

@@ -117,6 +117,11 @@ class Service:
         """Whether layers of models on ``devices`` may change at this moment."""
         return not self._held_off and not self._is_no_moment(devices)
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether a graph may still be differentiated, or is at this moment."""
+        return self.graphs.any() or torch._C._current_graph_task_id() != -1
+
     def compare(self, asking: object) -> bool:
         """Whether ``asking`` may compare steps now: one at a time does, since others' switches would disturb it.
 
@@ -196,12 +201,7 @@ class Service:
 
     def _is_no_moment(self, devices: Iterable[torch.device]) -> bool:
         """Whether nothing may be measured or changed at this moment."""
-        return (
-            self.graphs.any()
-            or torch._C._current_graph_task_id() != -1
-            or disturbed()
-            or any(map(is_capturing, devices))
-        )
+        return self.has_graph or disturbed() or any(map(is_capturing, devices))
 
     def _turn(self, pending: list[Work], seconds: float) -> None:
         """Give the thread a turn of so many ``seconds``, after the device has done what is queued."""

@@ -116,6 +116,10 @@ class Session:
         service().graphs.add(y)
         return y
 
+    def compiled(self) -> None:
+        """A call is compiled. Where all calls are, no step is seen any more."""
+        self._goal.unseen("torch.compile traced their convolutions, and no other ones are called")
+
     def site(self, arguments: tuple[Any, ...], weight: object) -> Site | None:
         """Make the site for ``weight`` and these arguments; ``None`` where torch must judge them."""
         if not isinstance(weight, torch.Tensor):
@@ -182,6 +186,7 @@ def _entrance(dims: int, transposed: bool) -> Planned:
         if session is None:
             return NotImplemented
         if compiling():
+            _note_compiled()
             traced = (dims, stride, padding, dilation, groups, w.shape[2:], transposed, extra)
             return traced_by(session.table, traced, x, w, b)
         if type(padding) is str and isinstance(w, torch.Tensor):  # what it stands for depends on the kernel
@@ -204,6 +209,16 @@ def _entrance(dims: int, transposed: bool) -> Planned:
         return y
 
     return planned
+
+
+def _note_compiled() -> bool:
+    """Dynamo traces a call: nobody will hear of it when it runs. Called once for each trace, and no part of it."""
+    if _current is not None:
+        _current.compiled()
+    return True
+
+
+_note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _by_torch(function: str, arguments: tuple[Any, ...], x: Any, w: Any, b: Any) -> Any:

@@ -7,7 +7,7 @@ are taken back while that helps (:mod:`.search`). A step that is not surely fast
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -20,6 +20,8 @@ __all__ = ["NOTE", "StepGoal", "Swappable"]
 
 ROUNDS = 4
 """How often passes are taken back and the step is timed anew."""
+COMPILED_ROUNDS = 1
+"""As ``ROUNDS`` for a compiled model, which every choice of passes compiles anew."""
 EXPLORING_PAIRS = 6
 EXPLORING_S = 8.0
 """Seconds for timing steps from which passes are taken back: where steps are long, few choices are tried."""
@@ -34,6 +36,7 @@ class StepGoal:
     def __init__(self, step: Step, modules: Swappable, note: Callable[[int, int], object] | None = None) -> None:
         self._step, self._modules, self._note = step, modules, note
         self._done = self._total = 0
+        self._withheld: frozenset[Key] | None = None
 
     def decide(self, *, own: bool) -> StepReport:
         """Time the step, take back what does not help it, and leave the modules as the fastest step had them.
@@ -46,25 +49,25 @@ class StepGoal:
         if reason:
             return StepReport(reason=reason)
         try:
-            with self._step.repeatable():
+            with self._step.repeatable(compiled=True):
                 best = self._searched(gains)
         except Exception as error:
             if own and not isinstance(error, torch.OutOfMemoryError):
-                self._modules.withhold(gains, NOTE)
+                self._withhold(gains)
                 raise
-            self._modules.withhold((), NOTE)
+            self._withhold(())
             return StepReport(reason=f"the step raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         except BaseException:
-            self._modules.withhold((), NOTE)
+            self._withhold(())
             raise
-        made, withheld = concluded(gains, best)
-        self._modules.withhold(withheld, NOTE)
+        made, withheld = concluded(gains, best, self._step.way)
+        self._withhold(withheld)
         return made
 
     def _searched(self, gains: Mapping[Key, float]) -> Tried:
         """The fastest choice found, timed by enough pairs to be sure."""
         self._total = LEAST_PAIRS
-        searching = search(gains, _rounds_of, EXPLORING_PAIRS)
+        searching = search(gains, self._rounds_of, EXPLORING_PAIRS)
         asked = next(searching)
         while True:
             try:
@@ -75,7 +78,7 @@ class StepGoal:
 
     def _timed(self, asked: Asked) -> Pairs:
         """Time torch's step and the one that is ``asked`` for in turns."""
-        self._modules.withhold(asked.withheld, NOTE)
+        self._withhold(asked.withheld)
         by_torch, by_plans = self._modules.switches()
         self._total = max(self._total, self._done + asked.pairs)
         start = self._done
@@ -88,12 +91,27 @@ class StepGoal:
 
         sides = Side(by_torch, self._step), Side(by_plans, self._step)
         try:
+            self._compile(sides)
             return time_pairs(*sides, self._step.device, asked.pairs, note)
         finally:
             by_plans()
 
+    def _withhold(self, keys: Iterable[Key]) -> None:
+        """Leave these problems to torch, and no others. Layers stay as they are where that is so already."""
+        wanted = frozenset(keys)
+        if wanted != self._withheld:
+            self._modules.withhold(wanted, NOTE)
+            self._withheld = wanted
 
-def _rounds_of(pairs: Pairs) -> int:
-    """How often passes may be taken back, where a pair of steps takes as long as in ``pairs``."""
-    round_s = 2 * EXPLORING_PAIRS * max(pairs.medians) / 1e3
-    return min(ROUNDS, int(EXPLORING_S / round_s))
+    def _compile(self, sides: Sequence[Side]) -> None:
+        """Run each way of a compiled model once: what compiling takes is no time of a step."""
+        if self._step.way == "compiled":
+            for side in sides:
+                side.use()
+                side.run()
+
+    def _rounds_of(self, pairs: Pairs) -> int:
+        """How often passes may be taken back, where a pair of steps takes as long as in ``pairs``."""
+        round_s = 2 * EXPLORING_PAIRS * max(pairs.medians) / 1e3
+        most = COMPILED_ROUNDS if self._step.way == "compiled" else ROUNDS
+        return min(most, int(EXPLORING_S / round_s))

@@ -90,6 +90,8 @@ class LiveGoal:
         self._decisions: list[StepReport] = []
         self._is_new = False
         """Whether there are plans that were not looked at yet."""
+        self._unseen = ""
+        """Why the steps that follow are not seen; empty where one was seen since."""
         self._start_over()
 
     @property
@@ -98,6 +100,8 @@ class LiveGoal:
         timed = next((made for made in self._decisions if not made.reason), None)
         if timed is not None or self.over:
             return timed or self._decisions[-1]
+        if self._unseen:
+            return StepReport(reason=f"its steps are not seen: {self._unseen}")
         if self._blocks is None:
             return StepReport(reason="still to be compared, once all is planned", pending=True)
         done = f"{self._blocks.done} of {self._blocks.wanted} pairs"
@@ -111,6 +115,7 @@ class LiveGoal:
     def boundary(self, device: torch.device) -> None:
         """A step on ``device`` is over, and the next has not begun. Where layers may not change now, it goes on."""
         planning = service()
+        self._unseen = ""
         if self.over or not planning.is_between_steps((device,)):
             return
         if planning.is_planning or self._pending() or not planning.compare(self):
@@ -159,6 +164,14 @@ class LiveGoal:
         """End without a decision, for ``reason``: plans stay as they were chosen pass by pass."""
         if not self.over:
             self._end(StepReport(reason=reason))
+
+    def unseen(self, why: str) -> None:
+        """The steps to come are not seen, for ``why``: plans run in them. Once one is seen after all, it goes on."""
+        if not self.over:
+            self.disturb()
+            if self._blocks is not None and not service().has_graph:  # a tracer watches, and sees what runs then
+                self._blocks.rest()
+            self._unseen = why
 
     def reopen(self) -> None:
         """There are new plans. Where it was decided before, only these are compared, by steps of kinds not seen yet.

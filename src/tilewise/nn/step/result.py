@@ -19,7 +19,9 @@ class StepReport:
     ``planned_device_ms`` what the GPU takes with launches hidden. ``predicted_ms`` is the sum of what the passes that
     run by plan gain by their own measurements. ``taken_back`` is the number of problems that have a faster plan which
     the step does not gain from. ``reason`` says why nothing was compared; it is empty where the step was. While
-    ``pending``, the comparison is still to come or under way, and ``reason`` says how far it is.
+    ``pending``, the comparison is still to come or under way, and ``reason`` says how far it is. ``way`` names the way
+    in which the planned step ran: ``"eager"``, ``"compiled"`` by ``torch.compile``, or ``"graph"``, replayed from CUDA
+    graphs; it is ``None`` where nothing was compared.
 
     >>> print(StepReport(reason="still to be compared: 12 of 20 pairs", pending=True))
     step: still to be compared: 12 of 20 pairs
@@ -40,6 +42,7 @@ class StepReport:
     kept: bool = True
     reason: str = ""
     pending: bool = False
+    way: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name: plain JSON values."""
@@ -53,7 +56,8 @@ class StepReport:
         assert self.torch_ms is not None
         assert self.planned_ms is not None
         ratio = f"{self.speedup:.2f}x, 95 % between {self.least:.2f} and {self.most:.2f}"
+        name = "step" if self.way in (None, "eager") else f"step ({self.way})"
         back = f"; {self.taken_back} taken back" if self.taken_back else ""
         if not self.kept:
-            return f"step: {self.torch_ms:.4g} ms by torch, plans are not surely faster ({ratio}): torch's stays"
-        return f"step: {self.torch_ms:.4g} -> {self.planned_ms:.4g} ms ({ratio}{back})"
+            return f"{name}: {self.torch_ms:.4g} ms by torch, plans are not surely faster ({ratio}): torch's stays"
+        return f"{name}: {self.torch_ms:.4g} -> {self.planned_ms:.4g} ms ({ratio}{back})"

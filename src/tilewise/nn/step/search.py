@@ -106,8 +106,11 @@ def falls_short(tried: Tried, gains: Mapping[Key, float]) -> bool:
     return gained < SHORT_OF * promised and promised - gained > SHORT_BY_MS
 
 
-def concluded(gains: Mapping[Key, float], best: Tried) -> tuple[StepReport, frozenset[Key]]:
-    """The report of the fastest choice, and what is to be taken back: all where it is not surely faster than torch."""
+def concluded(gains: Mapping[Key, float], best: Tried, way: str = "eager") -> tuple[StepReport, frozenset[Key]]:
+    """The report of the fastest choice, and what is to be taken back: all where it is not surely faster than torch.
+
+    ``way`` is how the steps ran, as :class:`StepReport` has it.
+    """
     pairs = best.pairs
     least, speedup, most = pairs.speedup
     kept = least > 1.0
@@ -129,5 +132,6 @@ def concluded(gains: Mapping[Key, float], best: Tried) -> tuple[StepReport, froz
         predicted_ms=sum(gain for key, gain in gains.items() if key not in best.withheld),
         taken_back=len(withheld),
         kept=kept,
+        way=way,
     )
     return made, withheld

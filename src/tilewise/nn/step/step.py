@@ -45,6 +45,12 @@ class Step:
             raise ValueError(f"memory_limit: it is of one device, and the model is on several ({names})")
         self.device = devices.pop() if devices else torch.device("cpu")
 
+    @property
+    def way(self) -> str:
+        """How the step runs: ``"compiled"`` where ``torch.compile`` has the model or a part of it, else ``"eager"``."""
+        compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in self._model.modules())
+        return "compiled" if compiled else "eager"
+
     def held(self) -> list[torch.Tensor]:
         """The tensors that exist before the step: parameters, buffers, gradients and the examples."""
         parameters = list(self._model.parameters())
@@ -86,16 +92,17 @@ class Step:
                     tensor.grad = grad
 
     @contextmanager
-    def repeatable(self) -> Iterator[None]:
+    def repeatable(self, *, compiled: bool = False) -> Iterator[None]:
         """Restore at the end what :func:`state_kept` names and, where the step is the caller's, parameters too.
 
-        The copies wait in the host's memory, so that they do not count on a GPU. Compiled modules run uncompiled.
+        The copies wait in the host's memory, so that they do not count on a GPU. Compiled modules run uncompiled,
+        unless ``compiled``.
         """
         parameters = [p for p in self._model.parameters() if not nn.parameter.is_lazy(p)]
         with ExitStack() as stack:
             stack.enter_context(state_kept(self._model, self._examples, _aside))
             stack.enter_context(values_kept(parameters if self._own is not None else (), _aside))
-            if "torch._dynamo" in sys.modules:
+            if not compiled and "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
