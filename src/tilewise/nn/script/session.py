@@ -32,7 +32,7 @@ from tilewise.nn.script.environment import with_variables
 from tilewise.nn.script.later import CallsToPlan, LaterRecorder
 from tilewise.nn.script.recorder import Recorder, Site
 from tilewise.nn.script.steps import Calls, Steps
-from tilewise.nn.step.compare import compare_live, why_not_compared
+from tilewise.nn.step.compare import compare_live, why_not_live
 from tilewise.planner import Planner, Progress
 from tilewise.settings import EnableOptions, Settings
 
@@ -147,7 +147,7 @@ class Session:
 
     def _planned(self) -> None:
         """There are new plans, or will be: the steps that have them are compared."""
-        reason = why_not_compared(self._asked, None)  # ranks may have met since the session began
+        reason = why_not_live(self._asked, None)  # ranks may have met since the session began
         if reason:
             self._goal.stop(reason)
         else:

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from tilewise.comm.agreement import several_ranks
 from tilewise.nn.layers.plan_table import planning
 from tilewise.nn.progress import Late, showing
+from tilewise.nn.ranks.steps import Ranks, all_ranks
 from tilewise.nn.step.goal import StepGoal
 from tilewise.nn.step.live import LiveGoal
 from tilewise.nn.step.result import StepReport
@@ -19,7 +21,7 @@ from tilewise.nn.step.step import Step
 from tilewise.settings import Settings
 from tilewise.solvers import all_solvers
 
-__all__ = ["compare_live", "compare_steps", "why_not_compared"]
+__all__ = ["compare_live", "compare_steps", "why_not_compared", "why_not_live"]
 
 BINDING = ("workspace", "total_workspace", "deterministic", "error_limit", "strict")
 """Options that bind plans and not torch: a pass that keeps them must not be taken back for one that does not."""
@@ -34,15 +36,27 @@ def compare_steps(
     schedule: object,
     silent: bool,
 ) -> StepReport:
-    """Time the model's step by torch and by plans, and take back what does not help it; say so unless ``silent``."""
-    reason = why_not_compared(asked, schedule)
-    if reason:
-        return StepReport(reason=reason)
+    """Time the model's step by torch and by plans, and take back what does not help it; say so unless ``silent``.
+
+    All ranks do so at once, and rank 0 says it for all.
+    """
+    if several_ranks() and not dist.is_gloo_available():
+        return StepReport(reason="ranks tell each other their times by Gloo, which this torch does not have")
+    with all_ranks() as ranks:
+        step, reason = None, why_not_compared(asked, schedule)
+        try:
+            step = Step(model, examples, own_step, training=asked.training)
+        except ValueError as error:
+            reason = reason or str(error)
+        reason = ranks.any(reason)
+        if reason or step is None:
+            return StepReport(reason=reason)
+        return _compared(step, modules, ranks, own=own_step is not None, silent=silent or not ranks.leads)
+
+
+def _compared(step: Step, modules: Swappable, ranks: Ranks, *, own: bool, silent: bool) -> StepReport:
+    """What became of ``step``, the program's ``own`` or one that was made up."""
     shown = None if silent else Late("pairs of steps", "timing", "timed")
-    try:
-        step = Step(model, examples, own_step, training=asked.training)
-    except ValueError as error:
-        return StepReport(reason=str(error))
 
     def note(done: int, total: int) -> None:
         """Show how many pairs are timed."""
@@ -50,7 +64,7 @@ def compare_steps(
             shown(done, total, "by torch and by plans")
 
     with planning(), showing(shown):
-        report = StepGoal(step, modules, note).decide(own=own_step is not None)
+        report = StepGoal(step, modules, note, ranks).decide(own=own)
     if not silent:
         _tell(report)
     return report
@@ -61,10 +75,18 @@ def compare_live(
 ) -> LiveGoal:
     """What compares the steps of the program itself once nothing is ``pending``; where they cannot be, it says why."""
     goal = LiveGoal(modules, pending, training=asked.training, decided=(lambda _: None) if silent else _tell)
-    reason = why_not_compared(asked, schedule)
+    reason = why_not_live(asked, schedule)
     if reason:
         goal.stop(reason)
     return goal
+
+
+def why_not_live(asked: Settings, schedule: object) -> str:
+    """Why the steps of the program itself are not compared; empty where they are.
+
+    Nobody knows that ranks begin a step at the same time.
+    """
+    return why_not_compared(asked, schedule) or ("there are several ranks" if several_ranks() else "")
 
 
 def _tell(report: StepReport) -> None:
@@ -90,4 +112,4 @@ def why_not_compared(asked: Settings, schedule: object) -> str:
         return f"exclude={asked.exclude!r} has torch's own choice"
     if asked.rigor in ("estimate", "wisdom_only"):
         return f"rigor={asked.rigor!r} measures nothing"
-    return "there are several ranks" if several_ranks() else ""
+    return ""

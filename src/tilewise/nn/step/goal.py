@@ -7,13 +7,25 @@ are taken back while that helps (:mod:`.search`). A step that is not surely fast
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from tilewise.nn.ranks.steps import ALONE, Ranks, StepFailed
 from tilewise.nn.step.pairs import LEAST_PAIRS, Pairs, Side, time_pairs
 from tilewise.nn.step.result import StepReport
-from tilewise.nn.step.search import NOTE, Asked, Key, Swappable, Tried, concluded, search, why_nothing_to_compare
+from tilewise.nn.step.search import (
+    NOTE,
+    Asked,
+    Key,
+    Search,
+    Swappable,
+    concluded,
+    search,
+    why_nothing_to_compare,
+)
 from tilewise.nn.step.step import Step
 
 __all__ = ["NOTE", "StepGoal", "Swappable"]
@@ -30,51 +42,76 @@ EXPLORING_S = 8.0
 class StepGoal:
     """Compares ``step`` with the plans of ``modules`` and without them, and keeps what is faster.
 
-    ``note(done, total)`` is called as pairs of steps are timed.
+    ``note(done, total)`` is called as pairs of steps are timed. All ``ranks`` do this at once: they run the same steps,
+    the slowest rank's time counts, and what rank 0 decides holds for all.
     """
 
-    def __init__(self, step: Step, modules: Swappable, note: Callable[[int, int], object] | None = None) -> None:
-        self._step, self._modules, self._note = step, modules, note
+    def __init__(
+        self,
+        step: Step,
+        modules: Swappable,
+        note: Callable[[int, int], object] | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._step, self._modules, self._note, self._ranks = step, modules, note, ranks
         self._done = self._total = 0
         self._withheld: frozenset[Key] | None = None
 
     def decide(self, *, own: bool) -> StepReport:
         """Time the step, take back what does not help it, and leave the modules as the fastest step had them.
 
-        Raises what a step of the program's ``own`` raises, with all passes left to torch. Where a step was made up here
-        and fails, or runs out of memory, nothing is compared.
+        Raises what a step of the program's ``own`` raises, with all passes left to torch, and ``StepFailed`` where it
+        raised on another rank. Where a step was made up here and fails, or runs out of memory, nothing is compared.
+        Raises ``RankMismatch`` where ranks have plans for different problems.
         """
-        gains = dict(self._modules.gains())
-        reason = why_nothing_to_compare(gains)
+        gains, reason = self._agreed(self._modules.gains())
         if reason:
             return StepReport(reason=reason)
         try:
             with self._step.repeatable(compiled=True):
-                best = self._searched(gains)
+                made, withheld = self._searched(gains)
         except Exception as error:
-            if own and not isinstance(error, torch.OutOfMemoryError):
+            if own and not _is_of_memory(error):
                 self._withhold(gains)
                 raise
             self._withhold(())
-            return StepReport(reason=f"the step raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            first = (str(error).splitlines() or [""])[0]
+            said = first if isinstance(error, StepFailed) else f"the step raised {type(error).__name__}: {first}"
+            return StepReport(reason=said)
         except BaseException:
             self._withhold(())
             raise
-        made, withheld = concluded(gains, best, self._step.way)
         self._withhold(withheld)
         return made
 
-    def _searched(self, gains: Mapping[Key, float]) -> Tried:
-        """The fastest choice found, timed by enough pairs to be sure."""
+    def _agreed(self, own: Mapping[Key, float]) -> tuple[dict[Key, float], str]:
+        """The gains by rank 0's times, in the order of calls, and why there is nothing to compare."""
+        keys = list(own)
+        self._ranks.agree("\n".join(map(str, keys)), "what runs by plan in the step")
+        gains, reason = self._ranks.first([[own[key] for key in keys], why_nothing_to_compare(own)])
+        return dict(zip(keys, gains, strict=True)), reason
+
+    def _searched(self, gains: Mapping[Key, float]) -> tuple[StepReport, frozenset[Key]]:
+        """The report of the fastest choice found, timed by enough pairs to be sure, and what it leaves to torch."""
         self._total = LEAST_PAIRS
-        searching = search(gains, self._rounds_of, EXPLORING_PAIRS)
-        asked = next(searching)
+        keys, pairs = list(gains), None
+        searching = search(gains, self._rounds_of, EXPLORING_PAIRS) if self._ranks.leads else None
         while True:
-            try:
-                asked = searching.send(self._timed(asked))
-            except StopIteration as over:
-                best: Tried = over.value
-                return best
+            said = self._ranks.first(None if searching is None else self._next(searching, pairs, gains))
+            withheld = frozenset(keys[i] for i in said["withheld"])
+            if "made" in said:
+                return StepReport(**said["made"]), withheld
+            pairs = self._timed(Asked(withheld, said["pairs"]))
+
+    def _next(self, searching: Search, pairs: Pairs | None, gains: Mapping[Key, float]) -> dict[str, Any]:
+        """What the search asks for after ``pairs``, or what it found; problems by their place among ``gains``."""
+        places = {key: i for i, key in enumerate(gains)}
+        try:
+            asked = next(searching) if pairs is None else searching.send(pairs)
+        except StopIteration as over:
+            made, withheld = concluded(gains, over.value, self._step.way)
+            return {"made": made.to_json(), "withheld": [places[key] for key in withheld]}
+        return {"pairs": asked.pairs, "withheld": [places[key] for key in asked.withheld]}
 
     def _timed(self, asked: Asked) -> Pairs:
         """Time torch's step and the one that is ``asked`` for in turns."""
@@ -92,7 +129,7 @@ class StepGoal:
         sides = Side(by_torch, self._step), Side(by_plans, self._step)
         try:
             self._compile(sides)
-            return time_pairs(*sides, self._step.device, asked.pairs, note)
+            return time_pairs(*sides, self._step.device, asked.pairs, note, self._ranks)
         finally:
             by_plans()
 
@@ -105,13 +142,24 @@ class StepGoal:
 
     def _compile(self, sides: Sequence[Side]) -> None:
         """Run each way of a compiled model once: what compiling takes is no time of a step."""
-        if self._step.way == "compiled":
+        if self._ranks.any("" if self._step.way == "eager" else self._step.way):
             for side in sides:
-                side.use()
-                side.run()
+                self._ranks.slowest(functools.partial(_run_once, side))
 
     def _rounds_of(self, pairs: Pairs) -> int:
         """How often passes may be taken back, where a pair of steps takes as long as in ``pairs``."""
         round_s = 2 * EXPLORING_PAIRS * max(pairs.medians) / 1e3
         most = COMPILED_ROUNDS if self._step.way == "compiled" else ROUNDS
         return min(most, int(EXPLORING_S / round_s))
+
+
+def _run_once(side: Side) -> tuple[float, ...]:
+    """Run one way once."""
+    side.use()
+    side.run()
+    return ()
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether a step ran out of memory, here or on another rank."""
+    return error.memory if isinstance(error, StepFailed) else isinstance(error, torch.OutOfMemoryError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -9,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from tilewise.nn.ranks.steps import ALONE, Ranks
 
 __all__ = ["LEAST_PAIRS", "Pairs", "Side", "interval", "time_pairs"]
 
@@ -95,24 +98,25 @@ def time_pairs(
     device: torch.device,
     pairs: int = LEAST_PAIRS,
     note: Callable[[int, int], object] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Pairs:
     """Time both ways ``pairs`` times in turns, the order changing with every pair. Raises what the steps raise.
 
     Long steps end earlier where :data:`CLEAR_PAIRS` tell which way is faster. ``note(done, pairs)`` is called after
-    each pair.
+    each pair. Of several ``ranks``, which all call this, the slowest counts in every sample.
     """
-    longest = max(_warmed(side, device) for side in (first, second))
+    longest = max(_warmed(side, device, ranks) for side in (first, second))
     steps = max(1, min(MOST_STEPS, math.ceil(SAMPLE_MS / max(longest, 1e-3))))
     taken: tuple[list[float], list[float]] = ([], [])
     hosts: tuple[list[float], list[float]] = ([], [])
-    begun = time.perf_counter()
+    spent_ms = 0.0  # by the times that count, of which all ranks have the same
     for turn in range(pairs):
-        if time.perf_counter() - begun > LONG_S and _is_clear(*taken):
+        if spent_ms > LONG_S * 1e3 and _is_clear(*taken):
             break
         for index in (0, 1) if turn % 2 == 0 else (1, 0):
             side = (first, second)[index]
-            side.use()
-            wall, host = _sample(side, device, steps)
+            wall, host = ranks.slowest(functools.partial(_sample, side, device, steps))
+            spent_ms += wall * steps
             taken[index].append(wall)
             hosts[index].append(host)
         if note is not None:
@@ -120,7 +124,11 @@ def time_pairs(
     host_ms = device_ms = None
     if device.type == "cuda":
         host_ms = statistics.median(hosts[0]), statistics.median(hosts[1])
-        device_ms = _device_ms(first, device, host_ms[0]), _device_ms(second, device, host_ms[1])
+        first_ms, second_ms = (
+            ranks.slowest(functools.partial(_device_ms, side, device, ms))[0]
+            for side, ms in zip((first, second), host_ms, strict=True)
+        )
+        device_ms = first_ms, second_ms
     return Pairs(tuple(taken[0]), tuple(taken[1]), host_ms, device_ms)
 
 
@@ -130,11 +138,10 @@ def _is_clear(first_ms: Sequence[float], second_ms: Sequence[float]) -> bool:
     return len(ratios) >= CLEAR_PAIRS and (min(ratios) > CLEAR or max(ratios) < 1 / CLEAR)
 
 
-def _warmed(side: Side, device: torch.device) -> float:
+def _warmed(side: Side, device: torch.device, ranks: Ranks) -> float:
     """Run one way until it has settled, and return the milliseconds of its last run."""
-    side.use()
     for _ in range(WARM):
-        wall, _ = _sample(side, device, 1)
+        wall, _ = ranks.slowest(functools.partial(_sample, side, device, 1))
         if wall > WARM_MS:
             break
     return wall
@@ -142,6 +149,7 @@ def _warmed(side: Side, device: torch.device) -> float:
 
 def _sample(side: Side, device: torch.device, steps: int) -> tuple[float, float]:
     """Milliseconds a step of ``steps`` in a row: until the device is done, and until the host has launched all."""
+    side.use()
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(steps):
@@ -151,7 +159,7 @@ def _sample(side: Side, device: torch.device, steps: int) -> tuple[float, float]
     return (time.perf_counter() - start) * 1e3 / steps, (launched - start) * 1e3 / steps
 
 
-def _device_ms(side: Side, device: torch.device, host_ms: float) -> float:
+def _device_ms(side: Side, device: torch.device, host_ms: float) -> tuple[float]:
     """Milliseconds that a GPU takes for a step whose launches all wait for it already."""
     side.use()
     cycles_a_ms = TRIAL_CYCLES / max(_between(lambda: torch.cuda._sleep(TRIAL_CYCLES)), 1e-3)
@@ -160,7 +168,7 @@ def _device_ms(side: Side, device: torch.device, host_ms: float) -> float:
         torch.cuda.synchronize(device)
         torch.cuda._sleep(int(SLEEP_SLACK * host_ms * cycles_a_ms))
         times.append(_between(side.run))
-    return statistics.median(times)
+    return (statistics.median(times),)
 
 
 def _between(run: Callable[[], object]) -> float:
