@@ -17,7 +17,7 @@ import numpy as np
 
 from tilewise.planner.budget.bound import Points
 
-__all__ = ["Branches", "Limits", "Solved", "load_solver", "sums_of", "try_milp"]
+__all__ = ["Branches", "Limits", "Solved", "load_solver", "stdout_kept", "sums_of", "try_milp"]
 
 Branches = tuple[tuple[int, ...], ...]
 
@@ -180,7 +180,7 @@ def _solved(program: _Rows, points: Sequence[Points], time_limit_s: float) -> li
     lower, upper = zip(*program.bounds, strict=True)
     integral = np.arange(program.variables) < binary
     table = matrix((values, (rows, columns)), shape=(len(lower), program.variables))
-    with _stdout_kept():
+    with stdout_kept():
         result = milp(
             np.concatenate([times * scale, np.zeros(program.variables - binary)]),
             integrality=integral.astype(np.int8),
@@ -198,7 +198,7 @@ def _solved(program: _Rows, points: Sequence[Points], time_limit_s: float) -> li
 
 
 @contextlib.contextmanager
-def _stdout_kept() -> Iterator[None]:
+def stdout_kept() -> Iterator[None]:
     """Send what native code prints within to stderr: HiGHS 1.12 tells of trouble with numbers on stdout.
 
     A document on stdout stays whole. The whole process is sent there for these milliseconds: nothing is lost.
