@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from tilewise.nn.layers.kinds import ModuleKind, is_planned, kind_of, run_by_plans
@@ -14,6 +16,7 @@ from tilewise.nn.layers.weights import Weights
 from tilewise.nn.memory.step_planner import Choices
 from tilewise.nn.record import Recorded, record
 from tilewise.nn.report import CallReport, LayerReport, PassReport
+from tilewise.nn.step.modelled import Cost
 from tilewise.problems.base import Problem
 
 __all__ = ["PlannedModules", "workspaces_of"]
@@ -124,6 +127,30 @@ class PlannedModules:
                     gain = recorded.times * (torch_ms - plan.time_ms)
                     gains[problem, deterministic] = gains.get((problem, deterministic), 0.0) + gain
         return gains
+
+    def keys_of_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Key], list[Key]]:
+        """The problems of a call of one candidate as it is made now: those of its forward, and of its gradients."""
+        module, layers = self.candidates[name], self._layers[name]
+        later = self.training and not torch.is_grad_enabled()
+        forward: list[Key] = []
+        gradients: list[Key] = []
+        for layer, call in _kind(module).calls(module, layers, args, kwargs, gradients_later=later)[0]:
+            for role, problem in Recorded(name, layer, call).problems(self.training).items():
+                (forward if role == "forward" else gradients).append((problem, call.deterministic))
+        return forward, gradients
+
+    def costs(self) -> dict[Key, Cost]:
+        """What each plan that runs takes more than torch's choice in one call. The host's part is 0 where unknown."""
+        costs: dict[Key, Cost] = {}
+        for problem, deterministic in self.gains():
+            plan = self.plan_table.replacement(problem, deterministic)
+            torch_host_ms = self.plan_table.host_times.get(problem)
+            if plan is not None:
+                known = plan.host_ms is not None and torch_host_ms is not None
+                host_ms = plan.host_ms - torch_host_ms if known else 0.0  # type: ignore[operator]
+                device_ms = plan.time_ms - self.plan_table.times.get(problem, math.nan)
+                costs[problem, deterministic] = Cost(host_ms, device_ms)
+        return costs
 
     def withhold(self, keys: Collection[Key], note: str) -> None:
         """Let torch compute these problems although they have plans, and no others; ``note`` says why in reports."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +13,7 @@ from tilewise.comm.agreement import several_ranks
 from tilewise.nn.layers.plan_table import planning
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.ranks.steps import Ranks, all_ranks
-from tilewise.nn.step.goal import StepGoal
+from tilewise.nn.step.goal import Modelled, StepGoal
 from tilewise.nn.step.live import LiveGoal
 from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.search import Swappable
@@ -22,6 +22,11 @@ from tilewise.settings import Settings
 from tilewise.solvers import all_solvers
 
 __all__ = ["compare_live", "compare_steps", "why_not_compared", "why_not_live"]
+
+
+class PlannedModules(Swappable, Modelled, Protocol):
+    """The modules of a model that run by plan."""
+
 
 BINDING = ("workspace", "total_workspace", "deterministic", "error_limit", "strict")
 """Options that bind plans and not torch: a pass that keeps them must not be taken back for one that does not."""
@@ -32,7 +37,7 @@ def compare_steps(
     examples: list[Any],
     asked: Settings,
     own_step: Callable[[Any], object] | None,
-    modules: Swappable,
+    modules: PlannedModules,
     schedule: object,
     silent: bool,
 ) -> StepReport:
@@ -54,7 +59,7 @@ def compare_steps(
         return _compared(step, modules, ranks, own=own_step is not None, silent=silent or not ranks.leads)
 
 
-def _compared(step: Step, modules: Swappable, ranks: Ranks, *, own: bool, silent: bool) -> StepReport:
+def _compared(step: Step, modules: PlannedModules, ranks: Ranks, *, own: bool, silent: bool) -> StepReport:
     """What became of ``step``, the program's ``own`` or one that was made up."""
     shown = None if silent else Late("pairs of steps", "timing", "timed")
 
@@ -64,7 +69,7 @@ def _compared(step: Step, modules: Swappable, ranks: Ranks, *, own: bool, silent
             shown(done, total, "by torch and by plans")
 
     with planning(), showing(shown):
-        report = StepGoal(step, modules, note, ranks).decide(own=own)
+        report = StepGoal(step, modules, note, ranks, modules).decide(own=own)
     if not silent:
         _tell(report)
     return report

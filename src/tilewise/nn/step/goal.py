@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 
 from tilewise.nn.ranks.steps import ALONE, Ranks, StepFailed
+from tilewise.nn.step.modelled import Cost, StepModel
 from tilewise.nn.step.pairs import LEAST_PAIRS, Pairs, Side, time_pairs
 from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.search import (
@@ -27,8 +29,9 @@ from tilewise.nn.step.search import (
     why_nothing_to_compare,
 )
 from tilewise.nn.step.step import Step
+from tilewise.nn.step.trace import Trace, Traceable, trace_step, why_not_traced
 
-__all__ = ["NOTE", "StepGoal", "Swappable"]
+__all__ = ["NOTE", "Modelled", "StepGoal", "Swappable"]
 
 ROUNDS = 4
 """How often passes are taken back and the step is timed anew."""
@@ -39,10 +42,19 @@ EXPLORING_S = 8.0
 """Seconds for timing steps from which passes are taken back: where steps are long, few choices are tried."""
 
 
+class Modelled(Traceable, Protocol):
+    """Modules whose calls can be told apart in a step, and whose plans have times of host and device."""
+
+    def costs(self) -> Mapping[Key, Cost]:
+        """What each plan that runs takes more than torch's choice in one call."""
+        ...
+
+
 class StepGoal:
     """Compares ``step`` with the plans of ``modules`` and without them, and keeps what is faster.
 
-    ``note(done, total)`` is called as pairs of steps are timed. All ``ranks`` do this at once: they run the same steps,
+    ``note(done, total)`` is called as pairs of steps are timed. With ``traced``, which are the same modules, the choice
+    that a model of the step has made is timed first. All ``ranks`` do this at once: they run the same steps,
     the slowest rank's time counts, and what rank 0 decides holds for all.
     """
 
@@ -52,10 +64,13 @@ class StepGoal:
         modules: Swappable,
         note: Callable[[int, int], object] | None = None,
         ranks: Ranks = ALONE,
+        traced: Modelled | None = None,
     ) -> None:
         self._step, self._modules, self._note, self._ranks = step, modules, note, ranks
+        self._traced = traced
         self._done = self._total = 0
         self._withheld: frozenset[Key] | None = None
+        self._model: StepModel | None = None
 
     def decide(self, *, own: bool) -> StepReport:
         """Time the step, take back what does not help it, and leave the modules as the fastest step had them.
@@ -95,13 +110,50 @@ class StepGoal:
         """The report of the fastest choice found, timed by enough pairs to be sure, and what it leaves to torch."""
         self._total = LEAST_PAIRS
         keys, pairs = list(gains), None
-        searching = search(gains, self._rounds_of, EXPLORING_PAIRS) if self._ranks.leads else None
+        self._model = self._modelled()
+        searching = self._search(gains) if self._ranks.leads else None
         while True:
             said = self._ranks.first(None if searching is None else self._next(searching, pairs, gains))
             withheld = frozenset(keys[i] for i in said["withheld"])
             if "made" in said:
                 return StepReport(**said["made"]), withheld
             pairs = self._timed(Asked(withheld, said["pairs"]))
+
+    def _search(self, gains: Mapping[Key, float]) -> Search:
+        """The search, which begins with what the model of the step has chosen, where there is one."""
+        model = self._model
+        start = frozenset() if model is None else model.to_withhold()
+        if model is None or not start:  # the host is never waited for: every pass reaches the step
+            return search(gains, self._rounds_of, EXPLORING_PAIRS)
+        return search(
+            gains,
+            self._rounds_of,
+            EXPLORING_PAIRS,
+            start,
+            lambda withheld: model.torch_ms - model.step_ms(withheld),
+        )
+
+    def _modelled(self) -> StepModel | None:
+        """The model of the step, from one of torch's that all ranks run; ``None`` where none can be recorded."""
+        modules = self._traced
+        if self._ranks.any("" if modules is not None and self._step.way == "eager" else "no") or modules is None:
+            return None
+        if self._ranks.any(why_not_traced()):
+            return None
+        traces: list[Trace | None] = []
+
+        def record() -> tuple[float, ...]:
+            """Record torch's step."""
+            traces.append(trace_step(self._step, modules, self._step.device))
+            return ()
+
+        by_torch, by_plans = self._modules.switches()
+        by_torch()
+        try:
+            self._ranks.slowest(record)
+        finally:
+            by_plans()
+        return None if traces[0] is None else StepModel(traces[0], modules.costs())
 
     def _next(self, searching: Search, pairs: Pairs | None, gains: Mapping[Key, float]) -> dict[str, Any]:
         """What the search asks for after ``pairs``, or what it found; problems by their place among ``gains``."""
@@ -110,6 +162,9 @@ class StepGoal:
             asked = next(searching) if pairs is None else searching.send(pairs)
         except StopIteration as over:
             made, withheld = concluded(gains, over.value, self._step.way)
+            if self._model is not None:
+                planned_ms = self._model.step_ms(over.value.withheld)
+                made = replace(made, modelled_torch_ms=self._model.torch_ms, modelled_planned_ms=planned_ms)
             return {"made": made.to_json(), "withheld": [places[key] for key in withheld]}
         return {"pairs": asked.pairs, "withheld": [places[key] for key in asked.withheld]}
 

@@ -74,20 +74,37 @@ def why_nothing_to_compare(gains: Mapping[Key, float]) -> str:
     return ""
 
 
-def search(gains: Mapping[Key, float], rounds_of: Callable[[Pairs], int], exploring_pairs: int) -> Search:
+def search(
+    gains: Mapping[Key, float],
+    rounds_of: Callable[[Pairs], int],
+    exploring_pairs: int,
+    start: frozenset[Key] = frozenset(),
+    promised: Callable[[frozenset[Key]], float] | None = None,
+) -> Search:
     """Ask for times, take back what promises least while the step gains by that, and return the fastest choice.
 
-    ``rounds_of`` says how often passes may be taken back, by the times of the step with all plans. Each choice is
-    explored by ``exploring_pairs`` and the one that is returned timed by enough pairs to be sure.
+    It begins with ``start`` taken back, as a model of the step has it, and then looks whether none is better.
+    ``promised`` gives the milliseconds that a step should gain with some problems taken back; by default the sum of
+    ``gains`` of the others.
+    ``rounds_of`` says how often a choice is tried after the first, by the times of that one. Each is explored by
+    ``exploring_pairs`` and the one that is returned timed by enough pairs to be sure.
     """
-    best = Tried(frozenset(), LEAST_PAIRS, (yield Asked(frozenset(), LEAST_PAIRS)))
-    ordered = sorted(gains, key=lambda key: gains[key])
+    promised = promised or (lambda withheld: sum(gain for key, gain in gains.items() if key not in withheld))
+    best = Tried(start, LEAST_PAIRS, (yield Asked(start, LEAST_PAIRS)))
+    rounds = rounds_of(best.pairs)
+    if start and rounds:
+        rounds -= 1
+        tried = Tried(frozenset(), exploring_pairs, (yield Asked(frozenset(), exploring_pairs)))
+        if tried.pairs.speedup[1] > best.pairs.speedup[1]:
+            best = tried
+    first = best.withheld
+    ordered = sorted((key for key in gains if key not in first), key=lambda key: gains[key])
     low, high = 0, len(ordered)  # how many are taken back: all is torch's step
-    for _ in range(rounds_of(best.pairs)):
-        if high - low < 2 or not falls_short(best, gains):
+    for _ in range(rounds):
+        if high - low < 2 or not falls_short(best.pairs, promised(best.withheld)):
             break
         middle = (low + high) // 2
-        withheld = frozenset(ordered[:middle])
+        withheld = first | frozenset(ordered[:middle])
         tried = Tried(withheld, exploring_pairs, (yield Asked(withheld, exploring_pairs)))
         if tried.pairs.speedup[1] > best.pairs.speedup[1]:
             best, low = tried, middle
@@ -98,10 +115,9 @@ def search(gains: Mapping[Key, float], rounds_of: Callable[[Pairs], int], explor
     return best
 
 
-def falls_short(tried: Tried, gains: Mapping[Key, float]) -> bool:
-    """Whether the step gains clearly less than its passes promise."""
-    torch_ms, planned_ms = tried.pairs.medians
-    promised = sum(gain for key, gain in gains.items() if key not in tried.withheld)
+def falls_short(pairs: Pairs, promised: float) -> bool:
+    """Whether the step gains clearly less than the milliseconds that are ``promised``."""
+    torch_ms, planned_ms = pairs.medians
     gained = torch_ms - planned_ms
     return gained < SHORT_OF * promised and promised - gained > SHORT_BY_MS
 

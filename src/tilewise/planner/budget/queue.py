@@ -18,7 +18,7 @@ from tilewise.planner.budget.program import load_solver, stdout_kept
 __all__ = ["Change", "Chosen", "Launch", "choose_options", "device_waits", "queue_ms"]
 
 TIME_LIMIT_S = 5.0
-"""Seconds for HiGHS. Programs of a network of 160 convolutions take a tenth of a second."""
+"""Seconds for HiGHS. Programs of a network of 160 layers take up to a second."""
 ROUNDING = 1e-9
 """The share of a step's time by which two choices may differ and count as equally fast."""
 NEVER = -math.inf
