@@ -11,7 +11,7 @@ from torch import nn
 
 from tilewise.nn.layers.kinds import ModuleKind, is_planned, kind_of, run_by_plans
 from tilewise.nn.layers.plan_table import PlanTable
-from tilewise.nn.layers.swaps import swap, swap_back, swapped
+from tilewise.nn.layers.swaps import own_attributes, swap_back
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.memory.step_planner import Choices
 from tilewise.nn.record import Recorded, record
@@ -161,7 +161,7 @@ class PlannedModules:
 
     def switches(self) -> tuple[Callable[[], None], Callable[[], None]]:
         """Two functions: one lets all candidates compute as torch does, the other as they do now."""
-        forwards = {name: swapped(module) for name, module in self.candidates.items()}
+        attributes = {name: own_attributes(module) for name, module in self.candidates.items()}
 
         def by_torch() -> None:
             """Let every candidate compute as its class does."""
@@ -171,9 +171,8 @@ class PlannedModules:
         def by_plans() -> None:
             """Let every candidate compute as it did."""
             for name, module in self.candidates.items():
-                forward = forwards[name]
-                if forward is not None and "forward" not in module.__dict__:
-                    swap(module, forward)
+                if "forward" in attributes[name] and "forward" not in module.__dict__:
+                    module.__dict__.update(attributes[name])  # the same objects: captures are told apart by them
 
         return by_torch, by_plans
 

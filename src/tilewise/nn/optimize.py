@@ -21,7 +21,7 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import nn
 
-from tilewise.comm.agreement import several_ranks
+from tilewise.comm.agreement import gather, several_ranks
 from tilewise.nn.arguments import check_function, check_model, examples_of, settings_of, takes, unwrapped
 from tilewise.nn.background.begin import begin, plans_later
 from tilewise.nn.background.later import LaterTable
@@ -31,7 +31,8 @@ from tilewise.nn.branches import choose as branch_times
 from tilewise.nn.branches.find import at_once
 from tilewise.nn.budget import Budget, make_budget
 from tilewise.nn.graphs.choose import choose_graphs
-from tilewise.nn.graphs.graphed import ungraphed
+from tilewise.nn.graphs.compare import compare_replayed
+from tilewise.nn.graphs.graphed import graphs_of, ungraphed
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import swap_back
 from tilewise.nn.layers.weights import Weights
@@ -40,7 +41,7 @@ from tilewise.nn.modules import PlannedModules, workspaces_of
 from tilewise.nn.ranks.together import plan_together
 from tilewise.nn.report import Report, forget, keep
 from tilewise.nn.schedule import Source
-from tilewise.nn.step.compare import compare_live, compare_steps, why_not_compared
+from tilewise.nn.step.compare import Decide, compare_live, compare_steps, why_not_compared
 from tilewise.nn.step.live import LiveGoal
 from tilewise.nn.step.negligible import leave_negligible
 from tilewise.nn.step.result import StepReport
@@ -112,7 +113,7 @@ def optimize(
         source.conclude(plan_table, modules.problems())
     live = install(model, planning, step_planner, progress, silent)
     now = functools.partial(compare_steps, model, examples, asked, own_step, modules, schedule, silent)
-    made = planning.concluded(now if live is None else lambda: live.report)
+    made = planning.concluded(now if live is None else lambda _: live.report)
     keep(model, made, plan_table, deterministic)
     keep(modules.model, made, plan_table, deterministic)
     return model
@@ -244,7 +245,9 @@ class Planning:
         """Record the model's calls, divide the budget among them if there is one, and plan them into the plan table."""
         plan_table = self.modules.plan_table
         if several_ranks():
-            plan_together(plan_table, self._record, self.deterministic, self._divide, f"{self.budget}")
+            plan_together(
+                plan_table, self._record, self.deterministic, self._divide, f"{self.budget}, graphs={self.asked.graphs}"
+            )
         else:
             problems = self._record()
             self._divide()
@@ -269,18 +272,20 @@ class Planning:
         groups = at_once(self.modules.model, names) if self.asked.branches == "measured" else None
         self.modules.plan_table.divide(names, self.budget, self.deterministic, groups)
 
-    def concluded(self, compare: Callable[[], StepReport]) -> Report:
-        """The report of the model, after whole steps were compared by ``compare()`` and what is faster was kept.
+    def concluded(self, compare: Callable[[Decide | None], StepReport]) -> Report:
+        """The report of the model, after whole steps were compared by ``compare`` and what is faster was kept.
 
-        A step that is replayed from CUDA graphs waits for no host: then there is nothing to take back for its sake.
+        A step that is replayed from CUDA graphs waits for no host, so it is compared as it is replayed.
         """
         if self.asked.graphs == "never":
-            compared = compare()
+            compared = compare(None)
             return replace(self.report(), step=compared)
         made = self.report()
-        if made.facts["graphs"]["kept"]:
-            return replace(made, step=StepReport(reason="the model is replayed from CUDA graphs"))
-        compared = compare()
+        model, facts = self.modules.model, self.modules.plan_table.facts
+        graphs = graphs_of(model)
+        compared = compare(None if graphs is None else functools.partial(compare_replayed, model, graphs, self.modules))
+        if graphs is not None and not compared.kept:
+            facts["graphs"] |= {"kept": False, "reason": "the step is not surely faster than it was"}
         return replace(made, layers=self.modules.report(), step=compared)
 
     def report(self) -> Report:
@@ -297,4 +302,7 @@ class Planning:
         facts = self.modules.plan_table.facts
         if self.asked.graphs == "auto":
             facts["graphs"] = choose_graphs(self.modules.model, self.examples, training=self.asked.training)
+            if several_ranks() and not all(gather(facts["graphs"]["kept"])) and facts["graphs"]["kept"]:
+                ungraphed(self.modules.model)
+                facts["graphs"] |= {"kept": False, "reason": "another rank runs without graphs"}
         return Report(layers, forks, facts)

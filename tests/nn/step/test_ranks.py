@@ -193,3 +193,33 @@ told(model)
     )
     for each in told(outputs):
         assert each["step"]["reason"] == "goal='passes'"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("keeping", [1, 2])
+def test_all_ranks_are_replayed_or_none_is(keeping: int, tmp_path: Path) -> None:
+    outputs = run(
+        SETUP
+        + f"""
+from tests.nn.graphs.tape import TapeRecorder
+from tilewise.nn.graphs.graphed import captured
+def choose(net, examples, *, training):
+    if rank >= {keeping}:
+        return {{"kept": False, "reason": "slower"}}
+    captured(net, examples, TapeRecorder)
+    return {{"kept": True, "reason": ""}}
+sys.modules["tilewise.nn.optimize"].choose_graphs = choose
+tilewise.optimize(model, x, planner=planner, graphs="auto")
+print(json.dumps(report(model).facts["graphs"]))
+told(model)
+""",
+        tmp_path,
+    )
+    first, second = told(outputs)
+    assert first == second
+    facts = [json.loads(output.splitlines()[-2]) for output in outputs]
+    if keeping == 1:
+        assert facts[0] == {"kept": False, "reason": "another rank runs without graphs"}
+        assert first["step"]["way"] == "eager"  # type: ignore[index]
+    else:
+        assert first["step"]["way"] == "graph"  # type: ignore[index]
+        assert facts[0]["kept"] == facts[1]["kept"] == first["step"]["kept"]  # type: ignore[index]

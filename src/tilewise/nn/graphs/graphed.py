@@ -15,7 +15,7 @@ from tilewise.nn.graphs.recorder import CannotCapture, Recorder, recorder_of
 from tilewise.nn.kept_values import tensors_in
 from tilewise.nn.record import arguments_of
 
-__all__ = ["CannotCapture", "GraphReport", "captured", "device_of", "graph_report", "graphed", "ungraphed"]
+__all__ = ["CannotCapture", "GraphReport", "captured", "device_of", "graph_report", "graphed", "graphs_of", "ungraphed"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -23,7 +23,7 @@ _graphs: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModelGraphs]] = weakre
 """The captures of each model. They are held by the ``forward`` of the model, and refer to it."""
 
 
-def _graphs_of(model: nn.Module) -> ModelGraphs | None:
+def graphs_of(model: nn.Module) -> ModelGraphs | None:
     """The captures of ``model``, or of the model inside it; ``None`` where there are none."""
     reference = _graphs.get(unwrapped(model))
     return None if reference is None else reference()
@@ -86,7 +86,7 @@ def ungraphed(model: Model) -> Model:
     Nothing happens to a model that is not captured. Raises ``ValueError`` for anything but a module.
     """
     check_model(model)
-    graphs = _graphs_of(model)
+    graphs = graphs_of(model)
     if graphs is not None:
         graphs.release()
     _graphs.pop(unwrapped(model), None)
@@ -99,7 +99,7 @@ def graph_report(model: nn.Module) -> GraphReport:
     Raises ``ValueError`` for a model that is not captured, or is a copy of one that is.
     """
     check_model(model)
-    graphs = _graphs_of(model)
+    graphs = graphs_of(model)
     if graphs is None:
         raise ValueError(f"model={type(model).__name__}: tilewise.graphed has not been called on it, or was undone")
     return graphs.report()

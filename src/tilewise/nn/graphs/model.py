@@ -93,6 +93,8 @@ class ModelGraphs:
         self._replayed = 0
         self._without: Counter[str] = Counter()
         self._reason = ""
+        self.resting = False
+        """Whether all calls run without graphs for now, and are not counted."""
         self.attached = Attached(model, _forward_of(self, self.plain))
 
     def expect(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -111,6 +113,12 @@ class ModelGraphs:
         """Count calls from now on."""
         self._replayed, self._reason = 0, ""
         self._without.clear()
+
+    def settle(self) -> None:
+        """Let go of captures of the model as it is not any more, and count calls from now on."""
+        self._captures = [each for each in self._captures if not each.standing.difference()]
+        self._last = None
+        self.begin()
 
     def release(self) -> None:
         """Give the model its own forward back and let go of the captures."""
@@ -131,6 +139,8 @@ class ModelGraphs:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the model returns, by a replay where that is possible."""
+        if self.resting:
+            return self.plain(*args, **kwargs)
         reason = watched()
         if not reason:
             if not self._lock.acquire(blocking=False):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -21,7 +23,18 @@ from tilewise.nn.step.step import Step
 from tilewise.settings import Settings
 from tilewise.solvers import all_solvers
 
-__all__ = ["compare_live", "compare_steps", "why_not_compared", "why_not_live"]
+__all__ = ["Decide", "compare_live", "compare_steps", "why_not_compared", "why_not_live"]
+
+
+Note = Callable[[int, int], object]
+
+
+class Decide(Protocol):
+    """Decides by a step, the program's ``own`` or one that was made up, how a model is to compute."""
+
+    def __call__(self, step: Step, note: Note, ranks: Ranks, *, own: bool) -> StepReport:
+        """The report of what was decided; ``note(done, total)`` is called as pairs of steps are timed."""
+        ...
 
 
 class PlannedModules(Swappable, Modelled, Protocol):
@@ -40,15 +53,19 @@ def compare_steps(
     modules: PlannedModules,
     schedule: object,
     silent: bool,
+    replayed: Decide | None = None,
 ) -> StepReport:
     """Time the model's step by torch and by plans, and take back what does not help it; say so unless ``silent``.
 
-    All ranks do so at once, and rank 0 says it for all.
+    All ranks do so at once, and rank 0 says it for all. Where the model is replayed from graphs, ``replayed`` decides.
     """
     if several_ranks() and not dist.is_gloo_available():
         return StepReport(reason="ranks tell each other their times by Gloo, which this torch does not have")
     with all_ranks() as ranks:
-        step, reason = None, why_not_compared(asked, schedule)
+        step, reason = (
+            None,
+            why_not_compared(asked if replayed is None else replace(asked, cuda_graphs=False), schedule),
+        )
         try:
             step = Step(model, examples, own_step, training=asked.training)
         except ValueError as error:
@@ -56,11 +73,23 @@ def compare_steps(
         reason = ranks.any(reason)
         if reason or step is None:
             return StepReport(reason=reason)
-        return _compared(step, modules, ranks, own=own_step is not None, silent=silent or not ranks.leads)
+        own = own_step is not None
+        decide = replayed or _decided(modules)
+        return _compared(functools.partial(decide, step, own=own), ranks, silent=silent or not ranks.leads)
 
 
-def _compared(step: Step, modules: PlannedModules, ranks: Ranks, *, own: bool, silent: bool) -> StepReport:
-    """What became of ``step``, the program's ``own`` or one that was made up."""
+def _decided(modules: PlannedModules) -> Decide:
+    """What decides of a model that is not replayed."""
+
+    def decide(step: Step, note: Note, ranks: Ranks, *, own: bool) -> StepReport:
+        """Decide by ``step``, the program's ``own`` or one that was made up."""
+        return StepGoal(step, modules, note, ranks, modules).decide(own=own)
+
+    return decide
+
+
+def _compared(decide: Callable[[Note, Ranks], StepReport], ranks: Ranks, *, silent: bool) -> StepReport:
+    """What ``decide`` says became of the step."""
     shown = None if silent else Late("pairs of steps", "timing", "timed")
 
     def note(done: int, total: int) -> None:
@@ -69,7 +98,7 @@ def _compared(step: Step, modules: PlannedModules, ranks: Ranks, *, own: bool, s
             shown(done, total, "by torch and by plans")
 
     with planning(), showing(shown):
-        report = StepGoal(step, modules, note, ranks, modules).decide(own=own)
+        report = decide(note, ranks)
     if not silent:
         _tell(report)
     return report

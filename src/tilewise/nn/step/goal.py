@@ -31,12 +31,12 @@ from tilewise.nn.step.search import (
 from tilewise.nn.step.step import Step
 from tilewise.nn.step.trace import Trace, Traceable, trace_step, why_not_traced
 
-__all__ = ["NOTE", "Modelled", "StepGoal", "Swappable"]
+__all__ = ["NOTE", "Modelled", "StepGoal", "Swappable", "is_of_memory", "reason_of"]
 
 ROUNDS = 4
 """How often passes are taken back and the step is timed anew."""
 COMPILED_ROUNDS = 1
-"""As ``ROUNDS`` for a compiled model, which every choice of passes compiles anew."""
+"""As ``ROUNDS`` for a compiled or captured model: every choice of passes is compiled, or captured, anew."""
 EXPLORING_PAIRS = 6
 EXPLORING_S = 8.0
 """Seconds for timing steps from which passes are taken back: where steps are long, few choices are tried."""
@@ -86,13 +86,11 @@ class StepGoal:
             with self._step.repeatable(compiled=True):
                 made, withheld = self._searched(gains)
         except Exception as error:
-            if own and not _is_of_memory(error):
+            if own and not is_of_memory(error):
                 self._withhold(gains)
                 raise
             self._withhold(())
-            first = (str(error).splitlines() or [""])[0]
-            said = first if isinstance(error, StepFailed) else f"the step raised {type(error).__name__}: {first}"
-            return StepReport(reason=said)
+            return StepReport(reason=reason_of(error))
         except BaseException:
             self._withhold(())
             raise
@@ -196,7 +194,7 @@ class StepGoal:
             self._withheld = wanted
 
     def _compile(self, sides: Sequence[Side]) -> None:
-        """Run each way of a compiled model once: what compiling takes is no time of a step."""
+        """Run each way of a compiled or captured model once: what compiling takes is no time of a step."""
         if self._ranks.any("" if self._step.way == "eager" else self._step.way):
             for side in sides:
                 self._ranks.slowest(functools.partial(_run_once, side))
@@ -204,7 +202,7 @@ class StepGoal:
     def _rounds_of(self, pairs: Pairs) -> int:
         """How often passes may be taken back, where a pair of steps takes as long as in ``pairs``."""
         round_s = 2 * EXPLORING_PAIRS * max(pairs.medians) / 1e3
-        most = COMPILED_ROUNDS if self._step.way == "compiled" else ROUNDS
+        most = ROUNDS if self._step.way == "eager" else COMPILED_ROUNDS
         return min(most, int(EXPLORING_S / round_s))
 
 
@@ -215,6 +213,12 @@ def _run_once(side: Side) -> tuple[float, ...]:
     return ()
 
 
-def _is_of_memory(error: Exception) -> bool:
+def reason_of(error: Exception) -> str:
+    """What a step raised, here or on another rank, as a reason why nothing is compared."""
+    first = (str(error).splitlines() or [""])[0]
+    return first if isinstance(error, StepFailed) else f"the step raised {type(error).__name__}: {first}"
+
+
+def is_of_memory(error: Exception) -> bool:
     """Whether a step ran out of memory, here or on another rank."""
     return error.memory if isinstance(error, StepFailed) else isinstance(error, torch.OutOfMemoryError)

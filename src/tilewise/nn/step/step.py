@@ -36,6 +36,9 @@ class Step:
     ) -> None:
         self._model, self._examples, self._own, self._training = model, examples, own, training
         inputs = tensors_in(examples)
+        compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+        self.way = "compiled" if compiled else "eager"
+        """How the step runs: compiled where ``torch.compile`` has the model or a part of it."""
         self._leaves = [t for t in inputs if t.is_leaf and t.requires_grad]
         self._inputs = inputs
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
@@ -44,12 +47,6 @@ class Step:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"memory_limit: it is of one device, and the model is on several ({names})")
         self.device = devices.pop() if devices else torch.device("cpu")
-
-    @property
-    def way(self) -> str:
-        """How the step runs: ``"compiled"`` where ``torch.compile`` has the model or a part of it, else ``"eager"``."""
-        compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in self._model.modules())
-        return "compiled" if compiled else "eager"
 
     def held(self) -> list[torch.Tensor]:
         """The tensors that exist before the step: parameters, buffers, gradients and the examples."""
