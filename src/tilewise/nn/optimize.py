@@ -87,8 +87,8 @@ def optimize(
 
     Raises ``ValueError`` naming the argument at fault or a schedule that fits no layer, ``ScheduleError`` for a file
     that holds none, ``NoPlanError`` when no solver keeps the limit for a layer, or no schedule ``memory_limit`` or
-    ``total_workspace`` (it says what is needed at least), ``RankMismatch`` when ranks see different layers, and what
-    the model raises on its example.
+    ``total_workspace`` (it says what is needed at least), ``RankMismatch`` when ranks see different layers,
+    ``RuntimeError`` naming the rank whose step raised, and what the model raises on its example, or ``step``.
     """
     check_model(model)
     examples = examples_of(example_inputs)

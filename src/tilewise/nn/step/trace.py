@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ CHATTER = (b"USDT:", b"INFO:", b"STAGE:")
 LAUNCH_MOST_MS = 0.2
 """The host's longest launch. One that takes longer waited for room in the device's queue."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
+RUNTIME = re.compile(r"cu(da)?[A-Z]\w*$")
+"""Calls of CUDA's runtime and driver. Other events of the host count in numbers of their own."""
 WRAPPERS = ("autograd::engine::evaluate_function", "torch::autograd::")
 """What runs other operators, by the beginnings of their names."""
 
@@ -190,7 +193,7 @@ def _launches(events: Sequence[Event], passes: Sequence[Interval]) -> Iterator[F
             kernels[event.launch] = kernels.get(event.launch, 0.0) + event.end - event.start
     begins = [begin for begin, _, _ in passes]
     for event in events:
-        if event.on_device or not event.name.startswith(("cuda", "cu")) or "::" in event.name:
+        if event.on_device or not RUNTIME.match(event.name):
             continue
         if event.name in WAITS:
             yield event.name, event.start, event.end, 0.0, None
