@@ -3,7 +3,8 @@
 Long work marks with :func:`pause` where it may stop for a while. Where it has the process for itself the marks do
 nothing. On a thread that works in turns (:func:`taking`) they let the program go on, and the work continues where it
 stopped when its next turn comes. What must not be cut in two is inside :func:`whole`. For other processes it waits with
-:func:`wait_apart`.
+:func:`wait_apart`. What needs no quiet device (imports, reading a database, building candidates) is inside
+:func:`beside`: the program goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-__all__ = ["Turn", "in_turns", "pause", "taking", "wait_apart", "whole"]
+__all__ = ["Turn", "beside", "in_turns", "pause", "taking", "wait_apart", "whole"]
 
 LOOK_S = 0.05
 """Seconds between two looks whether what is waited for is done."""
@@ -34,6 +35,10 @@ class Turn(Protocol):
 
     def apart(self) -> AbstractContextManager[None]:
         """A context in which the program goes on beside the thread, and whose end waits for the next turn."""
+        ...
+
+    def beside(self, *, short: bool) -> AbstractContextManager[None]:
+        """As :meth:`apart`, for work in Python, which is done in slices. What is ``short`` may be done in the turn."""
         ...
 
 
@@ -77,6 +82,18 @@ def whole() -> Iterator[None]:
         yield
     finally:
         _here.undivided -= 1
+
+
+@contextmanager
+def beside(*, short: bool = False) -> Iterator[None]:
+    """Do what is inside beside the program, where this thread works in turns, and wait for the next turn at its end.
+
+    Nothing inside may be measured, set torch's flags or wait for a device. What is ``short`` is done within the turn
+    where waiting for another would take longer.
+    """
+    turn = _here.turn
+    with nullcontext() if turn is None or _here.undivided else turn.beside(short=short):
+        yield
 
 
 def wait_apart(is_done: Callable[[], bool]) -> bool:

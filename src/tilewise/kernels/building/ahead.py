@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tilewise.kernels.building import workers
-from tilewise.machine.turns import pause, wait_apart
+from tilewise.machine.turns import beside, pause, wait_apart
 
 __all__ = ["compiled_apart", "compiled_side_by_side", "side_by_side"]
 
@@ -80,9 +80,15 @@ def compiled_apart(jobs: Sequence[Callable[[], object]]) -> None:
     """Call all ``jobs``, each of which compiles for a GPU, so that other processes compile while the program goes on.
 
     A job is begun anew where it met a kernel that had to be compiled, until all are done. All of it but the compiling
-    is done in this thread and in its turns. A job that fails, or whose kernels no process can compile, is left as it
-    is: where its result is needed it is done as without turns.
+    is done in this thread, in slices beside the program. A job that fails, or whose kernels no process can compile, is
+    left as it is: where its result is needed it is done as without turns.
     """
+    with beside():
+        _compiled_apart(jobs)
+
+
+def _compiled_apart(jobs: Sequence[Callable[[], object]]) -> None:
+    """As :func:`compiled_apart`, beside the program."""
     open_, asked = list(jobs), set[str]()
     for _ in range(ROUNDS):
         wanted: dict[str, None] = {}

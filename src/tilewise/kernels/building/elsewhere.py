@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from tilewise.kernels.building.kept import NotKept, kept_only
-from tilewise.machine.turns import in_turns, wait_apart
+from tilewise.machine.turns import beside, in_turns, wait_apart
 
 __all__ = ["compiled_elsewhere"]
 
@@ -30,18 +30,24 @@ def compiled_elsewhere(load: Callable[P, T]) -> Callable[P, T]:
     """A decorator of a function that loads a kernel: where a program goes on beside it, another process compiles.
 
     The function is one of ``tilewise.kernels.cpu.compiling``, and its arguments are numbers and tuples of them. Where
-    the process fails, the function compiles by itself, and so raises the reason.
+    the process fails, the function compiles by itself, and so raises the reason. Machine code is read from disk, and
+    Numba imported, beside the program.
     """
+    here: set[object] = set()
 
     @functools.wraps(load)
     def loaded(*args: P.args, **kwargs: P.kwargs) -> T:
-        if in_turns():
+        if not in_turns() or args in here:
+            return load(*args, **kwargs)
+        with beside():
             try:
                 with kept_only():
-                    return load(*args, **kwargs)
+                    found = load(*args, **kwargs)
             except NotKept:
                 _compile(load.__name__, args)
-        return load(*args, **kwargs)
+                found = load(*args, **kwargs)
+        here.add(args)
+        return found
 
     return loaded
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from tilewise.machine.torch_state import put_aside
+from tilewise.nn.background.slices import Slices
 
 __all__ = ["Baton", "Stopped"]
 
@@ -33,6 +34,10 @@ class Baton:
         self._changed = threading.Condition()
         self._lent = self._apart = self._stopping = False
         self._until = 0.0
+        self.slices = Slices()
+        """When the thread computes while the program does."""
+        self.keeps_to_turns = False
+        """Whether the thread must not touch a GPU beside the program."""
 
     @property
     def is_apart(self) -> bool:
@@ -75,6 +80,7 @@ class Baton:
         with self._changed:
             self._stopping, self._until, self._lent = True, 0.0, True
             self._changed.notify_all()
+        self.slices.hurry()
 
     def rest(self) -> None:
         """On the thread: hand the baton back and wait for the next turn. Raises :class:`Stopped` when it is to end."""
@@ -86,14 +92,24 @@ class Baton:
                 raise Stopped
 
     def pause(self) -> None:
-        """On the thread: go on while its turn lasts, else :meth:`rest` with torch's flags as the program has them."""
-        if self._clock() >= self._until or self._stopping:
+        """On the thread: go on while its turn lasts, else :meth:`rest` with torch's flags as the program has them.
+
+        Beside the program it rests between its slices. Raises :class:`Stopped` when the thread is to end.
+        """
+        if self._apart:
+            if self._stopping:
+                raise Stopped
+            self.slices.look()
+        elif self._clock() >= self._until or self._stopping:
             with put_aside():
                 self.rest()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """On the thread: let the program run beside this block, and wait for the next turn at its end."""
+        if self._apart:
+            yield
+            return
         with put_aside():
             with self._changed:
                 if self._stopping:
@@ -109,6 +125,18 @@ class Baton:
                     self._changed.wait_for(lambda: self._lent)
                     if self._stopping:
                         raise Stopped
+
+    @contextlib.contextmanager
+    def beside(self, *, short: bool = False) -> Iterator[None]:
+        """On the thread: as :meth:`apart`, for work that computes on the host, in :attr:`slices`.
+
+        What is ``short`` is done within the turn on a CPU, whose steps are long, and where the host is what computes.
+        """
+        if self._apart or self.keeps_to_turns or (short and not self.slices.ahead):
+            yield
+            return
+        with self.apart(), self.slices.cut():
+            yield
 
     def end(self) -> None:
         """On the thread, as its last act: no turn is waited for any more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -36,6 +36,8 @@ class OpenGraphs:
     """
 
     def __init__(self) -> None:
+        self.on_backward: Callable[[], object] = lambda: None
+        """Called as the backward of an output begins."""
         self._open: dict[int, weakref.ref[_Graph]] = {}
         self._count = 0
 
@@ -53,6 +55,7 @@ class OpenGraphs:
     def close(self, number: int) -> None:
         """The graph called ``number`` is being differentiated."""
         if self._open.pop(number, None) is not None:
+            self.on_backward()
             for other in [other for other in self._open if other < number - ABANDONED]:
                 self._open.pop(other, None)
 

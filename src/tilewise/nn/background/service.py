@@ -23,8 +23,10 @@ from tilewise.machine.device import is_capturing
 from tilewise.machine.load import not_waiting
 from tilewise.machine.turns import taking
 from tilewise.nn.background.allowance import Allowance
+from tilewise.nn.background.backwards import Backwards
 from tilewise.nn.background.baton import Baton, Stopped
 from tilewise.nn.background.open_graphs import OpenGraphs
+from tilewise.nn.background.prepare import ignore_captures
 from tilewise.nn.background.room import Room
 from tilewise.nn.layers.call import disturbed
 from tilewise.nn.layers.plan_table import planning
@@ -79,6 +81,8 @@ class Service:
         self.allowance = Allowance(0.0, clock)
         self._clock = clock
         self._baton = Baton(clock)
+        self._backwards = Backwards()
+        self.graphs.on_backward = self._backward_begins
         self._works: list[weakref.ref[Work]] = []
         self._thread: threading.Thread | None = None
         self._lending = threading.Lock()
@@ -182,6 +186,7 @@ class Service:
             raise RuntimeError("tilewise.wait: another process plans this model; call tilewise.optimize in this one")
         with self._lending, planning():
             self._crowded = True
+            self._baton.slices.hurry()
             self._works.sort(key=lambda ref: ref() is not work)
             try:
                 while work.pending:
@@ -190,6 +195,7 @@ class Service:
                     self._baton.wait_while_apart(LOOK_S)
             finally:
                 self._crowded = False
+                self._baton.slices.take_time()
         tell(0)
 
     def stop(self) -> None:
@@ -198,6 +204,10 @@ class Service:
             self._baton.stop()
             self._thread.join(ENDING_S)
         self._thread = None
+
+    def forget(self) -> None:
+        """In a forked child: undo what the thread, which does not exist there, would undo at its end."""
+        self._baton.slices.put_back()
 
     def _is_no_moment(self, devices: Iterable[torch.device]) -> bool:
         """Whether nothing may be measured or changed at this moment."""
@@ -225,6 +235,8 @@ class Service:
             torch.cuda.synchronize(device)
             self.room.look(device)
         self._start()
+        slices = self._baton.slices
+        slices.share, slices.ahead = self.allowance.share, all(d.type == "cuda" for w in works for d in w.devices)
         self.turns += 1
         begin = self._clock()
         try:
@@ -239,10 +251,17 @@ class Service:
         """Start the thread where it does not run."""
         if self._thread is None or not self._thread.is_alive():
             self._baton = Baton(self._clock)
+            if self._crowded:
+                self._baton.slices.hurry()
             self._thread = threading.Thread(
                 target=_plan, args=(self._baton, self._next), name="tilewise planning", daemon=True
             )
             self._thread.start()
+
+    def _backward_begins(self) -> None:
+        """A backward begins: on a GPU the program does without Python's lock while it launches that."""
+        if self._baton.slices.is_cutting:
+            self._backwards.begin(self._baton.slices.moment)
 
     def _next(self) -> Job | None:
         """The next piece of work of any model."""
@@ -258,6 +277,8 @@ def _plan(baton: Baton, next_job: Callable[[], Job | None]) -> None:
     try:
         with taking(baton), not_waiting():
             baton.rest()
+            # A program may record a CUDA graph at any time, which must not fail by what this thread does beside it.
+            baton.keeps_to_turns = torch.cuda.is_available() and not ignore_captures()
             while True:
                 job = next_job()
                 if job is None:
@@ -308,6 +329,7 @@ def without_turns(function: Callable[P, T]) -> Callable[P, T]:
 def _leave_to_parent() -> None:
     """In a forked child, begin anew: the thread lives in the parent, which goes on planning."""
     global _service
+    _service.forget()
     _service = Service()
 
 

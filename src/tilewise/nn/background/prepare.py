@@ -1,0 +1,55 @@
+"""What the thread that plans needs once: modules of solvers, and libraries' handles, which belong to a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterable
+
+import torch
+
+from tilewise import solvers
+from tilewise.machine.device import torch_device
+from tilewise.machine.turns import beside, pause
+from tilewise.problems.base import Problem
+
+__all__ = ["ignore_captures", "prepare"]
+
+THREAD_LOCAL = 1
+"""CUDA's ``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``."""
+
+
+def prepare(problems: Iterable[Problem]) -> None:
+    """Import, beside the program, what planning ``problems`` takes, and make the handles of this thread."""
+    listed = list(problems)
+    with beside():
+        for device in {problem.device for problem in listed}:
+            problem = next(each for each in listed if each.device == device)
+            for solver in solvers.solving(problem):
+                pause()
+                with contextlib.suppress(Exception):  # said where a search asks
+                    solver.why_not(problem)
+            if problem.device_type == "cuda":
+                _make_handles(torch_device(device))
+
+
+def _make_handles(device: torch.device) -> None:
+    """Make this thread's handles of cuDNN and cuBLAS, by tiny products."""
+    with torch.no_grad(), torch.cuda.device(device):
+        images = torch.zeros((1, 8, 8, 8), dtype=torch.float32, device=device)
+        torch.nn.functional.conv2d(images, images[:, :, :1, :1].contiguous())
+        pause()
+        rows = torch.zeros((8, 8), dtype=torch.float32, device=device)
+        torch.mm(rows, rows)
+
+
+def ignore_captures() -> bool:
+    """Let this thread load kernels and allocate while another records a CUDA graph, as that takes no note of it.
+
+    By default such calls of any thread would make the recording fail. Returns whether that is settled.
+    """
+    try:
+        mode = ctypes.c_int(THREAD_LOCAL)
+        return int(ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))) == 0
+    except (OSError, AttributeError):
+        return False
