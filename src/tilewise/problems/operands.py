@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tilewise.machine.device import torch_device
+from tilewise.machine.turns import pause
 from tilewise.problems.base import ALIGNMENT, Problem, dense_strides
 
 __all__ = [
@@ -67,7 +68,11 @@ def make_operands(problem: Problem, seed: int = 0, *, wide: bool = False) -> tup
     """
     device = torch_device(problem.device)
     generator = torch.Generator(device).manual_seed(seed)
-    return tuple(make_operand(problem, role, generator, wide) for role in problem.operands)
+    made = []
+    for role in problem.operands:
+        pause()
+        made.append(make_operand(problem, role, generator, wide))
+    return tuple(made)
 
 
 def make_operand(problem: Problem, role: str, generator: torch.Generator, wide: bool) -> torch.Tensor:
@@ -75,6 +80,7 @@ def make_operand(problem: Problem, role: str, generator: torch.Generator, wide: 
     tensor = _allocate(problem, role, generator.device)
     tensor.normal_(generator=generator)
     if wide:
+        pause()
         octaves = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
         octaves.uniform_(-OCTAVES, OCTAVES, generator=generator)
         octaves = torch.where(octaves > OCTAVES * (1 - 2 * RARE), OUTLIER, octaves)

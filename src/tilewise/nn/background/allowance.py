@@ -9,14 +9,17 @@ __all__ = ["Allowance"]
 
 MOST_S = 0.25
 """Most seconds of one turn that begins on time, however long the program did something else before."""
+WORTH_S = 5e-3
+"""Seconds of a turn that need not be longer: beside it, what it costs to hand the device over hardly counts."""
 
 
 class Allowance:
     """Accounts for turns: ``share`` seconds may be spent for every second that the program ran since the turn before.
 
     A turn ends with whole measurements, so that it may take longer than it should. What it took too much is paid back
-    before the next one begins. What is not used is not saved up. So over any time in which the program ran for ``t``
-    seconds, turns take at most ``share * t`` and what the last one took too much.
+    before the next one begins. What is not used is not saved up; but short turns wait for a second step, since each
+    costs something by itself. So over any time in which the program ran for ``t`` seconds, turns take at most ``share *
+    t`` and what the last one took too much.
 
     >>> seconds = iter([0.0, 10.0, 11.0])
     >>> allowance = Allowance(0.02, lambda: next(seconds))
@@ -37,13 +40,14 @@ class Allowance:
         now = self._clock()
         earned = self.share * (now - self._ran_from)
         self._ran_from = now
-        self._credit = min(min(self._credit, 0.0) + earned, MOST_S)
-        return max(self._credit, 0.0)
+        most = max(earned, min(2.0 * earned, WORTH_S))
+        self._credit = min(self._credit + earned, most, MOST_S)
+        return self._credit if self._credit >= min(1.5 * earned, WORTH_S) else 0.0
 
     def spend(self, seconds: float) -> None:
         """Take off what a turn took that has just ended."""
         self.spent_s += seconds
-        self._credit -= seconds
+        self._credit = min(self._credit - seconds, 0.0)
         self._ran_from = self._clock()
 
     def restart(self) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tilewise import solvers
 from tilewise.machine.device import environment
+from tilewise.machine.turns import beside
 from tilewise.plan import Measurement
 from tilewise.planner.caches.again import Again
 from tilewise.planner.options import Options
@@ -62,17 +63,25 @@ class MeasurementCache:
         self._searches += 1
         before, self._options = self._options, options
         try:
-            self._drop_again(options)
-            self._preload(key, problem, options, store)
+            with beside(short=True):
+                self._drop_again(options)
+                self._preload(key, problem, options, store)
             yield StoreByDevice(lambda part: self.store(part, options))
+            with beside(short=True):
+                self._save_all()
         finally:
             self._searches -= 1
             self._options = before
             self._read_ahead.clear()
-            for key, store in self._stores.items():
-                self._save(key, store)
-                if not self._searches:
+            self._save_all()
+            if not self._searches:
+                for key, store in self._stores.items():
                     self._forget(key, store)
+
+    def _save_all(self) -> None:
+        """Record what was measured in all environments."""
+        for key, store in self._stores.items():
+            self._save(key, store)
 
     def _drop_again(self, options: Options) -> None:
         """Drop from memory what a search with ``options`` measures again."""

@@ -217,21 +217,20 @@ def peak_bytes(
     Between a program's steps cuBLAS's workspaces stay: its CUDA graphs may use them. What a solver declares of them
     counts all the same.
     """
-    with whole():
-        return _peak_bytes(call, device, result_bytes, scratch, rough)
-
-
-def _peak_bytes(call: Call, device: torch.device, result_bytes: int, scratch: bool, rough: bool) -> int:
-    """As :func:`peak_bytes`, where nothing else runs."""
+    pause()
     if device.type == "cuda":
         if scratch and not in_turns():
             torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = _requested(device)["current"]
-        call()
-        return max(0, _requested(device)["peak"] - before - result_bytes)
-    grown = _growth(call) - result_bytes
-    counted = counted_bytes(call, result_bytes) if countable() else 0
+        with whole():
+            torch.cuda.reset_peak_memory_stats(device)
+            before = _requested(device)["current"]
+            call()
+            return max(0, _requested(device)["peak"] - before - result_bytes)
+    with whole():
+        grown = _growth(call) - result_bytes
+    pause()
+    with whole():
+        counted = counted_bytes(call, result_bytes) if countable() else 0
     if rough:
         return max(counted, grown) + NOISE
     return max(counted, grown if grown > NOISE else 0)

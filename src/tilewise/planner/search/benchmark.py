@@ -76,6 +76,7 @@ class Benchmark:
         pause()
         try:
             bound = bind(plan)  # which may compile: other processes do that, and it is no load on what is timed
+            pause()
             begun = load.begin()
             times, workspace = self._run(plan, best_ms, bound)
             sample = sample_of(times, load.others_since(begun))
@@ -105,6 +106,7 @@ class Benchmark:
             self._run_on_few(plan, best_ms, bound.workspace)
         if self._keeps(plan):
             call()  # a filter is prepared once: that is neither the candidate's time nor its workspace
+            pause()
         times: list[Took] = []
         timed = functools.partial(self._time_into, times, call)
         scratch = solver.baseline or solver.hidden_workspace(self.problem, plan.config) > 0
@@ -141,6 +143,7 @@ class Benchmark:
             call = tensors.call(execute.bind(replace(plan, problem=few.key), few, *tensors.all))
         except SolverUnavailable:
             return  # it takes the whole alone, which will tell
+        pause()
         call()
         took_ms = self.timer.time(call).device_ms
         if took_ms > max(FAR * best_ms * count / p.batch_size, FEW_MS):
@@ -201,5 +204,6 @@ class Benchmark:
         call()
         self.timer.synchronize()
         took = (time.perf_counter() - start) * 1e3
+        pause()
         if self.options.rigor != "patient" and took > FAR * best_ms + LOADING_MS:
             raise TooSlow(took, best_ms, declared)

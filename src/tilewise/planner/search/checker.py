@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewise import execute, solvers
-from tilewise.machine.turns import pause
+from tilewise.machine.turns import beside, pause
 from tilewise.plan import Config, Error, Measurement, Plan
 from tilewise.planner.measuring.seams import seams_of
 from tilewise.planner.measuring.verify import error_limit
@@ -78,7 +78,10 @@ def _computing(plan: Plan, problem: Problem) -> Compute:
         """Takes all operands, a bias or ``None``, and all results."""
         pause()
         operands, bias, results = tensors[:count], tensors[count], tensors[count + 1 :]
-        computed: torch.Tensor | Tensors = execute.bind(plan, problem, *operands, *results)(*operands, bias, *results)
+        with beside(short=True):
+            bound = execute.bind(plan, problem, *operands, *results)
+        computed: torch.Tensor | Tensors = bound(*operands, bias, *results)
+        pause()
         return computed
 
     return compute

@@ -10,6 +10,7 @@ import torch
 from tilewise import solvers
 from tilewise.machine.device import device_name, torch_device
 from tilewise.machine.torch_state import fp32_precision, undisturbed
+from tilewise.machine.turns import pause
 from tilewise.plan import Config
 from tilewise.planner.measuring.times import Timer
 from tilewise.problems.base import Problem
@@ -25,6 +26,8 @@ Profile = dict[str, float]
 RATES = ("fp32", "tf32", "bf16", "fp16")
 SLOWEST, FASTEST = 1e-3, 1e18
 """Bounds on sound rates of a device, in bytes or operations per millisecond."""
+PIECES = 8
+"""A large tensor is filled in so many pieces, between which a program may go on."""
 SLOW = 8
 """Arithmetic that is this many times slower than fp32 is taken to be emulated."""
 
@@ -63,8 +66,12 @@ def _measured(device: torch.device) -> Profile:
     profile: Profile = {}
     size = (1 << 28) if on_gpu else (1 << 25)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    source.random_(generator=_numbers(device))
+    numbers = _numbers(device)
+    for part in source.chunk(PIECES):
+        pause()
+        part.random_(generator=numbers)
     copy = functools.partial(target.copy_, source)
+    pause()
     copy()
     profile["copy"] = 2 * size / timer.median_ms(copy)
     small = source[:256]
@@ -117,7 +124,9 @@ def _product_rate(timer: Timer, name: str, n: int) -> float:
     """Flops per millisecond of an ``n`` by ``n`` matrix product in the type called ``name``."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
     numbers = _numbers(timer.device)
+    pause()
     a, b = (torch.randn(n, n, dtype=torch.float32, device=timer.device, generator=numbers).to(dtype) for _ in range(2))
+    pause()
     out = torch.empty(n, n, dtype=dtype, device=timer.device)
 
     def product() -> None:

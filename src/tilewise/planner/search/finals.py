@@ -12,6 +12,7 @@ import torch
 
 from tilewise import execute, solvers
 from tilewise.machine import load
+from tilewise.machine.turns import beside
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.measuring import replacing
 from tilewise.planner.measuring.replacing import rounds
@@ -158,7 +159,8 @@ class Finals:
 
     def run_whole(self, plan: Plan) -> tuple[execute.Bound, int]:
         """The bound plan and the bytes it takes beyond operands and result."""
-        bound = execute.bind(plan, self.root.problem, *self.root.tensors.all)
+        with beside(short=True):
+            bound = execute.bind(plan, self.root.problem, *self.root.tensors.all)
         check_declared(plan, self.root.problem, bound, self.root.options.workspace)
         new = plan.leaf and solvers.get(plan.solver).own_output and not self.root.problem.accumulate
         call = self.root.tensors.call(bound, self.root.bias, new=new)

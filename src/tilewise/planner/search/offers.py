@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tilewise import solvers
 from tilewise.execute.kept_filter import compared_bytes
+from tilewise.machine.turns import pause
 from tilewise.plan import Config, Measurement, format_bytes
 from tilewise.planner.experience import Experience
 from tilewise.planner.measuring.times import NOISE
@@ -76,6 +77,7 @@ class Offers:
         """The candidates of every leaf solver that may be tried, by their estimates."""
         offers: list[Offer] = []
         for solver in solvers.solving(self.problem):
+            pause()
             if isinstance(solver, Split) or (solver.baseline and self.is_root):
                 continue  # the root's baseline is measured by the search, outside the limit
             if self.only is not None and all(name != solver.name for name, _ in self.only):

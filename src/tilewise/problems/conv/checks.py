@@ -103,6 +103,7 @@ class _Draw:
         # Beside values over many octaves WGRAD's long sums would hide what an outlier does to them.
         first, second = make_operands(problem, self.seed, wide=self.mixed is None and problem.pass_ is not Pass.WGRAD)
         pair = first, second
+        pause()
         if self.mixed is None:
             plant(problem, pair, self.roles, self.images, self.seams)
         else:
@@ -161,6 +162,7 @@ def _block_errors(problem: ConvProblem, compute: Compute, draw: _Draw) -> dict[i
     """Errors of one run in each block of the result, by its pair of kinds."""
     start = 1.0 if problem.accumulate else 0.0  # a solver that sets where it should add is seen
     a, b = draw.operands(problem)
+    pause()
     result = make_result(problem)
     if problem.accumulate:
         result.fill_(start)
@@ -168,8 +170,10 @@ def _block_errors(problem: ConvProblem, compute: Compute, draw: _Draw) -> dict[i
     computed = compute(a, b, bias, result)
     assert isinstance(computed, torch.Tensor)
     result = computed
+    pause()
     if not torch.isfinite(result).all():
         return {-1: Error(math.inf, math.inf)}
+    pause()
     codes = pairs_of(problem, plain(problem) if draw.mixed is None else draw.mixed).to(result.device)
     tally = _Tally(_terms(problem), torch.finfo(result.dtype).tiny)
     first, second = problem.operands
@@ -181,6 +185,7 @@ def _block_errors(problem: ConvProblem, compute: Compute, draw: _Draw) -> dict[i
             want, scale = torch.zeros_like(got), torch.zeros_like(got)
         else:
             want, scale = _reference(sample.problem, *operands)
+        pause()
         want, scale = want.add_(start), scale.add_(start)
         if bias is not None:
             channels = narrow(bias, [Range(0, r.start, r.length) for r in sample.ranges[problem.result] if r.dim == 1])
@@ -213,10 +218,13 @@ class _Tally:
         """Add a sample of the result. ``codes`` says in which block each place of its first two axes lies."""
         gap = (got - want).abs_()
         square = _summed(gap.square())
+        pause()
         norm = _summed(want.square().clamp_min_(self._tiny**2))
         random = _summed(scale.square()) / self._terms
+        pause()
         spread = _spread(gap, scale, self._tiny).flatten(2).amax(2)
         for code in set(codes.flatten().tolist()):
+            pause()
             in_block = codes == code
             sums = self._found.setdefault(code, [0.0, 0.0, 0.0, 0.0])
             for index, values in enumerate((square, norm, random)):
@@ -255,7 +263,9 @@ def _float64(problem: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> tuple[to
         # It errs by a share of the largest, also where nothing meets.
         return value, scale.clamp_min_(RESOLVED * float(scale.max()))
     if problem.pass_ is not Pass.WGRAD:
-        return problem.reference(a, b), problem.reference(a.abs(), b.abs())
+        value = problem.reference(a, b)
+        pause()
+        return value, problem.reference(a.abs(), b.abs())
     image = 8 * (math.prod(problem.shape("x")) + math.prod(problem.shape("y"))) // problem.batch
     chunk = max(1, min(problem.batch, samples.REFERENCE_BYTES // image))
     sizes = [min(chunk, problem.batch - i) for i in range(0, problem.batch, chunk)]
@@ -269,6 +279,8 @@ def _float64(problem: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> tuple[to
         for part in images_part.problem.split(problem.space[0], stripes):
             if part.problem is not None:
                 x, dy = (narrow(t, (*images_part.ranges(role), *part.ranges(role))) for t, role in ((a, "x"), (b, "y")))
+                pause()
                 value += part.problem.reference(x, dy)
+                pause()
                 scale += part.problem.reference(x.abs(), dy.abs())
     return value, scale
