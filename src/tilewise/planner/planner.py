@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from tilewise.machine.device import environment, is_capturing, torch_device
+from tilewise.machine.turns import beside
 from tilewise.plan import Measurement, Plan
 from tilewise.planner.caches.again import Again
 from tilewise.planner.caches.fronts import FrontCache
@@ -34,7 +35,7 @@ from tilewise.planner.search.search import Search
 from tilewise.problems.base import Problem
 from tilewise.wisdom import Wisdom, WisdomWarning
 
-__all__ = ["Planner", "Progress", "do_job"]
+__all__ = ["Planner", "Progress", "do_job", "lacking"]
 
 P = TypeVar("P", bound=Problem)
 
@@ -99,7 +100,8 @@ class Planner:
                 if known_plan is None:
                     raise
                 return known_plan  # of a busy host, and there is no newer one
-            self._plans.keep(problem, options, plan)
+            with beside(short=True):
+                self._plans.keep(problem, options, plan)
             return plan
 
     def _found(self, problem: Problem, options: Options) -> Plan:
@@ -344,6 +346,17 @@ def _no_profile(device: str) -> Profile:
 
 def _silent(done: int, total: int, text: str) -> None:
     """Stands in where no progress is asked for."""
+
+
+def lacking(planner: Planner, problem: Problem, options: Options) -> list[str]:
+    """Measure what of ``problem`` needs no kernel that is still to be compiled, and return what workers would compile.
+
+    Nothing is done where a plan is known. That there is no plan is said where it is asked for.
+    """
+    with contextlib.suppress(NoPlanError):
+        if planner.remembered(problem, options) is None:
+            return planner._searched(problem, options, Search.lacking)
+    return []
 
 
 def do_job(planner: Planner, job: Job) -> None:

@@ -47,8 +47,8 @@ class Upcoming:
         self._done: set[str] = set()
         self._took: dict[str, tuple[int, float]] = {}
         """Of each kernel's name, how many were compiled, and in how many seconds together."""
-        self._open: dict[str, list[tuple[Callable[[], object], list[str], int]]] = {}
-        """By name, loads that lack something, what they lack and how often they were begun."""
+        self._open: dict[str, list[tuple[Callable[[], object] | None, list[str], int]]] = {}
+        """By name, loads that lack something, what they lack and how often they were begun; ``None`` for mere jobs."""
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -56,6 +56,19 @@ class Upcoming:
         """Have compiled what ``loads`` lack, which are known together by ``name``."""
         self._places.setdefault(name, len(self._places))
         self._look(name, [(each, 0) for each in loads])
+
+    def add_jobs(self, name: str, jobs: Sequence[str]) -> bool:
+        """Have ``jobs`` done, which are known together by ``name``. Returns whether any is still to be done."""
+        lacks = [job for job in jobs if job not in self._done]
+        if lacks:
+            self._open.setdefault(name, []).append((None, lacks, ROUNDS))
+            self._want(self._places.setdefault(name, len(self._places)), lacks)
+        return bool(lacks)
+
+    @property
+    def count_done(self) -> int:
+        """How many kernels were compiled, or found to be impossible, so far."""
+        return len(self._done)
 
     @property
     def has_enough(self) -> bool:
@@ -68,7 +81,8 @@ class Upcoming:
         finished = [entry for entry in waiting if all(job in self._done for job in entry[1])]
         if finished:
             self._open[name] = [entry for entry in waiting if entry not in finished]
-            self._look(name, [(each, begun) for each, _, begun in finished])
+            if loads := [(each, begun) for each, _, begun in finished if each is not None]:
+                self._look(name, loads)
         return not self._open.get(name) or not self._pool.works
 
     def wait(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -11,6 +12,8 @@ from tilewise.comm.agreement import several_ranks
 from tilewise.machine.device import is_capturing
 from tilewise.machine.torch_state import undisturbed
 from tilewise.machine.turns import in_turns
+from tilewise.nn.background.ahead import Ahead, Entry
+from tilewise.nn.background.prepare import prepare
 from tilewise.nn.background.room import Room
 from tilewise.nn.layers.plan_table import MOST_ON_SIGHT, PlanTable, planning
 from tilewise.plan import Plan
@@ -26,8 +29,6 @@ AGAIN_S = 10.0
 """Seconds until a problem that found too little memory is tried again."""
 MOST_TRIES = 6
 """So often a problem is put off for want of memory before it is left to torch."""
-
-Entry = tuple[Problem, bool]
 
 
 class LaterTable(PlanTable):
@@ -45,6 +46,9 @@ class LaterTable(PlanTable):
         """What is to be planned, and how often it was put off."""
         self._not_before: dict[Entry, float] = {}
         self._behind: Planner | None = None
+        self._prepared = False
+        self._ahead = Ahead()
+        weakref.finalize(self, self._ahead.close).atexit = False  # workers end with the process
 
     @property
     def planner(self) -> Planner:
@@ -94,15 +98,28 @@ class LaterTable(PlanTable):
         return False
 
     def next(self, room: Room | None) -> Entry | None:
-        """The problem to plan now: the first that fits into ``room``; ``None`` where there is none."""
+        """The problem to go on with now, one that fits into ``room``; ``None`` where there is none."""
+        return self._ahead.pick(self._fitting(room))
+
+    def _fitting(self, room: Room | None) -> Iterator[Entry]:
+        """The problems that fit into ``room``. Those that do not are put off."""
         now = time.monotonic()
         for entry in list(self._queue):
             if room is None or self._not_before.get(entry, now) <= now:
                 shortage = "" if room is None else room.why_not(entry[0])
                 if not shortage:
-                    return entry
-                self._put_off(entry, shortage, now + AGAIN_S)
-        return None
+                    yield entry
+                else:
+                    self._put_off(entry, shortage, now + AGAIN_S)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether workers compile what is needed next."""
+        return self._ahead.is_waiting
+
+    def wait(self) -> None:
+        """On the thread in the background: wait a moment for workers."""
+        self._ahead.wait()
 
     def _put_off(self, entry: Entry, shortage: str, until: float) -> None:
         """Try a problem again later, unless that was done often enough."""
@@ -111,11 +128,20 @@ class LaterTable(PlanTable):
         if self._queue[entry] >= MOST_TRIES:
             self.refuse(*entry, shortage)
 
-    def plan_one(self, problem: Problem, deterministic: bool) -> None:
-        """Plan one problem. Where that fails, for whatever reason, it is torch's, and the reason is in the report."""
+    def advance(self, problem: Problem, deterministic: bool) -> bool:
+        """Plan one problem, or begin it where kernels are still to be compiled. Returns whether it is decided.
+
+        Where that fails, for whatever reason, it is torch's, and the reason is in the report.
+        """
+        entry, options = (problem, deterministic), self.constraints(problem, deterministic)
+        is_decided = True
         try:
+            if not self._prepared:
+                self._prepared = True
+                prepare(each for each, _ in list(self._queue))
             with undisturbed():
-                plans = self._one_by_one([problem], deterministic, self.constraints(problem, deterministic))
+                is_decided = self._ahead.begin(entry, self.planner, options)
+                plans = self._one_by_one([problem], deterministic, options) if is_decided else {}
             if problem in plans:
                 self.learn(problem, deterministic, plans[problem])
         except NoPlanError as error:
@@ -123,7 +149,9 @@ class LaterTable(PlanTable):
         except Exception as error:  # nobody waits who could be told otherwise
             self.refuse(problem, deterministic, f"planning raised {type(error).__name__}: {first_line(error)}")
         finally:
-            self._decided(problem, deterministic)
+            if is_decided:
+                self._decided(problem, deterministic)
+        return is_decided
 
     def learn(self, problem: Problem, deterministic: bool, plan: Plan) -> None:
         """As :meth:`PlanTable.learn`."""
@@ -141,3 +169,6 @@ class LaterTable(PlanTable):
         """A problem waits for nothing any more."""
         self._queue.pop((problem, deterministic), None)
         self._not_before.pop((problem, deterministic), None)
+        self._ahead.forget((problem, deterministic))
+        if not self._queue:
+            self._ahead.close()

@@ -155,15 +155,14 @@ class LayersToPlan:
         entry = self.table.next(room)
         if entry is None:
             self._change_over()  # a layer whose last problem was put off too often
-            return None
+            return self.table.wait if self.table.is_waiting else None
         table, device, planned = self.table, self._device_of(entry[0]), weakref.WeakMethod(self._planned)
         self._tell(entry[0].key)
 
         def job() -> None:
             """Plan it on its device, and let layers change over for which it was the last."""
             with device:
-                table.plan_one(*entry)
-                done = planned()
+                done = planned() if table.advance(*entry) else None
                 if done is not None:
                     done()
 

@@ -58,4 +58,6 @@ class CallsToPlan:
     def next(self, room: Room | None) -> Job | None:
         """What plans the next problem; ``None`` where there is none, or none fits into ``room``."""
         entry = self.table.next(room)
-        return None if entry is None else lambda: self.table.plan_one(*entry)
+        if entry is None:
+            return self.table.wait if self.table.is_waiting else None
+        return lambda: self.table.advance(*entry)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tilewise import execute
+from tilewise.kernels.building import workers
 from tilewise.kernels.building.ahead import compiled_apart, side_by_side
 from tilewise.kernels.building.kept import NotKept, kept_only, only_kept
-from tilewise.machine.turns import in_turns
+from tilewise.machine.turns import beside, in_turns, pause
 from tilewise.plan import Config, Plan
 from tilewise.problems.base import Problem
 from tilewise.problems.operands import Tensors
@@ -32,18 +34,29 @@ class Binder:
         What fails beside it fails again when it is measured, and is lost there with its reason.
         """
         key = plan.solver, plan.config
-        if key not in self._ahead and in_turns() and self.problem.device_type == "cuda":
+        if key not in self._ahead and in_turns() and self.problem.device_type == "cuda" and not only_kept():
             self._bind_apart([plan, *(() if later is None else later())])
             return self._ahead.pop(key, None) or self._bound(plan)
         if key not in self._ahead and self.problem.device_type == "cuda":
             try:
-                with kept_only():
+                with beside(), kept_only():
                     return self._bound(plan)
             except NotKept:
                 if only_kept():
                     raise
                 self._bind_side_by_side([plan, *(() if later is None else later())])
         return self._ahead.pop(key, None) or self._bound(plan)
+
+    def lacking(self, plans: Sequence[Plan]) -> list[str]:
+        """What workers would compile for ``plans``, each as far as it can be told now. Nothing is compiled here."""
+        found: dict[str, None] = {}
+        with beside():
+            for plan in plans:
+                pause()
+                with contextlib.suppress(Exception), workers.collecting() as wanted:  # it fails again when measured
+                    self._bound(plan)
+                found |= dict.fromkeys(wanted)
+        return list(found)
 
     def _bind_apart(self, plans: Sequence[Plan]) -> None:
         """Bind several plans, for :meth:`bind` to take them from, while the program goes on beside their compiling."""

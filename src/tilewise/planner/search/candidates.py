@@ -69,6 +69,10 @@ class Candidates:
         own = [(problem, Plan(problem.key, *offer.key)) for offer in offers]
         return [*own, *of_first_parts(problem, options, self.root.profile, offers)]
 
+    def lacking(self) -> list[str]:
+        """Measure what is compiled; returns what workers would compile for the other candidates of the whole."""
+        return self._trial_of_whole().lacking()
+
     def _trial_of_whole(self) -> Trial:
         """The trial of the whole problem, which torch's choice bounds where it may be used."""
         trial = self.root.trial(self.root.problem, self.root.tensors, self.root.options)

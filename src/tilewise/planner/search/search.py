@@ -65,6 +65,16 @@ class Search:
             self.root.measure_baseline()
             return self.candidates.begin()
 
+    def lacking(self) -> list[str]:
+        """As :meth:`begin`, for a search beside a program; returns what workers would compile for :meth:`best`.
+
+        No other GPU is compiled for meanwhile, which is a setting of the process. So parts are left out: their strides
+        are known only where they are tried.
+        """
+        with self.root.undisturbed():
+            self.root.measure_baseline()
+            return self.candidates.lacking()
+
     def measure_torch(self) -> None:
         """Measure torch's choice alone, where it is not known yet."""
         with self.root.undisturbed():

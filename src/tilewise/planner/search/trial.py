@@ -9,7 +9,7 @@ import torch
 
 from tilewise import execute
 from tilewise.kernels.building.kept import NotKept, kept_only
-from tilewise.machine.turns import in_turns
+from tilewise.machine.turns import beside, in_turns
 from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.planner.experience import Experience
 from tilewise.planner.measuring.times import Timer
@@ -104,14 +104,19 @@ class Trial:
                     wanted.append(offer)
         return wanted
 
+    def lacking(self) -> list[str]:
+        """As :meth:`run_ready`; returns what workers would compile for the others."""
+        return self._binder.lacking([Plan(self.problem.key, *offer.key) for offer in self.run_ready()])
+
     def _begin(self) -> list[Offer]:
         """The candidates in the order in which they are tried; those that cannot be are noted as lost.
 
         On a GPU those come first that need no kernel of ours, then the best by estimate of each family, then others.
         """
-        offers = self.offers.ranked()
-        self.found += self.offers.lost
-        self.pruning.compare(offers)
+        with beside(short=True):
+            offers = self.offers.ranked()
+            self.found += self.offers.lost
+            self.pruning.compare(offers)
         if self.problem.device_type != "cuda" or not self.pruning.narrows:
             return offers
         firsts = {offer.solver.family(offer.config): offer for offer in reversed(offers)}.values()

@@ -1,0 +1,98 @@
+"""Kernels of problems that are planned in the background: compiled for many ahead while training and planning go on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+
+from tilewise.kernels.building.target import architecture_of
+from tilewise.kernels.building.upcoming import Upcoming, upcoming
+from tilewise.machine.device import torch_device
+from tilewise.machine.turns import wait_apart
+from tilewise.planner import Options, Planner
+from tilewise.planner.order import ROUNDS
+from tilewise.planner.planner import lacking
+from tilewise.problems.base import Problem
+from tilewise.solvers.common.triton_run import has_triton
+
+__all__ = ["Ahead", "Entry"]
+
+Entry = tuple[Problem, bool]
+"""A problem, and torch's deterministic flag under which it is planned."""
+WAIT_S = 1.0
+"""Most seconds of waiting for workers until it is looked what else there is to do."""
+
+
+class Ahead:
+    """Says which problem is planned next: one whose kernels are compiled, while workers compile those of others.
+
+    A problem is begun by measuring what needs no kernel, which says which kernels are worth it. As in the foreground
+    (:func:`tilewise.planner.order.ready_first`), but in any order, and with problems that come and go.
+    """
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._kernels: Upcoming | None = None
+        self._begun: dict[Entry, int] = {}
+        """Problems that wait for kernels, and how often each was begun."""
+
+    def pick(self, entries: Iterable[Entry]) -> Entry | None:
+        """The next of ``entries``: the first whose kernels are there, else one to be begun.
+
+        ``None`` where all wait for kernels, or too many.
+        """
+        kernels = self._kernels
+        if kernels is None:
+            return next(iter(entries), None)
+        unbegun: Entry | None = None
+        for entry in entries:
+            if entry in self._begun and kernels.is_ready(_name(entry)):
+                return entry
+            if unbegun is None and entry not in self._begun:
+                unbegun = entry
+        return None if kernels.has_enough else unbegun
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether kernels of problems that were begun are being compiled."""
+        return bool(self._begun)
+
+    def begin(self, entry: Entry, planner: Planner, options: Options) -> bool:
+        """Begin to plan a problem, and have workers compile what it lacks. Returns whether it lacks nothing."""
+        problem, rounds = entry[0], self._begun.pop(entry, 0)
+        served = problem.device_type == "cuda" and options.rigor == "measure" and type(planner) is Planner
+        if not served or rounds >= ROUNDS or not has_triton():
+            return True
+        if self._kernels is None:
+            self._kernels = self._open.enter_context(upcoming(architecture_of(torch_device(problem.device))))
+            if self._kernels is None:  # no workers may be started
+                return True
+        jobs = lacking(planner, problem, options)
+        if not jobs or not self._kernels.add_jobs(_name(entry), jobs):
+            return True
+        self._begun[entry] = rounds + 1
+        return False
+
+    def wait(self) -> None:
+        """Wait a moment for workers, while the program goes on."""
+        kernels = self._kernels
+        if kernels is None:
+            return
+        before, until = kernels.count_done, time.monotonic() + WAIT_S
+        wait_apart(lambda: kernels.count_done != before or time.monotonic() > until)
+
+    def forget(self, entry: Entry) -> None:
+        """A problem is decided, or given up."""
+        self._begun.pop(entry, None)
+
+    def close(self) -> None:
+        """Compile no more."""
+        self._kernels = None
+        self._begun.clear()
+        self._open.close()
+
+
+def _name(entry: Entry) -> str:
+    """By what name the kernels of a problem are known."""
+    return f"{entry[0].key} {entry[1]}"
