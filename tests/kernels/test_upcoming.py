@@ -63,6 +63,26 @@ def ahead() -> None:
     json.dump({"at once": ready_at_once, "busy": busy, "hits": hits}, sys.stdout)
 
 
+def jobs() -> None:
+    """Jobs that were collected elsewhere, known by a name."""
+    from tilewise.kernels.building.target import Architecture, compiling_for
+    from tilewise.kernels.building.upcoming import upcoming
+
+    with compiling_for(Architecture(9, 0)), workers.collecting() as collected:
+        peak_launch(128).compile((256,) * 4)
+    with upcoming(Architecture(9, 0)) as kernels:
+        assert kernels is not None
+        lacks = kernels.add_jobs("first", collected), kernels.is_ready("first"), kernels.count_done
+        while not kernels.is_ready("first"):
+            kernels.wait()
+        lacks_more = kernels.add_jobs("again", collected), kernels.is_ready("again"), kernels.count_done
+    json.dump([len(collected), lacks, lacks_more], sys.stdout)
+
+
+def test_jobs_are_done_once(tmp_path: Path) -> None:
+    assert run(jobs, tmp_path) == [1, [True, False, 0], [False, True, 1]]
+
+
 def test_kernels_are_there_when_a_name_is_ready(tmp_path: Path) -> None:
     found = run(ahead, tmp_path)
     assert found["at once"] == ["none"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tilewise.kernels.building.target import architecture_of
 from tilewise.kernels.building.upcoming import Upcoming, upcoming
@@ -37,21 +37,22 @@ class Ahead:
         self._begun: dict[Entry, int] = {}
         """Problems that wait for kernels, and how often each was begun."""
 
-    def pick(self, entries: Iterable[Entry]) -> Entry | None:
-        """The next of ``entries``: the first whose kernels are there, else one to be begun.
+    def pick(self, entries: Iterable[Entry], fits: Callable[[Entry], bool]) -> Entry | None:
+        """The next of ``entries``: the first whose kernels are there, else one to be begun; only one that ``fits``.
 
         ``None`` where all wait for kernels, or too many.
         """
-        kernels = self._kernels
-        if kernels is None:
-            return next(iter(entries), None)
-        unbegun: Entry | None = None
+        kernels, unbegun = self._kernels, None
         for entry in entries:
-            if entry in self._begun and kernels.is_ready(_name(entry)):
-                return entry
-            if unbegun is None and entry not in self._begun:
+            if kernels is None:
+                if fits(entry):
+                    return entry
+            elif entry in self._begun:
+                if kernels.is_ready(_name(entry)) and fits(entry):
+                    return entry
+            elif unbegun is None and fits(entry):
                 unbegun = entry
-        return None if kernels.has_enough else unbegun
+        return None if kernels is None or kernels.has_enough else unbegun
 
     @property
     def is_waiting(self) -> bool:

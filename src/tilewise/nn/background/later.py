@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -99,18 +99,19 @@ class LaterTable(PlanTable):
 
     def next(self, room: Room | None) -> Entry | None:
         """The problem to go on with now, one that fits into ``room``; ``None`` where there is none."""
-        return self._ahead.pick(self._fitting(room))
-
-    def _fitting(self, room: Room | None) -> Iterator[Entry]:
-        """The problems that fit into ``room``. Those that do not are put off."""
         now = time.monotonic()
-        for entry in list(self._queue):
-            if room is None or self._not_before.get(entry, now) <= now:
-                shortage = "" if room is None else room.why_not(entry[0])
-                if not shortage:
-                    yield entry
-                else:
-                    self._put_off(entry, shortage, now + AGAIN_S)
+
+        def fits(entry: Entry) -> bool:
+            """Whether there is room. A problem for which there is none is put off."""
+            if room is None:
+                return True
+            if self._not_before.get(entry, now) > now:
+                return False
+            if shortage := room.why_not(entry[0]):
+                self._put_off(entry, shortage, now + AGAIN_S)
+            return not shortage
+
+        return self._ahead.pick(list(self._queue), fits)
 
     @property
     def is_waiting(self) -> bool:

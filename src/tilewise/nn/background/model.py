@@ -6,6 +6,7 @@ import functools
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -21,7 +22,10 @@ from tilewise.nn.kept_values import tensors_in
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.swaps import copies_itself, swap, swap_back, swapped
 from tilewise.planner import Progress
+from tilewise.planner.search.estimate import estimate_ms
+from tilewise.planner.search.foreseen import TYPICAL
 from tilewise.problems.base import Problem
+from tilewise.solvers import Cost
 
 __all__ = ["Comparison", "LayersToPlan", "Modules", "begin", "cancel", "work_of"]
 
@@ -90,7 +94,7 @@ class Comparison(Protocol):
 
 
 class LayersToPlan:
-    """The work of one model: its problems, the heaviest layers first.
+    """The work of one model: its problems, those first of which a step spends the most time on all layers together.
 
     A layer changes over when all its problems are planned.
     ``names`` are the modules to plan, with the problems of ``modules``, under torch's ``deterministic`` flag as it was.
@@ -115,7 +119,9 @@ class LayersToPlan:
         self._begun = 0
         problems = {name: modules.problems_of(name) for name in names}
         self._names = tuple(problems)
-        self._waiting = {name: problems[name] for name in sorted(problems, key=lambda name: -_flops(problems[name]))}
+        users = Counter(problem for each in problems.values() for problem in dict.fromkeys(each))
+        promise = {name: sum(users[p] * _typical_ms(p) for p in dict.fromkeys(problems[name])) for name in problems}
+        self._waiting = {name: problems[name] for name in sorted(problems, key=lambda name: -promise[name])}
         """The modules that have not changed over yet."""
         for name in self._waiting:
             self.devices |= {torch_device(problem.device) for problem in self._waiting[name]}
@@ -205,9 +211,9 @@ class LayersToPlan:
         return torch.cuda.device(devices[0])
 
 
-def _flops(problems: Iterable[Problem]) -> float:
-    """The operations of all problems together."""
-    return sum(problem.flops for problem in problems)
+def _typical_ms(problem: Problem) -> float:
+    """Milliseconds that a problem takes where its arithmetic or its bytes decide, on a typical machine."""
+    return estimate_ms(problem, Cost(problem.flops, problem.bytes), TYPICAL[problem.device_type])
 
 
 def _adding(work: LayersToPlan) -> Callable[[], None]:

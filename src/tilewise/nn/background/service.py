@@ -233,12 +233,13 @@ class Service:
             return
         for device in devices:
             torch.cuda.synchronize(device)
+        begin = self._clock()
+        for device in devices:
             self.room.look(device)
         self._start()
         slices = self._baton.slices
         slices.share, slices.ahead = self.allowance.share, all(d.type == "cuda" for w in works for d in w.devices)
         self.turns += 1
-        begin = self._clock()
         try:
             self._baton.lend(seconds)
         finally:

@@ -27,7 +27,7 @@ from tilewise.planner.search.pruning import Pruning
 from tilewise.problems.base import Problem
 from tilewise.solvers import Split
 
-__all__ = ["compile_all", "foreseen", "of_first_parts", "to_compile"]
+__all__ = ["TYPICAL", "compile_all", "foreseen", "of_first_parts", "to_compile"]
 
 TYPICAL: dict[str, Profile] = {
     "cuda": {"copy": 2.5e9, "fp32": 5e10, "tf32": 4e11, "bf16": 7e11, "fp16": 7e11, "launch": 0.003},
