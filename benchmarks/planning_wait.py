@@ -5,8 +5,8 @@ Each row is a network in a process of its own, which trains it: ``torch`` is a p
 first left but no plans, and ``wisdom`` with both: their figure is the seconds of the call. ``background`` is
 ``wait=False`` with kernels on disk, for ``background_s`` seconds of training: its figure is how much later than torch's
 its first step is done. ``details`` have the times of the steps (what planning adds to them in the median, and over any
-hundred steps in a row at the most), the second in which the first layer changed over, how many problems were planned,
-and whether all were.
+hundred steps in a row at the most), the second in which the first layer changed over and that in which all was planned,
+and how many problems were left from time to time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ CPU_CASES = (
 WAYS = ("cold", "kernels", "wisdom", "background")
 MOST_S = {"cold": 30.0, "kernels": 30.0, "background": 2.0}
 MOST_SHARE = 0.02
+LOOK_STEPS, LOOK_S = 20, 5.0
+"""Steps, or seconds where steps are long, between two looks at how far planning is: each takes as long as a step."""
 STRETCH = 100
 """Steps over which planning in the background may not take more than its share."""
 
@@ -194,25 +196,40 @@ def _process(given: dict[str, Any]) -> dict[str, Any]:
     planning_s = time.perf_counter() - begin
     step()
     first_s = time.perf_counter() - begin
-    steps_s, changed_s, changed_step = list[float](), None, None
+    found: dict[str, Any] = {"planning_s": planning_s, "first_s": first_s, "steps_s": []}
     if way == "torch":
-        steps_s = [step() for _ in range(given["torch_steps"])]
+        found["steps_s"] = [step() for _ in range(given["torch_steps"])]
     elif way == "background":
-        while time.perf_counter() - begin < given["background_s"]:
-            steps_s.append(step())
-            if changed_s is None and any(layer.replaced for layer in tilewise.nn.report(model).layers):
-                changed_s, changed_step = time.perf_counter() - begin, len(steps_s)
-    found: dict[str, Any] = {"planning_s": planning_s, "first_s": first_s, "steps_s": steps_s}
+        found |= _trained(model, step, begin, given["background_s"])
     if way != "torch":
         report = tilewise.nn.report(model)
         found |= {
-            "changed_s": changed_s,
-            "changed_step": changed_step,
             "pending": report.pending,
             "replaced_passes": sum(one.replaced for _, _, one in report.passes()),
             "step": None if report.step is None else report.step.to_json(),
         }
     return found
+
+
+def _trained(model: Any, step: Callable[[], float], begin: float, seconds: float) -> dict[str, Any]:
+    """Train until ``seconds`` after ``begin``, and tell how far planning is: ``left`` has times and counts."""
+    import tilewise.nn
+
+    steps_s, left = list[float](), list[tuple[float, int]]()
+    changed_s, changed_step, all_s = None, None, None
+    looked_s = 0.0
+    while (now_s := time.perf_counter() - begin) < seconds:
+        steps_s.append(step())
+        if all_s is not None or (len(steps_s) % LOOK_STEPS and now_s - looked_s < LOOK_S):
+            continue
+        looked_s = now_s = time.perf_counter() - begin
+        report = tilewise.nn.report(model)
+        left.append((round(now_s, 1), report.pending))
+        if changed_s is None and any(layer.replaced for layer in report.layers):
+            changed_s, changed_step = now_s, len(steps_s)
+        if not report.pending:
+            all_s = now_s
+    return {"steps_s": steps_s, "changed_s": changed_s, "changed_step": changed_step, "all_s": all_s, "left": left}
 
 
 if __name__ == "__main__":
