@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 
+from tilewise.machine.turns import in_turns
+
 __all__ = [
     "BACKENDS",
     "FITTING",
+    "cache_kept",
     "fp32_precision",
     "framework_flags",
     "put_aside",
@@ -72,7 +75,18 @@ def framework_flags(device_type: str, precision: str, *, deterministic: bool) ->
     if device_type != "cuda":
         yield
         return
-    with setting(BENCHMARK, True), setting(DETERMINISTIC, deterministic), fp32_precision("cuda", "conv", precision):
+    flags = setting(BENCHMARK, True), setting(DETERMINISTIC, deterministic), fp32_precision("cuda", "conv", precision)
+    with flags[0], flags[1], flags[2], cache_kept() if in_turns() else nullcontext():
+        yield
+
+
+@contextmanager
+def cache_kept() -> Iterator[None]:
+    """Keep torch from handing its free memory back to the GPU after each search in benchmark mode.
+
+    A program that goes on would have to take all of it anew in its next step.
+    """
+    with nullcontext() if EMPTYING is None else setting(EMPTYING, False):
         yield
 
 
@@ -111,6 +125,16 @@ class Flag:
 
 BENCHMARK = Flag("cudnn.benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark)
 DETERMINISTIC = Flag("cudnn.deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic)
+EMPTYING = (
+    Flag(
+        "cudnn.conv_benchmark_empty_cache",
+        torch._C._cuda_get_conv_benchmark_empty_cache,
+        torch._C._cudnn_set_conv_benchmark_empty_cache,
+    )
+    if hasattr(torch._C, "_cuda_get_conv_benchmark_empty_cache")
+    else None
+)
+"""Whether torch frees its cache after a search; ``None`` in a torch without CUDA."""
 
 
 @functools.cache

@@ -186,6 +186,13 @@ class Solver(abc.ABC):
     def cost(self, p: Solved, c: Config) -> Cost:
         """Flops and bytes for the roofline estimate."""
 
+    def warm_up(self, p: Solved) -> Callable[[], object] | None:
+        """What has a library compile and load kernels for ``p``, to be called on any thread, beside a program.
+
+        It sets no flags of the process, and hardly uses Python or the device. ``None`` where there is nothing to do.
+        """
+        return None
+
     def unpredicted(self, p: Solved, c: Config) -> bool:
         """Whether it may take hundreds of times its estimate: it is then run on a few images of many first."""
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 
 import pytest
@@ -10,8 +11,13 @@ import torch
 from torch import nn
 
 import tilewise
+from tilewise.machine.device import device_name
 from tilewise.nn import report
+from tilewise.nn.background.prepare import ignore_captures
 from tilewise.nn.background.service import service
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.solvers.vendor._warm import search_on_few
 
 pytestmark = pytest.mark.gpu
 PATIENCE_S = 240
@@ -69,3 +75,47 @@ def test_a_capture_in_the_middle_is_left_alone() -> None:
         graph.replay()
         torch.testing.assert_close(y, want, rtol=1e-3, atol=1e-3)
     tilewise.restore(model)
+
+
+@pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_torch_searches_on_few_images_without_flags_and_keeps_its_memory(pass_: Pass, stride: int) -> None:
+    axes = (Axis(31, 3, stride, 1, 1, 1),) * 2
+    problem = ConvProblem(pass_, 32, 16, 24, axes, precision="tf32", device=device_name("cuda"))
+    search = search_on_few(problem)
+    assert search is not None
+    free = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    del free
+    reserved = torch.cuda.memory_reserved()
+    flags = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+    search()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() >= reserved
+    assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32) == flags
+
+
+def test_a_thread_that_takes_no_note_of_captures_does_not_disturb_one() -> None:
+    x = torch.zeros(64, dtype=torch.float32, device="cuda")
+    begun, failed = threading.Event(), list[BaseException]()
+
+    def allocate() -> None:
+        """Take memory from the driver, which a capture of another thread forbids by default."""
+        assert ignore_captures()
+        begun.wait(60)
+        try:
+            torch.empty(1 << 29, dtype=torch.uint8, device="cuda").fill_(1)
+        except BaseException as error:
+            failed.append(error)
+
+    torch.cuda.empty_cache()
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        begun.set()
+        thread.join(60)
+        x += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not failed
+    assert float(x[0]) == 1.0

@@ -13,7 +13,7 @@ from tilewise.machine.device import is_capturing
 from tilewise.machine.torch_state import undisturbed
 from tilewise.machine.turns import in_turns
 from tilewise.nn.background.ahead import Ahead, Entry
-from tilewise.nn.background.prepare import prepare
+from tilewise.nn.background.prepare import prepare, warm_up
 from tilewise.nn.background.room import Room
 from tilewise.nn.layers.plan_table import MOST_ON_SIGHT, PlanTable, planning
 from tilewise.plan import Plan
@@ -47,6 +47,8 @@ class LaterTable(PlanTable):
         self._not_before: dict[Entry, float] = {}
         self._behind: Planner | None = None
         self._prepared = False
+        self._warm: set[Entry] = set()
+        """Problems for which libraries have loaded kernels."""
         self._ahead = Ahead()
         weakref.finalize(self, self._ahead.close).atexit = False  # workers end with the process
 
@@ -140,6 +142,9 @@ class LaterTable(PlanTable):
             if not self._prepared:
                 self._prepared = True
                 prepare(each for each, _ in list(self._queue))
+            if entry not in self._warm:
+                self._warm.add(entry)
+                warm_up(problem)
             with undisturbed():
                 is_decided = self._ahead.begin(entry, self.planner, options)
                 plans = self._one_by_one([problem], deterministic, options) if is_decided else {}
@@ -171,5 +176,6 @@ class LaterTable(PlanTable):
         self._queue.pop((problem, deterministic), None)
         self._not_before.pop((problem, deterministic), None)
         self._ahead.forget((problem, deterministic))
+        self._warm.discard((problem, deterministic))
         if not self._queue:
             self._ahead.close()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterable
 
 import torch
 
 from tilewise import solvers
 from tilewise.machine.device import torch_device
-from tilewise.machine.turns import beside, pause
+from tilewise.machine.turns import beside, pause, wait_apart
 from tilewise.problems.base import Problem
 
-__all__ = ["ignore_captures", "prepare"]
+__all__ = ["ignore_captures", "prepare", "warm_up"]
 
 THREAD_LOCAL = 1
 """CUDA's ``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``."""
@@ -31,6 +32,25 @@ def prepare(problems: Iterable[Problem]) -> None:
                     solver.why_not(problem)
             if problem.device_type == "cuda":
                 _make_handles(torch_device(device))
+
+
+def warm_up(problem: Problem) -> None:
+    """Have libraries compile and load kernels for ``problem`` on a thread of its own, while the program goes on."""
+    warm = None
+    with contextlib.suppress(Exception):  # it fails again where it is measured
+        warm = solvers.baseline(problem).warm_up(problem)
+    if warm is None:
+        return
+
+    def run() -> None:
+        """Do it, whatever comes of it."""
+        if ignore_captures():
+            with contextlib.suppress(Exception):
+                warm()
+
+    thread = threading.Thread(target=run, name="tilewise warming up", daemon=True)
+    thread.start()
+    wait_apart(lambda: not thread.is_alive())
 
 
 def _make_handles(device: torch.device) -> None:

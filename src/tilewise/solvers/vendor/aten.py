@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tilewise.problems.base import dense_strides
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run
 from tilewise.solvers.conv import ConvSolver
+from tilewise.solvers.vendor._warm import search_on_few
 
 
 class Aten(ConvSolver):
@@ -39,6 +40,10 @@ class Aten(ConvSolver):
     def is_deterministic(self, p: ConvProblem, c: Config) -> bool:
         """cuDNN's backward engines may use atomics unless torch is told otherwise."""
         return p.device_type == "cpu" or p.pass_ is Pass.FPROP or torch.are_deterministic_algorithms_enabled()
+
+    def warm_up(self, p: ConvProblem) -> Callable[[], object] | None:
+        """Torch's search in cuDNN on a few images, where torch would choose among cuDNN's engines."""
+        return search_on_few(p) if p.groups == 1 else None
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """A run that calls the operator with torch's flags as they are."""
