@@ -41,7 +41,7 @@ def on_a_thread(slices: Slices) -> float:
 
 def test_a_thread_rests_for_the_rest_of_its_share() -> None:
     slices = Slices()
-    slices.share = 0.1
+    slices.share, slices._step_s = 0.1, 3600.0
     # The last slices are not followed by a rest.
     assert on_a_thread(slices) > (COMPUTED_S - 4 * SLICE_S) / 0.1 * 0.7
     assert slices.spent_s >= COMPUTED_S
@@ -60,10 +60,20 @@ def test_nothing_is_rested_where_nobody_is_to_be_spared() -> None:
     assert sys.getswitchinterval() == before
 
 
+def test_nothing_is_rested_while_the_program_stands_still() -> None:
+    """It may wait for a lock that the thread holds."""
+    slices = Slices()
+    slices.share = 1e-6
+    slices.stepped()
+    slices.stepped()  # so steps are short
+    assert on_a_thread(slices) < 10
+
+
 def test_the_thread_goes_on_while_the_program_is_elsewhere() -> None:
     """Within a moment there are no rests; at its end there are again."""
     slices = Slices()
     slices.share, slices.ahead = 1e-3, True
+    slices._step_s = 3600.0
     stop = threading.Event()
 
     def tell() -> None:

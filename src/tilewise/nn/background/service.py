@@ -164,6 +164,7 @@ class Service:
         if not pending or self._is_no_moment(device for work in pending for device in work.devices):
             return
         self._steps += 1
+        self._baton.slices.stepped()
         self.allowance.share = min(work.share for work in pending)
         seconds = self.allowance.seconds()
         if seconds > 0 and self._lending.acquire(blocking=False):

@@ -15,6 +15,8 @@ SLICE_S = 5e-4
 """Seconds that the thread computes before it looks whether it has to rest."""
 MOST_REST_S = 0.05
 """Most seconds of one rest: the thread may hold a lock that the program wants."""
+STILL_STEPS, STILL_S = 2.0, 0.2
+"""A program that began no step for so many times the last one, and so many seconds, stands still."""
 SWITCH_S = 1e-4
 """Seconds after which the thread hands Python's lock back that the program waits for. Python's own 5 ms are long beside
 a step on a GPU."""
@@ -36,6 +38,7 @@ class Slices:
         self.spent_s = 0.0
         """Seconds that the thread computed beside the program."""
         self.is_cutting = False
+        self._stepped_at, self._step_s = time.perf_counter(), 1.0
         self._changed = threading.Condition()
         self._free_until = 0.0
         self._hurries = False
@@ -49,6 +52,11 @@ class Slices:
         with self._changed:
             self._free_until = time.perf_counter() + seconds
             self._changed.notify_all()
+
+    def stepped(self) -> None:
+        """Say that a step of the program begins."""
+        now = time.perf_counter()
+        self._step_s, self._stepped_at = now - self._stepped_at, now
 
     def hurry(self) -> None:
         """Have the thread rest no more: it is to end, or the program waits for it."""
@@ -92,10 +100,12 @@ class Slices:
     def look(self) -> None:
         """On the thread: rest where its slice is over."""
         self._look_at = math.inf  # what is called here is no reason to look
-        if self._hurries or self.share >= 1.0:
+        now = time.perf_counter()
+        # The program may stand still because it waits for a lock that this thread holds, of an import say.
+        still = now - self._stepped_at > STILL_STEPS * self._step_s + STILL_S
+        if self._hurries or self.share >= 1.0 or still:
             self._begin(SLICE_S)
             return
-        now = time.perf_counter()
         if self.ahead and now < self._free_until:
             self._begin(min(SLICE_S, self._free_until - now))
             return
@@ -105,7 +115,8 @@ class Slices:
             return
         self._owed += used / self.share - used
         with self._changed:
-            self._changed.wait(min(self._owed, MOST_REST_S))
+            # Where a backward comes sooner or later, it is worth more to wait for it.
+            self._changed.wait(MOST_REST_S if self.ahead else min(self._owed, MOST_REST_S))
         # What is still owed after one long call is paid by the next slices: a lock may be held.
         self._owed = max(0.0, self._owed - (time.perf_counter() - now))
         self._begin(SLICE_S)

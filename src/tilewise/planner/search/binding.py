@@ -34,12 +34,16 @@ class Binder:
         What fails beside it fails again when it is measured, and is lost there with its reason.
         """
         key = plan.solver, plan.config
-        if key not in self._ahead and in_turns() and self.problem.device_type == "cuda" and not only_kept():
-            self._bind_apart([plan, *(() if later is None else later())])
+        if key not in self._ahead and in_turns() and self.problem.device_type == "cuda":
+            plans = [plan, *(() if later is None else later())]
+            if only_kept():
+                self._bind_kept(plans)
+            else:
+                self._bind_apart(plans)
             return self._ahead.pop(key, None) or self._bound(plan)
         if key not in self._ahead and self.problem.device_type == "cuda":
             try:
-                with beside(), kept_only():
+                with kept_only():
                     return self._bound(plan)
             except NotKept:
                 if only_kept():
@@ -57,6 +61,15 @@ class Binder:
                     self._bound(plan)
                 found |= dict.fromkeys(wanted)
         return list(found)
+
+    def _bind_kept(self, plans: Sequence[Plan]) -> None:
+        """Bind those of ``plans`` whose kernels are there, for :meth:`bind` to take them from, beside the program."""
+        with beside():
+            for plan in plans:
+                pause()
+                if (plan.solver, plan.config) not in self._ahead:
+                    with contextlib.suppress(NotKept, Exception):  # said where it is measured
+                        self._ahead[plan.solver, plan.config] = self._bound(plan)
 
     def _bind_apart(self, plans: Sequence[Plan]) -> None:
         """Bind several plans, for :meth:`bind` to take them from, while the program goes on beside their compiling."""

@@ -109,9 +109,12 @@ class Pruning:
 
         That is as far as can be told now, where the best so far takes ``best_ms``.
         """
+        return self.to_measure([offer for offer in offers if offer.solver.compiles], best_ms)
+
+    def to_measure(self, offers: Sequence[Offer], best_ms: float) -> list[Offer]:
+        """Those of ``offers``, the next first, that will be measured as far as can be told now."""
         foreseen = replace(self, tried=self.tried.copy(), took_ms=self.took_ms.copy())
-        compiled = (offer for offer in offers if offer.solver.compiles)
-        measured = [offer for offer in compiled if not foreseen.reason(offer, lambda workspace: best_ms)]
+        measured = [offer for offer in offers if not foreseen.reason(offer, lambda workspace: best_ms)]
         return [offer for offer in measured if offer.key not in self.known]
 
     def _least(self, others: Iterable[tuple[float, int]], offer: Offer) -> float:

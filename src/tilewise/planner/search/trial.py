@@ -29,6 +29,8 @@ from tilewise.solvers import Solver
 __all__ = ["UNKNOWN", "Trial"]
 
 UNKNOWN = "not measured, and wisdom knows nothing of it"
+TOGETHER = 8
+"""So many further candidates are bound at a time beside a program."""
 
 
 class Trial:
@@ -96,8 +98,10 @@ class Trial:
     def run_ready(self) -> list[Offer]:
         """Try only the candidates whose kernels are compiled. Returns the others that :meth:`run` would then try."""
         wanted: list[Offer] = []
+        self._waiting = self._begin()[::-1]
         with kept_only():
-            for offer in self._begin():
+            while self._waiting:
+                offer = self._waiting.pop()
                 try:
                     self._consider(offer)
                 except NotKept:
@@ -202,11 +206,17 @@ class Trial:
 
     def _bind(self, plan: Plan) -> execute.Bound:
         """Bind ``plan``, where candidates are waiting with those beside it that are to be compiled."""
-        return self._binder.bind(plan, self._to_compile if self._waiting else None)
+        return self._binder.bind(plan, self._to_bind if self._waiting else None)
 
-    def _to_compile(self) -> list[Plan]:
-        """Plans of waiting candidates that will be measured and may have to be compiled."""
-        offers = self.pruning.to_compile(self._waiting[::-1], self.best_ms)
+    def _to_bind(self) -> list[Plan]:
+        """Plans of waiting candidates that will be measured and may have to be compiled.
+
+        Beside a program also the next others: each time that something is bound there, a turn is waited for.
+        """
+        waiting = self._waiting[::-1]
+        offers = self.pruning.to_compile(waiting, self.best_ms)
+        if in_turns():
+            offers += [o for o in self.pruning.to_measure(waiting, self.best_ms)[:TOGETHER] if o not in offers]
         return [Plan(self.problem.key, *offer.key) for offer in offers]
 
     def _add(self, m: Measurement) -> None:
