@@ -13,7 +13,6 @@ from typing import TypeVar
 import torch
 
 from tilewise.machine.device import environment, is_capturing, torch_device
-from tilewise.machine.turns import beside
 from tilewise.plan import Measurement, Plan
 from tilewise.planner.caches.again import Again
 from tilewise.planner.caches.fronts import FrontCache
@@ -35,7 +34,7 @@ from tilewise.planner.search.search import Search
 from tilewise.problems.base import Problem
 from tilewise.wisdom import Wisdom, WisdomWarning
 
-__all__ = ["Planner", "Progress", "do_job", "lacking"]
+__all__ = ["Lacking", "Planner", "Progress", "best_if_compiled", "do_job"]
 
 P = TypeVar("P", bound=Problem)
 
@@ -71,6 +70,7 @@ class Planner:
         self._again = Again()
         self.measurements = MeasurementCache(self.wisdom, self._again)
         self._refusals = Refusals()
+        self.best: Callable[[Search], Plan] = Search.best  # how a search chooses
         self._plans = PlanCache(self.wisdom, self._refusals)
         self._fronts = FrontCache(self.wisdom)
         self._experience = Experience()
@@ -100,18 +100,17 @@ class Planner:
                 if known_plan is None:
                     raise
                 return known_plan  # of a busy host, and there is no newer one
-            with beside(short=True):
-                self._plans.keep(problem, options, plan)
+            self._plans.keep(problem, options, plan)
             return plan
 
     def _found(self, problem: Problem, options: Options) -> Plan:
         """The plan that a search finds. Where there is none, it searches again without measurements from elsewhere."""
         try:
-            return self._searched(problem, options, Search.best)
+            return self._searched(problem, options, self.best)
         except NoPlanError:
             if options.rigor not in MEASURING or not self.measurements.store(problem, options).forget_foreign():
                 raise
-            return self._searched(problem, options, Search.best)
+            return self._searched(problem, options, self.best)
 
     def plan_many(self, problems: Iterable[P], options: Options | None = None) -> dict[P, Plan]:
         """A plan for each distinct problem, with progress. Raises as :meth:`plan`. Ctrl-C keeps what was measured."""
@@ -348,15 +347,20 @@ def _silent(done: int, total: int, text: str) -> None:
     """Stands in where no progress is asked for."""
 
 
-def lacking(planner: Planner, problem: Problem, options: Options) -> list[str]:
-    """Measure what of ``problem`` needs no kernel that is still to be compiled, and return what workers would compile.
+class Lacking(Exception):
+    """A problem is not planned yet: workers are to do ``jobs`` before."""
 
-    Nothing is done where a plan is known. That there is no plan is said where it is asked for.
-    """
-    with contextlib.suppress(NoPlanError):
-        if planner.remembered(problem, options) is None:
-            return planner._searched(problem, options, Search.lacking)
-    return []
+    def __init__(self, jobs: list[str]) -> None:
+        super().__init__(f"{len(jobs)} kernels are still to be compiled")
+        self.jobs = jobs
+
+
+def best_if_compiled(search: Search) -> Plan:
+    """:meth:`Search.best`, for :attr:`Planner.best`. Raises :class:`Lacking` after measuring what is compiled."""
+    jobs = search.lacking()
+    if jobs:
+        raise Lacking(jobs)
+    return search.best()
 
 
 def do_job(planner: Planner, job: Job) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
+
+import pytest
 
 from tilewise.nn.background.ahead import Ahead, Entry
 from tilewise.planner import Options, Planner
+from tilewise.planner.order import ROUNDS
+from tilewise.planner.planner import Lacking, best_if_compiled
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.wisdom import Wisdom
@@ -22,6 +27,12 @@ class Kernels:
         self.ready: set[str] = set()
         self.has_enough = False
         self.count_done = 0
+        self.jobs: list[str] = []
+
+    def add_jobs(self, name: str, jobs: list[str]) -> bool:
+        new = [job for job in jobs if job not in self.jobs]
+        self.jobs += new
+        return bool(new)
 
     def is_ready(self, name: str) -> bool:
         return name in self.ready
@@ -71,6 +82,43 @@ def test_what_is_decided_is_waited_for_no_more() -> None:
 
 def test_on_a_cpu_a_problem_is_planned_at_once() -> None:
     found, planner = Ahead(), Planner(Wisdom(None))
-    assert found.begin(entry(1, "cpu"), planner, Options())
+    assert found.planned(entry(1, "cpu"), planner, Options(), lambda: "a plan") == "a plan"
     assert not found.is_waiting
     found.wait()  # for nothing
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_problem_waits_for_what_it_lacks_a_few_times_at_most() -> None:
+    found, kernels = ahead()
+    planner, problem = Planner(Wisdom(None)), entry(1)
+    lacks: list[str] = []
+
+    def plan() -> str:
+        """Lack one kernel after the other, unless the search is to compile by itself."""
+        if planner.best is best_if_compiled:
+            lacks.append(f"kernel {len(lacks)}")
+            raise Lacking(lacks[-1:])
+        return "a plan"
+
+    for count in range(1, ROUNDS + 1):
+        assert found.planned(problem, planner, Options(), plan) is None
+        assert found.is_waiting
+        assert len(kernels.jobs) == count
+    assert found.planned(problem, planner, Options(), plan) == "a plan"
+    assert not found.is_waiting
+    assert len(lacks) == ROUNDS
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_what_workers_cannot_do_is_not_waited_for() -> None:
+    found, kernels = ahead()
+    planner = Planner(Wisdom(None))
+    kernels.jobs = ["impossible"]
+
+    def plan() -> str:
+        if planner.best is best_if_compiled:
+            raise Lacking(["impossible"])
+        return "a plan"
+
+    assert found.planned(entry(1), planner, Options(), plan) == "a plan"
+    assert found.planned(entry(2), planner, Options(rigor="estimate"), plan) == "a plan"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from tilewise.kernels.building.target import architecture_of
 from tilewise.kernels.building.upcoming import Upcoming, upcoming
@@ -12,12 +13,14 @@ from tilewise.machine.device import torch_device
 from tilewise.machine.turns import wait_apart
 from tilewise.planner import Options, Planner
 from tilewise.planner.order import ROUNDS
-from tilewise.planner.planner import lacking
+from tilewise.planner.planner import Lacking, best_if_compiled
+from tilewise.planner.search.search import Search
 from tilewise.problems.base import Problem
 from tilewise.solvers.common.triton_run import has_triton
 
 __all__ = ["Ahead", "Entry"]
 
+T = TypeVar("T")
 Entry = tuple[Problem, bool]
 """A problem, and torch's deterministic flag under which it is planned."""
 WAIT_S = 1.0
@@ -59,21 +62,34 @@ class Ahead:
         """Whether kernels of problems that were begun are being compiled."""
         return bool(self._begun)
 
-    def begin(self, entry: Entry, planner: Planner, options: Options) -> bool:
-        """Begin to plan a problem, and have workers compile what it lacks. Returns whether it lacks nothing."""
-        problem, rounds = entry[0], self._begun.pop(entry, 0)
-        served = problem.device_type == "cuda" and options.rigor == "measure" and type(planner) is Planner
-        if not served or rounds >= ROUNDS or not has_triton():
-            return True
+    def planned(self, entry: Entry, planner: Planner, options: Options, plan: Callable[[], T]) -> T | None:
+        """What ``plan()`` returns, which plans a problem by ``planner`` within ``options``.
+
+        ``None`` where kernels are compiled first.
+        """
+        rounds = self._begun.pop(entry, 0)
+        own = type(planner) is Planner and options.rigor == "measure"
+        kernels = self._opened(entry[0]) if own and rounds < ROUNDS else None
+        if kernels is None:
+            return plan()
+        try:
+            planner.best = best_if_compiled
+            return plan()
+        except Lacking as lacking:
+            if kernels.add_jobs(_name(entry), lacking.jobs):
+                self._begun[entry] = rounds + 1
+                return None
+        finally:
+            planner.best = Search.best
+        return plan()  # with what there is: workers cannot do more
+
+    def _opened(self, problem: Problem) -> Upcoming | None:
+        """What compiles kernels for ``problem``; ``None`` where nothing does."""
+        if problem.device_type != "cuda" or not has_triton():
+            return None
         if self._kernels is None:
             self._kernels = self._open.enter_context(upcoming(architecture_of(torch_device(problem.device))))
-            if self._kernels is None:  # no workers may be started
-                return True
-        jobs = lacking(planner, problem, options)
-        if not jobs or not self._kernels.add_jobs(_name(entry), jobs):
-            return True
-        self._begun[entry] = rounds + 1
-        return False
+        return self._kernels
 
     def wait(self) -> None:
         """Wait a moment for workers, while the program goes on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -146,9 +147,10 @@ class LaterTable(PlanTable):
                 self._warm.add(entry)
                 warm_up(problem)
             with undisturbed():
-                is_decided = self._ahead.begin(entry, self.planner, options)
-                plans = self._one_by_one([problem], deterministic, options) if is_decided else {}
-            if problem in plans:
+                one_by_one = functools.partial(self._one_by_one, [problem], deterministic, options)
+                plans = self._ahead.planned(entry, self.planner, options, one_by_one)
+            is_decided = plans is not None
+            if plans is not None and problem in plans:
                 self.learn(problem, deterministic, plans[problem])
         except NoPlanError as error:
             self.refuse(problem, deterministic, str(error))

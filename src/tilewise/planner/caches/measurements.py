@@ -66,10 +66,15 @@ class MeasurementCache:
             with beside(short=True):
                 self._drop_again(options)
                 self._preload(key, problem, options, store)
-            yield StoreByDevice(lambda part: self.store(part, options))
+            try:
+                yield StoreByDevice(lambda part: self.store(part, options))
+            except Exception:
+                with beside(short=True):
+                    self._save_all()
+                raise
             with beside(short=True):
                 self._save_all()
-        finally:
+        finally:  # where nothing waits any more, too, as the thread is to end
             self._searches -= 1
             self._options = before
             self._read_ahead.clear()

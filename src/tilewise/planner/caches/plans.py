@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tilewise.machine.device import environment
 from tilewise.machine.recent import Recent
+from tilewise.machine.turns import beside
 from tilewise.plan import Plan
 from tilewise.planner.caches.refusals import Refusals
 from tilewise.planner.options import Options
@@ -46,7 +47,8 @@ class PlanCache:
         key = environment(problem.device).key
         self.checked[key, problem.key, options] = plan
         self._refusals.discard(problem, plan)
-        self._wisdom.remember(key, problem.key, plan_text(options), plan, own=True)
+        with beside(short=True):
+            self._wisdom.remember(key, problem.key, plan_text(options), plan, own=True)
 
     def forget(self, problem: Problem, options: Options) -> None:
         """Drop a plan from memory, so that it is read from wisdom again."""
