@@ -11,6 +11,7 @@ from tilewise.nn.arguments import check_model, unwrapped
 from tilewise.nn.background import model as of_model
 from tilewise.nn.background.later import LaterTable
 from tilewise.nn.background.model import Comparison, LayersToPlan, Modules
+from tilewise.nn.background.prepare import prepare
 from tilewise.nn.background.service import Work, service
 from tilewise.nn.layers.swaps import swap_back
 from tilewise.nn.progress import Late, showing
@@ -18,6 +19,9 @@ from tilewise.planner import Progress
 from tilewise.settings import Settings
 
 __all__ = ["begin", "finish", "plans_later", "wait"]
+
+IMPORTING_S = 1.0
+"""Seconds for which the call that begins imports what planning takes: a step would be held up by it for longer."""
 
 _told_ranks = False
 
@@ -65,6 +69,7 @@ def begin(
     """
     for module in modules.candidates.values():
         swap_back(module)
+    prepare((problem for name in modules.candidates for problem in modules.problems_of(name)), IMPORTING_S)
     work = LayersToPlan(table, modules, modules.candidates, deterministic, asked.background_share, progress, comparison)
     of_model.begin(unwrapped(model), work)
 

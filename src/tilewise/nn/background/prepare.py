@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import threading
+import time
 from collections.abc import Iterable
 
 import torch
 
 from tilewise import solvers
 from tilewise.machine.device import torch_device
-from tilewise.machine.turns import beside, pause, wait_apart
+from tilewise.machine.turns import beside, in_turns, pause, wait_apart
 from tilewise.problems.base import Problem
 
 __all__ = ["ignore_captures", "prepare", "warm_up"]
@@ -20,18 +22,23 @@ THREAD_LOCAL = 1
 """CUDA's ``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``."""
 
 
-def prepare(problems: Iterable[Problem]) -> None:
-    """Import, beside the program, what planning ``problems`` takes, and make the handles of this thread."""
-    listed = list(problems)
+def prepare(problems: Iterable[Problem], most_s: float = math.inf) -> None:
+    """Import what planning ``problems`` takes, for about ``most_s`` seconds at the most.
+
+    On the thread that plans that is done beside the program, and the thread's handles are made.
+    """
+    until = time.perf_counter() + most_s
+    listed = {problem.device: problem for problem in problems}
     with beside():
-        for device in {problem.device for problem in listed}:
-            problem = next(each for each in listed if each.device == device)
+        for problem in listed.values():
             for solver in solvers.solving(problem):
                 pause()
+                if time.perf_counter() > until:
+                    return
                 with contextlib.suppress(Exception):  # said where a search asks
                     solver.why_not(problem)
-            if problem.device_type == "cuda":
-                _make_handles(torch_device(device))
+            if problem.device_type == "cuda" and in_turns():
+                _make_handles(torch_device(problem.device))
 
 
 def warm_up(problem: Problem) -> None:
