@@ -49,10 +49,12 @@ def warm_up(problem: Problem) -> None:
     if warm is None:
         return
 
+    device = torch_device(problem.device)  # of several alike this thread's own
+
     def run() -> None:
         """Do it, whatever comes of it."""
         if ignore_captures():
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), torch.cuda.device(device):
                 warm()
 
     thread = threading.Thread(target=run, name="tilewise warming up", daemon=True)

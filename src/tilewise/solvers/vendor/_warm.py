@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from tilewise.machine.device import torch_device
 from tilewise.machine.torch_state import cache_kept, undisturbed
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_operands
@@ -33,7 +32,7 @@ def search_on_few(p: ConvProblem) -> Callable[[], object] | None:
 
     def search() -> None:
         """Let torch search, on whatever thread this is."""
-        with undisturbed(), cache_kept(), torch.cuda.device(torch_device(p.device)):
+        with undisturbed(), cache_kept():
             _search(problem)
 
     return search
