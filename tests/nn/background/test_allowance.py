@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.nn.background.allowance import MOST_S, Allowance
+from tilewise.nn.background.allowance import LET_OFF_S, LONGEST_REST_S, MOST_S, Allowance
 
 seconds = st.floats(1e-4, 30.0)
 
@@ -37,13 +37,13 @@ def test_turns_take_their_share_and_what_the_last_one_took_too_much(
             turns.append((ran, turn))
             ran = 0.0
     assert abs(allowance.spent_s - sum(turn for _, turn in turns)) < 1e-6
-    # Over any stretch of turns: the share of what ran, and one turn.
+    # Over any stretch of turns: the share of what ran, one turn, and what is let off once.
     for first in range(len(turns)):
         for last in range(first, len(turns)):
             stretch = turns[first : last + 1]
             taken = sum(turn for _, turn in stretch[:-1])
             earned = share * sum(before for before, _ in stretch)
-            assert taken <= earned + max(turns[first - 1][1] if first else 0.0, 0.0) + 1e-6
+            assert taken <= earned + (turns[first - 1][1] if first else 0.0) + LET_OFF_S + 1e-6
 
 
 def test_nothing_is_saved_up() -> None:
@@ -59,15 +59,27 @@ def test_nothing_is_saved_up() -> None:
     assert allowance.seconds() == 0.0
 
 
-def test_a_long_turn_is_paid_back() -> None:
+def rest_after(allowance: Allowance, clock: Clock, turn: float) -> int:
+    """Take a turn of so many seconds, and count the seconds until the next one may begin."""
+    clock.now += turn
+    allowance.spend(turn)
+    for rest in range(1, 1000):
+        clock.now += 1.0
+        if allowance.seconds() > 0.0:
+            return rest
+    raise AssertionError("no turn may ever begin")
+
+
+def test_a_long_turn_is_paid_back_once_enough_was_let_off() -> None:
     clock = Clock()
     allowance = Allowance(0.02, clock)
     clock.now += 1.0
     assert allowance.seconds() > 0.0
-    clock.now += 1.0
-    allowance.spend(1.0)
-    for _ in range(48):
-        clock.now += 1.0
-        assert allowance.seconds() == 0.0
-    clock.now += 2.0
-    assert allowance.seconds() > 0.0
+    let_off = 0.0
+    while let_off + 0.9 < LET_OFF_S:
+        assert rest_after(allowance, clock, 1.0) <= LONGEST_REST_S + 2
+        let_off += 0.9
+    rest_after(allowance, clock, 1.0)
+    for _ in range(3):
+        assert 48 <= rest_after(allowance, clock, 1.0) <= 50
+    assert rest_after(allowance, clock, 0.1) <= 5

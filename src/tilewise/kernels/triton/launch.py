@@ -18,6 +18,7 @@ from tilewise.kernels.native import building
 from tilewise.kernels.native.sequence import Address, KernelLaunch, LaunchSequence, launch_list
 from tilewise.kernels.triton.driver_launch import hooks, kernel_launch, late_launchers, made_now
 from tilewise.kernels.triton.own_cache import own_cache
+from tilewise.machine.turns import pause
 from tilewise.problems.limits import INT64_MAX
 
 __all__ = ["Launch", "Pointer", "Program"]
@@ -60,6 +61,7 @@ class Launch:
         """
         stand_ins = [_Address(p.dtype, p.promised(alignment)) for p in self.pointers]
         options = {"num_warps": self.warps, "num_stages": self.stages}
+        pause()
         settle(self.kernel)
         with own_cache():
             workers.reroute(self.kernel)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 __all__ = ["Slices"]
 
+HOOKED = sys.version_info < (3, 12)
+"""Whether Python's hook for profilers costs the thread alone that sets it; later, all threads pay for it."""
 SLICE_S = 5e-4
 """Seconds that the thread computes before it looks whether it has to rest."""
 MOST_REST_S = 0.05
@@ -72,20 +74,20 @@ class Slices:
     def cut(self) -> Iterator[None]:
         """On the thread: cut what is inside into slices.
 
-        Calls of functions are where it looks, by Python's hook for profilers, which belongs to this thread alone. Where
-        somebody else profiles it, only :meth:`look` is left.
+        Calls of functions are where it looks, by Python's hook for profilers. Where somebody else profiles it, or the
+        hook is not this thread's alone, only :meth:`look` is left.
         """
         self._from, self._look_at = time.thread_time(), 0.0
-        profiled = sys.getprofile() is not None
+        hooks = HOOKED and sys.getprofile() is None
         self._switch_s = sys.getswitchinterval()
         self.is_cutting = True
         sys.setswitchinterval(min(self._switch_s, SWITCH_S))
-        if not profiled:
+        if hooks:
             sys.setprofile(self._called)
         try:
             yield
         finally:
-            if not profiled:
+            if hooks:
                 sys.setprofile(None)
             self.is_cutting = False
             self.put_back()

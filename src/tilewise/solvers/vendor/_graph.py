@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tilewise.machine.turns import pause
 from tilewise.plan import Config
 from tilewise.problems.base import ALIGNMENT, dense_strides
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
@@ -231,6 +232,7 @@ def _refusal(graph: Any, index: int) -> str:
 
 def _entry(graph: Any, index: int, engine: Engine) -> Entry:
     """``engine``, plan ``index`` of ``graph``, with the workspace that it asks for."""
+    pause()
     needs = WORKSPACE_TEXT.search(_refusal(graph, index))
     return Entry(engine, int(needs[1]) if needs else None)
 
@@ -255,6 +257,7 @@ def supported(p: ConvProblem, device: int, engines: Iterable[Engine]) -> list[En
         graph = _canonical_graph(p, device)
         taken: list[Engine] = []
         for engine in engines:
+            pause()
             try:
                 _add(graph, engine)
             except api.errors():
@@ -280,6 +283,7 @@ def traits(p: ConvProblem, device: int, engine: Engine) -> Traits | None:
     compiles = False
     with torch.cuda.device(device):
         for note in NOTES:
+            pause()
             try:
                 graph = _canonical_graph(p, device)
                 _add(graph, plain)
@@ -307,6 +311,7 @@ def build(p: ConvProblem, engine: Engine, strides: Strides, device: int) -> Buil
     try:
         with torch.cuda.device(device):
             graph, index = _graph_with(p, engine, strides, api.handle(device).value)
+            pause()
             graph.build_plan_at_index(index)
             workspace = int(graph.get_workspace_size_plan_at_index(index))
     except api.errors() as error:
