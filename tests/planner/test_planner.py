@@ -17,6 +17,7 @@ from tilewise.machine.device import environment
 from tilewise.plan import Config, Plan
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.caches import measurements
+from tilewise.planner.planner import best_if_compiled
 from tilewise.planner.search.finals import Finals
 from tilewise.planner.search.search import Search
 from tilewise.planner.search.trial import Trial
@@ -316,6 +317,13 @@ def test_threads_share_a_planner(clock: Clock, path: Path, monkeypatch: pytest.M
     assert len(found) == 3
     assert found[0] == found[1] == found[2]
     assert count[0] == 3
+
+
+def test_a_search_that_asks_for_kernels_first_finds_the_same_plan(clock: Clock, path: Path) -> None:
+    asking = planner(path.with_name("other.sqlite3"))
+    asking.wisdom.remember_profile(environment("cpu").key, PROFILE)
+    asking.best = best_if_compiled
+    assert asking.plan(SMALL) == planner(path).plan(SMALL)
 
 
 def test_the_default_options_are_those_of_the_class(clock: Clock, path: Path) -> None:

@@ -70,7 +70,7 @@ class Planner:
         self._again = Again()
         self.measurements = MeasurementCache(self.wisdom, self._again)
         self._refusals = Refusals()
-        self.best: Callable[[Search], Plan] = Search.best  # how a search chooses
+        self.best: Callable[[Search], Plan] = best_of  # how a search chooses
         self._plans = PlanCache(self.wisdom, self._refusals)
         self._fronts = FrontCache(self.wisdom)
         self._experience = Experience()
@@ -345,6 +345,11 @@ def _no_profile(device: str) -> Profile:
 
 def _silent(done: int, total: int, text: str) -> None:
     """Stands in where no progress is asked for."""
+
+
+def best_of(search: Search) -> Plan:
+    """:meth:`Search.best`, the usual :attr:`Planner.best`."""
+    return search.best()
 
 
 class Lacking(Exception):

@@ -14,7 +14,6 @@ from tilewise.machine.turns import wait_apart
 from tilewise.planner import Options, Planner
 from tilewise.planner.order import ROUNDS
 from tilewise.planner.planner import Lacking, best_if_compiled
-from tilewise.planner.search.search import Search
 from tilewise.problems.base import Problem
 from tilewise.solvers.common.triton_run import has_triton
 
@@ -72,15 +71,15 @@ class Ahead:
         kernels = self._opened(entry[0]) if own and rounds < ROUNDS else None
         if kernels is None:
             return plan()
+        usual, planner.best = planner.best, best_if_compiled
         try:
-            planner.best = best_if_compiled
             return plan()
         except Lacking as lacking:
             if kernels.add_jobs(_name(entry), lacking.jobs):
                 self._begun[entry] = rounds + 1
                 return None
         finally:
-            planner.best = Search.best
+            planner.best = usual
         return plan()  # with what there is: workers cannot do more
 
     def _opened(self, problem: Problem) -> Upcoming | None:
