@@ -22,9 +22,10 @@ class Allowance:
     """Accounts for turns: ``share`` seconds may be spent for every second that the program ran since the turn before.
 
     A turn ends with whole measurements, so that it may take longer than it should. What it took too much is paid back
-    before the next one begins, but for :data:`LET_OFF_S` seconds in the object's life. What is not used is not saved up; but short turns
-    wait for a second step, since each costs something by itself. So over any time in which the program ran for ``t``
-    seconds, turns take at most ``share * t``, what the last one took too much, and what was let off.
+    before the next one begins, but for :data:`LET_OFF_S` seconds in the object's life. What is not used is not saved
+    up; but short turns wait for a second step, since each costs something by itself. So over any time in which the
+    program ran for ``t`` seconds, turns take at most ``share * t``, what the last one took too much, and what was let
+    off.
 
     >>> seconds = iter([0.0, 10.0, 11.0])
     >>> allowance = Allowance(0.02, lambda: next(seconds))
