@@ -11,6 +11,7 @@ from torch import nn
 
 import tilewise
 from tilewise.kernels.native import autograd
+from tilewise.machine.torch_state import fp32_precision
 from tilewise.nn.layers.repeated import Repeated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -29,7 +30,7 @@ def check(device: torch.device, dtype: torch.dtype, *, bias: bool, channels_last
     want = nn.Conv2d(64, 96, 3, padding=1, bias=bias, device=device).to(memory_format=order)
     got = copy.deepcopy(want)
     images = torch.randn(8, 64, 28, 28, device=device).to(memory_format=order)
-    with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+    with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32), fp32_precision("cuda", "conv", "ieee"):
         tilewise.optimize(got, images.clone().requires_grad_(), rigor="estimate", exclude=["aten"])
         assert autograd.why_not() == ""
         for step in range(3):
