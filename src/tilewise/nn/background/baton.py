@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,9 @@ __all__ = ["Baton", "Stopped"]
 
 PATIENCE_S = 10.0
 """Seconds after Ctrl-C for the other thread to reach the next place where it stops."""
+
+LOOK_S = 0.5
+"""Seconds between two looks whether the baton is back, should its sign be missed."""
 
 Clock = Callable[[], float]
 
@@ -33,6 +37,9 @@ class Baton:
         self._clock = clock
         self._changed = threading.Condition()
         self._lent = self._apart = self._stopping = False
+        self._back = threading.Lock()
+        """Open once the thread has handed the baton back."""
+        self._back.acquire()
         self._until = 0.0
         self.slices = Slices()
         """When the thread computes while the program does."""
@@ -55,20 +62,36 @@ class Baton:
         Nothing happens while it is apart. On Ctrl-C the thread stops at its next pause, then ``KeyboardInterrupt`` is
         raised.
         """
+        if self._lent:  # a Ctrl-C did not wait for its end
+            self._until = 0.0
+            self._wait_until_back()
         with self._changed:
-            if self._lent:  # a Ctrl-C did not wait for its end
-                self._until = 0.0
-                self._changed.wait_for(self._is_back)
             if self._apart or self._stopping:
                 return
             self._until, self._lent = self._clock() + seconds, True
             self._changed.notify_all()
-            try:
-                self._changed.wait_for(self._is_back)
-            except BaseException:
-                self._until = 0.0
-                self._changed.wait_for(self._is_back, PATIENCE_S)
-                raise
+        try:
+            self._wait_until_back()
+        except BaseException:
+            self._until = 0.0
+            self._wait_until_back(PATIENCE_S)
+            raise
+
+    def _wait_until_back(self, most_s: float = math.inf) -> None:
+        """Wait until the thread has handed the baton back, so many seconds at the most.
+
+        Not by the condition: a Ctrl-C within its ``wait`` may find its lock given away and not taken again.
+        """
+        until = time.perf_counter() + most_s
+        while self._lent and time.perf_counter() < until:
+            self._back.acquire(timeout=LOOK_S)
+
+    def _hand_back(self) -> None:
+        """Let the program go on. :attr:`_changed` is held."""
+        self._lent = False
+        self._changed.notify_all()
+        with contextlib.suppress(RuntimeError):  # it is open already
+            self._back.release()
 
     def wait_while_apart(self, seconds: float) -> None:
         """Wait until the thread has use for a turn again, ``seconds`` at the most."""
@@ -85,8 +108,7 @@ class Baton:
     def rest(self) -> None:
         """On the thread: hand the baton back and wait for the next turn. Raises :class:`Stopped` when it is to end."""
         with self._changed:
-            self._lent = False
-            self._changed.notify_all()
+            self._hand_back()
             self._changed.wait_for(lambda: self._lent)
             if self._stopping:
                 raise Stopped
@@ -114,8 +136,8 @@ class Baton:
             with self._changed:
                 if self._stopping:
                     raise Stopped
-                self._lent, self._apart = False, True
-                self._changed.notify_all()
+                self._apart = True
+                self._hand_back()
             try:
                 yield
             finally:
@@ -141,8 +163,5 @@ class Baton:
     def end(self) -> None:
         """On the thread, as its last act: no turn is waited for any more."""
         with self._changed:
-            self._stopping, self._lent, self._apart = True, False, False
-            self._changed.notify_all()
-
-    def _is_back(self) -> bool:
-        return not self._lent
+            self._stopping, self._apart = True, False
+            self._hand_back()
