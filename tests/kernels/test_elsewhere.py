@@ -24,6 +24,10 @@ class Always:
     def apart(self) -> Iterator[None]:
         yield
 
+    @contextlib.contextmanager
+    def beside(self, *, short: bool) -> Iterator[None]:
+        yield
+
 
 def test_only_in_turns_and_only_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: set[int] = set()
