@@ -19,7 +19,7 @@ from tilewise.distributed.norms.sums import NormSums, Tracking
 
 
 @interpreted
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_norms_are_those_of_one_device(ranks: int, way: str) -> None:

@@ -46,7 +46,7 @@ def counts(counter: Path, *arguments: str, module: str = "tests.solvers.counted_
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module", params=["1", "2"], ids=["one thread", "two threads"])
+@pytest.fixture(scope="module", params=["1", "2"] if EVERY else ["1"], ids="{} threads".format)
 def honest(counter: Path, request: pytest.FixtureRequest) -> Counts:
     found = counts(counter, request.param)
     assert len({count["solver"] for count in found}) > 5
