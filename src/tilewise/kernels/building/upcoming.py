@@ -133,7 +133,8 @@ class Upcoming:
                 job = heapq.heappop(self._queue)[-1]
             start = time.monotonic()
             try:
-                self._pool.try_to_ask(job, waits=True)
+                with contextlib.suppress(Exception):  # it fails again, with its reason, where the kernel is needed
+                    self._pool.try_to_ask(job, waits=True)
             finally:
                 with self._changed:
                     count, seconds = self._took.get(_name_of(job), (0, 0.0))
