@@ -13,6 +13,7 @@ from tilewise.nn.ranks.steps import Ranks
 from tilewise.nn.step.goal import NOTE, StepGoal, Swappable, is_of_memory, reason_of
 from tilewise.nn.step.pairs import Pairs, Side, time_pairs
 from tilewise.nn.step.result import StepReport
+from tilewise.nn.step.search import with_times
 from tilewise.nn.step.step import Step
 
 __all__ = ["compare_replayed"]
@@ -58,7 +59,8 @@ def compare_replayed(
     except BaseException:
         undo()
         raise
-    made = _report(pairs, inside, "graph" if graphs.report().replayed > replayed else "eager")
+    way = "graph" if graphs.report().replayed > replayed else "eager"
+    made = replace(with_times(inside, pairs), way=way)
     if made.kept:
         graphs.settle()
     else:
@@ -85,27 +87,3 @@ def _against_torch(graphs: ModelGraphs, modules: Swappable, step: Step, ranks: R
             return time_pairs(Side(as_it_came, step), Side(as_it_is, step), step.device, ranks=ranks)
     finally:
         as_it_is()
-
-
-def _report(pairs: Pairs, inside: StepReport, way: str) -> StepReport:
-    """The report of these pairs, with what was found of plans ``inside`` the graphs."""
-    least, speedup, most = pairs.speedup
-    torch_ms, planned_ms = pairs.medians
-    torch_host_ms, planned_host_ms = pairs.host_ms or (None, None)
-    torch_device_ms, planned_device_ms = pairs.device_ms or (None, None)
-    return replace(
-        inside,
-        torch_ms=torch_ms,
-        planned_ms=planned_ms,
-        speedup=speedup,
-        least=least,
-        most=most,
-        pairs=len(pairs.first_ms),
-        torch_host_ms=torch_host_ms,
-        planned_host_ms=planned_host_ms,
-        torch_device_ms=torch_device_ms,
-        planned_device_ms=planned_device_ms,
-        kept=least > 1.0,
-        reason="",
-        way=way,
-    )

@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tilewise.nn.step.pairs import LEAST_PAIRS, Pairs
 from tilewise.nn.step.result import StepReport
 from tilewise.problems.base import Problem
 
-__all__ = ["NOTE", "Asked", "Key", "Search", "Swappable", "Tried", "concluded", "search", "why_nothing_to_compare"]
+__all__ = [
+    "NOTE",
+    "Asked",
+    "Key",
+    "Search",
+    "Swappable",
+    "Tried",
+    "concluded",
+    "search",
+    "why_nothing_to_compare",
+    "with_times",
+]
 
 NOTE = "taken back: the step is not faster with it"
 SHORT_OF = 0.85
@@ -127,14 +138,21 @@ def concluded(gains: Mapping[Key, float], best: Tried, way: str = "eager") -> tu
 
     ``way`` is how the steps ran, as :class:`StepReport` has it.
     """
-    pairs = best.pairs
-    least, speedup, most = pairs.speedup
-    kept = least > 1.0
+    kept = with_times(StepReport(), best.pairs).kept
     withheld = best.withheld if kept else frozenset(gains)
+    predicted_ms = sum(gain for key, gain in gains.items() if key not in best.withheld)
+    report = StepReport(predicted_ms=predicted_ms, taken_back=len(withheld), way=way)
+    return with_times(report, best.pairs), withheld
+
+
+def with_times(report: StepReport, pairs: Pairs) -> StepReport:
+    """``report`` with the times of torch's step and another, which is kept where it is surely faster."""
+    least, speedup, most = pairs.speedup
     torch_ms, planned_ms = pairs.medians
     torch_host_ms, planned_host_ms = pairs.host_ms or (None, None)
     torch_device_ms, planned_device_ms = pairs.device_ms or (None, None)
-    made = StepReport(
+    return replace(
+        report,
         torch_ms=torch_ms,
         planned_ms=planned_ms,
         speedup=speedup,
@@ -145,9 +163,6 @@ def concluded(gains: Mapping[Key, float], best: Tried, way: str = "eager") -> tu
         planned_host_ms=planned_host_ms,
         torch_device_ms=torch_device_ms,
         planned_device_ms=planned_device_ms,
-        predicted_ms=sum(gain for key, gain in gains.items() if key not in best.withheld),
-        taken_back=len(withheld),
-        kept=kept,
-        way=way,
+        kept=least > 1.0,
+        reason="",
     )
-    return made, withheld
