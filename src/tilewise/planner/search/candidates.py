@@ -126,8 +126,7 @@ class Candidates:
             reasons = [EXCLUDED] if self.root.options.excludes(solver) else solver.why_not(problem)
             if self.root.options.batch_sizes == "undivided":
                 reasons = reasons or ["batch_sizes=undivided"]
-            batch = solver.level <= BATCH_LEVEL
-            for_front = batch and self.root.for_front
+            for_front = solver.level <= BATCH_LEVEL and self.root.for_front
             if not (for_front or patient or trial.offers.blocked) and (idle := solver.idle(problem)):
                 reasons = reasons or [f"not tried: {idle}"]
             if reasons:
