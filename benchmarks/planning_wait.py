@@ -2,11 +2,13 @@
 
 Each row is a network in a process of its own, which trains it: ``torch`` is a plain loop, the others call
 ``tilewise.optimize`` before it. ``cold`` begins with an empty cache directory, ``kernels`` with the kernels that the
-first left but no plans, and ``wisdom`` with both: their figure is the seconds of the call. ``background`` is
-``wait=False`` with kernels on disk, for ``background_s`` seconds of training: its figure is how much later than torch's
-its first step is done. ``details`` have the times of the steps (what planning adds to them in the median, and over any
-hundred steps in a row at the most), the second in which the first layer changed over and that in which all was planned,
-and how many problems were left from time to time.
+first left but no plans, and ``wisdom`` with both: their figure is the seconds of the call. ``pack`` begins with a pack
+of kernels, made by ``tilewise kernels build`` for the network and imported into an empty cache directory.
+``background`` is ``wait=False`` with kernels on disk, for ``background_s`` seconds of training: its figure is how much
+later than torch's its first step is done. ``details`` have the times of the steps (what planning adds to them in the
+median, and over any hundred steps in a row at the most), the second in which the first layer changed over and that in
+which all was planned, and how many problems were left from time to time. ``cases`` are those of ``steps``, in the usual
+layout of their mode or the ``layout`` that is given.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from harness.machine import commit
 from harness.result import Bar, Result, Row, Side
-from harness.settings import BadInput, Settings
+from harness.settings import Settings
+from harness.training import LAYOUTS, USUAL_LAYOUT, case_of, precision
+
+import tilewise
+import tilewise.nn
+from tilewise.machine.torch_state import framework_flags
 
 DEFAULTS = {
     "cases": "",
@@ -35,6 +43,7 @@ DEFAULTS = {
     "torch_steps": "40",
     "background_s": "120",
     "share": "0.02",
+    "layout": "",
     "seconds": "0",
 }
 QUICK = {"cases": "photonet@1@fp32", "ways": "kernels,background", "rigor": "estimate", "torch_steps": "2",
@@ -47,9 +56,8 @@ CPU_CASES = (
     "torchvision:resnet18@8@fp32,torchvision:mobilenet_v3_large@8@fp32,timm:convnext_tiny@4@fp32,"
     "torchvision:efficientnet_b0@4@fp32,torchvision:densenet121@4@fp32"
 )
-WAYS = ("cold", "kernels", "wisdom", "background")
-MOST_S = {"cold": 30.0, "kernels": 30.0, "background": 2.0}
-MOST_SHARE = 0.02
+WAYS = ("cold", "kernels", "pack", "wisdom", "background")
+MOST_S = {"cold": 30.0, "kernels": 8.0, "pack": 8.0, "background": 2.0}
 LOOK_STEPS, LOOK_S = 20, 5.0
 """Steps, or seconds where steps are long, between two looks at how far planning is: each takes as long as a step."""
 STRETCH = 100
@@ -62,8 +70,7 @@ def run(settings: Settings) -> Result:
     ways = settings.chosen("ways", {way: way for way in WAYS})
     cases = settings.text("cases") or (GPU_CASES if settings.device.type == "cuda" else CPU_CASES)
     for text in cases.split(","):
-        if len(text.rsplit("@", 2)) != 3 or not text.rsplit("@", 2)[1].isdecimal():
-            raise BadInput(f"cases={text!r}: network@batch@fp32 or @bf16 would do")
+        case_of(text)  # names a wrong one before any process runs
         if deadline.passed:
             notes.append(f"out of time before {text}")
             continue
@@ -81,17 +88,39 @@ def _rows(settings: Settings, case: str, ways: Sequence[str], cache: Path) -> li
     for way in ways:
         if way in ("kernels", "background") and not filled:
             _ran(settings, case, "cold", cache)
-        if way == "cold":
-            shutil.rmtree(cache)
-            cache.mkdir(mode=0o700)
-        elif way != "wisdom":
-            for path in cache.glob("wisdom*"):
-                path.unlink()
+        prepared_s = _prepare(settings, case, way, cache)
         found = _ran(settings, case, way, cache)
         filled = True
-        rows.append(_row(case, way, by_torch, found))
+        rows.append(_row(case, way, by_torch, found | prepared_s))
         settings.say(f"  {case}, {way}: {rows[-1].ours.value:.1f} s")
     return rows
+
+
+def _prepare(settings: Settings, case: str, way: str, cache: Path) -> dict[str, float]:
+    """Leave in the cache directory what ``way`` begins with; the seconds of each command that it took."""
+    if way in ("cold", "pack"):
+        shutil.rmtree(cache)
+        cache.mkdir(mode=0o700)
+    elif way != "wisdom":
+        for path in cache.glob("wisdom*"):
+            path.unlink()
+    if way != "pack":
+        return {}
+    network, batch, mode = case.rsplit("@", 2)
+    dtype, layout = ("bf16" if mode == "bf16" else "fp32"), settings.text("layout") or USUAL_LAYOUT[mode]
+    took = {}
+    with tempfile.TemporaryDirectory(prefix="tilewise-benchmark-") as folder:
+        pack = str(Path(folder, "kernels.pack"))
+        build = [network, "--batch", batch, "--dtype", dtype, "--layout", layout, "--output", pack]
+        build += ["--precision", "tf32" if mode == "tf32" else "ieee"]
+        for name, words in {"build_s": ["build", *build], "import_s": ["import", pack, "--trust"]}.items():
+            begin = time.perf_counter()
+            _run([sys.executable, "-m", "tilewise", "kernels", *words], cache)
+            took[name] = time.perf_counter() - begin
+            if name == "build_s":
+                shutil.rmtree(cache)
+                cache.mkdir(mode=0o700)
+    return took
 
 
 def _row(case: str, way: str, by_torch: dict[str, Any], found: dict[str, Any]) -> Row:
@@ -134,7 +163,6 @@ def bars(rows: list[Row], settings: Settings) -> list[Bar]:
 
 def _ran(settings: Settings, case: str, way: str, cache: Path) -> dict[str, Any]:
     """What one process found. Raises ``RuntimeError`` with its last words where it failed."""
-    environment = {**os.environ, "TILEWISE_CACHE_DIR": str(cache)}
     given = {
         "case": case,
         "way": way,
@@ -142,43 +170,39 @@ def _ran(settings: Settings, case: str, way: str, cache: Path) -> dict[str, Any]
         "goal": settings.text("goal"),
         "rigor": settings.text("rigor"),
         "share": settings.text("share"),
+        "layout": settings.text("layout"),
         "torch_steps": settings.integer("torch_steps"),
         "background_s": settings.integer("background_s"),
     }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__)), json.dumps(given)],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"{case}, {way}: the process ended with {done.returncode}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(_run([sys.executable, str(Path(__file__)), json.dumps(given)], cache))
     return found
+
+
+def _run(command: Sequence[str], cache: Path) -> str:
+    """The last line that ``command`` wrote, with both caches in one directory. Raises ``RuntimeError`` if it failed."""
+    environment = {**os.environ, "TILEWISE_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        words = " ".join(command[1:5])
+        raise RuntimeError(f"{words[:200]}: the process ended with {done.returncode}: {done.stderr[-2000:]}")
+    return (done.stdout.splitlines() or [""])[-1]
 
 
 def _process(given: dict[str, Any]) -> dict[str, Any]:
     """In the process of its own: train the network, and tell what was waited for."""
-    import torch
-
-    import tilewise
-    import tilewise.nn
-    from tilewise.frontends.networks import load_network
-
-    name, batch, mode = given["case"].rsplit("@", 2)
-    device, way = torch.device(given["device"]), given["way"]
-    network = load_network(name)
-    model = network.module.to(device).train()
-    images = network.example_inputs(int(batch), device)
-    if mode == "bf16":
-        model, images = (each.to(memory_format=torch.channels_last) for each in (model, images))  # type: ignore[call-overload]
+    device, way, case = torch.device(given["device"]), given["way"], case_of(given["case"])
+    kind = LAYOUTS[given["layout"] or USUAL_LAYOUT[case.mode]]
+    model = case.network.module.to(device).train().to(memory_format=kind)
+    images = case.network.example_inputs(case.batch, device).to(memory_format=kind)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
 
     def step() -> float:
         """One training step, and the seconds that it took."""
         begin = time.perf_counter()
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=mode == "bf16"):
-            loss = network.loss(model(images))
-        loss.backward()  # type: ignore[no-untyped-call]
+        with precision(case, device):
+            loss = case.network.loss(model(images))
+        loss.backward()
         optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -187,7 +211,7 @@ def _process(given: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     if way != "torch":
         wait = way != "background"
-        with torch.autocast(device.type, torch.bfloat16, enabled=mode == "bf16"):
+        with precision(case, device):
             if wait:
                 tilewise.optimize(model, images, goal=given["goal"], rigor=given["rigor"])
             else:
@@ -213,8 +237,6 @@ def _process(given: dict[str, Any]) -> dict[str, Any]:
 
 def _trained(model: Any, step: Callable[[], float], begin: float, seconds: float) -> dict[str, Any]:
     """Train until ``seconds`` after ``begin``, and tell how far planning is: ``left`` has times and counts."""
-    import tilewise.nn
-
     steps_s, left = list[float](), list[tuple[float, int]]()
     changed_s, changed_step, all_s = None, None, None
     looked_s = 0.0
@@ -233,4 +255,7 @@ def _trained(model: Any, step: Callable[[], float], begin: float, seconds: float
 
 
 if __name__ == "__main__":
-    print(json.dumps(_process(json.loads(sys.argv[1]))))
+    asked = json.loads(sys.argv[1])
+    tf32 = asked["case"].endswith("@tf32")
+    with framework_flags(torch.device(asked["device"]).type, "tf32" if tf32 else "ieee", deterministic=False):
+        print(json.dumps(_process(asked)))

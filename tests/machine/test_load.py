@@ -50,7 +50,7 @@ class Host:
         self.now = load.Moment(100.0, 0.0, 0.0)
         self.slept: list[float] = []
         patch.setattr(load, "begin", lambda: self.now)
-        patch.setattr(load.os, "cpu_count", lambda: 4)
+        patch.setattr(load, "cpu_count", lambda: 4)
         patch.setattr(load.time, "monotonic", lambda: self.now.at)
         patch.setattr(load.time, "sleep", self.sleep)
 
@@ -117,7 +117,7 @@ def test_what_was_seen_long_ago_is_not_now(host: Host) -> None:
     assert len(host.slept) == 1
 
 
-@pytest.mark.parametrize("content", [None, "", "cpu 1 2\n", "cpu a b c d e f\n", "ÿ"])
+@pytest.mark.parametrize("content", [None, "", "cpu 1 2\n", "cpu a b c d e f\n", "ÿ", "intr 1 2 3 4 5 6\n"])
 def test_where_the_system_does_not_tell_the_load_is_unknown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
 ) -> None:
@@ -142,6 +142,40 @@ def test_the_system_tells_of_other_processes(system: None, others: list[int]) ->
     share = load.others_now()
     assert share is not None
     assert share > 0.8
+
+
+@pytest.fixture
+def one_core() -> Iterator[int]:
+    """One of several cores, on which alone this process may run."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core is all there is")
+    core = max(before)
+    os.sched_setaffinity(0, {core})
+    yield core
+    os.sched_setaffinity(0, before)
+
+
+def test_what_runs_on_cores_of_others_is_no_load(
+    one_core: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Counts of a system in which every other core is busy all the time."""
+    system, ticks = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(load, "SYSTEM", system)
+
+    def write(idle_s: float) -> None:
+        lines = [f"cpu{core} 9 9 9 {round(idle_s * ticks) if core == one_core else 7} 0 0" for core in range(CORES)]
+        system.write_text("\n".join(["cpu 9 9 9 7 0 0", *lines, "intr 5"]), encoding="utf-8")
+
+    write(5.0)
+    begun = load.begin()
+    assert begun is not None
+    assert begun.idle == 5.0
+    time.sleep(load.LEAST_S)
+    write(5.0 + time.monotonic() - begun.at)
+    assert load.others_since(begun) == pytest.approx(0.0, abs=0.1)
+    system.write_text("cpu 9 9 9 7 0 0\n", encoding="utf-8")  # a system that does not tell of single cores
+    assert load.begin() is None
 
 
 def test_processes_that_help_count_as_this_one(system: None, others: list[int]) -> None:

@@ -1,6 +1,7 @@
-"""How much of the host's cores other processes use, now or while something is measured.
+"""How much of its cores a process shares with others, now or while something is measured.
 
-Linux counts in ``/proc/stat`` how long its cores were idle. What is left of a span's time, less what this process
+Its cores are those that it may run on: a job that was given 16 of 64 is not slowed by what runs on the others. Linux
+counts in ``/proc/stat`` how long each core was idle. What is left of a span's time, less what this process
 computed itself, was used by others, by other machines on a shared host too. The counts are in hundredths of a second,
 so that only a span of some length tells the share: shorter ones are taken together with those before them.
 """
@@ -11,10 +12,12 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
+
+from tilewise.machine.device import cpu_count
 
 __all__ = ["Moment", "begin", "helped_by", "not_waiting", "others_now", "others_since"]
 
@@ -28,7 +31,7 @@ FRESH_S = 10.0
 
 
 class Moment(NamedTuple):
-    """The beginning of a span: the time, how long all cores were idle by then, and how long this process computed.
+    """The beginning of a span: the time, how long its cores were idle by then, and how long this process computed.
 
     In seconds; with it count the processes that help it.
     """
@@ -57,11 +60,29 @@ def begin() -> Moment | None:
     """The beginning of a span for :func:`others_since`; ``None`` where the system does not tell."""
     try:
         with SYSTEM.open(encoding="ascii") as file:
-            words = file.readline().split()
-        ticks = int(words[4]) + int(words[5])  # idle, and idle while it waits for a disk
+            ticks = sum(int(words[4]) + int(words[5]) for words in _counts(file))  # idle, or waiting for a disk
     except (OSError, ValueError, IndexError):
         return None
     return Moment(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time() + _helpers_s())
+
+
+def _counts(file: Iterable[str]) -> Iterator[list[str]]:
+    """The words of the line of all cores, or of each line of a core where this process may run on some alone.
+
+    Raises ``ValueError`` where the file does not have them all.
+    """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if len(cores) >= (os.cpu_count() or 1):
+        cores = set()
+    wanted = {f"cpu{core}" for core in cores} or {"cpu"}
+    found = 0
+    for words in map(str.split, file):
+        if words and words[0] in wanted:
+            yield words
+            found += 1
+            if found == len(wanted):
+                return
+    raise ValueError(f"{SYSTEM} has {found} of the lines {', '.join(sorted(wanted))}")
 
 
 def others_since(moment: Moment | None) -> float | None:
@@ -128,7 +149,7 @@ def _look(moment: Moment) -> bool:
     now = begin()
     if now is None:
         return False
-    cores = (now.at - moment.at) * (os.cpu_count() or 1)
+    cores = (now.at - moment.at) * cpu_count()
     others = cores - (now.idle - moment.idle) - (now.own - moment.own)
     _spans.append(_Span(now.at, cores, others))
     return True
@@ -137,7 +158,7 @@ def _look(moment: Moment) -> bool:
 def _recent() -> list[_Span]:
     """The newest spans that are long enough together, or all of the last seconds where they are not."""
     found: list[_Span] = []
-    length, least = 0.0, LEAST_S * (os.cpu_count() or 1)
+    length, least = 0.0, LEAST_S * cpu_count()
     for span in reversed(_spans):
         if length >= least or _spans[-1].end - span.end > FRESH_S:
             break
@@ -148,7 +169,7 @@ def _recent() -> list[_Span]:
 
 def _length() -> float:
     """Seconds that the newest spans last together."""
-    return sum(span.cores for span in _recent()) / (os.cpu_count() or 1) + 1e-6
+    return sum(span.cores for span in _recent()) / cpu_count() + 1e-6
 
 
 def _share() -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Sequence
 
 import torch
 
 from tilewise.kernels.building import workers
+from tilewise.machine.device import cpu_count
 from tilewise.machine.turns import beside, pause, wait_apart
 
 __all__ = ["compiled_apart", "compiled_side_by_side", "side_by_side"]
@@ -34,7 +34,7 @@ def side_by_side(jobs: Sequence[Callable[[], object]], device: torch.device) -> 
             job()
 
     wanted = _wanted(jobs, device)
-    count = min(MOST_COMPILERS, os.cpu_count() or 1, max(len(jobs), len(wanted)))
+    count = min(MOST_COMPILERS, cpu_count(), max(len(jobs), len(wanted)))
     threads = concurrent.futures.ThreadPoolExecutor(count)
     try:
         with workers.opened(max(len(jobs), len(wanted))) as pool:
@@ -67,7 +67,7 @@ def compiled_side_by_side(jobs: Sequence[Callable[[], str]], step: Callable[[str
         with pool.serving():
             return job()
 
-    threads = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1, max(1, len(jobs))))
+    threads = concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, cpu_count(), max(1, len(jobs))))
     try:
         with workers.opened(len(jobs)) as pool:
             for name in threads.map(functools.partial(served, pool), jobs):

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from tilewise.kernels.building.jobs import describe
 from tilewise.kernels.building.kept import NotKept, kept_only, only_kept, refuse
 from tilewise.kernels.building.one_worker import Worker, environment
+from tilewise.machine.device import cpu_count
 
 __all__ = [
     "VARIABLE",
@@ -64,7 +65,7 @@ def most_workers() -> int:
     """How many processes may compile at a time, 0 for none beside this one. Raises ``ValueError``."""
     asked = os.environ.get(VARIABLE, "").strip()
     if not asked:
-        return min(MOST_WORKERS, _processors())
+        return min(MOST_WORKERS, cpu_count())
     if not asked.isdecimal():
         raise ValueError(f"{VARIABLE}={asked!r}: a number of processes would do, 0 for none beside this one")
     return int(asked)
@@ -77,7 +78,7 @@ def opened(jobs: int, *, gently: bool = False) -> Iterator[Pool]:
     With ``gently`` a program goes on beside it: workers have a low priority and leave a core free, if there are two. If
     the block is left by an exception they are ended at once, and what waits for them fails.
     """
-    pool = _take(jobs, min(most_workers(), max(1, _processors() - 1)) if gently else most_workers())
+    pool = _take(jobs, min(most_workers(), max(1, cpu_count() - 1)) if gently else most_workers())
     pool.gently = gently
     try:
         yield pool
@@ -464,11 +465,6 @@ def _forget() -> None:
         _pool.forget()
     _lock, _telling, _closing, _pool = threading.RLock(), threading.Lock(), None, None
     _served.pool = None
-
-
-def _processors() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _tell(reason: str) -> None:

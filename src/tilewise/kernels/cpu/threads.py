@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from tilewise.machine.device import cpu_count
+
 __all__ = ["has_openmp", "share_out"]
 
 WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -62,7 +64,7 @@ def _parallel() -> Callable[[int, int, int, int], None] | None:
 @functools.cache
 def _helpers() -> ThreadPoolExecutor:
     """The threads of this module."""
-    return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="tilewise")
+    return ThreadPoolExecutor(max(1, cpu_count() - 1), thread_name_prefix="tilewise")
 
 
 def _on_ours(worker: int, data: int, threads: int) -> None:
