@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -44,6 +45,8 @@ RESOLVED = 1e-9
 """Results below this share of the largest are compared as if they were that large."""
 EXTRA, CHEAP = 0.3, 0.1
 """What further runs for pairs of kinds may cost: a share of the check without them, or of ``samples.FLOPS``."""
+PICKED = 1 << 20
+"""Places of the result times blocks that are looked through at a time."""
 MUST = 4
 """The first so many pairs of :data:`NEEDED` are checked at any cost."""
 
@@ -56,9 +59,10 @@ def errors_of(problem: ConvProblem, compute: Compute, seams: Seams = WHOLE, own:
     """
     worst = Error(0.0, 0.0)
     for draw in _draws(problem, seams):
-        block_errors = _block_errors(problem, compute, draw)
+        run = _Run(problem, draw)
+        block_errors = run.block_errors(compute)
         if draw.mixed is not None:
-            worst = _worse(worst, _where_smooth(problem, block_errors, draw, own))
+            worst = _worse(worst, _where_smooth(run, block_errors, own))
         worst = _worse(worst, *block_errors.values())
         if not math.isfinite(worst.l2):
             break
@@ -70,13 +74,13 @@ def _worse(*errors: Error) -> Error:
     return Error(max(error.l2 for error in errors), max(error.spread for error in errors))
 
 
-def _where_smooth(problem: ConvProblem, block_errors: dict[int, Error], draw: _Draw, own: Compute | None) -> Error:
-    """The error that counts for blocks where both operands are smooth. These blocks are taken out of ``found``."""
+def _where_smooth(run: _Run, block_errors: dict[int, Error], own: Compute | None) -> Error:
+    """The error that counts for blocks where both operands are smooth. They are taken out of ``block_errors``."""
     smooth = {pair: block_errors.pop(pair) for pair in SMOOTH if pair in block_errors}
     worst = _worse(Error(0.0, 0.0), *smooth.values())
-    if own is None or max(worst.l2, worst.spread) <= floor_of(problem):
+    if own is None or max(worst.l2, worst.spread) <= floor_of(run.problem):
         return worst
-    torchs = _block_errors(problem, own, draw)
+    torchs = run.block_errors(own)
     l2, spread = 0.0, 0.0
     for pair, error in smooth.items():
         at_torch = torchs.get(pair, Error(0.0, 0.0))
@@ -158,41 +162,77 @@ def _codes(problem: ConvProblem, codes: torch.Tensor, sample: Sample) -> torch.T
     return narrow(codes, [r for r in sample.ranges[problem.result] if r.dim < 2])
 
 
-def _block_errors(problem: ConvProblem, compute: Compute, draw: _Draw) -> dict[int, Error]:
-    """Errors of one run in each block of the result, by its pair of kinds."""
-    start = 1.0 if problem.accumulate else 0.0  # a solver that sets where it should add is seen
-    a, b = draw.operands(problem)
-    pause()
-    result = make_result(problem)
-    if problem.accumulate:
-        result.fill_(start)
-    bias = make_bias(problem, draw.seed)
-    computed = compute(a, b, bias, result)
-    assert isinstance(computed, torch.Tensor)
-    result = computed
-    pause()
-    if not torch.isfinite(result).all():
-        return {-1: Error(math.inf, math.inf)}
-    pause()
-    codes = pairs_of(problem, plain(problem) if draw.mixed is None else draw.mixed).to(result.device)
-    tally = _Tally(_terms(problem), torch.finfo(result.dtype).tiny)
-    first, second = problem.operands
-    for sample in draw.compared:
+class _Run:
+    """One run of a check: its operands, and float64's results for what is compared, which further plans share."""
+
+    def __init__(self, problem: ConvProblem, draw: _Draw) -> None:
+        self.problem, self._draw = problem, draw
+        self._operands = draw.operands(problem)
         pause()
-        got = narrow(result, sample.ranges[problem.result]).double()
-        operands = narrow(a, sample.ranges[first]), narrow(b, sample.ranges[second])
+        self._bias = make_bias(problem, draw.seed)
+        self._start = 1.0 if problem.accumulate else 0.0  # a solver that sets where it should add is seen
+        self._codes = pairs_of(problem, plain(problem) if draw.mixed is None else draw.mixed)
+        self._expected: dict[int, _Expected] = {}
+        self._room = samples.REFERENCE_BYTES
+        """Bytes of references that may still be kept."""
+
+    def block_errors(self, compute: Compute) -> dict[int, Error]:
+        """Errors of ``compute`` in each block of the result, by its pair of kinds."""
+        problem = self.problem
+        result = make_result(problem)
+        if problem.accumulate:
+            result.fill_(self._start)
+        computed = compute(*self._operands, self._bias, result)
+        assert isinstance(computed, torch.Tensor)
+        result = computed
+        pause()
+        if not torch.isfinite(result).all():
+            return {-1: Error(math.inf, math.inf)}
+        pause()
+        tally = _Tally(_terms(problem), torch.finfo(result.dtype).tiny, result.device)
+        for index, sample in enumerate(self._draw.compared):
+            pause()
+            got = narrow(result, sample.ranges[problem.result]).double()
+            expected = self._expected.get(index)
+            if expected is None:
+                expected = self._expect(sample, got)
+                if (size := expected.want.nbytes + expected.scale.nbytes) <= self._room:
+                    self._expected[index], self._room = expected, self._room - size
+            tally.add(got, expected)
+        return tally.errors()
+
+    def _expect(self, sample: Sample, like: torch.Tensor) -> _Expected:
+        """What float64 gives for a sample; ``like`` is a tensor of its shape."""
+        problem = self.problem
+        operands = [
+            narrow(t, sample.ranges[role]) for t, role in zip(self._operands, problem.operands, strict=True)
+        ]  # fmt: skip
         if sample.problem is None:
-            want, scale = torch.zeros_like(got), torch.zeros_like(got)
+            want, scale = torch.zeros_like(like), torch.zeros_like(like)
         else:
             want, scale = _reference(sample.problem, *operands)
         pause()
-        want, scale = want.add_(start), scale.add_(start)
-        if bias is not None:
-            channels = narrow(bias, [Range(0, r.start, r.length) for r in sample.ranges[problem.result] if r.dim == 1])
+        want, scale = want.add_(self._start), scale.add_(self._start)
+        if self._bias is not None:
+            ranges = sample.ranges[problem.result]
+            channels = narrow(self._bias, [Range(0, r.start, r.length) for r in ranges if r.dim == 1])
             added = channels.double().view(-1, *[1] * problem.dims)
             want, scale = want.add_(added), scale.add_(added.abs())
-        tally.add(got, want, scale, _codes(problem, codes, sample))
-    return tally.errors()
+        codes = _codes(problem, self._codes, sample).flatten()
+        present = torch.bincount(codes, minlength=len(KINDS) ** 2).nonzero().flatten().to(like.device)
+        return _Expected(want, scale, present, codes.to(like.device) == present[:, None])
+
+
+class _Expected(NamedTuple):
+    """What a sample of the result should be."""
+
+    want: torch.Tensor
+    scale: torch.Tensor
+    """|a| conv |b|."""
+    codes: torch.Tensor
+    """The pairs of kinds that are in it."""
+    blocks: torch.Tensor
+    """For each of them, in which places of the first two axes it is, in one axis."""
 
 
 def _terms(problem: ConvProblem) -> int:
@@ -204,38 +244,43 @@ def _terms(problem: ConvProblem) -> int:
 
 
 class _Tally:
-    """Collects sums of squares and the worst spread in each block of the result.
+    """Collects sums of squares and the worst spread in each block of the result, all on the result's device.
 
     A result that cancels is compared with what it would be if the signs of its terms were random: at least
     |a| conv |b| divided by the root of how many they are.
     """
 
-    def __init__(self, terms: int, tiny: float) -> None:
+    def __init__(self, terms: int, tiny: float, device: torch.device) -> None:
         self._terms, self._tiny = terms, tiny  # results below it are rounded to multiples, in fp16 often
-        self._found: dict[int, list[float]] = {}
+        blocks = len(KINDS) ** 2
+        self._sums = torch.zeros((blocks, 3), dtype=torch.float64, device=device)
+        self._spreads = torch.full((blocks,), -1.0, dtype=torch.float64, device=device)  # nothing there
 
-    def add(self, got: torch.Tensor, want: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor) -> None:
-        """Add a sample of the result. ``codes`` says in which block each place of its first two axes lies."""
+    def add(self, got: torch.Tensor, expected: _Expected) -> None:
+        """Add a sample of the result."""
+        want, scale, codes, blocks = expected
         gap = (got - want).abs_()
         square = _summed(gap.square())
         pause()
         norm = _summed(want.square().clamp_min_(self._tiny**2))
         random = _summed(scale.square()) / self._terms
         pause()
-        spread = _spread(gap, scale, self._tiny).flatten(2).amax(2)
-        for code in set(codes.flatten().tolist()):
+        spread = _spread(gap, scale, self._tiny).flatten(2).amax(2).flatten()
+        values = torch.stack((square, norm, random)).flatten(1)
+        together = max(1, PICKED // values.shape[1])
+        for some, here in zip(codes.split(together), blocks.split(together), strict=True):
             pause()
-            in_block = codes == code
-            sums = self._found.setdefault(code, [0.0, 0.0, 0.0, 0.0])
-            for index, values in enumerate((square, norm, random)):
-                sums[index] += float(values[in_block].sum())
-            sums[3] = max(sums[3], float(spread[in_block].max()))
+            # Picked, not multiplied by 0 or 1: what is infinite in one block is nothing in another.
+            self._sums[some] += torch.where(here[:, None], values, 0.0).sum(2)
+            self._spreads[some] = self._spreads[some].maximum(torch.where(here, spread, 0.0).amax(1))
 
     def errors(self) -> dict[int, Error]:
         """The relative L2 error and the spread of each block."""
+        found = enumerate(zip(self._sums.tolist(), self._spreads.tolist(), strict=True))
         return {
             code: Error(math.sqrt(square / max(norm, random)), spread)
-            for code, (square, norm, random, spread) in self._found.items()
+            for code, ((square, norm, random), spread) in found
+            if spread >= 0.0
         }
 
 
