@@ -100,8 +100,13 @@ class PlannedModules:
             self.change_over(name)
 
     def change_over(self, name: str) -> None:
-        """Let one candidate run by the plans in its table. Where no pass gains, it computes as torch does."""
+        """Let one candidate run by the plans in its table. Where no pass gains, it computes as torch does.
+
+        Where it runs by plans already, what ran its calls is looked up anew.
+        """
         module = self.candidates[name]
+        if is_planned(module):
+            self._layers[name].forget()
         swap_back(module)
         if self._gains(name) and "forward" not in module.__dict__:  # one that others have set meanwhile stays
             run_by_plans(module, self._layers[name])

@@ -28,6 +28,7 @@ from tilewise.nn.background.service import Service, service
 from tilewise.nn.layers.kinds import is_planned
 from tilewise.plan import Plan
 from tilewise.planner import Options, Planner
+from tilewise.planner import planner as planner_module
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.settings import Settings
 from tilewise.wisdom import Wisdom
@@ -141,6 +142,61 @@ def test_layers_change_over_one_by_one_and_losses_are_torchs() -> None:
     assert {p.plan.solver for _, _, p in report(model).passes() if p.plan} == {"micro_batch"}
     for _ in range(3):
         assert_same(step(model, x), step(plain, x))
+
+
+def test_a_layer_changes_with_its_first_plan_and_again_with_each_further_one() -> None:
+    model, planner, x = Network(), InPieces(), example()
+    plain = copy.deepcopy(model)
+    begin(model, planner)
+    by_plan, entries = [], set()
+    while report(model).pending:
+        assert_same(step(model, x), step(plain, x))
+        passes = [p for layer, _, p in report(model).passes() if layer.name == "second"]
+        by_plan.append(sum(p.replaced for p in passes))
+        assert sum(p.reason == PENDING for p in passes) + by_plan[-1] == 3
+        if by_plan[-1]:
+            assert "second" in planned(model)
+            entries.add(id(model._modules["second"].__dict__["forward"]))
+        assert len(by_plan) < 60
+    assert by_plan == sorted(by_plan)
+    assert {0, 3} < {*by_plan}  # and some in between
+    assert len(entries) > 1  # what ran its calls was looked up anew
+    for _ in range(3):
+        assert_same(step(model, x), step(plain, x))
+
+
+def test_torchs_choice_of_a_pass_changes_nothing_yet() -> None:
+    class Forward(InPieces):
+        """A planner that finds torch's own choice the fastest, but for gradients of weights."""
+
+        def plan(self, problem: ConvProblem, options: Options | None = None) -> Plan:
+            found = super().plan(problem, options)
+            return found if problem.pass_ is Pass.WGRAD else Plan(problem.key, "aten", 1)
+
+    model, planner, x = Network(), Forward(), example()
+    plain = copy.deepcopy(model)
+    begin(model, planner)
+    while report(model).pending:
+        assert_same(step(model, x), step(plain, x))
+        for layer, _, p in report(model).passes():
+            assert p.replaced == (layer.name in planned(model) and p.role == "grad_weight"), p
+    assert planned(model) == ["first", "second"]
+
+
+def test_a_first_problem_is_planned_by_typical_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Measuring the device's rates takes as long as planning one problem, and the first layer waits for it."""
+    asked = []
+    found = planner_module.measure_profile("cpu")
+    monkeypatch.setattr(planner_module, "measure_profile", lambda device: asked.append(device) or found)
+    planner = Planner(Wisdom(tmp_path / "wisdom.sqlite3"))
+    model, x = Network(), example()
+    begin(model, planner, exclude=OTHERS)
+    while report(model).pending > 4:
+        step(model, x)
+    assert asked == []
+    while report(model).pending:
+        step(model, x)
+    assert asked == ["cpu"]
 
 
 def test_nothing_changes_while_a_backward_is_still_to_come() -> None:

@@ -41,6 +41,8 @@ class LaterTable(PlanTable):
 
     def __init__(self, options: Options, unplanned: str, planner: Planner | None = None) -> None:
         super().__init__(options, unplanned, planner)
+        self.partly: set[Problem] = set()
+        """Problems still to be planned of layers that run by plan already as far as is decided."""
         self.asked: Callable[[], object] = lambda: None
         """Called when there is something new to plan."""
         self._queue: dict[Entry, int] = {}
@@ -89,9 +91,14 @@ class LaterTable(PlanTable):
         self.asked()
 
     def ready(self, problems: Iterable[Problem], deterministic: bool, device: torch.device) -> bool:
-        """As :meth:`PlanTable.ready`, but a shape seen first is planned in the background. ``False`` until then."""
+        """As :meth:`PlanTable.ready`, but a shape seen first is planned in the background. ``False`` until then.
+
+        What is still to be planned of a layer that runs :attr:`partly` by plan is torch's meanwhile.
+        """
         required = list(problems)
         missing = self.missing(required, deterministic)
+        if missing and self.partly.issuperset(missing):
+            return super().ready((p for p in required if p not in missing), deterministic, device)
         if not missing or self.unplanned == "torch" or several_ranks():
             return super().ready(required, deterministic, device)
         if not is_capturing(device) and len(self._queue) < MOST_ON_SIGHT:
@@ -176,6 +183,7 @@ class LaterTable(PlanTable):
     def _decided(self, problem: Problem, deterministic: bool) -> None:
         """A problem waits for nothing any more."""
         self._queue.pop((problem, deterministic), None)
+        self.partly.discard(problem)
         self._not_before.pop((problem, deterministic), None)
         self._ahead.forget((problem, deterministic))
         self._warm.discard((problem, deterministic))

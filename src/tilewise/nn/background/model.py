@@ -96,7 +96,8 @@ class Comparison(Protocol):
 class LayersToPlan:
     """The work of one model: its problems, those first of which a step spends the most time on all layers together.
 
-    A layer changes over when all its problems are planned.
+    A layer changes over when the first of its passes has a plan that gains, and again with each further one. Where
+    compiled code has the layers, it changes once, when all its problems are planned.
     ``names`` are the modules to plan, with the problems of ``modules``, under torch's ``deterministic`` flag as it was.
     At most ``share`` of the time is spent on it. ``progress`` hears of each problem, on the thread that plans. At last
     ``comparison``, where there is one, gets the steps of the program.
@@ -122,7 +123,9 @@ class LayersToPlan:
         users = Counter(problem for each in problems.values() for problem in dict.fromkeys(each))
         promise = {name: sum(users[p] * _typical_ms(p) for p in dict.fromkeys(problems[name])) for name in problems}
         self._waiting = {name: problems[name] for name in sorted(problems, key=lambda name: -promise[name])}
-        """The modules that have not changed over yet."""
+        """The modules of which something is still to be planned."""
+        self._ran_by: dict[str, frozenset[Problem]] = {}
+        """The problems by whose plans a module runs that has changed over in part."""
         for name in self._waiting:
             self.devices |= {torch_device(problem.device) for problem in self._waiting[name]}
             table.ask(self._waiting[name], deterministic)
@@ -194,14 +197,29 @@ class LayersToPlan:
             )
 
     def _change_over(self) -> None:
-        """Let modules run by plan all of whose problems are decided."""
+        """Let modules run by the plans that there are."""
         for name, problems in list(self._waiting.items()):
-            if not self.table.missing(problems, self.deterministic):
+            missing = self.table.missing(problems, self.deterministic)
+            if missing and not self._has_more(name, frozenset(problems).difference(missing)):
+                continue
+            if not missing:
                 del self._waiting[name]
-                try:
-                    self.modules.change_over(name)
-                except Exception as error:  # nobody waits who could be told otherwise
-                    self.modules.leave(name, f"changing over raised {type(error).__name__}: {error}")
+            self.table.partly.update(missing)
+            try:
+                self.modules.change_over(name)
+            except Exception as error:  # nobody waits who could be told otherwise
+                self._waiting.pop(name, None)
+                self.modules.leave(name, f"changing over raised {type(error).__name__}: {error}")
+
+    def _has_more(self, name: str, decided: frozenset[Problem]) -> bool:
+        """Whether plans gain for more of a module's problems than it runs by. Those are noted."""
+        if self.table.published:
+            return False  # compiled code would be compiled anew each time
+        by_plan = frozenset(p for p in decided if self.table.replacement(p, self.deterministic))
+        if by_plan == self._ran_by.get(name, frozenset()):
+            return False
+        self._ran_by[name] = by_plan
+        return True
 
     def _device_of(self, problem: Problem) -> AbstractContextManager[Any]:
         """A context in which the GPU of ``problem`` is the current one."""
