@@ -3,12 +3,13 @@
 Each row is a network in a process of its own, which trains it: ``torch`` is a plain loop, the others call
 ``tilewise.optimize`` before it. ``cold`` begins with an empty cache directory, ``kernels`` with the kernels that the
 first left but no plans, and ``wisdom`` with both: their figure is the seconds of the call. ``pack`` begins with a pack
-of kernels, made by ``tilewise kernels build`` for the network and imported into an empty cache directory.
-``background`` is ``wait=False`` with kernels on disk, for ``background_s`` seconds of training: its figure is how much
-later than torch's its first step is done. ``details`` have the times of the steps (what planning adds to them in the
-median, and over any hundred steps in a row at the most), the second in which the first layer changed over and that in
-which all was planned, and how many problems were left from time to time. ``cases`` are those of ``steps``, in the usual
-layout of their mode or the ``layout`` that is given.
+of kernels, made by ``tilewise kernels build`` for the network and imported into an empty cache directory, ``carried``
+with what ``tilewise wisdom export --with-kernels`` wrote after planning, imported in the same way. ``background`` is
+``wait=False`` with kernels on disk, for ``background_s`` seconds of training: its figure is how much later than torch's
+its first step is done. ``details`` have the times of the steps (what planning adds to them in the median, and over any
+hundred steps in a row at the most), the second in which the first layer changed over and that in which all was planned,
+and how many problems were left from time to time. ``cases`` are those of ``steps``, in the usual layout of their mode
+or the ``layout`` that is given.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ CPU_CASES = (
     "torchvision:resnet18@8@fp32,torchvision:mobilenet_v3_large@8@fp32,timm:convnext_tiny@4@fp32,"
     "torchvision:efficientnet_b0@4@fp32,torchvision:densenet121@4@fp32"
 )
-WAYS = ("cold", "kernels", "pack", "wisdom", "background")
-MOST_S = {"cold": 30.0, "kernels": 8.0, "pack": 8.0, "background": 2.0}
+WAYS = ("cold", "kernels", "pack", "carried", "wisdom", "background")
+MOST_S = {"cold": 30.0, "kernels": 8.0, "pack": 8.0, "carried": 8.0, "background": 2.0}
 LOOK_STEPS, LOOK_S = 20, 5.0
 """Steps, or seconds where steps are long, between two looks at how far planning is: each takes as long as a step."""
 STRETCH = 100
@@ -86,7 +87,7 @@ def _rows(settings: Settings, case: str, ways: Sequence[str], cache: Path) -> li
     rows = []
     filled = False
     for way in ways:
-        if way in ("kernels", "background") and not filled:
+        if way in ("kernels", "carried", "background") and not filled:
             _ran(settings, case, "cold", cache)
         prepared_s = _prepare(settings, case, way, cache)
         found = _ran(settings, case, way, cache)
@@ -98,29 +99,44 @@ def _rows(settings: Settings, case: str, ways: Sequence[str], cache: Path) -> li
 
 def _prepare(settings: Settings, case: str, way: str, cache: Path) -> dict[str, float]:
     """Leave in the cache directory what ``way`` begins with; the seconds of each command that it took."""
-    if way in ("cold", "pack"):
-        shutil.rmtree(cache)
-        cache.mkdir(mode=0o700)
-    elif way != "wisdom":
-        for path in cache.glob("wisdom*"):
-            path.unlink()
-    if way != "pack":
-        return {}
-    network, batch, mode = case.rsplit("@", 2)
-    dtype, layout = ("bf16" if mode == "bf16" else "fp32"), settings.text("layout") or USUAL_LAYOUT[mode]
-    took = {}
+    took = dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="tilewise-benchmark-") as folder:
         pack = str(Path(folder, "kernels.pack"))
-        build = [network, "--batch", batch, "--dtype", dtype, "--layout", layout, "--output", pack]
-        build += ["--precision", "tf32" if mode == "tf32" else "ieee"]
-        for name, words in {"build_s": ["build", *build], "import_s": ["import", pack, "--trust"]}.items():
+
+        def command(name: str, *words: str) -> None:
             begin = time.perf_counter()
-            _run([sys.executable, "-m", "tilewise", "kernels", *words], cache)
+            _run([sys.executable, "-m", "tilewise", *words], cache)
             took[name] = time.perf_counter() - begin
-            if name == "build_s":
-                shutil.rmtree(cache)
-                cache.mkdir(mode=0o700)
+
+        if way == "pack":
+            _empty(cache)
+            command("build_s", "kernels", "build", *_to_build(settings, case), "--output", pack)
+        elif way == "carried":
+            command("export_s", "wisdom", "export", "--with-kernels", pack)
+        if way in ("cold", "pack", "carried"):
+            _empty(cache)
+        elif way != "wisdom":
+            for path in cache.glob("wisdom*"):
+                path.unlink()
+        if way in ("pack", "carried"):
+            command("import_s", "kernels" if way == "pack" else "wisdom", "import", pack, "--trust")
     return took
+
+
+def _empty(cache: Path) -> None:
+    """Drop all that is in the cache directory."""
+    shutil.rmtree(cache)
+    cache.mkdir(mode=0o700)
+
+
+def _to_build(settings: Settings, case: str) -> list[str]:
+    """What ``tilewise kernels build`` is told for a case."""
+    network, batch, mode = case.rsplit("@", 2)
+    layout = settings.text("layout") or USUAL_LAYOUT[mode]
+    return [
+        network, "--batch", batch, "--layout", layout, "--dtype", "bf16" if mode == "bf16" else "fp32",
+        "--precision", "tf32" if mode == "tf32" else "ieee",
+    ]  # fmt: skip
 
 
 def _row(case: str, way: str, by_torch: dict[str, Any], found: dict[str, Any]) -> Row:
