@@ -20,8 +20,8 @@ EVERY = bool(os.environ.get("TILEWISE_EVERY_TEST"))
 
 
 def some(count: int) -> int:
-    """``count`` cases, or a third of them."""
-    return count if EVERY else -(-count // 3)
+    """``count`` cases, or a quarter of them."""
+    return count if EVERY else -(-count // 4)
 
 
 def is_narrowed(config: pytest.Config) -> bool:

@@ -103,7 +103,7 @@ def check(
     assert y.untouched()
 
 
-@pytest.mark.sampled(8)
+@pytest.sampled(5)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.sampled(2)
 @interpreted
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("pass_", list(Pass))
