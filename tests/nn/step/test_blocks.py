@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from tilewise.nn.step.blocks import Blocks, between, counted_in_a_block
+from tilewise.nn.step.lead import pairs_of
 
 
 def run(blocks: Blocks, ways: list[str], most: int = 10_000) -> list[str]:
@@ -32,7 +33,7 @@ def test_the_order_is_torch_plans_plans_torch() -> None:
     assert ways == ["plans", *["torch", "plans"] * 3, "torch", "plans"][: len(ways)]
     assert [block.by_torch for block in blocks._taken] == [True, False, False, True] * 3
     assert ways[-1] == "plans"
-    pairs = blocks.pairs()
+    pairs = pairs_of(blocks.times())
     assert pairs.first_ms == pairs.second_ms == (1000.0,) * 6
 
 
@@ -61,7 +62,7 @@ def test_steps_that_are_not_alike_do_not_count_and_rest_begins_a_block_anew() ->
     blocks.rest()
     assert ways[-1] == "plans"
     run(blocks, ways)
-    assert blocks.pairs().first_ms == (1000.0, 1000.0)
+    assert pairs_of(blocks.times()).first_ms == (1000.0, 1000.0)
 
 
 @pytest.mark.parametrize(("ms", "count"), [([100.0], 2), ([1.0, 1.0, 50.0], 4), ([0.0], 8), ([0.01] * 5, 8)])

@@ -11,7 +11,8 @@ import torch
 
 from tilewise.nn.background import service as service_module
 from tilewise.nn.background.service import Service
-from tilewise.nn.step.live import MOST_STEPS, WITHOUT, LiveGoal
+from tilewise.nn.step.course import MOST_STEPS
+from tilewise.nn.step.live import WITHOUT, LiveGoal
 from tilewise.nn.step.pairs import LEAST_PAIRS
 from tilewise.nn.step.result import StepReport
 
@@ -286,7 +287,7 @@ def test_a_switch_that_fails_ends_the_comparison_and_not_the_program() -> None:
     def failing(*_: object) -> None:
         raise ArithmeticError("no switch")
 
-    program.live._blocks._switches = failing, failing  # type: ignore[union-attr]
+    program.live._now.blocks._switches = failing, failing  # type: ignore[union-attr]
     with pytest.warns(UserWarning, match="comparing raised ArithmeticError: no switch"):
         program.run()
     assert program.live.report.reason == "comparing raised ArithmeticError: no switch"

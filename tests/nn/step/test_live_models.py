@@ -263,7 +263,7 @@ def test_layers_stay_while_a_graph_is_alive_or_a_step_has_failed() -> None:
 
 
 def test_steps_of_ever_changing_shapes_leave_the_choice_by_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilewise.nn.step.live.MOST_STEPS", 30)
+    monkeypatch.setattr("tilewise.nn.step.course.MOST_STEPS", 30)
     model = Network()
     begun(model, example(), unplanned="torch")
     for size in range(8, 50):

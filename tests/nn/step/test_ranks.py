@@ -46,6 +46,7 @@ told(model)
     step = first["step"]
     assert isinstance(step, dict)
     assert step["reason"] == ""
+    assert step["ranks"] == 2
     assert not step["kept"]
     assert first["planned"] == [False, False]
 

@@ -34,6 +34,11 @@ class Ranks(Protocol):
         """Whether this rank decides and speaks for all."""
         ...
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
     def any(self, text: str) -> str:
         """The first text of any rank that is not empty."""
         ...
@@ -57,7 +62,7 @@ class Ranks(Protocol):
 class Alone:
     """The one rank of a program that has no others."""
 
-    leads = True
+    leads, count = True, 1
 
     def any(self, text: str) -> str:
         """As :meth:`Ranks.any`."""
@@ -86,7 +91,7 @@ class Together:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.leads = dist.get_rank() == 0
+        self.leads, self.count = dist.get_rank() == 0, dist.get_world_size()
 
     def any(self, text: str) -> str:
         """As :meth:`Ranks.any`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tilewise.nn.step.pairs import Pairs
+from tilewise.nn.step.lead import Times, is_by_torch, pairs_of
 
 __all__ = ["Blocks", "Moment", "StepTime", "between", "counted_in_a_block", "moment"]
 
@@ -74,10 +74,6 @@ class _Block:
     settling: int
     steps: list[StepTime] = field(default_factory=list)
 
-    def ms(self) -> float:
-        """The mean milliseconds of its steps. On a GPU it waits until they are done."""
-        return statistics.mean(between(*step) for step in self.steps)
-
     def is_done(self) -> bool:
         """Whether nothing has to be waited for."""
         last = self.steps[-1][1]
@@ -87,8 +83,7 @@ class _Block:
 class Blocks:
     """Takes times of both ways until there are ``wanted`` pairs of blocks in which ``counted`` steps count.
 
-    ``switches`` let the next steps be computed by torch and by plans. Plans run at first. A block of torch's comes
-    first, then two by plans, two by torch, and so on, so that a drift of clocks or load meets both.
+    ``switches`` let the next steps be computed by torch and by plans. Plans run at first.
     """
 
     def __init__(
@@ -109,16 +104,14 @@ class Blocks:
         """How many pairs are complete."""
         return len(self._taken) // 2
 
-    def pairs(self) -> Pairs:
-        """The times of the complete pairs. On a GPU it waits until their steps are done."""
-        blocks = self._taken[: 2 * self.done]
-        torchs = tuple(block.ms() for block in blocks if block.by_torch)
-        return Pairs(torchs, tuple(block.ms() for block in blocks if not block.by_torch))
+    def times(self) -> Times:
+        """The milliseconds of the steps of all blocks that are over. On a GPU it waits until they are done."""
+        return [[between(*step) for step in block.steps] for block in self._taken]
 
-    def passed(self, step: StepTime | None) -> bool:
+    def passed(self, step: StepTime | None, number: int = 0) -> bool:
         """A step is over, which is ``None`` where it is not one to compare. Returns whether that was the last needed.
 
-        Plans run from then on.
+        Plans run from then on. The ``number`` of the next step is of no interest here.
         """
         if self._block is None:
             self._next()
@@ -141,7 +134,7 @@ class Blocks:
 
     def _next(self) -> None:
         """Begin the block that is due."""
-        by_torch = len(self._taken) % 4 in (0, 3)
+        by_torch = is_by_torch(len(self._taken))
         settling = self._draw.choice(SETTLING)
         self._block = _Block(by_torch, settling if by_torch is not self._by_torch else settling - 1)
         self._use(by_torch=by_torch)
@@ -157,5 +150,5 @@ class Blocks:
         if len(self._taken) % 2:
             return False
         return self.done >= self.wanted or (
-            self.done >= HURRIED and self._taken[-1].is_done() and self.pairs().speedup[2] < 1.0
+            self.done >= HURRIED and self._taken[-1].is_done() and pairs_of(self.times()).speedup[2] < 1.0
         )

@@ -14,6 +14,7 @@ from torch import nn
 from tilewise.comm.agreement import several_ranks
 from tilewise.nn.layers.plan_table import planning
 from tilewise.nn.progress import Late, showing
+from tilewise.nn.ranks.post import why_no_post
 from tilewise.nn.ranks.steps import Ranks, all_ranks
 from tilewise.nn.step.goal import Modelled, StepGoal
 from tilewise.nn.step.live import LiveGoal
@@ -99,6 +100,8 @@ def _compared(decide: Callable[[Note, Ranks], StepReport], ranks: Ranks, *, sile
 
     with planning(), showing(shown):
         report = decide(note, ranks)
+    if not report.reason:
+        report = replace(report, ranks=ranks.count)
     if not silent:
         _tell(report)
     return report
@@ -108,7 +111,7 @@ def compare_live(
     modules: Swappable, pending: Callable[[], int], asked: Settings, schedule: object, silent: bool
 ) -> LiveGoal:
     """What compares the steps of the program itself once nothing is ``pending``; where they cannot be, it says why."""
-    goal = LiveGoal(modules, pending, training=asked.training, decided=(lambda _: None) if silent else _tell)
+    goal = LiveGoal(modules, pending, training=asked.training, decided=(lambda _: None) if silent else _tell_once)
     reason = why_not_live(asked, schedule)
     if reason:
         goal.stop(reason)
@@ -116,11 +119,14 @@ def compare_live(
 
 
 def why_not_live(asked: Settings, schedule: object) -> str:
-    """Why the steps of the program itself are not compared; empty where they are.
+    """Why the steps of the program itself are not compared; empty where they are."""
+    return why_not_compared(asked, schedule) or why_no_post()
 
-    Nobody knows that ranks begin a step at the same time.
-    """
-    return why_not_compared(asked, schedule) or ("there are several ranks" if several_ranks() else "")
+
+def _tell_once(report: StepReport) -> None:
+    """As :func:`_tell`, where this is the only rank or rank 0."""
+    if not several_ranks() or dist.get_rank() == 0:
+        _tell(report)
 
 
 def _tell(report: StepReport) -> None:

@@ -117,7 +117,7 @@ class StepGoal:
                 return StepReport(**said["made"]), withheld
             pairs = self._timed(Asked(withheld, said["pairs"]))
 
-    def _search(self, gains: Mapping[Key, float]) -> Search:
+    def _search(self, gains: Mapping[Key, float]) -> Search[Key]:
         """The search, which begins with what the model of the step has chosen, where there is one."""
         model = self._model
         start = frozenset() if model is None else model.to_withhold()
@@ -153,7 +153,7 @@ class StepGoal:
             by_plans()
         return None if traces[0] is None else StepModel(traces[0], modules.costs())
 
-    def _next(self, searching: Search, pairs: Pairs | None, gains: Mapping[Key, float]) -> dict[str, Any]:
+    def _next(self, searching: Search[Key], pairs: Pairs | None, gains: Mapping[Key, float]) -> dict[str, Any]:
         """What the search asks for after ``pairs``, or what it found; problems by their place among ``gains``."""
         places = {key: i for i, key in enumerate(gains)}
         try:
@@ -166,7 +166,7 @@ class StepGoal:
             return {"made": made.to_json(), "withheld": [places[key] for key in withheld]}
         return {"pairs": asked.pairs, "withheld": [places[key] for key in asked.withheld]}
 
-    def _timed(self, asked: Asked) -> Pairs:
+    def _timed(self, asked: Asked[Key]) -> Pairs:
         """Time torch's step and the one that is ``asked`` for in turns."""
         self._withhold(asked.withheld)
         by_torch, by_plans = self._modules.switches()

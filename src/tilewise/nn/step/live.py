@@ -7,40 +7,30 @@ shapes. Nothing is run that the program would not run. So it costs torch's time 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import time
 import warnings
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
 
 import torch
 
+from tilewise.comm.agreement import several_ranks
 from tilewise.nn.background.service import service
-from tilewise.nn.step.blocks import COUNTED, Blocks, Moment, StepTime, between, counted_in_a_block, moment
-from tilewise.nn.step.pairs import LEAST_PAIRS
+from tilewise.nn.ranks.post import PostLost
+from tilewise.nn.step.blocks import Blocks, StepTime, moment
+from tilewise.nn.step.course import Course
+from tilewise.nn.step.kinds import Chosen, Kind, UnderWay
+from tilewise.nn.step.lead import Anew, Lead, Trial, Verdict
+from tilewise.nn.step.leading import lead_of
+from tilewise.nn.step.numbered import NumberedBlocks
 from tilewise.nn.step.result import StepReport
-from tilewise.nn.step.search import (
-    NOTE,
-    Asked,
-    Key,
-    Search,
-    Swappable,
-    Tried,
-    concluded,
-    search,
-    why_nothing_to_compare,
-)
+from tilewise.nn.step.search import NOTE, Key, Swappable, why_nothing_to_compare
 from tilewise.planner.options import first_line
 
 __all__ = ["LiveGoal"]
 
-OBSERVED = 6
-"""Steps by plans that are looked at before any is compared, to see of which kind most of the time is."""
-ROUNDS = 3
-"""How often passes are taken back and the steps are timed anew."""
-EXPLORING_PAIRS = 6
-MOST_STEPS = 400
-"""Steps for one choice of passes where two of a block count. Where steps are never alike there is no decision."""
 WITHOUT = 100
 """Steps without gradients, and none with them, until what was planned for training is compared by those."""
 MOST_FOREIGN = 4
@@ -48,12 +38,8 @@ MOST_FOREIGN = 4
 MOST_DECISIONS = 8
 """So often new plans are compared with torch's choice."""
 
-
-class Kind(NamedTuple):
-    """What makes steps alike: ``calls`` stands for all that was called in it, and in which order."""
-
-    calls: int
-    with_gradients: bool
+_names = itertools.count()
+"""By its number a comparison is known to other ranks, whose programs make theirs in the same order."""
 
 
 class LiveGoal:
@@ -61,6 +47,7 @@ class LiveGoal:
 
     With ``training``, steps with gradients are compared where there are any. ``decided(report)`` hears of the result.
     Nothing is compared while ``pending()`` problems of the program, or any of another model, are still to be planned.
+    Several ranks compare together (:mod:`.leading`).
     """
 
     def __init__(
@@ -76,12 +63,9 @@ class LiveGoal:
         """Whether the decision has fallen."""
         self._modules, self._pending, self._training, self._decided = modules, pending, training, decided
         self._clock = clock
+        self._name, self._round = next(_names), 0
+        self._step = UnderWay()
         self._draw = random.Random(1)  # of its own: the program's random numbers stay as they are
-        self._calls: list[Hashable] = []
-        self._with_gradients = False
-        self._since: Moment | None = None
-        """When the step under way began; ``None`` where it is not to count."""
-        self._turns = 0
         self._settled: frozenset[Key] = frozenset()
         """What was taken back by decisions before this one."""
         self._known: frozenset[Key] = frozenset()
@@ -92,7 +76,7 @@ class LiveGoal:
         """Whether there are plans that were not looked at yet."""
         self._unseen = ""
         """Why the steps that follow are not seen; empty where one was seen since."""
-        self._start_over()
+        self._now = Course()
 
     @property
     def report(self) -> StepReport:
@@ -102,15 +86,11 @@ class LiveGoal:
             return timed or self._decisions[-1]
         if self._unseen:
             return StepReport(reason=f"its steps are not seen: {self._unseen}")
-        if self._blocks is None:
-            return StepReport(reason="still to be compared, once all is planned", pending=True)
-        done = f"{self._blocks.done} of {self._blocks.wanted} pairs"
-        return StepReport(reason=f"still to be compared: {done}", pending=True)
+        return StepReport(reason=f"still to be compared{self._now.progress()}", pending=True)
 
     def called(self, what: Hashable, *, with_gradients: bool) -> None:
         """Something is called in the step under way: steps with the same calls in the same order are alike."""
-        self._calls.append(what)
-        self._with_gradients = self._with_gradients or with_gradients
+        self._step.called(what, with_gradients=with_gradients)
 
     def boundary(self, device: torch.device) -> None:
         """A step on ``device`` is over, and the next has not begun. Where layers may not change now, it goes on."""
@@ -118,38 +98,35 @@ class LiveGoal:
         self._unseen = ""
         if self.over or not planning.is_between_steps((device,)):
             return
+        self._step.count()
         if planning.is_planning or self._pending() or not planning.compare(self):
             self.rest()
             return
         try:
             self._boundary(device)
+        except PostLost as error:
+            self._end(StepReport(reason=str(error)))
         except Exception as error:  # the program must not fail by it
             self._fail(error)
 
     def _boundary(self, device: torch.device) -> None:
         """A step is over, at a moment when layers may change and nothing is planned."""
-        if self._is_new:
+        if self._is_new or (self._now.lead is not None and self._now.lead.several is not several_ranks()):
             self._begin_anew()
-        if self._search is None and not self._begin():
+        if self._now.lead is None and not self._begin():
             return
-        planning = service()
-        now, turns = moment(device, self._clock), planning.turns
-        kind = Kind(hash((device, *self._calls)), self._with_gradients)
-        since, disturbed = self._since, turns != self._turns
-        self.disturb()
-        self._since, self._turns = now, turns
-        if since is not None:
-            self._take(kind, (since, now), disturbed)
-        if not self.over and self._steps > MOST_STEPS * self._counted // COUNTED:
-            done = 0 if self._blocks is None else self._blocks.done
-            paired = f"{done} of {LEAST_PAIRS} pairs after {self._steps} steps"
-            self._end(StepReport(reason=f"steps are too irregular ({paired})"))
+        kind, step, had_turn = self._step.next(device, moment(device, self._clock), service().turns)
+        if step is not None:
+            self._take(kind, step, had_turn)
+        if self._now.chosen is not None and self._now.blocks is None and self._now.lead is not None:
+            self._hear(self._now.lead, self._now.chosen)
+        why = self._now.why_given_up()
+        if why and not self.over:
+            self._end(StepReport(reason=why))
 
     def disturb(self) -> None:
         """The step under way is not to count: it failed, or something else was done in it."""
-        self._since = None
-        self._calls.clear()
-        self._with_gradients = False
+        self._step.disturb()
 
     def rest(self) -> None:
         """Let plans run until the next step: something is planned, captured or compiled. The block begins anew then.
@@ -157,8 +134,8 @@ class LiveGoal:
         While a graph is alive layers stay as they are.
         """
         self.disturb()
-        if self._blocks is not None and service().is_between_steps(()):
-            self._blocks.rest()
+        if self._now.blocks is not None and service().is_between_steps(()):
+            self._now.blocks.rest()
 
     def stop(self, reason: str) -> None:
         """End without a decision, for ``reason``: plans stay as they were chosen pass by pass."""
@@ -169,8 +146,8 @@ class LiveGoal:
         """The steps to come are not seen, for ``why``: plans run in them. Once one is seen after all, it goes on."""
         if not self.over:
             self.disturb()
-            if self._blocks is not None and not service().has_graph:  # a tracer watches, and sees what runs then
-                self._blocks.rest()
+            if self._now.blocks is not None and not service().has_graph:  # a tracer watches, and sees what runs then
+                self._now.blocks.rest()
             self._unseen = why
 
     def reopen(self) -> None:
@@ -186,107 +163,123 @@ class LiveGoal:
         """Compare the plans that there are now, less those of which it was decided before."""
         self._is_new = False
         self.rest()
-        if self._blocks is not None:
+        if self._now.trial is not None:
             self._modules.withhold(self._settled, NOTE)
         if self._kinds:
             self._training = False
-        self._start_over()
-
-    def _start_over(self) -> None:
-        """Forget what was seen since the last decision."""
-        self._gains: dict[Key, float] = {}
-        self._search: Search | None = None
-        self._seen: dict[Kind, list[StepTime]] = {}
-        self._kind: Kind | None = None
-        self._steps = self._without = self._foreign = 0
-        self._counted = COUNTED
-        self._blocks: Blocks | None = None
+        if self._now.lead is not None and self._now.lead.began:
+            self._leave("")
+        self._now = Course()
 
     def _begin(self) -> bool:
         """Look at the plans that there are now. Where there is nothing to compare, that is the decision."""
-        self._gains = {key: gain for key, gain in self._modules.gains().items() if key not in self._known}
-        reason = why_nothing_to_compare(self._gains)
+        self._now.gains = {key: gain for key, gain in self._modules.gains().items() if key not in self._known}
+        reason = "" if several_ranks() else why_nothing_to_compare(self._now.gains)  # others may have something
         if reason:
             self._end(StepReport(reason=reason))
             return False
-        self._search = search(self._gains, lambda _: ROUNDS, EXPLORING_PAIRS)
+        self._now.lead = lead_of(f"{self._name}/{self._round}")
         return True
 
-    def _take(self, kind: Kind, step: StepTime, disturbed: bool) -> None:
+    def _take(self, kind: Kind, step: StepTime, had_turn: bool) -> None:
         """A step is over: count it where it is one of those that are compared."""
         if not kind.with_gradients and self._is_evaluation():
             return
-        self._steps += 1
+        self._now.steps += 1
         if kind in self._kinds:
             return
-        if self._kind is None:
-            self._observe(kind, step)
-        elif kind.with_gradients and not self._kind.with_gradients and self._training:
+        chosen = self._now.chosen
+        if chosen is None:
+            self._now.chosen = self._now.observed.take(kind, step)
+            if self._now.chosen is not None and self._now.lead is not None:
+                self._now.steps = 0
+                self._now.lead.begin(self._now.gains, self._now.chosen.counted, self._now.chosen.stretch, self._number)
+        elif kind.with_gradients and not chosen.kind.with_gradients and self._training:
             self._begin_anew()  # here is the training that it was planned for
-        elif self._blocks is not None:
-            self._foreign = 0 if kind == self._kind else self._foreign + 1
-            if self._foreign > MOST_FOREIGN:
-                self._blocks.rest()
-            elif self._blocks.passed(step if kind == self._kind and not disturbed else None):
-                self._go_on(self._blocks)
+        elif self._now.blocks is not None:
+            self._now.foreign = 0 if kind == chosen.kind else self._now.foreign + 1
+            if self._now.foreign > MOST_FOREIGN:
+                self._now.blocks.rest()
+            elif self._now.blocks.passed(step if kind == chosen.kind and not had_turn else None, self._number):
+                assert self._now.lead is not None
+                self._now.steps = 0
+                self._now.lead.timed(self._now.blocks.times(), self._number)
+                self._now.blocks = None
+
+    @property
+    def _number(self) -> int:
+        """The number of the step that is about to begin, among those with or without gradients that are compared."""
+        return self._step.numbers[self._now.chosen is None or self._now.chosen.kind.with_gradients]
 
     def _is_evaluation(self) -> bool:
         """Whether a step without gradients is part of an evaluation in a program that trains, or may do so yet."""
-        if self._kind is not None and self._kind.with_gradients:
-            self._foreign += 1
-            if self._foreign > MOST_FOREIGN and self._blocks is not None:
-                self._blocks.rest()
+        if self._now.chosen is not None and self._now.chosen.kind.with_gradients:
+            self._now.foreign += 1
+            if self._now.foreign > MOST_FOREIGN and self._now.blocks is not None:
+                self._now.blocks.rest()
             return True
-        self._without += 1
-        return self._training and self._without <= WITHOUT
+        self._now.without += 1
+        return self._training and self._now.without <= WITHOUT
 
-    def _observe(self, kind: Kind, step: StepTime) -> None:
-        """Look at a step by plans. After enough of them, compare those of the kind that takes most of the time."""
-        self._seen.setdefault(kind, []).append(step)
-        if sum(map(len, self._seen.values())) < OBSERVED:
-            return
-        took = {kind: [between(*each) for each in steps] for kind, steps in self._seen.items() if len(steps) > 1}
-        self._seen.clear()
-        if took:
-            self._kind = max(took, key=lambda kind: (kind.with_gradients, sum(took[kind])))
-            self._counted = counted_in_a_block(took[self._kind])
-            assert self._search is not None
-            self._ask(next(self._search))
+    def _hear(self, lead: Lead, chosen: Chosen) -> None:
+        """Do what is to be done next, where that is known, from the step on for which it was said."""
+        said = self._now.said or lead.next(self._number)
+        if isinstance(said, Anew):
+            self._begin_anew()
+        elif said is not None and said.begin is not None and self._number < said.begin:
+            self._now.said = said
+        elif said is not None:
+            self._now.said = None
+            if isinstance(said, Trial):
+                self._ask(said)
+            else:
+                self._conclude(said, chosen)
 
-    def _ask(self, asked: Asked) -> None:
+    def _ask(self, trial: Trial) -> None:
         """Begin to time a choice of passes."""
-        self._steps = 0
-        self._modules.withhold(asked.withheld | self._settled, NOTE)
-        self._blocks = Blocks(asked.pairs, self._counted, self._modules.switches(), self._draw)
+        self._now.steps = 0
+        self._modules.withhold(trial.withheld | self._settled, NOTE)
+        switches, self._now.trial = self._modules.switches(), trial
+        if trial.begin is None:
+            self._now.blocks = Blocks(trial.pairs, trial.counted, switches, self._draw)
+        else:
+            self._now.blocks = NumberedBlocks(trial, switches, self._number)
 
-    def _go_on(self, blocks: Blocks) -> None:
-        """A choice of passes is timed: go on with what the search asks for next, or conclude."""
-        assert self._search is not None
-        try:
-            self._ask(self._search.send(blocks.pairs()))
-        except StopIteration as over:
-            best: Tried = over.value
-            made, withheld = concluded(self._gains, best)
-            self._settled |= withheld
-            assert self._kind is not None
-            self._kinds.add(self._kind)
-            self._end(made)
-            self._decided(made)
+    def _conclude(self, verdict: Verdict, chosen: Chosen) -> None:
+        """It is decided, for all ranks alike."""
+        if verdict.report.reason:
+            self._end(verdict.report)
+            return
+        if verdict.begin is not None:  # all ranks go on counting from here, if they ever compare again
+            self._step.numbers[chosen.kind.with_gradients] = verdict.begin
+        self._settled |= verdict.withheld
+        self._kinds.add(chosen.kind)
+        self._end(verdict.report)
+        self._decided(verdict.report)
 
     def _fail(self, error: Exception) -> None:
         """Compare no more: plans and torch stay where they are now."""
-        self._blocks = None
+        self._now.blocks = self._now.trial = None
         text = f"comparing raised {type(error).__name__}: {first_line(error)}"
         warnings.warn(f"tilewise: {text}", stacklevel=2)
         self._end(StepReport(reason=text))
 
     def _end(self, made: StepReport) -> None:
         """It is decided: nothing is timed or switched any more."""
-        if self._blocks is not None:
-            self._blocks.rest()
+        if self._now.blocks is not None:
+            self._now.blocks.rest()
+        if self._now.trial is not None:
             self._modules.withhold(self._settled, NOTE)
-        self._known |= self._gains.keys()
+        self._known |= self._now.gains.keys()
         self._decisions.append(made)
-        self._start_over()
+        self._leave(made.reason)
+        self._now = Course()
         self.over, self._is_new = True, False
         service().compared(self)
+
+    def _leave(self, reason: str) -> None:
+        """Tell other ranks, where they may wait for this one, that it goes on without them, or begins anew."""
+        if self._now.lead is not None:
+            self._round += self._now.lead.several
+            with contextlib.suppress(PostLost):  # then nobody hears of it anyway
+                self._now.lead.leave(reason)

@@ -22,7 +22,8 @@ class StepReport:
     that have a faster plan which the step does not gain from. ``reason`` says why nothing was compared; it is empty
     where the step was. While ``pending``, the comparison is still to come or under way, and ``reason`` says how far
     it is. ``way`` names the way in which the planned step ran: ``"eager"``, ``"compiled"`` by ``torch.compile``, or
-    ``"graph"``, replayed from CUDA graphs; it is ``None`` where nothing was compared.
+    ``"graph"``, replayed from CUDA graphs; it is ``None`` where nothing was compared. Of several ``ranks`` the slowest
+    counts in every time.
 
     >>> print(StepReport(reason="still to be compared: 12 of 20 pairs", pending=True))
     step: still to be compared: 12 of 20 pairs
@@ -46,6 +47,7 @@ class StepReport:
     reason: str = ""
     pending: bool = False
     way: str | None = None
+    ranks: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name: plain JSON values."""
@@ -60,6 +62,7 @@ class StepReport:
         assert self.planned_ms is not None
         ratio = f"{self.speedup:.2f}x, 95 % between {self.least:.2f} and {self.most:.2f}"
         name = "step" if self.way in (None, "eager") else f"step ({self.way})"
+        name += f" of {self.ranks} ranks" if self.ranks > 1 else ""
         back = f"; {self.taken_back} taken back" if self.taken_back else ""
         model = ""
         if self.modelled_torch_ms is not None and self.modelled_planned_ms is not None:

@@ -1,14 +1,15 @@
 """The search for the passes that a step runs by plan: which choice of them is timed next, and what is kept at its end.
 
-It only asks for times. :mod:`.goal` takes them from steps that it runs, :mod:`.live` from those of the program.
+It only asks for times. :mod:`.goal` takes them from steps that it runs, :mod:`.live` from those of the program. What
+stands for a problem may be anything that can be compared: the problem itself, or its name where ranks tell each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from tilewise.nn.step.pairs import LEAST_PAIRS, Pairs
 from tilewise.nn.step.result import StepReport
@@ -35,6 +36,8 @@ are in doubt."""
 
 Key = tuple[Problem, bool]
 """A problem, and torch's deterministic flag in its calls."""
+K = TypeVar("K", bound=Hashable)
+"""What stands for a problem and the flag."""
 
 
 class Swappable(Protocol):
@@ -54,29 +57,29 @@ class Swappable(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Asked(Generic[K]):
     """Times that the search asks for: of torch's step and the one with the plans of ``withheld`` taken back."""
 
-    withheld: frozenset[Key]
+    withheld: frozenset[K]
     pairs: int
 
 
 @dataclass(frozen=True)
-class Tried:
+class Tried(Generic[K]):
     """A choice of problems to leave to torch, and the times of torch's step and this one.
 
     Of the pairs that were ``asked`` for, fewer may have been enough.
     """
 
-    withheld: frozenset[Key]
+    withheld: frozenset[K]
     asked: int
     pairs: Pairs
 
 
-Search = Generator[Asked, Pairs, Tried]
+Search = Generator[Asked[K], Pairs, Tried[K]]
 
 
-def why_nothing_to_compare(gains: Mapping[Key, float]) -> str:
+def why_nothing_to_compare(gains: Mapping[K, float]) -> str:
     """Why steps with these gains need not be compared; empty where they should be."""
     if not gains:
         return "no pass runs by plan"
@@ -86,12 +89,12 @@ def why_nothing_to_compare(gains: Mapping[Key, float]) -> str:
 
 
 def search(
-    gains: Mapping[Key, float],
+    gains: Mapping[K, float],
     rounds_of: Callable[[Pairs], int],
     exploring_pairs: int,
-    start: frozenset[Key] = frozenset(),
-    promised: Callable[[frozenset[Key]], float] | None = None,
-) -> Search:
+    start: frozenset[K] = frozenset(),
+    promised: Callable[[frozenset[K]], float] | None = None,
+) -> Search[K]:
     """Ask for times, take back what promises least while the step gains by that, and return the fastest choice.
 
     It begins with ``start`` taken back, as a model of the step has it, and then looks whether none is better.
@@ -105,7 +108,8 @@ def search(
     rounds = rounds_of(best.pairs)
     if start and rounds:
         rounds -= 1
-        tried = Tried(frozenset(), exploring_pairs, (yield Asked(frozenset(), exploring_pairs)))
+        nothing = frozenset[K]()
+        tried = Tried(nothing, exploring_pairs, (yield Asked(nothing, exploring_pairs)))
         if tried.pairs.speedup[1] > best.pairs.speedup[1]:
             best = tried
     first = best.withheld
@@ -133,7 +137,7 @@ def falls_short(pairs: Pairs, promised: float) -> bool:
     return gained < SHORT_OF * promised and promised - gained > SHORT_BY_MS
 
 
-def concluded(gains: Mapping[Key, float], best: Tried, way: str = "eager") -> tuple[StepReport, frozenset[Key]]:
+def concluded(gains: Mapping[K, float], best: Tried[K], way: str = "eager") -> tuple[StepReport, frozenset[K]]:
     """The report of the fastest choice, and what is to be taken back: all where it is not surely faster than torch.
 
     ``way`` is how the steps ran, as :class:`StepReport` has it.
