@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.nn.step.test_post import TCP
 from tests.nn.test_ranks import run
 
 from tilewise.nn.step.lead import is_by_torch
@@ -192,18 +193,8 @@ program.told_as_json()
 def test_a_rank_that_dies_holds_nobody_up(dies: int, tmp_path: Path) -> None:
     """Steps without collectives go on; by a store that rank 0 keeps its end is known at once."""
     outputs = told(
-        f"""
-dist.destroy_process_group()
-if rank == 0:
-    kept = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    with open(sys.argv[2] + ".new", "w") as f:
-        f.write(str(kept.port))
-    os.rename(sys.argv[2] + ".new", sys.argv[2] + ".port")
-else:
-    while not os.path.exists(sys.argv[2] + ".port"):
-        time.sleep(0.01)
-    kept = dist.TCPStore("127.0.0.1", int(open(sys.argv[2] + ".port").read()), None, False)
-dist.init_process_group("gloo", store=kept, rank=rank, world_size=2)
+        TCP
+        + f"""
 program = Ranked({{"a": 2.0}}, {{"a": 2.0}})
 for _ in range(50):
     program.step()

@@ -106,6 +106,26 @@ told(report(model).step, ways, model)
     assert first["step"]["ranks"] == 2
 
 
+def test_planning_that_was_enabled_before_the_ranks_met(tmp_path: Path) -> None:
+    """As ``tilewise run`` and ``enable()`` at the top of a script do."""
+    first, second = told(
+        """
+dist.destroy_process_group()
+with tilewise.enabled(planner=Promising("lowering_type1")) as session:
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}.new", rank=rank, world_size=ranks)
+    model = Network(late=True)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    for _ in range(250):
+        ddp(x + rank).square().mean().backward()
+told(session.report().step, model.ways, model)
+""",
+        tmp_path,
+    )
+    assert first == second
+    assert first["step"]["kept"]
+    assert first["step"]["ranks"] == 2
+
+
 def test_ranks_with_other_goals_do_not_hold_each_other_up(tmp_path: Path) -> None:
     outputs = told(
         """

@@ -63,14 +63,17 @@ class Post:
         return _asked(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
 
     def answer(self, number: int, message: object) -> None:
-        """Leave this rank's answer for rank 0. The one before it, which was read by then, is removed."""
+        """Leave this rank's answer for rank 0. The last but one, which was read by then, is removed.
+
+        The last may not have been: a rank that leaves says so in place of its next answer, before it is asked.
+        """
 
         def left() -> None:
             """The answer first, and its count after it: what is counted can be read."""
             self._store.set(self._key(number, self.rank), json.dumps(message))
             self._store.add(f"count/{number}", 1)
-            if number:
-                self._store.delete_key(self._key(number - 1, self.rank))
+            if number > 1:
+                self._store.delete_key(self._key(number - 2, self.rank))
 
         _asked(left)
 
