@@ -11,7 +11,7 @@
 
 /* The interpreter's lock is held in both. */
 typedef struct {
-    int (*watched)(PyObject *list); /* whether somebody is to be told of launches: 1 or 0, -1 with an error set */
+    int (*left_to_python)(PyObject *list); /* whether Python must queue it now: 1 or 0, -1 with an error set */
     int (*queue)(PyObject *list, void *stream, const uint64_t *addresses); /* 0, or -1 with an error set */
 } LaunchApi;
 

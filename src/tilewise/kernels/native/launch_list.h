@@ -1,9 +1,11 @@
-/* LaunchList: launches of GPU kernels, described once and queued by one call. launches.c says what it is for. */
+/* LaunchList: launches of GPU kernels and products by cuBLAS, described once and queued by one call. launches.c says
+ * what it is for. */
 
 #ifndef TILEWISE_LAUNCH_LIST_H
 #define TILEWISE_LAUNCH_LIST_H
 
 #include "driver.h"
+#include "product.h"
 
 enum {
     MOST_SOURCES = 64,      /* tensors that a list takes the addresses of */
@@ -16,6 +18,7 @@ typedef struct {
     void *function;
     Config config; /* all but the stream */
     Py_ssize_t first, count; /* its parameters in `values` and `from` */
+    const Product *product;  /* in place of all these; NULL for a kernel */
 } Launch;
 
 typedef struct { /* an attribute of a Python object that may hold a function to be told of launches */
@@ -31,22 +34,42 @@ typedef struct {
     void *context; /* the CUcontext in which the functions are loaded */
     Py_ssize_t sources, launch_count;
     Launch *launches;
+    Product *products; /* NULL where there are none */
     Attribute *attributes;
     uint64_t *values; /* of each parameter: its bytes, or its offset from its source */
     int8_t *from;     /* of each parameter: its source, or CONSTANT */
     Hook hooks[MOST_HOOKS];
     Py_ssize_t hook_count;
-    PyObject *instead; /* called with the same addresses where a hook is set */
+    PyObject *instead; /* called with the same addresses where the list is left to Python */
     PyObject *descriptions;
 } LaunchList;
 
-/* Queue all launches. `addresses` has one address a source. Returns the first error, and in `failed` where it was.
- * Needs no Python: it is called without the interpreter's lock. */
-static Status queue_all(const LaunchList *self, void *stream, const uint64_t *addresses, Py_ssize_t *failed)
+/* Queue a kernel. */
+static Status queue_kernel(const LaunchList *self, const Launch *launch, void *stream, const uint64_t *addresses)
+{
+    void *parameters[MOST_PARAMETERS];
+    uint64_t moved[MOST_PARAMETERS], *values = self->values + launch->first;
+    const int8_t *from = self->from + launch->first;
+    for (Py_ssize_t p = 0; p < launch->count; p++) {
+        if (from[p] == CONSTANT) {
+            parameters[p] = &values[p];
+        } else {
+            moved[p] = addresses[from[p]] + values[p];
+            parameters[p] = &moved[p];
+        }
+    }
+    Config config = launch->config;
+    config.stream = stream;
+    return self->driver->launch(&config, launch->function, parameters, NULL);
+}
+
+/* Queue all launches. `addresses` has one address a source; products take `library`, cuBLAS's handle. Returns the first
+ * error, the driver's or cuBLAS's, and in `failed` where it was. Needs no Python: it is called without the interpreter's
+ * lock. */
+static Status queue_all(const LaunchList *self, void *stream, void *library, const uint64_t *addresses, Py_ssize_t *failed)
 {
     const Driver *driver = self->driver;
-    void *parameters[MOST_PARAMETERS], *before = NULL;
-    uint64_t moved[MOST_PARAMETERS];
+    void *before = NULL;
     *failed = -1;
     Status status = driver->current_context(&before);
     if (status)
@@ -57,46 +80,42 @@ static Status queue_all(const LaunchList *self, void *stream, const uint64_t *ad
         return status;
     for (Py_ssize_t i = 0; i < self->launch_count && !status; i++) {
         const Launch *launch = &self->launches[i];
-        uint64_t *values = self->values + launch->first;
-        const int8_t *from = self->from + launch->first;
-        for (Py_ssize_t p = 0; p < launch->count; p++) {
-            if (from[p] == CONSTANT) {
-                parameters[p] = &values[p];
-            } else {
-                moved[p] = addresses[from[p]] + values[p];
-                parameters[p] = &moved[p];
-            }
-        }
-        Config config = launch->config;
-        config.stream = stream;
-        status = driver->launch(&config, launch->function, parameters, NULL);
+        status = launch->product ? queue_product(launch->product, library, addresses)
+                                 : queue_kernel(self, launch, stream, addresses);
         *failed = i;
     }
     if (elsewhere) {
         const Status popped = driver->pop_context(&before);
-        status = status ? status : popped;
+        if (!status && (status = popped))
+            *failed = -1;
     }
     return status;
 }
 
-/* Queue all launches, with the lock released. Returns 0, or -1 with RuntimeError set. */
+/* Queue all launches, with the lock released. Returns 0, or -1 with an error set. */
 static int queue(LaunchList *self, void *stream, const uint64_t *addresses)
 {
     Py_ssize_t failed;
     Status status;
+    void *library = NULL;
+    if (self->products && handle_of(self->products, &library))
+        return -1;
     Py_BEGIN_ALLOW_THREADS
-    status = queue_all(self, stream, addresses, &failed);
+    status = queue_all(self, stream, library, addresses, &failed);
     Py_END_ALLOW_THREADS
     if (!status)
         return 0;
+    if (failed >= 0 && self->launches[failed].product)
+        return raise_product(self->launches[failed].product, status);
     char what[64];
     PyOS_snprintf(what, sizeof what, "launch %zd of %zd", failed + 1, self->launch_count);
     raise_status(self->driver, failed < 0 ? "making a launch's context current" : what, status);
     return -1;
 }
 
-/* Whether somebody is to be told of launches: 1 or 0, -1 with an error set. */
-static int is_watched(const LaunchList *self)
+/* Whether Python must queue the list now: where somebody is to be told of launches, or where another device is current
+ * than that of products. 1 or 0, -1 with an error set. */
+static int is_left_to_python(const LaunchList *self)
 {
     for (Py_ssize_t i = 0; i < self->hook_count; i++) {
         const Hook *hook = &self->hooks[i];
@@ -109,7 +128,7 @@ static int is_watched(const LaunchList *self)
         if (now != hook->chain || !hook->calls || PyList_GET_SIZE(hook->calls))
             return 1;
     }
-    return 0;
+    return self->products ? is_elsewhere(self->products) : 0;
 }
 
 /* An address that is a Python int. Returns 0, or -1 with an error set. */
@@ -127,12 +146,12 @@ static PyObject *list_call(PyObject *object, PyObject *const *args, size_t flags
     if (count < self->sources + 1 || (names && PyTuple_GET_SIZE(names))) /* further addresses are of no use to it */
         return PyErr_Format(PyExc_TypeError, "%zd arguments given: a stream and %zd addresses would do", count,
                             self->sources);
-    const int watched = is_watched(self);
-    if (watched < 0)
+    const int left = is_left_to_python(self);
+    if (left < 0)
         return NULL;
-    if (watched && !self->instead)
+    if (left && !self->instead)
         return PyErr_Format(PyExc_RuntimeError, "the list was cleared: it can only be called while it is in use");
-    if (watched)
+    if (left)
         return PyObject_Vectorcall(self->instead, args + 1, (size_t)(count - 1), NULL);
     if (as_address(args[0], &stream))
         return NULL;
@@ -226,10 +245,15 @@ static int check_parameter(const Driver *driver, void *function, Py_ssize_t inde
     return -1;
 }
 
-/* Read description number `index`, with `*next` parameters before it. */
-static int read_launch(LaunchList *self, Py_ssize_t index, Py_ssize_t *next)
+/* Read description number `index` into what comes next: `*next` parameters and `*products` products lie before it. */
+static int read_launch(LaunchList *self, Py_ssize_t index, Py_ssize_t *next, Py_ssize_t *products)
 {
     Launch *launch = &self->launches[index];
+    if (is_product(PyTuple_GET_ITEM(self->descriptions, index))) {
+        Product *product = &self->products[(*products)++];
+        launch->product = product;
+        return read_product(PyTuple_GET_ITEM(self->descriptions, index), self->sources, product);
+    }
     unsigned long long function;
     PyObject *grid, *block, *attributes, *parameters;
     if (!PyArg_ParseTuple(PyTuple_GET_ITEM(self->descriptions, index), "KO!O!IO!O!", &function, &PyTuple_Type, &grid,
@@ -254,12 +278,15 @@ static int read_launch(LaunchList *self, Py_ssize_t index, Py_ssize_t *next)
     return check_parameter(self->driver, launch->function, launch->count, launch->count, 0);
 }
 
-/* The number of parameters of all descriptions; -1 with an error set where one is none. */
-static Py_ssize_t count_parameters(PyObject *descriptions)
+/* Count the parameters of all kernels, and the products. Returns 0, or -1 with an error set. */
+static int count_all(PyObject *descriptions, Py_ssize_t *parameters, Py_ssize_t *products)
 {
-    Py_ssize_t total = 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(descriptions); i++) {
         PyObject *one = PyTuple_GET_ITEM(descriptions, i);
+        if (is_product(one)) {
+            ++*products;
+            continue;
+        }
         if (!PyTuple_Check(one) || PyTuple_GET_SIZE(one) != 6 || !PyTuple_Check(PyTuple_GET_ITEM(one, 5))) {
             PyErr_SetString(PyExc_TypeError, "a description is (function, grid, block, shared, attributes, parameters)");
             return -1;
@@ -269,9 +296,9 @@ static Py_ssize_t count_parameters(PyObject *descriptions)
             PyErr_Format(PyExc_ValueError, "%zd parameters: at most %d would do", count, MOST_PARAMETERS);
             return -1;
         }
-        total += count;
+        *parameters += count;
     }
-    return total;
+    return 0;
 }
 
 /* Remember the attribute that holds functions to be told of launches. */
@@ -333,17 +360,19 @@ static void list_dealloc(PyObject *object)
     Py_TYPE(object)->tp_free(object);
 }
 
-/* One block of zeros for launches, attributes, values and sources, in the order in which a call reads most of them. */
-static int reserve(LaunchList *self, Py_ssize_t parameters)
+/* One block of zeros for launches, products, values, sources and attributes, in the order in which a call reads most of
+ * them. */
+static int reserve(LaunchList *self, Py_ssize_t parameters, Py_ssize_t products)
 {
     const size_t count = (size_t)self->launch_count, each = (size_t)parameters;
-    const size_t head = count * sizeof(Launch), values = each * sizeof *self->values;
+    const size_t head = count * sizeof(Launch) + (size_t)products * sizeof(Product), values = each * sizeof *self->values;
     char *block = PyMem_Calloc(1, head + values + each + 8 + count * MOST_ATTRIBUTES * sizeof(Attribute));
     if (!block) {
         PyErr_NoMemory();
         return -1;
     }
     self->launches = (Launch *)block;
+    self->products = products ? (Product *)(block + count * sizeof(Launch)) : NULL;
     self->values = (uint64_t *)(block + head);
     self->from = (int8_t *)(block + head + values);
     self->attributes = (Attribute *)(block + head + values + (each + 7) / 8 * 8);
@@ -362,8 +391,8 @@ static PyObject *list_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return PyErr_Format(PyExc_ValueError, "sources=%zd: 1 to %d would do", sources, MOST_SOURCES);
     if (PyTuple_GET_SIZE(hooks) > MOST_HOOKS)
         return PyErr_Format(PyExc_ValueError, "%zd hooks: at most %d would do", PyTuple_GET_SIZE(hooks), MOST_HOOKS);
-    const Py_ssize_t parameters = count_parameters(descriptions);
-    if (parameters < 0)
+    Py_ssize_t parameters = 0, products = 0, next_parameter = 0, next_product = 0;
+    if (count_all(descriptions, &parameters, &products))
         return NULL;
     LaunchList *self = (LaunchList *)type->tp_alloc(type, 0);
     if (!self)
@@ -374,12 +403,11 @@ static PyObject *list_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->instead = Py_NewRef(instead);
     self->sources = sources;
     self->launch_count = PyTuple_GET_SIZE(descriptions);
-    Py_ssize_t next = 0;
-    int wrong = reserve(self, parameters);
+    int wrong = reserve(self, parameters, products);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks) && !wrong; i++)
         wrong = read_hook(self, PyTuple_GET_ITEM(hooks, i));
     for (Py_ssize_t i = 0; i < self->launch_count && !wrong; i++)
-        wrong = read_launch(self, i, &next);
+        wrong = read_launch(self, i, &next_parameter, &next_product);
     if (!wrong) {
         const Status status = self->driver->current_context(&self->context);
         if ((wrong = status || !self->context) && status)
@@ -408,7 +436,8 @@ static PyTypeObject LaunchListType = {
     .tp_doc = "LaunchList(driver, sources, descriptions, hooks, instead): launches, queued in order by one call.\n\n"
               "It belongs to the CUDA context that is current when it is made. launches(stream, *addresses) queues all\n"
               "of them there, whatever device is current. hooks are ((owner, name), ...): where such an attribute holds\n"
-              "functions, instead(*addresses) is called. Raises RuntimeError with the driver's name for an error.",
+              "functions, instead(*addresses) is called, and where products are on another device than the current one.\n"
+              "Raises RuntimeError with the driver's name for an error, and what products say for one of cuBLAS.",
     .tp_basicsize = sizeof(LaunchList),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(LaunchList, vectorcall),

@@ -1,4 +1,4 @@
-/* Launches of GPU kernels, described once and queued by one call.
+/* Launches of GPU kernels and products by cuBLAS, described once and queued by one call.
  *
  * A Python program that launches a kernel pays some 20 us for it: a closure, a list of arguments, a launcher that
  * parses every one of them. Here all that does not change between calls is written down when a plan is bound. What is
@@ -15,7 +15,7 @@
  * A description is (function, grid, block, shared, attributes, parameters): the CUfunction as an int, three numbers of
  * blocks, three numbers of threads, bytes of dynamic shared memory, ((id, value), ...) as in CUlaunchAttribute, and for
  * each parameter either its bytes (1, 2, 4 or 8 of them) or (source, offset): the address of tensor number `source`,
- * and `offset` bytes further.
+ * and `offset` bytes further. A product's description is that of sequence.py, read in product.h.
  *
  * Nothing is written to a LaunchList after it is made, and a call keeps what it computes on its own stack. So any
  * number of threads may call one list at once, the interpreter's lock is not held while the driver works (it waits
@@ -28,9 +28,9 @@
 
 #include "launch_api.h"
 
-static int api_watched(PyObject *list)
+static int api_left_to_python(PyObject *list)
 {
-    return is_watched((LaunchList *)list);
+    return is_left_to_python((LaunchList *)list);
 }
 
 static int api_queue(PyObject *list, void *stream, const uint64_t *addresses)
@@ -38,7 +38,7 @@ static int api_queue(PyObject *list, void *stream, const uint64_t *addresses)
     return queue((LaunchList *)list, stream, addresses);
 }
 
-static LaunchApi api = {api_watched, api_queue};
+static LaunchApi api = {api_left_to_python, api_queue};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,

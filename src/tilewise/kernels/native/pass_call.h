@@ -19,7 +19,7 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     LaunchList *launches;
-    PyObject *instead;   /* called with the same tensors while a hook is set */
+    PyObject *instead;   /* called with the same tensors where the list is left to Python */
     PyObject *stream;    /* stream(device): the current stream as an int */
     PyObject *device;    /* the number of the GPU */
     PyObject *data_ptr;  /* data_ptr(tensor): its address as an int */
@@ -105,10 +105,10 @@ static PyObject *pass_call(PyObject *object, PyObject *const *args, size_t flags
     PyObject *tensors[PASS_TENSORS], *held[2] = {NULL, NULL};
     if (read_tensors(args, PyVectorcall_NARGS(flags), names, tensors))
         return NULL;
-    const int watched = is_watched(self->launches);
-    if (watched < 0)
+    const int left = is_left_to_python(self->launches);
+    if (left < 0)
         return NULL;
-    if (watched || !self->instead) /* the second while a circle is being broken */
+    if (left || !self->instead) /* the second while a circle is being broken */
         return self->instead ? PyObject_Vectorcall(self->instead, tensors, PASS_TENSORS, NULL)
                              : PyErr_Format(PyExc_RuntimeError, "the pass was cleared: it is no longer in use");
     PyObject *out = tensors[3] == Py_None ? make(&self->result, tensors[0]) : Py_NewRef(tensors[3]);

@@ -109,10 +109,10 @@ class Pass {
   // The result. A bias is undefined where there is none. The interpreter's lock is held.
   Tensor operator()(const Tensor& a, const Tensor& b, const Tensor& bias = Tensor()) const {
     if (kernels_) {
-      const int watched = kernels_->api->watched(kernels_->launches.get());
-      if (watched < 0)
+      const int left = kernels_->api->left_to_python(kernels_->launches.get());
+      if (left < 0)
         throw python_error();
-      if (!watched)
+      if (!left)
         return launched(a, b, bias);
     }
     return bias.defined() ? call<3>(call_.get(), {&a, &b, &bias}) : call<2>(call_.get(), {&a, &b});

@@ -1,4 +1,4 @@
-"""Launches of loaded kernels as values: what a driver is told of each, with tensors' addresses left open."""
+"""Launches of loaded kernels and products as values: what is told of each, with tensors' addresses left open."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ __all__ = [
     "KernelLaunch",
     "Kernels",
     "LaunchSequence",
+    "LibraryCalls",
+    "Matrix",
+    "Product",
     "joined",
     "kernels_of",
     "launch_list",
@@ -37,6 +40,14 @@ class Address(NamedTuple):
     offset: int
 
 
+def _placed(address: Address, places: Sequence[Address]) -> Address:
+    """``address`` where its source lies at one of ``places``; those after them stay."""
+    if address.source >= len(places):
+        return address
+    source, offset = places[address.source]
+    return Address(source, offset + address.offset)
+
+
 class KernelLaunch(NamedTuple):
     """One launch, as ``LaunchList`` in C takes it.
 
@@ -54,24 +65,66 @@ class KernelLaunch(NamedTuple):
 
     def over(self, places: Sequence[Address]) -> KernelLaunch:
         """The same over other memory: ``places`` say where each source lies, those after them stay."""
-        parameters = (
-            Address(places[p.source].source, places[p.source].offset + p.offset)
-            if isinstance(p, Address) and p.source < len(places)
-            else p
-            for p in self.parameters
-        )
+        parameters = (_placed(p, places) if isinstance(p, Address) else p for p in self.parameters)
         return self._replace(parameters=tuple(parameters))
+
+
+class Matrix(NamedTuple):
+    """A matrix as BLAS is told of it: the number of its type, its leading dimension, and its step within a batch."""
+
+    type: int
+    leading: int
+    step: int = 0
+
+
+class LibraryCalls(NamedTuple):
+    """What a product needs of Python: torch's handle of cuBLAS, which device is current, and the error of a status.
+
+    ``current`` is ``None`` where there is one device. ``failed(status)`` raises.
+    """
+
+    handle: Callable[[], int]
+    current: Callable[[], int] | None
+    failed: Callable[[int], Any]
+
+
+class Product(NamedTuple):
+    """A matrix product by cuBLAS in place of a launch, as ``LaunchList`` in C takes it.
+
+    ``function`` is the address of ``cublasGemmEx``, or of ``cublasGemmStridedBatchedEx`` for a ``batch`` of so many
+    products; 0 is no batch. ``set_mode`` is the address of ``cublasSetMathMode``, called with ``mode`` before; 0 leaves
+    the handle's mode. ``operations`` are those of the factors, ``sizes`` rows, columns and depth. ``parameters`` say
+    where both factors and the result lie.
+    """
+
+    function: int
+    set_mode: int
+    operations: tuple[int, int]
+    sizes: Sizes
+    batch: int
+    compute: int
+    alpha: float
+    beta: float
+    mode: int
+    parameters: tuple[Address, ...]
+    matrices: tuple[Matrix, ...]
+    calls: LibraryCalls
+    device: int
+
+    def over(self, places: Sequence[Address]) -> Product:
+        """The same over other memory, as :meth:`KernelLaunch.over`."""
+        return self._replace(parameters=tuple(_placed(p, places) for p in self.parameters))
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSequence:
-    """Launches in order on the GPU with number ``device``.
+    """Launches in order on the GPU with number ``device``, of kernels and of products.
 
     ``hooks`` are ``(owner, name)`` of attributes that hold functions which must be told of each launch. While there are
     such functions, launches come from Python.
     """
 
-    launches: tuple[KernelLaunch, ...]
+    launches: tuple[KernelLaunch | Product, ...]
     device: int
     hooks: tuple[tuple[Any, str], ...] = ()
 
@@ -91,9 +144,13 @@ class LaunchSequence:
 
 
 def joined(sequences: Iterable[LaunchSequence]) -> LaunchSequence | None:
-    """All launches one after the other; ``None`` where they are for several devices, or there are none."""
+    """All launches one after the other; ``None`` where they are for several devices, or there are none.
+
+    ``None`` as well for products of which only some set the mode of the library's handle: others would meet it.
+    """
     parts = list(sequences)
-    if len({part.device for part in parts}) != 1:
+    modes = {bool(one.set_mode) for part in parts for one in part.launches if isinstance(one, Product)}
+    if len({part.device for part in parts}) != 1 or len(modes) > 1:
         return None
     hooks = dict.fromkeys(hook for part in parts for hook in part.hooks)
     return LaunchSequence(tuple(launch for part in parts for launch in part.launches), parts[0].device, tuple(hooks))
@@ -156,7 +213,7 @@ def pass_call(
 
 
 class Kernels(NamedTuple):
-    """A plan that does nothing else than launch kernels, as ``Kernels`` in ``plan_pass.h`` takes it.
+    """A plan that does nothing else than launch kernels and products, as ``Kernels`` in ``plan_pass.h`` takes it.
 
     ``launches`` are over the addresses of two operands, a result with ``shape``, ``strides`` and the number ``dtype``,
     a ``workspace`` of so many bytes and a bias. ``api`` queues them on ``stream(device)``. A bias lies along the

@@ -1,4 +1,6 @@
-"""Matrix products by address: cuBLAS called through ctypes, the library that torch has loaded, with torch's own handle.
+"""Matrix products by address: cuBLAS called directly, the library that torch has loaded, with torch's own handle.
+
+They are called through ctypes, or where launches come from C are entries of a list of launches.
 
 A product through torch's operators makes a view of each tensor first; on a fast GPU those take longer than the kernel.
 torch hands out the handle of the current device and thread set up as for ``torch.mm``: on the current stream, with
@@ -14,10 +16,11 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
+from tilewise.kernels.native.sequence import Address, LaunchSequence, LibraryCalls, Matrix, Product
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.buffers import Strided
@@ -98,19 +101,21 @@ def bind(p: ConvProblem, left: Strided, right: Strided, result: Strided, device:
 
 
 class Arguments(NamedTuple):
-    """A call's arguments beside the handle and the addresses, as ctypes passes them.
+    """A call's numbers beside the handle and the addresses.
 
-    In the order of the call: ``head``, address of the first factor, ``first``, of the second, ``second``, of the
-    result, ``tail``. Offsets are in bytes. ``swapped``: the first factor is the problem's first operand.
+    Of operations and ``matrices`` the first factor comes first; ``matrices`` ends with the result. ``sizes`` are rows,
+    columns and depth. ``offsets`` are in bytes. ``batch`` is the number of products, 0 where it is no batch.
+    ``swapped``: the first factor is the problem's first operand. ``ieee``: the handle's mode must not be torch's.
     """
 
-    head: tuple[Any, ...]
-    first: tuple[Any, ...]
-    second: tuple[Any, ...]
-    tail: tuple[Any, ...]
+    operations: tuple[int, int]
+    sizes: tuple[int, int, int]
+    batch: int
+    compute: int
+    add: bool
+    matrices: tuple[Matrix, Matrix, Matrix]
     offsets: tuple[int, int, int]
     swapped: bool
-    batched: bool
     ieee: bool
 
 
@@ -118,44 +123,36 @@ def _arguments(p: ConvProblem, left: Strided, right: Strided, result: Strided) -
     """The arguments of the call that computes ``result (+)= left @ right``; ``None`` where BLAS cannot express it."""
     rows, columns = result.sizes[-2:]
     depth = left.sizes[-1]
-    forms = [column_major(*v.sizes[-2:], *v.strides[-2:]) for v in (left, right, result)]
+    views = (left, right, result)
+    forms = [column_major(*v.sizes[-2:], *v.strides[-2:]) for v in views]
     dtypes = [p.torch_dtype(role) for role in (p.operands[1], p.operands[0], p.result)]
-    batch = result.sizes[0] if len(result.sizes) == 3 else 1
-    steps = [v.strides[0] if len(v.sizes) == 3 else 0 for v in (left, right, result)]
+    batched = len(result.sizes) == 3
+    batch = result.sizes[0] if batched else 1
+    steps = [v.strides[0] if len(v.sizes) == 3 else 0 for v in views]
     if None in forms or any(dtype not in TYPES for dtype in dtypes) or (batch > 1 and not steps[2]):
         return None
     operations, leading = zip(*(form for form in forms if form), strict=True)
     if not all(0 < size <= LARGEST for size in (rows, columns, depth, batch, *leading)):
         return None
     swapped = operations[2] == OP_T
-    order = [0, 1]
+    first, second = 0, 1
     if swapped:  # BLAS sees the transposed result: the product of the transposed factors, in the other order
-        order = [1, 0]
+        first, second = 1, 0
         operations = tuple(OP_N + OP_T - operation for operation in operations)
         rows, columns = columns, rows
-    batched = len(result.sizes) == 3
+    order = (first, second, 2)
+    one, other, total = (Matrix(TYPES[dtypes[i]], leading[i], steps[i] if batched else 0) for i in order)
+    at_one, at_other, at_total = (views[i].offset * dtypes[i].itemsize for i in order)
     ieee = dtypes[0] is torch.float32 and p.precision != "tf32"
-    compute = COMPUTE_32F_FAST_TF32 if dtypes[0] is torch.float32 and not ieee else COMPUTE_32F
-
-    def factor(i: int) -> tuple[Any, ...]:
-        layout = (_int(TYPES[dtypes[i]]), _int(leading[i]))
-        return (*layout, _long(steps[i])) if batched else layout
-
-    alpha, beta = (_address(ctypes.addressof(scale)) for scale in (ONE, ONE if p.accumulate else ZERO))
-    first, second = order
-    count = (_int(batch),) if batched else ()
     return Arguments(
-        head=(*(_int(n) for n in (operations[first], operations[second], rows, columns, depth)), alpha),
-        first=factor(first),
-        second=(*factor(second), beta),
-        tail=(*factor(2), *count, _int(compute), _int(GEMM_DEFAULT)),
-        offsets=(
-            (left, right)[first].offset * dtypes[first].itemsize,
-            (left, right)[second].offset * dtypes[second].itemsize,
-            result.offset * dtypes[2].itemsize,
-        ),
+        operations=(operations[first], operations[second]),
+        sizes=(rows, columns, depth),
+        batch=batch if batched else 0,
+        compute=COMPUTE_32F_FAST_TF32 if dtypes[0] is torch.float32 and not ieee else COMPUTE_32F,
+        add=p.accumulate,
+        matrices=(one, other, total),
+        offsets=(at_one, at_other, at_total),
         swapped=swapped,
-        batched=batched,
         ieee=ieee,
     )
 
@@ -180,7 +177,7 @@ class CublasRun:
     """
 
     __slots__ = (
-        "_current", "_device", "_first", "_handle", "_head", "_mode", "_multiply", "_offsets", "_second",
+        "_arguments", "_current", "_device", "_first", "_handle", "_head", "_mode", "_multiply", "_offsets", "_second",
         "_set_math_mode", "_swapped", "_tail",
     )  # fmt: skip
 
@@ -189,8 +186,9 @@ class CublasRun:
         several = torch.cuda.device_count() > 1
         self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
         self._handle, self._set_math_mode = library.handle, library.set_math_mode
-        self._multiply = library.batched if arguments.batched else library.gemm
-        self._head, self._first, self._second, self._tail = arguments[:4]
+        self._multiply = library.batched if arguments.batch else library.gemm
+        self._arguments = arguments
+        self._head, self._first, self._second, self._tail = _as_c(arguments)
         self._offsets, self._swapped = arguments.offsets, arguments.swapped
         # Where torch's flag for products says TF32, the handle that it hands out takes TF32 for COMPUTE_32F. It sets
         # the mode anew whenever it hands the handle out, so what is set here reaches no other product.
@@ -223,5 +221,49 @@ class CublasRun:
             *self._tail,
         )
         if status:
-            raise SolverUnavailable(f"cuBLAS returned {STATUS.get(status, status)}")
+            _fail(status)
         return None
+
+    @property
+    def sequence(self) -> LaunchSequence:
+        """The product as C queues it, over the addresses of both operands and the result."""
+        given, sources = self._arguments, (0, 1, 2) if self._swapped else (1, 0, 2)
+        product = Product(
+            function=_place(self._multiply),
+            set_mode=_place(self._set_math_mode) if given.ieee else 0,
+            operations=given.operations,
+            sizes=given.sizes,
+            batch=given.batch,
+            compute=given.compute,
+            alpha=1.0,
+            beta=1.0 if given.add else 0.0,
+            mode=DEFAULT_MATH,
+            parameters=tuple(Address(*place) for place in zip(sources, given.offsets, strict=True)),
+            matrices=given.matrices,
+            calls=LibraryCalls(self._handle, self._current, _fail),
+            device=self._device,
+        )
+        return LaunchSequence((product,), self._device)
+
+
+def _as_c(given: Arguments) -> tuple[tuple[Any, ...], ...]:
+    """The arguments as ctypes passes them.
+
+    In the order of the call: the first ones, address of the first factor, further ones, of the second, further ones, of
+    the result, the last ones.
+    """
+    alpha, beta = (_address(ctypes.addressof(scale)) for scale in (ONE, ONE if given.add else ZERO))
+    layouts = [(_int(m.type), _int(m.leading), *([_long(m.step)] if given.batch else [])) for m in given.matrices]
+    count = (_int(given.batch),) if given.batch else ()
+    head = (*(_int(n) for n in (*given.operations, *given.sizes)), alpha)
+    return head, layouts[0], (*layouts[1], beta), (*layouts[2], *count, _int(given.compute), _int(GEMM_DEFAULT))
+
+
+def _place(function: Callable[..., int]) -> int:
+    """The address of a function of a library."""
+    return ctypes.cast(cast(Any, function), ctypes.c_void_p).value or 0
+
+
+def _fail(status: int) -> NoReturn:
+    """Raise ``SolverUnavailable`` with the name of cuBLAS's status."""
+    raise SolverUnavailable(f"cuBLAS returned {STATUS.get(status, status)}")
