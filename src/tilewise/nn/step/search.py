@@ -29,6 +29,9 @@ __all__ = [
 ]
 
 NOTE = "taken back: the step is not faster with it"
+MORE_PAIRS, MORE_S, WORTH = 40, 5.0, 1.005
+"""Where the first pairs leave open whether a step gains, so many more decide, if they take so many seconds at the most
+and the step seems to gain by this factor. They alone count: with the first ones the better of two chances would."""
 SHORT_OF = 0.85
 SHORT_BY_MS = 0.3
 """A step that gains less than this part of what its passes promise, and by so many milliseconds less, has passes that
@@ -127,7 +130,15 @@ def search(
             high = middle
     if best.asked < LEAST_PAIRS:
         best = Tried(best.withheld, LEAST_PAIRS, (yield Asked(best.withheld, LEAST_PAIRS)))
+    if is_open(best.pairs):
+        best = Tried(best.withheld, MORE_PAIRS, (yield Asked(best.withheld, MORE_PAIRS)))
     return best
+
+
+def is_open(pairs: Pairs) -> bool:
+    """Whether the step seems to gain and more pairs, which do not take long, may tell surely: a host may be uneven."""
+    least, speedup, _ = pairs.speedup
+    return least <= 1.0 and speedup >= WORTH and MORE_PAIRS * sum(pairs.medians) <= MORE_S * 1e3
 
 
 def falls_short(pairs: Pairs, promised: float) -> bool:
