@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from tests.kernels.native.standin import COMPILER, Standin, build
+from tests.solvers.test_cublas import CUDA, Stand
 
 from tilewise.kernels.native import building, extension
+from tilewise.solvers.common import cublas as _cublas
+from tilewise.solvers.common.matmul import straight
+from tilewise.solvers.lowering import _lowering, _patches, _weight_gradient
 
 STREAM = 0x5713EA
 
@@ -33,3 +39,14 @@ def on_standin(native: building.Native, standin: Standin, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     standin.begin()
     return standin
+
+
+@pytest.fixture
+def blas(on_standin: Standin, monkeypatch: pytest.MonkeyPatch) -> Stand:
+    """The stand-in for cuBLAS, which also gets products of tensors on the CPU; no GPU need be made current."""
+    found = Stand()
+    monkeypatch.setattr(_cublas, "_load", lambda: (found.library, ""))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    for module in (_lowering, _patches, _weight_gradient):
+        monkeypatch.setattr(module, "straight", lambda *args: straight(*args[:-1], CUDA))
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import threading
@@ -13,7 +12,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tests.kernels.native.standin import Standin
 from tests.nn.test_native_calls import _on_a_cpu  # noqa: F401  (a fixture)
 from tests.solvers.test_cublas import CUDA, Stand, laid, memory, problem
 
@@ -30,23 +28,11 @@ from tilewise.solvers.common import cublas as _cublas
 from tilewise.solvers.common.buffers import Strided
 from tilewise.solvers.common.cublas import CublasRun
 from tilewise.solvers.common.matmul import straight
-from tilewise.solvers.lowering import _lowering, _patches, _weight_gradient
 
 ALPHA, BETA = 6, 15
 """Where cuBLAS is told the addresses of scales."""
 SQUARE = Strided((1, 1, 4, 4), (16, 16, 4, 1))
 GENERATED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-
-
-@pytest.fixture
-def blas(on_standin: Standin, monkeypatch: pytest.MonkeyPatch) -> Stand:
-    """The stand-in for cuBLAS, which also gets products of tensors on the CPU; no GPU need be made current."""
-    found = Stand()
-    monkeypatch.setattr(_cublas, "_load", lambda: (found.library, ""))
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    for module in (_lowering, _patches, _weight_gradient):
-        monkeypatch.setattr(module, "straight", lambda *args: straight(*args[:-1], CUDA))
-    return found
 
 
 def fail(*given: object) -> None:

@@ -46,6 +46,14 @@ struct PlannedConvBackward : public Node {
     return reinterpret_cast<PlannedCall*>(call_);
   }
 
+  // The plans for a result's gradient that lies like this one, or null.
+  const PlannedCall* plan_of(const Tensor& dy) const {
+    const PlannedCall* plan = plans();
+    while (plan && !fits(dy, *plan->gradient_strides, plan->misaligned))
+      plan = reinterpret_cast<PlannedCall*>(plan->otherwise);
+    return plan;
+  }
+
   // All gradients by the function in Python, which looks at everything.
   variable_list by_python(const Tensor& dy, const Tensor& x, const Tensor& w, Mask mask) const {
     Locked lock;
@@ -70,9 +78,9 @@ struct PlannedConvBackward : public Node {
       return variable_list(3);
     const Mask mask = {task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
     const Tensor x = x_.unpack(), w = w_.unpack();
-    const PlannedCall* plan = plans();
-    const bool usual = !at::GradMode::is_enabled() && is_undisturbed() && fits(dy, *plan->gradient_strides, plan->misaligned) &&
-        fits(x, *plan->x_strides, plan->misaligned) && fits(w, *plan->w_strides, plan->misaligned);
+    const PlannedCall* plan = plan_of(dy);
+    const bool usual = plan && !at::GradMode::is_enabled() && is_undisturbed() && fits(x, *plan->x_strides, plan->misaligned) &&
+        fits(w, *plan->w_strides, plan->misaligned);
     return usual ? gradients_by_plans(plan, dy, x, w, mask) : by_python(dy, x, w, mask);
   }
 

@@ -60,6 +60,7 @@ struct PlannedCall {
   PyObject* backward; // backward(dy, x, w, mask): all gradients, whatever the operands look like
   Geometry* geometry;
   Ints* gradient_strides; // of the result's gradient, as the plans expect it
+  PyObject* otherwise; // a PlannedCall for a gradient with other strides of axes of size 1, or null
   Ints* x_strides;        // of the operands, likewise
   Ints* w_strides;
   int64_t misaligned;      // bits of an address that must be 0

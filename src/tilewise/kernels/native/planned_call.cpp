@@ -38,15 +38,17 @@ PyObject* planned_call(PyObject* object, PyObject* const* arguments, size_t flag
 // --- Making one ------------------------------------------------------------------------------------------------------
 
 PyObject* planned_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"forward", "grad_input", "grad_weight", "backward", "geometry", "strides", "misaligned", "autocast", nullptr};
-  PyObject *forward, *grad_input, *grad_weight, *backward, *sides[4], *strides[3];
+  static const char* names[] = {"forward", "grad_input", "grad_weight", "backward", "geometry", "strides", "misaligned", "autocast", "otherwise", nullptr};
+  PyObject *forward, *grad_input, *grad_weight, *backward, *sides[4], *strides[3], *otherwise = Py_None;
   auto passes = std::make_unique<Passes>();
   int transposed;
   long long groups, misaligned, autocast;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO(OOOOpL)(OOO)LL:PlannedCall", const_cast<char**>(names), &forward,
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO(OOOOpL)(OOO)LL|O:PlannedCall", const_cast<char**>(names), &forward,
                                    &grad_input, &grad_weight, &backward, &sides[0], &sides[1], &sides[2], &sides[3], &transposed,
-                                   &groups, &strides[0], &strides[1], &strides[2], &misaligned, &autocast))
+                                   &groups, &strides[0], &strides[1], &strides[2], &misaligned, &autocast, &otherwise))
     return nullptr;
+  if (otherwise != Py_None && Py_TYPE(otherwise) != &PlannedCallType)
+    return PyErr_Format(PyExc_TypeError, "otherwise=%R: None or a planned call would do", otherwise);
   auto geometry = std::make_unique<Geometry>();
   geometry->transposed = transposed;
   geometry->groups = groups;
@@ -66,6 +68,7 @@ PyObject* planned_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   self->vectorcall = planned_call;
   self->passes = passes.release();
   self->backward = Py_NewRef(backward);
+  self->otherwise = otherwise == Py_None ? nullptr : Py_NewRef(otherwise);
   self->geometry = geometry.release();
   self->gradient_strides = expected[0].release();
   self->x_strides = expected[1].release();
@@ -78,6 +81,7 @@ PyObject* planned_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 int planned_traverse(PyObject* object, visitproc visit, void* arg) {
   PlannedCall* self = reinterpret_cast<PlannedCall*>(object);
   Py_VISIT(self->backward);
+  Py_VISIT(self->otherwise);
   if (!self->passes)
     return 0;
   for (const Pass* pass : {&self->passes->forward, &self->passes->grad_input, &self->passes->grad_weight})
@@ -99,6 +103,7 @@ void planned_dealloc(PyObject* object) {
   PlannedCall* self = reinterpret_cast<PlannedCall*>(object);
   PyObject_GC_UnTrack(object);
   planned_clear(object);
+  Py_XDECREF(self->otherwise);
   delete self->passes;
   delete self->geometry;
   delete self->gradient_strides;
@@ -110,7 +115,7 @@ void planned_dealloc(PyObject* object) {
 PyTypeObject PlannedCallType = [] {
   PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
   type.tp_name = "planned_call.PlannedCall";
-  type.tp_doc = "PlannedCall(forward, grad_input, grad_weight, backward, geometry, strides, misaligned, autocast)";
+  type.tp_doc = "PlannedCall(forward, grad_input, grad_weight, backward, geometry, strides, misaligned, autocast, otherwise=None)";
   type.tp_basicsize = sizeof(PlannedCall);
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
   type.tp_vectorcall_offset = offsetof(PlannedCall, vectorcall);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,23 +11,27 @@ from tilewise import execute
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem, dense_strides
 
-__all__ = ["BoundPass", "Slot", "bind_pass", "with_strides"]
+__all__ = ["BoundPass", "Slot", "bind_pass", "lie_alike", "with_strides"]
 
 
 class Slot:
-    """The strides, dtype and alignment that a plan expects of one operand."""
+    """The shape, strides, dtype and alignment that a plan expects of one operand."""
 
-    __slots__ = ("_dtype", "_misaligned", "_shape", "strides")
+    __slots__ = ("_dtype", "_misaligned", "shape", "strides")
 
     def __init__(self, problem: Problem, role: str) -> None:
-        self._shape = problem.shape(role)
+        self.shape = problem.shape(role)
         self._dtype = problem.torch_dtype(role)
-        self.strides = dense_strides(self._shape, problem.layout(role))
+        self.strides = dense_strides(self.shape, problem.layout(role))
         self._misaligned = problem.alignment_of(role) - 1
 
     def example(self, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor as the plan expects it."""
-        return torch.empty_strided(self._shape, self.strides, dtype=self._dtype, device=device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self._dtype, device=device)
+
+    def suits(self, strides: tuple[int, ...]) -> bool:
+        """Whether an operand with ``strides`` lies in memory as the plan expects it."""
+        return lie_alike(self.shape, self.strides, strides)
 
     def take(self, t: torch.Tensor) -> torch.Tensor:
         """``t`` as the plan expects it: itself, a view where only strides of axes of size 1 differ, or a copy."""
@@ -80,10 +84,15 @@ def bind_pass(plan: Plan, problem: Problem, device: torch.device) -> BoundPass:
     return kind(plan, problem, device)
 
 
+def lie_alike(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether both strides put every element in the same place: they differ along axes of size 1 at the most."""
+    return all(n == 1 or one == other for n, one, other in zip(shape, first, second, strict=True))
+
+
 def with_strides(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """``t`` with these dense strides: a view where only strides of axes of size 1 differ, else a copy."""
     if t.stride() == strides:
         return t
-    if all(n == 1 or have == want for n, have, want in zip(t.shape, t.stride(), strides, strict=True)):
+    if lie_alike(t.shape, t.stride(), strides):
         return t.as_strided(t.shape, strides)
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)

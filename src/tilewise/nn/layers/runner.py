@@ -10,7 +10,7 @@ import torch
 
 from tilewise.kernels.native.autograd import planned_call
 from tilewise.kernels.native.sequence import SCALAR_TYPES, Kernels
-from tilewise.nn.layers.bound_pass import BoundPass, Slot, with_strides
+from tilewise.nn.layers.bound_pass import BoundPass, Slot, lie_alike, with_strides
 from tilewise.nn.layers.call import disturbed, is_plain, is_plain_type, without_dispatch
 from tilewise.nn.layers.geometry import Geometry
 from tilewise.nn.layers.strides import Strides
@@ -18,6 +18,7 @@ from tilewise.problems.base import ALIGNMENT, dense_strides
 
 __all__ = ["Run", "Runner"]
 
+Ints = tuple[int, ...]
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -85,38 +86,63 @@ class Runner:
     def native(self, autocast: torch.dtype | None = None) -> Run | None:
         """``run`` in native code, which first casts the operands to ``autocast``; ``None`` where there is none.
 
-        It takes operands and gradients that lie as plans expect them, and hands all others to :meth:`backward`.
+        It takes operands and gradients that lie as plans expect them, and hands all others to :meth:`backward`. Strides
+        of a gradient's axes of size 1 are anybody's, and torch's results may follow them: so a second call is told of
+        the other way in which they are usual.
         """
-        kind = planned_call(self._device_type) if self.planned else None
-        if kind is None or not (self.direct and self.geometry.symmetric):
+        kind = planned_call(self._device_type) if self.planned and self.geometry.symmetric else None
+        if kind is None or not self._suits(self.strides):
             return None
-        expected = self._expected_strides()
-        if expected is None:
-            return None
-        g = self.geometry
+        cast, other = -1 if autocast is None else SCALAR_TYPES[autocast], self._strides_otherwise()
+        otherwise = None if other is None else self._native_call(kind, *other, cast, None)
+        return self._native_call(kind, self.strides.result, self.strides, cast, otherwise)
+
+    def _native_call(self, kind: Callable[..., Any], of_dy: Ints, strides: Strides, cast: int, otherwise: Any) -> Run:
+        """The call in native code for gradients of the result with strides ``of_dy``; ``strides`` are the others."""
+        g, (of_x, of_w) = self.geometry, self._operand_strides
+        of_weight = (of_dy, of_x) if g.transposed else (of_x, of_dy)
         sides = tuple(before for before, _ in g.padding)
         return kind(  # type: ignore[no-any-return]
-            forward=_native_pass(self.forward, self.strides.result),
-            grad_input=_native_pass(self.grad_input, self.strides.grad_input),
-            grad_weight=_native_pass(self.grad_weight, self.strides.grad_weight),
+            forward=_native_pass(self.forward, (of_x, of_w), strides.result),
+            grad_input=_native_pass(self.grad_input, (of_dy, of_w), strides.grad_input),
+            grad_weight=_native_pass(self.grad_weight, of_weight, strides.grad_weight),
             backward=self.backward,
             geometry=(g.stride, sides, g.dilation, g.output_padding or (0,) * g.dims, g.transposed, g.groups),
-            strides=expected,
+            strides=(of_dy, of_x, of_w),
             misaligned=ALIGNMENT - 1,
-            autocast=-1 if autocast is None else SCALAR_TYPES[autocast],
+            autocast=cast,
+            otherwise=otherwise,
         )
 
-    def _expected_strides(self) -> tuple[tuple[int, ...], ...] | None:
-        """What plans expect of the result's gradient, input and weight; ``None`` where copies would be made."""
-        x, w = self._operand_strides
-        expected = self.strides.result, x, w
-        taken = []
-        if self.grad_input is not None:
-            taken += [(self.grad_input.slots[0], expected[0]), (self.grad_input.slots[1], w)]
-        if self.grad_weight is not None:
-            of_x, of_dy = self.grad_weight.slots[:: -1 if self.geometry.transposed else 1]
-            taken += [(of_dy, expected[0]), (of_x, x)]
-        return expected if all(slot.strides == strides for slot, strides in taken) else None
+    def _suits(self, strides: Strides) -> bool:
+        """Whether plans take operands and a result's gradient with ``strides`` as they lie, without copies."""
+        dy, (x, w) = strides.result, self._operand_strides
+        of_weight = (dy, x) if self.geometry.transposed else (x, dy)
+        passes = ((self.forward, (x, w)), (self.grad_input, (dy, w)), (self.grad_weight, of_weight))
+        return all(
+            slot.suits(given)
+            for found, operands in passes
+            if found is not None
+            for slot, given in zip(found.slots, operands, strict=True)
+        )
+
+    def _strides_otherwise(self) -> tuple[Ints, Strides] | None:
+        """Further strides of the result's gradient that are usual, and torch's strides for it; ``None`` without any.
+
+        They put the same elements into the same places.
+        """
+        own = self.strides.result
+        if self._gradient_slot is not None:
+            shape = self._gradient_slot.shape
+        elif self.forward is not None:
+            shape = self.forward.problem.shape(self.forward.problem.result)
+        else:
+            return None
+        for layout in ("contiguous", "channels_last"):
+            other = dense_strides(shape, layout)
+            if other != own and lie_alike(shape, other, own):
+                return other, self.strides if self.strides.given is None else self.strides.given(other)
+        return None
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: tuple[bool, bool, bool]) -> Gradients:
         """As :meth:`gradients`, by torch where they must be differentiable or something watches operators."""
@@ -193,17 +219,25 @@ def _gradient_slot(geometry: Geometry, grad_input: BoundPass | None, grad_weight
     return None
 
 
-def _native_pass(found: BoundPass | None, strides: tuple[int, ...]) -> tuple[Callable[..., Any], Kernels | None] | None:
+def _native_pass(
+    found: BoundPass | None, operands: tuple[Ints, Ints], strides: Ints
+) -> tuple[Callable[..., Any], Kernels | None] | None:
     """What native code runs for a plan whose operands lie as it expects: its call, and its kernels where that is all.
 
-    The result gets these strides. ``None`` where there is no plan.
+    The operands have these strides, which along axes of size 1 may not be the plan's, and the result gets ``strides``.
+    ``None`` where there is no plan.
     """
     if found is None:
         return None
-    p, call = found.problem, found.call
-    if dense_strides(p.shape(p.result), p.layout(p.result)) == strides:
-        return call, found.bound.kernels
-    return (lambda *tensors: with_strides(call(*tensors), strides)), None
+    p, kernels = found.problem, found.bound.kernels
+    same = all(slot.strides == given for slot, given in zip(found.slots, operands, strict=True))
+    call: Callable[..., Any] = found.call if same else found
+    shape, own = p.shape(p.result), dense_strides(p.shape(p.result), p.layout(p.result))
+    if own == strides:
+        return call, kernels
+    if kernels is not None:  # they write to addresses: axes of size 1 are of no concern to them
+        kernels = kernels._replace(strides=strides) if lie_alike(shape, own, strides) else None
+    return (lambda *tensors: with_strides(call(*tensors), strides)), kernels
 
 
 class PlannedConv(torch.autograd.Function):

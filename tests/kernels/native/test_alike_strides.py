@@ -1,0 +1,126 @@
+"""Layers whose tensors have axes of size 1, of which strides are anybody's: they run from C++ as all others do."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.kernels.native.test_products import fail
+from tests.nn.dividing import Dividing, assert_same
+from tests.nn.test_native_calls import _on_a_cpu  # noqa: F401  (a fixture)
+from tests.solvers.test_cublas import Stand
+from torch import nn
+
+import tilewise
+from tilewise import solvers
+from tilewise.execute import Bound
+from tilewise.nn.layers.runner import Runner
+from tilewise.plan import Plan
+from tilewise.planner import Options, Planner
+from tilewise.problems.base import dense_strides
+from tilewise.problems.conv.problem import ConvProblem
+from tilewise.solvers.common.cublas import CublasRun
+
+LAYERS: dict[str, tuple[dict[str, Any], int]] = {
+    "pointwise": ({"kernel_size": 1}, 5),
+    "depthwise": ({"kernel_size": 3, "padding": 1, "groups": 4}, 5),
+    "squeezed": ({"kernel_size": 1}, 1),
+    "whole": ({"kernel_size": 3}, 3),
+}
+"""Options of a layer, and the size of its image."""
+
+
+class Multiplying(Planner):
+    """Plans every problem by ``gemm``."""
+
+    def plan(self, problem: ConvProblem, options: Options | None = None) -> Plan:  # type: ignore[override]
+        solver = solvers.get("gemm")
+        return Plan(problem.key, solver.name, solver.version, next(iter(solver.configs(problem))), time_ms=1.0)
+
+
+def made(
+    name: str, layout: torch.memory_format, planner: Planner, *, bias: bool
+) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """A planned layer, the same by torch, and an input that needs its gradient."""
+    options, size = LAYERS[name]
+    torch.manual_seed(0)
+    want = nn.Conv2d(4, 8, bias=bias, **options).to(memory_format=layout)
+    x = torch.randn(3, 4, size, size).contiguous(memory_format=layout)
+    got = copy.deepcopy(want)
+    tilewise.optimize(got, x.clone().requires_grad_(), planner=planner, unplanned="torch")
+    return got, want, x.requires_grad_()
+
+
+def results(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    y = model(x)
+    return [y, *torch.autograd.grad(y, (x, *model.parameters()), dy)]
+
+
+def assert_alike(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for mine, its in zip(got, want, strict=True):
+        assert_same(mine, its)
+        assert mine.stride() == its.stride()
+
+
+def usual(y: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of a result that lie as it does, with all strides that are usual."""
+    strides = {y.stride(), *(dense_strides(y.shape, layout) for layout in ("contiguous", "channels_last"))}
+    alike = [s for s in strides if all(n == 1 or a == b for n, a, b in zip(y.shape, s, y.stride(), strict=True))]
+    return [torch.randn_like(y).as_strided(y.shape, s) for s in sorted(alike)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_no_python_between_a_call_and_its_plans(
+    name: str, layout: torch.memory_format, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got, want, x = made(name, layout, Dividing(), bias=bias)
+    monkeypatch.setattr(Runner, "gradients", fail)
+    monkeypatch.setattr(Runner, "compute", fail)
+    y = want(x)
+    assert not hasattr(got(x).grad_fn, "saved_tensors"), "the node is one of C++"
+    for dy in usual(y.detach()):
+        assert_alike(results(got, x, dy), results(want, x, dy))
+
+
+def test_gradients_that_lie_otherwise_are_copied_by_python() -> None:
+    for name, layout in itertools.product(("pointwise", "squeezed"), (torch.contiguous_format, torch.channels_last)):
+        got, want, x = made(name, layout, Dividing(), bias=True)
+        y = want(x).detach()
+        dy = torch.randn(*y.shape[:-1], y.shape[-1] + 2)[..., 1:-1]
+        assert_alike(results(got, x, dy), results(want, x, dy))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(("pointwise", "squeezed", "whole")),
+    layout=st.sampled_from((torch.contiguous_format, torch.channels_last)),
+    bias=st.booleans(),
+    number=st.integers(0, 2),
+)
+def test_products_are_queued_for_results_with_torchs_strides(
+    blas: Stand,
+    name: str,
+    layout: torch.memory_format,
+    bias: bool,
+    number: int,
+) -> None:
+    got, want, x = made(name, layout, Multiplying(), bias=bias)
+    y = want(x).detach()
+    given_ = usual(y)
+    dy = given_[number % len(given_)]
+    got(x)  # plans are bound
+    blas.calls.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bound, "_from_python", fail)
+        patch.setattr(CublasRun, "run_pointers", fail)
+        patch.setattr(Runner, "gradients", fail)
+        found = results(got, x, dy)
+    assert [kind for kind, _ in blas.calls if kind != "mode"], "products were queued"
+    assert_alike(found, results(want, x, dy))
