@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tilewise import solvers
 from tilewise.execute.elsewhere import release_elsewhere
-from tilewise.execute.node import Node, PlanMismatch
+from tilewise.execute.node import Addressed, Node, PlanMismatch
 from tilewise.execute.nodes import Leaf, node_of, parts_of
-from tilewise.kernels.native.sequence import Kernels, kernels_of, pass_call
+from tilewise.kernels.native.sequence import Kernels, LaunchSequence, addressed_of, kernels_of, pass_call
 from tilewise.machine.workspaces import Workspaces
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem, Write, as_tuple, dense_strides
@@ -42,8 +42,8 @@ class Bound:
     ``bound(a, b, bias=None, out=None)`` computes the problem from operands in the order of ``problem.operands`` and
     returns the result. ``workspace`` is in bytes; what libraries allocate inside is not counted. ``workspaces`` has it
     by the name of the device, for parts on other devices, too. Where the plan's solvers add the bias, a bias of another
-    length or device raises ``ValueError``. ``kernels`` is what native code needs to launch them itself, ``None`` where
-    the plan does more than that.
+    length or device raises ``ValueError``. ``kernels`` is what native code needs to launch them itself, or to call
+    the plan by addresses; ``None`` where the plan does more than that.
     """
 
     __slots__ = (
@@ -118,12 +118,26 @@ class Bound:
         return out if bias is None or added else self._add(out, bias)
 
     def use_native(self, node: Node, device: torch.device) -> None:
-        """From now on compute by one call into native code, where ``node`` does nothing else than launch kernels."""
+        """From now on compute by one call into native code, where ``node`` does nothing else than launch kernels.
+
+        Native code is told as well of a node that runs on addresses on a GPU. On a CPU workspaces are kept by Python.
+        """
         sequence, addressed = node.launches(), node.addressed()
-        if sequence is None or addressed is None or device.type == "meta":
+        if addressed is None or device.type == "meta":
             return
+        if sequence is not None:
+            self._native = self._pass_call(sequence, addressed, device)
+        result = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="meta")
+        sizes: dict[str, Any] = {"workspace": self.workspace, "bias_dim": self._bias_dim, "adds_bias": self._adds}
+        if sequence is not None and self._native is not None:
+            self.kernels = kernels_of(self._native, sequence.device, result, **sizes)
+        elif device.type == "cuda":
+            self.kernels = addressed_of(addressed, result, **sizes)
+
+    def _pass_call(self, sequence: LaunchSequence, addressed: Addressed, device: torch.device) -> Any:
+        """The call into native code; ``None`` where launches stay in Python."""
         workspace = torch.empty(1, dtype=torch.uint8, device=device).expand(self.workspace) if self.workspace else None
-        self._native = pass_call(
+        return pass_call(
             sequence,
             addressed,
             instead=self._from_python,
@@ -133,12 +147,6 @@ class Bound:
             fit=self._fitting_like if self._adds else None,
             add=self._add,
         )
-        if self._native is not None:
-            result = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="meta")
-            self.kernels = kernels_of(
-                self._native, sequence.device, result,
-                workspace=self.workspace, bias_dim=self._bias_dim, adds_bias=self._adds,
-            )  # fmt: skip
 
     def _add(self, out: Tensor, bias: Tensor) -> Tensor:
         """Add a bias in a pass of its own."""

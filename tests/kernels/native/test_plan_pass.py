@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import toys
 from tests.kernels.native.conftest import STREAM
 from tests.kernels.native.standin import Standin, words
 from tests.kernels.native.test_pass_call import (  # noqa: F401  (two are fixtures)
@@ -20,7 +21,10 @@ from tests.nn.test_native_calls import _on_a_cpu  # noqa: F401  (a fixture)
 
 from tilewise.execute import Bound, bind
 from tilewise.kernels.native import autograd
+from tilewise.kernels.native.sequence import addressed_of
+from tilewise.machine.workspaces import GRAIN
 from tilewise.problems.conv.problem import Pass
+from tilewise.solvers import SolverUnavailable
 
 
 def planned(passes: dict[Pass, Bound]) -> Any:
@@ -111,6 +115,67 @@ def test_a_hook_has_the_plan_called_from_python(on_standin: Standin) -> None:
     CALLS.clear()
     call(x, w, None)
     assert on_standin.launched == 2
+
+
+def by_address(name: str, **changes: Any) -> tuple[Any, Bound]:
+    """A planned call whose forward pass runs on addresses, and its plan bound."""
+    bound = bound_to(Pass.FPROP, name, **changes)
+    run = bound._addressed
+    assert run is not None
+
+    def aligned(a: int, b: int, out: int, workspace: int, *bias: int) -> None:
+        run(a, b, out, -(-workspace // GRAIN) * GRAIN, *bias)  # as a GPU's memory is by itself
+
+    like = torch.empty(bound._shape, dtype=bound._dtype, device="meta")
+    kernels = addressed_of(aligned, like, workspace=bound.workspace + GRAIN, bias_dim=1, adds_bias=bound._adds)
+    assert kernels is not None
+    bound.kernels = kernels
+    return planned({Pass.FPROP: bound}), bound
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plan_on_addresses_is_called_with_numbers(
+    on_standin: Standin, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, bound = by_address("addressed", dtype=dtype)
+    x, w, _ = tensors(problem(dtype=dtype))
+    bias = torch.randn(5, dtype=x.dtype, device="cpu")
+    want = bound(x, w), bound(x, w, bias)
+    monkeypatch.setattr(Bound, "_from_python", None)
+    for given, expected in zip((None, bias), want, strict=True):
+        got = call(x, w, given)
+        assert torch.equal(got, expected)
+        assert got.stride() == expected.stride()
+
+
+def test_a_plan_on_addresses_that_adds_the_bias(on_standin: Standin) -> None:
+    with toys.installed(AddressedBiased()):
+        call, bound = by_address("addressed_biased", bias=True)
+    x, w, _ = tensors(problem())
+    bias = torch.randn(5, dtype=torch.float32, device="cpu")
+    for given in (bias, None):
+        assert torch.equal(call(x, w, given), bound(x, w, given))
+
+
+class AddressedBiased(toys.Addressed):
+    """The toy that runs on addresses, adding the bias itself."""
+
+    name = "addressed_biased"
+    adds_bias = True
+
+
+def test_what_a_plan_on_addresses_raises_comes_out(on_standin: Standin, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*addresses: int) -> None:
+        raise SolverUnavailable(f"{len(addresses)} addresses")
+
+    bound = bound_to(Pass.FPROP, "addressed")
+    bound._addressed = fails
+    like = torch.empty(bound._shape, dtype=bound._dtype, device="meta")
+    bound.kernels = addressed_of(fails, like, workspace=0, bias_dim=1, adds_bias=False)
+    x, w, _ = tensors(problem())
+    with pytest.raises(SolverUnavailable, match="4 addresses"):
+        planned({Pass.FPROP: bound})(x, w, None)
+    assert addressed_of(fails, like.to(torch.int32), workspace=0, bias_dim=1, adds_bias=False) is None
 
 
 def test_a_failed_launch_is_an_error(on_standin: Standin) -> None:

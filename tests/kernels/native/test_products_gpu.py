@@ -51,8 +51,8 @@ def both(p: ConvProblem, plan: Plan) -> tuple[torch.Tensor, torch.Tensor] | None
         return None
     with from_python():
         plain = bind(plan, p, a, b)
-    assert native.kernels is not None, plan
-    assert plain.kernels is None
+    assert native._native is not None, plan
+    assert plain._native is None
     if p.accumulate:
         native_out, plain_out = (make_result(p).fill_(1.0) for _ in range(2))
         return native.call(a, b, None, native_out), plain.call(a, b, None, plain_out)
@@ -181,3 +181,25 @@ def test_a_layer_runs_without_python(
             assert mine.stride() == its.stride()
     if layout is torch.channels_last or name == "whole":
         assert not by_python, "each pass is one product"
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_cudnns_plans_are_called_by_address(pass_: Pass) -> None:
+    """They are not launches of ours, but what a call of one needs is made in C++."""
+    p = ConvProblem(pass_, 4, 16, 32, (Axis(14, 3, 1, 1, 1, 1),) * 2, device=device_name("cuda"))
+    solver = solvers.get("cudnn")
+    if reasons := solver.why_not(p):
+        pytest.skip(reasons[0])
+    config = next(c for c in solver.configs(p) if solver.is_deterministic(p, c))
+    a, b = make_operands(p)
+    bound = bind(Plan(p.key, solver.name, solver.version, config), p, a, b)
+    assert bound.kernels is not None
+    kind = autograd.planned_call("cuda")
+    assert kind is not None
+    strides = tuple(torch.empty(p.shape(role), device="meta").stride() for role in "yxw")
+    forward = kind(
+        forward=(fail, bound.kernels), grad_input=None, grad_weight=None, backward=fail,
+        geometry=((1, 1), (1, 1), (1, 1), (0, 0), False, 1), strides=strides, misaligned=15, autocast=-1,
+    )  # fmt: skip
+    got = forward(a, b, None)
+    assert torch.equal(got, bound(a, b))

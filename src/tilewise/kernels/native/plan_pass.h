@@ -1,7 +1,8 @@
 // Pass: one pass of a planned call as its plan computes it.
 //
 // Where a plan only launches kernels, they are queued from here: the tensors they need are made in C++, and no Python
-// object is made for any of them. Every other plan is called as a function of Python.
+// object is made for any of them. A plan of a library's calls by address is a function of Python that takes numbers, over
+// tensors that are made here as well. Every other plan is called as a function of Python.
 
 #pragma once
 
@@ -88,7 +89,7 @@ bool read_ints(PyObject* given, Ints& into) {
 }
 
 // The kernels of a plan that does nothing else than launch them, over the addresses of two operands, a result, a
-// workspace and a bias.
+// workspace and a bias. Without an API `launches` is a function of Python that takes these addresses.
 struct Kernels {
   Reference launches, capsule, stream, device; // stream(device): the current stream of a GPU, as a number
   const LaunchApi* api = nullptr;
@@ -108,6 +109,8 @@ class Pass {
 
   // The result. A bias is undefined where there is none. The interpreter's lock is held.
   Tensor operator()(const Tensor& a, const Tensor& b, const Tensor& bias = Tensor()) const {
+    if (kernels_ && !kernels_->api)
+      return launched(a, b, bias);
     if (kernels_) {
       const int left = kernels_->api->left_to_python(kernels_->launches.get());
       if (left < 0)
@@ -156,8 +159,9 @@ class Pass {
                           &shape, &strides, &dtype, &workspace, &bias_dim, &adds))
       return false;
     auto made = std::make_unique<Kernels>();
-    made->api = static_cast<const LaunchApi*>(PyCapsule_GetPointer(capsule, LAUNCH_API));
-    if (!made->api || !read_ints(shape, made->shape) || !read_ints(strides, made->strides))
+    if (capsule != Py_None && !(made->api = static_cast<const LaunchApi*>(PyCapsule_GetPointer(capsule, LAUNCH_API))))
+      return false;
+    if (!read_ints(shape, made->shape) || !read_ints(strides, made->strides))
       return false;
     if (bias_dim < 0 || bias_dim >= static_cast<long long>(made->shape.size())) {
       PyErr_Format(PyExc_ValueError, "bias_dim=%lld: a dimension of the result would do", bias_dim);
@@ -184,18 +188,36 @@ class Pass {
     if (k.adds_bias)
       fitted = fitting(bias, like);
     const uint64_t addresses[] = {place(a), place(b), place(out), place(workspace), place(fitted)};
-    PyObject* device = k.device.get();
-    Reference number(PyObject_Vectorcall(k.stream.get(), &device, 1, nullptr));
-    void* stream = number.get() ? PyLong_AsVoidPtr(number.get()) : nullptr;
     // The allocator gives the workspace to later kernels of this stream alone, so it may go once these are queued.
-    if (PyErr_Occurred() || k.api->queue(k.launches.get(), stream, addresses))
-      throw python_error();
+    k.api ? queue(k, addresses) : call_by_address(k, addresses);
     if (bias.defined() && !k.adds_bias) {
       Ints along(k.shape.size(), 1);
       along[static_cast<size_t>(k.bias_dim)] = -1;
       out.add_(bias.view(along));
     }
     return out;
+  }
+
+  static void queue(const Kernels& k, const uint64_t* addresses) {
+    PyObject* device = k.device.get();
+    Reference number(PyObject_Vectorcall(k.stream.get(), &device, 1, nullptr));
+    void* stream = number.get() ? PyLong_AsVoidPtr(number.get()) : nullptr;
+    if (PyErr_Occurred() || k.api->queue(k.launches.get(), stream, addresses))
+      throw python_error();
+  }
+
+  static void call_by_address(const Kernels& k, const uint64_t* addresses) {
+    std::array<Reference, 5> numbers;
+    std::array<PyObject*, 5> arguments;
+    const size_t count = k.adds_bias ? 5 : 4;
+    for (size_t i = 0; i < count; i++) {
+      numbers[i] = Reference(PyLong_FromUnsignedLongLong(addresses[i]));
+      if (!(arguments[i] = numbers[i].get()))
+        throw python_error();
+    }
+    const Reference done(PyObject_Vectorcall(k.launches.get(), arguments.data(), count, nullptr));
+    if (!done.get())
+      throw python_error();
   }
 
   static uint64_t place(const Tensor& t) {

@@ -21,6 +21,7 @@ __all__ = [
     "LibraryCalls",
     "Matrix",
     "Product",
+    "addressed_of",
     "joined",
     "kernels_of",
     "launch_list",
@@ -215,6 +216,7 @@ def pass_call(
 class Kernels(NamedTuple):
     """A plan that does nothing else than launch kernels and products, as ``Kernels`` in ``plan_pass.h`` takes it.
 
+    Without ``api`` and ``stream`` it is one that runs on addresses, which ``launches(*addresses)`` does in Python.
     ``launches`` are over the addresses of two operands, a result with ``shape``, ``strides`` and the number ``dtype``,
     a ``workspace`` of so many bytes and a bias. ``api`` queues them on ``stream(device)``. A bias lies along the
     result's dimension ``bias_dim``; where not ``adds_bias`` it is added afterwards.
@@ -222,7 +224,7 @@ class Kernels(NamedTuple):
 
     launches: Any
     api: Any
-    stream: Callable[[int], int]
+    stream: Callable[[int], int] | None
     device: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -239,11 +241,33 @@ def kernels_of(
 
     ``result`` is an example of one, of which the memory does not matter.
     """
-    found, dtype = building.native(), SCALAR_TYPES.get(result.dtype)
-    if found is None or dtype is None:
+    found = building.native()
+    if found is None:
         return None
     stream = torch._C._cuda_getCurrentRawStream
+    return _kernels(call.launches, found.module.api, stream, device, result, workspace, bias_dim, adds_bias)
+
+
+def addressed_of(
+    addressed: Callable[..., None], result: torch.Tensor, *, workspace: int, bias_dim: int, adds_bias: bool
+) -> Kernels | None:
+    """What native code needs to call a plan that runs on addresses, as :func:`kernels_of`."""
+    return _kernels(addressed, None, None, -1, result, workspace, bias_dim, adds_bias)
+
+
+def _kernels(
+    launches: Any,
+    api: Any,
+    stream: Callable[[int], int] | None,
+    device: int,
+    result: torch.Tensor,
+    workspace: int,
+    bias_dim: int,
+    adds_bias: bool,
+) -> Kernels | None:
+    """The description of a plan with a result like this one; ``None`` where its type has no number here."""
+    dtype = SCALAR_TYPES.get(result.dtype)
+    if dtype is None:
+        return None
     shape, strides = tuple(result.shape), result.stride()
-    return Kernels(
-        call.launches, found.module.api, stream, device, shape, strides, dtype, workspace, bias_dim, adds_bias
-    )
+    return Kernels(launches, api, stream, device, shape, strides, dtype, workspace, bias_dim, adds_bias)
