@@ -43,7 +43,7 @@ class Multiplying(Planner):
 
 
 def made(
-    name: str, layout: torch.memory_format, planner: Planner, *, bias: bool
+    name: str, layout: torch.memory_format, planner: Planner, *, bias: bool, needs_grad: bool = True
 ) -> tuple[nn.Module, nn.Module, torch.Tensor]:
     """A planned layer, the same by torch, and an input that needs its gradient."""
     options, size = LAYERS[name]
@@ -51,8 +51,9 @@ def made(
     want = nn.Conv2d(4, 8, bias=bias, **options).to(memory_format=layout)
     x = torch.randn(3, 4, size, size).contiguous(memory_format=layout)
     got = copy.deepcopy(want)
-    tilewise.optimize(got, x.clone().requires_grad_(), planner=planner, unplanned="torch")
-    return got, want, x.requires_grad_()
+    example = x.clone().requires_grad_(needs_grad)
+    tilewise.optimize(got, example, planner=planner, unplanned="torch")
+    return got, want, x.requires_grad_(needs_grad)
 
 
 def results(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -138,3 +139,25 @@ def test_products_are_queued_for_results_with_torchs_strides(
         assert not by_python
         assert [kind for kind, _ in blas.calls if kind != "mode"] == ["gemm"] * 3
     assert_alike(found, results(want, x, dy))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ["pointwise", "squeezed", "whole"])
+def test_without_gradients_plans_are_queued_as_well(
+    blas: Stand, name: str, layout: torch.memory_format, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_python = counted(monkeypatch, Bound, "_from_python")
+    computed = counted(monkeypatch, Runner, "compute")
+    with mode():
+        got, want, x = made(name, layout, Multiplying(), bias=True, needs_grad=False)
+        got(x)
+        by_python.clear()
+        computed.clear()
+        y = got(x)
+        expected = want(x)
+    assert not computed
+    assert not by_python
+    assert y.grad_fn is None
+    assert y.is_inference() == expected.is_inference()
+    assert_alike([y], [expected])

@@ -80,7 +80,8 @@ class Runner:
 
     def use_native(self) -> None:
         """From now on run by native code, where that is there and takes such calls."""
-        if self._needs_grad:  # without gradients ``result`` is as short
+        launched = self.forward is not None and self.forward.bound.kernels is not None
+        if self._needs_grad or launched:  # else ``result`` is as short
             self.run = self.native() or self.run
 
     def native(self, autocast: torch.dtype | None = None) -> Run | None:
