@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from typing import Any
 
@@ -100,6 +101,38 @@ def test_no_python_between_a_call_and_its_plans(
     assert not hasattr(got(x).grad_fn, "saved_tensors"), "the node is one of C++"
     for dy in usual(y.detach()):
         assert_alike(results(got, x, dy), results(want, x, dy))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_under_autocast(name: str, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cast operand lies as the one that it is from."""
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want, x = made(name, layout, Dividing(), bias=True)
+        mine, its = got(x), want(x)
+    assert not hasattr(mine.grad_fn, "saved_tensors")
+    assert mine.stride() == its.stride()
+    monkeypatch.setattr(Runner, "gradients", fail)
+    for dy in usual(its.detach()):
+        pairs = ((y, (x, *model.parameters())) for y, model in ((mine, got), (its, want)))
+        ours, theirs = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for y, leaves in pairs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.stride() == other.stride()
+            torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2 * float(other.abs().max()))
+
+
+def test_both_calls_of_a_layer_go_with_it() -> None:
+    def runners() -> int:
+        gc.collect()
+        return sum(type(one) is Runner for one in gc.get_objects())
+
+    before = runners()
+    got, _, x = made("squeezed", torch.channels_last, Dividing(), bias=True)
+    y = got(x)
+    y.backward(torch.ones_like(y))
+    assert runners() > before
+    del got, x, y
+    assert runners() == before
 
 
 def test_gradients_that_lie_otherwise_are_copied_by_python() -> None:
