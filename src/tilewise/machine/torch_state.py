@@ -66,16 +66,19 @@ def _no_dispatch_modes() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def framework_flags(device_type: str, precision: str, *, deterministic: bool) -> Iterator[None]:
-    """Set torch's flags as for a plan's baseline: benchmark mode, the problem's precision, and determinism.
+def framework_flags(
+    device_type: str, precision: str, *, deterministic: bool, operation: str = "conv"
+) -> Iterator[None]:
+    """Set torch's flags as for a plan's baseline: benchmark mode, determinism, and the precision of ``operation``.
 
-    They are flags of the process, so plan from one thread at a time. All of them concern GPUs: nothing changes unless
-    ``device_type`` is ``"cuda"``.
+    ``operation`` is ``conv`` or ``matmul``. They are flags of the process, so plan from one thread at a time. All of
+    them concern GPUs: nothing changes unless ``device_type`` is ``"cuda"``.
     """
     if device_type != "cuda":
         yield
         return
-    flags = setting(BENCHMARK, True), setting(DETERMINISTIC, deterministic), fp32_precision("cuda", "conv", precision)
+    of_products = fp32_precision("cuda", operation, precision)
+    flags = setting(BENCHMARK, True), setting(DETERMINISTIC, deterministic), of_products
     with flags[0], flags[1], flags[2], cache_kept() if in_turns() else nullcontext():
         yield
 

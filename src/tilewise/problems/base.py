@@ -156,6 +156,8 @@ class Problem(abc.ABC):
         @property
         def bias(self) -> bool: ...
         @property
+        def bias_dim(self) -> int: ...
+        @property
         def flops(self) -> int: ...
         @property
         def bytes(self) -> int: ...
@@ -163,9 +165,8 @@ class Problem(abc.ABC):
         def cut_axes(self) -> tuple[str, ...]: ...
     else:
         bias = False
-
-    bias_dim: ClassVar[int] = 1
-    """The dimension of the result along which a ``bias``, one number for each of its elements, is added."""
+        bias_dim = 1
+        """The dimension of the result along which a ``bias``, one number for each of its elements, is added."""
 
     @classmethod
     @abc.abstractmethod
@@ -212,6 +213,17 @@ class Problem(abc.ABC):
     def layout(self, role: str) -> str:
         """Layout class of the tensor of ``role``, one of :data:`LAYOUTS`."""
         return "contiguous"
+
+    def strides(self, role: str) -> tuple[int, ...]:
+        """Strides in elements of an example of the tensor of ``role``, as it is measured and checked with.
+
+        An example of a view has rows of a larger tensor: dense along the last dimension, with gaps between rows.
+        """
+        shape = self.shape(role)
+        if self.layout(role) != "view":
+            return dense_strides(shape, self.layout(role))
+        gap = max(8, ALIGNMENT // self.torch_dtype(role).itemsize)
+        return dense_strides((*shape[:-1], shape[-1] + gap), "contiguous")
 
     def alignment_of(self, role: str) -> int:
         """Bytes by which the address of the tensor of ``role`` is aligned, :data:`ALIGNMENT` at the most."""

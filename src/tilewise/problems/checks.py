@@ -15,7 +15,7 @@ from tilewise.problems.base import WHOLE, Compute, Problem, Seams, as_tuple
 from tilewise.problems.error import Error
 from tilewise.problems.operands import fill_constant, make_bias, make_operands, make_results, plant_outlier
 
-__all__ = ["FLOOR", "LIMIT", "errors_of_products", "floor_of", "is_exact"]
+__all__ = ["FLOOR", "LIMIT", "distance", "errors_of_products", "floor_of", "is_exact", "operands_of_all_kinds"]
 
 LIMIT = 1e-5
 """Error limit of fp32."""
@@ -41,7 +41,7 @@ def errors_of_products(problem: Problem, compute: Compute, seams: Seams = WHOLE,
     values. ``seams`` and ``own`` change nothing: all is compared, and nothing is excused.
     """
     worst = Error(0.0, 0.0)
-    for seed, operands in enumerate(_operands_of_all_kinds(problem), 1):
+    for seed, operands in enumerate(operands_of_all_kinds(problem), 1):
         error = _errors(problem, compute, operands, seed)
         worst = Error(max(worst.l2, error.l2), max(worst.spread, error.spread))
         if not math.isfinite(worst.l2):
@@ -49,7 +49,7 @@ def errors_of_products(problem: Problem, compute: Compute, seams: Seams = WHOLE,
     return worst
 
 
-def _operands_of_all_kinds(problem: Problem) -> Iterator[tuple[torch.Tensor, ...]]:
+def operands_of_all_kinds(problem: Problem) -> Iterator[tuple[torch.Tensor, ...]]:
     """Operands of normal values, of a wide range with outliers, and with one operand constant."""
     yield make_operands(problem, 1)
     wide = make_operands(problem, 2, wide=True)
@@ -80,12 +80,12 @@ def _errors(problem: Problem, compute: Compute, operands: tuple[torch.Tensor, ..
         if bias is not None:
             added = bias.double().view(-1, *[1] * (got.ndim - 1 - problem.bias_dim))
         want, scale = want + start + added, scale + start + added.abs()
-        error = _distance(got, want, scale)
+        error = distance(got, want, scale)
         worst = Error(max(worst.l2, error.l2), max(worst.spread, error.spread))
     return worst
 
 
-def _distance(got: torch.Tensor, want: torch.Tensor, scale: torch.Tensor) -> Error:
+def distance(got: torch.Tensor, want: torch.Tensor, scale: torch.Tensor) -> Error:
     """The errors of one result; infinite where it holds NaN or infinity."""
     if not torch.isfinite(got).all():
         return Error(math.inf, math.inf)

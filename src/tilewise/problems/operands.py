@@ -11,7 +11,7 @@ import torch
 
 from tilewise.machine.device import torch_device
 from tilewise.machine.turns import pause
-from tilewise.problems.base import ALIGNMENT, Problem, dense_strides
+from tilewise.problems.base import ALIGNMENT, Problem
 
 __all__ = [
     "LOWERED",
@@ -132,15 +132,11 @@ def plant_outlier(problem: Problem, tensor: torch.Tensor) -> None:
 
 def _allocate(problem: Problem, role: str, device: torch.device) -> torch.Tensor:
     """An empty tensor for ``role`` with the layout and just the alignment that the problem says."""
-    shape, layout = problem.shape(role), problem.layout(role)
-    dtype = problem.torch_dtype(role)
+    shape, strides, dtype = problem.shape(role), problem.strides(role), problem.torch_dtype(role)
     offset = _offset(problem, role) // dtype.itemsize
-    if layout == "view":
-        # Rows of a larger tensor: dense along the last dimension, gaps between rows.
-        wider = (*shape[:-1], shape[-1] + max(8, ALIGNMENT // dtype.itemsize))
-        strides, size = dense_strides(wider, "contiguous"), math.prod(wider)
-    else:
-        strides, size = dense_strides(shape, layout), math.prod(shape)
+    size = math.prod(shape)
+    if problem.layout(role) == "view":
+        size = shape[0] * strides[0]  # with the gap after the last row
     base = torch.empty(size + offset, dtype=dtype, device=device)
     return base.as_strided(shape, strides, offset)
 
