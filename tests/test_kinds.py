@@ -184,7 +184,7 @@ def test_it_is_written_to_a_schedule_and_followed(package: Path, tmp_path: Path)
         try:
             Schedule.load("other.json")
         except Exception as error:
-            assert "whose first word is one of conv, outer" in str(error), error
+            assert "whose first word is one of conv, gemm, outer" in str(error), error
         else:
             raise AssertionError("a kind that there is not was read")
     """
@@ -341,8 +341,8 @@ def test_what_the_contract_does_not_declare_is_asked_for_nowhere(package: Path, 
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("from_key('inner fp32 b1 cpu')", "not a problem's key, whose first word is one of conv, outer"),
-        ("from_key('')", "not a problem's key, whose first word is one of conv, outer"),
+        ("from_key('inner fp32 b1 cpu')", "not a problem's key, whose first word is one of conv, gemm, outer"),
+        ("from_key('')", "not a problem's key, whose first word is one of conv, gemm, outer"),
         (
             "register(Kind(Rest, 'rests', 'none', None)); solvers.baseline(Rest)",
             "Rest: one solver is to be its baseline",

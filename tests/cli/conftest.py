@@ -123,7 +123,14 @@ def check_object(value: dict[str, Any], rows: dict[str, str], where: str) -> Non
                 check_value(entry, kinds[""], place)
             else:
                 assert isinstance(entry, dict), place
-                check_object(entry, kinds, place)
+                check_object(entry, declared(entry, kinds), place)
+
+
+def declared(entry: dict[str, Any], kinds: dict[str, str]) -> dict[str, str]:
+    """The rows of an entry: a solver of another kind than convolutions declares no passes and dimensions."""
+    if entry.get("solves", "conv") == "conv":
+        return kinds
+    return {name: kind for name, kind in kinds.items() if name not in ("passes[]", "dims[]")}
 
 
 def check_value(value: object, kind: str, where: str) -> None:

@@ -202,11 +202,12 @@ def test_explain(run, check_document):
     for candidate in document["candidates"]:
         by_solver.setdefault(candidate["solver"], []).append(candidate)
         assert candidate["reason"] or candidate["time_ms"] is not None
-    from tilewise.solvers import all_solvers
+    from tilewise.problems.conv.problem import ConvProblem
+    from tilewise.solvers import solving
 
     assert by_solver["fft"][0]["estimate_ms"] > 0
     assert by_solver["micro_batch"][0]["estimate_ms"] is None  # a split has no time of its own
-    assert set(by_solver) == {solver.name for solver in all_solvers()}
+    assert set(by_solver) == {solver.name for solver in solving(ConvProblem)}
     result = run("explain", LAYER, "--pass", "dgrad", *FAST)
     for word in (*by_solver, "estimate ms", "why not", "workspace"):
         assert word in result.stdout

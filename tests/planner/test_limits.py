@@ -78,7 +78,7 @@ def planned(planner: Planner, problem: ConvProblem, options: Options) -> Plan | 
         return planner.plan(problem, options)
     except NoPlanError as error:
         reasons = str(error)
-    assert all(f"\n  {solver.name} " in reasons for solver in solvers.all_solvers()), reasons
+    assert all(f"\n  {solver.name} " in reasons for solver in solvers.solving(problem)), reasons
     return None
 
 

@@ -16,7 +16,7 @@ from tests.solvers.test_solvers import Memory, check
 
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.solvers import Solver, Split, all_solvers, get
+from tilewise.solvers import Solver, Split, get, solving
 
 PLAIN: Memory = (("contiguous", 0),) * 3
 SAME = (Axis(28, 3, 1, 1, 1, 1),) * 2
@@ -30,7 +30,7 @@ LAYERS = (
     ((4, 2, 16, (Axis(27, 7, 2, 1, 3, 3), Axis(27, 7, 2, 1, 3, 3))), 1),
 )  # fmt: skip
 """One of them is for every solver: ordinary, depthwise, pointwise, patches, a first layer with a stride."""
-LEAVES = [solver for solver in all_solvers() if not isinstance(solver, Split)]
+LEAVES = [solver for solver in solving(ConvProblem) if not isinstance(solver, Split)]
 
 
 def one_of_each() -> list[Any]:

@@ -21,8 +21,9 @@ from tilewise.plan import Config
 from tilewise.problems.base import dense_strides
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers import Solver, SolverUnavailable, Split, all_solvers
+from tilewise.solvers import Solver, SolverUnavailable, Split, solving
 
+LEAVES = [solver for solver in solving(ConvProblem) if not isinstance(solver, Split)]
 PLAIN, FULL = 3, 2
 """Problems of a case that only set their result, and those that do all at once that the solver can."""
 CONFIGS = 3
@@ -35,7 +36,7 @@ Memory = tuple[tuple[str, int], ...]
 def cases(solvers: Iterable[Solver] = ()) -> list[object]:
     """Every device, pass, dimension, type and precision of every solver; of several types the most exact first."""
     found = []
-    for solver in solvers or all_solvers():
+    for solver in solvers or solving(ConvProblem):
         if isinstance(solver, Split):
             continue
         each = itertools.product(
@@ -260,7 +261,7 @@ def _drawn(solver: Solver, drawn: st.SearchStrategy[ConvProblem], full: bool, bo
     return supported_problems
 
 
-@pytest.mark.parametrize("solver", [s for s in all_solvers() if not isinstance(s, Split)], ids=lambda s: s.name)
+@pytest.mark.parametrize("solver", LEAVES, ids=lambda s: s.name)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(found=with_memory(problems()))
 def test_declarations_agree(solver: Solver, found: tuple[ConvProblem, Memory]) -> None:
@@ -283,8 +284,7 @@ def check_declarations(solver: Solver, p: ConvProblem) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("solver", [s for s in all_solvers() if "cuda" in s.devices and not isinstance(s, Split)],
-                         ids=lambda s: s.name)  # fmt: skip
+@pytest.mark.parametrize("solver", [s for s in LEAVES if "cuda" in s.devices], ids=lambda s: s.name)
 @pytest.mark.parametrize("pass_", list(Pass), ids=lambda x: x.value)
 def test_nothing_is_allocated_beyond_what_is_declared(solver: Solver, pass_: Pass) -> None:
     """On a GPU the allocator tells: the peak of a run is the workspace and what is declared as hidden, no more."""

@@ -1,0 +1,57 @@
+"""Matrix products as hypothesis draws them, and memory for their operands with gaps, offsets and NaN around them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+
+from tilewise.problems.base import ALIGNMENT
+from tilewise.problems.gemm.layouts import OPS
+from tilewise.problems.gemm.problem import ROLES, GemmProblem
+
+SIZES = st.one_of(st.integers(1, 9), st.integers(1, 70), st.sampled_from((15, 16, 17, 31, 32, 33, 63, 64, 65, 128)))
+
+
+@st.composite
+def products(
+    draw: st.DrawFn,
+    dtype: str = "fp32",
+    device: str = "cpu",
+    precision: str = "ieee",
+    op: str | None = None,
+    batched: bool | None = None,
+    thin: bool = False,
+) -> GemmProblem:
+    """Small products of any sizes, dense or with gaps between rows. With ``thin`` rows or columns are few."""
+    m, n, k = draw(SIZES), draw(SIZES), draw(SIZES)
+    if thin:
+        few, many = draw(st.integers(1, 65)), draw(st.one_of(st.integers(1, 200), st.sampled_from((256, 257, 511))))
+        m, n = (few, many) if draw(st.booleans()) else (many, few)
+        k = draw(st.one_of(st.integers(1, 40), st.integers(1, 600)))
+    batch = draw(st.integers(1, 4)) if (draw(st.booleans()) if batched is None else batched) else 0
+    p = GemmProblem(m, n, k, op or draw(st.sampled_from(OPS)), batch, dtype, device=device, precision=precision)
+    return with_gaps(p, *(draw(st.sampled_from((0, 0, 1, 3, 8))) for _ in ROLES), align=ALIGNMENT)
+
+
+def with_gaps(p: GemmProblem, *gaps: int, align: int = ALIGNMENT) -> GemmProblem:
+    """``p`` with so many elements between the rows of a, b and c; 0 for dense ones."""
+    leading = tuple(p.shape(role)[-1] + gap if gap else 0 for role, gap in zip(ROLES, gaps, strict=True))
+    return replace(p, leading=leading, alignment=(align,) * 3)
+
+
+def memory_of(p: GemmProblem, role: str, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor for ``role`` as ``p`` says, ``offset`` elements into a base full of NaN, which is returned too."""
+    shape, strides = p.shape(role), p.strides(role)
+    span = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    device = torch.device(p.device_type)
+    base = torch.full((offset + span + 5,), math.nan, dtype=p.torch_dtype(role), device=device)
+    return base.as_strided(shape, strides, offset), base
+
+
+def fill(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """``tensor``, filled with standard normal values that are the same for a seed on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu"))
