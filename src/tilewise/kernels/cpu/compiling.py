@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.building.objects import Code, address, undefined
 
-__all__ = ["DirectKernel", "Kernel", "load", "load_direct", "load_fused_lowering", "load_winograd"]
+__all__ = ["DirectKernel", "Kernel", "load", "load_direct", "load_fused_lowering", "load_thin", "load_winograd"]
 
 LOCK = threading.Lock()
 
@@ -159,6 +159,40 @@ def load_fused_lowering(lanes: int, vectors: int, rows: int, gradient: bool) -> 
     """The addresses of the worker of fused lowering, and of the moves and products that it calls."""
     with LOCK:
         return _fused_lowering(), _pieces(lanes), _sums_of_products(lanes, vectors, rows, gradient)
+
+
+@functools.cache
+def _thin(lanes: int, dots: bool) -> int:
+    """The address of the worker of thin products, along whose columns or with ``dots`` along whose sums vectors lie."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.gemm import thin
+
+        return (thin.thin_dots if dots else thin.thin_outer)(lanes), 0
+
+    return _compiled(_words("thin", lanes, "dots" if dots else "outer"), make)
+
+
+@functools.cache
+def _thin_block(lanes: int, rows: int, others: int, dots: bool) -> int:
+    """The address of a block of a thin product: of ``rows`` rows and ``others`` vectors, or with ``dots`` rows."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.gemm import dots as by_dots
+        from tilewise.kernels.cpu.gemm import outer as by_outer
+
+        if dots:
+            return by_dots.dots(lanes, rows, others), by_dots.WORDS
+        return by_outer.outer(lanes, rows, others), by_outer.WORDS
+
+    return _compiled(_words("dots" if dots else "outer", lanes, rows, others), make)
+
+
+@compiled_elsewhere
+def load_thin(lanes: int, blocks: tuple[tuple[int, int], ...], dots: bool) -> tuple[int, ...]:
+    """The addresses of the worker of thin products and of its ``blocks`` of these sizes, loaded as in :func:`load`."""
+    with LOCK:
+        return _thin(lanes, dots), *(_thin_block(lanes, rows, others, dots) for rows, others in blocks)
 
 
 @functools.cache
