@@ -24,13 +24,19 @@ def products(
     op: str | None = None,
     batched: bool | None = None,
     thin: bool = False,
+    deep: bool = False,
 ) -> GemmProblem:
-    """Small products of any sizes, dense or with gaps between rows. With ``thin`` rows or columns are few."""
+    """Small products of any sizes, dense or with gaps between rows. With ``thin`` rows or columns are few.
+
+    With ``deep`` sums may be long.
+    """
     m, n, k = draw(SIZES), draw(SIZES), draw(SIZES)
     if thin:
         few, many = draw(st.integers(1, 65)), draw(st.one_of(st.integers(1, 200), st.sampled_from((256, 257, 511))))
         m, n = (few, many) if draw(st.booleans()) else (many, few)
         k = draw(st.one_of(st.integers(1, 40), st.integers(1, 600)))
+    if deep:
+        k = draw(st.one_of(st.integers(1, 700), st.sampled_from((256, 512, 1030))))
     batch = draw(st.integers(1, 4)) if (draw(st.booleans()) if batched is None else batched) else 0
     p = GemmProblem(m, n, k, op or draw(st.sampled_from(OPS)), batch, dtype, device=device, precision=precision)
     return with_gaps(p, *(draw(st.sampled_from((0, 0, 1, 3, 8))) for _ in ROLES), align=ALIGNMENT)

@@ -99,7 +99,7 @@ def test_a_solver_computes_what_it_supports(solver: Solver, dtype: str, precisio
     bound = []
 
     @settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
-    @given(data=st.data(), p=products(dtype, name, precision, thin=solver.name.startswith("thin")))
+    @given(data=st.data(), p=products(dtype, name, precision, thin=solver.name.startswith("thin"), deep=True))
     def drawn(data: st.DataObject, p: GemmProblem) -> None:
         p = replace(p, alignment=(p.torch_dtype("a").itemsize,) * 3)
         if data.draw(st.booleans(), "dense"):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.machine.torch_state import BACKENDS, FITTING, fp32_precision, read_precision
+from tilewise.problems.base import Problem
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.base import Run
 from tilewise.solvers.common import cublas as _cublas
@@ -130,7 +131,7 @@ def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> N
         plain(a, b, **widened, out=out)
 
 
-def at_precision(p: ConvProblem, run: Run) -> Run:
+def at_precision(p: Problem, run: Run) -> Run:
     """``run`` with its fp32 or complex64 products done at the problem's precision, whatever torch's matmul flag says.
 
     The flag is read on every call (0.3 us) and only written where it differs. Not safe against another thread that
@@ -153,7 +154,7 @@ def at_precision(p: ConvProblem, run: Run) -> Run:
     return guarded
 
 
-def library_scratch(p: ConvProblem, streams: int = 1) -> int:
+def library_scratch(p: Problem, streams: int = 1) -> int:
     """Bytes of scratch that the matrix library holds while it multiplies on ``streams`` streams.
 
     On CUDA torch gives each cuBLAS handle and stream one buffer, on first use and for good: what
