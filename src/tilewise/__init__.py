@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from tilewise import cpu, distributed, fft, settings
     from tilewise.nn import background
     from tilewise.nn.background.begin import wait
-    from tilewise.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
+    from tilewise.nn.functional import (
+        conv1d,
+        conv2d,
+        conv3d,
+        conv_transpose1d,
+        conv_transpose2d,
+        conv_transpose3d,
+        linear,
+    )
     from tilewise.nn.graphs.graphed import graphed
     from tilewise.nn.largest_batch import largest_batch
     from tilewise.nn.optimize import optimize, restore
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from tilewise.plan import Plan
     from tilewise.planner import NoPlanError, Options, Planner, Schedule, ScheduleError
     from tilewise.problems.conv.problem import ConvProblem, Pass
+    from tilewise.problems.gemm.problem import GemmProblem
     from tilewise.settings import Settings
     from tilewise.wisdom import Wisdom
 
@@ -42,6 +51,7 @@ _HOMES = {
         "enabled",
         "graphed",
         "largest_batch",
+        "linear",
         "optimize",
         "restore",
         "schedule",
@@ -50,6 +60,7 @@ _HOMES = {
     "tilewise.plan": ("Plan",),
     "tilewise.planner": ("NoPlanError", "Options", "Planner", "Schedule", "ScheduleError"),
     "tilewise.problems.conv.problem": ("ConvProblem", "Pass"),
+    "tilewise.problems.gemm.problem": ("GemmProblem",),
     "tilewise.settings": ("Settings",),
     "tilewise.wisdom": ("Wisdom",),
 }
@@ -64,6 +75,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ConvProblem",
+    "GemmProblem",
     "NoPlanError",
     "Options",
     "Pass",
@@ -89,6 +101,7 @@ __all__ = [
     "fft",
     "graphed",
     "largest_batch",
+    "linear",
     "optimize",
     "restore",
     "schedule",

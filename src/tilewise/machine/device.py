@@ -185,8 +185,18 @@ def conv_precision() -> str:
 
     ``torch.backends.cudnn.conv.fp32_precision`` where set, else the settings it inherits from.
     """
-    for backend, operation in (("cuda", "conv"), ("cuda", "all"), ("generic", "all")):
-        value = torch._C._get_fp32_precision_getter(backend, operation)
+    return _precision_of("conv")
+
+
+def matmul_precision() -> str:
+    """As :func:`conv_precision`, for matrix products: ``torch.backends.cuda.matmul.fp32_precision`` where set."""
+    return _precision_of("matmul")
+
+
+def _precision_of(operation: str) -> str:
+    """The precision of fp32 operands of ``operation`` on a GPU."""
+    for backend, name in (("cuda", operation), ("cuda", "all"), ("generic", "all")):
+        value = torch._C._get_fp32_precision_getter(backend, name)
         if value != "none":
             return "tf32" if value == "tf32" else "ieee"
     return "ieee"

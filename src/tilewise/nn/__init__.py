@@ -10,6 +10,7 @@ from tilewise.nn.functional import (
     conv_transpose1d,
     conv_transpose2d,
     conv_transpose3d,
+    linear,
     set_defaults,
 )
 from tilewise.nn.graphs.graphed import CannotCapture, GraphReport, graph_report, graphed, ungraphed
@@ -45,6 +46,7 @@ __all__ = [
     "graphed",
     "groups",
     "largest_batch",
+    "linear",
     "optimize",
     "report",
     "restore",

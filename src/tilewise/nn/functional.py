@@ -1,4 +1,4 @@
-"""Planned convolutions with the signatures of :mod:`torch.nn.functional`.
+"""Planned convolutions and linear layers with the signatures of :mod:`torch.nn.functional`.
 
 A shape seen for the first time is planned on sight under the options of :func:`set_defaults`.
 """
@@ -16,6 +16,8 @@ from tilewise.nn.arguments import settings_of, takes
 from tilewise.nn.layers.call import kernel_of
 from tilewise.nn.layers.geometry import Geometry
 from tilewise.nn.layers.layer import Layer
+from tilewise.nn.layers.linear.layer import LinearLayer
+from tilewise.nn.layers.linear.run import BY_TORCH as LINEAR_BY_TORCH
 from tilewise.nn.layers.overrides import BY_TORCH
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.traced import trace
@@ -32,6 +34,7 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "convolution",
+    "linear",
     "set_defaults",
     "traced_by",
     "transposed_convolution",
@@ -53,6 +56,7 @@ class Table:
 
     def __init__(self, plan_table: PlanTable) -> None:
         self._plan_table = plan_table
+        self.linear = LinearLayer(plan_table)
         self._layers: dict[Geometry, Layer] = {}
         self._by_arguments: dict[tuple[Any, ...], Layer | None] = {}
         self._lock = threading.Lock()
@@ -78,6 +82,7 @@ class Table:
 
     def forget(self) -> None:
         """Let every layer look its plans up anew."""
+        self.linear.forget()
         for layer in list(self._layers.values()):
             layer.forget()
 
@@ -206,3 +211,22 @@ conv1d, conv2d, conv3d = (_documented(convolution(dims, _on_sight(dims, False)))
 conv_transpose1d, conv_transpose2d, conv_transpose3d = (
     _documented(transposed_convolution(dims, _on_sight(dims, True))) for dims in (1, 2, 3)
 )
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As :func:`torch.nn.functional.linear`, by planned matrix products where these are faster.
+
+    ``input`` is (..., in_features), ``weight`` (out_features, in_features) and ``bias`` (out_features); the result is
+    (..., out_features). A call with gradients is three products: the forward and the gradients of input and weight.
+    Sizes seen for the first time are planned on sight, under the options of :func:`set_defaults`. Calls under autocast,
+    within ``torch.compile``, and with tensors that are not contiguous are torch's own.
+
+    Raises what torch raises for its arguments, and ``NoPlanError`` when no solver keeps a memory limit. For example
+    ``linear(torch.ones(2, 3), torch.ones(4, 3)).shape`` is (2, 4).
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        y = _defaults.linear(input, weight, bias)
+        if y is not NotImplemented:
+            return y  # type: ignore[no-any-return]
+    result: torch.Tensor = LINEAR_BY_TORCH(input, weight, bias)
+    return result

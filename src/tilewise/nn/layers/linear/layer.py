@@ -1,0 +1,105 @@
+"""A linear layer's table from calls to what runs them, with a short check for a call like the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from tilewise.machine.device import matmul_precision
+from tilewise.machine.recent import Recent
+from tilewise.nn.layers.call import disturbed, function_mode_watches
+from tilewise.nn.layers.layer import guard_of
+from tilewise.nn.layers.linear.call import LinearCall, describe, problems_of
+from tilewise.nn.layers.linear.run import LinearRun
+from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.problems.gemm.problem import GemmProblem
+
+__all__ = ["LinearLayer"]
+
+MOST_CALLS = 128
+"""Kinds of call of which a layer remembers what runs them."""
+
+
+@dataclass(slots=True)
+class _Latest:
+    """The latest kind of call and what runs it, ``None`` for torch. ``guard`` is that of the tensors."""
+
+    run: LinearRun | None
+    guard: Callable[..., bool]
+    has_bias: bool
+    grad: bool
+    deterministic: bool
+    precision: str | None
+
+    def is_like(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> bool:
+        """Whether a call is of this kind, as torch is set now."""
+        return (
+            (self.guard(x, w, b) if self.has_bias else b is None and self.guard(x, w))
+            and torch.is_grad_enabled() is self.grad
+            and torch._C._get_deterministic_algorithms() is self.deterministic
+            and forward_ad._current_level < 0
+            and (self.precision is None or matmul_precision() == self.precision)
+            and not (torch._C._is_torch_function_mode_enabled() and function_mode_watches())
+        )
+
+
+class LinearLayer:
+    """Linear layers with plans in one table: ``layer(x, w, b)`` is the result, or ``NotImplemented`` for torch's.
+
+    Copies of a module share it. It holds no tensor.
+    """
+
+    __slots__ = ("__weakref__", "_latest", "_runs", "plan_table")
+
+    def __init__(self, plan_table: PlanTable) -> None:
+        self.plan_table = plan_table
+        self._runs: Recent[LinearCall, LinearRun] = Recent(MOST_CALLS)
+        self._latest: _Latest | None = None
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
+        latest = self._latest
+        if latest is None or not latest.is_like(x, w, b):
+            if torch.compiler.is_compiling() or disturbed():
+                return NotImplemented
+            call = describe(x, w, b)
+            run = None if call is None else self.resolve(call)
+            if call is None or run is None:
+                return NotImplemented
+            latest = self._latest = _Latest(
+                run=run if run.planned else None,
+                guard=guard_of(x, w, b),
+                has_bias=b is not None,
+                grad=torch.is_grad_enabled(),
+                deterministic=call.deterministic,
+                precision=call.precision if x.device.type == "cuda" and x.dtype is torch.float32 else None,
+            )
+        return NotImplemented if latest.run is None else latest.run(x, w, b)
+
+    def problems(self, call: LinearCall) -> dict[str, GemmProblem]:
+        """The products of a call by the name of the pass."""
+        return problems_of(call)
+
+    def resolve(self, call: LinearCall) -> LinearRun | None:
+        """What runs such a call; ``None`` where it cannot be planned at this moment."""
+        run = self._runs.get(call)
+        if run is not None:
+            return run
+        problems = problems_of(call)
+        if not self.plan_table.ready(problems.values(), call.deterministic, call.device):
+            return None
+        bound = {
+            role: self.plan_table.bound(problem, call.deterministic, call.device) for role, problem in problems.items()
+        }
+        several = call.device.type == "cuda" and torch.cuda.device_count() > 1
+        run = LinearRun(call, bound["forward"], bound.get("grad_input"), bound.get("grad_weight"), several)
+        self._runs[call] = run
+        return run
+
+    def forget(self) -> None:
+        """Forget all resolved calls, as the plan table's plans have changed."""
+        self._runs.clear()
+        self._latest = None
