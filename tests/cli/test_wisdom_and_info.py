@@ -80,7 +80,10 @@ def test_choices_are_the_libraries():
 
     assert tuple(DTYPES) == settings.DTYPES
     assert settings.PRECISIONS == PRECISIONS
+    from tilewise.problems.gemm.layouts import OPS
+
     assert tuple(p.value for p in Pass) == settings.PASSES
+    assert tuple(op.lower() for op in OPS) == settings.OPS
 
 
 @pytest.mark.parametrize("command", [(), ("plan",), ("time",), ("explain",), ("wisdom",), ("info",)])

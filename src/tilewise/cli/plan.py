@@ -11,6 +11,7 @@ import click
 from tilewise.cli.mesh import MeshAsked, mesh_options, plan_mesh
 from tilewise.cli.program import NO_PLAN, BadInput
 from tilewise.cli.settings import (
+    OPS,
     PASSES,
     Asked,
     budget_options,
@@ -29,8 +30,14 @@ __all__ = ["command"]
 
 
 @click.command("plan")
-@click.argument("target", metavar="NET|LAYER")
-@click.option("--pass", "passes", type=click.Choice(PASSES), multiple=True, help="Only this pass; may be repeated.")
+@click.argument("target", metavar="NET|LAYER|PRODUCT")
+@click.option(
+    "--pass",
+    "passes",
+    type=click.Choice((*PASSES, *OPS)),
+    multiple=True,
+    help="Only this pass; may be repeated. Those of a product say how its operands are stored.",
+)
 @shared_option("memory_limit")
 @click.option("--max-batch", is_flag=True, help="Find the largest mini-batch that keeps --memory-limit, and plan that.")
 @planning_options

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_BATCH",
+    "OPS",
     "PASSES",
     "Asked",
     "budget_options",
@@ -42,6 +43,8 @@ PRECISIONS = ("ieee", "tf32")
 DTYPES = ("fp32", "bf16", "fp16")
 LAYOUTS = ("contiguous", "channels_last")
 PASSES = ("fprop", "dgrad", "wgrad")
+OPS = ("nn", "nt", "tn", "tt")
+"""A product's passes: how its operands are stored."""
 DEFAULT_BATCH = 32
 
 
@@ -107,16 +110,20 @@ class Asked:
                 return torch.device("cuda", index)
         return _cpu()
 
-    def set_precision(self, device: torch.device) -> str:
-        """The precision of fp32 convolutions: as torch has it, or as asked for, and torch has it during the command."""
-        from tilewise.machine.device import conv_precision
+    def set_precision(self, device: torch.device, operation: str = "conv") -> str:
+        """The precision of fp32 convolutions: as torch has it, or as asked for, and torch has it during the command.
+
+        With the ``operation`` "matmul" that of matrix products.
+        """
+        from tilewise.machine.device import conv_precision, matmul_precision
         from tilewise.machine.torch_state import fp32_precision
 
         if self.precision is not None:
             if device.type == "cuda":
-                click.get_current_context().with_resource(fp32_precision("cuda", "conv", self.precision))
+                click.get_current_context().with_resource(fp32_precision("cuda", operation, self.precision))
             return self.precision
-        return conv_precision() if device.type == "cuda" else "ieee"
+        now = {"conv": conv_precision, "matmul": matmul_precision}[operation]
+        return now() if device.type == "cuda" else "ieee"
 
 
 def _cpu() -> torch.device:

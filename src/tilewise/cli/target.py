@@ -1,4 +1,4 @@
-"""What a command is about: a network, or one layer given as text."""
+"""What a command is about: a network, or one layer or matrix product given as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
-from tilewise.cli.settings import DEFAULT_BATCH, Asked
+from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, Asked
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tilewise.frontends.networks import Network
     from tilewise.report.values import Layer
 
-__all__ = ["Target", "network_target", "resolve"]
+__all__ = ["Target", "layer_target", "network_target", "product_target", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,17 @@ class Target:
 
 
 def resolve(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
-    """The target that ``text`` names: a layer in benchdnn's notation or else a network.
+    """The target that ``text`` names: a layer or a matrix product in benchdnn's notation or else a network.
 
-    ``passes`` narrows it to those (``fprop``, ``dgrad``, ``wgrad``). Raises :class:`BadInput`.
+    ``passes`` narrows it to those (``fprop``, ``dgrad``, ``wgrad``; of a product ``nn``, ``nt``, ``tn``, ``tt``).
+    Raises :class:`BadInput`.
     """
     from tilewise.problems.conv.notation import looks_like_layer
+    from tilewise.problems.gemm.notation import looks_like_product
 
+    if looks_like_product(text):
+        return product_target(text, settings, passes)
+    _check_passes(text, passes, PASSES)
     return layer_target(text, settings, passes) if looks_like_layer(text) else network_target(text, settings, passes)
 
 
@@ -52,6 +57,7 @@ def layer_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Ta
     from tilewise.problems.conv.problem import Pass
     from tilewise.report.values import Layer
 
+    _check_passes(text, passes, PASSES)
     with bad_input():
         layer = parse_layer(text, batch=settings.batch)
         device = settings.torch_device()
@@ -65,6 +71,40 @@ def layer_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Ta
         problems = tuple(parse_layer(text, pass_=p, **fields) for p in Pass if not passes or p.value in passes)
     name = layer_name(text) or "layer"
     return Target(text, layer.batch, device, fields["precision"], (Layer((name,), problems),))
+
+
+def product_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
+    """The matrix product given in benchdnn's notation, as a target: a layer with a problem for each way of storage.
+
+    Without ``passes`` these are ``nn``, ``nt`` and ``tn``. Raises :class:`BadInput` where it is none.
+    """
+    from tilewise.machine.device import device_name
+    from tilewise.problems.gemm.notation import parse_product, product_name
+    from tilewise.report.values import Layer
+
+    _check_passes(text, passes, OPS)
+    if settings.layout != "contiguous":
+        raise BadInput(f"--layout {settings.layout!r}: a product has contiguous rows; leave it out")
+    with bad_input():
+        product = parse_product(text)
+        if settings.batch not in (None, product.batch_size):
+            raise BadInput(f"--batch {settings.batch}: sizes of a product are in its text, as in 8x16x512:8x512x64")
+        device = settings.torch_device()
+        fields: dict[str, Any] = {
+            "dtype": settings.dtype,
+            "precision": settings.set_precision(device, "matmul"),
+            "device": device_name(device),
+        }
+        problems = tuple(parse_product(text, op=op.upper(), **fields) for op in passes or OPS[:3])
+    layer = Layer((product_name(text) or "product",), problems)
+    return Target(text, product.batch_size, device, fields["precision"], (layer,))
+
+
+def _check_passes(text: str, passes: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Raise :class:`BadInput` for a pass that ``text`` does not have."""
+    for name in passes:
+        if name not in known:
+            raise BadInput(f"--pass {name!r}: {text} has {', '.join(known)}")
 
 
 def network_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:

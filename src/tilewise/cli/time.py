@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
 from tilewise.cli.settings import (
+    OPS,
     PASSES,
     Asked,
     budget_options,
@@ -29,8 +30,14 @@ OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude")
 
 
 @click.command("time")
-@click.argument("target", metavar="NET|LAYER")
-@click.option("--pass", "passes", type=click.Choice(PASSES), multiple=True, help="Only this pass; may be repeated.")
+@click.argument("target", metavar="NET|LAYER|PRODUCT")
+@click.option(
+    "--pass",
+    "passes",
+    type=click.Choice((*PASSES, *OPS)),
+    multiple=True,
+    help="Only this pass; may be repeated. Those of a product say how its operands are stored.",
+)
 @click.option(
     "--iterations",
     type=click.IntRange(min=1),
