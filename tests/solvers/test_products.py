@@ -177,7 +177,7 @@ def test_nan_and_infinity_stay_where_they_are() -> None:
         (GemmProblem(8, 8, 8, batch=2), "not a batch"),
         (GemmProblem(300, 300, 8), "at most 128 rows or columns, not 300 and 300"),
         (GemmProblem(8, 8, 8, dtype="bf16"), "bf16"),
-        (GemmProblem(8, 8, 8, device="cuda:Some GPU"), "cuda"),
+        (GemmProblem(80, 80, 8, device="cuda:Some GPU"), "at most 64 rows or columns on a GPU, not 80 and 80"),
     ],
 )
 def test_thin_products_say_what_they_do_not_take(p: Problem, says: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.problems.conv.problem import ROLES, ConvProblem
+from tilewise.problems.base import Problem
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.buffers import ALIGNMENT
 
@@ -55,7 +55,7 @@ class ProgramRun:
         return found
 
 
-def compiled(p: ConvProblem, launches: Sequence[Launch], device: torch.device) -> ProgramRun:
+def compiled(p: Problem, launches: Sequence[Launch], device: torch.device) -> ProgramRun:
     """Compile the launches and return them as one run over operands, result, workspace and bias.
 
     Kernels may rely on the alignment that the problem declares for each tensor. Raises ``SolverUnavailable`` with
@@ -64,7 +64,7 @@ def compiled(p: ConvProblem, launches: Sequence[Launch], device: torch.device) -
     from tilewise.kernels.triton.launch import Program
 
     itemsize = p.torch_dtype(p.result).itemsize  # a bias may lie anywhere
-    alignment = [*(p.alignment[ROLES.index(role)] for role in (*p.operands, p.result)), ALIGNMENT, itemsize]
+    alignment = [*(p.alignment_of(role) for role in p.roles), ALIGNMENT, itemsize]
     try:
         return ProgramRun(Program(launches, alignment, device))
     except Exception as error:  # Triton raises errors of many kinds when a kernel does not compile or fit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from tilewise.plan import Config
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Run
 from tilewise.solvers.gemm import _thin_cpu as cpu
+from tilewise.solvers.gemm import _thin_gpu as gpu
 from tilewise.solvers.gemm._product import ProductSolver
 
 __all__ = ["ThinGemm"]
@@ -23,37 +25,45 @@ class ThinGemm(ProductSolver):
     vectors of a block of sums, ``columns`` says whether ``threads`` threads divide columns or rows, and ``team``
     whether these are torch's. With ``turned`` the right operand of an NN product is copied with its rows and columns
     exchanged first, so that vectors lie along the sums.
+
+    On a GPU a ``tile`` (rows, columns and a step of the sums) has all of the short side, and ``parts`` of the sums fill
+    the multiprocessors (split-K; Osama et al. 2023, "Stream-K", section 2.3). They are added up in order.
     """
 
     name, version = "thin_gemm", 1
-    devices = frozenset({"cpu"})
-    dtypes = frozenset({"fp32"})
+    compiles = True
     adds_bias = True
     accumulates = True
     exact_memory = True
-    error_bound = {"ieee": 5e-6, "tf32": 5e-6}  # noqa: RUF012
+    most_configs = 4
+    error_bound = {"ieee": 5e-6, "tf32": 2e-3}  # noqa: RUF012
 
     def unsupported(self, p: GemmProblem) -> list[str]:
-        """As the kernel's own reasons; besides, it cannot add both a bias and to the result."""
-        return cpu.unsupported(p)
+        """The reasons of the kernel for the device."""
+        return _for(p).unsupported(p)
 
     def does_add_bias(self, p: GemmProblem, c: Config) -> bool:
-        """Not where it adds to the result already: sums begin with one of both."""
-        return not p.accumulate
+        """On a CPU not where it adds to the result already: sums begin with one of both."""
+        return p.device_type == "cuda" or not p.accumulate
 
     def configs(self, p: GemmProblem) -> Iterable[Config]:
         """Tiles that fill the registers."""
-        return cpu.configs(p)
+        return _for(p).configs(p)
 
     def workspace(self, p: GemmProblem, c: Config) -> int:
-        """Bytes of the right operand where it is turned."""
-        return cpu.workspace(p, c)
+        """Bytes of the right operand where it is turned, or of the parts of sums."""
+        return _for(p).workspace(p, c)
 
     def cost(self, p: GemmProblem, c: Config) -> Cost:
         """The arithmetic in full tiles, and the operands read once."""
-        return cpu.cost(p, c)
+        return _for(p).cost(p, c)
 
     def bind(self, p: GemmProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
-        """Compile the kernel, or read it from disk. Raises ``SolverUnavailable`` with Numba's reason."""
+        """Compile the kernel, or read it from disk. Raises ``SolverUnavailable`` with the compiler's reason."""
         assert out is not None
-        return cpu.bind(p, c, a, b, out)
+        return _for(p).bind(p, c, a, b, out)
+
+
+def _for(p: GemmProblem) -> Any:
+    """The module for the device of ``p``."""
+    return cpu if p.device_type == "cpu" else gpu
