@@ -28,9 +28,11 @@ MOST = 2**31 - 2**20
 """Most numbers of a result: kernels count them in 32 bits."""
 LONG = (32, 64, 128)
 """Lengths of a tile along the long side."""
-DEPTHS = {2: 128, 4: 64}
+DEPTHS = {2: 128, 4: 32}
 """Terms of a step of the sums, by the bytes of an operand's number."""
 MOST_PARTS = 32
+WIDE = 4096
+"""Sums of a tile from which on four warps have too few registers for their parts."""
 BLOCK = 1024
 """Numbers that a program adds up from parts."""
 PRECISION = {"ieee": "tf32x3", "tf32": "tf32"}
@@ -97,8 +99,9 @@ def configs(p: GemmProblem) -> Iterable[Config]:
         steps = -(-p.k // depth)
         for waves in (1, 4):
             parts = max(1, min(waves * PROCESSORS // count, steps, MOST_PARTS))
-            tile = Tiles(p, rows, columns, depth, parts, 4, 4)
-            found[Config(tile=(rows, columns, depth), parts=tile.used, warps=4, stages=4)] = None
+            warps = 8 if rows * columns >= WIDE else 4
+            tile = Tiles(p, rows, columns, depth, parts, warps, 4)
+            found[Config(tile=(rows, columns, depth), parts=tile.used, warps=warps, stages=4)] = None
     return list(found)
 
 
@@ -137,12 +140,12 @@ def launches(tiles: Tiles, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) 
     left, right, result = (Pointer(place, 0, t.dtype) for place, t in enumerate((a, b, out)))
     bias = Pointer(4, 0, out.dtype) if p.bias else result
     down, along = tiles.grid
-    alone = sums is None
+    alone, steps = sums is None, tiles.part // tiles.depth
     target = result if sums is None else at(sums)
     stride, between = (out.stride(0), 0) if alone else (p.n, p.m * p.n)
     product = launch(
         thin_product, (down * along, tiles.used), (left, right, target, bias),
-        (p.m, p.n, p.k, along, tiles.part, a.stride(0), b.stride(0), stride, between), tiles.warps, tiles.stages,
+        (p.m, p.n, p.k, along, steps, a.stride(0), b.stride(0), stride, between), tiles.warps, tiles.stages,
         A_DEPTH_INNER=p.op[0] == "N", B_DEPTH_INNER=p.op[1] == "T", BIAS=p.bias and alone,
         ACCUMULATE=p.accumulate and alone, PRECISION=PRECISION[p.precision], EVEN=p.k % tiles.depth == 0,
         BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_K=tiles.depth,

@@ -30,14 +30,14 @@ def _tile(base, outer, outers, k, end, stride, DEPTH_INNER: tl.constexpr, EVEN: 
     return value
 
 
-@triton.jit(do_not_specialize=["tiles_n", "part"])
+@triton.jit(do_not_specialize=["tiles_n", "steps"])
 def thin_product(
-    a, b, out, bias, rows, columns, depth, tiles_n, part, a_stride, b_stride, out_stride, out_part,
+    a, b, out, bias, rows, columns, depth, tiles_n, steps, a_stride, b_stride, out_stride, out_part,
     A_DEPTH_INNER: tl.constexpr, B_DEPTH_INNER: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``out (+)= a b (+ bias)``, or each program row's part of the sums, ``part`` terms long.
+    """``out (+)= a b (+ bias)``, or each program row's part of the sums, ``steps`` steps of ``BLOCK_K`` terms long.
 
     ``a`` is rows x depth, ``b`` depth x columns, ``out`` rows x columns with columns contiguous. ``*_DEPTH_INNER``: the
     operand is contiguous along depth, else along its other dimension; ``*_stride`` is the other stride. ``out_part`` is
@@ -46,8 +46,8 @@ def thin_product(
     tile, which = tl.program_id(0), tl.program_id(1)
     m = (tile // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tile % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = which * part
-    end = tl.minimum(start + part, depth)
+    start = which * steps * BLOCK_K  # whose factor tells the compiler how addresses are aligned
+    end = tl.minimum(start + steps * BLOCK_K, depth)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in range(start, end, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
