@@ -241,5 +241,12 @@ def test_large_products_are_compared_at_ends_seams_and_between() -> None:
     assert len(columns) <= 32
 
 
+@pytest.mark.parametrize("op", ["NN", "TT"])
+def test_a_reference_in_pieces_is_the_same(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = GemmProblem(9, 11, 13, op, bias=True)
+    monkeypatch.setattr("tilewise.problems.gemm.checks.REFERENCE_BYTES", 400)
+    assert errors_of(p, exact(p)).l2 < 2e-7
+
+
 def test_values_are_filled_alike() -> None:
     assert torch.equal(fill(torch.empty(3), 1), fill(torch.empty(3), 1))

@@ -26,6 +26,8 @@ FLOPS = {"cpu": 1e8, "cuda": 2e10}
 """Most float64 operations that a check spends on the rows of its reference, and as many on its columns."""
 LEAST = 4
 """Rows and columns that are compared whatever they cost."""
+REFERENCE_BYTES = 1 << 27
+"""Bytes in float64 of an operand that meets the compared lines at a time."""
 EDGE = 2
 """Neighbours of each end and each seam that are compared."""
 
@@ -82,14 +84,32 @@ def _errors(
         pause()
         lines = torch.tensor(compared_lines(problem, axis, seams), dtype=torch.int64, device=got.device)
         cut = [_lines(problem, role, tensor, axis, lines) for role, tensor in zip("ab", operands, strict=True)]
-        want = problem.reference(*cut) + start
-        scale = problem.reference(*(tensor.abs() for tensor in cut)) + start
+        want, scale = (reference + start for reference in _references(problem, axis, *cut))
         if bias is not None:
             added = bias.double() if axis == "rows" else bias.double()[lines]
             want, scale = want + added, scale + added.abs()
         error = distance(_lines(problem, "c", got, axis, lines), want, scale)
         worst = Error(max(worst.l2, error.l2), max(worst.spread, error.spread))
     return worst
+
+
+def _references(problem: GemmProblem, axis: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The products of ``a`` and ``b``, and of their absolute values, of which one has only lines along ``axis``.
+
+    The other operand is taken in pieces, so that its copy in float64 stays small.
+    """
+    whole, across = ("b", "columns") if axis == "rows" else ("a", "rows")
+    tensor = b if whole == "b" else a
+    dim = matrix_axes(problem.op, whole).index(across) - 2
+    count = -(-8 * tensor.numel() // REFERENCE_BYTES)
+    wants, scales = [], []
+    for piece in tensor.chunk(count, dim):
+        pause()
+        left, right = (a, piece) if whole == "b" else (piece, b)
+        wants.append(problem.reference(left, right))
+        scales.append(problem.reference(left.abs(), right.abs()))
+    along = -1 if axis == "rows" else -2
+    return torch.cat(wants, along), torch.cat(scales, along)
 
 
 def _lines(problem: GemmProblem, role: str, tensor: torch.Tensor, axis: str, lines: torch.Tensor) -> torch.Tensor:
