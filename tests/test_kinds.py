@@ -239,7 +239,7 @@ MODULES = """
         def __init__(self):
             super().__init__()
             self.outer = ScaledOuter(8, 128)
-            self.last = nn.Linear(128, 3)
+            self.last = nn.LayerNorm(128)
 
         def forward(self, u):
             z, t = self.outer(u)
@@ -317,7 +317,7 @@ def test_a_class_has_one_kind(package: Path, tmp_path: Path) -> None:
             assert "ScaledOuter has two kinds of modules, ScaledOuters and Others" in str(error), error
         else:
             raise AssertionError("a second kind was taken")
-        assert [type(kind).__name__ for kind in kinds()] == ["Convolutions", "ScaledOuters"]
+        assert [type(kind).__name__ for kind in kinds()] == ["Convolutions", "Linears", "ScaledOuters"]
         assert kind_of(net.last) is None and type(kind_of(nn.LazyConv2d(1, 1))).__name__ == "Convolutions"
     """
     run(package, tmp_path, textwrap.dedent(MODULES) + textwrap.dedent(code))

@@ -22,8 +22,9 @@ class Dividing(Planner):
     def plan(self, problem: ConvProblem, options: Options | None = None) -> Plan:
         self.planned.append(problem)
         self.asked.append(options or Options())
-        whole = Plan(problem.key, "aten", solvers.get("aten").version)
-        divider = solvers.get("micro_batch")
+        divider, whole = solvers.get("micro_batch"), Plan(problem.key, "aten", solvers.get("aten").version)
+        if not isinstance(problem, ConvProblem):  # a linear layer's product
+            return Plan(problem.key, solvers.baseline(problem).name, solvers.baseline(problem).version)
         if problem.pass_ not in self.passes or problem.batch < 2 or divider.why_not(problem):
             return whole
         assert isinstance(divider, solvers.Split)

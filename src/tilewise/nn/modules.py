@@ -32,7 +32,7 @@ class PlannedModules:
     ``plan_table`` holds the plans. Under a memory limit for a whole step a plan depends on the module as well as on the
     problem: ``separate`` then gives each module a plan table of its own, which follows ``plan_table``. ``filter_fn`` is
     the caller's choice of modules, ``None`` for all. Gradients are planned where ``weights`` change, as they do in
-    training.
+    training. ``scheduled`` has the kinds of problems of the schedule that is followed, ``None`` without one.
     """
 
     def __init__(
@@ -43,11 +43,16 @@ class PlannedModules:
         filter_fn: Filter | None = None,
         *,
         separate: bool = False,
+        scheduled: Collection[str] | None = None,
     ) -> None:
         self.model, self.plan_table = model, plan_table
         self.training = weights is Weights.CHANGING
         self.modules = {name: module for name, module in model.named_modules() if kind_of(module)}
-        self.reasons = {name: _why_left_out(name, module, filter_fn) for name, module in self.modules.items()}
+        limited = separate or plan_table.options.workspace is not None
+        self.reasons = {
+            name: _why_left_out(name, module, filter_fn) or _why_not_now(module, limited, scheduled)
+            for name, module in self.modules.items()
+        }
         """Why a module is not to be planned, empty where it may be."""
         self.candidates = {name: module for name, module in self.modules.items() if not self.reasons[name]}
         self.plan_tables = {
@@ -244,6 +249,16 @@ def _why_left_out(name: str, module: nn.Module, filter_fn: Filter | None) -> str
     if filter_fn is not None and not filter_fn(name, module):
         return "left out by filter_fn"
     return _kind(module).obstacle(module)
+
+
+def _why_not_now(module: nn.Module, limited: bool, scheduled: Collection[str] | None) -> str:
+    """Why modules of this kind are not planned under these options; empty where they are."""
+    kind = _kind(module)
+    if limited and not kind.under_limits:
+        return "is planned without memory limits alone"
+    if scheduled is not None and kind.problems and kind.problems not in scheduled:
+        return "the schedule has none of its kind"
+    return ""
 
 
 def _kind(module: nn.Module) -> ModuleKind:

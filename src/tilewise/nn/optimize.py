@@ -70,12 +70,13 @@ def optimize(
     memory_step: Callable[[Model], object] | None = None,
     **options: Unpack[ModelOptions],
 ) -> Model:
-    """Plan the convolutions of ``model`` for the shapes that ``example_inputs`` give them, and run what gains by plan.
+    """Plan convolutions and linear layers of ``model`` for shapes of ``example_inputs``, and run by plan what gains.
 
     The model is run once on each example to see its layers' calls; it is returned, changed in place. Only the
-    computation of ``nn.Conv1d`` to ``nn.Conv3d`` and ``nn.ConvTranspose1d`` to ``nn.ConvTranspose3d`` is swapped; where
-    torch's own choice wins every pass, the module is left exactly as it was. :func:`restore` undoes it, :func:`report`
-    tells what was done. Under ``torch.distributed`` with several ranks every rank calls it; rank 0 plans for all.
+    computation of ``nn.Conv1d`` to ``nn.Conv3d``, of ``nn.ConvTranspose1d`` to ``nn.ConvTranspose3d`` and, where no
+    memory limit is given, of ``nn.Linear`` is swapped; where torch's own choice wins every pass, the module is left
+    exactly as it was. :func:`restore` undoes it, :func:`report` tells what was done. Under ``torch.distributed`` with
+    several ranks every rank calls it; rank 0 plans for all.
 
     - ``example_inputs``: what ``model`` is called with: a tuple of positional arguments, a mapping of named ones, a
       single value, or a list of such examples.
@@ -104,7 +105,14 @@ def optimize(
     silent = planner is not None or progress is not None
     planner = planner if progress is None else Planner(progress=progress)
     plan_table = plan_table_of(asked, budget, source, planner, later=later)
-    modules = PlannedModules(unwrapped(model), plan_table, weights, filter_fn, separate=asked.memory_limit is not None)
+    modules = PlannedModules(
+        unwrapped(model),
+        plan_table,
+        weights,
+        filter_fn,
+        separate=asked.memory_limit is not None,
+        scheduled=None if source is None else source.kinds,
+    )
     step_planner = step_planner_of(model, examples, asked, own_step, modules, weights)
     deterministic = torch.are_deterministic_algorithms_enabled()
     planning = Planning(modules, examples, asked, budget, source, deterministic)

@@ -149,6 +149,11 @@ class Source:
                 )
         return planned
 
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of its problems, by the first word of their keys."""
+        return {problem.kind for problem in self.schedule.kernels}
+
     def require_any(self, problems: Sequence[Problem], model: nn.Module) -> None:
         """Raise ``ValueError`` where the schedule has none of ``problems``: it is for another model or input."""
         if problems and all(entry_of(self.schedule, problem) is None for problem in problems):

@@ -91,6 +91,10 @@ class ModuleKind(abc.ABC):
 
     classes: ClassVar[tuple[type[nn.Module], ...]]
     """The modules that it is for, and those of classes derived from them."""
+    under_limits: ClassVar[bool] = True
+    """Whether they are planned under a memory limit, which torch's own choice must then keep as well."""
+    problems: ClassVar[str] = ""
+    """The first word of their problems' keys. A schedule without any such problem leaves them to torch."""
 
     @abc.abstractmethod
     def obstacle(self, module: nn.Module) -> str:

@@ -1,0 +1,88 @@
+"""``nn.Linear`` as a kind of modules: which can be planned, their products, and how they run by plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
+from tilewise.nn.layers.linear.call import describe, why_torchs
+from tilewise.nn.layers.linear.layer import LinearLayer
+from tilewise.nn.layers.linear.run import BY_TORCH
+from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.layers.swaps import copies_itself, swapped
+from tilewise.nn.layers.weights import Weights
+
+__all__ = ["Linears"]
+
+FORWARD = nn.Linear.forward
+CODE = FORWARD.__code__
+"""torch's own code, as it is when this file is imported."""
+
+
+class Linears(ModuleKind):
+    """``nn.Linear`` itself. Classes derived from it may compute anything.
+
+    ``nn.MultiheadAttention`` never calls its ``out_proj``, which is of such a class, but reads its weight.
+    """
+
+    classes = (nn.Linear,)
+    under_limits = False  # what cuBLAS keeps for itself is over most limits, and there whatever is planned
+    problems = "gemm"
+
+    def obstacle(self, module: nn.Module) -> str:
+        """Why this module cannot be swapped: another class, or a forward or a function that is not torch's own."""
+        kind = type(module)
+        if kind is not nn.Linear:
+            return f"is a {kind.__name__}, which may compute otherwise than the Linear it is derived from"
+        if not _runs_torch():
+            return "nn.Linear.forward or torch.nn.functional.linear is not torch's own"
+        if "forward" in module.__dict__ and swapped(module) is None:
+            return "has a forward set on the instance"
+        return copies_itself(module)
+
+    def layers(self, plan_table: PlanTable, weights: Weights) -> LinearLayer:
+        """The layer of a module. Nothing is kept of its weight."""
+        return LinearLayer(plan_table)
+
+    def calls(
+        self,
+        module: Any,
+        layers: LinearLayer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        gradients_later: bool,
+    ) -> tuple[list[tuple[Layer, Call]], str]:
+        """The one call of a linear layer, or why it is left to torch."""
+        (x,) = args or kwargs.values()
+        w, b = module.weight, module.bias
+        reason = why_torchs(x, w, b)
+        call = None if reason else describe(x, w, b)
+        if call is None:
+            return [], reason
+        if gradients_later:
+            call = replace(call, needs=(True, w.requires_grad, b is not None and b.requires_grad))
+        return [(layers, call)], ""
+
+    def forward(self, module: Any, layers: LinearLayer) -> Callable[..., torch.Tensor]:
+        """The module's ``forward``, by plans where it still runs torch's own code."""
+
+        def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_dynamo_compiling() and type(self) is nn.Linear and _runs_torch():
+                y = layers(input, self.weight, self.bias)
+                if y is not NotImplemented:
+                    return y  # type: ignore[no-any-return]
+            return type(self).forward(self, input)  # type: ignore[no-any-return]
+
+        return forward
+
+
+def _runs_torch() -> bool:
+    """Whether ``nn.Linear`` runs torch's own code and function."""
+    same = nn.Linear.forward is FORWARD and FORWARD.__code__ is CODE
+    return same and torch.nn.functional.linear is BY_TORCH
