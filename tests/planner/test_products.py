@@ -77,6 +77,17 @@ def test_parts_of_every_axis_are_put_together(op: str, axis: str) -> None:
         check(plan, p)
 
 
+@pytest.mark.parametrize(
+    ("rows", "device", "idle"),
+    [(65, "cuda:Some GPU", False), (64, "cuda:Some GPU", True), (9, "cuda:Some GPU", True), (65, "cpu", True)],
+)
+def test_rows_are_divided_without_a_limit_where_a_tile_is_not_full(rows: int, device: str, idle: bool) -> None:
+    split = solvers.get("row_blocks")
+    assert isinstance(split, solvers.Split)
+    assert bool(split.idle(GemmProblem(rows, 64, 64, device=device))) is idle
+    assert not split.sizes(GemmProblem(rows, 64, 64, device=device), "undivided")
+
+
 @pytest.mark.parametrize("sizes", [(8, 4, 1), (13,), (6, 7)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_are_divided(sizes: tuple[int, ...], bias: bool) -> None:

@@ -30,8 +30,8 @@ class RowBlocks(ProductSplit):
         return [] if p.m > 1 else ["one row cannot be divided"]
 
     def idle(self, p: GemmProblem) -> str:
-        """A reason on a CPU, and on a GPU where all tiles are whole: parts gain nothing but memory then."""
-        if p.device_type == "cuda" and p.m % TILE:
+        """A reason on a CPU, and on a GPU where all tiles are whole or there is one: parts then gain only memory."""
+        if p.device_type == "cuda" and p.m % TILE and p.m > TILE:
             return ""
         return NOTHING_KEPT_OUT
 
