@@ -25,8 +25,8 @@ MOST_CALLS = 128
 
 
 @dataclass(slots=True)
-class _Latest:
-    """The latest kind of call and what runs it, ``None`` for torch. ``guard`` is that of the tensors."""
+class _Entry:
+    """A kind of call and what runs it, ``None`` for torch. ``guard`` is that of the tensors."""
 
     run: LinearRun | None
     guard: Callable[..., bool]
@@ -53,12 +53,13 @@ class LinearLayer:
     Copies of a module share it. It holds no tensor.
     """
 
-    __slots__ = ("__weakref__", "_latest", "_runs", "plan_table")
+    __slots__ = ("__weakref__", "_entries", "_latest", "_runs", "plan_table")
 
     def __init__(self, plan_table: PlanTable) -> None:
         self.plan_table = plan_table
         self._runs: Recent[LinearCall, LinearRun] = Recent(MOST_CALLS)
-        self._latest: _Latest | None = None
+        self._entries: Recent[LinearCall, _Entry] = Recent(MOST_CALLS)
+        self._latest: _Entry | None = None
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
         latest = self._latest
@@ -66,18 +67,29 @@ class LinearLayer:
             if torch.compiler.is_compiling() or disturbed():
                 return NotImplemented
             call = describe(x, w, b)
-            run = None if call is None else self.resolve(call)
-            if call is None or run is None:
+            latest = None if call is None else self._entry(call, x, w, b)
+            if latest is None:
                 return NotImplemented
-            latest = self._latest = _Latest(
-                run=run if run.planned else None,
-                guard=guard_of(x, w, b),
-                has_bias=b is not None,
-                grad=torch.is_grad_enabled(),
-                deterministic=call.deterministic,
-                precision=call.precision if x.device.type == "cuda" and x.dtype is torch.float32 else None,
-            )
+            self._latest = latest
         return NotImplemented if latest.run is None else latest.run(x, w, b)
+
+    def _entry(self, call: LinearCall, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> _Entry | None:
+        """The entry of a call; ``None`` where it cannot be planned at this moment."""
+        entry = self._entries.get(call)
+        if entry is not None and entry.is_like(x, w, b):
+            return entry
+        run = self.resolve(call)
+        if run is None:
+            return None
+        entry = self._entries[call] = _Entry(
+            run=run if run.planned else None,
+            guard=guard_of(x, w, b),
+            has_bias=b is not None,
+            grad=torch.is_grad_enabled(),
+            deterministic=call.deterministic,
+            precision=call.precision if x.device.type == "cuda" and x.dtype is torch.float32 else None,
+        )
+        return entry
 
     def problems(self, call: LinearCall) -> dict[str, GemmProblem]:
         """The products of a call by the name of the pass."""
@@ -102,4 +114,5 @@ class LinearLayer:
     def forget(self) -> None:
         """Forget all resolved calls, as the plan table's plans have changed."""
         self._runs.clear()
+        self._entries.clear()
         self._latest = None
