@@ -294,7 +294,7 @@ def test_wisdom_that_does_not_fit_is_planned_anew(clock: Clock, path: Path, chan
 
 
 def test_a_profile_with_holes_is_measured_anew(clock: Clock, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.planner import planner as module
+    from tilewise.planner.caches import rates as module
 
     monkeypatch.setattr(module, "measure_profile", lambda device: dict(PROFILE))
     key = environment("cpu").key

@@ -258,7 +258,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     part = simulated(found, "thin", lambda p, c: 90.0 if p.batch > 4 else 5.0, bytes=lambda p, c: 1000)
     with world(found, own, part, partition):
         torch.set_num_threads(2)
-        monkeypatch.setattr("tilewise.planner.planner.measure_profile", lambda device: PROFILE)
+        monkeypatch.setattr("tilewise.planner.caches.rates.measure_profile", lambda device: PROFILE)
         yield found
 
 

@@ -72,11 +72,10 @@ def optimize(
 ) -> Model:
     """Plan convolutions and linear layers of ``model`` for shapes of ``example_inputs``, and run by plan what gains.
 
-    The model is run once on each example to see its layers' calls; it is returned, changed in place. Only the
-    computation of ``nn.Conv1d`` to ``nn.Conv3d``, of ``nn.ConvTranspose1d`` to ``nn.ConvTranspose3d`` and, where no
-    memory limit is given, of ``nn.Linear`` is swapped; where torch's own choice wins every pass, the module is left
-    exactly as it was. :func:`restore` undoes it, :func:`report` tells what was done. Under ``torch.distributed`` with
-    several ranks every rank calls it; rank 0 plans for all.
+    The model is run once on each example to see its layers' calls; it is returned, changed in place. Only what
+    ``nn.Conv1d`` to ``nn.Conv3d``, ``nn.ConvTranspose1d`` to ``nn.ConvTranspose3d`` and ``nn.Linear`` (where no memory
+    limit is given) compute is swapped; where torch's own choice wins every pass, the module is left exactly as it was.
+    :func:`restore` undoes it, :func:`report` tells what was done. Of several ranks every one calls it; rank 0 plans.
 
     - ``example_inputs``: what ``model`` is called with: a tuple of positional arguments, a mapping of named ones, a
       single value, or a list of such examples.
@@ -105,14 +104,7 @@ def optimize(
     silent = planner is not None or progress is not None
     planner = planner if progress is None else Planner(progress=progress)
     plan_table = plan_table_of(asked, budget, source, planner, later=later)
-    modules = PlannedModules(
-        unwrapped(model),
-        plan_table,
-        weights,
-        filter_fn,
-        separate=asked.memory_limit is not None,
-        scheduled=None if source is None else source.kinds,
-    )
+    modules = _modules_of(model, plan_table, asked, weights, filter_fn, source)
     step_planner = step_planner_of(model, examples, asked, own_step, modules, weights)
     deterministic = torch.are_deterministic_algorithms_enabled()
     planning = Planning(modules, examples, asked, budget, source, deterministic)
@@ -125,6 +117,25 @@ def optimize(
     keep(model, made, plan_table, deterministic)
     keep(modules.model, made, plan_table, deterministic)
     return model
+
+
+def _modules_of(
+    model: nn.Module,
+    plan_table: PlanTable,
+    asked: Settings,
+    weights: Weights,
+    filter_fn: Callable[[str, nn.Module], bool] | None,
+    source: Source | None,
+) -> PlannedModules:
+    """The modules of ``model`` that may be planned; with a schedule those of kinds that it has."""
+    return PlannedModules(
+        unwrapped(model),
+        plan_table,
+        weights,
+        filter_fn,
+        separate=asked.memory_limit is not None,
+        scheduled=None if source is None else source.kinds,
+    )
 
 
 def restore(model: Model) -> Model:

@@ -12,13 +12,13 @@ from typing import TypeVar
 
 import torch
 
-from tilewise.machine.device import environment, is_capturing, torch_device
-from tilewise.machine.turns import in_turns
+from tilewise.machine.device import is_capturing, torch_device
 from tilewise.plan import Measurement, Plan
 from tilewise.planner.caches.again import Again
 from tilewise.planner.caches.fronts import FrontCache
 from tilewise.planner.caches.measurements import MeasurementCache, baselines
 from tilewise.planner.caches.plans import PlanCache
+from tilewise.planner.caches.rates import Rates
 from tilewise.planner.caches.refusals import Refusals
 from tilewise.planner.experience import Experience
 from tilewise.planner.gate import as_here, why_unfit
@@ -29,9 +29,8 @@ from tilewise.planner.processes.messages import Job
 from tilewise.planner.processes.places import Devices
 from tilewise.planner.processes.workers import Workers, WorkersWarning
 from tilewise.planner.remembered import constraints_text, is_current
-from tilewise.planner.search.estimate import Profile, is_profile, measure_profile
+from tilewise.planner.search.estimate import Profile
 from tilewise.planner.search.explain import explained
-from tilewise.planner.search.foreseen import TYPICAL
 from tilewise.planner.search.search import Search
 from tilewise.problems.base import Problem
 from tilewise.wisdom import Wisdom, WisdomWarning
@@ -76,8 +75,7 @@ class Planner:
         self._plans = PlanCache(self.wisdom, self._refusals)
         self._fronts = FrontCache(self.wisdom)
         self._experience = Experience()
-        self._profiles: dict[str, Profile] = {}
-        self._has_planned = False
+        self._rates = Rates(self.wisdom)
         self._lock = threading.RLock()
 
     def plan(self, problem: Problem, options: Options | None = None) -> Plan:
@@ -104,7 +102,7 @@ class Planner:
                     raise
                 return known_plan  # of a busy host, and there is no newer one
             self._plans.keep(problem, options, plan)
-            self._has_planned = True
+            self._rates.has_planned = True
             return plan
 
     def _found(self, problem: Problem, options: Options) -> Plan:
@@ -276,34 +274,16 @@ class Planner:
             try:
                 profile_of = self.profile if timed else _no_profile
                 also = self._fronts.divisions(problem, options) if timed else ()
-                experience = Experience() if self._is_in_haste else self._experience  # that is worth its rates alone
+                experience = Experience() if self._rates.in_haste else self._experience  # that is worth its rates alone
                 return work(Search(problem, options, profile_of, store, also, experience))
             except torch.OutOfMemoryError as error:
                 text = str(error).splitlines()[0]
                 raise NoPlanError(f"no plan for {problem.key}: no memory to measure with: {text}") from error
 
     def profile(self, device: str) -> Profile:
-        """The measured rates of ``device``, from wisdom where they are known.
-
-        In turns beside a program those of a typical device serve for the first problem: measuring takes as long as
-        planning that, and estimates only say what is measured first.
-        """
-        key = environment(device).key
+        """The measured rates of ``device``, from wisdom where they are known; in haste those of a typical device."""
         with self._lock:
-            if key not in self._profiles:
-                rates = self.wisdom.profile(key)
-                if rates is None or not is_profile(rates):
-                    if self._is_in_haste:
-                        return TYPICAL[torch_device(device).type]
-                    rates = measure_profile(device)
-                    self.wisdom.remember_profile(key, rates)
-                self._profiles[key] = rates
-            return self._profiles[key]
-
-    @property
-    def _is_in_haste(self) -> bool:
-        """Whether this is a first problem beside a program, which waits for a first layer to change."""
-        return in_turns() and not self._has_planned
+            return self._rates.of(device)
 
     def remembered(self, problem: Problem, options: Options) -> Plan | None:
         """A plan made with at least the effort asked for, if it still fits the solvers and the limit.

@@ -50,9 +50,23 @@ def anything(_: Entry) -> bool:
     return True
 
 
+def test_until_a_first_problem_is_planned_no_other_is_begun() -> None:
+    entries = [entry(n) for n in range(1, 4)]
+    found, kernels = ahead()
+    assert found.pick(entries, anything) == entries[0]
+    found._begun[entries[0]] = 1
+    assert found.pick(entries, anything) is None
+    kernels.ready = {f"{entries[0][0].key} False"}
+    assert found.pick(entries, anything) == entries[0]
+    found.forget(entries[0])
+    found._begun[entries[1]] = 1
+    assert found.pick(entries[1:], anything) == entries[2]
+
+
 def test_what_is_compiled_comes_first_then_what_is_not_begun() -> None:
     entries = [entry(n) for n in range(1, 5)]
     found, kernels = ahead(*entries[:3])
+    found.forget(entry(9))  # one is planned
     assert found.pick(entries, anything) == entries[3]
     kernels.ready = {f"{entries[1][0].key} False"}
     assert found.pick(entries, anything) == entries[1]

@@ -28,7 +28,7 @@ from tilewise.nn.background.service import Service, service
 from tilewise.nn.layers.kinds import is_planned
 from tilewise.plan import Plan
 from tilewise.planner import Options, Planner
-from tilewise.planner import planner as planner_module
+from tilewise.planner.caches import rates as rates_module
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.settings import Settings
 from tilewise.wisdom import Wisdom
@@ -197,8 +197,8 @@ def test_torchs_choice_of_a_pass_changes_nothing_yet() -> None:
 def test_a_first_problem_is_planned_by_typical_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Measuring the device's rates takes as long as planning one problem, and the first layer waits for it."""
     asked = []
-    found = planner_module.measure_profile("cpu")
-    monkeypatch.setattr(planner_module, "measure_profile", lambda device: asked.append(device) or found)
+    found = rates_module.measure_profile("cpu")
+    monkeypatch.setattr(rates_module, "measure_profile", lambda device: asked.append(device) or found)
     planner = Planner(Wisdom(tmp_path / "wisdom.sqlite3"))
     model, x = Network(), example()
     begin(model, planner, exclude=OTHERS)

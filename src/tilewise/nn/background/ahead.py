@@ -36,6 +36,8 @@ class Ahead:
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
         self._kernels: Upcoming | None = None
+        self._in_haste = True
+        """Whether nothing is planned yet. A first plan is waited for: to begin other problems would put it off."""
         self._begun: dict[Entry, int] = {}
         """Problems that wait for kernels, and how often each was begun."""
 
@@ -54,7 +56,8 @@ class Ahead:
                     return entry
             elif unbegun is None and fits(entry):
                 unbegun = entry
-        return None if kernels is None or kernels.has_enough else unbegun
+        waits = self._in_haste and self._begun
+        return None if kernels is None or kernels.has_enough or waits else unbegun
 
     @property
     def is_waiting(self) -> bool:
@@ -100,6 +103,7 @@ class Ahead:
 
     def forget(self, entry: Entry) -> None:
         """A problem is decided, or given up."""
+        self._in_haste = False
         self._begun.pop(entry, None)
 
     def close(self) -> None:
