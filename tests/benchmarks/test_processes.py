@@ -76,7 +76,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
     return found
 
 
-@pytest.sampled(4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name not in NOTHING_ON_A_CPU and (EVERY or name not in LONG)]
 )

@@ -53,7 +53,7 @@ def check(program: Program, folder: Path, architecture: str = "90") -> str:
     return done.stderr
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize(
     ("dims", "layout", "dtype"),
@@ -64,7 +64,7 @@ def test_transforms(dims: int, layout: str, dtype: torch.dtype, inverse: bool, t
     check(transform(dims, layout, inverse, dtype).program, tmp_path)
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "axes",
     [
@@ -97,7 +97,7 @@ def test_transforms_of_sums(summed: int, tmp_path: Path) -> None:
     check(irfft2_summed.bind(image, first, second, (24, 24), (1, 1), True).program, tmp_path)
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "program",
     [

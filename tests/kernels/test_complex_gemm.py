@@ -107,7 +107,7 @@ def check(
     assert bool(out.base[..., columns:].isnan().all())
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("conjugate", ["none", "a", "b"])

@@ -45,7 +45,7 @@ def check(
     assert x.untouched()
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("n", SIZES)
 def test_every_size_there_and_back(place: str, n: int) -> None:
@@ -69,7 +69,7 @@ def test_nothing_is_padded(place: str, layout: str) -> None:
     check(place, 32, 32, 0, layout, (1,), start=1)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("threads", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("staged", [True, False])

@@ -68,7 +68,7 @@ def check(
     assert x.untouched()
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("n", "layout"), EVERY)
 def test_every_size_there_and_back(place: str, n: int, layout: str) -> None:
@@ -125,7 +125,7 @@ def test_half_precision(place: str, dtype: torch.dtype) -> None:
     check(place, (32, 32), (29, 27), (1, 1), dtype=dtype)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "memory",

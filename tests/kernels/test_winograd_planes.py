@@ -103,7 +103,7 @@ def check(
     assert y.untouched()
 
 
-@pytest.sampled(5)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize(

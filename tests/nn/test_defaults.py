@@ -116,7 +116,7 @@ WAYS: dict[str, Callable[[torch.Tensor, nn.Module], list[torch.Tensor]]] = {
 }  # fmt: skip
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("defaults", ALL, ids=NAMES)
 def test_a_model_is_planned_and_trained(way: str, defaults: Defaults) -> None:
@@ -193,7 +193,7 @@ def test_no_candidate_is_lost_to_a_default() -> None:
     assert len({m.solver for m in found if m.time_ms is not None}) > 2
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("defaults", ALL, ids=NAMES)
 @pytest.mark.parametrize("layout", fft.LAYOUTS)
 def test_transforms(defaults: Defaults, layout: str) -> None:

@@ -114,7 +114,7 @@ def gradients(conv: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), xi.grad] + [p.grad for p in conv.parameters() if p.grad is not None]
 
 
-@pytest.sampled(25)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("when", ["before", "after", "after use"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

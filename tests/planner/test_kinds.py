@@ -76,7 +76,7 @@ def by_name(p: ConvProblem) -> str:
 
 
 each = [
-    pytest.sampled(6),
+    pytest.mark.sampled(6),
     pytest.mark.parametrize("pass_", Pass),
     pytest.mark.parametrize("problem", PROBLEMS, ids=by_name),
 ]
@@ -185,7 +185,7 @@ def constant_planes(tensor: torch.Tensor) -> bool:
     return bool((planes.amax(1) == planes.amin(1)).any())
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("pass_", Pass)
 def test_an_algorithm_that_errs_on_constants_is_seen(pass_: Pass, batch: int) -> None:
@@ -195,7 +195,7 @@ def test_an_algorithm_that_errs_on_constants_is_seen(pass_: Pass, batch: int) ->
         assert errors_of(problem, wrong).l2 > 1e-4
 
 
-@pytest.sampled(4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("pass_", Pass)

@@ -60,7 +60,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found, splits=draw(st.integers(1, 3))) if p.pass_ is Pass.WGRAD else found
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -97,7 +97,7 @@ def error(p: ConvProblem, got: torch.Tensor, want: torch.Tensor) -> float:
 BOUND = {"fp32": 2e-6, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -133,7 +133,7 @@ def distant(p: ConvProblem, role: str) -> torch.Tensor:
     return torch.empty(2**31 + inside, dtype=p.torch_dtype(role), device=p.device_type).as_strided(shape, strides)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 )

@@ -68,7 +68,7 @@ def depthwise(
     return ConvProblem(pass_, draw(st.integers(1, 4)), channels, channels, tuple(axes), channels, dtype=dtype)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -78,7 +78,7 @@ def test_planes_of_any_size_and_memory(pass_: Pass, dtype: str, data: st.DataObj
     check_drawn(depthwise(pass_, dtype=dtype), data)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -88,7 +88,7 @@ def test_signals_of_any_length_and_memory(pass_: Pass, dtype: str, data: st.Data
     check_drawn(depthwise(pass_, 1, 700, dtype), data)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -110,7 +110,7 @@ def check_drawn(drawn: st.SearchStrategy[ConvProblem], data: st.DataObject) -> N
     check(Emulated(data.draw(st.booleans(), "backwards")), p, c, forms, False)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])  # DGRAD has FPROP's kernels
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def check_config(p: ConvProblem, c: Config) -> None:
         assert (out.double() - want).norm() <= 4e-7 * want.norm()
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.WGRAD])
@@ -159,7 +159,7 @@ def test_every_length(pass_: Pass, n: int) -> None:
     check_config(p, c)
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_tiles(pass_: Pass, axis: Axis, n: int) -> None:
     check_config(p, Config(**c, shares=3) if pass_ is Pass.WGRAD else c)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_foreign_configs_are_refused(pass_: Pass, dims: int) -> None:
             SOLVER.steps(p, c, a, b, make_result(p))
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pass_", list(Pass))

@@ -34,7 +34,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found, splits=draw(st.integers(1, 3))) if p.pass_ is Pass.WGRAD else found
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 @settings(max_examples=4, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])

@@ -41,7 +41,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found, splits=draw(st.integers(1, 3))) if p.pass_ is Pass.WGRAD else found
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize(("dtype", "precision"), [("fp32", "ieee"), ("fp32", "tf32"), ("fp16", "ieee")])

@@ -51,7 +51,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found, splits=draw(st.integers(1, min(4, sizes(p)[2])))) if p.pass_ is Pass.WGRAD else found
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])

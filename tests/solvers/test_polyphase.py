@@ -42,7 +42,7 @@ def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polyphase, "_able", lambda p: (solvers.get("implicit_gemm"),))
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.usefixtures("_anywhere")
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -63,7 +63,7 @@ def test_any_layer_and_memory(pass_: Pass, dtype: str, precision: str, data: st.
     check(SOLVER, p, inner(p), forms, False)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.usefixtures("_anywhere")
 @pytest.mark.parametrize("pass_", list(Pass))

@@ -57,7 +57,7 @@ def layers(draw: st.DrawFn, pass_: Pass, dtype: str) -> ConvProblem:
     return ConvProblem(pass_, batch, *((few, many) if turned else (many, few)), tuple(axes), dtype=dtype)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -72,7 +72,7 @@ def test_planes_of_any_size_and_memory(pass_: Pass, dtype: str, data: st.DataObj
     check(Emulated(data.draw(st.booleans(), "backwards")), p, c, forms, False)
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize(
     ("size", "kernel", "n", "pass_", "few"),

@@ -102,7 +102,7 @@ def _drawn(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found)  # type: ignore[arg-type]
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @interpreted
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
@@ -166,7 +166,7 @@ def test_layouts(pass_: Pass, form: str, more: dict[str, Any]) -> None:
     check(SOLVER, p, c, ((form, 3 if form == "view" else 0),) * 3, accumulate=False)
 
 
-@pytest.sampled(3)
+@pytest.mark.sampled(3)
 @interpreted
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))

@@ -45,7 +45,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     )
 
 
-@pytest.sampled(2)
+@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("pass_", list(Pass))

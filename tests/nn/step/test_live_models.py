@@ -141,7 +141,7 @@ def of_step(model: nn.Module) -> StepReport:
     return made
 
 
-def trained(model: nn.Module, x: torch.Tensor, most: int = 400) -> int:
+def trained(model: nn.Module, x: torch.Tensor, most: int = 1200) -> int:
     """Steps until it is decided."""
     for count in range(most):
         if not of_step(model).pending:
