@@ -74,7 +74,7 @@ def of_step(session: Session) -> StepReport:
     return made
 
 
-def trained(session: Session, model: nn.Module, x: torch.Tensor, most: int = 400) -> None:
+def trained(session: Session, model: nn.Module, x: torch.Tensor, most: int = 1200) -> None:
     """Train until it is decided."""
     for _ in range(most):
         if not of_step(session).pending:
@@ -161,7 +161,7 @@ def test_steps_with_a_frozen_beginning_and_two_inputs(monkeypatch: pytest.Monkey
     x, model = example(10), Two()
     trainable = nn.ModuleList([model.left, model.right])
     with tilewise.enabled(planner=Promising(), wait=True) as session:
-        for _ in range(400):
+        for _ in range(1200):
             before = len(seen)
             model(x).square().mean().backward()
             trainable.zero_grad()
@@ -175,7 +175,7 @@ def test_steps_with_a_frozen_beginning_and_two_inputs(monkeypatch: pytest.Monkey
 def test_a_step_that_raises_and_a_block_that_is_left_and_entered_again() -> None:
     x, model = example(), Network(late=True)
     session = tilewise.enabled(planner=Promising("lowering_type1"), wait=True)
-    for index in range(400):
+    for index in range(1200):
         with session:
             step(model, x)
         if index % 9 == 4:
@@ -210,7 +210,7 @@ def test_shapes_that_come_later_are_compared_by_their_own_steps() -> None:
         assert of_step(session).kept
         session.plan_table.planner.solver = "slow"  # type: ignore[attr-defined]
         model.late = False
-        for _ in range(400):
+        for _ in range(1200):
             step(model, large)
             if len(session.plan_table.calls) > 2 and not session.watched:
                 break
