@@ -37,8 +37,8 @@ class Given(PlanTable):
         for p in self.missing(problems, deterministic):
             self.asked.append(p)
             solver = get("thin_gemm")
-            if p.task in self.tasks and not solver.why_not(p):
-                config = next(iter(solver.configs(p)))
+            config = None if solver.why_not(p) else next(iter(solver.configs(p)), None)  # none for the smallest
+            if p.task in self.tasks and config is not None:
                 self.learn(p, deterministic, Plan(p.key, solver.name, solver.version, config))
             else:
                 self.learn(p, deterministic, Plan(p.key, "aten_gemm", 1, Config()))
