@@ -11,12 +11,11 @@ import click
 from tilewise.cli.mesh import MeshAsked, mesh_options, plan_mesh
 from tilewise.cli.program import NO_PLAN, BadInput
 from tilewise.cli.settings import (
-    OPS,
-    PASSES,
     Asked,
     budget_options,
     devices_option,
     make_planner,
+    passes_option,
     planning_options,
     shared_option,
 )
@@ -31,13 +30,7 @@ __all__ = ["command"]
 
 @click.command("plan")
 @click.argument("target", metavar="NET|LAYER|PRODUCT")
-@click.option(
-    "--pass",
-    "passes",
-    type=click.Choice((*PASSES, *OPS)),
-    multiple=True,
-    help="Only this pass; may be repeated. Those of a product say how its operands are stored.",
-)
+@passes_option
 @shared_option("memory_limit")
 @click.option("--max-batch", is_flag=True, help="Find the largest mini-batch that keeps --memory-limit, and plan that.")
 @planning_options

@@ -30,6 +30,7 @@ __all__ = [
     "enabling_options",
     "excluded_names",
     "make_planner",
+    "passes_option",
     "planning_options",
     "shared_option",
     "workspace_bytes",
@@ -212,6 +213,18 @@ def enabling_options(function: Function) -> Function:
 def _in_words(option: Option) -> str:
     """An option's default as the help shows it."""
     return "none" if option.default is None else str(option.default)
+
+
+def passes_option(command: Function) -> Function:
+    """Add ``--pass``, the passes of a layer or the products of a matrix product, as the argument ``passes``."""
+    option = click.option(
+        "--pass",
+        "passes",
+        type=click.Choice((*PASSES, *OPS)),
+        multiple=True,
+        help="Only this pass; may be repeated. Those of a product say how its operands are stored.",
+    )
+    return option(command)
 
 
 def shared_option(name: str, *, otherwise: str | None = None) -> Decorator:

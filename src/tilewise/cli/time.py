@@ -10,12 +10,11 @@ from click.core import ParameterSource
 
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
 from tilewise.cli.settings import (
-    OPS,
-    PASSES,
     Asked,
     budget_options,
     devices_option,
     make_planner,
+    passes_option,
     planning_options,
     shared_option,
 )
@@ -31,13 +30,7 @@ OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude")
 
 @click.command("time")
 @click.argument("target", metavar="NET|LAYER|PRODUCT")
-@click.option(
-    "--pass",
-    "passes",
-    type=click.Choice((*PASSES, *OPS)),
-    multiple=True,
-    help="Only this pass; may be repeated. Those of a product say how its operands are stored.",
-)
+@passes_option
 @click.option(
     "--iterations",
     type=click.IntRange(min=1),
