@@ -36,7 +36,7 @@ class ThinGemm(ProductSolver):
     accumulates = True
     exact_memory = True
     most_configs = 4
-    error_bound = {"ieee": 5e-6, "tf32": 2e-3}  # noqa: RUF012
+    error_bound = {"ieee": 5e-6, "tf32": 5e-3}  # noqa: RUF012 (tensor cores cut the last bits off, so errors add up)
 
     def unsupported(self, p: GemmProblem) -> list[str]:
         """The reasons of the kernel for the device."""
