@@ -168,6 +168,7 @@ template <class T> void store_cluster(unsigned address, T value) {
 }
 
 // All threads of a warp have to come here, as the mask says.
+inline unsigned __shfl_sync(unsigned mask, unsigned value, int lane);
 inline float __shfl_sync(unsigned mask, float value, int lane) {
   const unsigned me = emulation::running;
   const emulation::Group warp = emulation::warp_of(me);
@@ -264,4 +265,58 @@ template <int COUNT> void multiply_add(float (&sums)[COUNT], unsigned long long 
     for (int k = 0; k < 16; ++k) sum += number(a, row, k) * number(b, column, k);
     sums[i] = sum;
   }
+}
+
+// What stands for units.cu of recurrent layers. A block that finds nothing new lets the others run.
+inline unsigned __shfl_sync(unsigned mask, unsigned value, int lane) {
+  return bits_of(__shfl_sync(mask, float_of(value), lane));
+}
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline uint4 load_relaxed(const void* p) {
+  const uint4 found = __ldcs((const uint4*)p);
+  emulation::moved |= found.w != ~0u;  // else it is not there yet
+  return found;
+}
+inline void store_relaxed(void* p, uint4 a) { __stcs((uint4*)p, a); emulation::moved = true; }
+// Of a grid all of whose blocks run at a time: blocks of a cluster follow each other. Bytes are counted in eights.
+inline void start_barrier(unsigned long long* barrier) { barrier_init(barrier, 1); }
+inline void barriers_started() {}
+inline void expect_sent(unsigned long long* barrier, unsigned bytes) {
+  phase(barrier).expected += bytes / 8;
+  barrier_arrive(barrier);
+}
+inline void await_sent(unsigned long long* barrier, unsigned parity) { barrier_wait(barrier, parity); }
+template <int CLUSTER> void send_to(float* to, int rank, float2 a, unsigned long long* barrier) {
+  const unsigned block = blockIdx.x / CLUSTER * CLUSTER + rank;
+  store_cluster(cluster_address(to, block), a);
+  auto* other = (unsigned long long*)((char*)shared + cluster_address(barrier, block));
+  --phase(other).expected;
+  barrier_done(other);
+}
+#define send send_to<CLUSTER>
+inline void spend(int) {}
+inline unsigned opaque(unsigned bits) { return bits; }
+inline void look_again() { emulation::pause(); }
+struct Fragments { unsigned a[4], b[2]; };
+template <int KIND> void multiply_units(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  static std::vector<Fragments> all;
+  const unsigned me = emulation::running, lane = me % emulation::each % 32;
+  const emulation::Group warp = emulation::warp_of(me);
+  all.resize(emulation::threads.size());
+  all[me] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  emulation::wait(warp);
+  const auto number = [](unsigned word, int i) {
+    const unsigned short bits = (unsigned short)(word >> 16 * i);
+    return KIND == 0 ? float_of(word & 0xffffe000u) : KIND == 1 ? float_of_half(bits) : float_of_bfloat16(bits);
+  };
+  for (int i = 0; i < 4; ++i) {
+    const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
+    for (int q = 0; q < 4; ++q)  // which thread of a row or column holds the terms
+      for (int half = 0; half < 2; ++half)
+        for (int k = 0; k < (KIND ? 2 : 1); ++k)
+          sums[i] += number(all[warp.first + row * 4 + q].a[2 * half + i / 2], k) *
+                     number(all[warp.first + column * 4 + q].b[half], k);
+  }
+  emulation::wait(warp);
 }

@@ -97,10 +97,12 @@ class Kernel:
         function = self._driver.CUfunction(self.function)
         return int(self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared))
 
-    def launch(self, grid: int, threads: int, shared: int, pointers: int, scalars: Sequence[int | float]) -> Launch:
+    def launch(
+        self, grid: int, threads: int, shared: int, pointers: int, scalars: Sequence[int | float], together: bool = False
+    ) -> Launch:
         """A launch of ``grid`` blocks of ``threads`` threads with ``shared`` bytes each; see :class:`Launch`."""
         self.reserve(shared)
-        return Launch(self, (grid, threads, shared), pointers, scalars)
+        return Launch(self, (grid, threads, shared), pointers, scalars, together)
 
     def _attribute(self, name: str) -> int:
         """An attribute of the compiled function."""
@@ -118,17 +120,19 @@ class Launch:
     """A launch whose arguments are fixed except for the first ``pointers`` ones, which are addresses.
 
     All other arguments are eight bytes wide: ``long long`` for an int of ``scalars``, ``double`` for a float. Calls
-    follow the current stream of the kernel's device and may come from several threads.
+    follow the current stream of the kernel's device and may come from several threads. With ``together`` the blocks
+    only start when all of them fit on the device, so that they may wait for each other (a cooperative launch).
     """
 
     __slots__ = (
-        "_arguments", "_current", "_device", "_dimensions", "_driver", "_function", "_lock", "_run", "_scalars",
-        "_stream", "_values",
+        "_arguments", "_current", "_device", "_dimensions", "_driver", "_extra", "_function", "_lock", "_run",
+        "_scalars", "_stream", "_values",
     )  # fmt: skip
 
     def __init__(
-        self, kernel: Kernel, dimensions: tuple[int, int, int], pointers: int, scalars: Sequence[int | float]
-    ) -> None:
+        self, kernel: Kernel, dimensions: tuple[int, int, int], pointers: int, scalars: Sequence[int | float],
+        together: bool = False,
+    ) -> None:  # fmt: skip
         count = pointers + len(scalars)
         self._values = (ctypes.c_int64 * count)()
         for i, value in enumerate(scalars, pointers):
@@ -143,6 +147,9 @@ class Launch:
         self._driver = kernel._driver
         self._function = self._driver.CUfunction(kernel.function)
         self._run: Callable[..., tuple[Any]] = self._driver.cuLaunchKernel
+        self._extra: tuple[int, ...] = (0,)
+        if together:
+            self._run, self._extra = self._driver.cuLaunchCooperativeKernel, ()
         self._device = kernel.device
         self._scalars = bytes(self._values)[8 * pointers :]
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -163,7 +170,7 @@ class Launch:
         with self._lock:
             for i, address in enumerate(addresses):
                 values[i] = address
-            (error,) = self._run(self._function, *self._dimensions, stream, ctypes.addressof(self._arguments), 0)
+            (error,) = self._run(self._function, *self._dimensions, stream, ctypes.addressof(self._arguments), *self._extra)
         if error:
             _check(self._driver, "cuLaunchKernel", error)
 

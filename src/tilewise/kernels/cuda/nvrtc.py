@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.resources
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,20 @@ from tilewise.kernels.building import cubins
 __all__ = ["compile_text", "compiler", "core", "read_source", "unavailable"]
 
 OPTIONS = {"std": "c++17", "device_as_default_execution_space": True}
+_IMPORTING = threading.Lock()
 CORE = ("cuda.core", "cuda.core.experimental")
 """Modules in which cuda.core keeps ``Program``: the first from version 0.5 on, the second before."""
 
 
-@functools.cache
 def core() -> tuple[Any, Any, str]:
     """The modules of cuda.core and of the driver, or the reason why there are none."""
+    with _IMPORTING:  # of several threads that import cuda.core at once, one may find it half imported
+        return _core()
+
+
+@functools.cache
+def _core() -> tuple[Any, Any, str]:
+    """See :func:`core`."""
     for name in CORE:
         try:
             core = importlib.import_module(name)

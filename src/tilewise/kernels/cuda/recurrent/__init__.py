@@ -1,0 +1,1 @@
+"""All steps of a recurrent layer in one launch, in CUDA C++."""

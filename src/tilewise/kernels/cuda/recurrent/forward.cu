@@ -1,0 +1,114 @@
+// All steps of one layer in one direction. Grid: the slices of the units, for each group of TILES x 16 batch rows.
+//
+// ``gates`` (steps, batch, GATES x HIDDEN) holds the input's part of each gate, and gets the gates' values where they are
+// kept for the backward pass; ``states`` (steps, batch, HIDDEN), its rows ``row`` numbers apart, begins as EMPTY.
+
+extern "C" __global__ void BOUNDS recurrent_forward(
+    Real* gates, const Real* weights, const Real* bias, const Real* first, const Real* first_cell, Real* states,
+    float* cells, Real* part, Real* last, Real* last_cell, i64 steps, i64 batch, i64 row, i64 backwards, i64 keep) {
+  const int slice = blockIdx.x % SLICES, unit0 = slice * UNITS;
+  const i64 row0 = (i64)(blockIdx.x / SLICES) * TILES * 16;
+  const int lane = threadIdx.x % 32;
+  const Memory m = memory();
+  Slice u;
+  u.load(m, [&](int owner, int column, int k) {
+    const int unit = unit0 + (owner - place().rank) * UNITS + column % UNITS;
+    Words words = {{0, 0, 0, 0}};
+    if (unit < HIDDEN) words = *(const Words*)(weights + ((i64)(column / UNITS) * HIDDEN + unit) * HIDDEN + k);
+    return words;
+  });
+  begin(m);
+
+  float state[TILES][EACH], cell[TILES][EACH], shift[EACH];
+#pragma unroll
+  for (int e = 0; e < EACH; ++e) {
+    const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
+    const bool exists = output < OUTPUTS && unit < HIDDEN;
+    shift[e] = CELL == GRU && bias != nullptr && exists ? widen(bias[unit]) : 0.f;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      const i64 n = row0 + tile * 16 + output / UNITS;
+      const bool there = exists && n < batch;
+      state[tile][e] = CELL == GRU && there ? widen(first[n * HIDDEN + unit]) : 0.f;
+      cell[tile][e] = CELL == LSTM && there ? widen(first_cell[n * HIDDEN + unit]) : 0.f;
+    }
+  }
+
+  Loads loads;
+  Turns turns;
+  for (i64 s = 0; s < steps; ++s) {
+    const i64 now = backwards ? steps - 1 - s : s, before = backwards ? now + 1 : now - 1;
+    const Real* previous = s ? states + before * batch * row : first;
+    const i64 apart = s ? row : HIDDEN;
+    const auto source_of = [&](int tile) {
+      const i64 most = batch - 1, n0 = row0 + tile * 16;
+      return [=](int r, int k) { return previous + (n0 + r < most ? n0 + r : most) * apart + k; };
+    };
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      float given[EACH][GATES];
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
+        const i64 n = row0 + tile * 16 + output / UNITS;
+        const bool there = output < OUTPUTS && unit < HIDDEN && n < batch;
+#pragma unroll
+        for (int g = 0; g < GATES; ++g)
+          given[e][g] = there ? widen(gates[((now * batch + n) * GATES + g) * HIDDEN + unit]) : 0.f;
+      }
+      const auto source = source_of(tile);
+      if (tile == 0) {
+        if (s > 0) be_patient();
+        fetch(loads, source);
+      }
+      const float* sums = product(m, turns, loads, source, s > 0, u, [&] {
+        if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
+      });
+      turns.next();
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
+        if (OUTPUTS % THREADS && output - lane >= OUTPUTS) continue;  // whole warps
+        const i64 n = row0 + tile * 16 + output / UNITS;
+        const bool there = unit < HIDDEN && n < batch;
+        float sum[GATES], h;
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) sum[g] = total(sums, output / UNITS, g * UNITS + output % UNITS);
+        Real* to = states + (now * batch + n) * row + unit;
+        Real* kept = gates + (now * batch + n) * GATES * HIDDEN + unit;
+        if constexpr (CELL == LSTM) {
+          const float in = sigmoid(given[e][0] + sum[0]), forget = sigmoid(given[e][1] + sum[1]);
+          const float fresh = hyperbolic_tangent(given[e][2] + sum[2]), out = sigmoid(given[e][3] + sum[3]);
+          const float c = forget * cell[tile][e] + in * fresh;
+          cell[tile][e] = c;
+          h = out * hyperbolic_tangent(c);
+          store_together(to, h, there);
+          if (keep && there) {
+            kept[0] = narrow(in), kept[HIDDEN] = narrow(forget), kept[2 * HIDDEN] = narrow(fresh);
+            kept[3 * HIDDEN] = narrow(out);
+            cells[(now * batch + n) * HIDDEN + unit] = c;
+          }
+        } else if constexpr (CELL == GRU) {
+          const float reset = sigmoid(given[e][0] + sum[0]), update = sigmoid(given[e][1] + sum[1]);
+          const float own = sum[2] + shift[e], fresh = hyperbolic_tangent(given[e][2] + reset * own);
+          h = rounded((1.f - update) * fresh + update * state[tile][e]);
+          state[tile][e] = h;
+          store_together(to, h, there);
+          if (keep && there) {
+            kept[0] = narrow(reset), kept[HIDDEN] = narrow(update), kept[2 * HIDDEN] = narrow(fresh);
+            part[(now * batch + n) * HIDDEN + unit] = narrow(own);
+          }
+        } else {
+          const float x = given[e][0] + sum[0];
+          h = CELL == TANH ? hyperbolic_tangent(x) : x > 0.f || x != x ? x : 0.f;
+          store_together(to, h, there);
+        }
+        if (s == steps - 1 && there) {
+          last[n * HIDDEN + unit] = narrow(h);
+          if constexpr (CELL == LSTM) last_cell[n * HIDDEN + unit] = narrow(cell[tile][e]);
+        }
+      }
+    }
+  }
+  end();
+}

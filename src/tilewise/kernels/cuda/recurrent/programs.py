@@ -1,0 +1,151 @@
+"""All steps of one recurrent layer in one direction as one launch (``forward.cu``, ``backward.cu``).
+
+The weights stay on the chip for all steps, in registers and shared memory (Diamos et al. 2016, "Persistent RNNs: stashing
+recurrent weights on-chip", section 3). Blocks exchange states through the second cache; what has been written is told from
+what has not by the words themselves, as in NCCL's low-latency protocol, so there is neither a flag nor a barrier.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.kernels.cuda.launch import SHARED_LIMIT, block_limits, read_source
+from tilewise.kernels.cuda.operands import REALS, constants
+
+__all__ = ["CELLS", "GATES", "RecurrentProgram"]
+
+CELLS = {"rnn_tanh": 0, "rnn_relu": 1, "gru": 2, "lstm": 3}
+"""Numbers of the cells in the C++ source."""
+GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+"""Gates of each cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentProgram:
+    """A kernel for one ``cell`` with ``hidden`` units, a multiple of the ``wide`` numbers in sixteen bytes.
+
+    A block owns ``units`` of them, a multiple of 8, for ``tiles`` tiles of 16 batch rows. ``backward``: the gradients.
+    ``precise``: products of fp32 numbers as exact as in fp32, by three of their TF32 parts.
+    """
+
+    cell: str
+    hidden: int
+    dtype: torch.dtype
+    units: int
+    tiles: int
+    cluster: int = 1
+    backward: bool = False
+    precise: bool = True
+    most_held: int = 112
+    patience: int = 0
+    apart: int = 0
+    all_warps: int = 8
+
+    @property
+    def name(self) -> str:
+        """The kernel's function."""
+        return "recurrent_backward" if self.backward else "recurrent_forward"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.all_warps
+
+    @property
+    def wide(self) -> int:
+        """Numbers in sixteen bytes."""
+        return 16 // self.dtype.itemsize
+
+    @property
+    def slices(self) -> int:
+        """Blocks that share the units: whole clusters."""
+        return -(-self.hidden // (self.units * self.cluster)) * self.cluster
+
+    @property
+    def depth(self) -> int:
+        """Terms of a sum."""
+        return self.hidden * (GATES[self.cell] if self.backward else 1)
+
+    @property
+    def columns(self) -> int:
+        """Sums of a batch row that a block computes."""
+        return self.units * (1 if self.backward else GATES[self.cell])
+
+    @property
+    def warps(self) -> tuple[int, int]:
+        """Groups of warps with different columns, and with different terms: as little work for each as there can be."""
+        if self.apart:
+            return self.apart, self.all_warps // self.apart
+        tiles, chunks = self.cluster * self.column_tiles, self.chunks
+
+        def load(way: tuple[int, int]) -> tuple[int, int]:
+            """Products of a warp, and bytes that pass shared memory."""
+            columns, parts = way
+            direct = columns == 1
+            terms = 0 if direct else (columns + 1) * 1024 * chunks
+            return -(-tiles // columns) * -(-chunks // parts), terms + 2 * 512 * tiles * parts
+
+        return min(((c, self.all_warps // c) for c in (8, 4, 2, 1)), key=load)
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles of 8 columns of a block."""
+        return -(-self.columns // 8)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the terms that a block reads, 64 bytes of each row."""
+        return -(-self.depth // (4 * self.wide * self.cluster))
+
+    @property
+    def words(self) -> int:
+        """Weights that a thread holds, in 16 bytes."""
+        columns, parts = self.warps
+        return -(-self.cluster * self.column_tiles // columns) * -(-self.chunks // parts)
+
+    @property
+    def held(self) -> int:
+        """Those that stay in registers."""
+        return min(self.words, self.most_held // 4)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: two tiles' sums and terms, and the weights that registers do not hold."""
+        row = 8 * self.column_tiles
+        row += 0 if row % 32 in (8, 24) else 8
+        sums = self.cluster * self.warps[1] * 16 * row * 4
+        terms = 0 if self.warps[0] == 1 else 2 * self.chunks * 1024
+        return 16 + 2 * sums + terms + (self.words - self.held) * self.threads * 16
+
+    def problems(self) -> list[str]:
+        """Reasons why it cannot run; empty where it can."""
+        reasons = []
+        if self.hidden % self.wide:
+            reasons.append(f"hidden={self.hidden}: not a multiple of {self.wide}, the numbers in 16 bytes")
+        if self.shared > SHARED_LIMIT:
+            over = self.shared - SHARED_LIMIT
+            reasons.append(f"weights of {self.units} units are {over} bytes more than a multiprocessor holds")
+        return reasons or block_limits(f"units={self.units}", self.threads, self.shared)
+
+    def source(self) -> str:
+        """The CUDA C++; :func:`~tilewise.kernels.cuda.launch.compile_cubin` puts ``ptx.cu`` before it."""
+        return _source(self)
+
+
+@functools.lru_cache(maxsize=256)
+def _source(p: RecurrentProgram) -> str:
+    """The CUDA C++ of a program."""
+    values = {
+        "CELL": CELLS[p.cell], "TANH": 0, "RELU": 1, "GRU": 2, "LSTM": 3, "GATES": GATES[p.cell], "REAL": REALS[p.dtype],
+        "PRECISE": p.precise, "HIDDEN": p.hidden, "UNITS": p.units, "TILES": p.tiles, "SLICES": p.slices,
+        "CLUSTER": p.cluster, "WC": p.warps[0], "WK": p.warps[1],
+        "DEPTH": p.depth, "COLUMNS": p.columns, "KEPT": p.held, "PATIENCE": p.patience,
+    }  # fmt: skip
+    texts = [
+        constants(values), f"#define BOUNDS __cluster_dims__({p.cluster}, 1, 1) __launch_bounds__({p.threads}, 1)", read_source("recurrent/units.cu"),
+        read_source("recurrent/slices.cu"), read_source(f"recurrent/{'backward' if p.backward else 'forward'}.cu"),
+    ]  # fmt: skip
+    return "\n".join(texts)

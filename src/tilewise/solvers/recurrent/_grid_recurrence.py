@@ -1,0 +1,159 @@
+"""Recurrent layers whose weights stay on the chip: one launch for all steps of a direction (``kernels/cuda/recurrent``)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.nn import functional
+
+from tilewise.kernels.cuda.launch import kernel
+from tilewise.kernels.cuda.recurrent.programs import GATES, RecurrentProgram
+
+__all__ = ["TILE", "GridRecurrence", "Saved", "padded", "program"]
+
+TILE = 16
+"""Batch rows that matrix units take at a time."""
+WHOLE = {2: torch.int16, 4: torch.int32}
+"""Whole numbers by their bytes, of which -1 has all bits set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a forward pass keeps: the gates' values, and of each state the cell or the hidden part of a GRU's third gate."""
+
+    gates: torch.Tensor
+    cells: torch.Tensor | None
+    part: torch.Tensor | None
+    states: torch.Tensor
+
+
+@dataclass
+class GridRecurrence:
+    """The steps of one layer in one direction on a GPU, as ``_recurrence.Recurrence`` says.
+
+    ``forward_units`` and ``backward_units`` hidden units go to a block, for ``tiles`` tiles of 16 batch rows. ``hidden``
+    is padded with units that stay zero where rows would not begin at 16 bytes.
+    """
+
+    cell: str
+    hidden: int
+    dtype: torch.dtype
+    device: int
+    units: int
+    tiles: int
+    precise: bool = True
+    _launches: dict[tuple[int, ...], Callable[..., None]] = field(default_factory=dict)
+
+    def forward(
+        self, gx: torch.Tensor, u: torch.Tensor, bias_n: torch.Tensor | None, h0: torch.Tensor, c0: torch.Tensor | None,
+        y: torch.Tensor, *, reverse: bool, keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Saved]:  # fmt: skip
+        """See the protocol."""
+        (time, batch, hidden), lstm = y.shape, self.cell == "lstm"
+        wide = padded(hidden, self.dtype)
+        gx, u, bias_n, h0, c0 = self._wider(gx, u, bias_n, h0, c0)
+        states = y if hidden == wide and _aligned(y) else _new(y, time, batch, wide)
+        states.view(WHOLE[self.dtype.itemsize]).fill_(-1)
+        cells = _new(y, time, batch, wide, dtype=torch.float32) if lstm and keep else None
+        part = _new(y, time, batch, wide) if self.cell == "gru" and keep else None
+        last, last_cell = _new(y, batch, wide), _new(y, batch, wide) if lstm else None
+        run = self._launch(False, time, batch, states.stride(1), reverse, keep)
+        run(*map(_address, (gx, u, bias_n, h0, c0, states, cells, part, last, last_cell)))
+        if states is not y:
+            y.copy_(states[..., :hidden])
+        saved = Saved(gx, cells, part, states)
+        return _narrow(last, hidden), None if last_cell is None else _narrow(last_cell, hidden), saved
+
+    def backward(
+        self, saved: Saved, u: torch.Tensor, bias_n: torch.Tensor | None, h0: torch.Tensor, c0: torch.Tensor | None,
+        y: torch.Tensor, dy: torch.Tensor, dhn: torch.Tensor | None, dcn: torch.Tensor | None, *, reverse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """See the protocol."""
+        (time, batch, hidden), gates = y.shape, GATES[self.cell]
+        wide = padded(hidden, self.dtype)
+        _, u, _, h0, c0 = self._wider(None, u, None, h0, c0)
+        dhn, dcn = (None if t is None else _wide(t, wide) for t in (dhn, dcn))
+        if hidden != wide or dy.stride(2) != 1:
+            dy = _wide(dy, wide)
+        changes = _new(y, time, batch, gates * wide)
+        own = _new(y, time, batch, wide) if self.cell == "gru" else None
+        for exchanged in (changes, own):
+            if exchanged is not None:
+                exchanged.view(WHOLE[self.dtype.itemsize]).fill_(-1)
+        dh0, dc0 = _new(y, batch, wide), _new(y, batch, wide) if self.cell == "lstm" else None
+        states = saved.states
+        run = self._launch(True, time, batch, states.stride(1), dy.stride(1), reverse)
+        tensors = (saved.gates, u, states, saved.cells, saved.part, h0, c0, dy, dhn, dcn, changes, own, dh0, dc0)
+        run(*map(_address, tensors))
+        if hidden != wide:
+            changes = changes.view(time, batch, gates, wide)[..., :hidden].reshape(time, batch, gates * hidden)
+            own = None if own is None else _narrow(own, hidden)
+        return changes, own, _narrow(dh0, hidden), None if dc0 is None else _narrow(dc0, hidden)
+
+    def _wider(self, gx: torch.Tensor | None, u: torch.Tensor, *rest: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """The tensors with units that stay zero, as many as rows of 16 bytes need."""
+        hidden, gates = u.shape[1], GATES[self.cell]
+        wide = padded(hidden, self.dtype)
+        if wide == hidden:
+            return [gx, u, *rest]
+        more = wide - hidden
+        if gx is not None:
+            gx = functional.pad(gx.unflatten(2, (gates, hidden)), (0, more)).flatten(2)
+        u = functional.pad(u.view(gates, hidden, hidden), (0, more, 0, more)).flatten(0, 1)
+        return [gx, u, *(None if t is None else _wide(t, wide) for t in rest)]
+
+    def _launch(self, backward: bool, time: int, batch: int, *scalars: int) -> Callable[..., None]:
+        """The launch for tensors of these sizes, compiled at the first call."""
+        key = (backward, time, batch, *map(int, scalars))
+        found = self._launches.get(key)
+        if found is None:
+            p = program(self.cell, self.hidden, self.dtype, self.units, self.tiles, self.precise, backward)
+            grid = p.slices * -(-batch // (TILE * self.tiles))
+            pointers = 14 if backward else 10
+            made = kernel(p.source(), p.name, self.device)
+            found = made.launch(grid, p.threads, p.shared, pointers, key[1:], together=True)
+            self._launches[key] = found
+        return found
+
+
+def padded(hidden: int, dtype: torch.dtype) -> int:
+    """Units of which rows begin at multiples of 16 bytes."""
+    wide = 16 // dtype.itemsize
+    return -(-hidden // wide) * wide
+
+
+@functools.lru_cache(maxsize=256)
+def program(
+    cell: str, hidden: int, dtype: torch.dtype, units: int, tiles: int, precise: bool, backward: bool
+) -> RecurrentProgram:
+    """The program of a direction, with its units padded."""
+    forward = RecurrentProgram(cell, padded(hidden, dtype), dtype, units, tiles, precise=precise)
+    return replace(forward, backward=backward)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """Whether every row begins at 16 bytes and is dense."""
+    size = tensor.element_size()
+    return tensor.stride(2) == 1 and not (tensor.data_ptr() % 16 or tensor.stride(1) * size % 16) and (
+        tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
+    )
+
+
+def _new(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def _wide(tensor: torch.Tensor, wide: int) -> torch.Tensor:
+    """The tensor with zeros after its last dimension's elements, up to ``wide``."""
+    return functional.pad(tensor, (0, wide - tensor.shape[-1])).contiguous()
+
+
+def _narrow(tensor: torch.Tensor, hidden: int) -> torch.Tensor:
+    return tensor if tensor.shape[-1] == hidden else tensor[..., :hidden].contiguous()
