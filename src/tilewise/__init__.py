@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tilewise.planner import NoPlanError, Options, Planner, Schedule, ScheduleError
     from tilewise.problems.conv.problem import ConvProblem, Pass
     from tilewise.problems.gemm.problem import GemmProblem
+    from tilewise.problems.recurrent.problem import RecurrentProblem
     from tilewise.settings import Settings
     from tilewise.wisdom import Wisdom
 
@@ -61,6 +62,7 @@ _HOMES = {
     "tilewise.planner": ("NoPlanError", "Options", "Planner", "Schedule", "ScheduleError"),
     "tilewise.problems.conv.problem": ("ConvProblem", "Pass"),
     "tilewise.problems.gemm.problem": ("GemmProblem",),
+    "tilewise.problems.recurrent.problem": ("RecurrentProblem",),
     "tilewise.settings": ("Settings",),
     "tilewise.wisdom": ("Wisdom",),
 }
@@ -81,6 +83,7 @@ __all__ = [
     "Pass",
     "Plan",
     "Planner",
+    "RecurrentProblem",
     "Schedule",
     "ScheduleError",
     "Settings",

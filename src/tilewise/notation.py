@@ -1,17 +1,21 @@
-"""The notation of layers and of matrix products, as users import it."""
+"""The notation of layers, matrix products and recurrent layers, as users import it."""
 
 from __future__ import annotations
 
 from tilewise.problems.conv.notation import format_layer, layer_name, looks_like_layer, parse_layer
 from tilewise.problems.gemm.notation import format_product, looks_like_product, parse_product, product_name
+from tilewise.problems.recurrent.notation import format_recurrent, looks_like_recurrent, parse_recurrent
 
 __all__ = [
     "format_layer",
     "format_product",
+    "format_recurrent",
     "layer_name",
     "looks_like_layer",
     "looks_like_product",
+    "looks_like_recurrent",
     "parse_layer",
     "parse_product",
+    "parse_recurrent",
     "product_name",
 ]

@@ -1,4 +1,4 @@
-"""Problems, as users import them: :class:`ConvProblem`, :class:`GemmProblem`, what they are made of and cut into."""
+"""Problems, as users import them: one class for each kind, what problems are made of and what they are cut into."""
 
 from __future__ import annotations
 
@@ -6,5 +6,18 @@ from tilewise.problems.base import DTYPES, Part, Problem, Range, Write, layout_o
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.gemm.problem import GemmProblem
+from tilewise.problems.recurrent.problem import RecurrentProblem
 
-__all__ = ["DTYPES", "Axis", "ConvProblem", "GemmProblem", "Part", "Pass", "Problem", "Range", "Write", "layout_of"]
+__all__ = [
+    "DTYPES",
+    "Axis",
+    "ConvProblem",
+    "GemmProblem",
+    "Part",
+    "Pass",
+    "Problem",
+    "Range",
+    "RecurrentProblem",
+    "Write",
+    "layout_of",
+]

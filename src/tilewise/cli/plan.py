@@ -29,7 +29,7 @@ __all__ = ["command"]
 
 
 @click.command("plan")
-@click.argument("target", metavar="NET|LAYER|PRODUCT")
+@click.argument("target", metavar="NET|LAYER|PRODUCT|RNN")
 @passes_option
 @shared_option("memory_limit")
 @click.option("--max-batch", is_flag=True, help="Find the largest mini-batch that keeps --memory-limit, and plan that.")

@@ -23,6 +23,7 @@ __all__ = [
     "DEFAULT_BATCH",
     "OPS",
     "PASSES",
+    "TASKS",
     "Asked",
     "budget_options",
     "compiling_options",
@@ -46,6 +47,8 @@ LAYOUTS = ("contiguous", "channels_last")
 PASSES = ("fprop", "dgrad", "wgrad")
 OPS = ("nn", "nt", "tn", "tt")
 """A product's passes: how its operands are stored."""
+TASKS = ("inference", "training")
+"""A recurrent layer's passes: its forward, or forward and backward as one."""
 DEFAULT_BATCH = 32
 
 
@@ -114,16 +117,16 @@ class Asked:
     def set_precision(self, device: torch.device, operation: str = "conv") -> str:
         """The precision of fp32 convolutions: as torch has it, or as asked for, and torch has it during the command.
 
-        With the ``operation`` "matmul" that of matrix products.
+        With the ``operation`` "matmul" that of matrix products, with "rnn" that of recurrent layers.
         """
-        from tilewise.machine.device import conv_precision, matmul_precision
+        from tilewise.machine.device import conv_precision, matmul_precision, recurrent_precision
         from tilewise.machine.torch_state import fp32_precision
 
         if self.precision is not None:
             if device.type == "cuda":
                 click.get_current_context().with_resource(fp32_precision("cuda", operation, self.precision))
             return self.precision
-        now = {"conv": conv_precision, "matmul": matmul_precision}[operation]
+        now = {"conv": conv_precision, "matmul": matmul_precision, "rnn": recurrent_precision}[operation]
         return now() if device.type == "cuda" else "ieee"
 
 
@@ -216,13 +219,14 @@ def _in_words(option: Option) -> str:
 
 
 def passes_option(command: Function) -> Function:
-    """Add ``--pass``, the passes of a layer or the products of a matrix product, as the argument ``passes``."""
+    """Add ``--pass``, the passes of a layer, a matrix product or a recurrent layer, as the argument ``passes``."""
     option = click.option(
         "--pass",
         "passes",
-        type=click.Choice((*PASSES, *OPS)),
+        type=click.Choice((*PASSES, *OPS, *TASKS)),
         multiple=True,
-        help="Only this pass; may be repeated. Those of a product say how its operands are stored.",
+        help="Only this pass; may be repeated. Those of a product say how its operands are stored, those "
+        "of a recurrent layer whether its gradients are computed too.",
     )
     return option(command)
 

@@ -1,4 +1,4 @@
-"""What a command is about: a network, or one layer or matrix product given as text."""
+"""What a command is about: a network, or one layer, matrix product or recurrent layer given as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
-from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, Asked
+from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, TASKS, Asked
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tilewise.frontends.networks import Network
     from tilewise.report.values import Layer
 
-__all__ = ["Target", "layer_target", "network_target", "product_target", "resolve"]
+__all__ = ["Target", "layer_target", "network_target", "product_target", "recurrent_target", "resolve", "text_target"]
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,30 @@ class Target:
 
 
 def resolve(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
-    """The target that ``text`` names: a layer or a matrix product in benchdnn's notation or else a network.
+    """The target that ``text`` names: a layer, a matrix product or a recurrent layer, or else a network.
 
-    ``passes`` narrows it to those (``fprop``, ``dgrad``, ``wgrad``; of a product ``nn``, ``nt``, ``tn``, ``tt``).
-    Raises :class:`BadInput`.
+    ``passes`` narrows it to those (``fprop``, ``dgrad``, ``wgrad``; of a product ``nn``, ``nt``, ``tn``, ``tt``; of a
+    recurrent layer ``inference``, ``training``). Raises :class:`BadInput`.
     """
+    found = text_target(text)
+    if found is None:
+        _check_passes(text, passes, PASSES)
+        return network_target(text, settings, passes)
+    make, _ = found
+    return make(text, settings, passes)
+
+
+def text_target(text: str) -> tuple[Callable[[str, Asked, tuple[str, ...]], Target], str] | None:
+    """What makes the target of a ``text`` that is no network's name, and its first pass; ``None`` for a network's."""
     from tilewise.problems.conv.notation import looks_like_layer
     from tilewise.problems.gemm.notation import looks_like_product
+    from tilewise.problems.recurrent.notation import looks_like_recurrent
 
     if looks_like_product(text):
-        return product_target(text, settings, passes)
-    _check_passes(text, passes, PASSES)
-    return layer_target(text, settings, passes) if looks_like_layer(text) else network_target(text, settings, passes)
+        return product_target, OPS[0]
+    if looks_like_recurrent(text):
+        return recurrent_target, TASKS[0]
+    return (layer_target, PASSES[0]) if looks_like_layer(text) else None
 
 
 def layer_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
@@ -98,6 +110,32 @@ def product_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> 
         problems = tuple(parse_product(text, op=op.upper(), **fields) for op in passes or OPS[:3])
     layer = Layer((product_name(text) or "product",), problems)
     return Target(text, product.batch_size, device, fields["precision"], (layer,))
+
+
+def recurrent_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
+    """The recurrent layer given as text, as a target: a layer with a problem for each of its passes.
+
+    Raises :class:`BadInput` where it is none.
+    """
+    from tilewise.machine.device import device_name
+    from tilewise.problems.recurrent.notation import parse_recurrent
+    from tilewise.report.values import Layer
+
+    _check_passes(text, passes, TASKS)
+    if settings.layout != "contiguous":
+        raise BadInput(f"--layout {settings.layout!r}: a recurrent layer is contiguous, time first; leave it out")
+    with bad_input():
+        recurrent = parse_recurrent(text)
+        if settings.batch not in (None, recurrent.batch):
+            raise BadInput(f"--batch {settings.batch}: a recurrent layer's is in its text, as n16 in lstm:t9n16i8h8")
+        device = settings.torch_device()
+        fields: dict[str, Any] = {
+            "dtype": settings.dtype,
+            "precision": settings.set_precision(device, "rnn"),
+            "device": device_name(device),
+        }
+        problems = tuple(parse_recurrent(text, task=task, **fields) for task in passes or TASKS)
+    return Target(text, recurrent.batch, device, fields["precision"], (Layer((recurrent.cell,), problems),))
 
 
 def _check_passes(text: str, passes: tuple[str, ...], known: tuple[str, ...]) -> None:

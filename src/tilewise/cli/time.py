@@ -29,7 +29,7 @@ OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude")
 
 
 @click.command("time")
-@click.argument("target", metavar="NET|LAYER|PRODUCT")
+@click.argument("target", metavar="NET|LAYER|PRODUCT|RNN")
 @passes_option
 @click.option(
     "--iterations",

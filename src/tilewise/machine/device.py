@@ -193,6 +193,11 @@ def matmul_precision() -> str:
     return _precision_of("matmul")
 
 
+def recurrent_precision() -> str:
+    """As :func:`conv_precision`, for recurrent layers: ``torch.backends.cudnn.rnn.fp32_precision`` where set."""
+    return _precision_of("rnn")
+
+
 def _precision_of(operation: str) -> str:
     """The precision of fp32 operands of ``operation`` on a GPU."""
     for backend, name in (("cuda", operation), ("cuda", "all"), ("generic", "all")):

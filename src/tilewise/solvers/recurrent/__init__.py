@@ -1,0 +1,1 @@
+"""Solvers of recurrent layers: torch's own, and stacks of layers around one recurrence each."""

@@ -1,0 +1,45 @@
+"""Drawn recurrent layers and their tensors, for the tests of several folders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.problems.recurrent.tensors import CELLS, TASKS
+
+SIZES = (1, 2, 3, 5, 8)
+
+
+@st.composite
+def layers(draw: st.DrawFn, **fixed: Any) -> RecurrentProblem:
+    """A small layer of any cell, depth, direction, biases and task; ``fixed`` are fields that are not drawn."""
+    drawn = {
+        "cell": st.sampled_from(CELLS),
+        "time": st.sampled_from((1, 2, 7)),
+        "batch": st.sampled_from(SIZES),
+        "inputs": st.sampled_from(SIZES),
+        "hidden": st.sampled_from((1, 4, 7, 16)),
+        "layers": st.integers(1, 3),
+        "directions": st.integers(1, 2),
+        "biases": st.booleans(),
+        "task": st.sampled_from(TASKS),
+        "dtype": st.sampled_from(("fp32", "bf16", "fp16")),
+    }
+    return RecurrentProblem(**{name: draw(each, name) for name, each in drawn.items() if name not in fixed}, **fixed)
+
+
+def module_of(p: RecurrentProblem, weights: tuple[torch.Tensor, ...], dropout: float = 0.0) -> torch.nn.RNNBase:
+    """torch's module with these weights: an implementation of its own, with autograd."""
+    classes: dict[str, Any] = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}
+    options = {"nonlinearity": p.cell[4:]} if p.cell.startswith("rnn") else {}
+    module = classes.get(p.cell, torch.nn.RNN)(
+        p.inputs, p.hidden, p.layers, bias=p.biases, bidirectional=p.directions == 2, dropout=dropout,
+        dtype=weights[0].dtype, device="cpu", **options,
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter, weight in zip(module._flat_weights, weights, strict=True):
+            parameter.copy_(weight)
+    return module

@@ -1,0 +1,161 @@
+"""Every solver of recurrent layers against float64, and layers as modules call them against torch's autograd."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.recurrent import layers, module_of
+
+from tilewise.machine.device import device_name
+from tilewise.plan import Config
+from tilewise.problems.recurrent.checks import dense_operands, errors_of
+from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.solvers import Solver, SolverUnavailable, Split, get, solving
+
+LEAVES: list[Any] = [solver for solver in solving(RecurrentProblem) if not isinstance(solver, Split)]
+BOUND = {"fp32": 3e-6, "fp16": 0.01, "bf16": 0.08}
+CONFIGS = 4
+
+
+def cases() -> list[Any]:
+    """Every device and type of every solver."""
+    return [
+        pytest.param(solver, dtype, device, id=f"{solver.name}-{dtype}-{device}",
+                     marks=[pytest.mark.gpu] if device == "cuda" else [])
+        for solver in LEAVES for device in sorted(solver.devices) for dtype in sorted(solver.dtypes)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("solver", "dtype", "device"), cases())
+def test_a_solver_computes_what_it_supports(solver: Solver, dtype: str, device: str) -> None:
+    name = device if device == "cpu" else device_name(torch.device("cuda"))
+    bound = []
+
+    @settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
+    @given(data=st.data(), p=layers(dtype=dtype, device=name))
+    def drawn(data: st.DataObject, p: RecurrentProblem) -> None:
+        if solver.why_not(p):
+            return
+        configs = list(solver.configs(p))[:CONFIGS]
+        if not configs:
+            return
+        c = data.draw(st.sampled_from(configs))
+        operands = dense_operands(p, 5)
+        try:
+            run = solver.bind_checked(p, c, *operands, *(None for _ in p.results))
+        except SolverUnavailable:
+            assert device == "cuda"
+            return
+        bound.append(p)
+
+        def compute(*tensors: Any) -> Any:
+            count = len(p.operands)
+            before = [t.clone() for t in tensors[:count]]
+            results = run(*tensors[:count], *(None for _ in p.results), None)
+            for role, t, old in zip(p.operands, tensors, before, strict=False):
+                assert torch.equal(t, old), f"wrote its operand {role}"
+            for role, t in zip(p.results, results, strict=True):
+                assert tuple(t.shape) == p.shape(role), role
+                assert t.dtype is p.torch_dtype(role), role
+                assert t.is_contiguous(), role
+            return results
+
+        jumps = p.cell == "rnn_relu" and p.task == "training" and dtype != "fp32"
+        with p.flags(deterministic=False):
+            error = errors_of(p, compute)
+        assert error.l2 <= (0.5 if jumps else BOUND[dtype]), f"{p.key} {c}: {error}"
+
+    drawn()
+    assert bound, "nothing was drawn that it can solve"
+
+
+@pytest.mark.parametrize("solver", LEAVES, ids=lambda s: s.name)
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@given(p=layers())
+def test_declarations_agree(solver: Solver, p: RecurrentProblem) -> None:
+    if solver.why_not(p):
+        return
+    for c in solver.configs(p):
+        assert Config.from_key(c.key) == c
+        assert solver.workspace(p, c) >= 0
+        assert solver.hidden_workspace(p, c) >= 0
+        cost = solver.cost(p, c)
+        assert cost.flops >= p.flops
+        assert 0 < cost.efficiency <= 1
+
+
+@pytest.mark.parametrize("name", ["aten_rnn", "stepped"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), p=layers(dtype="fp32", task="training"))
+def test_gradients_that_are_needed_are_those_of_autograd(name: str, data: st.DataObject, p: RecurrentProblem) -> None:
+    """A layer by itself: gradients of some results may be missing, and only some operands need theirs."""
+    operands = dict(zip(p.operands, dense_operands(p, 2), strict=True))
+    weights = tuple(operands[role] for role in p.weights)
+    ends = ["y", "hn", "cn"] if p.cell == "lstm" else ["y", "hn"]
+    given_ends = data.draw(st.sets(st.sampled_from(ends), min_size=1), "gradients of")
+    begins = ("x", "h0", "c0", *p.weights)
+    needed = data.draw(st.sets(st.sampled_from(begins)), "needed")
+    dropout = data.draw(st.sampled_from((0.0, 0.5)), "dropout") if p.layers > 1 else 0.0
+
+    module = module_of(p, weights, dropout)
+    leaves = {r: operands[r].clone().requires_grad_() for r in ("x", "h0", "c0") if r in operands}
+    torch.manual_seed(7)
+    y, last = module(leaves["x"], (leaves["h0"], leaves["c0"]) if "c0" in leaves else leaves["h0"])
+    results = dict(zip(ends, (y, *last) if isinstance(last, tuple) else (y, last), strict=True))
+    of = dict(zip(p.weights, module._flat_weights, strict=True)) | leaves
+    wanted = torch.autograd.grad(
+        [results[r] for r in ends if r in given_ends],
+        list(of.values()),
+        [operands[f"d{r}"] for r in ends if r in given_ends],
+        allow_unused=True,
+    )
+    want = {r: torch.zeros_like(t) if g is None else g for (r, t), g in zip(of.items(), wanted, strict=True)}
+
+    layer = get(name).layer(p, Config())  # type: ignore[attr-defined]
+    torch.manual_seed(7)
+    with torch.no_grad():
+        *got, saved = layer.forward(
+            operands["x"], operands["h0"], operands.get("c0"), weights, dropout=dropout, keep=True
+        )
+        starts = [operands[f"d{r}"] if r in given_ends else None for r in ("y", "hn", "cn")]
+        gradients = layer.backward(saved, weights, *starts, [r in needed for r in begins])
+    for role, value in zip(ends, got, strict=False):
+        torch.testing.assert_close(value, results[role].detach(), rtol=1e-4, atol=1e-5)
+    assert len(gradients) == len(begins)
+    for role, gradient in zip(begins, gradients, strict=True):
+        if role in needed and role in want:
+            assert gradient is not None, role
+            torch.testing.assert_close(gradient, want[role], rtol=1e-3, atol=1e-4)
+        else:
+            assert gradient is None, role
+
+
+def test_what_is_dropped_follows_the_generator() -> None:
+    p = RecurrentProblem("gru", 5, 3, 4, 6, layers=3)
+    operands = dense_operands(p, 1)
+    layer = get("stepped").layer(p, Config())  # type: ignore[attr-defined]
+    x, h0, *weights = operands
+    results = []
+    for seed, keep in ((1, True), (1, False), (2, False)):
+        torch.manual_seed(seed)
+        results.append(layer.forward(x, h0, None, weights, dropout=0.5, keep=keep)[0])
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+    module = module_of(p, tuple(weights), 0.5)
+    torch.manual_seed(1)
+    torch.testing.assert_close(results[0], module(x, h0)[0].detach())
+
+
+@pytest.mark.parametrize("cell", ["rnn_tanh", "gru", "lstm"])
+def test_long_recurrences_stay_exact(cell: str) -> None:
+    p = RecurrentProblem(cell, 300, 2, 3, 33, task="training")
+    run = get("stepped").bind(p, Config())
+    assert errors_of(p, run).l2 < 3e-6
+    assert (
+        errors_of(replace(p, task="inference"), get("stepped").bind(replace(p, task="inference"), Config())).l2 < 3e-6
+    )
