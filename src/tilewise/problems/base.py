@@ -274,6 +274,10 @@ class Problem(abc.ABC):
         """A context that sets torch's flags as the problem wants them while it is computed or measured."""
         return nullcontext()
 
+    def arranged(self, operands: Tensors) -> Tensors:
+        """Operands that were just made, where a framework keeps them: some in one piece of memory, for example."""
+        return operands
+
     def on(self, device: str) -> Self:
         """The same problem on another device."""
         return replace(self, device=device)  # type: ignore[type-var]

@@ -72,7 +72,7 @@ def make_operands(problem: Problem, seed: int = 0, *, wide: bool = False) -> tup
     for role in problem.operands:
         pause()
         made.append(make_operand(problem, role, generator, wide))
-    return tuple(made)
+    return problem.arranged(tuple(made))
 
 
 def make_operand(problem: Problem, role: str, generator: torch.Generator, wide: bool) -> torch.Tensor:

@@ -222,7 +222,7 @@ def summary_text(summary: Summary) -> str:
     line += f"[red]{summary.unplanned} without a plan[/]" if summary.unplanned else "the others are left to torch"
     if summary.compared:
         line += (
-            f"\nconvolutions: framework {format_ms(summary.framework_ms)} ms, planned "
+            f"\nlayers: framework {format_ms(summary.framework_ms)} ms, planned "
             f"{format_ms(summary.planned_ms)} ms; speed-up: geometric mean {format_ratio(summary.geometric_mean)}, "
             f"worst {format_ratio(summary.worst)} (left to torch counts 1.00)"
         )

@@ -83,7 +83,7 @@ def dense_operands(problem: RecurrentProblem, seed: int, *, wide: bool = False) 
         if wide and role.startswith("b_ih") and GATES[problem.cell] > 1:
             tensor[problem.hidden : 2 * problem.hidden] += LONG
         made.append(tensor)
-    return tuple(made)
+    return problem.arranged(tuple(made))
 
 
 def whole_operands(problem: RecurrentProblem, seed: int) -> Tensors:
@@ -101,7 +101,7 @@ def whole_operands(problem: RecurrentProblem, seed: int) -> Tensors:
             whole = torch.randint(-2, 3, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int64)
             tensor.copy_(whole.abs() if role == "h0" else whole)
         made.append(tensor)
-    return tuple(made)
+    return problem.arranged(tuple(made))
 
 
 def _neighbours(u: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,10 @@ from typing import ClassVar
 import torch
 
 from tilewise.machine.torch_state import fp32_precision, framework_flags
-from tilewise.problems.base import DTYPES, PRECISIONS, Part, Problem
+from tilewise.problems.base import ALIGNMENT, DTYPES, PRECISIONS, Part, Problem, Tensors
 from tilewise.problems.limits import INT64_MAX
 from tilewise.problems.recurrent.key import fields_of, key_of
+from tilewise.problems.recurrent.one_piece import in_one_piece
 from tilewise.problems.recurrent.reference import reference
 from tilewise.problems.recurrent.tensors import CELLS, GATES, TASKS, operands_of, results_of, shapes_of, weights_of
 
@@ -105,6 +106,17 @@ class RecurrentProblem(Problem):
         if role not in shapes:
             raise ValueError(f"role={role!r}: one of {', '.join(self.roles)} would do")
         return shapes[role]
+
+    def alignment_of(self, role: str) -> int:
+        """Bytes by which addresses are aligned; weights may lie behind one another in one piece of memory."""
+        packed = role in self.weights
+        return math.gcd(ALIGNMENT, self.hidden * self.torch_dtype(role).itemsize) if packed else ALIGNMENT
+
+    def arranged(self, operands: Tensors) -> Tensors:
+        """Operands with the weights in one piece, as torch's modules keep them on a GPU."""
+        first = self.operands.index(self.weights[0])
+        last = first + len(self.weights)
+        return (*operands[:first], *in_one_piece(self, operands[first:last]), *operands[last:])
 
     def flags(self, *, deterministic: bool) -> AbstractContextManager[None]:
         """A context with the problem's precision of recurrent layers and of matrix products on a GPU."""

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from tilewise.plan import Config
+from tilewise.problems.recurrent.one_piece import in_one_piece
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import Cost
 from tilewise.solvers.recurrent._layers import Layer, Outputs
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver, recurrent_cost
-
-CUDNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""cuDNN's numbers for the cells."""
 
 
 class AtenRnn(RecurrentSolver):
@@ -62,8 +60,8 @@ class _TorchLayer:
     ) -> Outputs:
         """As :meth:`Layer.forward`. Saved are the results with their graph, and the leaves that lead to them."""
         if not keep:
-            return (*self._call(x, h0, c0, self._in_one_piece(weights), dropout), None)
-        given = [x, h0, *([] if c0 is None else [c0]), *self._in_one_piece(weights)]
+            return (*self._call(x, h0, c0, in_one_piece(self.p, weights), dropout), None)
+        given = [x, h0, *([] if c0 is None else [c0]), *in_one_piece(self.p, weights)]
         with torch.inference_mode(False), torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in given]
             first = 2 if c0 is None else 3
@@ -110,17 +108,3 @@ class _TorchLayer:
             x, state, list(weights), p.biases, p.layers, dropout, train, p.directions == 2, False
         )
         return y, hn, cn[0] if cn else None
-
-    def _in_one_piece(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The weights in one piece of memory as cuDNN takes them, copied where they are not."""
-        p = self.p
-        if p.device_type != "cuda" or not torch.backends.cudnn.is_acceptable(weights[0]):
-            return weights
-        if len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
-            return weights
-        with torch.inference_mode(False), torch.no_grad():
-            own = [weight.detach() for weight in weights]  # they are moved; the caller's stay
-            each = len(own) // (p.layers * p.directions)
-            mode = CUDNN_MODES[p.cell]
-            torch._cudnn_rnn_flatten_weight(own, each, p.inputs, mode, p.hidden, 0, p.layers, False, p.directions == 2)
-        return own
