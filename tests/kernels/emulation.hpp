@@ -295,7 +295,6 @@ template <int CLUSTER> void send_to(float* to, int rank, float2 a, unsigned long
   barrier_done(other);
 }
 #define send send_to<CLUSTER>
-inline void spend(int) {}
 inline unsigned opaque(unsigned bits) { return bits; }
 inline void look_again() { emulation::pause(); }
 struct Fragments { unsigned a[4], b[2]; };

@@ -98,7 +98,13 @@ class Kernel:
         return int(self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared))
 
     def launch(
-        self, grid: int, threads: int, shared: int, pointers: int, scalars: Sequence[int | float], together: bool = False
+        self,
+        grid: int,
+        threads: int,
+        shared: int,
+        pointers: int,
+        scalars: Sequence[int | float],
+        together: bool = False,
     ) -> Launch:
         """A launch of ``grid`` blocks of ``threads`` threads with ``shared`` bytes each; see :class:`Launch`."""
         self.reserve(shared)
@@ -170,7 +176,9 @@ class Launch:
         with self._lock:
             for i, address in enumerate(addresses):
                 values[i] = address
-            (error,) = self._run(self._function, *self._dimensions, stream, ctypes.addressof(self._arguments), *self._extra)
+            (error,) = self._run(
+                self._function, *self._dimensions, stream, ctypes.addressof(self._arguments), *self._extra
+            )
         if error:
             _check(self._driver, "cuLaunchKernel", error)
 

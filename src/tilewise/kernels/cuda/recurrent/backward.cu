@@ -86,10 +86,7 @@ extern "C" __global__ void BOUNDS recurrent_backward(
       const float* sums = nullptr;
       if (s > 0) {
         const auto source = source_of(tile);
-        if (tile == 0) {
-          be_patient();
-          fetch(loads, source);
-        }
+        if (tile == 0) fetch(loads, source);
         sums = product(m, turns, loads, source, true, u, [&] {
           if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
         });

@@ -57,10 +57,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
           given[e][g] = there ? widen(gates[((now * batch + n) * GATES + g) * HIDDEN + unit]) : 0.f;
       }
       const auto source = source_of(tile);
-      if (tile == 0) {
-        if (s > 0) be_patient();
-        fetch(loads, source);
-      }
+      if (tile == 0) fetch(loads, source);
       const float* sums = product(m, turns, loads, source, s > 0, u, [&] {
         if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
       });

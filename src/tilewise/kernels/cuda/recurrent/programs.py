@@ -1,8 +1,8 @@
 """All steps of one recurrent layer in one direction as one launch (``forward.cu``, ``backward.cu``).
 
-The weights stay on the chip for all steps, in registers and shared memory (Diamos et al. 2016, "Persistent RNNs: stashing
-recurrent weights on-chip", section 3). Blocks exchange states through the second cache; what has been written is told from
-what has not by the words themselves, as in NCCL's low-latency protocol, so there is neither a flag nor a barrier.
+The weights stay on the chip for all steps, in registers and shared memory (Diamos et al. 2016, "Persistent RNNs:
+stashing recurrent weights on-chip", section 3). Blocks exchange states through the second cache. What has been written
+is told from what has not by the words themselves, so there is neither a flag nor a barrier among all blocks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ CELLS = {"rnn_tanh": 0, "rnn_relu": 1, "gru": 2, "lstm": 3}
 """Numbers of the cells in the C++ source."""
 GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
 """Gates of each cell."""
+WARPS = 8
+MOST_HELD = 112
+"""Registers of a thread that hold weights, of 255: with more, others are kept in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentProgram:
     """A kernel for one ``cell`` with ``hidden`` units, a multiple of the ``wide`` numbers in sixteen bytes.
 
-    A block owns ``units`` of them, a multiple of 8, for ``tiles`` tiles of 16 batch rows. ``backward``: the gradients.
-    ``precise``: products of fp32 numbers as exact as in fp32, by three of their TF32 parts.
+    A block owns ``units`` of them, a multiple of 8, for ``tiles`` tiles of 16 batch rows. The ``cluster`` blocks of a
+    cluster divide the terms of their sums. Of a block's 8 warps, groups of ``columns`` compute different sums; the
+    others add different terms. ``backward``: the gradients. ``precise``: products of fp32 numbers as exact as in fp32,
+    by three of their TF32 parts.
     """
 
     cell: str
@@ -37,12 +42,9 @@ class RecurrentProgram:
     units: int
     tiles: int
     cluster: int = 1
+    columns: int = 1
     backward: bool = False
     precise: bool = True
-    most_held: int = 112
-    patience: int = 0
-    apart: int = 0
-    all_warps: int = 8
 
     @property
     def name(self) -> str:
@@ -52,7 +54,7 @@ class RecurrentProgram:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * self.all_warps
+        return 32 * WARPS
 
     @property
     def wide(self) -> int:
@@ -70,30 +72,14 @@ class RecurrentProgram:
         return self.hidden * (GATES[self.cell] if self.backward else 1)
 
     @property
-    def columns(self) -> int:
-        """Sums of a batch row that a block computes."""
+    def sums(self) -> int:
+        """Sums of a batch row that a block gets."""
         return self.units * (1 if self.backward else GATES[self.cell])
-
-    @property
-    def warps(self) -> tuple[int, int]:
-        """Groups of warps with different columns, and with different terms: as little work for each as there can be."""
-        if self.apart:
-            return self.apart, self.all_warps // self.apart
-        tiles, chunks = self.cluster * self.column_tiles, self.chunks
-
-        def load(way: tuple[int, int]) -> tuple[int, int]:
-            """Products of a warp, and bytes that pass shared memory."""
-            columns, parts = way
-            direct = columns == 1
-            terms = 0 if direct else (columns + 1) * 1024 * chunks
-            return -(-tiles // columns) * -(-chunks // parts), terms + 2 * 512 * tiles * parts
-
-        return min(((c, self.all_warps // c) for c in (8, 4, 2, 1)), key=load)
 
     @property
     def column_tiles(self) -> int:
         """Tiles of 8 columns of a block."""
-        return -(-self.columns // 8)
+        return -(-self.sums // 8)
 
     @property
     def chunks(self) -> int:
@@ -101,33 +87,41 @@ class RecurrentProgram:
         return -(-self.depth // (4 * self.wide * self.cluster))
 
     @property
+    def parts(self) -> int:
+        """Groups of warps that add different terms."""
+        return WARPS // self.columns
+
+    @property
     def words(self) -> int:
         """Weights that a thread holds, in 16 bytes."""
-        columns, parts = self.warps
-        return -(-self.cluster * self.column_tiles // columns) * -(-self.chunks // parts)
+        return -(-self.cluster * self.column_tiles // self.columns) * -(-self.chunks // self.parts)
 
     @property
     def held(self) -> int:
         """Those that stay in registers."""
-        return min(self.words, self.most_held // 4)
+        return min(self.words, MOST_HELD // 4)
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block: two tiles' sums and terms, and the weights that registers do not hold."""
         row = 8 * self.column_tiles
         row += 0 if row % 32 in (8, 24) else 8
-        sums = self.cluster * self.warps[1] * 16 * row * 4
-        terms = 0 if self.warps[0] == 1 else 2 * self.chunks * 1024
+        sums = self.cluster * self.parts * 16 * row * 4
+        terms = 0 if self.columns == 1 else 2 * self.chunks * 1024
         return 16 + 2 * sums + terms + (self.words - self.held) * self.threads * 16
+
+    @property
+    def excess(self) -> int:
+        """Bytes of shared memory beyond what a block can have, 0 where it fits."""
+        return max(0, self.shared - SHARED_LIMIT)
 
     def problems(self) -> list[str]:
         """Reasons why it cannot run; empty where it can."""
         reasons = []
         if self.hidden % self.wide:
             reasons.append(f"hidden={self.hidden}: not a multiple of {self.wide}, the numbers in 16 bytes")
-        if self.shared > SHARED_LIMIT:
-            over = self.shared - SHARED_LIMIT
-            reasons.append(f"weights of {self.units} units are {over} bytes more than a multiprocessor holds")
+        if self.excess:
+            reasons.append(f"weights of {self.units} units are {self.excess} bytes more than a multiprocessor holds")
         return reasons or block_limits(f"units={self.units}", self.threads, self.shared)
 
     def source(self) -> str:
@@ -139,13 +133,15 @@ class RecurrentProgram:
 def _source(p: RecurrentProgram) -> str:
     """The CUDA C++ of a program."""
     values = {
-        "CELL": CELLS[p.cell], "TANH": 0, "RELU": 1, "GRU": 2, "LSTM": 3, "GATES": GATES[p.cell], "REAL": REALS[p.dtype],
-        "PRECISE": p.precise, "HIDDEN": p.hidden, "UNITS": p.units, "TILES": p.tiles, "SLICES": p.slices,
-        "CLUSTER": p.cluster, "WC": p.warps[0], "WK": p.warps[1],
-        "DEPTH": p.depth, "COLUMNS": p.columns, "KEPT": p.held, "PATIENCE": p.patience,
+        "CELL": CELLS[p.cell], "TANH": 0, "RELU": 1, "GRU": 2, "LSTM": 3, "GATES": GATES[p.cell],
+        "REAL": REALS[p.dtype], "PRECISE": p.precise, "HIDDEN": p.hidden, "UNITS": p.units, "TILES": p.tiles,
+        "SLICES": p.slices, "CLUSTER": p.cluster, "WC": p.columns, "WK": p.parts, "DEPTH": p.depth,
+        "COLUMNS": p.sums, "KEPT": p.held,
     }  # fmt: skip
+    clusters = f"__cluster_dims__({p.cluster}, 1, 1) " if p.cluster > 1 else ""
     texts = [
-        constants(values), f"#define BOUNDS __cluster_dims__({p.cluster}, 1, 1) __launch_bounds__({p.threads}, 1)", read_source("recurrent/units.cu"),
-        read_source("recurrent/slices.cu"), read_source(f"recurrent/{'backward' if p.backward else 'forward'}.cu"),
+        constants(values), f"#define BOUNDS {clusters}__launch_bounds__({p.threads}, 1)",
+        read_source("recurrent/units.cu"), read_source("recurrent/slices.cu"),
+        read_source(f"recurrent/{'backward' if p.backward else 'forward'}.cu"),
     ]  # fmt: skip
     return "\n".join(texts)

@@ -175,19 +175,25 @@ struct Turns {
 };
 constexpr int SENT = SOURCES * 16 * 8 * NT * 4;  // bytes that reach a block for a tile
 
+// Barriers are there before anybody sends, and a block's weights before it reads them.
 __device__ __forceinline__ void begin(const Memory& m) {
-  if (threadIdx.x == 0) {
-    start_barrier(m.barriers);
-    start_barrier(m.barriers + 1);
+  if constexpr (CLUSTER == 1) __syncthreads();
+  else {
+    if (threadIdx.x == 0) {
+      start_barrier(m.barriers);
+      start_barrier(m.barriers + 1);
+    }
+    barriers_started();
+    arrive_cluster();
+    wait_cluster();
   }
-  barriers_started();
-  arrive_cluster();
-  wait_cluster();
 }
 // No block ends while another may still send to it.
 __device__ __forceinline__ void end() {
-  arrive_cluster();
-  wait_cluster();
+  if constexpr (CLUSTER > 1) {
+    arrive_cluster();
+    wait_cluster();
+  }
 }
 
 // The sums of a tile are in shared memory after this. ``loads`` were fetched; ``next`` fetches those of the next tile.
@@ -206,11 +212,6 @@ __device__ __forceinline__ const float* product(const Memory& m, const Turns& tu
   if constexpr (CLUSTER == 1 || DIRECT) __syncthreads();
   if constexpr (CLUSTER > 1) await_sent(m.barriers + turns.turn, turns.parity);
   return m.sums + turns.turn * SUMS;
-}
-
-// Some cycles before the first look at what other blocks have just begun to compute: looks cost them bandwidth.
-__device__ __forceinline__ void be_patient() {
-  if constexpr (PATIENCE > 0) spend(PATIENCE);
 }
 
 // Numbers of WIDE neighbouring threads, written by the first of them at once.

@@ -72,10 +72,6 @@ __device__ __forceinline__ void send(float* to, int rank, float2 a, unsigned lon
                                cluster_address(to, rank)), "f"(a.x), "f"(a.y), "r"(cluster_address(barrier, rank))
                            : "memory"));
 }
-__device__ __forceinline__ void spend(int cycles) {
-  const long long begin = clock64();
-  while (clock64() - begin < cycles) {}
-}
 // Between two looks at what another block is to write.
 __device__ __forceinline__ void look_again() {}
 

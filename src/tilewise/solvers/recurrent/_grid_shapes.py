@@ -1,0 +1,106 @@
+"""Shapes of persistent kernels: which fit on the multiprocessors, and how long a step takes with each, roughly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from tilewise.kernels.cuda.recurrent.programs import RecurrentProgram
+from tilewise.solvers.recurrent._grid_recurrence import TILE, Shape, program
+
+__all__ = ["shapes", "smallest_excess", "step_cycles"]
+
+UNITS = (8, 16, 24, 32, 48, 64)
+CLUSTERS = (1, 2, 4, 8)
+COLUMNS = (1, 4, 8)
+MOST_TILES = 8
+MOST_WORDS = 72
+"""Weights of a thread in 16 bytes, beyond which registers run out."""
+IN_CLUSTERS = 0.85
+"""Share of the multiprocessors that clusters of four blocks and more find: these lie in one group of them."""
+EXCHANGE, WITH_CLUSTER = 2000, 900
+"""Cycles from a state's store to its use by others, and what passing sums within a cluster adds (measured, H100)."""
+CACHE = 3100
+"""Bytes that the second cache gives in a cycle."""
+AGAIN = 2.5
+"""How often the first tile of a step is read, as it is looked for before it is there (measured)."""
+SHARED = 128
+"""Bytes of shared memory in a cycle of a multiprocessor."""
+PRODUCT = 16
+"""Cycles of a warp's product of 16 x 8 x 16 numbers where two warps share a matrix unit."""
+
+
+def step_cycles(p: RecurrentProgram, groups: int) -> float:
+    """Cycles of a step. They rank shapes; no promise is made of them."""
+    terms = p.chunks * 1024
+    passes = (3 if p.precise else 1) if p.dtype is torch.float32 else 1
+    products = p.words * 2 * passes * PRODUCT
+    sums = 2 * p.cluster * p.parts * 16 * p.sums * 4
+    shared = (sums + (0 if p.columns == 1 else (p.columns + 1) * terms) + (p.words - p.held) * 4096) / SHARED
+    cache = p.slices * groups * terms / CACHE
+    return (
+        EXCHANGE
+        + (WITH_CLUSTER if p.cluster > 1 else 0)
+        + AGAIN * cache
+        + p.tiles * (products + shared)
+        + (p.tiles - 1) * cache
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def shapes(
+    cell: str,
+    hidden: int,
+    dtype: torch.dtype,
+    batch: int,
+    precise: bool,
+    backward: bool,
+    processors: int,
+    clusters: bool,
+) -> tuple[tuple[float, Shape], ...]:
+    """Shapes that fit on ``processors`` multiprocessors with the cycles of a step, the fastest first."""
+    found = []
+    for shape, p, groups in _offered(cell, hidden, dtype, batch, precise, backward, clusters):
+        room = processors if p.cluster <= 2 else int(processors * IN_CLUSTERS)
+        if p.slices * groups <= room and p.words <= MOST_WORDS and not p.problems():
+            found.append((step_cycles(p, groups), shape))
+    return tuple(sorted(found))
+
+
+def smallest_excess(
+    cell: str,
+    hidden: int,
+    dtype: torch.dtype,
+    batch: int,
+    precise: bool,
+    backward: bool,
+    processors: int,
+    clusters: bool,
+) -> int:
+    """The fewest bytes of weights by which a multiprocessor's share of them is too large, of all shapes."""
+    weights = -(-hidden * hidden * dtype.itemsize // processors)
+    least = None
+    for _, p, groups in _offered(cell, hidden, dtype, batch, precise, backward, clusters):
+        if p.slices * groups <= processors:
+            over = max((p.words - MOST_WORDS) * p.threads * 16, p.excess)
+            least = over if least is None else min(least, over)
+    return weights if least is None else max(least, 1)
+
+
+def _offered(
+    cell: str, hidden: int, dtype: torch.dtype, batch: int, precise: bool, backward: bool, clusters: bool
+) -> Iterator[tuple[Shape, RecurrentProgram, int]]:
+    """Every shape with its program and its groups of batch rows."""
+    rows = -(-batch // TILE)
+    divided = sorted({-(-rows // groups) for groups in (1, 2, 4, 8, 16)})
+    for tiles in divided:
+        if tiles > MOST_TILES:
+            continue
+        for units in UNITS:
+            for cluster in CLUSTERS if clusters else (1,):
+                for columns in COLUMNS:
+                    p = program(cell, hidden, dtype, (units, tiles, cluster, columns), precise, backward)
+                    if columns <= cluster * p.column_tiles and p.column_tiles * cluster // columns <= 12:
+                        yield (units, tiles, cluster, columns), p, -(-rows // tiles)

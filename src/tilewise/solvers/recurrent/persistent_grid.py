@@ -1,0 +1,127 @@
+"""Recurrent layers on a GPU in one launch a direction: the recurrent weights stay on the chip for all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tilewise.kernels.building.target import sought
+from tilewise.plan import Config
+from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.solvers.base import Cost, SolverUnavailable
+from tilewise.solvers.common.tiles import PROCESSORS
+from tilewise.solvers.recurrent._layers import Layer, StackedLayers
+from tilewise.solvers.recurrent._recurrent import RecurrentSolver, recurrent_cost
+
+MOST = 8
+"""Configs that are offered."""
+CYCLES_A_LAUNCH = 4000
+"""Cycles that count as one launch in estimates."""
+
+
+class PersistentGrid(RecurrentSolver):
+    """One launch for all steps of a layer's direction, its recurrent weights in registers and shared memory.
+
+    Reading the weights anew in each step bounds what a step takes where the batch is small (Diamos et al. 2016,
+    "Persistent RNNs"). Here they are read once. Multiprocessors pass the states through the second cache, and words
+    that are not yet written are told by their bits. ``forward`` and ``backward`` hold the hidden units of a block,
+    tiles of 16 batch rows, blocks of a cluster, and groups of a block's warps with columns of their own.
+
+    All blocks of a launch run at a time. It waits until the device has room for them, as a cooperative launch does.
+    """
+
+    name, version = "persistent_grid", 1
+    devices = frozenset({"cuda"})
+    compiles = True
+    most_configs = 6
+    error_bound = {"ieee": 1e-5, "tf32": 5e-3}  # noqa: RUF012
+
+    def unsupported(self, p: RecurrentProblem) -> list[str]:
+        """Reasons: no compiler for CUDA, an old GPU, or weights that do not fit, with the bytes that are too many."""
+        from tilewise.kernels.cuda.launch import unavailable
+
+        reasons = [reason] if (reason := unavailable()) else []
+        architecture = _architecture()
+        if architecture < (8, 0):
+            reasons.append(f"needs compute capability 8.0 or later, not {architecture[0]}.{architecture[1]}")
+        for backward in (False, True) if p.task == "training" else (False,):
+            if not self._shapes(p, backward):
+                from tilewise.solvers.recurrent._grid_shapes import smallest_excess
+
+                over = smallest_excess(*self._asked(p, backward))
+                which = "backward" if backward else "forward"
+                reasons.append(f"{which}: a multiprocessor's share of the weights is {over} bytes too large")
+        return reasons
+
+    def configs(self, p: RecurrentProblem) -> Iterable[Config]:
+        """Shapes of both kernels, the fastest by a model of a step first."""
+        forward = self._shapes(p, False)
+        if p.task == "inference":
+            return [Config(forward=shape) for _, shape in forward[:MOST]]
+        backward = self._shapes(p, True)
+        pairs = [(i + j, f, g) for i, (_, f) in enumerate(forward[:4]) for j, (_, g) in enumerate(backward[:4])]
+        return [Config(forward=f, backward=g) for _, f, g in sorted(pairs)[:MOST]]
+
+    def cost(self, p: RecurrentProblem, c: Config) -> Cost:
+        """The products of all steps, and the cycles of a step as launches."""
+        cycles = {shape: count for back in (False, True) for count, shape in self._shapes(p, back)}
+        each = sum(cycles.get(_shape(c, name), 0.0) for name in ("forward", "backward") if name in c)
+        launches = int(p.time * p.layers * p.directions * each / CYCLES_A_LAUNCH) + 8 * p.layers * p.directions
+        return recurrent_cost(p, launches)
+
+    def layer(self, p: RecurrentProblem, c: Config) -> Layer:
+        """Layers around the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
+        from tilewise.solvers.recurrent._grid_recurrence import GridRecurrence, program
+
+        forward = _shape(c, "forward")
+        shapes = (forward, _shape(c, "backward") if "backward" in c else forward)
+        dtype, precise = p.torch_dtype("x"), _precise(p)
+        recurrence = GridRecurrence(p.cell, p.hidden, dtype, torch.cuda.current_device(), shapes, precise)
+        try:
+            for backward in (False, True) if p.task == "training" else (False,):
+                made = program(p.cell, p.hidden, dtype, shapes[backward], precise, backward)
+                recurrence.compile(made)
+        except Exception as error:  # NVRTC and the driver raise errors of their own
+            text = str(error).strip().splitlines()
+            raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
+        return StackedLayers(p, recurrence)
+
+    def _shapes(self, p: RecurrentProblem, backward: bool) -> tuple[tuple[float, tuple[int, int, int, int]], ...]:
+        from tilewise.solvers.recurrent._grid_shapes import shapes
+
+        return shapes(*self._asked(p, backward))
+
+    def _asked(self, p: RecurrentProblem, backward: bool) -> tuple[str, int, torch.dtype, int, bool, bool, int, bool]:
+        """What shapes are asked for."""
+        clusters = _architecture() >= (9, 0)
+        return p.cell, p.hidden, p.torch_dtype("x"), p.batch, _precise(p), backward, _processors(), clusters
+
+
+def _precise(p: RecurrentProblem) -> bool:
+    """Whether products of fp32 numbers are as exact as in fp32."""
+    return p.dtype == "fp32" and p.precision != "tf32"
+
+
+def _shape(c: Config, name: str) -> tuple[int, int, int, int]:
+    """A config's shape. Raises ``ValueError`` for what is none."""
+    value = c[name]
+    if not isinstance(value, tuple) or len(value) != 4 or not all(isinstance(each, int) for each in value):
+        raise ValueError(f"{name}={value!r}: four whole numbers would do: units, tiles, cluster, columns")
+    units, tiles, cluster, columns = value
+    return int(units), int(tiles), int(cluster), int(columns)
+
+
+def _architecture() -> tuple[int, int]:
+    """The compute capability of the GPUs that kernels are for; Hopper's where there is none."""
+    architecture = sought()
+    if architecture is not None:
+        return architecture.major, architecture.minor
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+
+
+def _processors() -> int:
+    """Multiprocessors of the GPU, of an H100 where there is none."""
+    if sought() is not None or not torch.cuda.is_available():
+        return PROCESSORS
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)

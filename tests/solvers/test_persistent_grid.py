@@ -1,0 +1,173 @@
+"""Kernels that run all steps of a recurrent layer: every index on a CPU by emulation, and what fits on the chip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.kernels.emulator import emulate, emulated
+
+from tilewise.kernels.cuda.recurrent.programs import GATES
+from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.solvers import get
+from tilewise.solvers.recurrent._grid_recurrence import TILE, GridRecurrence, Shape, program
+from tilewise.solvers.recurrent._grid_shapes import shapes
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+MOST_BLOCKS = 8
+"""Blocks that are emulated at a time: all of a launch, as they wait for each other."""
+
+
+class Emulated(GridRecurrence):
+    """The steps by kernels that run on the CPU, their threads in ascending or descending order."""
+
+    backwards = False
+
+    def _launch(self, backward: bool, time: int, batch: int, *scalars: int) -> Callable[..., None]:
+        p = program(self.cell, self.hidden, self.dtype, self.shapes[backward], self.precise, backward)
+        assert not p.problems()
+        grid = p.slices * -(-batch // (TILE * p.tiles))
+        assert grid <= MOST_BLOCKS
+
+        def run(*addresses: int) -> None:
+            whole = [time, batch, *map(int, scalars)]
+            emulate(p.source(), p.name, grid, p.threads, addresses, whole, self.backwards, cluster=grid)
+
+        return run
+
+
+def states(
+    cell: str, gx: Any, u: Any, bias: Any, h: Any, c: Any, reverse: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """All states, the last one and the last cell, step by step in float64."""
+    found: list[Any] = [None] * len(gx)
+    for t in range(len(gx) - 1, -1, -1) if reverse else range(len(gx)):
+        z = h @ u.T
+        if cell == "lstm":
+            i, f, g, o = (gx[t] + z).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        elif cell == "gru":
+            (xr, xz, xn), (hr, hz, hn) = gx[t].chunk(3, 1), z.chunk(3, 1)
+            update = (xz + hz).sigmoid()
+            fresh = (xn + (xr + hr).sigmoid() * (hn + (0 if bias is None else bias))).tanh()
+            h = (1 - update) * fresh + update * h
+        else:
+            h = (gx[t] + z).tanh() if cell == "rnn_tanh" else (gx[t] + z).relu()
+        found[t] = h
+    return torch.stack(found), h, c
+
+
+def check(
+    cell: str, dtype: torch.dtype, time: int, batch: int, hidden: int, shape: Shape, flags: dict[str, bool]
+) -> None:
+    """Forward and backward against float64 and its autograd."""
+    made = torch.Generator().manual_seed(hidden + 100 * batch)
+
+    def data(*sizes: int, scale: float = 0.8) -> torch.Tensor:
+        return (torch.randn(*sizes, generator=made, dtype=torch.float32, device="cpu") * scale).to(dtype)
+
+    gx, u = data(time, batch, GATES[cell] * hidden), data(GATES[cell] * hidden, hidden, scale=hidden**-0.5)
+    bias = data(hidden) if cell == "gru" and flags["bias"] else None
+    h0, c0 = data(batch, hidden), data(batch, hidden) if cell == "lstm" else None
+    both = torch.full((time, batch, 2 * hidden), float("nan"), dtype=dtype, device="cpu")
+    y = both[..., :hidden] if flags["half"] else both.view(-1)[: time * batch * hidden].view(time, batch, hidden)
+    recurrence = Emulated(cell, hidden, dtype, 0, (shape, shape))
+    recurrence.backwards = flags["backwards"]
+    given = gx.clone()
+    hn, cn, saved = recurrence.forward(given, u, bias, h0, c0, y, reverse=flags["reverse"], keep=True)
+
+    wide = [t if t is None else t.double().requires_grad_() for t in (gx, u, bias, h0, c0)]
+    want, last, last_cell = states(cell, *wide, flags["reverse"])
+    pairs = [(y, want), (hn, last), *([] if cn is None else [(cn, last_cell)])]
+    dy, dhn, dcn = (
+        data(time, batch, 2 * hidden)[..., hidden:],
+        data(batch, hidden),
+        None if cn is None else data(batch, hidden),
+    )
+    ends = [want, last, *([] if last_cell is None else [last_cell])]
+    starts = [dy.double(), dhn.double(), *([] if dcn is None else [dcn.double()])]
+    leaves = [wide[0], wide[3], *([] if c0 is None else [wide[4]])]
+    gradients = torch.autograd.grad(ends, leaves, starts)
+    for _ in range(2):  # what is kept serves a second backward as well
+        dgates, own, dh0, dc0 = recurrence.backward(saved, u, bias, h0, c0, y, dy, dhn, dcn, reverse=flags["reverse"])
+    assert (own is None) == (cell != "gru")
+    pairs += [(dgates, gradients[0]), (dh0, gradients[1]), *([] if dc0 is None else [(dc0, gradients[2])])]
+    for number, (got, expected) in enumerate(pairs):
+        expected = expected.detach()
+        gap = float((got.double() - expected).norm() / (expected.norm() + 1e-3))
+        assert gap <= TOLERANCE[dtype], f"result {number}: {gap:.1e}"
+
+
+@emulated
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(draw=st.data())
+def test_kernels_compute_recurrent_layers(draw: st.DataObject) -> None:
+    cell, dtype = draw.draw(st.sampled_from(sorted(GATES))), draw.draw(st.sampled_from(list(TOLERANCE)))
+    hidden, batch = draw.draw(st.integers(1, 64)), draw.draw(st.sampled_from((1, 3, 16, 17, 33, 48)))
+    cluster = draw.draw(st.sampled_from((1, 2, 4)))
+    fits = []
+    for _, shape in shapes(cell, hidden, dtype, batch, True, False, MOST_BLOCKS, True):
+        ok = not program(cell, hidden, dtype, shape, True, True).problems()
+        fits += [shape] if ok and shape[2] == cluster else []
+    if not fits:
+        return
+    flags = {name: draw.draw(st.booleans(), name) for name in ("bias", "half", "reverse", "backwards")}
+    check(cell, dtype, draw.draw(st.integers(1, 4)), batch, hidden, draw.draw(st.sampled_from(fits)), flags)
+
+
+@emulated
+@pytest.mark.parametrize("cell", sorted(GATES))
+def test_weights_that_registers_do_not_hold_lie_in_shared_memory(cell: str) -> None:
+    hidden = 200
+    fits = []
+    for units in range(32, 201, 8):
+        both = [program(cell, hidden, torch.float32, (units, 1, 1, 4), True, backward) for backward in (False, True)]
+        if not any(p.problems() for p in both) and any(p.words > p.held for p in both):
+            fits.append(units)
+    flags = {"bias": True, "half": False, "reverse": False, "backwards": False}
+    check(cell, torch.float32, 2, 2, hidden, (fits[0], 1, 1, 4), flags)
+
+
+@emulated
+def test_a_nan_passes_through_and_ends_no_wait() -> None:
+    """A state's bits are all ones where it is not yet written. No NaN, of whatever bits, may be taken for that."""
+    time, batch, hidden = 3, 2, 24
+    for dtype, whole in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float16, torch.int16)):
+        gx = torch.zeros(time, batch, hidden, dtype=dtype, device="cpu")
+        gx.view(whole)[0, 1] = -1
+        u = torch.eye(hidden, dtype=dtype, device="cpu")
+        h0 = torch.zeros(batch, hidden, dtype=dtype, device="cpu")
+        h0.view(whole)[0, 3] = -1
+        y = torch.empty(time, batch, hidden, dtype=dtype, device="cpu")
+        recurrence = Emulated("rnn_relu", hidden, dtype, 0, ((8, 1, 1, 1),) * 2)
+        recurrence.forward(gx, u, None, h0, None, y, reverse=False, keep=False)
+        assert bool(y.isnan().all())  # the product of a NaN and 0 is one
+
+
+def test_shapes_fit_on_the_chip() -> None:
+    for cell, hidden, batch, dtype in (
+        ("lstm", 768, 16, torch.bfloat16), ("gru", 1024, 64, torch.float16), ("rnn_tanh", 2560, 32, torch.bfloat16),
+        ("lstm", 512, 1, torch.float32),
+    ):  # fmt: skip
+        for backward in (False, True):
+            found = shapes(cell, hidden, dtype, batch, dtype is torch.float32, backward, 132, True)
+            assert found, (cell, hidden)
+            for _, shape in found:
+                p = program(cell, hidden, dtype, shape, dtype is torch.float32, backward)
+                assert not p.problems()
+                assert p.slices * p.units >= hidden
+                assert p.slices % p.cluster == 0
+                assert p.slices * -(-batch // (TILE * p.tiles)) <= 132
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    p = RecurrentProblem("lstm", 10, 16, 64, 8192, dtype="bf16", device="cuda:any")
+    (reason,) = [r for r in get("persistent_grid").unsupported(p) if "too large" in r]
+    over = int(reason.split("weights is ")[1].split(" ")[0])
+    whole = 4 * 8192 * 8192 * 2 / 132
+    assert whole - 500e3 < over < 3 * whole
