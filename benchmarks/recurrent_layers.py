@@ -1,8 +1,8 @@
 """Recurrent layers: torch's own call against the planned layer, microseconds a step, input's product included.
 
 Cases are ``CELL:tTnNhH@MODE`` with MODE ieee or tf32 (fp32), bf16 or fp16. Each is run forward without gradients
-(``inference``) and forward and backward with all gradients (``training``), as called and, on a GPU, as replays of a CUDA
-graph on both. Sides are timed in turns; times are medians. torch's weights lie in one piece, as its modules keep
+(``inference``) and forward and backward with all gradients (``training``), as called and, on a GPU, as replays of a
+CUDA graph on both. Sides are timed in turns; times are medians. torch's weights lie in one piece, as its modules keep
 them. Bars hold for geometric means over cases (an H100; on a CPU over N up to 16).
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -15,9 +16,11 @@ from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver, recurrent_cost
 
 MOST = 8
-"""Configs that are offered."""
-CYCLES_A_LAUNCH = 4000
-"""Cycles that count as one launch in estimates."""
+"""Configs of a forward alone that are offered."""
+PAIRED = 3
+"""Shapes of each kernel that are tried with each of the other for training."""
+CYCLES_A_LAUNCH = 12_500
+"""Cycles that count as one launch in estimates, of some 7 microseconds."""
 
 
 class PersistentGrid(RecurrentSolver):
@@ -34,7 +37,7 @@ class PersistentGrid(RecurrentSolver):
     name, version = "persistent_grid", 1
     devices = frozenset({"cuda"})
     compiles = True
-    most_configs = 6
+    most_configs = PAIRED**2
     error_bound = {"ieee": 1e-5, "tf32": 5e-3}  # noqa: RUF012
 
     def unsupported(self, p: RecurrentProblem) -> list[str]:
@@ -60,8 +63,9 @@ class PersistentGrid(RecurrentSolver):
         if p.task == "inference":
             return [Config(forward=shape) for _, shape in forward[:MOST]]
         backward = self._shapes(p, True)
-        pairs = [(i + j, f, g) for i, (_, f) in enumerate(forward[:4]) for j, (_, g) in enumerate(backward[:4])]
-        return [Config(forward=f, backward=g) for _, f, g in sorted(pairs)[:MOST]]
+        pairs = itertools.product(enumerate(forward[:PAIRED]), enumerate(backward[:PAIRED]))
+        ranked = sorted((i + j, f, g) for (i, (_, f)), (j, (_, g)) in pairs)
+        return [Config(forward=f, backward=g) for _, f, g in ranked]
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products of all steps, and the cycles of a step as launches."""

@@ -8,8 +8,8 @@
 // all steps. Within a block WC groups of warps have different columns, WK groups different terms.
 //
 // The numbers of a step are exchanged among clusters through the tensors that hold them anyway. These are full of ones
-// (EMPTY) at first, and sixteen bytes of them are written at once, so a reader sees from a word by itself whether it is
-// there: there is no flag, and no barrier among all blocks.
+// (EMPTY) at first, and four bytes of them are written at once, so a reader sees from a word by itself whether it is there:
+// there is no flag, and no barrier among all blocks.
 
 constexpr int THREADS = 32 * WC * WK;
 constexpr int NT = (COLUMNS + 7) / 8;                                    // tiles of 8 columns of a block
@@ -97,6 +97,10 @@ template <class Source> __device__ __forceinline__ void fetch(Loads& to, const S
   }
 }
 
+__device__ __forceinline__ bool missing_in(const Words& a) {
+  return a.w[0] == EMPTY || a.w[1] == EMPTY || a.w[2] == EMPTY || a.w[3] == EMPTY;
+}
+
 // Loads again what was not there. ``exchanged``: other blocks write it meanwhile.
 template <class Source> __device__ __forceinline__ void settle(Loads& to, const Source& source, bool exchanged) {
   if (!exchanged) return;
@@ -105,7 +109,7 @@ template <class Source> __device__ __forceinline__ void settle(Loads& to, const 
     missing = false;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
-      if (to.words[i].w[3] == EMPTY) {
+      if (missing_in(to.words[i])) {
         to.words[i] = load_shared_words(source(row_of(i), term_of(i)));
         missing = true;
       }

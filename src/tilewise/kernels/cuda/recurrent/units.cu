@@ -34,16 +34,16 @@ __device__ __forceinline__ Real narrow(float value) {
 }
 
 #ifndef EMULATED
-// Sixteen bytes that other multiprocessors write or read meanwhile: one access each, in the cache that all share.
+// Sixteen bytes that other multiprocessors write or read meanwhile, in the cache that all share. Of each four of them
+// none is seen without the others.
 __device__ __forceinline__ uint4 load_relaxed(const void* p) {
-  unsigned long long low, high;
-  asm volatile("{ .reg .b128 v; ld.relaxed.gpu.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
-               : "=l"(low), "=l"(high) : "l"(p) : "memory");
-  return make_uint4((unsigned)low, (unsigned)(low >> 32), (unsigned)high, (unsigned)(high >> 32));
+  uint4 a;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w) : "l"(p)
+               : "memory");
+  return a;
 }
 __device__ __forceinline__ void store_relaxed(void* p, uint4 a) {
-  const unsigned long long low = a.x | (unsigned long long)a.y << 32, high = a.z | (unsigned long long)a.w << 32;
-  asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(p), "l"(low), "l"(high)
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w)
                : "memory");
 }
 // The same bits, of which the compiler knows nothing: what is made of them is made anew in every step, not kept.
