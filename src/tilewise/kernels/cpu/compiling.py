@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.building.objects import Code, address, undefined
 
-__all__ = ["DirectKernel", "Kernel", "load", "load_direct", "load_fused_lowering", "load_thin", "load_winograd"]
+__all__ = [
+    "DirectKernel", "Kernel", "load", "load_direct", "load_fused_lowering", "load_recurrent", "load_thin",
+    "load_winograd",
+]  # fmt: skip
 
 LOCK = threading.Lock()
 
@@ -193,6 +196,37 @@ def load_thin(lanes: int, blocks: tuple[tuple[int, int], ...], dots: bool) -> tu
     """The addresses of the worker of thin products and of its ``blocks`` of these sizes, loaded as in :func:`load`."""
     with LOCK:
         return _thin(lanes, dots), *(_thin_block(lanes, rows, others, dots) for rows, others in blocks)
+
+
+@functools.cache
+def _recurrent(lanes: int, cell: str, back: bool) -> int:
+    """The address of the worker of a recurrent layer's forward or backward pass."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.recurrent import steps
+
+        return (steps.backward if back else steps.forward)(lanes, cell), 0
+
+    return _compiled(_words("recurrent", lanes, cell, "back" if back else "to"), make)
+
+
+@functools.cache
+def _recurrent_block(lanes: int, rows: int, vectors: int) -> int:
+    """The address of a block of a step's product."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.recurrent import products
+
+        return products.products(lanes, rows, vectors), products.WORDS
+
+    return _compiled(_words("recurrent_block", lanes, rows, vectors), make)
+
+
+@compiled_elsewhere
+def load_recurrent(lanes: int, cell: str, back: bool, blocks: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """The addresses of the worker of a recurrent layer's steps and of its ``blocks``, loaded as in :func:`load`."""
+    with LOCK:
+        return _recurrent(lanes, cell, back), *(_recurrent_block(lanes, rows, vectors) for rows, vectors in blocks)
 
 
 @functools.cache

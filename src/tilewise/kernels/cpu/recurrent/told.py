@@ -1,0 +1,89 @@
+"""The numbers that kernels of recurrent layers are told, and the tiles that fit into registers, without Numba."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+__all__ = ["COUNT", "GATES", "LINE", "SYNC", "WORDS", "Told", "rows_of"]
+
+GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+"""The gates of each cell."""
+LINE = 16
+"""Numbers between two counters of a team, so that no two of them share a cache line: 128 bytes."""
+SYNC = 6
+"""The number of counters."""
+
+
+def rows_of(lanes: int, vectors: int) -> int:
+    """The most rows whose ``vectors`` sums each stay in registers, beside one line of the weights and one factor."""
+    registers = 32 if lanes == 16 else 16
+    return max(1, min(8, (registers - vectors - 1) // vectors))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a worker is told. Distances are in bytes, names without a unit are addresses.
+
+    The weights are packed into ``panels`` of ``vectors`` vectors a line: panel p has ``blocks`` blocks of units, as
+    many as a vector has lanes each, and of the forward pass all gates of each. A pass multiplies ``tiles`` tiles of
+    ``rows`` rows of the batch, the last one of ``last`` rows, by parts of ``part`` lines. ``call`` and ``call_last``
+    are the functions that do so. ``keep`` asks for what a backward pass reads. ``sums`` has ``sums_size`` bytes a
+    thread, ``packed`` all panels of ``panel_size`` bytes. ``yielding`` is the function that gives the core away.
+
+    ``x`` are the gates' inputs, and their values where they are kept, (T, N, G * H). ``state`` is c of an LSTM, or
+    U_n h + b_hn of a GRU: of all steps where ``state_time`` is not 0. The forward pass reads the first c from ``c0``;
+    the other one begins with ``dh`` and ``dc`` as gradients of the last h and c, and leaves those of the first there.
+    """
+
+    threads: int
+    time: int
+    batch: int
+    hidden: int
+    panels: int
+    blocks: int
+    vectors: int
+    panel_size: int
+    tiles: int
+    rows: int
+    last: int
+    part: int
+    call: int
+    call_last: int
+    yielding: int
+    reverse: int
+    keep: int
+    y_time: int
+    y_row: int
+    dy_time: int
+    dy_row: int
+    state_time: int
+    sums_size: int
+    x: int
+    u: int
+    bias_n: int
+    h0: int
+    c0: int
+    y: int
+    state: int
+    packed: int
+    sums: int
+    dx: int
+    dx_n: int
+    dy: int
+    dh: int
+    dc: int
+
+    def numbers(self) -> np.ndarray:
+        """All numbers in the order of :data:`WORDS`, int64, and then a team's counters."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        array = np.zeros(COUNT + (SYNC + 1) * LINE, dtype=np.int64)
+        array[: len(values)] = values
+        return array
+
+
+WORDS = {field.name: place for place, field in enumerate(fields(Told))}
+"""The index of each number."""
+COUNT = len(WORDS)
+"""The number of numbers; counters begin :data:`LINE` numbers behind the last."""
