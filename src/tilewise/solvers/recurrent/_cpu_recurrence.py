@@ -17,8 +17,8 @@ __all__ = ["CpuRecurrence", "Shares"]
 
 NUMBER = 4
 """Bytes of an fp32 number."""
-FIRST_CACHE = 2**14
-"""Bytes of a panel that stay in a core's first cache while all rows are multiplied with them."""
+SECOND_CACHE = 2**18
+"""Bytes of a panel that stay in a core's second cache while all rows are multiplied with them."""
 MOST_VECTORS = 4
 """The most vectors of a line of a panel: with six rows they fill the registers of a 512-bit machine."""
 
@@ -76,7 +76,7 @@ class Shares:
         """Lines of a panel that are multiplied with all rows before the next ones."""
         if self.tiles[0] == 1:
             return max(1, self.gates * self.hidden)
-        return FIRST_CACHE // (self.vectors * self.lanes * NUMBER)
+        return SECOND_CACHE // (self.vectors * self.lanes * NUMBER)
 
     @property
     def sums_size(self) -> int:

@@ -101,7 +101,7 @@ def _team(lanes: int, gates: int, back: bool) -> Callable[..., tuple[int, int]]:
 def _multiply(lanes: int) -> Callable[..., None]:
     """Makes ``(v, a, a_row, b, depth, sums)``, which adds the product of the batch's rows and a panel to ``sums``.
 
-    A part of the panel stays in the first cache while all rows are multiplied with it.
+    A part of the panel stays in the second cache while all rows are multiplied with it.
     """
     call, vector = pointer_call(), NUMBER * lanes
 
