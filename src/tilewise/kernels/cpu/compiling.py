@@ -211,22 +211,26 @@ def _recurrent(lanes: int, cell: str, back: bool) -> int:
 
 
 @functools.cache
-def _recurrent_block(lanes: int, rows: int, vectors: int) -> int:
-    """The address of a block of a step's product."""
+def _recurrent_block(lanes: int, rows: int, vectors: int, add: bool) -> int:
+    """The address of a block of a step's product, which is added to the sums or replaces them."""
 
     def make() -> Made:
         from tilewise.kernels.cpu.recurrent import products
 
-        return products.products(lanes, rows, vectors), products.WORDS
+        return products.products(lanes, rows, vectors, add), products.WORDS
 
-    return _compiled(_words("recurrent_block", lanes, rows, vectors), make)
+    return _compiled(_words("recurrent_block", lanes, rows, vectors, "add" if add else "set"), make)
 
 
 @compiled_elsewhere
 def load_recurrent(lanes: int, cell: str, back: bool, blocks: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """The addresses of the worker of a recurrent layer's steps and of its ``blocks``, loaded as in :func:`load`."""
+    """The addresses of the worker of a recurrent layer's steps and of its ``blocks``, loaded as in :func:`load`.
+
+    First come all blocks that replace sums, then those that add to them.
+    """
     with LOCK:
-        return _recurrent(lanes, cell, back), *(_recurrent_block(lanes, rows, vectors) for rows, vectors in blocks)
+        parts = [_recurrent_block(lanes, *block, add) for add in (False, True) for block in blocks]
+        return _recurrent(lanes, cell, back), *parts
 
 
 @functools.cache

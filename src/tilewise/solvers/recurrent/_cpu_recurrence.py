@@ -143,7 +143,7 @@ class CpuRecurrence:
         state = torch.empty((every, *size) if lstm or (gru and keep) else (0,), dtype=torch.float32, device="cpu")
         first = h0 if c0 is None else c0.contiguous()
         addresses = {
-            "x": gx, "u": u, "bias_n": bias_n.contiguous(), "h0": h0, "c0": first, "y": y, "state": state
+            "x": gx, "u": u, "bias_n": bias_n.contiguous(), "h0": h0, "c0": first, "y": y, "dy": y, "state": state
         }  # fmt: skip
         self._run(self._forward, self._to, addresses, y, y, reverse=reverse, keep=keep)
         last = 0 if reverse else time - 1
@@ -199,11 +199,13 @@ class CpuRecurrence:
         scratch = torch.empty(s.scratch, dtype=torch.uint8, device="cpu")
         threads = max(1, min(s.threads, s.panels, torch.get_num_threads()))
         numbers: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        run, call, call_last = worker
+        run, *calls = worker
+        names = ("set", "set_last", "add", "add_last")
+        numbers |= dict(zip(names, calls, strict=True))
         told = Told(
             threads=threads, time=time, batch=batch, hidden=hidden, panels=s.panels, blocks=s.blocks,
             vectors=s.vectors, panel_size=s.panel_size, tiles=s.tiles[0], rows=s.tiles[1], last=s.tiles[2],
-            part=s.part, call=call, call_last=call_last, yielding=_yielding(), reverse=int(reverse), keep=int(keep),
+            part=s.part, yielding=_yielding(), reverse=int(reverse), keep=int(keep),
             y_time=NUMBER * y.stride(0), y_row=NUMBER * y.stride(1),
             dy_time=NUMBER * dy.stride(0), dy_row=NUMBER * dy.stride(1),
             state_time=NUMBER * batch * hidden if keep else 0, sums_size=s.sums_size,

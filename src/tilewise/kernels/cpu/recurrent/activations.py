@@ -10,16 +10,10 @@ from tilewise.kernels.cpu.vectors import Code
 
 __all__ = ["relu", "sigmoid", "tanh"]
 
-SMALL = 0.625
-"""Below here tanh is a polynomial, as the quotient would lose digits to cancellation."""
-ODD = (-3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3)
-"""(tanh(x) / x - 1) / x^2 as a polynomial of x^2 (Moshier's Cephes library, ``tanhf``)."""
-EXPONENTIAL = (1.0, 1.0, 0.5000000120, 0.1666666546, 0.04166579589, 0.008333451907, 0.001398199951, 0.00019875691500)
-"""exp(x) for |x| <= log(2) / 2 (the same, ``expf``)."""
+EXPONENTIAL = (0.4999999815, 0.1666654342, 0.04166720071, 0.008366547133, 0.001388251639)
+"""((exp(x) - 1) / x - 1) / x as a polynomial of x: exp(x) - 1 is right to 2e-8 of its value for |x| <= log(2) / 2."""
 SHIFTER = 1.5 * 2**23
 """A number that leaves no digits behind the point of a small one that is added to it."""
-LOG2_HIGH, LOG2_LOW = 0.693359375, -2.12194440e-4
-"""log(2) in two parts, of which a few bits of an exponent times the first are exact."""
 
 
 def _polynomial(code: Code, x: ir.Value, coefficients: Sequence[float]) -> ir.Value:
@@ -37,33 +31,31 @@ def _between(code: Code, x: ir.Value, most: float) -> ir.Value:
     return b.select(b.fcmp_ordered("<", x, low), low, x)
 
 
-def _exponential(code: Code, x: ir.Value) -> ir.Value:
-    """exp of each lane; beyond 87 it is that of 87, so that neither it nor its inverse overflows."""
+def _powers(code: Code, x: ir.Value, most: float) -> tuple[ir.Value, ir.Value]:
+    """A power of two, and what makes it exp(x) when it is multiplied by 1 more. ``x`` beyond ``most`` is ``most``."""
     b = code.builder
-    x = _between(code, x, 87.0)
+    x = _between(code, x, most)
     shifted = b.call(code.fma, [x, code.splat(1.4426950408889634), code.splat(SHIFTER)])
     power = b.fsub(shifted, code.splat(SHIFTER))
-    rest = b.call(code.fma, [power, code.splat(-LOG2_HIGH), x])
-    rest = b.call(code.fma, [power, code.splat(-LOG2_LOW), rest])
+    rest = b.call(code.fma, [power, code.splat(-0.6931471805599453), x])
     kind = ir.VectorType(ir.IntType(32), code.lanes)
-    exponent = b.shl(b.add(b.bitcast(shifted, kind), code.whole(127)), code.whole(23))
-    return b.fmul(_polynomial(code, rest, EXPONENTIAL), b.bitcast(exponent, code.vector))
+    scale = b.bitcast(b.shl(b.add(b.bitcast(shifted, kind), code.whole(127)), code.whole(23)), code.vector)
+    return scale, b.call(code.fma, [b.fmul(rest, rest), _polynomial(code, rest, EXPONENTIAL), rest])
 
 
 def tanh(code: Code, x: ir.Value) -> ir.Value:
-    """tanh of each lane, to about 2e-7 of its value."""
-    b, one = code.builder, code.splat(1.0)
-    square = b.fmul(x, x)
-    small = b.call(code.fma, [b.fmul(x, square), _polynomial(code, square, ODD), x])
-    large = b.fsub(one, b.fdiv(code.splat(2.0), b.fadd(_exponential(code, b.fadd(x, x)), one)))
-    inside = b.and_(b.fcmp_ordered("<", x, code.splat(SMALL)), b.fcmp_ordered(">", x, code.splat(-SMALL)))
-    return b.select(inside, small, large)
+    """tanh of each lane, to about 2e-7 of its value: (exp(2x) - 1) / (exp(2x) + 1)."""
+    b = code.builder
+    scale, more = _powers(code, b.fadd(x, x), 40.0)
+    less_one = b.call(code.fma, [scale, more, b.fsub(scale, code.splat(1.0))])
+    return b.fdiv(less_one, b.fadd(less_one, code.splat(2.0)))
 
 
 def sigmoid(code: Code, x: ir.Value) -> ir.Value:
-    """1 / (1 + exp(-x)) of each lane, to about 2e-7 of its value, or 1e-38."""
+    """1 / (1 + exp(-x)) of each lane, to about 2e-7 of its value, or 1e-37."""
     b, one = code.builder, code.splat(1.0)
-    return b.fdiv(one, b.fadd(one, _exponential(code, b.fneg(x))))
+    scale, more = _powers(code, b.fneg(x), 87.0)
+    return b.fdiv(one, b.fadd(b.call(code.fma, [scale, more, scale]), one))
 
 
 def relu(code: Code, x: ir.Value) -> ir.Value:

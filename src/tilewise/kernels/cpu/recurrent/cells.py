@@ -18,7 +18,7 @@ from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.recurrent.activations import relu, sigmoid, tanh
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values
 
-__all__ = ["backward", "forward", "settled"]
+__all__ = ["backward", "fetched", "forward", "settled"]
 
 
 def _made(count: int, lanes: int, emit: Callable[[Code, Values], None]) -> Callable[..., None]:
@@ -191,3 +191,18 @@ def settled(lanes: int, add: bool) -> Callable[..., None]:
         of.write(code.builder.fadd(value, of.read(target)) if add else value, target)
 
     return _made(3, lanes, emit)
+
+
+@functools.cache
+def fetched(lanes: int, count: int) -> Callable[..., None]:
+    """Makes ``(address, apart)``, which prefetches ``count`` lines that are ``apart`` bytes from each other.
+
+    A step's vectors lie far apart, so that the processor does not see which ones come next.
+    """
+
+    def emit(code: Code, arguments: Values) -> None:
+        address, apart = arguments
+        for i in range(count):
+            code.prefetch(code.at(address, i, apart))
+
+    return _made(2, lanes, emit)

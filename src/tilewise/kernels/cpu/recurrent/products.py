@@ -21,7 +21,7 @@ WORDS = 6
 
 
 @functools.cache
-def _block(lanes: int, rows: int, vectors: int) -> Callable[..., None]:
+def _block(lanes: int, rows: int, vectors: int, add: bool) -> Callable[..., None]:
     """Makes the instructions of :func:`products`."""
     size = NUMBER * lanes
 
@@ -29,7 +29,7 @@ def _block(lanes: int, rows: int, vectors: int) -> Callable[..., None]:
         a, a_row, b, b_row, depth, c = arguments
         builder = code.builder
         a_rows = [builder.mul(a_row, ir.Constant(INT, i)) for i in range(rows)]
-        before = [code.load(code.at(c, i * size)) for i in range(rows * vectors)]
+        before = [code.load(code.at(c, i * size)) if add else code.splat(0.0) for i in range(rows * vectors)]
         begin = builder.block
         body, after = (builder.append_basic_block(name) for name in ("body", "after"))
         builder.branch(body)
@@ -56,18 +56,18 @@ def _block(lanes: int, rows: int, vectors: int) -> Callable[..., None]:
     return intrinsic_of(WORDS, lanes, emit)
 
 
-def products(lanes: int, rows: int, vectors: int) -> Callable[..., None]:
-    """Makes ``(a, a_row, b, b_row, depth, c)``, which adds the product of ``a`` and ``b`` to ``c``.
+def products(lanes: int, rows: int, vectors: int, add: bool) -> Callable[..., None]:
+    """Makes ``(a, a_row, b, b_row, depth, c)``, which sets ``c`` to the product of ``a`` and ``b``, or adds it there.
 
     ``a`` has ``rows`` rows of ``depth`` numbers, at least 1, ``a_row`` bytes apart. ``b`` has ``depth`` lines of
     ``vectors`` vectors, ``b_row`` bytes apart, and ``c`` has ``rows`` lines of as many vectors, one after the other.
     """
-    block = _block(lanes, rows, vectors)
+    block = _block(lanes, rows, vectors, add)
 
     def run(a, a_row, b, b_row, depth, c):
         block(a, a_row, b, b_row, depth, c)
 
-    return named(run, lanes, rows, vectors)
+    return named(run, lanes, rows, vectors, add)
 
 
 @functools.cache

@@ -16,15 +16,13 @@ from tilewise.kernels.cpu.recurrent import cells
 from tilewise.kernels.cpu.recurrent.products import copied, turned
 from tilewise.kernels.cpu.recurrent.team import COME, DONE, PACKED, UNIT, counted, in_team, wait
 from tilewise.kernels.cpu.recurrent.told import COUNT, GATES, WORDS
-from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, pointer_call, zero
+from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, pointer_call
 
 __all__ = ["backward", "forward"]
 
 THREADS, TIME, BATCH, HIDDEN = (WORDS[name] for name in ("threads", "time", "batch", "hidden"))
 PANELS, BLOCKS, VECTORS, PANEL_SIZE = (WORDS[name] for name in ("panels", "blocks", "vectors", "panel_size"))
-TILES, ROWS, LAST, PART, CALL, CALL_LAST = (
-    WORDS[name] for name in ("tiles", "rows", "last", "part", "call", "call_last")
-)  # fmt: skip
+TILES, ROWS, LAST, PART, SET, ADD = (WORDS[name] for name in ("tiles", "rows", "last", "part", "set", "add"))
 YIELDING, REVERSE, KEEP, STATE_TIME = (WORDS[name] for name in ("yielding", "reverse", "keep", "state_time"))
 Y_TIME, Y_ROW, DY_TIME, DY_ROW = (WORDS[name] for name in ("y_time", "y_row", "dy_time", "dy_row"))
 SUMS_SIZE, X, U, BIAS_N, H0, C0, Y, STATE = (
@@ -99,34 +97,39 @@ def _team(lanes: int, gates: int, back: bool) -> Callable[..., tuple[int, int]]:
 
 @functools.cache
 def _multiply(lanes: int) -> Callable[..., None]:
-    """Makes ``(v, a, a_row, b, depth, sums)``, which adds the product of the batch's rows and a panel to ``sums``.
+    """Makes ``(v, a, a_row, b, depth, sums, add)``: the product of the batch's rows and a panel, or with ``add`` more.
 
     A part of the panel stays in the second cache while all rows are multiplied with it.
     """
     call, vector = pointer_call(), NUMBER * lanes
 
     @compiled(lanes)
-    def run(v, a, a_row, b, depth, sums):
-        line = v[VECTORS] * vector
+    def run(v, a, a_row, b, depth, sums, add):
+        line, tiles, rows = v[VECTORS] * vector, v[TILES], v[ROWS]
         for k in range(0, depth, v[PART]):
-            part = min(v[PART], depth - k)
-            for tile in range(v[TILES]):
-                row = tile * v[ROWS]
-                to = v[CALL_LAST] if tile == v[TILES] - 1 else v[CALL]
+            part, first = min(v[PART], depth - k), ADD if add or k > 0 else SET
+            for tile in range(tiles):
+                row = tile * rows
+                to = v[first + (tile == tiles - 1)]
                 call(to, a + row * a_row + k * NUMBER, a_row, b + k * line, line, part, sums + row * line)
 
     return run
 
 
 @functools.cache
-def _clear(lanes: int) -> Callable[..., None]:
-    """Makes ``(v, sums)``, which sets the sums of a panel to zero."""
-    clear, vector = zero(lanes), NUMBER * lanes
+def _fetch(lanes: int, gates: int) -> Callable[..., None]:
+    """Makes ``(v, panel, t)``, which prefetches what a panel's units need of step ``t`` while a product is computed."""
+    fetch, one = cells.fetched(lanes, gates), cells.fetched(lanes, 1)
 
-    @compiled(lanes)
-    def run(v, sums):
-        for i in range(v[BATCH] * v[VECTORS]):
-            clear(sums + i * vector)
+    @compiled(lanes, gates)
+    def run(v, panel, t):
+        hidden, batch = v[HIDDEN], v[BATCH]
+        gate = hidden * NUMBER
+        for block in range(v[BLOCKS]):
+            of_unit = (panel * v[BLOCKS] + block) * lanes * NUMBER
+            for n in range(batch):
+                fetch(v[X] + (t * batch + n) * gates * gate + of_unit, gate)
+                one(v[DY] + t * v[DY_TIME] + n * v[DY_ROW] + of_unit, 0)
 
     return run
 
@@ -135,25 +138,30 @@ def _clear(lanes: int) -> Callable[..., None]:
 def _step(lanes: int, cell: str) -> Callable[..., None]:
     """Makes ``(v, panel, sums, t, h, h_row, c)``: step ``t`` of a panel's units, from the state before it."""
     gates, vector = GATES[cell], NUMBER * lanes
-    multiply, clear, of_cell, lstm = _multiply(lanes), _clear(lanes), cells.forward(lanes, cell), int(cell == "lstm")
+    multiply, fetch = _multiply(lanes), _fetch(lanes, gates)
+    of_cell, lstm = cells.forward(lanes, cell), int(cell == "lstm")
 
     @compiled(lanes, cell)
     def run(v, panel, sums, t, h, h_row, c):
-        hidden, batch = v[HIDDEN], v[BATCH]
-        gate = hidden * NUMBER
-        clear(v, sums)
-        multiply(v, h, h_row, v[PACKED_U] + panel * v[PANEL_SIZE], hidden, sums)
+        hidden, batch, keep = v[HIDDEN], v[BATCH], v[KEEP]
+        gate, line = hidden * NUMBER, v[VECTORS] * vector
+        fetch(v, panel, t)
+        multiply(v, h, h_row, v[PACKED_U] + panel * v[PANEL_SIZE], hidden, sums, 0)
         for block in range(v[BLOCKS]):
             unit = (panel * v[BLOCKS] + block) * lanes
             if unit < hidden:
+                of_unit, valid, of_sums = unit * NUMBER, hidden - unit, sums + block * gates * vector
+                x, to, bias = (
+                    v[X] + t * batch * gates * gate + of_unit,
+                    v[STATE] + t * v[STATE_TIME] + of_unit,
+                    v[BIAS_N],
+                )
+                y, y_row = v[Y] + t * v[Y_TIME] + of_unit, v[Y_ROW]
+                state, state_row = (c if lstm else h) + of_unit, gate if lstm else h_row
                 for n in range(batch):
-                    of_row = n * gate + unit * NUMBER
-                    state = c + of_row if lstm else h + n * h_row + unit * NUMBER
                     of_cell(
-                        v[X] + (t * batch + n) * gates * gate + unit * NUMBER, gate,
-                        sums + (n * v[VECTORS] + block * gates) * vector, hidden - unit, state,
-                        v[STATE] + t * v[STATE_TIME] + of_row, v[Y] + t * v[Y_TIME] + n * v[Y_ROW] + unit * NUMBER,
-                        v[BIAS_N] + unit * NUMBER, v[KEEP],
+                        x + n * gates * gate, gate, of_sums + n * line, valid, state + n * state_row, to + n * gate,
+                        y + n * y_row, bias + of_unit, keep,
                     )  # fmt: skip
 
     return run
@@ -223,19 +231,20 @@ def _gates_back(lanes: int, cell: str) -> Callable[..., None]:
 
 @functools.cache
 def _product_back(lanes: int, cell: str) -> Callable[..., None]:
-    """Makes ``(v, panel, sums, t)``: the gradient of h before step ``t``, of a panel's units."""
+    """Makes ``(v, panel, sums, t, previous)``: the gradient of h before step ``t``, of a panel's units."""
     gates, vector, gru = GATES[cell], NUMBER * lanes, int(cell == "gru")
-    multiply, clear, settle = _multiply(lanes), _clear(lanes), cells.settled(lanes, cell == "gru")
+    multiply, fetch = _multiply(lanes), _fetch(lanes, gates)
+    settle = cells.settled(lanes, cell == "gru")
 
     @compiled(lanes, cell)
-    def run(v, panel, sums, t):
+    def run(v, panel, sums, t, previous):
         hidden, batch = v[HIDDEN], v[BATCH]
         gate, b = hidden * NUMBER, v[PACKED_U] + panel * v[PANEL_SIZE]
-        clear(v, sums)
+        fetch(v, panel, previous)
         depth = (gates - gru) * hidden
-        multiply(v, v[DX] + t * batch * gates * gate, gates * gate, b, depth, sums)
+        multiply(v, v[DX] + t * batch * gates * gate, gates * gate, b, depth, sums, 0)
         if gru:
-            multiply(v, v[DX_N] + t * batch * gate, gate, b + depth * v[VECTORS] * vector, hidden, sums)
+            multiply(v, v[DX_N] + t * batch * gate, gate, b + depth * v[VECTORS] * vector, hidden, sums, 1)
         for n in range(batch):
             for block in range(v[BLOCKS]):
                 unit = (panel * v[BLOCKS] + block) * lanes
@@ -265,6 +274,6 @@ def backward(lanes: int, cell: str) -> Callable[..., None]:
                 add(address + DONE, 1)
                 until(address + DONE, team * (s + 1), v[YIELDING])
                 for panel in range(first, last):
-                    product(v, panel, sums, t)
+                    product(v, panel, sums, t, previous)
 
     return named(run, lanes, cell)

@@ -28,9 +28,10 @@ class Told:
 
     The weights are packed into ``panels`` of ``vectors`` vectors a line: panel p has ``blocks`` blocks of units, as
     many as a vector has lanes each, and of the forward pass all gates of each. A pass multiplies ``tiles`` tiles of
-    ``rows`` rows of the batch, the last one of ``last`` rows, by parts of ``part`` lines. ``call`` and ``call_last``
-    are the functions that do so. ``keep`` asks for what a backward pass reads. ``sums`` has ``sums_size`` bytes a
-    thread, ``packed`` all panels of ``panel_size`` bytes. ``yielding`` is the function that gives the core away.
+    ``rows`` rows of the batch, the last one of ``last`` rows, by parts of ``part`` lines. ``set`` and ``set_last`` are
+    the functions that do so for the first part, ``add`` and ``add_last`` for the others. ``keep`` asks for what a
+    backward pass reads. ``sums`` has ``sums_size`` bytes a thread, ``packed`` all panels of ``panel_size`` bytes.
+    ``yielding`` is the function that gives the core away.
 
     ``x`` are the gates' inputs, and their values where they are kept, (T, N, G * H). ``state`` is c of an LSTM, or
     U_n h + b_hn of a GRU: of all steps where ``state_time`` is not 0. The forward pass reads the first c from ``c0``;
@@ -49,8 +50,10 @@ class Told:
     rows: int
     last: int
     part: int
-    call: int
-    call_last: int
+    set: int
+    set_last: int
+    add: int
+    add_last: int
     yielding: int
     reverse: int
     keep: int
