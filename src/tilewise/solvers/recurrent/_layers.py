@@ -6,7 +6,7 @@ What does not depend on the step before is one matrix product for all steps (App
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,9 +18,10 @@ from tilewise.machine.torch_state import fp32_precision
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.recurrent._recurrence import Recurrence, Saved
 
-__all__ = ["Layer", "StackedLayers"]
+__all__ = ["Layer", "Linear", "StackedLayers"]
 
 Outputs = tuple[Tensor, Tensor, Tensor | None, Any]
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Layer(Protocol):
@@ -70,10 +71,14 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StackedLayers:
-    """All layers and directions of ``p``, each of which runs its steps by ``recurrence``."""
+    """All layers and directions of ``p``, each of which runs its steps by ``recurrence``.
+
+    ``linear`` computes the products with the inputs' weights for all steps, as ``torch.nn.functional.linear`` does.
+    """
 
     p: RecurrentProblem
     recurrence: Recurrence
+    linear: Linear = torch.nn.functional.linear
 
     def forward(
         self,
@@ -100,7 +105,7 @@ class StackedLayers:
                     index = layer * p.directions + direction
                     w, u, *biases = self._weights(weights, index)
                     b_x, b_n = self._biases(biases)
-                    gx = torch.nn.functional.linear(x.view(-1, x.shape[2]), w, b_x).view(p.time, p.batch, -1)
+                    gx = self.linear(x.view(-1, x.shape[2]), w, b_x).view(p.time, p.batch, -1)
                     c = None if c0 is None else c0[index]
                     hn, cn, saved = self.recurrence.forward(
                         gx, u, b_n, h0[index], c, half, reverse=direction == 1, keep=keep
@@ -141,7 +146,7 @@ class StackedLayers:
                     flat = dgates.view(-1, dgates.shape[2])
                     if layer or needs[0]:
                         w = self._weights(weights, index)[0]
-                        dx = flat @ w if dx is None else torch.addmm(dx, flat, w)
+                        dx = self.linear(flat, w.T, None) if dx is None else torch.addmm(dx, flat, w)
                     self._weight_gradients(kept, index, flat, dstates, needs[3:], gradients)
                 if layer:
                     assert dx is not None
