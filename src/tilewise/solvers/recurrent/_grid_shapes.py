@@ -21,7 +21,7 @@ MOST_WORDS = 72
 IN_CLUSTERS = 0.85
 """Share of the multiprocessors that clusters of four blocks and more find: these lie in one group of them."""
 # Cycles of what makes up a step, fitted to 313 measured shapes of both kernels on an H100, which it predicts within
-# 12 % in the median. Of 16 sizes in 9 the fastest shape is among the first three, and one within 2 to 28 % in the others.
+# 12 % in the median. Of 16 sizes in 9 the fastest shape is among the first three; in the others one within 2 to 28 %.
 WITH_CLUSTER = 2800
 """What passing sums within a cluster takes."""
 CACHE = 0.37 / 3100
