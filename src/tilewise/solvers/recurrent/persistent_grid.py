@@ -11,9 +11,10 @@ from tilewise.kernels.building.target import sought
 from tilewise.plan import Config
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import Cost, SolverUnavailable
+from tilewise.solvers.common.costs import efficiency
 from tilewise.solvers.common.tiles import PROCESSORS
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
-from tilewise.solvers.recurrent._recurrent import RecurrentSolver, recurrent_cost
+from tilewise.solvers.recurrent._recurrent import RecurrentSolver
 
 MOST = 8
 """Configs of a forward alone that are offered."""
@@ -68,11 +69,15 @@ class PersistentGrid(RecurrentSolver):
         return [Config(forward=f, backward=g) for _, f, g in ranked]
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
-        """The products of all steps, and the cycles of a step as launches."""
+        """The products of all steps at once, and the cycles of each step as launches."""
         cycles = {shape: count for back in (False, True) for count, shape in self._shapes(p, back)}
         each = sum(cycles.get(_shape(c, name), 0.0) for name in ("forward", "backward") if name in c)
         launches = int(p.time * p.layers * p.directions * each / CYCLES_A_LAUNCH) + 8 * p.layers * p.directions
-        return recurrent_cost(p, launches)
+        rows, gates = p.time * p.batch, p.gates * p.hidden
+        of_states = 2 * rows * p.layers * p.directions * gates * p.hidden
+        # A step's products are in its cycles. The weights' gradients have one product for all steps.
+        flops = p.flops - of_states if p.task == "inference" else p.flops - 2 * of_states
+        return Cost(flops, p.bytes, launches, efficiency=efficiency(p.device_type, rows, gates, p.inputs))
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
         """Layers around the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
