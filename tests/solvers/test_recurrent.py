@@ -71,8 +71,8 @@ def test_a_solver_computes_what_it_supports(solver: Solver, dtype: str, device: 
         bound_here = 0.5 if jumps else BOUND[dtype]
         with p.flags(deterministic=False):
             error = errors_of(p, compute)
-            if error.l2 > bound_here and device == "cuda":
-                # Results of a few numbers may all be small: no way has the digits then, torch's neither.
+            if error.l2 > bound_here:
+                # Results of a few numbers may all be small, and relu's gradient jumps: torch's way has no more digits.
                 torchs = get("aten_rnn").bind(p, Config(), *operands, *(None for _ in p.results))
                 own = errors_of(p, lambda *t: torchs(*t[: len(p.operands)], *(None for _ in p.results), None))
                 bound_here = 3 * own.l2

@@ -16,9 +16,9 @@ from tilewise.solvers.common.tiles import PROCESSORS
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver
 
-MOST = 8
+MOST = 12
 """Configs of a forward alone that are offered."""
-PAIRED = 3
+PAIRED = 4
 """Shapes of each kernel that are tried with each of the other for training."""
 CYCLES_A_LAUNCH = 12_500
 """Cycles that count as one launch in estimates, of some 7 microseconds."""
