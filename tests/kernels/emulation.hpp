@@ -279,22 +279,15 @@ inline uint4 load_relaxed(const void* p) {
   return found;
 }
 inline void store_relaxed(void* p, uint4 a) { __stcs((uint4*)p, a); emulation::moved = true; }
-// Of a grid all of whose blocks run at a time: blocks of a cluster follow each other. Bytes are counted in eights.
-inline void start_barrier(unsigned long long* barrier) { barrier_init(barrier, 1); }
-inline void barriers_started() {}
-inline void expect_sent(unsigned long long* barrier, unsigned bytes) {
-  phase(barrier).expected += bytes / 8;
-  barrier_arrive(barrier);
+// Of a grid all of whose blocks run at a time, clusters of SIZE blocks follow each other.
+template <int SIZE> unsigned peer_address(const void* p, int rank) {
+  return cluster_address(p, blockIdx.x / SIZE * SIZE + rank);
 }
-inline void await_sent(unsigned long long* barrier, unsigned parity) { barrier_wait(barrier, parity); }
-template <int CLUSTER> void send_to(float* to, int rank, float2 a, unsigned long long* barrier) {
-  const unsigned block = blockIdx.x / CLUSTER * CLUSTER + rank;
-  store_cluster(cluster_address(to, block), a);
-  auto* other = (unsigned long long*)((char*)shared + cluster_address(barrier, block));
-  --phase(other).expected;
-  barrier_done(other);
+inline float load_cluster(unsigned address) {
+  float value;
+  std::memcpy(&value, (const char*)shared + address, 4);
+  return value;
 }
-#define send send_to<CLUSTER>
 inline unsigned opaque(unsigned bits) { return bits; }
 inline void look_again() { emulation::pause(); }
 struct Fragments { unsigned a[4], b[2]; };

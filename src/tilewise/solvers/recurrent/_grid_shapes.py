@@ -20,19 +20,20 @@ MOST_WORDS = 72
 """Weights of a thread in 16 bytes, beyond which registers run out."""
 IN_CLUSTERS = 0.85
 """Share of the multiprocessors that clusters of four blocks and more find: these lie in one group of them."""
-# Cycles of what makes up a step, fitted to 313 measured shapes of both kernels on an H100, which it predicts within
-# 12 % in the median. Of 16 sizes in 9 the fastest shape is among the first three; in the others one within 2 to 28 %.
-WITH_CLUSTER = 2800
-"""What passing sums within a cluster takes."""
-CACHE = 0.37 / 3100
+# Cycles of what makes up a step, fitted to 392 measured shapes of both kernels on an H100, which it predicts within
+# 12 % in the median. Of 16 sizes in 14 the fastest shape is among the first four, and one within 13 % in the others.
+ONCE = 510
+WITH_CLUSTER = 3350
+"""What sharing sums within a cluster takes."""
+CACHE = 0.215 / 3100
 """For a byte that all blocks read from the second cache for a tile."""
-PRODUCT = 0.64 * 16
+PRODUCT = 0.46 * 16
 """For a warp's product of 16 x 8 x 16 numbers."""
-SUMS, LEFT = 4 / 128, 2.25 / 128
+SUMS, LEFT = 2.95 / 128, 2.07 / 128
 """For a byte of sums that is written and read in shared memory, and of weights that is read there."""
-LOAD = 480
+LOAD = 453
 """For a chunk of terms that a warp waits for."""
-NEXT_TILE = 1150
+NEXT_TILE = 2330
 
 
 def step_cycles(p: RecurrentProgram, groups: int) -> float:
@@ -43,8 +44,8 @@ def step_cycles(p: RecurrentProgram, groups: int) -> float:
     sums = 2 * p.cluster * p.parts * 16 * p.sums * 4 * SUMS
     left = (p.words - p.held) * p.threads * 16 * LEFT
     loads = p.chunks / (p.parts if p.columns == 1 else 4) * LOAD
-    once = (WITH_CLUSTER if p.cluster > 1 else 0) + p.slices * groups * terms * CACHE + NEXT_TILE * (p.tiles - 1)
-    return once + p.tiles * (products + sums + left + loads)
+    once = ONCE + (WITH_CLUSTER if p.cluster > 1 else 0) + p.slices * groups * terms * CACHE
+    return once + NEXT_TILE * (p.tiles - 1) + p.tiles * (products + sums + left + loads)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,7 +26,8 @@ extern "C" __global__ void BOUNDS recurrent_backward(
     }
     return words;
   });
-  begin(m);
+  const Sums sums(m);
+  meet_cluster();
 
   float carry[TILES][EACH], grad_cell[TILES][EACH];  // of the state past the product, and of the cell
 #pragma unroll
@@ -43,7 +44,7 @@ extern "C" __global__ void BOUNDS recurrent_backward(
 
   constexpr int KEPT_GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
   Loads loads;
-  Turns turns;
+  int turn = 0;
   for (i64 s = 0; s <= steps; ++s) {  // the last turn is the gradient of the first state alone
     const i64 now = backwards ? s : steps - 1 - s, before = backwards ? now + 1 : now - 1, after = backwards ? now - 1 : now + 1;
     const bool at_first = s + 1 >= steps;
@@ -83,15 +84,13 @@ extern "C" __global__ void BOUNDS recurrent_backward(
           }
         }
       }
-      const float* sums = nullptr;
       if (s > 0) {
         const auto source = source_of(tile);
         if (tile == 0) fetch(loads, source);
-        sums = product(m, turns, loads, source, true, u, [&] {
+        product(m, turn, loads, source, true, u, [&] {
           if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
         });
-        turns.next();
-      }
+        }
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
         const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
@@ -99,7 +98,7 @@ extern "C" __global__ void BOUNDS recurrent_backward(
         const i64 n = row0 + tile * 16 + output / UNITS, at = now * batch + n;
         const bool there = unit < HIDDEN && n < batch;
         float dh = carry[tile][e];
-        if (s > 0) dh += total(sums, output / UNITS, output % UNITS);
+        if (s > 0) dh += sums.total(turn, output / UNITS, output % UNITS);
         if (s == steps) {
           if (there) {
             grad_first[n * HIDDEN + unit] = narrow(dh);
@@ -132,7 +131,8 @@ extern "C" __global__ void BOUNDS recurrent_backward(
           store_together(to, CELL == TANH ? dh * (1.f - h * h) : h > 0.f ? dh : 0.f, there);
         }
       }
+      turn ^= 1;
     }
   }
-  end();
+  meet_cluster();  // no block ends while another may still read its sums
 }

@@ -17,7 +17,8 @@ extern "C" __global__ void BOUNDS recurrent_forward(
     if (unit < HIDDEN) words = *(const Words*)(weights + ((i64)(column / UNITS) * HIDDEN + unit) * HIDDEN + k);
     return words;
   });
-  begin(m);
+  const Sums sums(m);
+  meet_cluster();
 
   float state[TILES][EACH], cell[TILES][EACH], shift[EACH];
 #pragma unroll
@@ -35,7 +36,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
   }
 
   Loads loads;
-  Turns turns;
+  int turn = 0;
   for (i64 s = 0; s < steps; ++s) {
     const i64 now = backwards ? steps - 1 - s : s, before = backwards ? now + 1 : now - 1;
     const Real* previous = s ? states + before * batch * row : first;
@@ -58,10 +59,9 @@ extern "C" __global__ void BOUNDS recurrent_forward(
       }
       const auto source = source_of(tile);
       if (tile == 0) fetch(loads, source);
-      const float* sums = product(m, turns, loads, source, s > 0, u, [&] {
+      product(m, turn, loads, source, s > 0, u, [&] {
         if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
       });
-      turns.next();
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
         const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
@@ -70,7 +70,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
         const bool there = unit < HIDDEN && n < batch;
         float sum[GATES], h;
 #pragma unroll
-        for (int g = 0; g < GATES; ++g) sum[g] = total(sums, output / UNITS, g * UNITS + output % UNITS);
+        for (int g = 0; g < GATES; ++g) sum[g] = sums.total(turn, output / UNITS, g * UNITS + output % UNITS);
         Real* to = states + (now * batch + n) * row + unit;
         Real* kept = gates + (now * batch + n) * GATES * HIDDEN + unit;
         if constexpr (CELL == LSTM) {
@@ -105,7 +105,8 @@ extern "C" __global__ void BOUNDS recurrent_forward(
           if constexpr (CELL == LSTM) last_cell[n * HIDDEN + unit] = narrow(cell[tile][e]);
         }
       }
+      turn ^= 1;
     }
   }
-  end();
+  meet_cluster();  // no block ends while another may still read its sums
 }

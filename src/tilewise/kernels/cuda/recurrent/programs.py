@@ -108,7 +108,7 @@ class RecurrentProgram:
         row += 0 if row % 32 in (8, 24) else 8
         sums = self.cluster * self.parts * 16 * row * 4
         terms = 0 if self.columns == 1 else 2 * self.chunks * 1024
-        return 16 + 2 * sums + terms + (self.words - self.held) * self.threads * 16
+        return 2 * sums + terms + (self.words - self.held) * self.threads * 16
 
     @property
     def excess(self) -> int:

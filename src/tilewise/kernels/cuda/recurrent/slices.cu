@@ -3,7 +3,7 @@
 //
 // CLUSTER blocks own UNITS hidden units each, for TILES tiles of 16 batch rows. A product's sum over DEPTH terms is divided
 // among the blocks of the cluster: each reads its share of the terms alone, multiplies it by the weights of all units of
-// the cluster, and sends every block the sums of that block's units. So a multiprocessor reads a share of a step's
+// the cluster, and leaves the sums of each block's units in shared memory, where that block reads them. So a multiprocessor reads a share of a step's
 // numbers, and the weights that it holds are as many as without a cluster. They stay in registers and shared memory for
 // all steps. Within a block WC groups of warps have different columns, WK groups different terms.
 //
@@ -21,23 +21,20 @@ constexpr int WORDS = 64 * CK;                                           // of s
 constexpr bool DIRECT = WC == 1;
 constexpr int LOADS = DIRECT ? 2 * CW : (WORDS + THREADS - 1) / THREADS;  // of a thread
 constexpr int ROW = 8 * NT % 32 == 8 || 8 * NT % 32 == 24 ? 8 * NT : 8 * NT + 8;  // floats of a row of sums: no bank twice
-constexpr int SOURCES = CLUSTER * WK;                                    // parts of a sum
-constexpr int SUMS = SOURCES * 16 * ROW;
+constexpr int SUMS = CLUSTER * WK * 16 * ROW;                            // of a tile, for all blocks of the cluster
 constexpr int CHAINS = CT < 3 ? 2 : 1;  // sums of a column tile that do not wait for each other
 constexpr int OUTPUTS = 16 * UNITS;                                      // of a tile
 constexpr int EACH = (OUTPUTS + THREADS - 1) / THREADS;
 constexpr int HELD = CW * CT < KEPT ? CW * CT : KEPT;                    // words of weights in a thread's registers
 
-// Shared memory: two barriers, two tiles' sums, two tiles' terms, the weights that registers do not hold.
+// Shared memory: two tiles' sums, two tiles' terms, the weights that registers do not hold.
 struct Memory {
-  unsigned long long* barriers;
   float* sums;
   Words *terms, *weights;
 };
 __device__ __forceinline__ Memory memory() {
   Memory m;
-  m.barriers = (unsigned long long*)shared_memory();
-  m.sums = (float*)(m.barriers + 2);
+  m.sums = (float*)shared_memory();
   m.terms = (Words*)(m.sums + 2 * SUMS);
   m.weights = m.terms + (DIRECT ? 0 : 2 * WORDS);
   return m;
@@ -146,76 +143,64 @@ __device__ __forceinline__ void multiply_tile(const Memory& m, int turn, const L
   for (int j = 0; j < CT; ++j) {
     const int tile = at.group * CT + j, owner = tile / NT;
     if (owner >= CLUSTER) break;
-    const int source = at.rank * WK + at.part;
-    float* to = m.sums + turn * SUMS + (source * 16 + at.lane / 4) * ROW + tile % NT * 8 + at.lane % 4 * 2;
+    float* to = m.sums + turn * SUMS + ((owner * WK + at.part) * 16 + at.lane / 4) * ROW + tile % NT * 8 + at.lane % 4 * 2;
     if constexpr (CHAINS == 2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[j][0][i] += sums[j][1][i];
-    const float2 above = make_float2(sums[j][0][0], sums[j][0][1]), below = make_float2(sums[j][0][2], sums[j][0][3]);
-    if constexpr (CLUSTER == 1) {
-      *(float2*)to = above;
-      *(float2*)(to + 8 * ROW) = below;
-    } else {
-      send(to, owner, above, m.barriers + turn);
-      send(to + 8 * ROW, owner, below, m.barriers + turn);
-    }
+    *(float2*)to = make_float2(sums[j][0][0], sums[j][0][1]);
+    *(float2*)(to + 8 * ROW) = make_float2(sums[j][0][2], sums[j][0][3]);
   }
 }
 
-__device__ __forceinline__ float total(const float* sums, int row, int column) {
-  float sum = 0.f;
-#pragma unroll
-  for (int source = 0; source < SOURCES; ++source) sum += sums[(source * 16 + row) * ROW + column];
-  return sum;
-}
+// Where the parts of a block's sums lie: in its own shared memory, and in that of the others of its cluster.
+struct Sums {
+  const float* own;
+  unsigned others[CLUSTER];
 
-// Tiles in order: which of the two of everything is used, and how often it has been.
-struct Turns {
-  int turn = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    parity ^= turn;
-    turn ^= 1;
+  __device__ __forceinline__ explicit Sums(const Memory& m) : own(m.sums) {
+    if constexpr (CLUSTER > 1)
+#pragma unroll
+      for (int r = 0; r < CLUSTER; ++r) others[r] = peer_address<CLUSTER>(m.sums, r) + place().rank * WK * 16 * ROW * 4;
+  }
+  __device__ __forceinline__ float total(int turn, int row, int column) const {
+    float parts[CLUSTER * WK], sum = 0.f;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r)
+#pragma unroll
+      for (int part = 0; part < WK; ++part) {
+        const int at = turn * SUMS + (part * 16 + row) * ROW + column;
+        if constexpr (CLUSTER == 1) parts[part] = own[at];
+        else parts[r * WK + part] = load_cluster(others[r] + 4 * at);
+      }
+#pragma unroll
+    for (int i = 0; i < CLUSTER * WK; ++i) sum += parts[i];
+    return sum;
   }
 };
-constexpr int SENT = SOURCES * 16 * 8 * NT * 4;  // bytes that reach a block for a tile
 
-// Barriers are there before anybody sends, and a block's weights before it reads them.
-__device__ __forceinline__ void begin(const Memory& m) {
+// All blocks of the cluster have written before this what any of them reads after it.
+__device__ __forceinline__ void meet_cluster() {
   if constexpr (CLUSTER == 1) __syncthreads();
   else {
-    if (threadIdx.x == 0) {
-      start_barrier(m.barriers);
-      start_barrier(m.barriers + 1);
-    }
-    barriers_started();
-    arrive_cluster();
-    wait_cluster();
-  }
-}
-// No block ends while another may still send to it.
-__device__ __forceinline__ void end() {
-  if constexpr (CLUSTER > 1) {
     arrive_cluster();
     wait_cluster();
   }
 }
 
-// The sums of a tile are in shared memory after this. ``loads`` were fetched; ``next`` fetches those of the next tile.
+// The sums of a tile are there after this. ``loads`` were fetched; ``next`` fetches those of the next tile. Of two tiles in
+// a row each has memory of its own, and blocks are done with the one before when they come here.
 template <class Source, class Next>
-__device__ __forceinline__ const float* product(const Memory& m, const Turns& turns, Loads& loads, const Source& source,
-                                                bool exchanged, const Slice& u, const Next& next) {
-  if (CLUSTER > 1 && threadIdx.x == 0) expect_sent(m.barriers + turns.turn, SENT);
+__device__ __forceinline__ void product(const Memory& m, int turn, Loads& loads, const Source& source, bool exchanged,
+                                        const Slice& u, const Next& next) {
   settle(loads, source, exchanged);
   if constexpr (!DIRECT) {
-    put(m.terms + turns.turn * WORDS, loads);
+    put(m.terms + turn * WORDS, loads);
     __syncthreads();
     next();
   }
-  multiply_tile(m, turns.turn, loads, u);
+  multiply_tile(m, turn, loads, u);
   if constexpr (DIRECT) next();
-  if constexpr (CLUSTER == 1 || DIRECT) __syncthreads();
-  if constexpr (CLUSTER > 1) await_sent(m.barriers + turns.turn, turns.parity);
-  return m.sums + turns.turn * SUMS;
+  meet_cluster();
 }
 
 // Numbers of WIDE neighbouring threads, written by the first of them at once.

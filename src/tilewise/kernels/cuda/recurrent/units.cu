@@ -51,26 +51,12 @@ __device__ __forceinline__ unsigned opaque(unsigned bits) {
   asm volatile("" : "+r"(bits));
   return bits;
 }
-// Barriers in shared memory that know how many bytes are to come; ``send`` puts two numbers where ``to`` is in another
-// block of the cluster and tells that block's barrier.
-__device__ __forceinline__ unsigned shared_place(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void start_barrier(unsigned long long* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_place(barrier)) : "memory");
-}
-__device__ __forceinline__ void barriers_started() { ON_CLUSTERS(asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory")); }
-__device__ __forceinline__ void expect_sent(unsigned long long* barrier, unsigned bytes) {
-  ON_CLUSTERS(asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_place(barrier)), "r"(bytes)
-                           : "memory"));
-}
-__device__ __forceinline__ void await_sent(unsigned long long* barrier, unsigned parity) {
-  ON_CLUSTERS(asm volatile(
-      "{\n .reg .pred done;\n again:\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      " @done bra over;\n bra again;\n over:\n}" ::"r"(shared_place(barrier)), "r"(parity) : "memory"));
-}
-__device__ __forceinline__ void send(float* to, int rank, float2 a, unsigned long long* barrier) {
-  ON_CLUSTERS(asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                               cluster_address(to, rank)), "f"(a.x), "f"(a.y), "r"(cluster_address(barrier, rank))
-                           : "memory"));
+// Where ``p`` is in block ``rank`` of a cluster of SIZE blocks, and the number there.
+template <int SIZE> __device__ __forceinline__ unsigned peer_address(const void* p, int rank) { return cluster_address(p, rank); }
+__device__ __forceinline__ float load_cluster(unsigned address) {
+  float a = 0.f;
+  ON_CLUSTERS(asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(a) : "r"(address) : "memory"));
+  return a;
 }
 // Between two looks at what another block is to write.
 __device__ __forceinline__ void look_again() {}
