@@ -190,9 +190,11 @@ class PlannedModules:
         """Whether a plan beats torch on any pass of the module. If so, all its passes are bound now, ready for use."""
         plan_table, runners = self.plan_tables[name], []
         for recorded in self._calls_of(name):
-            problems = recorded.problems(self.training).values()
+            problems = set(recorded.problems(self.training).values())
             if any(plan_table.replacement(problem, recorded.call.deterministic) for problem in problems):
-                runners += [recorded.layer.resolve(call) for call in recorded.kinds(self.training)]
+                kinds = recorded.kinds(self.training)  # those with other problems are planned when they come
+                known = [call for call in kinds if problems.issuperset(recorded.layer.problems(call).values())]
+                runners += [recorded.layer.resolve(call) for call in known]
         return any(runner is not None and runner.planned for runner in runners)
 
     def report(self) -> tuple[LayerReport, ...]:

@@ -1,0 +1,168 @@
+"""What distinguishes one call of a recurrent layer from another, the tensors of a call, and the problem that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from tilewise.machine.device import device_name, recurrent_precision
+from tilewise.nn.layers.call import is_plain
+from tilewise.problems.base import DTYPE_NAMES
+from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.problems.recurrent.tensors import GATES
+
+__all__ = ["Given", "RecurrentCall", "describe", "given_of", "problem_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentCall:
+    """One call of a recurrent layer, as far as plans depend on it.
+
+    ``shape`` is the input's with the time first: (time, batch, inputs). ``needs`` says whether any tensor needs a
+    gradient: forward and backward are one problem then.
+    """
+
+    cell: str
+    shape: tuple[int, ...]
+    hidden: int
+    layers: int
+    directions: int
+    biases: bool
+    dtype: torch.dtype
+    device: torch.device
+    needs: tuple[bool, ...]
+    deterministic: bool
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The tensors of one call of ``module``, as views of what it was called with.
+
+    ``x`` is (time, batch, inputs). ``h0`` and ``c0`` (layers * directions, batch, hidden) are ``None`` for zeros, and
+    ``c0`` for cells without one. ``weights`` are in torch's flat order. ``batched`` says that the input had an axis for
+    the batch.
+    """
+
+    module: nn.RNNBase
+    x: Tensor
+    h0: Tensor | None
+    c0: Tensor | None
+    weights: tuple[Tensor, ...]
+    batched: bool
+
+    @property
+    def cell(self) -> str:
+        """The name of the cell, as a problem has it."""
+        return self.module.mode.lower()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that was given."""
+        return [t for t in (self.x, self.h0, self.c0, *self.weights) if t is not None]
+
+    @property
+    def dropout(self) -> float:
+        """The share of a layer's output that the next one does not see in this call."""
+        return self.module.dropout if self.module.training and self.module.num_layers > 1 else 0.0
+
+
+def given_of(module: nn.RNNBase, x: object, hx: object) -> Given | str:
+    """The tensors of the call ``module(x, hx)``, or why it is left to torch."""
+    if isinstance(x, PackedSequence):
+        return "called with a packed sequence, whose sequences end at different steps"
+    weights: tuple[Any, ...] = tuple(module._flat_weights)
+    given: list[Any] = [x, *_states(module, hx), *weights]
+    if not all(is_plain(t) for t in given):
+        return "called with a tensor of a class of its own, or with something else in a tensor's place"
+    reason = _why_torchs(module, given)
+    if reason:
+        return reason
+    first, *states = given[: len(given) - len(weights)]
+    batched = first.dim() == 3
+    if not batched:
+        first, states = first.unsqueeze(1), [state.unsqueeze(1) for state in states]
+    elif module.batch_first:
+        first = first.transpose(0, 1)
+    h0, c0 = (*states, None, None)[:2]
+    return Given(module, first, h0, c0, weights, batched)
+
+
+def _states(module: nn.RNNBase, hx: Any) -> Sequence[Any]:
+    """The first states that were given."""
+    if hx is None:
+        return ()
+    return hx if module.mode == "LSTM" and isinstance(hx, tuple | list) else (hx,)
+
+
+def _why_torchs(module: nn.RNNBase, given: list[Tensor]) -> str:
+    """Why the call with these plain tensors is left to torch; empty where it may be planned."""
+    x = given[0]
+    if x.device.type not in ("cpu", "cuda") or any(t.device != x.device for t in given):
+        return "called with tensors on several devices, or on one that is neither a CPU nor CUDA"
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+        return "called under autocast, which keeps the casts of its weights"
+    if x.dtype not in DTYPE_NAMES or any(t.dtype is not x.dtype for t in given):
+        return f"computes in {x.dtype}, or in several types"
+    if x.dim() not in (2, 3) or [tuple(t.shape) for t in given] != _shapes(module, x, len(given)):
+        return "called with sizes that do not fit"
+    if any(t.numel() == 0 for t in given):
+        return "called with an empty tensor"
+    return ""
+
+
+def _shapes(module: nn.RNNBase, x: Tensor, count: int) -> list[tuple[int, ...]]:
+    """The shapes that torch's forward takes beside ``x`` where ``count`` tensors are given."""
+    directions = 2 if module.bidirectional else 1
+    hidden, rows = module.hidden_size, GATES[module.mode.lower()] * module.hidden_size
+    batch = x.shape[:-2] if x.dim() == 2 else (x.shape[0 if module.batch_first else 1],)
+    state = (module.num_layers * directions, *batch, hidden)
+    weights: list[tuple[int, ...]] = []
+    for layer in range(module.num_layers):
+        columns = hidden * directions if layer else module.input_size
+        weights += [(rows, columns), (rows, hidden), *([(rows,)] * 2 if module.bias else [])] * directions
+    states = 2 if module.mode == "LSTM" else 1
+    given_states = [state] * states if count > 1 + len(weights) else []
+    return [(*x.shape[:-1], module.input_size), *given_states, *weights]
+
+
+def describe(given: Given) -> RecurrentCall:
+    """The call of these tensors."""
+    module, x = given.module, given.x
+    return RecurrentCall(
+        cell=given.cell,
+        shape=tuple(x.shape),
+        hidden=module.hidden_size,
+        layers=module.num_layers,
+        directions=2 if module.bidirectional else 1,
+        biases=module.bias,
+        dtype=x.dtype,
+        device=x.device,
+        needs=(torch.is_grad_enabled() and any(t.requires_grad for t in given.tensors),),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        precision=recurrent_precision() if x.device.type == "cuda" and x.dtype is torch.float32 else "ieee",
+    )
+
+
+def problem_of(call: RecurrentCall) -> RecurrentProblem:
+    """The problem of a call: forward and backward together where a gradient is needed, else the forward."""
+    time, batch, inputs = call.shape
+    return RecurrentProblem(
+        call.cell,
+        time,
+        batch,
+        inputs,
+        call.hidden,
+        call.layers,
+        call.directions,
+        call.biases,
+        task="training" if any(call.needs) else "inference",
+        dtype=DTYPE_NAMES[call.dtype],
+        precision=call.precision,
+        device=device_name(call.device),
+    )

@@ -1,0 +1,207 @@
+"""Running one kind of call of a recurrent layer by its plan, with autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.machine.device import is_capturing
+from tilewise.nn.layers.bound_pass import Slot
+from tilewise.nn.layers.call import disturbed, is_plain
+from tilewise.nn.layers.recurrent.call import Given
+from tilewise.nn.layers.recurrent.saved import apart, together
+from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.solvers.recurrent._layers import Layer
+
+__all__ = ["OPERATORS", "RecurrentRun"]
+
+OPERATORS: dict[str, Any] = {cell: getattr(torch._VF, cell) for cell in ("rnn_tanh", "rnn_relu", "gru", "lstm")}
+"""torch's own functions, as they are when this file is imported."""
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentRun:
+    """The plan that runs one kind of call, of ``problem``. ``layer`` is ``None`` where torch computes it.
+
+    ``slots`` say how the plan expects x, first states and weights. ``several`` says that there is more than one GPU:
+    then that of ``device`` is made current.
+    """
+
+    problem: RecurrentProblem
+    device: torch.device
+    layer: Layer | None
+    slots: tuple[Slot, ...]
+    several: bool
+
+    @property
+    def planned(self) -> bool:
+        """Whether a plan runs it."""
+        return self.layer is not None
+
+    def __call__(self, given: Given) -> Any:
+        """What the module returns, with autograd where that is needed."""
+        x, module = given.x, given.module
+        h0 = self._state(x) if given.h0 is None else given.h0
+        c0 = given.c0
+        if self.problem.cell == "lstm" and c0 is None:
+            c0 = self._state(x)
+        if self.problem.task == "training":
+            y, *last = PlannedRecurrent.apply(self, given.dropout, x, h0, c0, *given.weights)  # type: ignore[no-untyped-call]
+        else:
+            y, hn, cn, _, _ = self.forward(given.dropout, x, h0, c0, given.weights, keep=False)
+            last = [hn] if cn is None else [hn, cn]
+        if not given.batched:
+            y, last = y.squeeze(1), [state.squeeze(1) for state in last]
+        elif module.batch_first:
+            y = y.transpose(0, 1)
+        return y, tuple(last) if self.problem.cell == "lstm" else last[0]
+
+    def _state(self, x: Tensor) -> Tensor:
+        """A first state of zeros."""
+        return torch.zeros(self.problem.shape("h0"), dtype=x.dtype, device=x.device)
+
+    def forward(
+        self, dropout: float, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Any, list[Tensor]]:
+        """y, hn and cn without autograd; where ``keep``, also what backward takes, and the weights for it."""
+        assert self.layer is not None
+        states = [h0] if c0 is None else [h0, c0]
+        x, *taken = (slot.take(t) for slot, t in zip(self.slots, (x, *states, *weights), strict=False))
+        states, taken = taken[: len(states)], taken[len(states) :]
+        with self._on_device():
+            y, hn, cn, saved = self.layer.forward(
+                x, states[0], None if c0 is None else states[1], taken, dropout=dropout, keep=keep
+            )
+        return y, hn, cn, saved, taken
+
+    def backward(
+        self, saved: Any, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Gradients:
+        """The gradients that are needed of x, h0, c0 and the weights, by the plan.
+
+        ``gradients`` are those of y, hn and cn, ``None`` for zero.
+        """
+        assert self.layer is not None
+        dense = [None if gradient is None else gradient.contiguous() for gradient in gradients]
+        dy, dhn, dcn = (*dense, None)[:3]
+        with torch._C._DisableAutocast(), self._on_device():
+            return self.layer.backward(saved, weights, dy, dhn, dcn, needs)
+
+    def by_torch(
+        self,
+        tensors: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        needs: Sequence[bool],
+        dropped: Dropped,
+    ) -> Gradients:
+        """As :meth:`backward`, by torch's operators, whose gradients have gradients themselves.
+
+        The forward is computed again, from ``tensors``: x, h0, c0 and the weights.
+        """
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), torch._C._DisableAutocast(), self._on_device():
+            # Views: a tensor that stands in several places has a gradient for each.
+            leaves = [None if t is None else (t.view_as(t) if again else t.detach()) for t in tensors]
+            if not again:
+                leaves = [t if t is None else t.requires_grad_(n) for t, n in zip(leaves, needs, strict=True)]
+            with dropped.again():
+                results = self._recomputed(leaves, dropped.share)
+            wanted = [leaf for leaf, needed in zip(leaves, needs, strict=True) if needed and leaf is not None]
+            pairs = [(r, d) for r, d in zip(results, gradients, strict=True) if d is not None]
+            ends, starts = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(ends, wanted, starts, create_graph=again, allow_unused=True))
+        return tuple(next(found) if needed else None for needed in needs)
+
+    def _recomputed(self, tensors: Sequence[Tensor | None], dropout: float) -> list[Tensor]:
+        """y, hn and cn by torch's operator; layer by layer where something is dropped between them."""
+        p = self.problem
+        x, h0, c0, *weights = tensors
+        layers, count = (1 if dropout else p.layers), len(weights) // p.layers
+        last: list[list[Tensor]] = []
+        for first in range(0, p.layers, layers):
+            if first:
+                x = x * torch.nn.functional.dropout(torch.ones_like(x), dropout)  # type: ignore[operator, arg-type]
+            rows = slice(first * p.directions, (first + layers) * p.directions)
+            state: Any = [None if t is None else t[rows] for t in (h0, c0)]
+            state = state[0] if c0 is None else tuple(state)
+            own = weights[first * count : (first + layers) * count]
+            both = p.directions == 2
+            x, *ends = OPERATORS[p.cell](x, state, own, p.biases, layers, 0.0, True, both, False)
+            last.append(ends)
+        assert x is not None
+        return [x, *(torch.cat(ends) for ends in zip(*last, strict=True))]
+
+    def _on_device(self) -> Any:
+        """A context in which the call's GPU is the current one."""
+        return torch.cuda.device(self.device) if self.several else nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What is dropped between layers: the share, and the generator's state before, from which it is drawn again."""
+
+    share: float
+    device: torch.device
+    state: Tensor | None
+
+    @classmethod
+    def now(cls, share: float, device: torch.device) -> Dropped:
+        """What is dropped from now on. While a CUDA graph is captured, the generator has no state to be read."""
+        if not share or is_capturing(device):
+            return cls(share, device, None)
+        on_gpu = device.type == "cuda"
+        return cls(share, device, torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state())
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Meanwhile the generator draws what it drew. Raises ``RuntimeError`` where its state is not known."""
+        if not self.share:
+            yield
+            return
+        if self.state is None:
+            raise RuntimeError(
+                "a recurrent layer with dropout that was captured in a CUDA graph has no gradients of gradients; "
+                "tilewise.restore(model) lets torch compute it"
+            )
+        on_gpu = self.device.type == "cuda"
+        with torch.random.fork_rng([self.device] if on_gpu else []):
+            if on_gpu:
+                torch.cuda.set_rng_state(self.state, self.device)
+            else:
+                torch.set_rng_state(self.state)
+            yield
+
+
+class PlannedRecurrent(torch.autograd.Function):
+    """A recurrent layer whose forward and backward run by one plan."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: RecurrentRun, dropout: float, x: Tensor, h0: Tensor, c0: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.recurrent_run, ctx.dropped = run, Dropped.now(dropout, run.device)
+        y, hn, cn, saved, taken = run.forward(dropout, x, h0, c0, weights, keep=True)
+        tensors: list[Tensor | None] = [x, h0, c0, *weights]
+        ctx.kept = apart((saved, taken), tensors)
+        ctx.save_for_backward(*tensors)
+        # The backward reads y. As torch's own results, that of a CPU may be changed in place, and that of a GPU not:
+        # the same memory tells.
+        y = y.clone() if run.device.type == "cpu" else y.detach()
+        return (y, hn) if cn is None else (y, hn, cn)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        run: RecurrentRun = ctx.recurrent_run
+        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        plain = all(d is None or (is_plain(d) and d.dtype is tensors[0].dtype) for d in gradients)
+        if torch.is_grad_enabled() or not plain or disturbed():
+            return None, None, *run.by_torch(tensors[: len(needs)], gradients, needs, ctx.dropped)
+        saved, weights = together(ctx.kept, tensors)
+        return None, None, *run.backward(saved, weights, gradients, needs)
