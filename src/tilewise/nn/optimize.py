@@ -1,4 +1,4 @@
-"""Plan a model's convolutions for its example inputs, replace those that gain, and undo it.
+"""Plan a model's layers for its example inputs, replace those that gain, and undo it.
 
 A model goes through these steps, one after the other. Its modules that can be planned are listed (``modules``), and
 their calls are recorded in one run on each example (``record``). A budget for all kernels is divided among them
@@ -70,11 +70,11 @@ def optimize(
     memory_step: Callable[[Model], object] | None = None,
     **options: Unpack[ModelOptions],
 ) -> Model:
-    """Plan convolutions and linear layers of ``model`` for shapes of ``example_inputs``, and run by plan what gains.
+    """Plan layers of ``model`` for shapes of ``example_inputs``, and run by plan what gains.
 
     The model is run once on each example to see its layers' calls; it is returned, changed in place. Only what
-    ``nn.Conv1d`` to ``nn.Conv3d``, ``nn.ConvTranspose1d`` to ``nn.ConvTranspose3d`` and ``nn.Linear`` (where no memory
-    limit is given) compute is swapped; where torch's own choice wins every pass, the module is left exactly as it was.
+    ``nn.Conv1d`` to ``nn.ConvTranspose3d`` and, without a memory limit, ``nn.Linear``, ``nn.LSTM``, ``nn.GRU`` and
+    ``nn.RNN`` compute is swapped; where torch's own choice wins every pass, the module is left exactly as it was.
     :func:`restore` undoes it, :func:`report` tells what was done. Of several ranks every one calls it; rank 0 plans.
 
     - ``example_inputs``: what ``model`` is called with: a tuple of positional arguments, a mapping of named ones, a

@@ -27,6 +27,8 @@ __all__ = ["CallReport", "LayerReport", "PassReport", "Report", "forget", "keep"
 class PassReport:
     """One pass of a layer: ``role`` is ``forward``, ``grad_input`` or ``grad_weight``.
 
+    A recurrent layer in training has one pass, ``forward``, whose problem is forward and backward together.
+
     ``plan`` is the chosen plan, which may be torch's own choice, or ``None`` with a ``reason``. ``torch_ms`` is what
     torch's choice takes on the device, in milliseconds, measured beside the plan, and ``torch_host_ms`` what the host
     needs to launch it; each where it is known. ``replaced`` says whether the plan runs in the module. ``note`` says why

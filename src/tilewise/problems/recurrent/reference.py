@@ -1,10 +1,17 @@
-"""A recurrent layer in float64, step by step as its equations read, and its gradients by autograd."""
+"""A recurrent layer in float64, by its equations, and its gradients by theirs.
+
+What does not depend on the step before is one product for all steps: autograd over single steps takes ten times as
+long, mostly for the gradients of the weights, and a check must not take much longer than what it checks.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tilewise.machine.turns import pause
 from tilewise.problems.recurrent.tensors import GATES, Recurrent, operands_of, weights_of
@@ -12,13 +19,15 @@ from tilewise.problems.recurrent.tensors import GATES, Recurrent, operands_of, w
 __all__ = ["reference"]
 
 REFERENCE_BYTES = 1 << 30
-"""Bytes that autograd may keep, roughly. More sequences than fit are computed in parts of the batch."""
+"""Bytes that may be kept for the backward, roughly. More sequences than fit are computed in parts of the batch."""
+EVERY = 64
+"""Steps between two moments at which the program's own work may go on."""
 
 
-def reference(p: Recurrent, operands: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def reference(p: Recurrent, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """All results of ``p`` in float64, in the order of its roles."""
     named = dict(zip(operands_of(p), operands, strict=True))
-    kept = 8 * p.time * p.layers * p.directions * p.hidden * (3 * GATES[p.cell] + 8)
+    kept = 8 * p.time * p.layers * p.directions * p.hidden * (2 * GATES[p.cell] + 3)
     size = max(1, REFERENCE_BYTES // kept) if p.task == "training" else p.batch
     weights = weights_of(p)
     parts = []
@@ -34,63 +43,165 @@ def reference(p: Recurrent, operands: tuple[torch.Tensor, ...]) -> tuple[torch.T
     return (*items, *(torch.stack(column).sum(0) for column in columns[of_items:]))
 
 
-def _part(p: Recurrent, operands: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+@dataclass(frozen=True)
+class _Direction:
+    """One direction of one layer: its tensors in float64, and what its steps leave for the backward.
+
+    ``gates`` (time, batch, gates * hidden) are the gates' values. ``states`` and ``cells`` (time, batch, hidden) are h
+    and c after each step, ``part`` is what a GRU's n gate gets from h. The last two are empty for other cells.
+    """
+
+    cell: str
+    end: str
+    w: Tensor
+    u: Tensor
+    b_x: Tensor
+    b_h: Tensor
+    x: Tensor
+    h0: Tensor
+    c0: Tensor
+    gates: Tensor
+    states: Tensor
+    cells: Tensor
+    part: Tensor
+
+    @classmethod
+    def of(cls, p: Recurrent, named: dict[str, Tensor], index: int, x: Tensor) -> _Direction:
+        """The direction with this number, of which ``x`` is the input. Nothing is computed yet."""
+        layer, direction = divmod(index, p.directions)
+        end = f"_l{layer}" + "_reverse" * direction
+        w, u = named[f"w_ih{end}"], named[f"w_hh{end}"]
+        b_x, b_h = (named[f"b_{name}{end}"] if p.biases else w.new_zeros(len(w)) for name in ("ih", "hh"))
+        h0 = named["h0"][index]
+        states = x.new_empty(p.time, *h0.shape)
+        cells = torch.empty_like(states) if p.cell == "lstm" else x.new_empty(0)
+        part = torch.empty_like(states) if p.cell == "gru" else x.new_empty(0)
+        c0 = named["c0"][index] if p.cell == "lstm" else h0
+        gates = x.new_empty(p.time, len(h0), len(w))
+        return cls(p.cell, end, w, u, b_x, b_h, x, h0, c0, gates, states, cells, part)
+
+    @property
+    def order(self) -> range:
+        """The steps in the order of the forward."""
+        steps = range(len(self.x))
+        return steps[::-1] if self.end.endswith("_reverse") else steps
+
+    def before(self, states: Tensor, first: Tensor) -> Tensor:
+        """The state that each step began with."""
+        if self.order.step < 0:
+            return torch.cat((states[1:], first[None]))
+        return torch.cat((first[None], states[:-1]))
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Compute all steps, by the equations of torch's manual; return the last h and c."""
+        from_x = torch.addmm(self.b_x, self.x.flatten(0, 1), self.w.T).view_as(self.gates)
+        turned, h, c = self.u.T.contiguous(), self.h0, self.c0
+        for t in _pausing(self.order):
+            from_h = torch.addmm(self.b_h, h, turned)
+            if self.cell == "lstm":
+                i, f, g, o = (from_x[t] + from_h).chunk(4, 1)
+                i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
+                c = f * c + i * g
+                h = o * torch.tanh(c)
+                self.cells[t] = c
+                torch.cat((i, f, g, o), 1, out=self.gates[t])
+            elif self.cell == "gru":
+                (xr, xz, xn), (hr, hz, hn) = from_x[t].chunk(3, 1), from_h.chunk(3, 1)
+                r, z = torch.sigmoid(xr + hr), torch.sigmoid(xz + hz)
+                n = torch.tanh(xn + r * hn)
+                h = (1 - z) * n + z * h
+                self.part[t] = hn
+                torch.cat((r, z, n), 1, out=self.gates[t])
+            else:
+                h = (torch.tanh if self.cell == "rnn_tanh" else torch.relu)(from_x[t] + from_h)
+            self.states[t] = h
+        return h, c
+
+    def run_back(self, dy: Tensor, dh: Tensor, dc: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The gradients of what x and h give the gates, and of the first h and c, by those of ``y`` and the last ones.
+
+        The gradient of what a gate reads is its value's times the slope: s (1 - s) of a sigmoid s, 1 - n^2 of a tanh n.
+        """
+        of_x = torch.empty_like(self.gates)
+        of_h = torch.empty_like(self.gates) if self.cell == "gru" else of_x
+        before = self.before(self.cells, self.c0) if self.cell == "lstm" else self.before(self.states, self.h0)
+        for t in _pausing(self.order[::-1]):
+            dh = dh + dy[t]
+            if self.cell == "lstm":
+                assert dc is not None
+                i, f, g, o = self.gates[t].chunk(4, 1)
+                turned = torch.tanh(self.cells[t])
+                dc = dc + dh * o * (1 - turned * turned)
+                slopes = (dc * g * i * (1 - i), dc * before[t] * f * (1 - f), dc * i * (1 - g * g))
+                torch.cat((*slopes, dh * turned * o * (1 - o)), 1, out=of_x[t])
+                dc, direct = dc * f, None
+            elif self.cell == "gru":
+                r, z, n = self.gates[t].chunk(3, 1)
+                dn = dh * (1 - z) * (1 - n * n)
+                drz = (dn * self.part[t] * r * (1 - r), dh * (before[t] - n) * z * (1 - z))
+                torch.cat((*drz, dn), 1, out=of_x[t])
+                torch.cat((*drz, dn * r), 1, out=of_h[t])
+                direct = dh * z
+            else:
+                h = self.states[t]
+                of_x[t] = dh * (1 - h * h) if self.cell == "rnn_tanh" else dh * (h > 0)
+                direct = None
+            dh = of_h[t] @ self.u if direct is None else torch.addmm(direct, of_h[t], self.u)
+        return of_x, of_h, dh, dc
+
+    def weight_gradients(self, of_x: Tensor, of_h: Tensor) -> dict[str, Tensor]:
+        """The gradients of the weights, biases too where there are none."""
+        before = self.before(self.states, self.h0)
+        products = of_x.flatten(0, 1).T @ self.x.flatten(0, 1), of_h.flatten(0, 1).T @ before.flatten(0, 1)
+        sums = of_x.sum((0, 1)), of_h.sum((0, 1))
+        names = ("w_ih", "w_hh", "b_ih", "b_hh")
+        return {f"{name}{self.end}": t for name, t in zip(names, (*products, *sums), strict=True)}
+
+
+def _pausing(steps: range) -> Iterator[int]:
+    """The steps, with moments between at which the program's own work may go on."""
+    for t in steps:
+        if t % EVERY == 0:
+            pause()
+        yield t
+
+
+@torch.no_grad()
+def _part(p: Recurrent, operands: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """The results for some sequences of the batch."""
-    named = {role: t.detach().to(torch.float64, copy=True) for role, t in operands.items()}
-    if p.task == "inference":
-        return _forward(p, named)
-    given = {role: t for role, t in named.items() if role not in ("dy", "dhn", "dcn")}
-    with torch.inference_mode(False), torch.enable_grad():
-        for t in given.values():
-            t.requires_grad_()
-        results = _forward(p, given)
-        pause()
-        gradients = torch.autograd.grad(
-            results, list(given.values()), [named[f"d{r}"] for r in ("y", "hn", "cn")[: len(results)]]
-        )
-    return (*(t.detach() for t in results), *gradients)
-
-
-def _forward(p: Recurrent, named: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Output and last states of all layers."""
-    x, last_h, last_c = named["x"], [], []
-    for layer, direction in itertools.product(range(p.layers), range(p.directions)):
-        if direction == 0:
-            layer_input, halves = x, []
-        index, end = layer * p.directions + direction, f"_l{layer}" + "_reverse" * direction
-        h, c = named["h0"][index], named["c0"][index] if p.cell == "lstm" else None
-        steps: list[torch.Tensor] = [h] * p.time
-        order = range(p.time) if direction == 0 else range(p.time - 1, -1, -1)
-        for t in order:
-            if t % 64 == 0:
-                pause()
-            h, c = _step(p, named, end, layer_input[t], h, c)
-            steps[t] = h
-        halves.append(torch.stack(steps))
-        last_h.append(h)
-        if c is not None:
-            last_c.append(c)
+    named = {role: t.detach().to(torch.float64) for role, t in operands.items()}
+    x, last, run = named["x"], list[tuple[Tensor, Tensor]](), list[_Direction]()
+    for layer in range(p.layers):
+        halves = []
+        for direction in range(p.directions):
+            each = _Direction.of(p, named, layer * p.directions + direction, x)
+            last.append(each.run())
+            halves.append(each.states)
+            if p.task == "training":
+                run.append(each)
         x = torch.cat(halves, 2)
-    return (x, torch.stack(last_h), *([torch.stack(last_c)] if last_c else []))
+    states = [torch.stack(column) for column in zip(*last, strict=True)]
+    results = (x, *(states if p.cell == "lstm" else states[:1]))
+    return results if p.task == "inference" else (*results, *_gradients(p, named, run))
 
 
-def _step(
-    p: Recurrent, named: dict[str, torch.Tensor], end: str, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The states after one step, by the equations of torch's manual for ``nn.RNN``, ``nn.GRU`` and ``nn.LSTM``."""
-    from_x, from_h = x @ named[f"w_ih{end}"].T, h @ named[f"w_hh{end}"].T
-    if p.biases:
-        from_x, from_h = from_x + named[f"b_ih{end}"], from_h + named[f"b_hh{end}"]
-    if p.cell == "rnn_tanh":
-        return torch.tanh(from_x + from_h), None
-    if p.cell == "rnn_relu":
-        return torch.relu(from_x + from_h), None
-    if p.cell == "gru":
-        (xr, xz, xn), (hr, hz, hn) = from_x.chunk(3, 1), from_h.chunk(3, 1)
-        r, z = torch.sigmoid(xr + hr), torch.sigmoid(xz + hz)
-        n = torch.tanh(xn + r * hn)
-        return (1 - z) * n + z * h, None
-    assert c is not None
-    i, f, g, o = (from_x + from_h).chunk(4, 1)
-    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c
+def _gradients(p: Recurrent, named: dict[str, Tensor], run: list[_Direction]) -> Iterator[Tensor]:
+    """The gradients of all operands, in their order, from the directions that were ``run``."""
+    dy, found = named["dy"], dict[str, Tensor]()
+    firsts: list[tuple[Tensor, Tensor | None]] = []
+    for layer in reversed(range(p.layers)):
+        below: list[Tensor] = []
+        for direction in reversed(range(p.directions)):
+            index = layer * p.directions + direction
+            each, half = run[index], dy.chunk(p.directions, 2)[direction]
+            dc = named["dcn"][index] if p.cell == "lstm" else None
+            of_x, of_h, dh0, dc0 = each.run_back(half, named["dhn"][index], dc)
+            firsts.insert(0, (dh0, dc0))
+            found |= each.weight_gradients(of_x, of_h)
+            below.append((of_x.flatten(0, 1) @ each.w).view_as(each.x))
+        dy = sum(below[1:], below[0])
+    yield dy
+    for column in itertools.islice(zip(*firsts, strict=True), 2 if p.cell == "lstm" else 1):
+        yield torch.stack(column)
+    for role in weights_of(p):
+        yield found[role]
