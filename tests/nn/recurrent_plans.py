@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tilewise.nn.layers.kinds import run_by_plans
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.recurrent.layer import RecurrentLayer
-from tilewise.plan import Config, Plan
+from tilewise.plan import Plan
 from tilewise.planner import Options
 from tilewise.problems.base import Problem
 from tilewise.solvers import get
@@ -23,7 +23,7 @@ CLASSES: tuple[Any, ...] = (nn.LSTM, nn.GRU, nn.RNN)
 
 
 class Forced(PlanTable):
-    """A table whose plans are ``stepped``, or torch's own choice where ``solver`` says so."""
+    """A table whose plans are those of one solver, with its first config."""
 
     def __init__(self, solver: str = "stepped") -> None:
         super().__init__(Options(), "plan")
@@ -32,12 +32,13 @@ class Forced(PlanTable):
     def plan(self, problems: Any, deterministic: bool) -> None:
         for p in self.missing(problems, deterministic):
             self.asked.append(p)
-            self.learn(p, deterministic, Plan(p.key, self.solver, get(self.solver).version, Config()))
+            solver = get(self.solver)
+            self.learn(p, deterministic, Plan(p.key, solver.name, solver.version, next(iter(solver.configs(p)))))
 
 
-def forced(module: nn.RNNBase) -> tuple[nn.RNNBase, Forced]:
-    """A copy of ``module`` that runs by plans."""
-    twin, table = copy.deepcopy(module), Forced()
+def forced(module: nn.RNNBase, solver: str = "stepped") -> tuple[nn.RNNBase, Forced]:
+    """A copy of ``module`` that runs by plans of ``solver``."""
+    twin, table = copy.deepcopy(module), Forced(solver)
     run_by_plans(twin, RecurrentLayer(table))
     return twin, table
 

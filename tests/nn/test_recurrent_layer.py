@@ -18,6 +18,7 @@ from torch.nn.utils import rnn as sequences
 from tilewise.nn.layers.recurrent.call import describe, given_of
 from tilewise.nn.layers.recurrent.saved import apart, together
 from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.solvers import get
 
 
 def drawn_module(draw: Any, **fixed: Any) -> nn.RNNBase:
@@ -64,6 +65,20 @@ def test_results_and_gradients_are_torchs(data: st.DataObject) -> None:
     with torch.no_grad():
         close(flat(twin(x, hx)), flat(module(x, hx)))
     assert [p.task for p in table.asked if isinstance(p, RecurrentProblem)] == ["training", "inference"]
+
+
+@pytest.mark.skipif(
+    bool(get("resident_rnn").why_not(RecurrentProblem("lstm", 1, 1, 1, 1))), reason="the solver needs Numba"
+)
+@pytest.mark.parametrize(("kind", "both"), [(nn.LSTM, True), (nn.GRU, False), (nn.RNN, True)])
+def test_a_compiled_kernel_keeps_what_its_backward_needs(kind: Any, both: bool) -> None:
+    module = kind(5, 9, 2, bidirectional=both)
+    twin, _ = forced(module, "resident_rnn")
+    x = torch.randn(7, 3, 5, requires_grad=True)
+    close(with_gradients(twin, x), with_gradients(module, x))
+    y = twin(x)[0].sum()
+    first = torch.autograd.grad(y, [x, *twin.parameters()], retain_graph=True)
+    close(torch.autograd.grad(y, [x, *twin.parameters()]), first)
 
 
 @settings(max_examples=20, deadline=None)
@@ -178,13 +193,9 @@ def test_checkpoints_compute_again() -> None:
     def gradient(reentrant: bool, module: nn.RNNBase) -> Tensor:
         torch.manual_seed(2)
         y = torch.utils.checkpoint.checkpoint(lambda x: module(x)[0], x, use_reentrant=reentrant)
-        return torch.autograd.grad(y.square().sum(), x)[0] if not reentrant else leaf_gradient(y)
-
-    def leaf_gradient(y: Tensor) -> Tensor:
         x.grad = None
         y.square().sum().backward()
-        assert x.grad is not None
-        return x.grad
+        return torch.as_tensor(x.grad)
 
     for reentrant in (False, True):
         close(gradient(reentrant, twin), gradient(reentrant, module))
@@ -221,7 +232,7 @@ def left_to_torch() -> Iterator[tuple[str, Callable[[nn.RNNBase, Tensor], Any]]]
 def forward_mode(module: nn.RNNBase, x: Tensor) -> Tensor:
     with torch.autograd.forward_ad.dual_level():
         y: Tensor = module(torch.autograd.forward_ad.make_dual(x, x))[0]
-        return torch.autograd.forward_ad.unpack_dual(y).tangent.clone()  # type: ignore[no-any-return, no-untyped-call]
+        return torch.autograd.forward_ad.unpack_dual(y).tangent.clone()  # type: ignore[no-any-return]
 
 
 def autocast(module: nn.RNNBase, x: Tensor) -> Tensor:
@@ -313,8 +324,9 @@ def test_parameters_may_be_shared_replaced_and_swapped() -> None:
     penalties = []
     for each in (twin, module):
         y = each(x)[0].square().sum()
-        (dw,) = torch.autograd.grad(y, each.weight_hh_l0, create_graph=True)
-        penalties.append(torch.autograd.grad(dw.square().sum(), each.weight_hh_l0)[0])
+        shared = each._flat_weights[1]
+        (dw,) = torch.autograd.grad(y, shared, create_graph=True)  # type: ignore[arg-type]
+        penalties.append(torch.autograd.grad(dw.square().sum(), shared)[0])  # type: ignore[arg-type]
     close(*penalties)
 
 

@@ -20,6 +20,8 @@ from tilewise.nn.layers.swaps import swap_back
 from tilewise.planner import Planner
 from tilewise.wisdom import Wisdom
 
+KERNELS = ("resident_rnn", "persistent_grid")
+
 
 class Net(nn.Module):
     """A layer that is called twice, and one that has no plan's class."""
@@ -37,10 +39,9 @@ class Net(nn.Module):
 
 
 def optimized(model: nn.Module, x: Any, folder: Path, **options: Any) -> nn.Module:
-    """By ``stepped``: torch's own choice is excluded, and nothing is measured."""
+    """By ``stepped``: the others are excluded, torch's own choice too, and nothing is measured."""
     planner = Planner(Wisdom(folder / "wisdom.sqlite3"))
-    others = tuple(name for name in ("aten_rnn",) if name not in options.get("keep", ()))
-    chosen = {"goal": "passes", "rigor": "estimate", "exclude": others, **options}
+    chosen = {"goal": "passes", "rigor": "estimate", "exclude": ("aten_rnn", *KERNELS), **options}
     return tilewise.optimize(model, x, planner=planner, **chosen)
 
 
@@ -106,7 +107,7 @@ def test_other_calls_are_torchs_where_nothing_is_planned_later(tmp_path: Path) -
 def test_where_torch_wins_a_module_stays_as_it_was(tmp_path: Path) -> None:
     net = nn.LSTM(6, 8)
     before = dict(vars(net))
-    optimized(net, torch.randn(4, 3, 6), tmp_path, exclude=("stepped",))
+    optimized(net, torch.randn(4, 3, 6), tmp_path, exclude=("stepped", *KERNELS))
     assert vars(net) == before
     (layer,) = tilewise.nn.report(net).layers
     assert not layer.replaced
