@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tests.kernels.emulator import emulate, emulated
 
 from tilewise.kernels.cuda.recurrent.programs import GATES
+from tilewise.machine.device import device_name
+from tilewise.problems.recurrent.checks import dense_operands
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers import get
 from tilewise.solvers.recurrent._grid_recurrence import TILE, GridRecurrence, Shape, program
@@ -171,3 +173,59 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     over = int(reason.split("weights is ")[1].split(" ")[0])
     whole = 4 * 8192 * 8192 * 2 / 132
     assert whole - 500e3 < over < 3 * whole
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_launches_that_share_a_gpu_end() -> None:
+    """Two layers on two streams whose blocks cannot all run at a time, products and a kernel of a second beside them."""
+    device = torch.device("cuda")
+    p = RecurrentProblem("lstm", 64, 16, 512, 1024, dtype="bf16", task="training", device=device_name(device))
+    solver = get("persistent_grid")
+    layer = solver.layer(p, next(iter(solver.configs(p))))
+    operands = [t.to(device) for t in dense_operands(p.on("cpu"), 3)]
+    x, h0, c0, *weights = operands[: 3 + len(p.weights)]
+    dy = torch.randn_like(layer.forward(x, h0, c0, weights, keep=False)[0])
+    needs = (True,) * (3 + len(weights))
+
+    def step() -> torch.Tensor:
+        y, _, _, saved = layer.forward(x, h0, c0, weights, keep=True)
+        gradients = layer.backward(saved, weights, dy, None, None, needs)
+        return torch.cat([y.flatten(), *(g.flatten() for g in gradients if g is not None)])
+
+    with torch.no_grad():
+        alone = step()
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        large = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
+        with torch.cuda.stream(streams[2]):
+            torch.cuda._sleep(1_500_000_000)
+        found = []
+        for _ in range(8):
+            for stream in streams[:2]:
+                with torch.cuda.stream(stream):
+                    found.append(step())
+            with torch.cuda.stream(streams[3]):
+                large @ large
+        torch.cuda.synchronize()
+    assert all(torch.equal(each, alone) for each in found)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_what_the_launch_computes() -> None:
+    device = torch.device("cuda")
+    p = RecurrentProblem("gru", 20, 5, 24, 72, dtype="fp16", device=device_name(device))
+    solver = get("persistent_grid")
+    layer = solver.layer(p, next(iter(solver.configs(p))))
+    x, h0, *weights = [t.to(device) for t in dense_operands(p.on("cpu"), 3)]
+    with torch.no_grad():
+        want = layer.forward(x, h0, None, weights, keep=False)[0].clone()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = layer.forward(x, h0, None, weights, keep=False)[0]
+        for _ in range(3):
+            y.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(y, want)
