@@ -57,7 +57,7 @@ def with_gradients(module: nn.RNNBase, x: Tensor, hx: Any = None, used: Sequence
     given: Any = None if hx is None else tuple(leaves[1:]) if isinstance(hx, tuple) else leaves[1]
     results = flat(module(leaves[0], given))
     loss = sum(
-        (r * torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view(r.shape)).sum()
+        (r * torch.linspace(-1, 1, r.numel(), dtype=r.dtype, device=r.device).view(r.shape)).sum()
         for i, r in enumerate(results)
         if i in used
     )

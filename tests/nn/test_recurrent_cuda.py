@@ -14,7 +14,11 @@ from torch import nn
 
 from tilewise.machine.torch_state import fp32_precision
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # A copy's weights are not in one piece, of which torch warns where it computes.
+    pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk"),
+]
 SOLVERS = ("persistent_grid", "stepped")
 
 

@@ -178,7 +178,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
 def test_launches_that_share_a_gpu_end() -> None:
-    """Two layers on two streams whose blocks cannot all run at a time, products and a kernel of a second beside them."""
+    """Two layers on two streams whose blocks cannot all run at a time, beside products and a kernel of a second."""
     device = torch.device("cuda")
     p = RecurrentProblem("lstm", 64, 16, 512, 1024, dtype="bf16", task="training", device=device_name(device))
     solver = get("persistent_grid")

@@ -75,7 +75,7 @@ def test_a_solver_computes_what_it_supports(solver: Solver, dtype: str, device: 
                 # Results of a few numbers may all be small, and relu's gradient jumps: torch's way has no more digits.
                 torchs = get("aten_rnn").bind(p, Config(), *operands, *(None for _ in p.results))
                 own = errors_of(p, lambda *t: torchs(*t[: len(p.operands)], *(None for _ in p.results), None))
-                bound_here = 3 * own.l2
+                bound_here = 5 * own.l2
         assert error.l2 <= bound_here, f"{p.key} {c}: {error}"
 
     drawn()
