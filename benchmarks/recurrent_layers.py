@@ -106,7 +106,7 @@ def rows_of(settings: Settings, size: str, mode: str, task: str) -> list[Row]:
         torchs, ours = (statistics.median(both[side]) * 1e3 / p.time for side in ("torch", "planned"))
         ran = f"{plan.solver} {plan.config}".strip()
         rows.append(Row(f"{size} {mode}", f"{task}, {way}", Side("torch", torchs),
-                        Side(ran, ours), unit="us a step", details=details))  # fmt: skip
+                        Side(ran, ours), unit="us a step", replaced=not solver.baseline, details=details))  # fmt: skip
     return rows
 
 
