@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kernels.emulator import emulate, emulated
 
+from tilewise.kernels.cuda.launch import read_source
 from tilewise.kernels.cuda.recurrent.programs import GATES
 from tilewise.machine.device import device_name
 from tilewise.problems.recurrent.checks import dense_operands
@@ -149,6 +154,33 @@ def test_a_nan_passes_through_and_ends_no_wait() -> None:
         recurrence = Emulated("rnn_relu", hidden, dtype, 0, ((8, 1, 1, 1),) * 2)
         recurrence.forward(gx, u, None, h0, None, y, reverse=False, keep=False)
         assert bool(y.isnan().all())  # the product of a NaN and 0 is one
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize(
+    ("cell", "dtype", "shape", "architecture"),
+    [
+        ("lstm", torch.bfloat16, (16, 2, 4, 8), "sm_90"),
+        ("gru", torch.float32, (8, 1, 1, 1), "sm_80"),
+        ("rnn_relu", torch.float16, (24, 1, 2, 4), "sm_90"),
+    ],
+    ids=("lstm", "gru", "rnn_relu"),
+)
+def test_a_gpus_own_compiler_takes_them(
+    cell: str, dtype: torch.dtype, shape: Shape, architecture: str, tmp_path: Path
+) -> None:
+    for backward in (False, True):
+        p = program(cell, 256, dtype, shape, True, backward)
+        (tmp_path / "kernel.cu").write_text(read_source("ptx.cu") + p.source())
+        command = ["nvcc", f"-arch={architecture}", "-std=c++17", "-cubin", "-Xptxas", "-v", "kernel.cu"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:4000]
+        registers = re.search(r"Used (\d+) registers", done.stderr)
+        assert registers is not None
+        assert int(registers[1]) <= 255
+        spilled = re.search(r"(\d+) bytes spill stores", done.stderr)
+        assert spilled is not None
+        assert int(spilled[1]) == 0
 
 
 def test_shapes_fit_on_the_chip() -> None:

@@ -81,16 +81,21 @@ class PersistentGrid(RecurrentSolver):
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
         """Layers around the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
+        from tilewise.kernels.cuda.launch import compile_cubin
         from tilewise.solvers.recurrent._grid_recurrence import GridRecurrence, program
 
-        forward = _shape(c, "forward")
+        forward, architecture = _shape(c, "forward"), sought()
         shapes = (forward, _shape(c, "backward") if "backward" in c else forward)
         dtype, precise = p.torch_dtype("x"), _precise(p)
-        recurrence = GridRecurrence(p.cell, p.hidden, dtype, torch.cuda.current_device(), shapes, precise)
+        index = torch.cuda.current_device() if architecture is None else 0
+        recurrence = GridRecurrence(p.cell, p.hidden, dtype, index, shapes, precise)
         try:
             for backward in (False, True) if p.task == "training" else (False,):
                 made = program(p.cell, p.hidden, dtype, shapes[backward], precise, backward)
-                recurrence.compile(made)
+                if architecture is None:
+                    recurrence.compile(made)
+                else:  # for another machine's GPU
+                    compile_cubin(made.source(), architecture.instructions)
         except Exception as error:  # NVRTC and the driver raise errors of their own
             text = str(error).strip().splitlines()
             raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
