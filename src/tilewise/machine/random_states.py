@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["kept", "seed"]
+__all__ = ["kept", "seed", "state_of", "with_state"]
 
 Restore = Callable[[], None]
 CONTAINERS = (list, tuple, set, frozenset, dict, deque)
@@ -48,8 +48,33 @@ def seed(value: int, device: torch.device) -> None:
     np.random.seed(value)
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(value)
+        _generator(device).manual_seed(value)
+
+
+def state_of(device: torch.device) -> torch.Tensor:
+    """The state of torch's default generator of ``device``, for :func:`with_state`."""
+    return _generator(device).get_state()
+
+
+@contextmanager
+def with_state(state: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Within the block torch's default generator of ``device`` draws on from ``state``; then it goes on as before."""
+    generator = _generator(device)
+    before = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """torch's default generator of ``device``."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found: torch.Generator = torch.cuda.default_generators[index]
+    return found
 
 
 def _torch_generators() -> list[torch.Generator]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.machine import random_states
 from tilewise.machine.device import is_capturing
 from tilewise.nn.layers.bound_pass import Slot
 from tilewise.nn.layers.call import disturbed, is_plain
@@ -155,8 +156,7 @@ class Dropped:
         """What is dropped from now on. While a CUDA graph is captured, the generator has no state to be read."""
         if not share or is_capturing(device):
             return cls(share, device, None)
-        on_gpu = device.type == "cuda"
-        return cls(share, device, torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state())
+        return cls(share, device, random_states.state_of(device))
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -169,12 +169,7 @@ class Dropped:
                 "a recurrent layer with dropout that was captured in a CUDA graph has no gradients of gradients; "
                 "tilewise.restore(model) lets torch compute it"
             )
-        on_gpu = self.device.type == "cuda"
-        with torch.random.fork_rng([self.device] if on_gpu else []):
-            if on_gpu:
-                torch.cuda.set_rng_state(self.state, self.device)
-            else:
-                torch.set_rng_state(self.state)
+        with random_states.with_state(self.state, self.device):
             yield
 
 
