@@ -17,6 +17,8 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
+from tests.sampling import some
+
 from tilewise.solvers.common.cpu_run import vector_lanes
 from tilewise.solvers.recurrent._cpu_recurrence import CpuRecurrence, Shares
 
@@ -118,7 +120,7 @@ def close(found: list[Tensor], wanted: list[Tensor], bound: float = 5e-6) -> Non
         assert error < bound, error
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some(40), deadline=None)
 @given(
     cell=st.sampled_from(tuple(GATES)), time=st.integers(1, 12), batch=st.integers(1, 20),
     hidden=st.one_of(st.integers(1, 40), st.sampled_from((64, 65, 100, 130))), reverse=st.booleans(),
@@ -261,7 +263,7 @@ def test_more_threads_than_cores_and_forks_end() -> None:
     subprocess.run([sys.executable, "-c", OVERSUBSCRIBED], check=True, timeout=120)
 
 
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 @given(
     lanes=st.sampled_from((4, 8, 16)), gates=st.sampled_from((1, 3, 4)), batch=st.integers(1, 300),
     hidden=st.integers(1, 3000), threads=st.integers(1, 64), back=st.booleans(),

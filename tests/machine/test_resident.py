@@ -46,7 +46,7 @@ def test_a_settled_peak_is_what_is_resident() -> None:
     reset_peak()
     seen = resident()
     assert os.sched_getaffinity(0) == cores
-    assert 0 <= seen["VmHWM"] - seen["VmRSS"] <= 64 << 10
+    assert 0 <= seen["VmHWM"] - seen["VmRSS"] <= 256 << 10  # other threads of the process may touch memory meanwhile
     assert 0 < seen["RssFile"] < seen["VmRSS"]
 
 

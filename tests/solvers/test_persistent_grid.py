@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kernels.emulator import emulate, emulated
+from tests.sampling import some
 
 from tilewise.kernels.cuda.launch import read_source
 from tilewise.kernels.cuda.recurrent.programs import GATES
@@ -111,7 +112,7 @@ def check(
 
 
 @emulated
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some(12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(draw=st.data())
 def test_kernels_compute_recurrent_layers(draw: st.DataObject) -> None:
     cell, dtype = draw.draw(st.sampled_from(sorted(GATES))), draw.draw(st.sampled_from(list(TOLERANCE)))
@@ -128,6 +129,7 @@ def test_kernels_compute_recurrent_layers(draw: st.DataObject) -> None:
 
 
 @emulated
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", sorted(GATES))
 def test_weights_that_registers_do_not_hold_lie_in_shared_memory(cell: str) -> None:
     hidden = 200
