@@ -17,13 +17,13 @@ from tests.kernels.emulator import emulate, emulated
 from tests.sampling import some
 
 from tilewise.kernels.cuda.launch import read_source
-from tilewise.kernels.cuda.recurrent.programs import GATES
 from tilewise.machine.device import device_name
 from tilewise.problems.recurrent.checks import dense_operands
 from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.problems.recurrent.tensors import GATES
 from tilewise.solvers import get
 from tilewise.solvers.recurrent._grid_recurrence import TILE, GridRecurrence, Shape, program
-from tilewise.solvers.recurrent._grid_shapes import shapes
+from tilewise.solvers.recurrent._grid_shapes import Asked, shapes
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MOST_BLOCKS = 8
@@ -119,7 +119,7 @@ def test_kernels_compute_recurrent_layers(draw: st.DataObject) -> None:
     hidden, batch = draw.draw(st.integers(1, 64)), draw.draw(st.sampled_from((1, 3, 16, 17, 33, 48)))
     cluster = draw.draw(st.sampled_from((1, 2, 4)))
     fits = []
-    for _, shape in shapes(cell, hidden, dtype, batch, True, False, MOST_BLOCKS, True):
+    for _, shape in shapes(Asked(cell, hidden, dtype, batch, True, False, MOST_BLOCKS, True)):
         ok = not program(cell, hidden, dtype, shape, True, True).problems()
         fits += [shape] if ok and shape[2] == cluster else []
     if not fits:
@@ -191,7 +191,7 @@ def test_shapes_fit_on_the_chip() -> None:
         ("lstm", 512, 1, torch.float32),
     ):  # fmt: skip
         for backward in (False, True):
-            found = shapes(cell, hidden, dtype, batch, dtype is torch.float32, backward, 132, True)
+            found = shapes(Asked(cell, hidden, dtype, batch, dtype is torch.float32, backward, 132, True))
             assert found, (cell, hidden)
             for _, shape in found:
                 p = program(cell, hidden, dtype, shape, dtype is torch.float32, backward)

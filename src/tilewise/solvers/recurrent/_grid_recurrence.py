@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 from tilewise.kernels.cuda.launch import Kernel, kernel
-from tilewise.kernels.cuda.recurrent.programs import GATES, RecurrentProgram
+from tilewise.kernels.cuda.recurrent.programs import RecurrentProgram
+from tilewise.problems.recurrent.tensors import GATES
 
 __all__ = ["TILE", "GridRecurrence", "Kept", "Shape", "padded", "program"]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from tilewise.kernels.cuda.recurrent.programs import RecurrentProgram
 from tilewise.solvers.recurrent._grid_recurrence import TILE, Shape, program
 
-__all__ = ["shapes", "smallest_excess", "step_cycles"]
+__all__ = ["Asked", "shapes", "smallest_excess", "step_cycles"]
 
 UNITS = (8, 16, 24, 32, 48, 64)
 CLUSTERS = (1, 2, 4, 8)
@@ -36,6 +37,23 @@ LOAD = 453
 NEXT_TILE = 2330
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What shapes are asked for: a kernel of a layer, and a GPU with so many multiprocessors, with ``clusters`` or not.
+
+    ``precise``: products of fp32 numbers as exact as in fp32.
+    """
+
+    cell: str
+    hidden: int
+    dtype: torch.dtype
+    batch: int
+    precise: bool
+    backward: bool
+    processors: int
+    clusters: bool
+
+
 def step_cycles(p: RecurrentProgram, groups: int) -> float:
     """Cycles of a step. They rank shapes; no promise is made of them."""
     terms = p.chunks * 1024
@@ -49,57 +67,38 @@ def step_cycles(p: RecurrentProgram, groups: int) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def shapes(
-    cell: str,
-    hidden: int,
-    dtype: torch.dtype,
-    batch: int,
-    precise: bool,
-    backward: bool,
-    processors: int,
-    clusters: bool,
-) -> tuple[tuple[float, Shape], ...]:
-    """Shapes that fit on ``processors`` multiprocessors with the cycles of a step, the fastest first."""
+def shapes(asked: Asked) -> tuple[tuple[float, Shape], ...]:
+    """Shapes that fit on the multiprocessors with the cycles of a step, the fastest first."""
     found = []
-    for shape, p, groups in _offered(cell, hidden, dtype, batch, precise, backward, clusters):
-        room = processors if p.cluster <= 2 else int(processors * IN_CLUSTERS)
+    for shape, p, groups in _offered(asked):
+        room = asked.processors if p.cluster <= 2 else int(asked.processors * IN_CLUSTERS)
         if p.slices * groups <= room and p.words <= MOST_WORDS and not p.problems():
             found.append((step_cycles(p, groups), shape))
     return tuple(sorted(found))
 
 
-def smallest_excess(
-    cell: str,
-    hidden: int,
-    dtype: torch.dtype,
-    batch: int,
-    precise: bool,
-    backward: bool,
-    processors: int,
-    clusters: bool,
-) -> int:
+def smallest_excess(asked: Asked) -> int:
     """The fewest bytes of weights by which a multiprocessor's share of them is too large, of all shapes."""
-    weights = -(-hidden * hidden * dtype.itemsize // processors)
+    weights = -(-(asked.hidden**2) * asked.dtype.itemsize // asked.processors)
     least = None
-    for _, p, groups in _offered(cell, hidden, dtype, batch, precise, backward, clusters):
-        if p.slices * groups <= processors:
+    for _, p, groups in _offered(asked):
+        if p.slices * groups <= asked.processors:
             over = max((p.words - MOST_WORDS) * p.threads * 16, p.excess)
             least = over if least is None else min(least, over)
     return weights if least is None else max(least, 1)
 
 
-def _offered(
-    cell: str, hidden: int, dtype: torch.dtype, batch: int, precise: bool, backward: bool, clusters: bool
-) -> Iterator[tuple[Shape, RecurrentProgram, int]]:
+def _offered(asked: Asked) -> Iterator[tuple[Shape, RecurrentProgram, int]]:
     """Every shape with its program and its groups of batch rows."""
-    rows = -(-batch // TILE)
+    rows = -(-asked.batch // TILE)
     divided = sorted({-(-rows // groups) for groups in (1, 2, 4, 8, 16)})
     for tiles in divided:
         if tiles > MOST_TILES:
             continue
         for units in UNITS:
-            for cluster in CLUSTERS if clusters else (1,):
+            for cluster in CLUSTERS if asked.clusters else (1,):
                 for columns in COLUMNS:
-                    p = program(cell, hidden, dtype, (units, tiles, cluster, columns), precise, backward)
+                    shape = (units, tiles, cluster, columns)
+                    p = program(asked.cell, asked.hidden, asked.dtype, shape, asked.precise, asked.backward)
                     if columns <= cluster * p.column_tiles and p.column_tiles * cluster // columns <= 12:
-                        yield (units, tiles, cluster, columns), p, -(-rows // tiles)
+                        yield shape, p, -(-rows // tiles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from tilewise.solvers.common.costs import efficiency
 from tilewise.solvers.common.tiles import PROCESSORS
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver
+
+if TYPE_CHECKING:
+    from tilewise.solvers.recurrent._grid_shapes import Asked
 
 MOST = 12
 """Configs of a forward alone that are offered."""
@@ -53,7 +57,7 @@ class PersistentGrid(RecurrentSolver):
             if not self._shapes(p, backward):
                 from tilewise.solvers.recurrent._grid_shapes import smallest_excess
 
-                over = smallest_excess(*self._asked(p, backward))
+                over = smallest_excess(_asked(p, backward))
                 which = "backward" if backward else "forward"
                 reasons.append(f"{which}: a multiprocessor's share of the weights is {over} bytes too large")
         return reasons
@@ -104,12 +108,15 @@ class PersistentGrid(RecurrentSolver):
     def _shapes(self, p: RecurrentProblem, backward: bool) -> tuple[tuple[float, tuple[int, int, int, int]], ...]:
         from tilewise.solvers.recurrent._grid_shapes import shapes
 
-        return shapes(*self._asked(p, backward))
+        return shapes(_asked(p, backward))
 
-    def _asked(self, p: RecurrentProblem, backward: bool) -> tuple[str, int, torch.dtype, int, bool, bool, int, bool]:
-        """What shapes are asked for."""
-        clusters = _architecture() >= (9, 0)
-        return p.cell, p.hidden, p.torch_dtype("x"), p.batch, _precise(p), backward, _processors(), clusters
+
+def _asked(p: RecurrentProblem, backward: bool) -> Asked:
+    """What shapes are asked for."""
+    from tilewise.solvers.recurrent._grid_shapes import Asked
+
+    clusters = _architecture() >= (9, 0)
+    return Asked(p.cell, p.hidden, p.torch_dtype("x"), p.batch, _precise(p), backward, _processors(), clusters)
 
 
 def _precise(p: RecurrentProblem) -> bool:

@@ -14,13 +14,12 @@ import torch
 
 from tilewise.kernels.cuda.launch import SHARED_LIMIT, block_limits, read_source
 from tilewise.kernels.cuda.operands import REALS, constants
+from tilewise.problems.recurrent.tensors import GATES
 
 __all__ = ["CELLS", "GATES", "RecurrentProgram"]
 
 CELLS = {"rnn_tanh": 0, "rnn_relu": 1, "gru": 2, "lstm": 3}
 """Numbers of the cells in the C++ source."""
-GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
-"""Gates of each cell."""
 WARPS = 8
 MOST_HELD = 112
 """Registers of a thread that hold weights, of 255: with more, others are kept in memory."""
