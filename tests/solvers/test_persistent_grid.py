@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from tests.sampling import some
 
 from tilewise.kernels.cuda.launch import read_source
 from tilewise.machine.device import device_name
+from tilewise.plan import Config
 from tilewise.problems.recurrent.checks import dense_operands
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.problems.recurrent.tensors import GATES
 from tilewise.solvers import get
 from tilewise.solvers.recurrent._grid_recurrence import TILE, GridRecurrence, Shape, program
 from tilewise.solvers.recurrent._grid_shapes import Asked, shapes
+from tilewise.solvers.recurrent.persistent_grid import CYCLES_A_LAUNCH, _asked
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MOST_BLOCKS = 8
@@ -199,6 +202,25 @@ def test_shapes_fit_on_the_chip() -> None:
                 assert p.slices * p.units >= hidden
                 assert p.slices % p.cluster == 0
                 assert p.slices * -(-batch // (TILE * p.tiles)) <= 132
+
+
+def test_an_estimate_counts_each_kernel_by_its_own_direction() -> None:
+    solver, trains = (
+        get("persistent_grid"),
+        RecurrentProblem("lstm", 500, 16, 64, 768, task="training", device="cuda:a"),
+    )
+    forward = replace(trains, task="inference")
+    shape = (16, 1, 1, 1)
+    alone = Config(forward=shape)
+    cycles = {}
+    for backward in (False, True):
+        found = shapes(_asked(trains, backward))
+        cycles[backward] = {each: count for count, each in found}[shape]
+    assert cycles[True] != cycles[False]
+    kernels = 500 * cycles[False] / CYCLES_A_LAUNCH
+    assert abs(solver.cost(forward, alone).kernels - kernels) <= 9
+    both = 500 * (cycles[False] + cycles[True]) / CYCLES_A_LAUNCH
+    assert abs(solver.cost(trains, Config(forward=shape, backward=shape)).kernels - both) <= 9
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

@@ -74,8 +74,11 @@ class PersistentGrid(RecurrentSolver):
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products of all steps at once, and the cycles of each step as launches."""
-        cycles = {shape: count for back in (False, True) for count, shape in self._shapes(p, back)}
-        each = sum(cycles.get(_shape(c, name), 0.0) for name in ("forward", "backward") if name in c)
+        each = 0.0
+        for name, backward in (("forward", False), ("backward", True)):
+            if name in c:  # the same shape takes another time in each direction
+                cycles = {shape: count for count, shape in self._shapes(p, backward)}
+                each += cycles.get(_shape(c, name), 0.0)
         launches = int(p.time * p.layers * p.directions * each / CYCLES_A_LAUNCH) + 8 * p.layers * p.directions
         rows, gates = p.time * p.batch, p.gates * p.hidden
         of_states = 2 * rows * p.layers * p.directions * gates * p.hidden
