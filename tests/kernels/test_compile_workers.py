@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import json
 import math
@@ -310,16 +311,18 @@ def test_a_worker_refuses_what_is_no_job_and_goes_on(worker: subprocess.Popen[st
 def parent() -> None:
     """Starts workers, prints who they are and what else lives, and waits."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # programs in a shell's background ignore it
+    faulthandler.dump_traceback_later(PATIENCE_S / 2, exit=False)  # where it waits, should it not end
     with workers.opened(2) as pool:
         answer = pool.ask("{}")
         child = os.fork()
         if child == 0:
-            time.sleep(PATIENCE_S)
+            time.sleep(2 * PATIENCE_S)
             os._exit(0)
         print(json.dumps({"pids": [w.process.pid for w in pool._workers], "child": child, **answer}), flush=True)
         if os.environ["END"] == "exit":
             sys.exit(0)
-        time.sleep(PATIENCE_S)
+        for _ in range(20 * PATIENCE_S):  # a signal just before one long sleep would be seen only after it
+            time.sleep(0.05)
 
 
 def lives(pid: int) -> bool:
