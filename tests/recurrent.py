@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence
 
+from tilewise.problems.recurrent.packing import Packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.problems.recurrent.tensors import CELLS, TASKS
 
@@ -15,7 +17,7 @@ SIZES = (1, 2, 3, 5, 8)
 
 @st.composite
 def layers(draw: st.DrawFn, **fixed: Any) -> RecurrentProblem:
-    """A small layer of any cell, depth, direction, biases and task; ``fixed`` are fields that are not drawn."""
+    """A small layer of any cell, depth, direction, biases, lengths and task; ``fixed`` are fields that are not drawn."""
     drawn = {
         "cell": st.sampled_from(CELLS),
         "time": st.sampled_from((1, 2, 7)),
@@ -28,7 +30,20 @@ def layers(draw: st.DrawFn, **fixed: Any) -> RecurrentProblem:
         "task": st.sampled_from(TASKS),
         "dtype": st.sampled_from(("fp32", "bf16", "fp16")),
     }
-    return RecurrentProblem(**{name: draw(each, name) for name, each in drawn.items() if name not in fixed}, **fixed)
+    fields = {name: draw(each, name) for name, each in drawn.items() if name not in fixed} | fixed
+    if "packed" not in fixed and draw(st.booleans(), "ends at different steps"):
+        time, batch = fields["time"], fields["batch"]
+        fields["packed"] = draw(st.integers(time + batch - 1, time * batch), "packed")
+    return RecurrentProblem(**fields)
+
+
+def called(module: torch.nn.RNNBase, x: torch.Tensor, state: Any, packing: Packing | None) -> tuple[torch.Tensor, Any]:
+    """What torch's module gives for an input, which is packed where there is a ``packing``."""
+    if packing is None:
+        y, last = module(x, state)
+        return y, last
+    packed, last = module(PackedSequence(x, packing.sizes), state)
+    return packed.data, last
 
 
 def module_of(p: RecurrentProblem, weights: tuple[torch.Tensor, ...], dropout: float = 0.0) -> torch.nn.RNNBase:

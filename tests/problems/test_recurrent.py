@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.recurrent import layers, module_of
+from torch.nn.utils.rnn import pack_padded_sequence
+from tests.recurrent import called, layers, module_of
 
 from tilewise.problems.base import Problem, Tensors
 from tilewise.problems.kinds import from_key
@@ -18,10 +19,11 @@ from tilewise.problems.operands import make_operands
 from tilewise.problems.recurrent import reference as reference_module
 from tilewise.problems.recurrent.checks import dense_operands, errors_of, whole_operands
 from tilewise.problems.recurrent.notation import format_recurrent, looks_like_recurrent, parse_recurrent
+from tilewise.problems.recurrent.packing import Packing, packing_of, typical_packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
 
 ALTERED: dict[str, Any] = {
-    "cell": "gru", "time": 9, "batch": 9, "inputs": 9, "hidden": 9, "layers": 2, "directions": 2, "biases": False,
+    "cell": "gru", "time": 9, "batch": 9, "inputs": 9, "hidden": 9, "layers": 2, "directions": 2, "biases": False, "packed": 9,
     "task": "training", "dtype": "bf16", "precision": "tf32", "device": "cuda:Some GPU",
 }  # fmt: skip
 PLAIN = RecurrentProblem("lstm", 4, 3, 5, 6)
@@ -48,6 +50,8 @@ def test_equal_keys_mean_equal_problems(first: RecurrentProblem, second: Recurre
         "rnn lstm inference fp32 ieee t4n3i5h6l1d3 biases cpu",
         "rnn lstm inference fp64 ieee t4n3i5h6l1d1 biases cpu",
         "rnn lstm inference bf16 tf32 t4n3i5h6l1d1 biases cpu",
+        "rnn lstm inference fp32 ieee t4n3i5h6l1d1 biases packed5 cpu",
+        "rnn lstm inference fp32 ieee t4n3i5h6l1d1 biases packed0 cpu",
         "rnn lstm forward fp32 ieee t4n3i5h6l1d1 biases cpu",
         "rnn rnn inference fp32 ieee t4n3i5h6l1d1 biases cpu",
         "rnn lstm inference fp32 ieee t4n3i5h6l99999d1 biases cpu",
@@ -67,6 +71,7 @@ def test_what_is_no_key_is_refused(key: str) -> None:
     [
         ({"time": 0}, "time=0: must be at least 1"),
         ({"hidden": -1}, "hidden=-1: must be at least 1"),
+        ({"packed": 13}, "packed=13: 6 to 12 rows would do, or 0 for no packed batch"),
         ({"layers": 0}, "layers=0: must be at least 1"),
         ({"directions": 3}, "directions=3: 1, or 2 for both, would do"),
         ({"cell": "rnn"}, "cell='rnn': one of rnn_tanh, rnn_relu, gru, lstm would do"),
@@ -110,11 +115,12 @@ def test_defaults_are_left_out_of_text() -> None:
     ("text", "says"),
     [
         ("lstm:t4n3i5", "has no h"),
-        ("lstm:t4n3i5h6q1", "has 'q'; one of t, n, i, h, l, d, b would do"),
+        ("lstm:t4n3i5h6q1", "has 'q'; one of t, n, i, h, l, d, b, p would do"),
         ("lstm:t4t4n3i5h6", "has 't' twice"),
         ("lstm:t4n3i5h6b2", "b2; b0 for no biases would do"),
         ("lstm:t4n3i5h6l10000", "at most 9999 layers"),
         ("lstm:t4n3i5h0", "hidden=0"),
+        ("lstm:t4n3i5h6p5", "packed=5: 6 to 12 rows would do"),
         ("lstm:t99999999999999n99999999999999i5h6", "beyond any memory"),
         ("rnn:t4n3i5h6", "not one of rnn_tanh, rnn_relu, gru, lstm"),
         ("lstm:", "not one of"),
@@ -133,7 +139,7 @@ def test_the_reference_is_what_torch_computes_in_float64(p: RecurrentProblem, pa
     module = module_of(p, tuple(named[role] for role in p.weights))
     leaves = {role: named[role].requires_grad_() for role in ("x", "h0", "c0") if role in named}
     state = (leaves["h0"], leaves["c0"]) if "c0" in leaves else leaves["h0"]
-    y, last = module(leaves["x"], state)
+    y, last = called(module, leaves["x"], state, packing_of(p) if p.packed else None)
     results = (y, *last) if isinstance(last, tuple) else (y, last)
     starts = [named[f"d{role}"] for role in ("y", "hn", "cn")[: len(results)]]
     want = (*results, *torch.autograd.grad(results, [*leaves.values(), *module._flat_weights], starts))
@@ -156,7 +162,7 @@ def test_sizes_are_those_of_the_tensors(p: RecurrentProblem) -> None:
     assert [tuple(w.shape) for w in module._flat_weights] == [p.shape(role) for role in p.weights]
     assert p.bytes == sum(p.nbytes(role) for role in p.roles)
     matrices = sum(math.prod(p.shape(role)) for role in p.weights if role.startswith("w"))
-    assert p.flops == 2 * p.time * p.batch * matrices * (3 if p.task == "training" else 1)
+    assert p.flops == 2 * p.rows * matrices * (3 if p.task == "training" else 1)
 
 
 @settings(max_examples=40)
@@ -165,7 +171,7 @@ def test_whole_numbers_are_computed_exactly(p: RecurrentProblem) -> None:
     """So no argument of a ReLU falls on another side of 0 in fp32."""
     operands = whole_operands(p, 1)
     module = module_of(p, operands[2 : 2 + len(p.weights)])
-    y, hn = module(*operands[:2])
+    y, hn = called(module, *operands[:2], packing_of(p) if p.packed else None)
     want = p.reference(*operands)
     assert torch.equal(y.double(), want[0])
     assert torch.equal(hn.double(), want[1])
@@ -195,3 +201,60 @@ def test_the_check_finds_what_is_wrong_in_any_result(data: st.DataObject, p: Rec
         return results
 
     assert errors_of(p, left_out).l2 == math.inf
+
+
+def lengths_of(sizes: list[int]) -> list[int]:
+    return [sum(size > sequence for size in sizes) for sequence in range(sizes[0])]
+
+
+@given(time=st.integers(1, 60), batch=st.integers(1, 20), share=st.floats(0, 1))
+def test_typical_lengths_have_the_sum_that_is_asked_for(time: int, batch: int, share: float) -> None:
+    least = time + batch - 1
+    packing = typical_packing(time, batch, least + round(share * (time * batch - least)))
+    lengths = packing.lengths.tolist()
+    assert lengths == lengths_of(packing.sizes.tolist())
+    assert lengths == sorted(lengths, reverse=True)
+    assert (len(lengths), lengths[0], min(lengths) >= 1) == (batch, time, True)
+    assert Packing.of(packing.sizes, sum(lengths)).rows == least + round(share * (time * batch - least))
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7), data=st.data())
+def test_a_packing_says_where_rows_lie(lengths: list[int], data: st.DataObject) -> None:
+    """Against torch's own packing of the number of each sequence and step."""
+    lengths.sort(reverse=True)
+    numbers = torch.arange(lengths[0] * len(lengths), dtype=torch.int64, device="cpu").view(lengths[0], -1)
+    packed = pack_padded_sequence(numbers, lengths)
+    packing = Packing.of(packed.batch_sizes, len(packed.data))
+    row_of = {int(number): row for row, number in enumerate(packed.data)}
+    batch = len(lengths)
+    for reverse in (False, True):
+        before = [
+            sequence if t == (length - 1 if reverse else 0) else batch + row_of[int(numbers[t + (1 if reverse else -1), sequence])]
+            for t, sequence, length in (
+                (int(n) // batch, int(n) % batch, lengths[int(n) % batch]) for n in packed.data
+            )
+        ]  # fmt: skip
+        assert packing.rows_before(reverse=reverse).tolist() == before
+        last = [row_of[int(numbers[0 if reverse else length - 1, i])] for i, length in enumerate(lengths)]
+        assert packing.last_rows(reverse=reverse).tolist() == last
+    start = data.draw(st.integers(0, batch - 1), "start")
+    length = data.draw(st.integers(1, batch - start), "length")
+    part, rows = packing.part(start, length)
+    own = pack_padded_sequence(numbers[: lengths[start], start : start + length], lengths[start : start + length])
+    assert torch.equal(part.sizes, own.batch_sizes)
+    assert torch.equal(packed.data[rows], own.data)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "says"),
+    [
+        (torch.tensor([2, 3]), 5, "larger than of the step before"),
+        (torch.tensor([2, 0]), 2, "below 1"),
+        (torch.tensor([2, 1]), 4, "their sum is 3, but there are 4 rows"),
+        (torch.tensor([2.0]), 2, "int64 on the CPU"),
+        (torch.tensor([], dtype=torch.int64), 0, "at least one step"),
+    ],
+)
+def test_sizes_that_are_no_packing_are_refused(sizes: torch.Tensor, rows: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Packing.of(sizes, rows)

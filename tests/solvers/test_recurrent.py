@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.recurrent import layers, module_of
+from tests.recurrent import called, layers, module_of
 
 from tilewise.machine.device import device_name
 from tilewise.plan import Config
 from tilewise.problems.recurrent.checks import dense_operands, errors_of
+from tilewise.problems.recurrent.packing import packing_of
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers import Solver, SolverUnavailable, Split, get, solving
 
@@ -113,7 +114,8 @@ def test_gradients_that_are_needed_are_those_of_autograd(name: str, data: st.Dat
     module = module_of(p, weights, dropout)
     leaves = {r: operands[r].clone().requires_grad_() for r in ("x", "h0", "c0") if r in operands}
     torch.manual_seed(7)
-    y, last = module(leaves["x"], (leaves["h0"], leaves["c0"]) if "c0" in leaves else leaves["h0"])
+    packing = packing_of(p) if p.packed else None
+    y, last = called(module, leaves["x"], (leaves["h0"], leaves["c0"]) if "c0" in leaves else leaves["h0"], packing)
     results = dict(zip(ends, (y, *last) if isinstance(last, tuple) else (y, last), strict=True))
     of = dict(zip(p.weights, module._flat_weights, strict=True)) | leaves
     wanted = torch.autograd.grad(
@@ -128,7 +130,7 @@ def test_gradients_that_are_needed_are_those_of_autograd(name: str, data: st.Dat
     torch.manual_seed(7)
     with torch.no_grad():
         *got, saved = layer.forward(
-            operands["x"], operands["h0"], operands.get("c0"), weights, dropout=dropout, keep=True
+            operands["x"], operands["h0"], operands.get("c0"), weights, dropout=dropout, packing=packing, keep=True
         )
         starts = [operands[f"d{r}"] if r in given_ends else None for r in ("y", "hn", "cn")]
         gradients = layer.backward(saved, weights, *starts, [r in needed for r in begins])

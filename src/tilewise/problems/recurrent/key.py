@@ -12,7 +12,7 @@ __all__ = ["fields_of", "key_of"]
 _N = r"(\d{1,18})"
 KEY = re.compile(
     rf"rnn ({'|'.join(CELLS)}) ({'|'.join(TASKS)}) (\w{{4}}) (ieee|tf32) "
-    rf"t{_N}n{_N}i{_N}h{_N}l(\d{{1,4}})d([12])( biases)? (cpu|cuda:[^\n]+)"
+    rf"t{_N}n{_N}i{_N}h{_N}l(\d{{1,4}})d([12])( biases)?(?: packed{_N})? (cpu|cuda:[^\n]+)"
 )
 
 
@@ -20,7 +20,8 @@ def key_of(p: Recurrent) -> str:
     """Canonical text of ``p``: equal for equal problems, different for different ones."""
     sizes = f"t{p.time}n{p.batch}i{p.inputs}h{p.hidden}l{p.layers}d{p.directions}"
     biases = ["biases"] if p.biases else []
-    return " ".join(["rnn", p.cell, p.task, p.dtype, p.precision, sizes, *biases, p.device])
+    packed = [f"packed{p.packed}"] if p.packed else []
+    return " ".join(["rnn", p.cell, p.task, p.dtype, p.precision, sizes, *biases, *packed, p.device])
 
 
 def fields_of(text: str) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def fields_of(text: str) -> dict[str, Any]:
     match = KEY.fullmatch(text)
     if match is None:
         raise ValueError(f"problem {text[:200]!r}: not a problem's key")
-    cell, task, dtype, precision, *numbers, biases, device = match.groups()
+    cell, task, dtype, precision, *numbers, biases, packed, device = match.groups()
     names = ("time", "batch", "inputs", "hidden", "layers", "directions")
     sizes = dict(zip(names, map(int, numbers), strict=True))
     return {
@@ -41,5 +42,6 @@ def fields_of(text: str) -> dict[str, Any]:
         "precision": precision,
         **sizes,
         "biases": bool(biases),
+        "packed": int(packed or 0),
         "device": device,
     }

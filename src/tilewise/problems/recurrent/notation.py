@@ -2,7 +2,8 @@
 
 Before the colon stands the cell: ``rnn_tanh``, ``rnn_relu``, ``gru`` or ``lstm``. Behind it each size follows its
 letter, as in oneDNN's benchdnn: ``t`` steps, ``n`` batch, ``i`` inputs, ``h`` hidden units, and where they differ from
-one layer in one direction with biases ``l`` layers, ``d`` directions and ``b0``. Types and device are not part of it.
+one layer in one direction with biases ``l`` layers, ``d`` directions and ``b0``. ``p`` is the sum of all lengths of a
+packed batch, of which ``t`` is the longest. Types and device are not part of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ __all__ = ["format_recurrent", "looks_like_recurrent", "parse_recurrent"]
 
 FORM = re.compile(rf"({'|'.join(CELLS)}):((?:[a-z]\d{{1,18}})+)")
 BEGINS = re.compile(r"(rnn\w*|gru\w*|lstm\w*):")
-FIELDS = {"t": "time", "n": "batch", "i": "inputs", "h": "hidden", "l": "layers", "d": "directions", "b": "biases"}
+FIELDS = {
+    "t": "time", "n": "batch", "i": "inputs", "h": "hidden", "l": "layers", "d": "directions", "b": "biases",
+    "p": "packed",
+}  # fmt: skip
 NEEDED = "tnih"
 MOST_LAYERS = 9999
 """Layers that a text may have: beyond them a list of roles would be long."""
@@ -73,4 +77,5 @@ def format_recurrent(problem: RecurrentProblem) -> str:
     text = f"{problem.cell}:t{problem.time}n{problem.batch}i{problem.inputs}h{problem.hidden}"
     text += f"l{problem.layers}" if problem.layers > 1 else ""
     text += f"d{problem.directions}" if problem.directions > 1 else ""
-    return text + ("" if problem.biases else "b0")
+    text += "" if problem.biases else "b0"
+    return text + (f"p{problem.packed}" if problem.packed else "")

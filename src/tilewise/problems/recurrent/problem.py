@@ -32,12 +32,14 @@ class RecurrentProblem(Problem):
     ``cell`` is ``rnn_tanh``, ``rnn_relu``, ``gru`` or ``lstm``. The input has ``time`` steps of ``batch`` sequences
     with ``inputs`` numbers each, the state ``hidden`` numbers. ``layers`` lie on one another, each reading the output
     of the one below. With 2 ``directions`` each layer also runs backwards in time, and its output has both states side
-    by side. Without ``biases`` there are only the matrices. The ``task`` ``inference`` is the forward; ``training`` is
+    by side. Without ``biases`` there are only the matrices. ``packed`` is 0 where every sequence has all steps. Else
+    it is the sum of all lengths, ``time`` is the longest, and only steps that exist are computed. The ``task`` ``inference`` is the forward; ``training`` is
     forward and backward together, with the gradient of every operand.
 
     Tensors are dense with the time first: ``x`` (time, batch, inputs), ``y`` (time, batch, directions * hidden), states
-    (layers * directions, batch, hidden), then the weights as torch orders and shapes them. There is no dropout, no
-    projection and no sequence that ends early. ``dtype`` is that of all tensors. ``precision`` is torch's for fp32
+    (layers * directions, batch, hidden), then the weights as torch orders and shapes them. Of a packed batch ``x`` is
+    (packed, inputs) and ``y`` (packed, directions * hidden), the rows as :class:`~.packing.Packing` says: a plan is
+    made for typical lengths and runs with any. There is no dropout and no projection. ``dtype`` is that of all tensors. ``precision`` is torch's for fp32
     operands of recurrent layers, ``ieee`` or ``tf32``. ``device`` is ``"cpu"`` or ``"cuda:<name>"``.
 
     Raises ``ValueError`` naming the field for values that make no layer. For example
@@ -56,6 +58,7 @@ class RecurrentProblem(Problem):
     layers: int = 1
     directions: int = 1
     biases: bool = True
+    packed: int = 0
     task: str = "inference"
     dtype: str = "fp32"
     precision: str = "ieee"
@@ -71,6 +74,9 @@ class RecurrentProblem(Problem):
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.directions not in (1, 2):
             raise ValueError(f"directions={self.directions}: 1, or 2 for both, would do")
+        least, most = self.time + self.batch - 1, self.time * self.batch
+        if self.packed and not least <= self.packed <= most:
+            raise ValueError(f"packed={self.packed}: {least} to {most} rows would do, or 0 for no packed batch")
         if self.dtype != "fp32" and self.precision != "ieee":
             # Only fp32 operands can be rounded to TF32, so both names would be one problem.
             object.__setattr__(self, "precision", "ieee")
@@ -79,6 +85,11 @@ class RecurrentProblem(Problem):
     def gates(self) -> int:
         """Gates of the cell: 1, 3 of a GRU, 4 of an LSTM."""
         return GATES[self.cell]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all steps: one for each sequence at each of its steps."""
+        return self.packed or self.time * self.batch
 
     @property
     def out_dtype(self) -> str:
@@ -127,7 +138,7 @@ class RecurrentProblem(Problem):
         """Floating-point operations of the matrix products, two for a multiply-add. Training has three for each."""
         both = self.directions * self.hidden
         columns = self.inputs + (self.layers - 1) * both + self.layers * self.hidden
-        forward = 2 * self.time * self.batch * self.directions * self.gates * self.hidden * columns
+        forward = 2 * self.rows * self.directions * self.gates * self.hidden * columns
         return forward if self.task == "inference" else 3 * forward
 
     @property

@@ -37,6 +37,8 @@ class Recurrent(Protocol):
     @property
     def biases(self) -> bool: ...
     @property
+    def packed(self) -> int: ...
+    @property
     def task(self) -> str: ...
     @property
     def dtype(self) -> str: ...
@@ -72,7 +74,8 @@ def results_of(p: Recurrent) -> tuple[str, ...]:
 def shapes_of(p: Recurrent) -> Mapping[str, tuple[int, ...]]:
     """The shape of every tensor by role."""
     rows, both = GATES[p.cell] * p.hidden, p.directions * p.hidden
-    x, y = (p.time, p.batch, p.inputs), (p.time, p.batch, both)
+    steps = (p.packed,) if p.packed else (p.time, p.batch)
+    x, y = (*steps, p.inputs), (*steps, both)
     state = (p.layers * p.directions, p.batch, p.hidden)
     shapes: dict[str, tuple[int, ...]] = {"x": x, "dx": x, "y": y, "dy": y}
     shapes |= dict.fromkeys(("h0", "hn", "dh0", "dhn"), state)

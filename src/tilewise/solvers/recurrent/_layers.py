@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.machine.torch_state import fp32_precision
+from tilewise.problems.recurrent.packing import Packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.recurrent._recurrence import Recurrence, Saved
 
@@ -35,11 +36,14 @@ class Layer(Protocol):
         weights: Sequence[Tensor],
         *,
         dropout: float = 0.0,
+        packing: Packing | None = None,
         keep: bool,
     ) -> Outputs:
         """y, hn, cn (``None`` unless the cell is an LSTM), and what ``backward`` takes, which follows where ``keep``.
 
-        ``dropout`` is the share of each layer's output that the next one does not see.
+        ``dropout`` is the share of each layer's output that the next one does not see. A packed batch has a
+        ``packing`` and rows in place of steps and sequences. It may have other lengths than the problem, and as many
+        sequences.
         """
 
     def backward(
@@ -59,10 +63,15 @@ class Layer(Protocol):
 
 @dataclass
 class _Kept:
-    """What backward needs: first states, and of each layer its input, output, dropout and recurrences."""
+    """What backward needs: first states, and of each layer its input, output, dropout and recurrences.
+
+    ``run`` ran the recurrences, of a batch with this ``packing``.
+    """
 
     h0: Tensor
     c0: Tensor | None
+    run: Recurrence
+    packing: Packing | None
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     noises: list[Tensor | None] = field(default_factory=list)
@@ -74,11 +83,13 @@ class StackedLayers:
     """All layers and directions of ``p``, each of which runs its steps by ``recurrence``.
 
     ``linear`` computes the products with the inputs' weights for all steps, as ``torch.nn.functional.linear`` does.
+    ``packed`` makes the recurrence of a packed batch.
     """
 
     p: RecurrentProblem
     recurrence: Recurrence
     linear: Linear = torch.nn.functional.linear
+    packed: Callable[[Packing], Recurrence] | None = None
 
     def forward(
         self,
@@ -88,10 +99,12 @@ class StackedLayers:
         weights: Sequence[Tensor],
         *,
         dropout: float = 0.0,
+        packing: Packing | None = None,
         keep: bool,
     ) -> Outputs:
         """As :meth:`Layer.forward`. Tensors are contiguous; dropout draws from torch's generator."""
-        p, kept = self.p, _Kept(h0, c0)
+        run = self._recurrence(packing)
+        p, kept = self.p, _Kept(h0, c0, run, packing)
         states: list[Tensor] = []
         cells: list[Tensor] = []
         with self._precision():
@@ -100,16 +113,14 @@ class StackedLayers:
                 if layer and dropout:
                     noise = torch.nn.functional.dropout(torch.ones_like(x), dropout)
                     x = x * noise
-                y = x.new_empty((p.time, p.batch, p.directions * p.hidden))
-                for direction, half in enumerate(y.chunk(p.directions, 2)):
+                y = x.new_empty((*x.shape[:-1], p.directions * p.hidden))
+                for direction, half in enumerate(y.chunk(p.directions, -1)):
                     index = layer * p.directions + direction
                     w, u, *biases = self._weights(weights, index)
                     b_x, b_n = self._biases(biases)
-                    gx = self.linear(x.view(-1, x.shape[2]), w, b_x).view(p.time, p.batch, -1)
+                    gx = self.linear(x.view(-1, x.shape[-1]), w, b_x).view(*x.shape[:-1], -1)
                     c = None if c0 is None else c0[index]
-                    hn, cn, saved = self.recurrence.forward(
-                        gx, u, b_n, h0[index], c, half, reverse=direction == 1, keep=keep
-                    )
+                    hn, cn, saved = run.forward(gx, u, b_n, h0[index], c, half, reverse=direction == 1, keep=keep)
                     states.append(hn)
                     if cn is not None:
                         cells.append(cn)
@@ -140,21 +151,21 @@ class StackedLayers:
         with self._precision():
             for layer in range(p.layers - 1, -1, -1):
                 dx: Tensor | None = None
-                for direction, dhalf in enumerate(dout.chunk(p.directions, 2)):
+                for direction, dhalf in enumerate(dout.chunk(p.directions, -1)):
                     index = layer * p.directions + direction
                     dgates, dstates = self._steps_back(kept, weights, index, dhalf, dhn, dcn, dh0, dc0)
-                    flat = dgates.view(-1, dgates.shape[2])
+                    flat = dgates.view(-1, dgates.shape[-1])
                     if layer or needs[0]:
                         w = self._weights(weights, index)[0]
                         dx = self.linear(flat, w.T, None) if dx is None else torch.addmm(dx, flat, w)
                     self._weight_gradients(kept, index, flat, dstates, needs[3:], gradients)
                 if layer:
                     assert dx is not None
-                    dout = dx.view(p.time, p.batch, -1)
+                    dout = dx.view(*dout.shape[:-1], -1)
                     noise = kept.noises[layer]
                     dout = dout if noise is None else dout * noise
         return (
-            None if dx is None else dx.view(p.time, p.batch, -1),
+            None if dx is None else dx.view(*dout.shape[:-1], -1),
             dh0 if needs[1] else None,
             dc0 if needs[2] else None,
             *gradients,
@@ -173,7 +184,7 @@ class StackedLayers:
     ) -> tuple[Tensor, Tensor | None]:
         """Run the recurrence of ``index`` backwards: gradients of its gates, and those of a GRU's n gate from h."""
         _, u, *biases = self._weights(weights, index)
-        dgates, dstates, dh, dc = self.recurrence.backward(
+        dgates, dstates, dh, dc = kept.run.backward(
             kept.recurrences[index],
             u,
             self._biases_of_n(biases),
@@ -204,7 +215,7 @@ class StackedLayers:
         needed = list(needs[first : first + self._count])
         if needed[0]:
             x = kept.inputs[index // self.p.directions]
-            gradients[first] = flat.T @ x.view(-1, x.shape[2])
+            gradients[first] = flat.T @ x.view(-1, x.shape[-1])
         hidden = self.p.hidden
         parts = [flat] if dstates is None else [flat[:, : 2 * hidden], dstates.view(-1, hidden)]
         """Gradients of what the state gives each gate."""
@@ -222,6 +233,9 @@ class StackedLayers:
         """The sum over steps of ``part`` (T*N, R), transposed, times the state before the step: (R, H)."""
         reverse, n = index % self.p.directions == 1, self.p.batch
         y = self._half(kept, index)
+        if kept.packing is not None:
+            rows = kept.packing.rows_before(reverse=reverse).to(y.device)
+            return part.T @ torch.cat((kept.h0[index], y))[rows]
         before, at, later = (y[1:], part[-n:], part[:-n]) if reverse else (y[:-1], part[:n], part[n:])
         product = at.T @ kept.h0[index]
         if self.p.time == 1:
@@ -231,7 +245,15 @@ class StackedLayers:
     def _half(self, kept: _Kept, index: int) -> Tensor:
         """The output of one direction of one layer."""
         layer, direction = divmod(index, self.p.directions)
-        return kept.outputs[layer].chunk(self.p.directions, 2)[direction]
+        return kept.outputs[layer].chunk(self.p.directions, -1)[direction]
+
+    def _recurrence(self, packing: Packing | None) -> Recurrence:
+        """What runs the steps of a batch. Raises ``ValueError`` where a packed batch cannot be run."""
+        if packing is None:
+            return self.recurrence
+        if self.packed is None:
+            raise ValueError("packing: this layer runs all steps of every sequence; None would do")
+        return self.packed(packing)
 
     @property
     def _count(self) -> int:

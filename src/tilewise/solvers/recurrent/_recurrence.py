@@ -20,6 +20,9 @@ class Recurrence(Protocol):
     gate; ``None`` where there is none. ``h0`` and ``c0`` (N, H) are contiguous. ``y`` (T, N, H) is a view whose last
     dimension is contiguous and whose rows may lie apart. All have the problem's type, as results have.
 
+    Of a packed batch there are R rows in place of T and N, so that ``gx`` is (R, G*H) and ``y`` (R, H). N is the number
+    of sequences then, and each goes through its own steps alone.
+
     Sums, gates and c are fp32 whatever the type. h is rounded as it is written to ``y``, and the next step reads it
     from there. With ``reverse`` the steps run from T-1 to 0, and ``y[t]`` is the state after step t. Calls from several
     threads may run at once.

@@ -10,6 +10,7 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problems.base import Problem
+from tilewise.problems.recurrent.packing import packing_of
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import Cost, Run, Solver
 from tilewise.solvers.common.costs import efficiency
@@ -41,7 +42,7 @@ class RecurrentSolver(Solver):
 
     def hidden_workspace(self, p: RecurrentProblem, c: Config) -> int:
         """Bytes of what all steps give the gates, and for training of what is kept and of the gates' gradients."""
-        gates = p.time * p.batch * p.gates * p.hidden
+        gates = p.rows * p.gates * p.hidden
         if p.task == "inference":
             return gates * p.torch_dtype("x").itemsize
         return gates * (p.torch_dtype("x").itemsize + 4 * p.layers * p.directions)
@@ -52,12 +53,13 @@ class RecurrentSolver(Solver):
         states = 2 if p.cell == "lstm" else 1
         first, last = 1 + states, 1 + states + count
         training, operands = p.task == "training", len(p.operands)
+        packing = packing_of(p) if p.packed else None
 
         @torch.no_grad()
         def run(*tensors: Any) -> Any:
             x, h0, c0 = tensors[0], tensors[1], tensors[2] if states == 2 else None
             weights = tensors[first:last]
-            y, hn, cn, saved = layer.forward(x, h0, c0, weights, keep=training)
+            y, hn, cn, saved = layer.forward(x, h0, c0, weights, packing=packing, keep=training)
             results = (y, hn) if cn is None else (y, hn, cn)
             if not training:
                 return results
@@ -74,5 +76,5 @@ def recurrent_cost(p: RecurrentProblem, kernels: int, factor: float = 1.0) -> Co
 
     ``factor`` is the share of a product's rate that is left where other work is done between.
     """
-    rate = efficiency(p.device_type, p.batch, p.gates * p.hidden, p.hidden)
+    rate = efficiency(p.device_type, -(-p.rows // p.time), p.gates * p.hidden, p.hidden)
     return Cost(p.flops, p.bytes, kernels, efficiency=max(rate * factor, 1e-4))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewise.plan import Config
 from tilewise.problems.recurrent.one_piece import in_one_piece
+from tilewise.problems.recurrent.packing import Packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import Cost
 from tilewise.solvers.recurrent._layers import Layer, Outputs
@@ -56,16 +57,19 @@ class _TorchLayer:
         weights: Sequence[Tensor],
         *,
         dropout: float = 0.0,
+        packing: Packing | None = None,
         keep: bool,
     ) -> Outputs:
         """As :meth:`Layer.forward`. Saved are the results with their graph, and the leaves that lead to them."""
+        sizes = None if packing is None else packing.sizes
         if not keep:
-            return (*self._call(x, h0, c0, in_one_piece(self.p, weights), dropout), None)
+            return (*self._call(x, h0, c0, in_one_piece(self.p, weights), dropout, sizes), None)
         given = [x, h0, *([] if c0 is None else [c0]), *in_one_piece(self.p, weights)]
         with torch.inference_mode(False), torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in given]
             first = 2 if c0 is None else 3
-            results = self._call(leaves[0], leaves[1], None if c0 is None else leaves[2], leaves[first:], dropout)
+            cell = None if c0 is None else leaves[2]
+            results = self._call(leaves[0], leaves[1], cell, leaves[first:], dropout, sizes)
         y, hn, cn = results
         detached = y.detach(), hn.detach(), None if cn is None else cn.detach()
         return (*detached, (leaves, [each for each in results if each is not None]))
@@ -98,13 +102,21 @@ class _TorchLayer:
         return tuple(zeroed) if self.p.cell == "lstm" else (*zeroed[:2], None, *zeroed[2:])
 
     def _call(
-        self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], dropout: float
+        self,
+        x: Tensor,
+        h0: Tensor,
+        c0: Tensor | None,
+        weights: Sequence[Tensor],
+        dropout: float,
+        sizes: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Call the operator: y, hn and cn."""
+        """Call the operator: y, hn and cn. ``sizes`` are the numbers of rows of a packed batch's steps."""
         p = self.p
         state = h0 if c0 is None else (h0, c0)
         train = dropout > 0 or x.requires_grad
-        y, hn, *cn = self.operator(
-            x, state, list(weights), p.biases, p.layers, dropout, train, p.directions == 2, False
-        )
+        options = (list(weights), p.biases, p.layers, dropout, train, p.directions == 2)
+        if sizes is None:
+            y, hn, *cn = self.operator(x, state, *options, False)
+        else:
+            y, hn, *cn = self.operator(x, sizes, state, *options)
         return y, hn, cn[0] if cn else None

@@ -5,6 +5,8 @@ It takes every layer. Kernels that run all steps at once are tested against it.
 
 from __future__ import annotations
 
+import abc
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.plan import Config
+from tilewise.problems.recurrent.packing import Packing, packing_of
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import Cost
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
@@ -35,13 +38,13 @@ class Stepped(RecurrentSolver):
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
         """Layers around torch's operators."""
-        return StackedLayers(p, recurrence(p))
+        return StackedLayers(p, recurrence(p, packing_of(p)), packed=functools.partial(recurrence, p))
 
 
-def recurrence(p: RecurrentProblem) -> Recurrence:
-    """The steps of one layer of ``p`` in one direction."""
+def recurrence(p: RecurrentProblem, packing: Packing) -> Recurrence:
+    """The steps of one layer of ``p`` in one direction, of a batch with this ``packing``."""
     kinds: dict[str, type[_Plain | _Gru | _Lstm]] = {"gru": _Gru, "lstm": _Lstm}
-    return kinds.get(p.cell, _Plain)(p.cell, p.device_type == "cuda")
+    return kinds.get(p.cell, _Plain)(p.cell, p.device_type == "cuda", packing)
 
 
 def _widened(on_gpu: bool, weight: Tensor) -> tuple[Tensor, Product]:
@@ -55,19 +58,12 @@ def _widened(on_gpu: bool, weight: Tensor) -> tuple[Tensor, Product]:
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _Steps(abc.ABC):
     """What the cells have in common."""
 
     cell: str
     on_gpu: bool
-
-    def order(self, steps: int, reverse: bool) -> Iterable[int]:
-        """The steps in the order in which the forward runs."""
-        return range(steps - 1, -1, -1) if reverse else range(steps)
-
-
-class _Plain(_Steps):
-    """``h' = tanh(gx + U h)``, or relu."""
+    packing: Packing
 
     def forward(
         self,
@@ -81,17 +77,8 @@ class _Plain(_Steps):
         reverse: bool,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None, Saved]:
-        """As :meth:`Recurrence.forward`. Saved are the states before they are rounded, where that differs."""
-        turned, product = _widened(self.on_gpu, u.T)
-        states = gx.new_empty(gx.shape, dtype=torch.float32) if keep and gx.dtype is not torch.float32 else None
-        act, h = torch.tanh if self.cell == "rnn_tanh" else torch.relu, h0
-        for t in self.order(len(gx), reverse):
-            state = act(product(h, turned) + gx[t])
-            y[t] = state
-            h = y[t]
-            if states is not None:
-                states[t] = state
-        return h.clone(), None, states
+        """As :meth:`Recurrence.forward`."""
+        return self.run(_rows(gx), u, bias_n, h0, c0, _rows(y), reverse=reverse, keep=keep)
 
     def backward(
         self,
@@ -108,21 +95,131 @@ class _Plain(_Steps):
         reverse: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """As :meth:`Recurrence.backward`."""
+        flat = dy.reshape(-1, dy.shape[-1])
+        found = self.run_back(saved, u, bias_n, h0, c0, _rows(y), flat, dhn, dcn, reverse=reverse)
+        dgates, dstates, dh, dc = found
+        leading = y.shape[:-1]
+        return dgates.view(*leading, -1), None if dstates is None else dstates.view(*leading, -1), dh, dc
+
+    @abc.abstractmethod
+    def run(
+        self,
+        gx: Tensor,
+        u: Tensor,
+        bias_n: Tensor | None,
+        h0: Tensor,
+        c0: Tensor | None,
+        y: Tensor,
+        *,
+        reverse: bool,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        """As :meth:`forward`, with the rows of all steps behind one another."""
+
+    @abc.abstractmethod
+    def run_back(
+        self,
+        saved: Saved,
+        u: Tensor,
+        bias_n: Tensor | None,
+        h0: Tensor,
+        c0: Tensor | None,
+        y: Tensor,
+        dy: Tensor,
+        dhn: Tensor | None,
+        dcn: Tensor | None,
+        *,
+        reverse: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """As :meth:`backward`, with the rows of all steps behind one another."""
+
+    def order(self, *, reverse: bool) -> Iterable[tuple[slice, int]]:
+        """The rows of each step and their number, in the order in which a forward runs."""
+        return ((slice(row, row + count), count) for row, count in self.packing.order(reverse=reverse))
+
+    def back(self, *, reverse: bool) -> Iterable[tuple[slice, int, slice]]:
+        """As :meth:`order`, in the order of a backward, and the rows of the step before, of which there may be none."""
+        steps = [slice(row, row + count) for row, count in self.packing.order(reverse=not reverse)]
+        for rows, earlier in zip(steps, [*steps[1:], slice(0, 0)], strict=True):
+            count = rows.stop - rows.start
+            yield rows, count, slice(earlier.start, min(earlier.stop, earlier.start + count))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The rows of all steps, as a view."""
+    return tensor.view(-1, tensor.shape[-1])
+
+
+def _before(states: Tensor, first: Tensor, count: int, earlier: slice) -> Tensor:
+    """The states with which ``count`` sequences began a step: those of ``earlier`` rows, then first ones."""
+    begun = earlier.stop - earlier.start
+    if begun == count:
+        return states[earlier]
+    return torch.cat((states[earlier].float(), first[begun:count].float())) if begun else first[:count].float()
+
+
+def _carried(new: Tensor, old: Tensor) -> Tensor:
+    """A state after a step in which the first sequences took part."""
+    return new if len(new) == len(old) else torch.cat((new, old[len(new) :]))
+
+
+class _Plain(_Steps):
+    """``h' = tanh(gx + U h)``, or relu."""
+
+    def run(
+        self,
+        gx: Tensor,
+        u: Tensor,
+        bias_n: Tensor | None,
+        h0: Tensor,
+        c0: Tensor | None,
+        y: Tensor,
+        *,
+        reverse: bool,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        """As :meth:`_Steps.forward`, on rows. Saved are the states before they are rounded, where that differs."""
+        turned, product = _widened(self.on_gpu, u.T)
+        states = gx.new_empty(gx.shape, dtype=torch.float32) if keep and gx.dtype is not torch.float32 else None
+        act, h = torch.tanh if self.cell == "rnn_tanh" else torch.relu, h0
+        for rows, count in self.order(reverse=reverse):
+            state = act(product(h[:count], turned) + gx[rows])
+            y[rows] = state
+            h = _carried(y[rows], h)
+            if states is not None:
+                states[rows] = state
+        return h.clone(), None, states
+
+    def run_back(
+        self,
+        saved: Saved,
+        u: Tensor,
+        bias_n: Tensor | None,
+        h0: Tensor,
+        c0: Tensor | None,
+        y: Tensor,
+        dy: Tensor,
+        dhn: Tensor | None,
+        dcn: Tensor | None,
+        *,
+        reverse: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """As :meth:`_Steps.backward`, on rows."""
         weight, product = _widened(self.on_gpu, u)
         states = y if saved is None else saved
         dgates = y.new_empty(y.shape)
         dh = _start(dhn, h0)
-        for t in self.order(len(y), not reverse):
-            dh, h = dh + dy[t], states[t]
-            dgates[t] = dh * (1 - h * h) if self.cell == "rnn_tanh" else dh * (h > 0)
-            dh = product(dgates[t], weight)
+        for rows, count, _ in self.back(reverse=reverse):
+            d, h = dh[:count] + dy[rows], states[rows]
+            dgates[rows] = d * (1 - h * h) if self.cell == "rnn_tanh" else d * (h > 0)
+            dh = _carried(product(dgates[rows], weight), dh)
         return dgates, None, dh.to(h0.dtype), None
 
 
 class _Gru(_Steps):
     """``h' = (1 - z) n + z h`` with ``n = tanh(gx_n + r (U_n h + b_n))``."""
 
-    def forward(
+    def run(
         self,
         gx: Tensor,
         u: Tensor,
@@ -134,24 +231,24 @@ class _Gru(_Steps):
         reverse: bool,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None, Saved]:
-        """As :meth:`Recurrence.forward`. Saved are r, z, n and U_n h + b_n, side by side in fp32."""
+        """As :meth:`_Steps.forward`, on rows. Saved are r, z, n and U_n h + b_n, side by side in fp32."""
         turned, product = _widened(self.on_gpu, u.T)
-        steps, n_batch, hidden = y.shape
-        saved = gx.new_empty((steps, n_batch, 4 * hidden), dtype=torch.float32) if keep else None
+        hidden = y.shape[-1]
+        saved = gx.new_empty((len(y), 4 * hidden), dtype=torch.float32) if keep else None
         h = h0
-        for t in self.order(steps, reverse):
-            of_h = product(h, turned)
+        for rows, count in self.order(reverse=reverse):
+            of_h = product(h[:count], turned)
             from_h = of_h[:, 2 * hidden :] if bias_n is None else of_h[:, 2 * hidden :] + bias_n
-            rz = torch.sigmoid(of_h[:, : 2 * hidden] + gx[t, :, : 2 * hidden])
+            rz = torch.sigmoid(of_h[:, : 2 * hidden] + gx[rows, : 2 * hidden])
             r, z = rz.chunk(2, 1)
-            n = torch.tanh(r * from_h + gx[t, :, 2 * hidden :])
+            n = torch.tanh(r * from_h + gx[rows, 2 * hidden :])
             if saved is not None:
-                torch.cat((rz, n, from_h), 1, out=saved[t])
-            y[t] = n + z * (h - n)
-            h = y[t]
+                torch.cat((rz, n, from_h), 1, out=saved[rows])
+            y[rows] = n + z * (h[:count] - n)
+            h = _carried(y[rows], h)
         return h.clone(), None, saved
 
-    def backward(
+    def run_back(
         self,
         saved: Saved,
         u: Tensor,
@@ -165,29 +262,30 @@ class _Gru(_Steps):
         *,
         reverse: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """As :meth:`Recurrence.backward`."""
+        """As :meth:`_Steps.backward`, on rows."""
         weight, product = _widened(self.on_gpu, u)
-        steps, n_batch, hidden = y.shape
-        dgates = y.new_empty((steps, n_batch, 3 * hidden))
-        dstates = y.new_empty((steps, n_batch, hidden))
+        hidden = y.shape[-1]
+        dgates = y.new_empty((len(y), 3 * hidden))
+        dstates = y.new_empty((len(y), hidden))
         dh = _start(dhn, h0)
-        for t in self.order(steps, not reverse):
-            dh = dh + dy[t]
-            r, z, n, from_h = saved[t].chunk(4, 1)
-            before = _before(y, h0, t, reverse)
-            dn = dh * (1 - z) * (1 - n * n)
+        for rows, count, earlier in self.back(reverse=reverse):
+            d = dh[:count] + dy[rows]
+            r, z, n, from_h = saved[rows].chunk(4, 1)
+            before = _before(y, h0, count, earlier)
+            dn = d * (1 - z) * (1 - n * n)
             dr = dn * from_h * r * (1 - r)
-            dz = dh * (before - n) * z * (1 - z)
-            dstates[t] = dn * r
-            dgates[t] = torch.cat((dr, dz, dn), 1)
-            dh = dh * z + product(torch.cat((dgates[t, :, : 2 * hidden], dstates[t]), 1), weight)
+            dz = d * (before - n) * z * (1 - z)
+            dstates[rows] = dn * r
+            dgates[rows] = torch.cat((dr, dz, dn), 1)
+            of_h = product(torch.cat((dgates[rows, : 2 * hidden], dstates[rows]), 1), weight)
+            dh = _carried(d * z + of_h, dh)
         return dgates, dstates, dh.to(h0.dtype), None
 
 
 class _Lstm(_Steps):
     """``c' = f c + i g`` and ``h' = o tanh(c')``."""
 
-    def forward(
+    def run(
         self,
         gx: Tensor,
         u: Tensor,
@@ -199,24 +297,24 @@ class _Lstm(_Steps):
         reverse: bool,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None, Saved]:
-        """As :meth:`Recurrence.forward`. Saved are the gates and c after each step, in fp32."""
+        """As :meth:`_Steps.forward`, on rows. Saved are the gates and c after each step, in fp32."""
         assert c0 is not None
         turned, product = _widened(self.on_gpu, u.T)
         gates = gx.new_empty(gx.shape, dtype=torch.float32) if keep else None
         cells = y.new_empty(y.shape, dtype=torch.float32) if keep else None
         h, c = h0, c0.float()
-        for t in self.order(len(gx), reverse):
-            i, f, g, o = (product(h, turned) + gx[t]).chunk(4, 1)
+        for rows, count in self.order(reverse=reverse):
+            i, f, g, o = (product(h[:count], turned) + gx[rows]).chunk(4, 1)
             i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
-            c = f * c + i * g
-            y[t] = o * torch.tanh(c)
-            h = y[t]
+            c = _carried(f * c[:count] + i * g, c)
+            y[rows] = o * torch.tanh(c[:count])
+            h = _carried(y[rows], h)
             if gates is not None and cells is not None:
-                torch.cat((i, f, g, o), 1, out=gates[t])
-                cells[t] = c
+                torch.cat((i, f, g, o), 1, out=gates[rows])
+                cells[rows] = c[:count]
         return h.clone(), c.to(c0.dtype), (gates, cells)
 
-    def backward(
+    def run_back(
         self,
         saved: Saved,
         u: Tensor,
@@ -230,31 +328,25 @@ class _Lstm(_Steps):
         *,
         reverse: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """As :meth:`Recurrence.backward`."""
+        """As :meth:`_Steps.backward`, on rows."""
         assert c0 is not None
         gates, cells = saved
         weight, product = _widened(self.on_gpu, u)
         dgates = y.new_empty(gates.shape)
         dh, dc = _start(dhn, h0), _start(dcn, c0)
-        for t in self.order(len(y), not reverse):
-            dh = dh + dy[t]
-            i, f, g, o = gates[t].chunk(4, 1)
-            turned = torch.tanh(cells[t])
-            dc = dc + dh * o * (1 - turned * turned)
-            di, df = dc * g * i * (1 - i), dc * _before(cells, c0, t, reverse) * f * (1 - f)
-            dg, do = dc * i * (1 - g * g), dh * turned * o * (1 - o)
-            dgates[t] = torch.cat((di, df, dg, do), 1)
-            dc = dc * f
-            dh = product(dgates[t], weight)
+        for rows, count, earlier in self.back(reverse=reverse):
+            d = dh[:count] + dy[rows]
+            i, f, g, o = gates[rows].chunk(4, 1)
+            turned = torch.tanh(cells[rows])
+            of_c = dc[:count] + d * o * (1 - turned * turned)
+            di, df = of_c * g * i * (1 - i), of_c * _before(cells, c0, count, earlier) * f * (1 - f)
+            dg, do = of_c * i * (1 - g * g), d * turned * o * (1 - o)
+            dgates[rows] = torch.cat((di, df, dg, do), 1)
+            dc = _carried(of_c * f, dc)
+            dh = _carried(product(dgates[rows], weight), dh)
         return dgates, None, dh.to(h0.dtype), dc.to(c0.dtype)
 
 
 def _start(gradient: Tensor | None, state: Tensor) -> Tensor:
     """The gradient of a last state in fp32, zeros where there is none."""
     return torch.zeros_like(state, dtype=torch.float32) if gradient is None else gradient.float()
-
-
-def _before(states: Tensor, first: Tensor, t: int, reverse: bool) -> Tensor:
-    """The state that step ``t`` began with."""
-    earlier = t + 1 if reverse else t - 1
-    return states[earlier] if 0 <= earlier < len(states) else first.float()
