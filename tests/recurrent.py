@@ -17,7 +17,7 @@ SIZES = (1, 2, 3, 5, 8)
 
 @st.composite
 def layers(draw: st.DrawFn, **fixed: Any) -> RecurrentProblem:
-    """A small layer of any cell, depth, direction, biases, lengths and task; ``fixed`` are fields that are not drawn."""
+    """A small layer of any cell, depth, directions, lengths and task; ``fixed`` are fields that are not drawn."""
     drawn = {
         "cell": st.sampled_from(CELLS),
         "time": st.sampled_from((1, 2, 7)),

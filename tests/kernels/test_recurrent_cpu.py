@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ pytest.importorskip("numba")
 
 from tests.sampling import some
 
+from tilewise.problems.recurrent.packing import Packing
 from tilewise.solvers.common.cpu_run import vector_lanes
 from tilewise.solvers.recurrent._cpu_recurrence import CpuRecurrence, Shares
 
@@ -97,7 +98,7 @@ class Case:
 
     def made(self, **options: Any) -> CpuRecurrence:
         return CpuRecurrence(
-            self.cell, *self.sizes, **{"lanes": vector_lanes(), "threads": 2, "openmp": True, **options}
+            self.cell, *self.sizes[1:], **{"lanes": vector_lanes(), "threads": 2, "openmp": True, **options}
         )
 
     def forward(self, recurrence: CpuRecurrence, *, keep: bool) -> tuple[list[Tensor], Any]:
@@ -150,6 +151,47 @@ def test_steps_and_their_gradients(
     assert (of_n is not None) == (cell == "gru")
 
 
+@settings(max_examples=some(30), deadline=None)
+@given(
+    cell=st.sampled_from(tuple(GATES)), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=17),
+    hidden=st.sampled_from((1, 7, 16, 33)), reverse=st.booleans(), threads=st.sampled_from((1, 2)),
+)  # fmt: skip
+def test_each_sequence_of_a_packed_batch_is_as_alone(
+    cell: str, lengths: list[int], hidden: int, reverse: bool, threads: int
+) -> None:
+    lengths.sort(reverse=True)
+    time, batch = lengths[0], len(lengths)
+    whole = Case.of(cell, time, batch, hidden, seed=sum(lengths), reverse=reverse)
+    packing = Packing(torch.tensor([sum(n > t for n in lengths) for t in range(time)], dtype=torch.int64))
+    rows = [(t, i) for t in range(time) for i in range(batch) if t < lengths[i]]
+    steps, sequences = (torch.tensor(column, dtype=torch.int64) for column in zip(*rows, strict=True))
+    y = torch.full((len(rows), hidden + 2), math.nan, dtype=torch.float32, device="cpu")[:, 1:-1]
+    packed = replace(whole, gx=whole.gx[steps, sequences], dy=whole.dy[steps, sequences], y=y)
+    recurrence = whole.made(threads=threads, packed=True).of(packing)
+    packed.forward(recurrence, keep=False)
+    found, saved = packed.forward(recurrence, keep=True)
+    gradients, _ = packed.backward(recurrence, saved)
+    for i, length in enumerate(lengths):
+        one = slice(i, i + 1)
+        alone = {
+            name: None if t is None else (t[:length, one] if t.dim() == 3 else t[one])
+            for name in ("gx", "dy", "h0", "c0", "dhn", "dcn") for t in [getattr(whole, name)]
+        }  # fmt: skip
+        results, slopes = replace(whole, **alone, y=whole.y[:length, one]).expected()
+        own = sequences == i
+        close([found[0][own][:, None], *(t[one] for t in found[1:])], results)
+        close([gradients[0][own][:, None], *(t[one] for t in gradients[1:])], slopes, 2e-4)
+
+
+def test_rows_that_lie_unequally_far_apart_are_refused() -> None:
+    case = Case.of("gru", 3, 2, 4)
+    case.y = torch.empty((3, 5, 4), dtype=torch.float32, device="cpu")[:, :2]
+    with pytest.raises(ValueError, match="equally far apart"):
+        case.forward(case.made(), keep=False)
+    with pytest.raises(ValueError, match="packing: has 3 sequences; at most 2 would do"):
+        case.made(packed=True).of(Packing(torch.tensor([3], dtype=torch.int64)))
+
+
 def test_the_gradient_of_the_inner_product() -> None:
     case = Case.of("gru", 3, 2, 5)
     recurrence = case.made()
@@ -191,7 +233,7 @@ def test_activations_of_any_size(cell: str) -> None:
     gx = torch.zeros((1, len(x), gates), dtype=torch.float32, device="cpu")
     gx[0, :, 0] = x
     y = torch.empty((1, len(x), 1), dtype=torch.float32, device="cpu")
-    recurrence = CpuRecurrence(cell, 1, len(x), 1, lanes=vector_lanes(), threads=1, openmp=False)
+    recurrence = CpuRecurrence(cell, len(x), 1, lanes=vector_lanes(), threads=1, openmp=False)
     c0 = zeros if cell == "lstm" else None
     _, _, saved = recurrence.forward(gx, zeros[:gates], None, zeros, c0, y, reverse=False, keep=True)
     found, wanted = (saved[0], x.double().sigmoid()) if cell == "lstm" else (y, x.double().tanh())

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pack_padded_sequence
 from tests.recurrent import called, layers, module_of
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from tilewise.problems.base import Problem, Tensors
 from tilewise.problems.kinds import from_key
@@ -23,8 +23,8 @@ from tilewise.problems.recurrent.packing import Packing, packing_of, typical_pac
 from tilewise.problems.recurrent.problem import RecurrentProblem
 
 ALTERED: dict[str, Any] = {
-    "cell": "gru", "time": 9, "batch": 9, "inputs": 9, "hidden": 9, "layers": 2, "directions": 2, "biases": False, "packed": 9,
-    "task": "training", "dtype": "bf16", "precision": "tf32", "device": "cuda:Some GPU",
+    "cell": "gru", "time": 9, "batch": 9, "inputs": 9, "hidden": 9, "layers": 2, "directions": 2, "biases": False,
+    "packed": 9, "task": "training", "dtype": "bf16", "precision": "tf32", "device": "cuda:Some GPU",
 }  # fmt: skip
 PLAIN = RecurrentProblem("lstm", 4, 3, 5, 6)
 
@@ -228,12 +228,11 @@ def test_a_packing_says_where_rows_lie(lengths: list[int], data: st.DataObject) 
     row_of = {int(number): row for row, number in enumerate(packed.data)}
     batch = len(lengths)
     for reverse in (False, True):
-        before = [
-            sequence if t == (length - 1 if reverse else 0) else batch + row_of[int(numbers[t + (1 if reverse else -1), sequence])]
-            for t, sequence, length in (
-                (int(n) // batch, int(n) % batch, lengths[int(n) % batch]) for n in packed.data
-            )
-        ]  # fmt: skip
+        before = []
+        for number in packed.data.tolist():
+            t, sequence = divmod(number, batch)
+            first, step = (lengths[sequence] - 1, 1) if reverse else (0, -1)
+            before.append(sequence if t == first else batch + row_of[int(numbers[t + step, sequence])])
         assert packing.rows_before(reverse=reverse).tolist() == before
         last = [row_of[int(numbers[0 if reverse else length - 1, i])] for i, length in enumerate(lengths)]
         assert packing.last_rows(reverse=reverse).tolist() == last

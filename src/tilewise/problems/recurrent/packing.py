@@ -135,7 +135,9 @@ def typical_packing(time: int, batch: int, rows: int) -> Packing:
     missing = rows - int(lengths.sum())
     while missing:
         sign = 1 if missing > 0 else -1
-        room = ((lengths < time) if sign > 0 else (lengths > 1)) & (torch.arange(batch, dtype=torch.int64, device="cpu") > 0)
+        room = ((lengths < time) if sign > 0 else (lengths > 1)) & (
+            torch.arange(batch, dtype=torch.int64, device="cpu") > 0
+        )
         free = room.nonzero()[:, 0]
         share = max(1, abs(missing) // len(free))
         chosen = free[: abs(missing)]

@@ -32,15 +32,16 @@ class RecurrentProblem(Problem):
     ``cell`` is ``rnn_tanh``, ``rnn_relu``, ``gru`` or ``lstm``. The input has ``time`` steps of ``batch`` sequences
     with ``inputs`` numbers each, the state ``hidden`` numbers. ``layers`` lie on one another, each reading the output
     of the one below. With 2 ``directions`` each layer also runs backwards in time, and its output has both states side
-    by side. Without ``biases`` there are only the matrices. ``packed`` is 0 where every sequence has all steps. Else
-    it is the sum of all lengths, ``time`` is the longest, and only steps that exist are computed. The ``task`` ``inference`` is the forward; ``training`` is
-    forward and backward together, with the gradient of every operand.
+    by side. Without ``biases`` there are only the matrices. ``packed`` is 0 where every sequence has all steps. Else it
+    is the sum of all lengths, ``time`` is the longest one, and only steps that exist are computed. The ``task``
+    ``inference`` is the forward; ``training`` is forward and backward together, with the gradient of every operand.
 
     Tensors are dense with the time first: ``x`` (time, batch, inputs), ``y`` (time, batch, directions * hidden), states
     (layers * directions, batch, hidden), then the weights as torch orders and shapes them. Of a packed batch ``x`` is
-    (packed, inputs) and ``y`` (packed, directions * hidden), the rows as :class:`~.packing.Packing` says: a plan is
-    made for typical lengths and runs with any. There is no dropout and no projection. ``dtype`` is that of all tensors. ``precision`` is torch's for fp32
-    operands of recurrent layers, ``ieee`` or ``tf32``. ``device`` is ``"cpu"`` or ``"cuda:<name>"``.
+    (packed, inputs) and ``y`` (packed, directions * hidden), with rows as :class:`~.packing.Packing` says: a plan is
+    made for typical lengths and runs with any. There is no dropout and no projection. ``dtype`` is that of all tensors.
+    ``precision`` is torch's for fp32 operands of recurrent layers, ``ieee`` or ``tf32``. ``device`` is ``"cpu"`` or
+    ``"cuda:<name>"``.
 
     Raises ``ValueError`` naming the field for values that make no layer. For example
     ``RecurrentProblem("lstm", 512, 16, 768, 768, task="training")`` is a training step of ``nn.LSTM(768, 768)``.

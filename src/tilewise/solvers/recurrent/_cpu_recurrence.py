@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tilewise.kernels.cpu.recurrent.told import GATES, Told, rows_of
 from tilewise.kernels.cpu.threads import share_out
+from tilewise.problems.recurrent.packing import Packing
 from tilewise.solvers.common.cpu_run import numba_reasons
 
 __all__ = ["CpuRecurrence", "Shares"]
@@ -63,12 +66,16 @@ class Shares:
         depth = self.gates * self.hidden if self.back else -(-self.hidden // self.lanes) * self.lanes
         return depth * self.vectors * self.lanes * NUMBER
 
+    @property
+    def most(self) -> int:
+        """The most rows of a tile."""
+        return min(self.batch, rows_of(self.lanes, self.vectors))
+
     @functools.cached_property
     def tiles(self) -> tuple[int, int, int]:
-        """Tiles of rows of the batch: their number, rows of each, and of the last, all nearly equal."""
-        most = rows_of(self.lanes, self.vectors)
-        rows = -(-self.batch // -(-self.batch // most))
-        count = -(-self.batch // rows)
+        """Tiles of all rows of the batch: their number, rows of each, and of the last, all nearly equal."""
+        count = -(-self.batch // self.most)
+        rows = -(-self.batch // count)
         return count, rows, self.batch - (count - 1) * rows
 
     @property
@@ -92,30 +99,35 @@ class Shares:
 class CpuRecurrence:
     """Runs all steps of one layer in one direction, in fp32.
 
-    It is made for a cell, T steps, a batch of N, H units, the lanes of a vector and a number of threads, which are
-    torch's with ``openmp``. Several threads of the program may use one at the same time. Making it compiles the
-    kernels, or reads them from disk, and raises ``SolverUnavailable`` with the compiler's reason.
+    It is made for a cell, a batch of N that is ``packed`` or not, H units, the lanes of a vector and a number of
+    threads, which are torch's with ``openmp``. A packed batch may have any lengths, for which :meth:`of` makes
+    another. Several threads of the program may use one at the same time. Making it compiles the kernels, or reads them
+    from disk, and raises ``SolverUnavailable`` with the compiler's reason.
 
     Example::
 
-        recurrence = CpuRecurrence("lstm", 100, 16, 512, lanes=16, threads=2, openmp=True)
+        recurrence = CpuRecurrence("lstm", 16, 512, lanes=16, threads=2, openmp=True)
         hn, cn, saved = recurrence.forward(gx, u, None, h0, c0, y, reverse=False, keep=True)
     """
 
-    __slots__ = ("_back", "_backward", "_forward", "_openmp", "_to", "cell", "sizes")
+    __slots__ = ("_back", "_backward", "_forward", "_openmp", "_packing", "_to", "cell", "sizes")
 
     def __init__(
-        self, cell: str, time: int, batch: int, hidden: int, *, lanes: int, threads: int, openmp: bool
+        self, cell: str, batch: int, hidden: int, *, lanes: int, threads: int, openmp: bool, packed: bool = False
     ) -> None:
-        from tilewise.kernels.cpu.compiling import load_recurrent
-
-        self.cell, self.sizes, self._openmp = cell, (time, batch, hidden), openmp
+        self.cell, self.sizes, self._openmp = cell, (batch, hidden), openmp
+        self._packing: Packing | None = None
         self._to, self._back = (Shares(lanes, GATES[cell], batch, hidden, threads, back) for back in (False, True))
         with numba_reasons():
-            self._forward, self._backward = (
-                load_recurrent(lanes, cell, s.back, tuple((rows, s.vectors) for rows in s.tiles[1:]))
-                for s in (self._to, self._back)
-            )
+            self._forward, self._backward = (_Worker.of(s, cell, packed=packed) for s in (self._to, self._back))
+
+    def of(self, packing: Packing) -> CpuRecurrence:
+        """The same for a packed batch with this ``packing``. Raises ``ValueError`` for more sequences than N."""
+        if packing.batch > self.sizes[0]:
+            raise ValueError(f"packing: has {packing.batch} sequences; at most {self.sizes[0]} would do")
+        twin = copy.copy(self)
+        twin._packing = packing
+        return twin
 
     def forward(
         self,
@@ -132,22 +144,24 @@ class CpuRecurrence:
         """Write h after each step to ``y``, and return the last h, the last c of an LSTM, and what was kept.
 
         ``gx`` (T, N, G * H) are the gates' inputs with their biases, which are overwritten; ``u`` (G * H, H),
-        ``bias_n`` (H) b_hn of a GRU, ``h0`` and ``c0`` (N, H), ``y`` (T, N, H) with contiguous rows.
+        ``bias_n`` (H) b_hn of a GRU, ``h0`` and ``c0`` (N, H), ``y`` (T, N, H) with contiguous rows. Of a packed batch
+        ``gx`` is (R, G * H) and ``y`` (R, H). Raises ``ValueError`` for a ``y`` whose rows do not lie equally far
+        apart.
         """
-        time, batch, hidden = self.sizes
-        lstm, gru = self.cell == "lstm", self.cell == "gru"
+        hidden, lstm, gru = self.sizes[1], self.cell == "lstm", self.cell == "gru"
+        y = _rows(y)
         gx, u, h0 = gx.contiguous(), u.contiguous(), h0.contiguous()
         if bias_n is None:
             bias_n = torch.zeros(hidden if gru else 0, dtype=torch.float32, device="cpu")
-        every, size = (time if keep else 1), (batch, hidden)
-        state = torch.empty((every, *size) if lstm or (gru and keep) else (0,), dtype=torch.float32, device="cpu")
+        kept = len(y) if keep else len(h0)
+        state = torch.empty((kept, hidden) if lstm or (gru and keep) else (0,), dtype=torch.float32, device="cpu")
         first = h0 if c0 is None else c0.contiguous()
         addresses = {
             "x": gx, "u": u, "bias_n": bias_n.contiguous(), "h0": h0, "c0": first, "y": y, "dy": y, "state": state
         }  # fmt: skip
-        self._run(self._forward, self._to, addresses, y, y, reverse=reverse, keep=keep)
-        last = 0 if reverse else time - 1
-        cn = state[last if keep else 0].clone() if lstm else None
+        self._run(self._forward, addresses, y, y, h0, reverse=reverse, keep=keep)
+        last = self._last_rows(y, len(h0), reverse=reverse)
+        cn = (state[last] if keep else state).clone() if lstm else None
         return y[last].clone(memory_format=torch.contiguous_format), cn, (gx, state)
 
     def backward(
@@ -168,14 +182,15 @@ class CpuRecurrence:
 
         ``dy`` (T, N, H) are those of ``y``, ``dhn`` and ``dcn`` (N, H) those of the last h and c, or ``None`` for 0.
         """
-        time, batch, hidden = self.sizes
-        lstm, gru = self.cell == "lstm", self.cell == "gru"
+        hidden, lstm, gru = self.sizes[1], self.cell == "lstm", self.cell == "gru"
         gx, state = saved
+        leading, y = y.shape[:-1], _rows(y)
+        dy = dy.reshape(-1, hidden)
         dy = dy if dy.stride(-1) == 1 or hidden == 1 else dy.contiguous()
-        dx = torch.empty((time, batch, GATES[self.cell] * hidden), dtype=torch.float32, device="cpu")
-        dx_n = torch.empty((time, batch, hidden), dtype=torch.float32, device="cpu") if gru else None
+        dx = torch.empty((*leading, GATES[self.cell] * hidden), dtype=torch.float32, device="cpu")
+        dx_n = torch.empty((*leading, hidden), dtype=torch.float32, device="cpu") if gru else None
         dh, dc = (
-            torch.zeros((batch, hidden), dtype=torch.float32, device="cpu")
+            torch.zeros((len(h0), hidden), dtype=torch.float32, device="cpu")
             if given is None
             else given.clone(memory_format=torch.contiguous_format)
             for given in (dhn, dcn if lstm else None)
@@ -185,34 +200,66 @@ class CpuRecurrence:
             "x": gx, "u": u.contiguous(), "h0": h0, "c0": h0 if c0 is None else c0.contiguous(), "y": y,
             "state": state, "dx": dx, "dx_n": dx if dx_n is None else dx_n, "dy": dy, "dh": dh, "dc": dc,
         }  # fmt: skip
-        self._run(self._backward, self._back, addresses, y, dy, reverse=reverse, keep=True)
+        self._run(self._backward, addresses, y, dy, h0, reverse=reverse, keep=True)
         return dx, dx_n, dh, dc if lstm else None
 
+    def _last_rows(self, y: torch.Tensor, batch: int, *, reverse: bool) -> slice | torch.Tensor:
+        """The rows with each sequence's last state."""
+        if self._packing is not None:
+            return self._packing.last_rows(reverse=reverse)
+        return slice(0, batch) if reverse else slice(len(y) - batch, None)
+
     def _run(
-        self, worker: tuple[int, ...], s: Shares, tensors: dict[str, torch.Tensor], y: torch.Tensor, dy: torch.Tensor,
+        self, worker: _Worker, tensors: dict[str, torch.Tensor], y: torch.Tensor, dy: torch.Tensor, h0: torch.Tensor,
         *, reverse: bool, keep: bool,
     ) -> None:  # fmt: skip
-        """Run a worker on tensors of these names. Raises ``ValueError`` for rows of ``y`` that are not contiguous."""
-        time, batch, hidden = self.sizes
-        if y.stride(-1) != 1 and hidden > 1:
-            raise ValueError(f"y: strides {y.stride()}, but rows must be contiguous: a stride of 1 would do")
+        """Run a worker on tensors of these names; ``y`` and ``dy`` are rows."""
+        s, batch = worker.shares, len(h0)
+        if self._packing is None:
+            offsets = torch.arange(0, len(y) + 1, batch, dtype=torch.int64, device="cpu")
+        else:
+            offsets = self._packing.offsets
         scratch = torch.empty(s.scratch, dtype=torch.uint8, device="cpu")
         threads = max(1, min(s.threads, s.panels, torch.get_num_threads()))
         numbers: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        run, *calls = worker
-        names = ("set", "set_last", "add", "add_last")
-        numbers |= dict(zip(names, calls, strict=True))
         told = Told(
-            threads=threads, time=time, batch=batch, hidden=hidden, panels=s.panels, blocks=s.blocks,
-            vectors=s.vectors, panel_size=s.panel_size, tiles=s.tiles[0], rows=s.tiles[1], last=s.tiles[2],
-            part=s.part, yielding=_yielding(), reverse=int(reverse), keep=int(keep),
-            y_time=NUMBER * y.stride(0), y_row=NUMBER * y.stride(1),
-            dy_time=NUMBER * dy.stride(0), dy_row=NUMBER * dy.stride(1),
-            state_time=NUMBER * batch * hidden if keep else 0, sums_size=s.sums_size,
+            threads=threads, time=len(offsets) - 1, hidden=self.sizes[1], panels=s.panels, blocks=s.blocks,
+            vectors=s.vectors, panel_size=s.panel_size, offsets=offsets.data_ptr(), most=s.most,
+            products=worker.products.ctypes.data, part=s.part, yielding=_yielding(), reverse=int(reverse),
+            keep=int(keep), y_row=NUMBER * y.stride(0), dy_row=NUMBER * dy.stride(0), sums_size=s.sums_size,
             packed=scratch.data_ptr(), sums=scratch.data_ptr() + s.panels * s.panel_size,
             **{"bias_n": 0, "dx": 0, "dx_n": 0, "dy": 0, "dh": 0, "dc": 0, **numbers},
         ).numbers()  # fmt: skip
-        share_out(run, told.ctypes.data, threads, self._openmp)
+        share_out(worker.run, told.ctypes.data, threads, self._openmp)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A compiled pass: its address, its shares, and its table of products of tiles (see ``Told.products``)."""
+
+    run: int
+    shares: Shares
+    products: np.ndarray
+
+    @classmethod
+    def of(cls, s: Shares, cell: str, *, packed: bool) -> _Worker:
+        """The worker of a pass. A step of a packed batch may have tiles of any number of rows."""
+        from tilewise.kernels.cpu.compiling import load_recurrent
+
+        rows = range(1, s.most + 1) if packed else sorted(set(s.tiles[1:]))
+        run, *calls = load_recurrent(s.lanes, cell, s.back, tuple((each, s.vectors) for each in rows))
+        products = np.zeros((s.most, 2), dtype=np.int64)
+        products[[each - 1 for each in rows]] = np.array(calls, dtype=np.int64).reshape(2, -1).T
+        return cls(run, s, products)
+
+
+def _rows(y: torch.Tensor) -> torch.Tensor:
+    """The rows of all steps. Raises ``ValueError`` where they are not contiguous, or not equally far apart."""
+    if y.dim() == 3 and len(y) > 1 and y.shape[1] > 1 and y.stride(0) != y.shape[1] * y.stride(1):
+        raise ValueError(f"y: strides {y.stride()}, but rows of all steps must lie equally far apart")
+    if y.stride(-1) != 1 and y.shape[-1] > 1:
+        raise ValueError(f"y: strides {y.stride()}, but rows must be contiguous: a stride of 1 would do")
+    return y.view(-1, y.shape[-1])
 
 
 @functools.cache

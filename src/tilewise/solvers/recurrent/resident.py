@@ -50,7 +50,7 @@ class ResidentRnn(RecurrentSolver):
     def configs(self, p: RecurrentProblem) -> Iterable[Config]:
         """All threads, torch's and our own, and for small steps one."""
         lanes, threads = vector_lanes(), torch.get_num_threads()
-        step = 2 * p.batch * p.gates * p.hidden**2
+        step = 2 * (p.rows // p.time) * p.gates * p.hidden**2
         if threads > 1 and step > ONE_THREAD:
             yield from with_teams(Config(lanes=lanes, threads=threads))
         if threads == 1 or step <= SEVERAL_THREADS:
@@ -59,7 +59,7 @@ class ResidentRnn(RecurrentSolver):
     def hidden_workspace(self, p: RecurrentProblem, c: Config) -> int:
         """Beside what all layers have, packed weights, sums, and states of all steps that are kept."""
         _, to, back = _shares(p, c)
-        states = p.time * p.batch * p.hidden * 4
+        states = p.rows * p.hidden * 4
         size = super().hidden_workspace(p, c)
         if p.task == "inference":
             return size + to.scratch
@@ -74,8 +74,10 @@ class ResidentRnn(RecurrentSolver):
         """Layers around the kernel."""
         threads, to, _ = _shares(p, c)
         openmp = c.get("team") == "openmp"
-        recurrence = CpuRecurrence(p.cell, p.time, p.batch, p.hidden, lanes=to.lanes, threads=threads, openmp=openmp)
-        return StackedLayers(p, recurrence, _linear())
+        recurrence = CpuRecurrence(
+            p.cell, p.batch, p.hidden, lanes=to.lanes, threads=threads, openmp=openmp, packed=p.packed > 0
+        )
+        return StackedLayers(p, recurrence, _linear(), recurrence.of if p.packed else None)
 
 
 def _linear() -> Linear:

@@ -16,15 +16,14 @@ from tilewise.kernels.cpu.recurrent import cells
 from tilewise.kernels.cpu.recurrent.products import copied, turned
 from tilewise.kernels.cpu.recurrent.team import COME, DONE, PACKED, UNIT, counted, in_team, wait
 from tilewise.kernels.cpu.recurrent.told import COUNT, GATES, WORDS
-from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, pointer_call
+from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, number_at, pointer_call
 
 __all__ = ["backward", "forward"]
 
-THREADS, TIME, BATCH, HIDDEN = (WORDS[name] for name in ("threads", "time", "batch", "hidden"))
+THREADS, TIME, HIDDEN, OFFSETS = (WORDS[name] for name in ("threads", "time", "hidden", "offsets"))
 PANELS, BLOCKS, VECTORS, PANEL_SIZE = (WORDS[name] for name in ("panels", "blocks", "vectors", "panel_size"))
-TILES, ROWS, LAST, PART, SET, ADD = (WORDS[name] for name in ("tiles", "rows", "last", "part", "set", "add"))
-YIELDING, REVERSE, KEEP, STATE_TIME = (WORDS[name] for name in ("yielding", "reverse", "keep", "state_time"))
-Y_TIME, Y_ROW, DY_TIME, DY_ROW = (WORDS[name] for name in ("y_time", "y_row", "dy_time", "dy_row"))
+MOST, PRODUCTS, PART, YIELDING = (WORDS[name] for name in ("most", "products", "part", "yielding"))
+REVERSE, KEEP, Y_ROW, DY_ROW = (WORDS[name] for name in ("reverse", "keep", "y_row", "dy_row"))
 SUMS_SIZE, X, U, BIAS_N, H0, C0, Y, STATE = (
     WORDS[name] for name in ("sums_size", "x", "u", "bias_n", "h0", "c0", "y", "state")
 )  # fmt: skip
@@ -97,20 +96,24 @@ def _team(lanes: int, gates: int, back: bool) -> Callable[..., tuple[int, int]]:
 
 @functools.cache
 def _multiply(lanes: int) -> Callable[..., None]:
-    """Makes ``(v, a, a_row, b, depth, sums, add)``: the product of the batch's rows and a panel, or with ``add`` more.
+    """Makes ``(v, a, a_row, rows, b, depth, sums, add)``: the product of rows and a panel, or with ``add`` more.
 
-    A part of the panel stays in the second cache while all rows are multiplied with it.
+    A part of the panel stays in the second cache while all rows are multiplied with it. Tiles are nearly equal.
     """
-    call, vector = pointer_call(), NUMBER * lanes
+    call, word, vector = pointer_call(), number_at(), NUMBER * lanes
 
     @compiled(lanes)
-    def run(v, a, a_row, b, depth, sums, add):
-        line, tiles, rows = v[VECTORS] * vector, v[TILES], v[ROWS]
+    def run(v, a, a_row, rows, b, depth, sums, add):
+        if rows == 0:
+            return
+        line, tiles = v[VECTORS] * vector, (rows + v[MOST] - 1) // v[MOST]
+        each = (rows + tiles - 1) // tiles
+        full, last = 2 * (each - 1), 2 * (rows - (tiles - 1) * each - 1)
         for k in range(0, depth, v[PART]):
-            part, first = min(v[PART], depth - k), ADD if add or k > 0 else SET
+            part, more = min(v[PART], depth - k), 1 if add or k > 0 else 0
             for tile in range(tiles):
-                row = tile * rows
-                to = v[first + (tile == tiles - 1)]
+                row = tile * each
+                to = word(v[PRODUCTS], (last if tile == tiles - 1 else full) + more)
                 call(to, a + row * a_row + k * NUMBER, a_row, b + k * line, line, part, sums + row * line)
 
     return run
@@ -118,51 +121,80 @@ def _multiply(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def _fetch(lanes: int, gates: int) -> Callable[..., None]:
-    """Makes ``(v, panel, t)``, which prefetches what a panel's units need of step ``t`` while a product is computed."""
+    """Makes ``(v, panel, first, rows)``: prefetches what a panel's units need of a step while a product is computed."""
     fetch, one = cells.fetched(lanes, gates), cells.fetched(lanes, 1)
 
     @compiled(lanes, gates)
-    def run(v, panel, t):
-        hidden, batch = v[HIDDEN], v[BATCH]
-        gate = hidden * NUMBER
+    def run(v, panel, first, rows):
+        gate = v[HIDDEN] * NUMBER
         for block in range(v[BLOCKS]):
             of_unit = (panel * v[BLOCKS] + block) * lanes * NUMBER
-            for n in range(batch):
-                fetch(v[X] + (t * batch + n) * gates * gate + of_unit, gate)
-                one(v[DY] + t * v[DY_TIME] + n * v[DY_ROW] + of_unit, 0)
+            for n in range(first, first + rows):
+                fetch(v[X] + n * gates * gate + of_unit, gate)
+                one(v[DY] + n * v[DY_ROW] + of_unit, 0)
 
     return run
 
 
 @functools.cache
 def _step(lanes: int, cell: str) -> Callable[..., None]:
-    """Makes ``(v, panel, sums, t, h, h_row, c)``: step ``t`` of a panel's units, from the state before it."""
+    """Makes ``(v, panel, sums, first, rows, before, begun)``: a step of a panel's units.
+
+    The step has ``rows`` rows from ``first`` on. The first ``begun`` of its sequences go on from the rows from
+    ``before`` on, the others from their first state.
+    """
     gates, vector = GATES[cell], NUMBER * lanes
     multiply, fetch = _multiply(lanes), _fetch(lanes, gates)
     of_cell, lstm = cells.forward(lanes, cell), int(cell == "lstm")
 
     @compiled(lanes, cell)
-    def run(v, panel, sums, t, h, h_row, c):
-        hidden, batch, keep = v[HIDDEN], v[BATCH], v[KEEP]
-        gate, line = hidden * NUMBER, v[VECTORS] * vector
-        fetch(v, panel, t)
-        multiply(v, h, h_row, v[PACKED_U] + panel * v[PANEL_SIZE], hidden, sums, 0)
+    def run(v, panel, sums, first, rows, before, begun):
+        hidden, keep, y_row = v[HIDDEN], v[KEEP], v[Y_ROW]
+        gate, line, packed = hidden * NUMBER, v[VECTORS] * vector, v[PACKED_U] + panel * v[PANEL_SIZE]
+        fetch(v, panel, first, rows)
+        multiply(v, v[Y] + before * y_row, y_row, begun, packed, hidden, sums, 0)
+        multiply(v, v[H0] + begun * gate, gate, rows - begun, packed, hidden, sums + begun * line, 0)
         for block in range(v[BLOCKS]):
             unit = (panel * v[BLOCKS] + block) * lanes
             if unit < hidden:
-                of_unit, valid, of_sums = unit * NUMBER, hidden - unit, sums + block * gates * vector
-                x, to, bias = (
-                    v[X] + t * batch * gates * gate + of_unit,
-                    v[STATE] + t * v[STATE_TIME] + of_unit,
-                    v[BIAS_N],
-                )
-                y, y_row = v[Y] + t * v[Y_TIME] + of_unit, v[Y_ROW]
-                state, state_row = (c if lstm else h) + of_unit, gate if lstm else h_row
-                for n in range(batch):
+                of_unit, of_sums = unit * NUMBER, sums + block * gates * vector
+                x, y = v[X] + first * gates * gate + of_unit, v[Y] + first * y_row + of_unit
+                # Where c is not kept, each sequence has one, which every step replaces.
+                state = v[STATE] + of_unit
+                to, earlier = state + keep * first * gate, state + keep * before * gate
+                if not lstm:
+                    earlier = v[Y] + before * y_row + of_unit
+                earlier_row = gate if lstm else y_row
+                begin = (v[C0] if lstm else v[H0]) + of_unit
+                for n in range(rows):
                     of_cell(
-                        x + n * gates * gate, gate, of_sums + n * line, valid, state + n * state_row, to + n * gate,
-                        y + n * y_row, bias + of_unit, keep,
+                        x + n * gates * gate, gate, of_sums + n * line, hidden - unit,
+                        earlier + n * earlier_row if n < begun else begin + n * gate, to + n * gate,
+                        y + n * y_row, v[BIAS_N] + of_unit, keep,
                     )  # fmt: skip
+
+    return run
+
+
+@functools.cache
+def _steps() -> Callable[..., tuple[int, int, int, int]]:
+    """Makes ``(v, s, reverse)``: of the step with number ``s`` of a pass its first row, its rows, and those before it.
+
+    The rows before are the first one and the number of those that the step's sequences had in the forward's step
+    before; there are none where they begin. With ``reverse`` steps run from the last one to the first.
+    """
+    word = number_at()
+
+    @compiled()
+    def run(v, s, reverse):
+        t = v[TIME] - 1 - s if reverse else s
+        earlier = t + 1 if v[REVERSE] else t - 1
+        first = word(v[OFFSETS], t)
+        rows = word(v[OFFSETS], t + 1) - first
+        if earlier < 0 or earlier >= v[TIME]:
+            return first, rows, 0, 0
+        before = word(v[OFFSETS], earlier)
+        return first, rows, before, min(rows, word(v[OFFSETS], earlier + 1) - before)
 
     return run
 
@@ -173,20 +205,19 @@ def forward(lanes: int, cell: str) -> Callable[..., None]:
     ``data`` is the address of the numbers of ``Told`` and the counters of a team.
     """
     team_of, step, add, until = _team(lanes, GATES[cell], False), _step(lanes, cell), counted(), wait()
+    step_of = _steps()
 
     def run(data):
         v = carray(data, COUNT)
         address = v.ctypes.data
         thread, team = team_of(address, v)
         if team > thread:
-            sums, row = v[SUMS] + thread * v[SUMS_SIZE], v[HIDDEN] * NUMBER
-            first, last = thread * v[PANELS] // team, (thread + 1) * v[PANELS] // team
-            h, h_row, c = v[H0], row, v[C0]
+            sums = v[SUMS] + thread * v[SUMS_SIZE]
+            first_panel, last_panel = thread * v[PANELS] // team, (thread + 1) * v[PANELS] // team
             for s in range(v[TIME]):
-                t = v[TIME] - 1 - s if v[REVERSE] else s
-                for panel in range(first, last):
-                    step(v, panel, sums, t, h, h_row, c)
-                h, h_row, c = v[Y] + t * v[Y_TIME], v[Y_ROW], v[STATE] + t * v[STATE_TIME]
+                first, rows, before, begun = step_of(v, s, v[REVERSE])
+                for panel in range(first_panel, last_panel):
+                    step(v, panel, sums, first, rows, before, begun)
                 add(address + DONE, 1)
                 until(address + DONE, team * (s + 1), v[YIELDING])
 
@@ -195,34 +226,33 @@ def forward(lanes: int, cell: str) -> Callable[..., None]:
 
 @functools.cache
 def _gates_back(lanes: int, cell: str) -> Callable[..., None]:
-    """Makes ``(v, panel, t, last, previous)``: gradients of the gates of a panel's units at step ``t``.
+    """Makes ``(v, panel, first, rows, before, begun)``: gradients of the gates of a panel's units at a step.
 
-    ``previous`` is the step before, and there is none where ``last`` is set.
+    Rows are as for :func:`_step`.
     """
     gates, of_cell = GATES[cell], cells.backward(lanes, cell)
     lstm, gru = int(cell == "lstm"), int(cell == "gru")
 
     @compiled(lanes, cell)
-    def run(v, panel, t, last, previous):
-        hidden, batch = v[HIDDEN], v[BATCH]
+    def run(v, panel, first, rows, before, begun):
+        hidden, y_row = v[HIDDEN], v[Y_ROW]
         gate = hidden * NUMBER
-        for n in range(batch):
+        for n in range(rows):
             for block in range(v[BLOCKS]):
                 unit = (panel * v[BLOCKS] + block) * lanes
                 if unit < hidden:
                     of_unit = unit * NUMBER
-                    of_row, of_step = n * gate + of_unit, (t * batch + n) * gate
-                    of_y = n * v[Y_ROW] + of_unit
-                    now, before = v[Y] + t * v[Y_TIME] + of_y, v[Y] + previous * v[Y_TIME] + of_y
-                    if last:
-                        before = v[H0] + of_row
+                    of_row, of_step = n * gate + of_unit, (first + n) * gate
+                    now, earlier = v[Y] + (first + n) * y_row + of_unit, v[Y] + (before + n) * y_row + of_unit
                     if lstm or gru:
-                        now = v[STATE] + t * v[STATE_TIME] + of_row
+                        now = v[STATE] + of_step + of_unit
                     if lstm:
-                        before = v[C0] + of_row if last else v[STATE] + previous * v[STATE_TIME] + of_row
+                        earlier = v[STATE] + (before + n) * gate + of_unit
+                    if n >= begun:
+                        earlier = (v[C0] if lstm else v[H0]) + of_row
                     of_cell(
                         v[X] + of_step * gates + of_unit, gate, hidden - unit, v[DX] + of_step * gates + of_unit,
-                        v[DY] + t * v[DY_TIME] + n * v[DY_ROW] + of_unit, v[DH] + of_row, v[DC] + of_row, now, before,
+                        v[DY] + (first + n) * v[DY_ROW] + of_unit, v[DH] + of_row, v[DC] + of_row, now, earlier,
                         v[DX_N] + of_step + of_unit,
                     )  # fmt: skip
 
@@ -231,21 +261,20 @@ def _gates_back(lanes: int, cell: str) -> Callable[..., None]:
 
 @functools.cache
 def _product_back(lanes: int, cell: str) -> Callable[..., None]:
-    """Makes ``(v, panel, sums, t, previous)``: the gradient of h before step ``t``, of a panel's units."""
+    """Makes ``(v, panel, sums, first, rows)``: the gradient of h before a step, of a panel's units."""
     gates, vector, gru = GATES[cell], NUMBER * lanes, int(cell == "gru")
-    multiply, fetch = _multiply(lanes), _fetch(lanes, gates)
+    multiply = _multiply(lanes)
     settle = cells.settled(lanes, cell == "gru")
 
     @compiled(lanes, cell)
-    def run(v, panel, sums, t, previous):
-        hidden, batch = v[HIDDEN], v[BATCH]
+    def run(v, panel, sums, first, rows):
+        hidden = v[HIDDEN]
         gate, b = hidden * NUMBER, v[PACKED_U] + panel * v[PANEL_SIZE]
-        fetch(v, panel, previous)
         depth = (gates - gru) * hidden
-        multiply(v, v[DX] + t * batch * gates * gate, gates * gate, b, depth, sums, 0)
+        multiply(v, v[DX] + first * gates * gate, gates * gate, rows, b, depth, sums, 0)
         if gru:
-            multiply(v, v[DX_N] + t * batch * gate, gate, b + depth * v[VECTORS] * vector, hidden, sums, 1)
-        for n in range(batch):
+            multiply(v, v[DX_N] + first * gate, gate, rows, b + depth * v[VECTORS] * vector, hidden, sums, 1)
+        for n in range(rows):
             for block in range(v[BLOCKS]):
                 unit = (panel * v[BLOCKS] + block) * lanes
                 if unit < hidden:
@@ -258,22 +287,24 @@ def _product_back(lanes: int, cell: str) -> Callable[..., None]:
 def backward(lanes: int, cell: str) -> Callable[..., None]:
     """As :func:`forward`, backwards."""
     team_of, add, until = _team(lanes, GATES[cell], True), counted(), wait()
-    gates, product = _gates_back(lanes, cell), _product_back(lanes, cell)
+    gates, product, fetch = _gates_back(lanes, cell), _product_back(lanes, cell), _fetch(lanes, GATES[cell])
+    step_of = _steps()
 
     def run(data):
         v = carray(data, COUNT)
         address = v.ctypes.data
         thread, team = team_of(address, v)
         if team > thread:
-            sums, time = v[SUMS] + thread * v[SUMS_SIZE], v[TIME]
-            first, last = thread * v[PANELS] // team, (thread + 1) * v[PANELS] // team
-            for s in range(time):
-                t, previous = (s, s + 1) if v[REVERSE] else (time - 1 - s, time - 2 - s)
-                for panel in range(first, last):
-                    gates(v, panel, t, s == time - 1, previous)
+            sums = v[SUMS] + thread * v[SUMS_SIZE]
+            first_panel, last_panel = thread * v[PANELS] // team, (thread + 1) * v[PANELS] // team
+            for s in range(v[TIME]):
+                first, rows, before, begun = step_of(v, s, 1 - v[REVERSE])
+                for panel in range(first_panel, last_panel):
+                    gates(v, panel, first, rows, before, begun)
                 add(address + DONE, 1)
                 until(address + DONE, team * (s + 1), v[YIELDING])
-                for panel in range(first, last):
-                    product(v, panel, sums, t, previous)
+                for panel in range(first_panel, last_panel):
+                    fetch(v, panel, before, begun)
+                    product(v, panel, sums, first, rows)
 
     return named(run, lanes, cell)

@@ -27,41 +27,36 @@ class Told:
     """What a worker is told. Distances are in bytes, names without a unit are addresses.
 
     The weights are packed into ``panels`` of ``vectors`` vectors a line: panel p has ``blocks`` blocks of units, as
-    many as a vector has lanes each, and of the forward pass all gates of each. A pass multiplies ``tiles`` tiles of
-    ``rows`` rows of the batch, the last one of ``last`` rows, by parts of ``part`` lines. ``set`` and ``set_last`` are
-    the functions that do so for the first part, ``add`` and ``add_last`` for the others. ``keep`` asks for what a
+    many as a vector has lanes each, and of the forward pass all gates of each. A step has as many rows as sequences
+    take part in it, which are the first ones of the batch; ``offsets`` are the rows before each step, and at the end
+    their sum. They are multiplied in tiles of at most ``most`` rows, by parts of ``part`` lines. ``products`` is a
+    table with the functions for tiles of 1 row to ``most``: two for each, of which one sets sums and one adds to them.
+    ``keep`` asks for what a
     backward pass reads. ``sums`` has ``sums_size`` bytes a thread, ``packed`` all panels of ``panel_size`` bytes.
     ``yielding`` is the function that gives the core away.
 
-    ``x`` are the gates' inputs, and their values where they are kept, (T, N, G * H). ``state`` is c of an LSTM, or
-    U_n h + b_hn of a GRU: of all steps where ``state_time`` is not 0. The forward pass reads the first c from ``c0``;
-    the other one begins with ``dh`` and ``dc`` as gradients of the last h and c, and leaves those of the first there.
+    ``x`` are the gates' inputs, and their values where they are kept, (R, G * H) for R rows of all steps. ``state`` is
+    c of an LSTM, or U_n h + b_hn of a GRU: of all steps where values are kept. The forward pass reads the first c from
+    ``c0``; the other one begins with ``dh`` and ``dc`` as gradients of the last h and c, and leaves those of the first
+    there.
     """
 
     threads: int
     time: int
-    batch: int
     hidden: int
     panels: int
     blocks: int
     vectors: int
     panel_size: int
-    tiles: int
-    rows: int
-    last: int
+    offsets: int
+    most: int
+    products: int
     part: int
-    set: int
-    set_last: int
-    add: int
-    add_last: int
     yielding: int
     reverse: int
     keep: int
-    y_time: int
     y_row: int
-    dy_time: int
     dy_row: int
-    state_time: int
     sums_size: int
     x: int
     u: int
