@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave most cases of sampled tests out, begin with the longest, skip GPU tests where torch sees no GPU."""
+    """Leave slow tests and most cases of sampled ones out, begin with the longest, skip GPU tests without a GPU."""
     if not EVERY and not is_narrowed(config):
         left_out = _left_out(items)
         config.hook.pytest_deselected(items=left_out)
@@ -69,12 +69,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _left_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of tests marked ``sampled(n)``, what :func:`tests.sampling.sample` leaves. Those for a GPU all run."""
+    """Those marked ``slow``, and of tests marked ``sampled(n)`` what :func:`tests.sampling.sample` leaves.
+
+    Those for a GPU all run.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("gpu"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    found = []
+    found = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("gpu")]
     for each in cases.values():
         marker = each[0].get_closest_marker("sampled")
         assert marker is not None

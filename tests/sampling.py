@@ -1,5 +1,7 @@
 """How much of what is drawn or listed runs: a sample, or everything where ``TILEWISE_EVERY_TEST`` is set.
 
+A test marked ``slow`` runs only with everything.
+
 A test marked ``sampled(n)`` runs n of its cases that together meet as many values of its parameters as n can. With
 ``each=("solver", "pass_")`` it runs, whatever n is, the first case of every combination of these, and within each value
 of the first of them every value of the other parameters. Where a run is narrowed to words or files (``-k``, a file, a
@@ -20,8 +22,8 @@ EVERY = bool(os.environ.get("TILEWISE_EVERY_TEST"))
 
 
 def some(count: int) -> int:
-    """``count`` cases, or a quarter of them."""
-    return count if EVERY else -(-count // 4)
+    """``count`` cases, or a sixth of them."""
+    return count if EVERY else -(-count // 6)
 
 
 def is_narrowed(config: pytest.Config) -> bool:

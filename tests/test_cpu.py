@@ -45,6 +45,7 @@ def run(text: str, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @linux
 def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
     installed, kept, undone, again, text = run(

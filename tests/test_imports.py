@@ -191,6 +191,7 @@ def test_no_import_points_up(contract: dict[str, object]) -> None:
     assert upward(GRAPH, container, layers) == []
 
 
+@pytest.mark.slow
 def test_modules_that_import_by_computed_names_are_known() -> None:
     """Their imports cannot be read here. So each is named with its reason, and it is no way to hide a circle."""
     found = set()

@@ -191,6 +191,7 @@ def test_it_is_written_to_a_schedule_and_followed(package: Path, tmp_path: Path)
     run(package, tmp_path, code)
 
 
+@pytest.mark.slow
 def test_it_is_sent_to_workers(package: Path, tmp_path: Path) -> None:
     code = """
         def main():
@@ -207,6 +208,7 @@ def test_it_is_sent_to_workers(package: Path, tmp_path: Path) -> None:
     run(package, tmp_path, code)
 
 
+@pytest.mark.slow
 def test_it_is_sent_to_ranks(package: Path, tmp_path: Path) -> None:
     code = """
         import torch.distributed as dist
@@ -286,6 +288,7 @@ def test_modules_of_the_kind_are_planned(package: Path, tmp_path: Path) -> None:
     run(package, tmp_path, textwrap.dedent(MODULES) + textwrap.dedent(code))
 
 
+@pytest.mark.slow
 def test_modules_of_the_kind_follow_a_schedule_and_keep_a_steps_limit(package: Path, tmp_path: Path) -> None:
     code = """
         tilewise.optimize(net, u, planner=planner(), **limits)

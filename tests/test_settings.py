@@ -123,6 +123,7 @@ def test_settings_document_their_fields() -> None:
         assert plain(f"- {option.name}: {option.help} {option.more}") in document
 
 
+@pytest.mark.slow
 def test_python_without_docstrings_has_the_functions() -> None:
     program = "import tilewise\nprint(tilewise.optimize.__doc__, tilewise.enabled().plan_table.most_plans)"
     words = [sys.executable, "-OO", "-c", program]
@@ -247,6 +248,7 @@ ignore_missing_imports = True
 """
 
 
+@pytest.mark.slow
 def test_a_type_checker_finds_mistakes(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "mypy.ini").write_text(TYPES.format(src=DOCS.parent / "src"), "utf-8")

@@ -21,6 +21,7 @@ def examples(cases: list[tuple[str, list[str]]]) -> list[int]:
     return [importlib.import_module(name).main(arguments) for name, arguments in cases]
 
 
+@pytest.mark.slow
 def test_examples_agree_with_one_device(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     image = tmp_path / "decoded.rgb"

@@ -87,6 +87,7 @@ def test_commit_can_be_given_where_there_is_no_history(monkeypatch: pytest.Monke
     assert machine.commit() == "abc123"
 
 
+@pytest.mark.slow
 def test_every_listed_benchmark_declares_quick_options_among_its_own() -> None:
     for entry in registry.entries():
         benchmark = registry.load(entry.name)

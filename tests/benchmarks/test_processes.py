@@ -76,6 +76,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name not in NOTHING_ON_A_CPU and (EVERY or name not in LONG)]
@@ -103,6 +104,7 @@ def test_quick_run_gives_both_sides_of_every_ratio(name: str, cache: Path, tmp_p
         assert saved.with_suffix(".png").exists() == drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "names"), NOTHING_ON_A_CPU.items())
 def test_a_missing_side_is_said_and_not_made_up(name: str, names: str, cache: Path, tmp_path: Path) -> None:
     done = run(name, "--quick", "--device", "cpu", "--out", str(tmp_path), cache=cache)
@@ -150,6 +152,7 @@ def test_figures_go_on_where_they_stopped(cache: Path, tmp_path: Path) -> None:
     assert document["summary"]["notes"] == [f"{left} of 768 configurations are not measured yet"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [("large_kernels", ("passes=fprop,dgrad,wgrad",)), ("fbfft_table4", ("layers=L4", "passes=fprop,dgrad"))],

@@ -63,6 +63,7 @@ def test_a_schedule_has_its_own(run: Run, tmp_path: Path) -> None:
     assert "solvers left out" in result.stdout
 
 
+@pytest.mark.slow
 def test_programs_are_run_without_them(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(

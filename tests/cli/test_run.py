@@ -107,6 +107,7 @@ STARTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", STARTS if EVERY else STARTS[:1], ids=" ".join)
 def test_a_program_sees_what_python_shows_it(folder: Path, words: list[str]) -> None:
     plain, planned = both(words, folder, stdin=FACTS)
@@ -124,6 +125,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS if EVERY else OPTIONS[:1], ids=" ".join)
 def test_pythons_options_and_an_own_sitecustomize(folder: Path, options: tuple[str, ...]) -> None:
     path = f"{folder / 'site'}:{ROOT / 'src'}"

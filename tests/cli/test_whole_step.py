@@ -51,6 +51,7 @@ def test_a_step_within_a_limit(run, check_document):
     assert "--max-batch" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_largest_batch(run, check_document):
     words = ("--memory-limit", "256KiB", "--max-batch", "--json")
     document = check_document(run("plan", "stepping_networks:two", *FAST, *words).stdout)

@@ -148,6 +148,7 @@ def differing() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_first_difference_is_named_on_every_rank() -> None:
     found = run(3, differing)
     assert found[0] == found[1] == found[2], "one text for all"

@@ -157,6 +157,7 @@ def everything(ranks: int) -> None:
     slices_and_tensors(ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4] if EVERY else [2, 4])
 def test_double_backward(ranks: int) -> None:
     run(ranks, everything, ranks)

@@ -169,6 +169,7 @@ def everything(ranks: int) -> Any:
         channels_beside_space(mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_dtensor_and_channels(ranks: int) -> None:
     run(ranks, everything, ranks)

@@ -71,6 +71,7 @@ def step(kind: str, timeout: float, connect: Callable[[Link], object] | None = N
     return time.monotonic() - began, "nothing happened"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words", "limit"),
     [

@@ -219,6 +219,7 @@ def a_call(groups: int = 1) -> Call:
     return Call.of(share, groups, torch.ones(2, 4, 4, 5), torch.ones(6, 4 // groups, 3, 3))
 
 
+@pytest.mark.slow
 @interpreted
 def test_what_is_right_and_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     call, state = a_call(), torch.get_rng_state()
@@ -249,6 +250,7 @@ def test_each_kernel_has_the_blocks_that_it_is_fastest_with(monkeypatch: pytest.
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1, 50_000, 200_000, 10**6, None])
 @pytest.mark.parametrize("device", DEVICES)
 def test_shares_of_a_gradient_keep_a_limit(device: str, limit: int | None) -> None:

@@ -154,6 +154,7 @@ def test_a_rank_that_ends_because_of_another_is_not_named_while_weights_are_comp
         assert set(re.findall(r"rank (\d+)", text)) == {"1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_survivors_name_the_rank_that_was_killed(moment: str) -> None:
     draw = random.Random(moment)

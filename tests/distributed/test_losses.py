@@ -164,6 +164,7 @@ def everything(ranks: int) -> Any:
     special()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_losses(ranks: int) -> None:
     run(ranks, everything, ranks)

@@ -29,11 +29,13 @@ def test_norms_are_those_of_one_device(ranks: int, way: str) -> None:
     assert launches == {2 * 3 * (8 + 1 if way == "memory" else 16)}
 
 
+@pytest.mark.slow
 @interpreted
 def test_parts_of_half_precision() -> None:
     run(2, norm_cases.many, "memory", torch.float16, timeout=200)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS[::-1])

@@ -113,6 +113,7 @@ def everything(ranks: int) -> None:
         refusals(ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_norms_and_networks(ranks: int) -> None:
     run(ranks, everything, ranks)

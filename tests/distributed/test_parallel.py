@@ -199,6 +199,7 @@ def everything() -> None:
         data_and_space()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_parallel(ranks: int) -> None:
     run(ranks, everything)

@@ -246,6 +246,7 @@ def tried() -> list[str]:
     return [*found, trial.fault()]
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_trial_finds_what_is_not_as_it_was_sent() -> None:
     for right, wrong in run(2, tried):

@@ -6,6 +6,7 @@ import copy
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed.ranks import parallel, run
@@ -145,6 +146,7 @@ def planned_everywhere() -> None:
     every_pass_is_planned()
 
 
+@pytest.mark.slow
 def test_every_rank_plans_whatever_its_padding() -> None:
     run(3, planned_everywhere)
 
@@ -153,5 +155,6 @@ def blocks() -> None:
     same_as_one_device((2, 2), ("h", "w"))
 
 
+@pytest.mark.slow
 def test_four_ranks_in_blocks() -> None:
     run(4, blocks)

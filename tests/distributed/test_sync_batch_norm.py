@@ -233,6 +233,7 @@ def everything() -> None:
     refusals()
 
 
+@pytest.mark.slow
 def test_sync_batch_norm() -> None:
     run(4, everything)
 

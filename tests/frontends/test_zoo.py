@@ -181,6 +181,7 @@ def test_signal_survives_without_normalisation() -> None:
     assert 1e-2 < float(scores.std()) < 1e2
 
 
+@pytest.mark.slow
 def test_photonet_trains() -> None:
     """A few steps on two kinds of crop, a smooth one and a noisy one, halve the loss."""
     torch.manual_seed(0)

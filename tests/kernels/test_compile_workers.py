@@ -138,6 +138,7 @@ def filled() -> None:
     json.dump({"hits": hits, "cubins": cubins, "said": [str(each.message) for each in said]}, sys.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["stand-in", pytest.param("own", marks=pytest.mark.gpu)])
 def test_a_worker_fills_the_cache_that_is_looked_for(driver: str, tmp_path: Path) -> None:
     found = run(filled, tmp_path, DRIVER=driver)
@@ -168,6 +169,7 @@ def refused() -> None:
     json.dump({"hits": hits, "found": found}, sys.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["stand-in", pytest.param("own", marks=pytest.mark.gpu)])
 def test_what_is_not_compiled_is_refused_where_that_is_asked_for(driver: str, tmp_path: Path) -> None:
     """Two kernels are compiled once each, and neither while only compiled ones were asked for."""
@@ -185,6 +187,7 @@ def found_on_disk() -> None:
         json.dump({"hits": hits, "workers": len(pool._workers)}, sys.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["stand-in", pytest.param("own", marks=pytest.mark.gpu)])
 def test_no_worker_is_started_for_what_is_on_disk(driver: str, tmp_path: Path) -> None:
     first, again = (run(found_on_disk, tmp_path, DRIVER=driver) for _ in range(2))

@@ -64,6 +64,7 @@ def test_transforms(dims: int, layout: str, dtype: torch.dtype, inverse: bool, t
     check(transform(dims, layout, inverse, dtype).program, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "axes",
@@ -111,6 +112,7 @@ def test_winograd(program: Program, tmp_path: Path) -> None:
     check(program, tmp_path, "90a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("channels", "size", "kernel"), [((64, 192), 27, 5), ((192, 384), 13, 3)])
 def test_what_winograd_holds_stays_in_registers(
     channels: tuple[int, int], size: int, kernel: int, tmp_path: Path

@@ -44,6 +44,7 @@ def direct() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_products_take_matrix_units_from_registers() -> None:
     found = apart("tests.kernels.test_direct_compiles:direct")
     assert {kernel["kernel"] for kernel in found} == {"direct_gemm", "direct_gradient"}

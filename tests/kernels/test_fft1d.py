@@ -62,6 +62,7 @@ def test_every_size_and_layout(n: int, layout: str) -> None:
     check("cuda", n, 1, n - 1, layout, (9,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_is_padded(place: str, layout: str) -> None:

@@ -85,6 +85,7 @@ def test_every_size_and_layout(n: int, layout: str) -> None:
     check("cuda", (n, n), (1, 1), (n - 1, n - 1), layout, (7,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_is_padded(place: str, layout: str) -> None:
@@ -107,6 +108,7 @@ def test_configs(place: str, config: Config, layout: str) -> None:
     check(place, (16, 16), (14, 14), (0, 2), layout, config=config)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
@@ -118,6 +120,7 @@ def test_clusters(place: str, config: Config, layout: str) -> None:
     check(place, (48, 16), (47, 13), (1, 1), layout, (3, 2), config=config, order=(0, 2, 3, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision(place: str, dtype: torch.dtype) -> None:

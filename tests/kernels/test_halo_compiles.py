@@ -39,6 +39,7 @@ def products() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_products_take_matrix_units_and_spill_nothing() -> None:
     found = apart("tests.kernels.test_halo_compiles:products")
     assert {kernel["kernel"] for kernel in found} == {"gather", "weight_shares", "add_shares"}

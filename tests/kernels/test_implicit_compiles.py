@@ -68,6 +68,7 @@ def plain() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_winograd_s_products_take_matrix_units_and_spill_nothing() -> None:
     found = apart("tests.kernels.test_implicit_compiles:winograd")
     assert {kernel["kernel"] for kernel in found} == {"tile_gemm", "gradient_gemm"}
@@ -82,6 +83,7 @@ def test_winograd_s_products_take_matrix_units_and_spill_nothing() -> None:
         assert kernel["at_once"] * (kernel["shared"] + 1024) <= SHARED, kernel["of"]
 
 
+@pytest.mark.slow
 def test_results_with_channels_innermost_are_written_four_at_a_time() -> None:
     for kernel in apart("tests.kernels.test_implicit_compiles:plain"):
         assert kernel["stack"] == 0, kernel["of"]

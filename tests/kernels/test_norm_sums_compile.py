@@ -27,6 +27,7 @@ def sums() -> list[dict[str, Any]]:
     return Recorded.compiled("norms")
 
 
+@pytest.mark.slow
 def test_sums_are_released_and_acquired_by_all_gpus() -> None:
     found = apart("tests.kernels.test_norm_sums_compile:sums")
     assert {one["kernel"] for one in found} == {"forward", "backward"}
@@ -76,6 +77,7 @@ def of_parts() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_parts_are_read_in_wide_words(of_parts: list[dict[str, Any]]) -> None:
     for one in of_parts:
         if str(FEW) in one["of"]:

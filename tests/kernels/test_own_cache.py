@@ -152,6 +152,7 @@ def compiled(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_kernel_is_loaded_where_nobody_else_may_write(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     assert compiled(folder) == {"hits": [False], "said": []}

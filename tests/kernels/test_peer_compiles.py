@@ -31,6 +31,7 @@ def messages() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_messages_are_released_and_acquired_by_all_gpus() -> None:
     for kernel in apart("tests.kernels.test_peer_compiles:messages"):
         assert kernel["stack"] == 0

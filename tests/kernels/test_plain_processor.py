@@ -33,6 +33,7 @@ assert (got - want).norm() <= 1e-6 * want.norm()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="another kind of processor")
 def test_a_plain_processor_computes_the_same(tmp_path: Path) -> None:
     """Vectors of four, no fused multiplication and addition, and no instruction for fp16."""

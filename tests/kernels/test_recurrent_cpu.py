@@ -213,6 +213,7 @@ def test_threads_change_no_bit(cell: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_fewer_lanes() -> None:
     for cell in ("gru", "lstm"):
         case = Case.of(cell, 3, 5, 21)
@@ -301,6 +302,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
+@pytest.mark.slow
 def test_more_threads_than_cores_and_forks_end() -> None:
     subprocess.run([sys.executable, "-c", OVERSUBSCRIBED], check=True, timeout=120)
 

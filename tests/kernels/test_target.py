@@ -64,6 +64,7 @@ def compiled_ahead() -> None:
                       "imported": imported.written, "hits": hits}))  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_triton
 def test_what_is_compiled_ahead_is_what_a_machine_with_the_gpu_asks_for(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -33,6 +33,7 @@ def thin() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_thin_products_fit_and_take_matrix_units() -> None:
     found = apart("tests.kernels.test_thin_compiles:thin")
     assert {kernel["kernel"] for kernel in found} == {"thin_product", "add_parts"}

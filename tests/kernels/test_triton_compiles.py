@@ -47,6 +47,7 @@ def compiled() -> None:
     json.dump(found, sys.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", list(PART_BLOCKS))
 def test_products_of_parts_are_pipelined_and_spill_nothing(form: str) -> None:
     """The best blocks: asynchronous copies straight into shared memory, and the matrix units take them from there."""

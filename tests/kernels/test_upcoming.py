@@ -154,6 +154,7 @@ def needed() -> None:
     print(json.dumps(done))
 
 
+@pytest.mark.slow
 def test_what_is_needed_at_once_comes_before_what_waits(tmp_path: Path) -> None:
     done = run(needed, tmp_path, **{workers.VARIABLE: "1"})
     assert sorted(done) == [32, 64, 128, 256]

@@ -103,6 +103,7 @@ def check(
     assert y.untouched()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("backwards", [False, True])

@@ -33,6 +33,7 @@ def check(found: list[tuple[int, float]], times: int = 1) -> None:
         assert abs(taken - size) < 0.5
 
 
+@pytest.mark.slow
 @linux
 def test_what_a_call_takes_is_seen_in_any_thread_and_after_a_failure() -> None:
     text = """
@@ -60,6 +61,7 @@ def test_other_allocators_give_back_too(name: str) -> None:
     check(run(f"{SEEN}seen()\nprint(json.dumps(found))", LD_PRELOAD=library))
 
 
+@pytest.mark.slow
 @linux
 def test_where_nothing_is_seen_there_are_no_limits(tmp_path: Path) -> None:
     library = another_allocator(tmp_path)

@@ -191,12 +191,14 @@ def moved(body: str, cache: Path) -> list[str]:
 FIRST = [[], ["tilewise.report.console"], ["tilewise.report.page"], ["tilewise.cli.report"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", FIRST if EVERY else FIRST[:1])
 def test_imports_draw_nothing(tmp_path: Path, first: list[str]) -> None:
     """Whichever module of ours comes first, and brings what it needs."""
     assert moved(IMPORTS.format(first=first), tmp_path) == []
 
 
+@pytest.mark.slow
 def test_planning_draws_nothing(tmp_path: Path, kernels: Path) -> None:
     share_kernels(tmp_path, kernels)
     rigors = ("estimate", "measure", "patient", "wisdom_only") if EVERY else ("estimate", "wisdom_only")

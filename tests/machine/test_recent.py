@@ -95,6 +95,7 @@ def test_a_plain_table_is_trimmed() -> None:
     assert list(table) == list(range(42, 50))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unplanned", ["torch", "plan"] if EVERY else ["plan"])
 def test_new_sizes_for_ever(unplanned: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small bounds: an hour of new sizes fills the tables, and after many what the library holds is the same."""

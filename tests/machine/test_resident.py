@@ -34,6 +34,7 @@ for _ in range(12):
 """
 
 
+@pytest.mark.slow
 @linux
 def test_pages_freed_on_other_cores_are_not_taken_for_a_workspace() -> None:
     assert max(run(f"found = []\n{FREED_ELSEWHERE}\nprint(json.dumps(found))")) <= 48 << 10

@@ -320,6 +320,7 @@ except RuntimeError:
 """.replace("NOTATION", repr("mb2ic4ih8oc4kh3ph1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_everything_works_after_flags_are_frozen(device: str, tmp_path: Path, kernels: Path) -> None:
     """Importing torch's own test utilities freezes them."""

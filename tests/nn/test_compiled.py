@@ -109,6 +109,7 @@ def test_shapes_planned_in_between_are_found() -> None:
     assert graphs.operators() == [0, 3]
 
 
+@pytest.mark.slow
 def test_dynamic_shapes() -> None:
     got, want, _ = pair()
     compiled = torch.compile(got, fullgraph=True, backend="eager", dynamic=True)
@@ -167,6 +168,7 @@ def test_export_is_plain_torch() -> None:
         assert_same(program.module()(x), want(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("passes", "transposed"), [(tuple(Pass), False), ((Pass.FPROP,), True), ((Pass.WGRAD,), False)]
 )

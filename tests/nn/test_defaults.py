@@ -241,6 +241,7 @@ def ranks(defaults: Defaults) -> None:
     assert dist.get_world_size() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("defaults", [OTHER, *DEFAULTS.values()], ids=[NAMES[-1], *NAMES[:-1]])
 def test_two_ranks(defaults: Defaults) -> None:

@@ -86,6 +86,7 @@ def test_a_signal_is_not_compared() -> None:
     assert [frozen.compare(each) for each in map(published_as, names_of_newest()) if each] == [None], model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("found", "options", "by_plan"),
     [

@@ -36,6 +36,7 @@ def examine(folder: Path, kernels: Path, *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [*OPS] if EVERY else ["conv2d"])
 def test_samples_are_right_and_planned(name: str, tmp_path: Path, kernels: Path) -> None:

@@ -336,6 +336,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 @pytest.mark.parametrize("mode", ["zeros", "circular"])
@@ -405,6 +406,7 @@ assert report(conv).layers[0].replaced
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patched", ["function", "method"])
 def test_torch_patched_before_the_import(patched: str) -> None:
     done = subprocess.run(

@@ -132,6 +132,7 @@ class Hiding(toys.Plain):
         return hiding
 
 
+@pytest.mark.slow
 def test_what_a_solver_hides_counts(tmp_path: Path) -> None:
     toys.in_fresh_process(count_what_a_solver_hides, tmp_path / "wisdom.sqlite3")
 

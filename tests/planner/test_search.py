@@ -264,6 +264,7 @@ def _last_image(p: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tenso
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("name", wrong_values())
 @pytest.mark.parametrize("limit", [None, 11 * 1024])

@@ -264,6 +264,7 @@ def told_by(wisdom: Wisdom, sizes: str = "powers_of_two") -> set[str]:
     return set(wisdom.plans_many(environment("cpu").key, keys, text.format(sizes)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("told", ["", "{", '{"device": "cpu", "wisdom": "none", "threads": 1}\n'])
 def test_a_worker_whose_pipe_ends_at_once_says_nothing(told: str, tmp_path: Path) -> None:

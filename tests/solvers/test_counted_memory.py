@@ -71,6 +71,7 @@ def over_measured(found: Counts) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_no_solver_takes_more_than_it_declares(honest: Counts) -> None:
     assert not over_promised(honest)
 
@@ -79,6 +80,7 @@ def test_the_measure_sees_what_is_taken(honest: Counts) -> None:
     assert not over_measured(honest)
 
 
+@pytest.mark.slow
 def test_an_allocation_that_is_hidden_is_found(counter: Path) -> None:
     """Else the two above could not fail."""
     found = counts(counter, "1", "hide")

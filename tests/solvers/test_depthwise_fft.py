@@ -275,6 +275,7 @@ def test_images_stay_independent(pass_: Pass, dims: int) -> None:
     assert torch.equal(finite, want)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])

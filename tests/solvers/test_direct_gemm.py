@@ -60,6 +60,7 @@ def test_where_nothing_reaches_the_image(accumulate: bool, bias: bool) -> None:
     check(SOLVER, p, Config(tile=(16, 32, 16), warps=4, stages=2), PLAIN, accumulate)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

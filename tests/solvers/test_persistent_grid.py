@@ -131,6 +131,7 @@ def test_kernels_compute_recurrent_layers(draw: st.DataObject) -> None:
     check(cell, dtype, draw.draw(st.integers(1, 4)), batch, hidden, draw.draw(st.sampled_from(fits)), flags)
 
 
+@pytest.mark.slow
 @emulated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", sorted(GATES))

@@ -63,6 +63,7 @@ def test_any_layer_and_memory(pass_: Pass, dtype: str, precision: str, data: st.
     check(SOLVER, p, inner(p), forms, False)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.usefixtures("_anywhere")

@@ -64,6 +64,7 @@ def write(path: Path, kind: str = "Some", name: str = "some", text: str = SOLVER
     path.write_text(textwrap.dedent(text).format(kind=kind, name=name), "utf-8")
 
 
+@pytest.mark.slow
 def test_a_lone_file_and_families_of_any_depth(package: Path) -> None:
     write(package / "alone.py", name="alone")
     for folder, name in (("family", "inside"), ("family/deep", "deeper")):

@@ -72,6 +72,7 @@ def test_any_tile(pass_: Pass, data: st.DataObject) -> None:
     check(SOLVER, p, data.draw(configs(p), "config"), forms, p.accumulate)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("side", [1, 2, 4])

@@ -325,6 +325,7 @@ def _followed(read: Schedule, problem: ConvProblem, plan: Plan, options: Options
     return follow(replace(read, layers=tuple(layers)), problem, options, planner).note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pass_", Pass)
 def test_a_limit_is_kept_where_no_leaf_keeps_it(wisdom: Wisdom, pass_: Pass) -> None:
     axis = Axis(200, 3, before=1, after=1)

@@ -61,6 +61,7 @@ def layers(draw: st.DrawFn, pass_: Pass, dims: int) -> ConvProblem:
     return ConvProblem(pass_, draw(st.integers(1, 4)), groups * into, groups * outof, tuple(found), groups)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])

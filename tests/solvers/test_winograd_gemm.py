@@ -62,6 +62,7 @@ def test_any_tile_and_block(pass_: Pass, dims: int, data: st.DataObject) -> None
     check(SOLVER, p, data.draw(configs(p), "config"), forms, accumulate)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))

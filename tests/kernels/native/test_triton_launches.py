@@ -17,6 +17,7 @@ if importlib.util.find_spec("triton") is None:
 from tilewise.kernels.triton.driver_launch import LateLauncher, hooks, kernel_launch, late_launchers, made_now
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 def test_the_driver_is_told_what_tritons_launcher_tells() -> None:
     *alike, clustered = apart("tests.kernels.native.triton_launches:compared")

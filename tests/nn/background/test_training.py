@@ -194,6 +194,7 @@ def test_torchs_choice_of_a_pass_changes_nothing_yet() -> None:
     assert planned(model) == ["first", "second"]
 
 
+@pytest.mark.slow
 def test_a_first_problem_is_planned_by_typical_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Measuring the device's rates takes as long as planning one problem, and the first layer waits for it."""
     asked = []

@@ -279,6 +279,7 @@ with toys.installed(Slow()):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "pending"), [(30, "True"), (300, "False")] if EVERY else [(30, "True")])
 def test_a_process_that_ends_after_the_decision_or_in_the_middle(tmp_path: Path, steps: int, pending: str) -> None:
     program = PROGRAM.format(wait=True, steps=steps)

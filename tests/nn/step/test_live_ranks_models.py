@@ -37,6 +37,7 @@ def told(script: str, tmp_path: Path, ranks: int = 2) -> list[dict[str, Any]]:
     return [json.loads(output.splitlines()[-1]) for output in run(SETUP + script, tmp_path, ranks)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("gains", [True, False])
 def test_training_in_parallel_while_planning_is_enabled(wait: bool, gains: bool, tmp_path: Path) -> None:
@@ -126,6 +127,7 @@ told(session.report().step, model.ways, model)
     assert first["step"]["ranks"] == 2
 
 
+@pytest.mark.slow
 def test_ranks_with_other_goals_do_not_hold_each_other_up(tmp_path: Path) -> None:
     outputs = told(
         """

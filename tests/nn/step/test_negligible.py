@@ -44,6 +44,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(negligible, "SHARE", 0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_what_takes_little_is_not_planned_and_still_right() -> None:
     model, x = network()

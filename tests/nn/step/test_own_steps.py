@@ -41,6 +41,7 @@ def is_any_planned(model: nn.Module) -> bool:
     return any(is_planned(module) for module in model.modules() if isinstance(module, nn.Conv2d))
 
 
+@pytest.mark.slow
 def test_a_step_may_accumulate_gradients_of_several_batches() -> None:
     model, batches, stepped = network(), [example() for _ in range(3)], itertools.count()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)

@@ -51,6 +51,7 @@ told(model)
     assert first["planned"] == [False, False]
 
 
+@pytest.mark.slow
 def test_steps_with_collectives_of_their_own(tmp_path: Path) -> None:
     """Gradients are exchanged within each step, and all ranks run the same number of steps."""
     outputs = run(
@@ -196,6 +197,7 @@ told(model)
         assert each["step"]["reason"] == "goal='passes'"  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeping", [1, 2])
 def test_all_ranks_are_replayed_or_none_is(keeping: int, tmp_path: Path) -> None:
     outputs = run(
