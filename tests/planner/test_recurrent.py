@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,19 @@ def test_a_wrong_result_of_any_kind_is_found(place: int, tmp_path: Path, monkeyp
     others = tuple(solver.name for solver in solvers.solving(p) if solver.name != "stepped")
     with pytest.raises(NoPlanError, match=r"stepped .*error .* over the limit"):
         planner(tmp_path).plan(p, Options(exclude=others))
+
+
+@pytest.mark.parametrize("packed", [0, pytest.param(3600, marks=pytest.mark.slow)])
+def test_a_long_sequence_is_planned_within_a_limit(packed: int, tmp_path: Path) -> None:
+    p = RecurrentProblem("lstm", 300, 16, 8, 64, packed=packed, task="training")
+    limit, solver = 6 << 20, solvers.get("resident_rnn")
+    if solver.why_not(p):
+        pytest.skip("no compiler for CPU kernels")
+    assert all(solver.hidden_workspace(p, c) > limit for c in solver.configs(p))
+    options = Options(workspace=limit, exclude=("stepped",))
+    plan = planner(tmp_path).plan(p, options)
+    assert plan.solver == "resident_rnn"
+    assert isinstance(plan.config["block"], int)
+    assert plan.workspace <= limit
+    check(plan, p)
+    assert planner(tmp_path).plan(p, replace(options, rigor="wisdom_only")) == plan

@@ -13,6 +13,7 @@ from tests.recurrent import called, layers, module_of
 
 from tilewise.machine.device import device_name
 from tilewise.plan import Config
+from tilewise.planner.gate import is_offered
 from tilewise.problems.recurrent.checks import dense_operands, errors_of
 from tilewise.problems.recurrent.packing import packing_of
 from tilewise.problems.recurrent.problem import RecurrentProblem
@@ -48,6 +49,8 @@ def test_a_solver_computes_what_it_supports(solver: Solver, dtype: str, device: 
         if not configs:
             return
         c = data.draw(st.sampled_from(configs))
+        if solver.by_blocks and p.time > 1 and data.draw(st.booleans(), "by blocks"):
+            c = Config(**c, block=data.draw(st.integers(1, p.time - 1), "block"))
         operands = dense_operands(p, 5)
         try:
             run = solver.bind_checked(p, c, *operands, *(None for _ in p.results))
@@ -89,7 +92,7 @@ def test_a_solver_computes_what_it_supports(solver: Solver, dtype: str, device: 
 def test_declarations_agree(solver: Solver, p: RecurrentProblem) -> None:
     if solver.why_not(p):
         return
-    for c in solver.configs(p):
+    for c in [*solver.configs(p), *(c for c, _ in solver.offers(p, 1000))]:
         assert Config.from_key(c.key) == c
         assert solver.workspace(p, c) >= 0
         assert solver.hidden_workspace(p, c) >= 0
@@ -126,7 +129,8 @@ def test_gradients_that_are_needed_are_those_of_autograd(name: str, data: st.Dat
     )
     want = {r: torch.zeros_like(t) if g is None else g for (r, t), g in zip(of.items(), wanted, strict=True)}
 
-    layer = get(name).layer(p, Config())  # type: ignore[attr-defined]
+    block = data.draw(st.integers(0, p.time - 1), "block") if name == "stepped" else 0
+    layer = get(name).layer(p, Config(block=block) if block else Config())  # type: ignore[attr-defined]
     torch.manual_seed(7)
     with torch.no_grad():
         *got, saved = layer.forward(
@@ -169,3 +173,32 @@ def test_long_recurrences_stay_exact(cell: str) -> None:
     assert (
         errors_of(replace(p, task="inference"), get("stepped").bind(replace(p, task="inference"), Config())).l2 < 3e-6
     )
+
+
+@pytest.mark.parametrize("name", ["stepped", "resident_rnn"])
+@settings(max_examples=30, deadline=None)
+@given(p=layers(dtype="fp32"), share=st.floats(0.01, 1.2))
+def test_blocks_are_offered_under_a_limit(name: str, p: RecurrentProblem, share: float) -> None:
+    solver: Any = get(name)
+    if solver.why_not(p):
+        return
+
+    def needs(c: Config) -> int:
+        return int(solver.workspace(p, c) + solver.hidden_workspace(p, c))
+
+    whole = list(solver.configs(p))
+    limit = int(share * min(map(needs, whole)))
+    offered = [c for c, _ in solver.offers(p, limit)]
+    assert [c for c in offered if "block" not in c] == whole
+    blocks = [c for c in offered if "block" in c]
+    assert all(is_offered(solver, p, c) for c in offered)
+    assert all(is_offered(solver, p, Config(**{**c, "block": n})) == (n < p.time) for c in blocks for n in (1, p.time))
+    for c in whole:
+        own = [each for each in blocks if solver.like(each) == c]
+        if needs(c) <= limit or p.time == 1:
+            assert not own
+        else:
+            fitting = [each for each in own if needs(each) <= limit]
+            assert fitting == own or own == [Config(**c, block=1)]
+            sizes = [needs(Config(**c, block=n)) for n in range(1, p.time)]
+            assert bool(fitting) or min(sizes) > limit or needs(own[0]) > limit

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise.problems.recurrent.tensors import Recurrent
 
-__all__ = ["Packing", "packing_of", "typical_packing"]
+__all__ = ["Packing", "dense_packing", "packing_of", "typical_packing"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,4 +152,9 @@ def packing_of(p: Recurrent) -> Packing:
     """The packing for which ``p`` is planned: typical lengths, or all steps of every sequence."""
     if p.packed:
         return typical_packing(p.time, p.batch, p.packed)
-    return Packing(torch.full((p.time,), p.batch, dtype=torch.int64, device="cpu"))
+    return dense_packing(p.time, p.batch)
+
+
+def dense_packing(time: int, batch: int) -> Packing:
+    """The packing in which every sequence has all steps."""
+    return Packing(torch.full((time,), batch, dtype=torch.int64, device="cpu"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from tilewise.solvers.base import Cost, Run, Solver
 from tilewise.solvers.common.costs import efficiency
 from tilewise.solvers.recurrent._layers import Layer
 
-__all__ = ["RecurrentSolver", "recurrent_cost"]
+__all__ = ["RecurrentSolver", "block_of", "blocks_of", "recurrent_cost", "rows_at_a_time", "with_repeats"]
 
 
 class RecurrentSolver(Solver):
@@ -24,6 +24,8 @@ class RecurrentSolver(Solver):
 
     solves: ClassVar[type[Problem]] = RecurrentProblem
     own_output = True
+    by_blocks: ClassVar[bool] = False
+    """Whether it takes a config's ``block`` as steps that run at a time. A backward computes them again."""
 
     @abc.abstractmethod
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
@@ -40,12 +42,52 @@ class RecurrentSolver(Solver):
         """One empty config."""
         return (Config(),)
 
+    def offers(
+        self, p: RecurrentProblem, ceiling: int | None, only: Collection[Config] | None = None
+    ) -> Iterable[tuple[Config, int]]:
+        """All configs, and where one needs more than ``ceiling`` bytes the two largest blocks of steps that do not.
+
+        Where no block fits, blocks of one step are offered, so that their loss says what is needed.
+        """
+        for c in self.configs(p):
+            blocked = [Config(**c, block=block) for block in self._blocks(p, c, ceiling)] if only is None else []
+            if only is not None:
+                blocked = [each for each in only if self.by_blocks and self.like(each) == c and _is_block(p, each)]
+            if only is None or c in only:
+                yield c, self.workspace(p, c)
+            for each in blocked:
+                if each != c:
+                    yield each, self.workspace(p, each)
+
+    def _blocks(self, p: RecurrentProblem, c: Config, ceiling: int | None) -> list[int]:
+        """Steps that are worth running at a time under a limit: halves of the time, quarters and so on."""
+        if ceiling is None or not self.by_blocks or p.time == 1 or self._needs(p, c) <= ceiling:
+            return []
+        sizes, block = [], p.time
+        while block > 1:
+            block = -(-block // 2)
+            sizes.append(block)
+        fitting = [block for block in sizes if self._needs(p, Config(**c, block=block)) <= ceiling]
+        return fitting[:2] or sizes[-1:]
+
+    def _needs(self, p: RecurrentProblem, c: Config) -> int:
+        """All bytes that a run takes."""
+        return self.workspace(p, c) + self.hidden_workspace(p, c)
+
     def hidden_workspace(self, p: RecurrentProblem, c: Config) -> int:
-        """Bytes of what all steps give the gates, and for training of what is kept and of the gates' gradients."""
-        gates = p.rows * p.gates * p.hidden
+        """Bytes of what steps give the gates, of outputs between layers, and for training of all that is kept.
+
+        Of steps that run in blocks only the states between blocks are kept beside the outputs.
+        """
+        size = p.torch_dtype("x").itemsize
+        gates, outputs = rows_at_a_time(p, c) * p.gates * p.hidden, p.rows * p.directions * p.hidden * size
         if p.task == "inference":
-            return gates * p.torch_dtype("x").itemsize
-        return gates * (p.torch_dtype("x").itemsize + 4 * p.layers * p.directions)
+            return gates * size + outputs * min(2, p.layers - 1)
+        every = p.layers * p.directions
+        if not block_of(c):
+            return gates * (size + 4 * every) + outputs * (p.layers - 1)
+        between = (blocks_of(p, c) - 1) * p.batch * p.hidden * (size + (4 if p.cell == "lstm" else 0)) * every
+        return gates * (size + 4) + outputs * (p.layers - 1) + between
 
     def bind(self, p: RecurrentProblem, c: Config, *tensors: Any, **nothing: Any) -> Run:
         """A run of the layer into new tensors."""
@@ -71,10 +113,37 @@ class RecurrentSolver(Solver):
         return run
 
 
-def recurrent_cost(p: RecurrentProblem, kernels: int, factor: float = 1.0) -> Cost:
-    """The products' arithmetic, of which a step's has few rows, in ``kernels`` launches.
+def block_of(c: Config) -> int:
+    """Steps that run at a time, 0 for all."""
+    block = c.get("block", 0)
+    return block if isinstance(block, int) else 0
+
+
+def _is_block(p: RecurrentProblem, c: Config) -> bool:
+    """Whether the steps of a config that run at a time are some of the problem's."""
+    return 1 <= block_of(c) < p.time
+
+
+def blocks_of(p: RecurrentProblem, c: Config) -> int:
+    """The number of blocks of steps."""
+    return -(-p.time // (block_of(c) or p.time))
+
+
+def rows_at_a_time(p: RecurrentProblem, c: Config) -> int:
+    """Rows of all steps that run at a time, at the most."""
+    return min(p.rows, p.batch * (block_of(c) or p.time))
+
+
+def with_repeats(p: RecurrentProblem, c: Config) -> int:
+    """Floating-point operations with those of a backward that computes its forward again."""
+    return p.flops if p.task == "inference" or not block_of(c) else p.flops * 4 // 3
+
+
+def recurrent_cost(p: RecurrentProblem, c: Config, kernels: int, factor: float = 1.0) -> Cost:
+    """The products' arithmetic, of which a step's has few rows, in ``kernels`` launches and some more a block.
 
     ``factor`` is the share of a product's rate that is left where other work is done between.
     """
+    kernels += 8 * (blocks_of(p, c) - 1) * p.layers * p.directions
     rate = efficiency(p.device_type, -(-p.rows // p.time), p.gates * p.hidden, p.hidden)
-    return Cost(p.flops, p.bytes, kernels, efficiency=max(rate * factor, 1e-4))
+    return Cost(with_repeats(p, c), p.bytes, kernels, efficiency=max(rate * factor, 1e-4))

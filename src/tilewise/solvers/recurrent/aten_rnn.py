@@ -31,7 +31,7 @@ class AtenRnn(RecurrentSolver):
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products, and a few launches a step."""
         launches = p.time * p.layers * p.directions * (1 if p.task == "inference" else 2)
-        return recurrent_cost(p, launches if p.device_type == "cpu" else launches // 2 + 10)
+        return recurrent_cost(p, c, launches if p.device_type == "cpu" else launches // 2 + 10)
 
     def is_deterministic(self, p: RecurrentProblem, c: Config) -> bool:
         """cuDNN's backward may use atomics unless torch is told otherwise."""

@@ -15,7 +15,7 @@ from tilewise.solvers.base import Cost, SolverUnavailable
 from tilewise.solvers.common.costs import efficiency
 from tilewise.solvers.common.tiles import PROCESSORS
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
-from tilewise.solvers.recurrent._recurrent import RecurrentSolver
+from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, blocks_of, with_repeats
 
 if TYPE_CHECKING:
     from tilewise.solvers.recurrent._grid_shapes import Asked
@@ -40,6 +40,7 @@ class PersistentGrid(RecurrentSolver):
     """
 
     name, version = "persistent_grid", 1
+    by_blocks = True
     devices = frozenset({"cuda"})
     compiles = True
     most_configs = PAIRED**2
@@ -81,11 +82,12 @@ class PersistentGrid(RecurrentSolver):
             if name in c:  # the same shape takes another time in each direction
                 cycles = {shape: count for count, shape in self._shapes(p, backward)}
                 each += cycles.get(_shape(c, name), 0.0)
-        launches = int(p.time * p.layers * p.directions * each / CYCLES_A_LAUNCH) + 8 * p.layers * p.directions
+        runs = blocks_of(p, c) * p.layers * p.directions
+        launches = int(p.time * p.layers * p.directions * each / CYCLES_A_LAUNCH) + 8 * runs
         rows, gates = p.time * p.batch, p.gates * p.hidden
         of_states = 2 * rows * p.layers * p.directions * gates * p.hidden
         # A step's products are in its cycles. The weights' gradients have one product for all steps.
-        flops = p.flops - of_states if p.task == "inference" else p.flops - 2 * of_states
+        flops = with_repeats(p, c) - of_states if p.task == "inference" else with_repeats(p, c) - 2 * of_states
         return Cost(flops, p.bytes, launches, efficiency=efficiency(p.device_type, rows, gates, p.inputs))
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
@@ -108,7 +110,7 @@ class PersistentGrid(RecurrentSolver):
         except Exception as error:  # NVRTC and the driver raise errors of their own
             text = str(error).strip().splitlines()
             raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
-        return StackedLayers(p, recurrence)
+        return StackedLayers(p, recurrence, block=block_of(c))
 
     def _shapes(self, p: RecurrentProblem, backward: bool) -> tuple[tuple[float, tuple[int, int, int, int]], ...]:
         from tilewise.solvers.recurrent._grid_shapes import shapes

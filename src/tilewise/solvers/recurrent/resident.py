@@ -15,8 +15,9 @@ from tilewise.solvers.base import Cost, SolverUnavailable
 from tilewise.solvers.common.cpu_run import numba_missing, vector_lanes, with_teams
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.recurrent._cpu_recurrence import CpuRecurrence, Shares
-from tilewise.solvers.recurrent._layers import Layer, Linear, StackedLayers
-from tilewise.solvers.recurrent._recurrent import RecurrentSolver, recurrent_cost
+from tilewise.solvers.recurrent._direction import Linear
+from tilewise.solvers.recurrent._layers import Layer, StackedLayers
+from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, recurrent_cost, rows_at_a_time
 
 __all__ = ["ResidentRnn"]
 
@@ -35,7 +36,8 @@ class ResidentRnn(RecurrentSolver):
     sums end. ``team`` says whether threads are torch's, ``lanes`` how many units a vector has.
     """
 
-    name, version = "resident_rnn", 1
+    name, version = "resident_rnn", 2
+    by_blocks = True
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
     compiles = True
@@ -59,16 +61,16 @@ class ResidentRnn(RecurrentSolver):
     def hidden_workspace(self, p: RecurrentProblem, c: Config) -> int:
         """Beside what all layers have, packed weights, sums, and states of all steps that are kept."""
         _, to, back = _shares(p, c)
-        states = p.rows * p.hidden * 4
+        states = rows_at_a_time(p, c) * p.hidden * 4
         size = super().hidden_workspace(p, c)
         if p.task == "inference":
             return size + to.scratch
-        kept = states * p.layers * p.directions if p.gates > 1 else 0
+        kept = states * (1 if block_of(c) else p.layers * p.directions) if p.gates > 1 else 0
         return size + kept + max(to.scratch, back.scratch) + (states if p.cell == "gru" else 0)
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products; a step's wait for all threads takes less time than an operator."""
-        return recurrent_cost(p, 4 * p.layers * p.directions)
+        return recurrent_cost(p, c, 4 * p.layers * p.directions)
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
         """Layers around the kernel."""
@@ -77,7 +79,7 @@ class ResidentRnn(RecurrentSolver):
         recurrence = CpuRecurrence(
             p.cell, p.batch, p.hidden, lanes=to.lanes, threads=threads, openmp=openmp, packed=p.packed > 0
         )
-        return StackedLayers(p, recurrence, _linear(), recurrence.of if p.packed else None)
+        return StackedLayers(p, recurrence, _linear(), recurrence.of if p.packed else None, block_of(c))
 
 
 def _linear() -> Linear:

@@ -8,18 +8,19 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from tilewise.plan import Config
-from tilewise.problems.recurrent.packing import Packing, packing_of
+from tilewise.problems.recurrent.packing import Packing, dense_packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import Cost
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrence import Recurrence, Saved
-from tilewise.solvers.recurrent._recurrent import RecurrentSolver, recurrent_cost
+from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, recurrent_cost
 
 OPERATORS = {"rnn_tanh": 3, "rnn_relu": 3, "gru": 11, "lstm": 12}
 """Operators of a step of each cell, roughly."""
@@ -29,20 +30,21 @@ Product = Callable[[Tensor, Tensor], Tensor]
 class Stepped(RecurrentSolver):
     """The input's products for all steps at once, then one product and a few operators a step."""
 
-    name, version = "stepped", 1
+    name, version = "stepped", 2
+    by_blocks = True
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products, and every operator of every step."""
         times = 1 if p.task == "inference" else 3
-        return recurrent_cost(p, times * p.time * p.layers * p.directions * OPERATORS[p.cell], 0.7)
+        return recurrent_cost(p, c, times * p.time * p.layers * p.directions * OPERATORS[p.cell], 0.7)
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
         """Layers around torch's operators."""
-        return StackedLayers(p, recurrence(p, packing_of(p)), packed=functools.partial(recurrence, p))
+        return StackedLayers(p, recurrence(p), packed=functools.partial(recurrence, p), block=block_of(c))
 
 
-def recurrence(p: RecurrentProblem, packing: Packing) -> Recurrence:
-    """The steps of one layer of ``p`` in one direction, of a batch with this ``packing``."""
+def recurrence(p: RecurrentProblem, packing: Packing | None = None) -> Recurrence:
+    """The steps of one layer of ``p`` in one direction, of a batch with this ``packing``; ``None``: all have all."""
     kinds: dict[str, type[_Plain | _Gru | _Lstm]] = {"gru": _Gru, "lstm": _Lstm}
     return kinds.get(p.cell, _Plain)(p.cell, p.device_type == "cuda", packing)
 
@@ -63,7 +65,7 @@ class _Steps(abc.ABC):
 
     cell: str
     on_gpu: bool
-    packing: Packing
+    packing: Packing | None
 
     def forward(
         self,
@@ -78,7 +80,7 @@ class _Steps(abc.ABC):
         keep: bool,
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """As :meth:`Recurrence.forward`."""
-        return self.run(_rows(gx), u, bias_n, h0, c0, _rows(y), reverse=reverse, keep=keep)
+        return self._of(y).run(_rows(gx), u, bias_n, h0, c0, _rows(y), reverse=reverse, keep=keep)
 
     def backward(
         self,
@@ -96,7 +98,7 @@ class _Steps(abc.ABC):
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """As :meth:`Recurrence.backward`."""
         flat = dy.reshape(-1, dy.shape[-1])
-        found = self.run_back(saved, u, bias_n, h0, c0, _rows(y), flat, dhn, dcn, reverse=reverse)
+        found = self._of(y).run_back(saved, u, bias_n, h0, c0, _rows(y), flat, dhn, dcn, reverse=reverse)
         dgates, dstates, dh, dc = found
         leading = y.shape[:-1]
         return dgates.view(*leading, -1), None if dstates is None else dstates.view(*leading, -1), dh, dc
@@ -133,12 +135,18 @@ class _Steps(abc.ABC):
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """As :meth:`backward`, with the rows of all steps behind one another."""
 
+    def _of(self, y: Tensor) -> Self:
+        """This, for the steps and sequences of ``y``."""
+        return self if self.packing is not None else replace(self, packing=dense_packing(*y.shape[:2]))
+
     def order(self, *, reverse: bool) -> Iterable[tuple[slice, int]]:
         """The rows of each step and their number, in the order in which a forward runs."""
+        assert self.packing is not None
         return ((slice(row, row + count), count) for row, count in self.packing.order(reverse=reverse))
 
     def back(self, *, reverse: bool) -> Iterable[tuple[slice, int, slice]]:
         """As :meth:`order`, in the order of a backward, and the rows of the step before, of which there may be none."""
+        assert self.packing is not None
         steps = [slice(row, row + count) for row, count in self.packing.order(reverse=not reverse)]
         for rows, earlier in zip(steps, [*steps[1:], slice(0, 0)], strict=True):
             count = rows.stop - rows.start

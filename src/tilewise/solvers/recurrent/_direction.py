@@ -1,0 +1,229 @@
+"""One direction of one recurrent layer: the products around its steps, all steps at once or a block of them at a time.
+
+What does not depend on the step before is one matrix product for all steps of a block (Appleyard, Kocisky and Blunsom
+2016, "Optimizing performance of recurrent neural networks on GPUs", section 3). Where a sequence is divided into
+blocks, only the states between blocks are kept, and a backward computes each block's steps again (Chen et al. 2016,
+"Training deep nets with sublinear memory cost"). So long sequences need memory for the gates of one block only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tilewise.problems.recurrent.packing import Packing
+from tilewise.solvers.recurrent._recurrence import Recurrence, Saved
+
+__all__ = ["Direction", "KeptSteps", "Linear", "Span", "spans_of"]
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps that run at a time.
+
+    ``part`` are their places along the first dimension of the input: steps, or rows of a packed batch. The first
+    ``count`` sequences take part. ``packing`` is that of these steps of a packed batch.
+    """
+
+    part: slice
+    count: int
+    packing: Packing | None
+
+
+def spans_of(time: int, batch: int, packing: Packing | None, block: int) -> list[Span]:
+    """All steps by ``block`` at a time, 0 for all at once, from the first to the last.
+
+    Of a packed batch as many steps run at a time as have no more rows than ``block`` steps of all sequences: so what
+    is allocated for one span serves for the next.
+    """
+    if packing is None:
+        block = block or time
+        return [Span(slice(start, min(time, start + block)), batch, None) for start in range(0, time, block)]
+    steps, spans, start = packing.steps, [], 0
+    while start < packing.time:
+        first, most = steps[start][0], block * batch
+        stop = packing.time
+        if block:
+            ends = packing.offsets[start + 1 :]
+            stop = start + max(1, int(torch.searchsorted(ends, first + most, right=True)))
+        within = packing if stop - start == packing.time else Packing(packing.sizes[start:stop])
+        spans.append(Span(slice(first, first + within.rows), within.batch, within))
+        start = stop
+    return spans
+
+
+@dataclass
+class KeptSteps:
+    """What a backward takes: each span in the order of the forward, with the states that it began with.
+
+    ``saved`` is what its recurrence kept; nothing where its steps are computed again.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    firsts: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The steps of one direction of one layer, with the products of its input.
+
+    ``recurrence`` makes what runs the steps of a span, ``linear`` computes the products with the inputs' weights as
+    ``torch.nn.functional.linear`` does. The cell has ``hidden`` units and may be a ``gru``. Its ``weights`` are in
+    torch's order, with biases or without.
+    """
+
+    hidden: int
+    gru: bool
+    reverse: bool
+    recurrence: Callable[[Packing | None], Recurrence]
+    linear: Linear
+
+    def forward(
+        self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], y: Tensor, spans: Sequence[Span],
+        *, keep: bool,
+    ) -> tuple[Tensor, Tensor | None, KeptSteps]:  # fmt: skip
+        """Write the states to ``y``, and return the last h and c, and what ``backward`` takes where ``keep``."""
+        kept, h, c = KeptSteps(), h0, c0
+        whole = len(spans) == 1
+        for span in reversed(spans) if self.reverse else spans:
+            first = h[: span.count], None if c is None else c[: span.count]
+            hn, cn, saved = self._steps(span, first, x, weights, y[span.part], keep=keep and whole)
+            if keep:
+                kept.spans.append(span)
+                kept.firsts.append(first)
+                kept.saved += [saved] if whole else []
+            del saved  # before the next span has its own
+            h, c = _carried(hn, h), None if cn is None else _carried(cn, c)
+        return h, c, kept
+
+    def _steps(
+        self, span: Span, first: tuple[Tensor, Tensor | None], x: Tensor, weights: Sequence[Tensor], y: Tensor,
+        *, keep: bool,
+    ) -> tuple[Tensor, Tensor | None, Saved]:  # fmt: skip
+        """Run the steps of a span from its ``first`` states: the last ones, and what the recurrence keeps."""
+        w, u, *biases = weights
+        b_x, b_n = self._biases(biases)
+        own = x[span.part]
+        gx = self.linear(own.reshape(-1, own.shape[-1]), w, b_x).view(*own.shape[:-1], -1)
+        return self.recurrence(span.packing).forward(gx, u, b_n, *first, y, reverse=self.reverse, keep=keep)
+
+    def backward(
+        self, kept: KeptSteps, x: Tensor, weights: Sequence[Tensor], y: Tensor, dy: Tensor, dhn: Tensor | None,
+        dcn: Tensor | None, dx: Tensor | None, needs: Sequence[bool],
+    ) -> tuple[Tensor | None, Tensor, Tensor | None, list[Tensor | None]]:  # fmt: skip
+        """The gradients of x, h0, c0 and the weights.
+
+        The first of ``needs`` says whether that of x is needed, the others which of the weights' are. ``dx`` is what
+        it is added to; ``None`` for nothing.
+        """
+        sums: list[Tensor | None] = [None] * len(weights)
+        dh, dc, parts = dhn, dcn, list[tuple[Span, Tensor]]()
+        batch = max(span.count for span in kept.spans)
+        for place in reversed(range(len(kept.spans))):
+            span = kept.spans[place]
+            last_h, last_c = (None if end is None else end[: span.count].contiguous() for end in (dh, dc))
+            d_x, d_h, d_c = self._steps_back(kept, place, x, weights, y, dy, last_h, last_c, dx, needs, sums)
+            dh = _carried(d_h, _zeros(d_h, batch) if dh is None else dh)
+            dc = None if d_c is None else _carried(d_c, _zeros(d_c, batch) if dc is None else dc)
+            parts += [] if d_x is None else [(span, d_x)]
+        assert dh is not None
+        found = [t if t is None else t.to(weight.dtype) for t, weight in zip(sums, weights, strict=True)]
+        return self._joined(parts, x, dx), dh, dc, found
+
+    def _steps_back(
+        self, kept: KeptSteps, place: int, x: Tensor, weights: Sequence[Tensor], y: Tensor, dy: Tensor,
+        dhn: Tensor | None, dcn: Tensor | None, dx: Tensor | None, needs: Sequence[bool], sums: list[Tensor | None],
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+        """The gradients of a span's x, first h and first c. Those of the weights are added to ``sums``."""
+        span, first, own = kept.spans[place], kept.firsts[place], y[kept.spans[place].part]
+        w, u, *biases = weights
+        if kept.saved:
+            saved = kept.saved[place]
+        else:
+            own = torch.empty_like(own, memory_format=torch.contiguous_format)
+            _, _, saved = self._steps(span, first, x, weights, own, keep=True)
+        dgates, dstates, dh, dc = self.recurrence(span.packing).backward(
+            saved, u, self._biases(biases)[1], *first, own, dy[span.part], dhn, dcn, reverse=self.reverse
+        )
+        del saved
+        flat = dgates.view(-1, dgates.shape[-1])
+        self._add_weight_gradients(span, x, own, first[0], flat, dstates, needs[1:], sums)
+        if not needs[0]:
+            return None, dh, dc
+        if dx is None:
+            return self.linear(flat, w.T, None), dh, dc
+        return torch.addmm(dx[span.part].view(-1, w.shape[1]), flat, w), dh, dc
+
+    def _joined(self, parts: list[tuple[Span, Tensor]], x: Tensor, dx: Tensor | None) -> Tensor | None:
+        """The gradient of x from those of its spans, written into ``dx`` where there are several."""
+        if not parts:
+            return None
+        if len(parts) == 1:
+            return parts[0][1].view(x.shape)
+        whole = torch.empty_like(x) if dx is None else dx
+        for span, part in parts:
+            whole[span.part] = part.view(whole[span.part].shape)
+        return whole
+
+    def _add_weight_gradients(
+        self, span: Span, x: Tensor, y: Tensor, h0: Tensor, flat: Tensor, dstates: Tensor | None,
+        needs: Sequence[bool], sums: list[Tensor | None],
+    ) -> None:  # fmt: skip
+        """Add the gradients of the weights by a span to ``sums``; ``flat`` (R, G*H) are those of its gates."""
+        if needs[0]:
+            own = x[span.part]
+            _add(sums, 0, flat.T @ own.reshape(-1, own.shape[-1]))
+        # Gradients of what the state gives each gate.
+        parts = [flat] if dstates is None else [flat[:, : 2 * self.hidden], dstates.view(-1, self.hidden)]
+        if needs[1]:
+            products = [self._from_states(span, y, h0, part) for part in parts]
+            _add(sums, 1, products[0] if len(products) == 1 else torch.cat(products))
+        if any(needs[2:]):
+            totals = [part.sum(0) for part in parts]
+            if needs[2]:
+                _add(sums, 2, totals[0] if dstates is None else flat.sum(0))
+            if needs[3]:
+                _add(sums, 3, totals[0].clone() if len(totals) == 1 else torch.cat(totals))
+
+    def _from_states(self, span: Span, y: Tensor, h0: Tensor, part: Tensor) -> Tensor:
+        """The sum over steps of ``part`` (rows, R), transposed, times the state before the step: (R, H)."""
+        if span.packing is not None:
+            rows = span.packing.rows_before(reverse=self.reverse).to(y.device)
+            return part.T @ torch.cat((h0, y))[rows]
+        n = span.count
+        before, at, later = (y[1:], part[-n:], part[:-n]) if self.reverse else (y[:-1], part[:n], part[n:])
+        product = at.T @ h0
+        return product if len(y) == 1 else torch.addmm(product, later.T, before.reshape(-1, self.hidden))
+
+    def _biases(self, biases: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to the product with the input, and what to that of a GRU's n gate with the state."""
+        if not biases:
+            return None, None
+        of_x, of_h = biases
+        if not self.gru:
+            return of_x + of_h, None
+        both = of_x.clone()
+        both[: 2 * self.hidden] += of_h[: 2 * self.hidden]
+        return both, of_h[2 * self.hidden :]
+
+
+def _carried(new: Tensor, old: Tensor | None) -> Tensor:
+    """A state after steps in which the first sequences took part."""
+    return new if old is None or len(new) == len(old) else torch.cat((new, old[len(new) :]))
+
+
+def _zeros(like: Tensor, batch: int) -> Tensor:
+    """Gradients of last states that have none."""
+    return like.new_zeros((batch, *like.shape[1:]))
+
+
+def _add(sums: list[Tensor | None], place: int, value: Tensor) -> None:
+    """Add to a sum, which is fp32 once it has several terms."""
+    before = sums[place]
+    sums[place] = value if before is None else before.float().add_(value)
