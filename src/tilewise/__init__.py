@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tilewise.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from tilewise import cpu, distributed, fft, settings
+    from tilewise import cpu, distributed, fft, rnn, settings
     from tilewise.nn import background
     from tilewise.nn.background.begin import wait
     from tilewise.nn.functional import (
@@ -71,6 +71,7 @@ _MODULES = {
     "cpu": "tilewise.cpu",
     "distributed": "tilewise.distributed",
     "fft": "tilewise.fft",
+    "rnn": "tilewise.rnn",
     "settings": "tilewise.settings",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -107,6 +108,7 @@ __all__ = [
     "linear",
     "optimize",
     "restore",
+    "rnn",
     "schedule",
     "settings",
     "wait",
