@@ -1,6 +1,7 @@
-"""Recurrent layers around their plans: how large mini-batches of sequences may be, and which sequences go together."""
+"""Recurrent layers around their plans: cells of one's own, and which sequences make a mini-batch that fits."""
 
 from tilewise.rnn.batching import Batches, batch_for, batches
+from tilewise.rnn.scan import scan
 from tilewise.rnn.step_memory import step_bytes
 
-__all__ = ["Batches", "batch_for", "batches", "step_bytes"]
+__all__ = ["Batches", "batch_for", "batches", "scan", "step_bytes"]

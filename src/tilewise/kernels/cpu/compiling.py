@@ -14,8 +14,8 @@ from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.building.objects import Code, address, undefined
 
 __all__ = [
-    "DirectKernel", "Kernel", "load", "load_direct", "load_fused_lowering", "load_recurrent", "load_thin",
-    "load_winograd",
+    "DirectKernel", "Kernel", "load", "load_custom", "load_direct", "load_fused_lowering", "load_recurrent",
+    "load_thin", "load_winograd",
 ]  # fmt: skip
 
 LOCK = threading.Lock()
@@ -231,6 +231,19 @@ def load_recurrent(lanes: int, cell: str, back: bool, blocks: tuple[tuple[int, i
     with LOCK:
         parts = [_recurrent_block(lanes, *block, add) for add in (False, True) for block in blocks]
         return _recurrent(lanes, cell, back), *parts
+
+
+def load_custom(lanes: int, cell: Any, back: bool, blocks: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """As :func:`load_recurrent`, for a :class:`~tilewise.kernels.cpu.recurrent.expressions.Cell` that a user states."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.recurrent import custom
+
+        return (custom.backward if back else custom.forward)(lanes, cell), 0
+
+    with LOCK:
+        parts = [_recurrent_block(lanes, *block, add) for add in (False, True) for block in blocks]
+        return _compiled(_words("recurrent_custom", lanes, cell.name, "back" if back else "to"), make), *parts
 
 
 @functools.cache

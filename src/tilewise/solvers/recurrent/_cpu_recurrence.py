@@ -16,7 +16,7 @@ from tilewise.kernels.cpu.threads import share_out
 from tilewise.problems.recurrent.packing import Packing
 from tilewise.solvers.common.cpu_run import numba_reasons
 
-__all__ = ["CpuRecurrence", "Shares"]
+__all__ = ["NUMBER", "CpuRecurrence", "Shares", "yielding"]
 
 NUMBER = 4
 """Bytes of an fp32 number."""
@@ -225,7 +225,7 @@ class CpuRecurrence:
         told = Told(
             threads=threads, time=len(offsets) - 1, hidden=self.sizes[1], panels=s.panels, blocks=s.blocks,
             vectors=s.vectors, panel_size=s.panel_size, offsets=offsets.data_ptr(), most=s.most,
-            products=worker.products.ctypes.data, part=s.part, yielding=_yielding(), reverse=int(reverse),
+            products=worker.products.ctypes.data, part=s.part, yielding=yielding(), reverse=int(reverse),
             keep=int(keep), y_row=NUMBER * y.stride(0), dy_row=NUMBER * dy.stride(0), sums_size=s.sums_size,
             packed=scratch.data_ptr(), sums=scratch.data_ptr() + s.panels * s.panel_size,
             **{"bias_n": 0, "dx": 0, "dx_n": 0, "dy": 0, "dh": 0, "dc": 0, **numbers},
@@ -263,7 +263,7 @@ def _rows(y: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _yielding() -> int:
+def yielding() -> int:
     """The address of a C function that gives the core to another thread."""
     function: Any = ctypes.CDLL(None).sched_yield
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)

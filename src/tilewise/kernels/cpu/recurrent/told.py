@@ -39,6 +39,8 @@ class Told:
     c of an LSTM, or U_n h + b_hn of a GRU: of all steps where values are kept. The forward pass reads the first c from
     ``c0``; the other one begins with ``dh`` and ``dc`` as gradients of the last h and c, and leaves those of the first
     there.
+
+    The last five are of cells that a user states, see :mod:`.custom`: ``resets`` are bytes (T, N) in whole words.
     """
 
     threads: int
@@ -72,6 +74,11 @@ class Told:
     dy: int
     dh: int
     dc: int
+    batch: int = 0
+    places: int = 0
+    firsts: int = 0
+    zeros: int = 0
+    resets: int = 0
 
     def numbers(self) -> np.ndarray:
         """All numbers in the order of :data:`WORDS`, int64, and then a team's counters."""

@@ -1,0 +1,352 @@
+"""Workers of recurrent cells that a user states: as :mod:`.steps`, with the cell's expressions compiled in.
+
+Threads divide the units and keep their share of the weights, step after step. States of all steps lie dense,
+(T, N, H) for each, h first. Addresses of them and of the parameters stand in tables:
+
+- ``places``: the states of all steps, then the parameters, then (backward) the gradients of the states and those of
+  the parameters;
+- ``firsts``: the states before the first step; ``zeros``: for each state the address of zeros, for sequences that a
+  reset makes begin anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llvmlite import ir
+from numba import carray  # type: ignore[attr-defined]
+
+from tilewise.kernels.cpu import masks
+from tilewise.kernels.cpu.recurrent.activations import relu, sigmoid, tanh
+from tilewise.kernels.cpu.recurrent.cells import _made, settled
+from tilewise.kernels.cpu.recurrent.expressions import Cell, backward_of
+from tilewise.kernels.cpu.recurrent.steps import _multiply, _team
+from tilewise.kernels.cpu.recurrent.team import DONE, counted, wait
+from tilewise.kernels.cpu.recurrent.told import COUNT, WORDS
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, named, number_at
+
+__all__ = ["backward", "forward"]
+
+ADDRESS = 8
+"""Bytes of an address in a table."""
+
+
+@dataclass
+class _Numbers:
+    """The vectors of one row's units, some lanes of which are valid, and where nodes of a cell read them."""
+
+    code: Code
+    mask: ir.Value
+    values: dict[int, ir.Value]
+
+    def at(self, table: ir.Value, place: int, offset: ir.Value) -> ir.Value:
+        """The address in a table, plus an offset."""
+        b = self.code.builder
+        entry = b.inttoptr(self.code.at(table, place * ADDRESS), INT.as_pointer())
+        return b.add(b.load(entry), offset)
+
+    def read(self, address: ir.Value) -> ir.Value:
+        """The vector at an address."""
+        return masks.load(self.code, address, self.mask)
+
+    def write(self, value: ir.Value, address: ir.Value) -> None:
+        """Store the valid lanes of a vector."""
+        masks.store(self.code, value, address, self.mask)
+
+    def evaluate(self, cell: Cell, inputs: dict[str, Callable[[int], ir.Value]]) -> None:
+        """Emit all nodes of a cell in order."""
+        for place, (name, *operands) in enumerate(cell.nodes):
+            if name in inputs:
+                self.values[place] = inputs[name](int(operands[0]))
+            elif name == "constant":
+                self.values[place] = self.code.splat(float(operands[0]))
+            else:
+                self.values[place] = self._applied(name, operands)
+
+    def _applied(self, name: str, operands: list[int | float]) -> ir.Value:
+        """The value of one operation."""
+        code, b = self.code, self.code.builder
+        a = self.values[int(operands[0])]
+        if name == "clamp":
+            low, high = code.splat(float(operands[1])), code.splat(float(operands[2]))
+            a = b.select(b.fcmp_ordered("<", a, low), low, a)
+            return b.select(b.fcmp_ordered(">", a, high), high, a)
+        if name in ("tanh", "sigmoid", "relu"):
+            return {"tanh": tanh, "sigmoid": sigmoid, "relu": relu}[name](code, a)
+        if name == "neg":
+            return b.fneg(a)
+        other = self.values[int(operands[1])]
+        if name == "where_positive":
+            return b.select(b.fcmp_ordered(">", other, code.splat(0.0)), a, code.splat(0.0))
+        if name == "where_within":
+            within = b.and_(
+                b.fcmp_ordered(">=", other, code.splat(float(operands[2]))),
+                b.fcmp_ordered("<=", other, code.splat(float(operands[3]))),
+            )
+            return b.select(within, a, code.splat(0.0))
+        operations = {"add": b.fadd, "sub": b.fsub, "mul": b.fmul, "div": b.fdiv}
+        result: ir.Value = operations[name](a, other)
+        return result
+
+
+@functools.cache
+def _cell(lanes: int, cell: Cell) -> Callable[..., None]:
+    """Makes ``(x, gate, sums, from_h, valid, before, before_at, places, at, unit)``, a step of some units of one row.
+
+    ``x`` and ``from_h`` are addresses of the first gate, those of the next ones are ``gate`` bytes further on. The
+    sums, which are vectors that follow each other, are kept at ``from_h``. States are read from the table ``before`` at
+    the offset ``before_at``, and written to ``places`` at ``at``; ``unit`` is the offset of parameters.
+    """
+    size = NUMBER * lanes
+
+    def emit(code: Code, arguments: Values) -> None:
+        x, gate, sums, from_h, valid, before, before_at, places, at, unit = arguments
+        of = _Numbers(code, masks.below(code, valid), {})
+        for i in range(cell.from_h):
+            of.write(code.load(code.at(sums, i * size)), code.at(from_h, i, gate))
+        of.evaluate(
+            cell,
+            {
+                "x": lambda i: of.read(code.at(x, i, gate)),
+                "h": lambda i: code.load(code.at(sums, i * size)),
+                "state": lambda k: of.read(of.at(before, k, before_at)),
+                "parameter": lambda j: of.read(of.at(places, cell.states + j, unit)),
+            },
+        )
+        for k, place in enumerate(cell.results):
+            of.write(of.values[place], of.at(places, k, at))
+
+    return _made(10, lanes, emit)
+
+
+@functools.cache
+def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
+    """Makes the derivative of a step: ``(x, gate, from_h, valid, before, before_at, places, row, unit, dx, dh, dy)``.
+
+    ``row`` is the offset of a sequence's gradients of states, which are read, and replaced by those before the step;
+    that of h does not have what comes by the product yet. ``dx`` and ``dh`` are where the gradients of what the input
+    and the state give the gates begin, ``dy`` that of h by its use. Gradients of parameters are added to.
+    """
+    whole, gradients = backward_of(cell)
+    states, parameters = cell.states, cell.parameters
+
+    def emit(code: Code, arguments: Values) -> None:
+        x, gate, from_h, valid, before, before_at, places, row, unit, dx, dh, dy = arguments
+        b = code.builder
+        of = _Numbers(code, masks.below(code, valid), {})
+        ends = [of.at(places, states + parameters + k, row) for k in range(states)]
+
+        def seed(k: int) -> ir.Value:
+            gradient = of.read(ends[k])
+            return b.fadd(gradient, of.read(dy)) if k == 0 else gradient
+
+        of.evaluate(
+            whole,
+            {
+                "x": lambda i: of.read(code.at(x, i, gate)),
+                "h": lambda i: of.read(code.at(from_h, i, gate)),
+                "state": lambda k: of.read(of.at(before, k, before_at)),
+                "parameter": lambda j: of.read(of.at(places, states + j, unit)),
+                "seed": seed,
+            },
+        )
+        for name, address in (("x", dx), ("h", dh)):
+            for i, place in enumerate(gradients[name]):
+                of.write(of.values[place], code.at(address, i, gate))
+        for k, place in enumerate(gradients["state"]):
+            of.write(of.values[place], ends[k])
+        for j, place in enumerate(gradients["parameter"]):
+            to = of.at(places, 2 * states + parameters + j, unit)
+            of.write(b.fadd(of.read(to), of.values[place]), to)
+
+    return _made(12, lanes, emit)
+
+
+@functools.cache
+def _cleared(lanes: int, count: int) -> Callable[..., None]:
+    """Makes ``(address, valid)``, which sets ``count`` vectors that follow each other to 0, of each the valid lanes."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        address, valid = arguments
+        mask = masks.below(code, valid)
+        for i in range(count):
+            masks.store(code, code.splat(0.0), code.at(address, i * NUMBER * lanes), mask)
+
+    return _made(2, lanes, emit)
+
+
+@functools.cache
+def _is_reset() -> Callable[..., int]:
+    """Makes ``(resets, row)``: whether the byte of a row is set; ``resets`` is 0 where there are none."""
+    word = number_at()
+
+    @compiled()
+    def run(resets, row):
+        if resets == 0:
+            return 0
+        return (word(resets, row // 8) >> (8 * (row % 8))) & 255
+
+    return run
+
+
+HIDDEN, BATCH, TIME, PANELS, BLOCKS, VECTORS = (
+    WORDS[name] for name in ("hidden", "batch", "time", "panels", "blocks", "vectors")
+)  # fmt: skip
+PANEL_SIZE, YIELDING, REVERSE, SUMS_SIZE, SUMS = (
+    WORDS[name] for name in ("panel_size", "yielding", "reverse", "sums_size", "sums")
+)
+X, H0, Y, PACKED_U, DX, DX_N, DY, DH, STATE = (
+    WORDS[name] for name in ("x", "h0", "y", "packed", "dx", "dx_n", "dy", "dh", "state")
+)
+PLACES, FIRSTS, ZEROS, RESETS = (WORDS[name] for name in ("places", "firsts", "zeros", "resets"))
+
+
+@functools.cache
+def _step(lanes: int, cell: Cell) -> Callable[..., None]:
+    """Makes ``(v, panel, sums, t, earlier)``: step ``t`` of a panel's units; ``earlier`` is below 0 at the first."""
+    gates, inputs, vector = cell.from_h, cell.from_x, NUMBER * lanes
+    multiply, of_cell, clear, is_reset = _multiply(lanes), _cell(lanes, cell), _cleared(lanes, gates), _is_reset()
+
+    @compiled(lanes, cell.name)
+    def run(v, panel, sums, t, earlier):
+        hidden, batch = v[HIDDEN], v[BATCH]
+        gate, line = hidden * NUMBER, v[VECTORS] * vector
+        first = earlier < 0
+        h = v[H0] if first else v[Y] + earlier * batch * gate
+        multiply(v, h, gate, batch, v[PACKED_U] + panel * v[PANEL_SIZE], hidden, sums, 0)
+        for block in range(v[BLOCKS]):
+            unit = (panel * v[BLOCKS] + block) * lanes
+            if unit < hidden:
+                of_unit = unit * NUMBER
+                for n in range(batch):
+                    row = t * batch + n
+                    of_sums = sums + block * gates * vector + n * line
+                    before = v[FIRSTS] if first else v[PLACES]
+                    before_at = (n if first else earlier * batch + n) * gate + of_unit
+                    if is_reset(v[RESETS], row):
+                        clear(of_sums, lanes)
+                        before, before_at = v[ZEROS], of_unit
+                    of_cell(
+                        v[X] + row * inputs * gate + of_unit, gate, of_sums, v[STATE] + row * gates * gate + of_unit,
+                        hidden - unit, before, before_at, v[PLACES], row * gate + of_unit, of_unit,
+                    )  # fmt: skip
+
+    return run
+
+
+def forward(lanes: int, cell: Cell) -> Callable[..., None]:
+    """Makes ``(data)``, which goes through all steps with as many threads as call it with the same ``data``.
+
+    ``data`` is the address of the numbers of ``Told`` and the counters of a team. ``x`` are what the input gives the
+    gates, ``state`` where what the state gives them is kept, (T, N, G * H) both.
+    """
+    team_of, step, add, until = _team(lanes, cell.from_h, False), _step(lanes, cell), counted(), wait()
+
+    def run(data):
+        v = carray(data, COUNT)
+        address = v.ctypes.data
+        thread, team = team_of(address, v)
+        if team > thread:
+            sums = v[SUMS] + thread * v[SUMS_SIZE]
+            first_panel, last_panel = thread * v[PANELS] // team, (thread + 1) * v[PANELS] // team
+            earlier = -1
+            for s in range(v[TIME]):
+                t = v[TIME] - 1 - s if v[REVERSE] else s
+                for panel in range(first_panel, last_panel):
+                    step(v, panel, sums, t, earlier)
+                earlier = t
+                add(address + DONE, 1)
+                until(address + DONE, team * (s + 1), v[YIELDING])
+
+    return named(run, lanes, cell.name)
+
+
+@functools.cache
+def _gates_back(lanes: int, cell: Cell) -> Callable[..., None]:
+    """Makes ``(v, panel, t, earlier)``: the gradients of a panel's units at step ``t`` but for the product."""
+    gates, inputs, states = cell.from_h, cell.from_x, cell.states
+    of_cell, is_reset, clear, word = _cell_back(lanes, cell), _is_reset(), _cleared(lanes, 1), number_at()
+    first_gradient = states + cell.parameters
+
+    @compiled(lanes, cell.name)
+    def run(v, panel, t, earlier):
+        hidden, batch = v[HIDDEN], v[BATCH]
+        gate, first = hidden * NUMBER, earlier < 0
+        for n in range(batch):
+            row = t * batch + n
+            reset = is_reset(v[RESETS], row)
+            for block in range(v[BLOCKS]):
+                unit = (panel * v[BLOCKS] + block) * lanes
+                if unit < hidden:
+                    of_unit = unit * NUMBER
+                    before = v[FIRSTS] if first else v[PLACES]
+                    before_at = (n if first else earlier * batch + n) * gate + of_unit
+                    if reset:
+                        before, before_at = v[ZEROS], of_unit
+                    of_row = n * gate + of_unit
+                    of_cell(
+                        v[X] + row * inputs * gate + of_unit, gate, v[STATE] + row * gates * gate + of_unit,
+                        hidden - unit, before, before_at, v[PLACES], of_row, of_unit,
+                        v[DX] + row * inputs * gate + of_unit, v[DX_N] + row * gates * gate + of_unit,
+                        v[DY] + row * gate + of_unit,
+                    )  # fmt: skip
+                    if reset:
+                        for k in range(states):
+                            clear(word(v[PLACES], first_gradient + k) + of_row, hidden - unit)
+
+    return run
+
+
+@functools.cache
+def _product_back(lanes: int, cell: Cell) -> Callable[..., None]:
+    """Makes ``(v, panel, sums, t)``: adds the product to the gradient of h before step ``t``, of a panel's units."""
+    gates, vector = cell.from_h, NUMBER * lanes
+    multiply, settle, is_reset = _multiply(lanes), settled(lanes, True), _is_reset()
+
+    @compiled(lanes, cell.name)
+    def run(v, panel, sums, t):
+        hidden, batch = v[HIDDEN], v[BATCH]
+        gate, b = hidden * NUMBER, v[PACKED_U] + panel * v[PANEL_SIZE]
+        row = gates * gate
+        multiply(v, v[DX_N] + t * batch * row, row, batch, b, gates * hidden, sums, 0)
+        for n in range(batch):
+            if not is_reset(v[RESETS], t * batch + n):
+                for block in range(v[BLOCKS]):
+                    unit = (panel * v[BLOCKS] + block) * lanes
+                    if unit < hidden:
+                        to = v[DH] + n * gate + unit * NUMBER
+                        settle(sums + (n * v[VECTORS] + block) * vector, hidden - unit, to)
+
+    return run
+
+
+def backward(lanes: int, cell: Cell) -> Callable[..., None]:
+    """As :func:`forward`, backwards. ``dx`` and ``dx_n`` become the gradients of what input and state give the gates.
+
+    ``dh`` begins as the gradient of the last h, ``dy`` is that of all states h.
+    """
+    team_of, add, until = _team(lanes, cell.from_h, True), counted(), wait()
+    gates, product = _gates_back(lanes, cell), _product_back(lanes, cell)
+
+    def run(data):
+        v = carray(data, COUNT)
+        address = v.ctypes.data
+        thread, team = team_of(address, v)
+        if team > thread:
+            sums, time = v[SUMS] + thread * v[SUMS_SIZE], v[TIME]
+            first_panel, last_panel = thread * v[PANELS] // team, (thread + 1) * v[PANELS] // team
+            for s in range(time):
+                t = s if v[REVERSE] else time - 1 - s
+                earlier = t + 1 if v[REVERSE] else t - 1
+                if s == time - 1:
+                    earlier = -1
+                for panel in range(first_panel, last_panel):
+                    gates(v, panel, t, earlier)
+                add(address + DONE, 1)
+                until(address + DONE, team * (s + 1), v[YIELDING])
+                for panel in range(first_panel, last_panel):
+                    product(v, panel, sums, t)
+
+    return named(run, lanes, cell.name)

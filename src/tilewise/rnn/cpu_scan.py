@@ -1,0 +1,120 @@
+"""A user's recurrent cell by compiled kernels on a CPU: all steps in one call, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu.recurrent.expressions import Cell
+from tilewise.kernels.cpu.recurrent.told import Told
+from tilewise.kernels.cpu.threads import share_out
+from tilewise.solvers.common.cpu_run import numba_reasons, vector_lanes
+from tilewise.solvers.recurrent._cpu_recurrence import NUMBER, Shares, yielding
+
+__all__ = ["CpuScan"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the forward leaves for the backward: the states before and after all steps, and what h gave the gates."""
+
+    firsts: list[Tensor]
+    kept: list[Tensor]
+    from_h: Tensor
+    resets: Tensor | None
+
+
+class CpuScan:
+    """A ``cell`` for a batch of N sequences of H units, in fp32. Making it compiles it, or finds it on disk.
+
+    Raises ``SolverUnavailable`` with the compiler's reason.
+    """
+
+    def __init__(self, cell: Cell, batch: int, hidden: int) -> None:
+        from tilewise.kernels.cpu.compiling import load_custom
+
+        self.cell, self.batch, self.hidden = cell, batch, hidden
+        lanes, threads = vector_lanes(), torch.get_num_threads()
+        self._shares = [Shares(lanes, cell.from_h, batch, hidden, threads, back) for back in (False, True)]
+        self._workers = []
+        with numba_reasons():
+            for s in self._shares:
+                rows = sorted(set(s.tiles[1:]))
+                run, *calls = load_custom(lanes, cell, s.back, tuple((each, s.vectors) for each in rows))
+                products = np.zeros((s.most, 2), dtype=np.int64)
+                products[[each - 1 for each in rows]] = np.array(calls, dtype=np.int64).reshape(2, -1).T
+                self._workers.append((run, products))
+
+    def forward(
+        self, x: Tensor, u: Tensor, states: list[Tensor], parameters: list[Tensor], resets: Tensor | None, *,
+        reverse: bool,
+    ) -> Steps:  # fmt: skip
+        """All states after all steps, (T, N, H) each, in what is kept.
+
+        ``x`` (T, N, X * H), ``u`` (G * H, H), ``states`` (N, H) and ``parameters`` are contiguous, ``resets`` is
+        (T, N) of bool or ``None``.
+        """
+        time = len(x)
+        kept = [torch.empty((time, self.batch, self.hidden), dtype=torch.float32, device="cpu") for _ in states]
+        from_h = torch.empty((time, self.batch, len(u)), dtype=torch.float32, device="cpu")
+        steps = Steps(states, kept, from_h, _whole_words(resets))
+        self._run(0, steps, x, u, [*kept, *parameters], reverse=reverse)
+        return steps
+
+    def backward(
+        self, steps: Steps, x: Tensor, u: Tensor, parameters: list[Tensor], dy: Tensor, ends: list[Tensor], *,
+        reverse: bool,
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
+        """Gradients of ``x``, of what the state gives the gates (T, N, G * H), of first states and of parameters.
+
+        ``dy`` (T, N, H) is that of all states h, ``ends`` (N, H) those of the last states, which are overwritten.
+        """
+        dx, dgates = torch.empty_like(x), torch.empty_like(steps.from_h)
+        of_parameters = [torch.zeros_like(p) for p in parameters]
+        places = [*steps.kept, *parameters, *ends, *of_parameters]
+        more = {"dx": dx.data_ptr(), "dx_n": dgates.data_ptr(), "dy": dy.data_ptr(), "dh": ends[0].data_ptr()}
+        self._run(1, steps, x, u, places, reverse=reverse, **more)
+        return dx, dgates, ends, of_parameters
+
+    def _run(
+        self, back: int, steps: Steps, x: Tensor, u: Tensor, places: list[Tensor], *, reverse: bool, **more: int
+    ) -> None:
+        """Run a worker on tensors whose addresses stand in a table, a part of H numbers at a time."""
+        s, (run, products) = self._shares[back], self._workers[back]
+        scratch = torch.empty(s.scratch, dtype=torch.uint8, device="cpu")
+        zeros = torch.zeros(self.hidden, dtype=torch.float32, device="cpu")
+        tables = [self._table(each) for each in (places, steps.firsts, [zeros] * self.cell.states)]
+        threads = max(1, min(s.threads, s.panels, torch.get_num_threads()))
+        none: dict[str, Any] = dict.fromkeys(("bias_n", "c0", "dx", "dx_n", "dy", "dh", "dc"), 0)
+        told = Told(
+            threads=threads, time=len(x), hidden=self.hidden, panels=s.panels, blocks=s.blocks, vectors=s.vectors,
+            panel_size=s.panel_size, offsets=0, most=s.most, products=products.ctypes.data, part=s.part,
+            yielding=yielding(), reverse=int(reverse), keep=1, y_row=NUMBER * self.hidden, dy_row=NUMBER * self.hidden,
+            sums_size=s.sums_size, packed=scratch.data_ptr(), sums=scratch.data_ptr() + s.panels * s.panel_size,
+            x=x.data_ptr(), u=u.data_ptr(), h0=steps.firsts[0].data_ptr(), y=steps.kept[0].data_ptr(),
+            state=steps.from_h.data_ptr(), batch=self.batch, places=tables[0].ctypes.data, firsts=tables[1].ctypes.data,
+            zeros=tables[2].ctypes.data, resets=0 if steps.resets is None else steps.resets.data_ptr(),
+            **{**none, **more},
+        ).numbers()  # fmt: skip
+        share_out(run, told.ctypes.data, threads, True)
+
+    def _table(self, tensors: list[Tensor]) -> np.ndarray:
+        """Addresses: of a parameter with several parts of H numbers that of each, of other tensors their own."""
+        found: list[int] = []
+        for tensor in tensors:
+            parts = tensor.numel() // self.hidden if tensor.dim() == 1 else 1
+            found += [tensor.data_ptr() + i * self.hidden * NUMBER for i in range(parts)]
+        return np.array(found, dtype=np.int64)
+
+
+def _whole_words(resets: Tensor | None) -> Tensor | None:
+    """The bytes of resets, filled up to whole words of 8."""
+    if resets is None:
+        return None
+    flat = torch.zeros(-(-resets.numel() // 8) * 8, dtype=torch.uint8, device="cpu")
+    flat[: resets.numel()] = resets.reshape(-1)
+    return flat

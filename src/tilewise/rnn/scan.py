@@ -1,0 +1,235 @@
+"""Recurrent cells of one's own: a function of what the input and what the state give, run over all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu.recurrent.expressions import Cell
+from tilewise.machine.recent import Recent
+from tilewise.nn.layers.call import disturbed, is_plain
+from tilewise.rnn.cpu_scan import CpuScan, Steps
+from tilewise.rnn.tracing import NotTraceable, trace
+from tilewise.solvers.base import SolverUnavailable
+from tilewise.solvers.common.cpu_run import numba_missing
+
+__all__ = ["scan"]
+
+MOST_GATES = 8
+"""Parts of H numbers that the state may give a cell that is compiled."""
+MOST_RUNNERS = 64
+"""Cells, by their expressions and sizes, that are kept compiled."""
+_runners: Recent[tuple[Cell, int, int, int], CpuScan] = Recent(MOST_RUNNERS)
+
+CellFunction = Callable[..., Any]
+States = Tensor | tuple[Tensor, ...]
+
+
+def scan(
+    cell: CellFunction,
+    x: Tensor,
+    state: States,
+    u: Tensor,
+    *parameters: Tensor,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    compiled: bool | None = None,
+) -> tuple[Tensor, States]:
+    """Run a recurrent cell over all steps of a batch of sequences.
+
+    At each step ``state = cell(x_t, h_t, state, *parameters)``. ``x_t`` (N, X * H) is the step of ``x`` (T, N, X * H),
+    what the input gives the gates: usually a linear layer's result for all steps at once. ``h_t`` (N, G * H) is what
+    the state gives them, the product of the first state and ``u`` (G * H, H) transposed. ``state`` is a tensor (N, H),
+    or a tuple of them, of which the first is h. ``parameters`` are tensors of H numbers or a multiple, as of peepholes,
+    biases and gains. All need gradients where they require them.
+
+    ``resets`` (T, N) of bool says where a sequence begins anew: there all states are 0 before the step. With
+    ``reverse`` steps run from the last to the first.
+
+    Returns y (T, N, H), h after every step, and the last state in the form of ``state``.
+
+    On a CPU in fp32 the cell is compiled with its derivative, and all steps run in one call, in which threads keep
+    their share of ``u`` in their caches (as :doc:`recurrent` layers do). For this it is called once with placeholders:
+    it may use arithmetic and torch's elementwise functions, and must not depend on values. ``compiled=True`` raises
+    ``ValueError`` with the reason where it cannot be compiled. ``None`` then runs it step by step by torch, and
+    ``False`` always does. Gradients of gradients are torch's.
+
+    Raises ``ValueError`` for tensors that do not fit.
+
+    Example, an LSTM whose forget gate looks at c (Gers and Schmidhuber 2000)::
+
+        def peephole(x, h, state, looks):
+            i, f, g, o = (x + h).chunk(4, -1)
+            h, c = state
+            c = torch.sigmoid(f + looks * c) * c + torch.sigmoid(i) * torch.tanh(g)
+            return torch.sigmoid(o) * torch.tanh(c), c
+
+        y, (h, c) = tilewise.rnn.scan(peephole, linear(inputs), (h0, c0), u, looks)
+    """
+    states = state if isinstance(state, tuple) else (state,)
+    _check(x, states, u, parameters, resets)
+    tensors = (x, u, *states, *parameters)
+    found: Cell | str = "compiled=False" if compiled is False else _traced(cell, tensors, len(states), resets)
+    if isinstance(found, Cell):
+        try:
+            y, *last = _by_kernel(found, cell, tensors, len(states), resets, reverse)
+            return y, tuple(last) if isinstance(state, tuple) else last[0]
+        except SolverUnavailable as error:
+            found = str(error)
+    if compiled:
+        raise ValueError(f"compiled=True: the cell is not compiled: {found}")
+    y, *last = _by_torch(cell, tensors, len(states), resets, reverse)
+    return y, tuple(last) if isinstance(state, tuple) else last[0]
+
+
+def _check(x: Tensor, states: Sequence[Tensor], u: Tensor, parameters: Sequence[Tensor], resets: Tensor | None) -> None:
+    """Raise ``ValueError`` naming the tensor that does not fit."""
+    if not states or any(s.dim() != 2 or s.shape != states[0].shape for s in states):
+        raise ValueError(f"state: shapes {[tuple(s.shape) for s in states]}; (batch, hidden) for each would do")
+    batch, hidden = states[0].shape
+    if not hidden:
+        raise ValueError("state: has no numbers; at least one hidden unit would do")
+    if x.dim() != 3 or not len(x) or x.shape[1] != batch or x.shape[2] % hidden or not x.shape[2]:
+        raise ValueError(
+            f"x: shape {tuple(x.shape)}; (steps, {batch}, a multiple of {hidden}) with at least one step would do"
+        )
+    if u.dim() != 2 or u.shape[1] != hidden or u.shape[0] % hidden or not u.shape[0]:
+        raise ValueError(f"u: shape {tuple(u.shape)}; (a multiple of {hidden}, {hidden}) would do")
+    for number, parameter in enumerate(parameters):
+        if parameter.dim() != 1 or parameter.numel() % hidden or not parameter.numel():
+            raise ValueError(f"parameters[{number}]: shape {tuple(parameter.shape)}; a multiple of {hidden} would do")
+    if resets is not None and (resets.shape != x.shape[:2] or resets.dtype is not torch.bool):
+        raise ValueError(f"resets: {resets.dtype} {tuple(resets.shape)}; torch.bool {tuple(x.shape[:2])} would do")
+
+
+def _traced(cell: CellFunction, tensors: Sequence[Tensor], states: int, resets: Tensor | None) -> Cell | str:
+    """What a cell computes, or why it is not compiled."""
+    x, u, first, *_ = tensors
+    if torch.compiler.is_compiling() or disturbed() or not all(map(is_plain, tensors)):
+        return "something watches torch's operators, or a tensor is of a class of its own"
+    given = (*tensors, *(() if resets is None else (resets,)))
+    if any(t.device.type != "cpu" for t in given) or any(t.dtype is not torch.float32 for t in tensors):
+        return "kernels for cells are for fp32 on a CPU so far"
+    if missing := numba_missing():
+        return "; ".join(missing)
+    hidden = first.shape[1]
+    if len(u) // hidden > MOST_GATES:
+        return f"u gives {len(u) // hidden} parts of {hidden} numbers; at most {MOST_GATES} would do"
+    if not first.numel():
+        return "the batch is empty"
+    parts = [parameter.numel() // hidden for parameter in tensors[2 + states :]]
+    try:
+        return trace(cell, x.shape[2] // hidden, len(u) // hidden, states, parts)
+    except NotTraceable as error:
+        return f"it {error}"
+
+
+def _by_kernel(
+    found: Cell, cell: CellFunction, tensors: Sequence[Tensor], states: int, resets: Tensor | None, reverse: bool
+) -> tuple[Tensor, ...]:
+    """y and the last states by compiled kernels."""
+    batch, hidden = tensors[2].shape
+    key = found, batch, hidden, torch.get_num_threads()
+    runner = _runners.get(key)
+    if runner is None:
+        runner = _runners[key] = CpuScan(found, batch, hidden)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        results: tuple[Tensor, ...] = _Scan.apply(runner, cell, states, resets, reverse, *tensors)  # type: ignore[no-untyped-call]
+        return results
+    x, u, *rest = (t.detach().contiguous() for t in tensors)
+    steps = runner.forward(x, u, rest[:states], rest[states:], resets, reverse=reverse)
+    return _results(steps, reverse)
+
+
+def _results(steps: Steps, reverse: bool) -> tuple[Tensor, ...]:
+    """y and the last states."""
+    last = 0 if reverse else -1
+    return steps.kept[0], *(kept[last].clone() for kept in steps.kept)
+
+
+class _Scan(torch.autograd.Function):
+    """A compiled cell over all steps, with its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: CpuScan,
+        cell: CellFunction,
+        states: int,
+        resets: Tensor | None,
+        reverse: bool,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        x, u, *rest = (t.contiguous() for t in tensors)
+        steps = runner.forward(x, u, rest[:states], rest[states:], resets, reverse=reverse)
+        ctx.set_materialize_grads(False)
+        ctx.scan = runner, cell, states, resets, reverse
+        ctx.save_for_backward(*tensors, steps.from_h, *steps.kept)
+        ctx.words = steps.resets
+        # What is returned may be changed in place, what the backward reads may not.
+        y, *last = _results(steps, reverse)
+        return y.clone(), *last
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        runner, cell, states, resets, reverse = ctx.scan
+        saved = ctx.saved_tensors
+        tensors, from_h, kept = saved[: -1 - states], saved[-1 - states], saved[-states:]
+        needs = ctx.needs_input_grad[5:]
+        nothing = (None,) * 5
+        if torch.is_grad_enabled():
+            return *nothing, *_gradients_by_torch(cell, tensors, states, resets, reverse, gradients, needs)
+        x, u, *rest = (t.contiguous() for t in tensors)
+        steps = Steps(rest[:states], list(kept), from_h, ctx.words)
+        dy = torch.zeros_like(kept[0]) if gradients[0] is None else gradients[0].contiguous()
+        ends = [
+            torch.zeros_like(first) if end is None else end.clone(memory_format=torch.contiguous_format)
+            for first, end in zip(steps.firsts, gradients[1:], strict=True)
+        ]
+        dx, dgates, firsts, of_parameters = runner.backward(steps, x, u, rest[states:], dy, ends, reverse=reverse)
+        du = _of_weights(steps, dgates, resets, reverse) if needs[1] else None
+        found = (dx, du, *firsts, *of_parameters)
+        return *nothing, *(each if needed else None for each, needed in zip(found, needs, strict=True))
+
+
+def _of_weights(steps: Steps, dgates: Tensor, resets: Tensor | None, reverse: bool) -> Tensor:
+    """The gradient of ``u``: over all steps, that of the gates times the state h before."""
+    h, first = steps.kept[0], steps.firsts[0][None]
+    before = torch.cat((h[1:], first) if reverse else (first, h[:-1]))
+    if resets is not None:
+        before = before.masked_fill(resets[..., None], 0.0)
+    return dgates.flatten(0, 1).T @ before.flatten(0, 1)
+
+
+def _by_torch(
+    cell: CellFunction, tensors: Sequence[Tensor], states: int, resets: Tensor | None, reverse: bool
+) -> tuple[Tensor, ...]:
+    """y and the last states, step by step."""
+    x, u, *rest = tensors
+    state, parameters = tuple(rest[:states]), rest[states:]
+    outputs: list[Tensor] = [x] * len(x)
+    for t in range(len(x) - 1, -1, -1) if reverse else range(len(x)):
+        if resets is not None:
+            state = tuple(each.masked_fill(resets[t, :, None], 0.0) for each in state)
+        from_h = torch.nn.functional.linear(state[0], u)
+        new = cell(x[t], from_h, state[0] if states == 1 else state, *parameters)
+        state = (new,) if states == 1 else tuple(new)
+        outputs[t] = state[0]
+    return torch.stack(outputs), *state
+
+
+def _gradients_by_torch(
+    cell: CellFunction, tensors: Sequence[Tensor], states: int, resets: Tensor | None, reverse: bool,
+    gradients: Sequence[Tensor | None], needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients that have gradients themselves, from steps that torch computes again."""
+    views = [t.view_as(t) for t in tensors]
+    results = _by_torch(cell, views, states, resets, reverse)
+    pairs = [(result, d) for result, d in zip(results, gradients, strict=True) if d is not None]
+    ends, starts = zip(*pairs, strict=True)
+    wanted = [view for view, needed in zip(views, needs, strict=True) if needed]
+    found = iter(torch.autograd.grad(ends, wanted, starts, create_graph=True, allow_unused=True))
+    return tuple(next(found) if needed else None for needed in needs)
