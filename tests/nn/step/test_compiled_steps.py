@@ -98,7 +98,7 @@ def test_a_session_whose_calls_are_all_compiled_says_so() -> None:
         made = session.report().step
         assert made is not None
         assert not made.pending
-        assert "torch.compile traced their convolutions" in made.reason
+        assert "torch.compile traced their calls" in made.reason
         step(model, x)
         again = session.report().step
         assert again is not None

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from tilewise.distributed.parts.layout import Cuts, Layout
 from tilewise.distributed.parts.names import current_layer
 from tilewise.distributed.shards.shard import Shard, handles, sharded
+from tilewise.nn.layers.linear.run import BY_TORCH as LINEAR
 
 Tensor = torch.Tensor
 
@@ -166,7 +167,7 @@ def _getitem(x: Shard, index: Any) -> Shard:
     return x.like(x.local[tuple(taken)], moved(layout, [places[d] for d in cut], result_dim))
 
 
-@handles(F.linear)
+@handles(LINEAR)  # torch's own function, even where tilewise.enable() has replaced it before
 def _linear(input: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear layer, by parts; where the last dimension is cut, the tensor is gathered and computed whole."""
     what = current_layer("linear")

@@ -27,6 +27,7 @@ __all__ = [
     "override",
     "reads_by_attribute",
     "stand_in",
+    "stand_ins",
     "unchanged",
     "unchanged_in_trace",
 ]
@@ -50,12 +51,17 @@ CONV: Any = nn.modules.conv
 GETTERS: dict[str, Any] = {name: getattr(nn.Module, name) for name in ("__getattr__", "__getattribute__")}
 
 _stand_ins: dict[str, list[Callable[..., Any]]] = {name: [] for name in NAMES}
-"""What tilewise itself puts into ``torch.nn.functional``."""
+"""What tilewise itself puts in the place of torch's functions, by their names."""
 
 
 def stand_in(name: str, function: Callable[..., Any]) -> None:
-    """Let ``function`` count as torch's own under ``torch.nn.functional.<name>``, as it computes the same."""
-    _stand_ins[name].append(function)
+    """Let ``function`` count as torch's own function of that ``name``, as it computes the same."""
+    stand_ins(name).append(function)
+
+
+def stand_ins(name: str) -> list[Callable[..., Any]]:
+    """What counts as torch's own function of that ``name``, beside that itself. The list grows."""
+    return _stand_ins.setdefault(name, [])
 
 
 def _is_known(name: str, found: object) -> bool:

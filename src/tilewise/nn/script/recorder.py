@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from tilewise.comm.agreement import several_ranks
 from tilewise.machine.device import is_capturing
-from tilewise.nn.layers.call import why_torchs
 from tilewise.nn.layers.geometry import Role
-from tilewise.nn.layers.layer import Entry, Layer, Tensors
-from tilewise.nn.layers.overrides import function_name
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report
 from tilewise.planner import Options, Planner
@@ -39,7 +36,8 @@ OFTEN = 64
 """So many calls of one kind are a repeat whatever their weights: some networks make their weights anew each time."""
 
 
-Note = Callable[["Site", torch.Tensor, torch.Tensor, "torch.Tensor | None"], Any]
+OF_WEIGHTS = (Pass.WGRAD.value, "tn")
+"""Names of the computations that give the gradient of a weight: a convolution's, and a linear layer's product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,69 +51,21 @@ class Noted:
     def roles(self) -> Iterator[tuple[Role, Problem]]:
         """Each problem with its role in the layer."""
         for index, problem in enumerate(self.problems):
-            gradient = Role.GRAD_WEIGHT if problem.task == Pass.WGRAD.value else Role.GRAD_INPUT
+            gradient = Role.GRAD_WEIGHT if problem.task in OF_WEIGHTS else Role.GRAD_INPUT
             yield (gradient if index else Role.FORWARD), problem
 
 
-class Site(Layer):
-    """A layer as used with one weight: it shares the layer's calls, but has a last call and inner layers of its own.
+class Site(Protocol):
+    """What the recorder does with the site of a call."""
 
-    With ``closed``, calls that were not seen before are left to torch. ``misses`` counts calls of another kind than the
-    one before. ``note(site, x, w, b)`` records a call that has no plan yet; it returns the call's result where that
-    completes a step and all is planned, else ``NotImplemented``.
-    """
-
-    __slots__ = ("arguments", "closed", "misses", "note", "shapes", "whole")
-    plan_table: Recorder
-
-    def __init__(self, layer: Layer, arguments: tuple[object, ...], note: Note) -> None:
-        super().__init__(layer.geometry, layer.plan_table, layer.known, weights=layer.weights)
-        self.runners, self._entries = layer.runners, layer._entries
-        self.arguments, self.closed, self.note = arguments, False, note
-        self.misses = 0
-        self.whole = self
-        self.shapes: dict[tuple[int, ...], Site] = {}
-
-    def at(self, x: object) -> Site | None:
-        """The site for inputs shaped as ``x``, with its own last call; ``None`` where such a call is left to torch."""
-        if type(x) is not torch.Tensor:
-            return self
-        site = self.shapes.get(x.shape)
-        if site is None:
-            if self.closed:
-                return None
-            if len(self.shapes) >= MOST_KINDS:
-                return self
-            site = self.shapes[x.shape] = Site(self, self.arguments, self.note)
-            site.whole = self
-        return site
+    @property
+    def function(self) -> str:
+        """The name of torch's function."""
+        ...
 
     def close(self) -> None:
         """Leave to torch every kind of call that has not been seen by now."""
-        self.closed = self.whole.closed = True
-        self.whole.shapes = {shape: site for shape, site in self.whole.shapes.items() if site.latest is not None}
-
-    def computed(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
-        """As :meth:`Layer.computed`, and record the call where it has no plan yet."""
-        y = self(x, w, b)
-        return self.note(self, x, w, b) if y is NotImplemented and self.plan_table.waiting else y
-
-    def leave(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> None:
-        """Note for the report why the call is left to torch."""
-        reason = why_torchs((x, w, b))
-        if reason:
-            self.plan_table.leave(function_name(self.geometry.dims, self.geometry.transposed), reason)
-
-    def entry(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
-        """As :meth:`Layer.entry`, and count the miss."""
-        self.misses += 1
-        return super().entry(x, w, b)
-
-    def _enter(self, call: object, tensors: Tensors) -> Entry | None:
-        """As :meth:`Layer._enter`; ``None`` where the site is closed."""
-        if self.closed:
-            return None
-        return super()._enter(call, tensors)  # type: ignore[arg-type]
+        ...
 
 
 class Recorder(PlanTable):
@@ -162,7 +112,7 @@ class Recorder(PlanTable):
             self.waiting[threading.get_ident()] = required, deterministic
         return False
 
-    def note(self, function: str, site: Site, weight: torch.Tensor) -> bool:
+    def note(self, site: Site, weight: torch.Tensor) -> bool:
         """Record the call that :meth:`ready` has just refused to this thread.
 
         Returns whether a step was over with it, so that all recorded calls are planned now.
@@ -176,7 +126,7 @@ class Recorder(PlanTable):
         with self._lock:
             with torch._C.DisableTorchFunctionSubclass():
                 place = weight.data_ptr()
-            over = self._record(Noted(function, *refused), site, place)
+            over = self._record(Noted(site.function, *refused), site, place)
             if not over or self._planning:
                 return False
             self._planning = True

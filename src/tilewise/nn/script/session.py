@@ -1,36 +1,34 @@
-"""Planning of every ``torch.nn.functional`` convolution while it is enabled, in models that stay as they are.
+"""Planning of convolutions and linear layers while it is enabled, in models that stay as they are.
 
-The functions are replaced where ``nn.ConvNd`` and most code look them up at each call: as attributes of
-``torch.nn.functional``. ``torch.conv2d`` and its siblings stay torch's own, as does a name that was bound before by
-``from torch.nn.functional import conv2d``. The replacements may be kept: while nothing is enabled they compute as
-torch's functions do.
+Functions of ``torch.nn.functional`` are replaced where modules and most code look them up at each call: as attributes
+of that module. ``torch.conv2d`` and its siblings stay torch's own, as does a name that was bound before by ``from
+torch.nn.functional import conv2d``. The replacements may be kept: while nothing is enabled they compute as torch's
+functions do.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-import warnings
 from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
-from torch.jit._builtins import _register_builtin
 
 from tilewise.comm.agreement import several_ranks
 from tilewise.nn.arguments import settings_of, takes
 from tilewise.nn.background.begin import finish
 from tilewise.nn.background.service import service
-from tilewise.nn.functional import Planned, Table, convolution, traced_by, transposed_convolution
-from tilewise.nn.layers.call import kernel_of
-from tilewise.nn.layers.overrides import BY_TORCH, function_name, stand_in
+from tilewise.nn.functional import Table
+from tilewise.nn.layers.overrides import BY_TORCH
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.report import Report
+from tilewise.nn.script import convolutions, current, linear
 from tilewise.nn.script.environment import with_variables
 from tilewise.nn.script.later import CallsToPlan, LaterRecorder
-from tilewise.nn.script.recorder import Recorder, Site
+from tilewise.nn.script.recorder import Recorder
+from tilewise.nn.script.replacement import Replacement
 from tilewise.nn.script.steps import Calls, Steps
 from tilewise.nn.step.compare import compare_live, why_not_live
 from tilewise.planner import Planner, Progress
@@ -40,8 +38,6 @@ __all__ = ["Session", "disable", "enable", "enabled"]
 
 MOST_SITES = 8192
 """Weights whose last call is remembered."""
-FEW = 8
-"""Calls of other kinds than the last before a weight is taken to meet several in turns."""
 
 
 class Session:
@@ -63,7 +59,7 @@ class Session:
             later = LaterRecorder(settings.options(), planner, settings.most_plans)
             self.plan_table, self.work = later, CallsToPlan(later, settings.background_share)
         self.table = Table(self.plan_table)
-        self.sites: dict[int, Site] = {}
+        self.sites: dict[int, current.Site] = {}
         self.waiting = self.plan_table.waiting
         self.watched = False
         """Whether steps are of interest: something is still to be planned, or steps are compared."""
@@ -99,51 +95,40 @@ class Session:
             finish(self.work)
         self._goal.rest()
 
-    def between(self, function: str, site: Site, x: Any, w: Any, b: Any) -> Any:
+    def between(self, site: current.Site, *operands: Any) -> Any:
         """The result of a call while planning goes on in the background, or while steps are compared.
 
         A step may begin with it, and its graph keeps plans from changing. So torch's result is computed here, too.
         """
-        self._steps.called(function, x, w)
+        self._steps.called(site.function, *operands[:2])
         self.watched = bool(self._pending()) or not self._goal.over
         y = NotImplemented
         if not self._calls.by_torch:
-            y = site(x, w, b)
+            y = site(*operands)
             if y is NotImplemented and self.waiting:
-                y = self.note(function, site, x, w, b)
+                y = self.note(site, *operands)
         if y is NotImplemented:
-            y = _by_torch(function, site.arguments, x, w, b)
+            y = site.by_torch(*operands)
         service().graphs.add(y)
         return y
 
     def compiled(self) -> None:
         """A call is compiled. Where all calls are, no step is seen any more."""
-        self._goal.unseen("torch.compile traced their convolutions, and no other ones are called")
+        self._goal.unseen("torch.compile traced their calls, and no other ones are seen")
 
-    def site(self, arguments: tuple[Any, ...], weight: object) -> Site | None:
-        """Make the site for ``weight`` and these arguments; ``None`` where torch must judge them."""
-        if not isinstance(weight, torch.Tensor):
-            return None
-        dims, stride, padding, dilation, groups, transposed, extra = arguments
-        if type(padding) is tuple and padding and type(padding[0]) is str:
-            padding = padding[0]
-        kernel = tuple(kernel_of(weight))
-        layer = self.table.layer(dims, stride, padding, dilation, groups, kernel, transposed, extra)
-        if layer is None:
-            return None
+    def add(self, weight: torch.Tensor, site: current.Site) -> None:
+        """Remember the site of a weight."""
         if len(self.sites) >= MOST_SITES:
             self.sites.clear()
-        note = functools.partial(self.note, f"conv{'_transpose' if transposed else ''}{dims}d")
-        site = self.sites[id(weight)] = Site(layer, arguments, note)
-        return site
+        self.sites[id(weight)] = site
 
-    def note(self, function: str, site: Site, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
+    def note(self, site: current.Site, *operands: Any) -> Any:
         """Record a call that has no plan yet; its result where all is planned now, else ``NotImplemented``."""
         with showing(self.plan_table.planner.progress):
-            planned = self.plan_table.note(function, site, w)
+            planned = self.plan_table.note(site, operands[1])
         if planned:
             self._planned()
-        return site(x, w, b) if planned else NotImplemented
+        return site(*operands) if planned else NotImplemented
 
     def _planned(self) -> None:
         """There are new plans, or will be: the steps that have them are compared."""
@@ -166,79 +151,18 @@ class Session:
                 each.forget()
 
 
-_current: Session | None = None
 _stack: list[Session] = []
 _of_process: Session | None = None
 _switching = threading.RLock()
 
 
-def _entrance(dims: int, transposed: bool) -> Planned:
-    """What a replaced function calls first.
-
-    A site is found by the ``id`` of the weight, which may belong to another weight by now; the layer checks the call.
-    """
-    function = function_name(dims, transposed)
-    compiling = torch.compiler.is_dynamo_compiling
-
-    def planned(x: Any, w: Any, b: Any, stride: Any, padding: Any, dilation: Any, groups: Any, extra: Any = 0) -> Any:
-        """The planned result; ``NotImplemented`` where torch must compute it."""
-        session = _current
-        if session is None:
-            return NotImplemented
-        if compiling():
-            _note_compiled()
-            traced = (dims, stride, padding, dilation, groups, w.shape[2:], transposed, extra)
-            return traced_by(session.table, traced, x, w, b)
-        if type(padding) is str and isinstance(w, torch.Tensor):  # what it stands for depends on the kernel
-            padding = (padding, kernel_of(w))
-        arguments = (dims, stride, padding, dilation, groups, transposed, extra)
-        site = session.sites.get(id(w))
-        if site is None or site.arguments != arguments:
-            site = session.site(arguments, w)
-            if site is None:
-                return NotImplemented
-        if site.misses > FEW:
-            site = site.at(x)
-            if site is None:
-                return NotImplemented
-        if session.watched:
-            return session.between(function, site, x, w, b)
-        y = site(x, w, b)
-        if y is NotImplemented and session.waiting:
-            return session.note(function, site, x, w, b)
-        return y
-
-    return planned
-
-
-def _note_compiled() -> bool:
-    """Dynamo traces a call: nobody will hear of it when it runs. Called once for each trace, and no part of it."""
-    if _current is not None:
-        _current.compiled()
-    return True
-
-
-_note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _by_torch(function: str, arguments: tuple[Any, ...], x: Any, w: Any, b: Any) -> Any:
-    """The result of torch's ``function`` for the arguments of a site."""
-    _, stride, padding, dilation, groups, transposed, extra = arguments
-    if type(padding) is tuple and padding and type(padding[0]) is str:
-        padding = padding[0]
-    rest = (extra, groups, dilation) if transposed else (dilation, groups)
-    return BY_TORCH[function](x, w, b, stride, padding, *rest)
-
-
-REPLACEMENTS = {
-    **{f"conv{dims}d": convolution(dims, _entrance(dims, False)) for dims in (1, 2, 3)},
-    **{f"conv_transpose{dims}d": transposed_convolution(dims, _entrance(dims, True)) for dims in (1, 2, 3)},
-}
-for _name, _function in REPLACEMENTS.items():
-    _function.__doc__ = BY_TORCH[_name].__doc__
-    _function.__module__ = F.__name__  # pickled by name, it loads as torch's
-    stand_in(_name, _function)
-    _register_builtin(_function, f"aten::{_name}")  # what torch.jit.script makes of it
+REPLACEMENTS: tuple[Replacement, ...] = (
+    *(Replacement(F, name, BY_TORCH[name], function) for name, function in convolutions.FUNCTIONS.items()),
+    Replacement(F, "linear", linear.BY_TORCH, linear.FUNCTION),
+)
+"""All that is replaced while planning is enabled. Another kind of function is another line here."""
+for _each in REPLACEMENTS:
+    _each.prepare()
 
 
 @takes(EnableOptions)
@@ -249,13 +173,14 @@ def enabled(
     planner: Planner | None = None,
     **options: Unpack[EnableOptions],
 ) -> Session:
-    """Plan every ``F.conv1d`` to ``F.conv_transpose3d`` within a ``with`` block, in any model and thread.
+    """Plan ``F.conv1d`` to ``F.conv_transpose3d`` and ``F.linear`` within a ``with`` block, in any model and thread.
 
     The first step is computed by torch and its calls recorded. When a call comes again all of them are planned, with
     the gradients that they need, and from then on they run by plan where that is faster. Shapes that appear later are
     recorded and planned at their repeat in the same way. A problem for which no plan keeps ``workspace`` is left to
-    torch. What was recorded is planned in the background, in turns as a step begins; with ``wait=True`` at once. Then
-    a few steps run by torch among the planned ones, and what is faster is kept, as ``goal`` says.
+    torch, and so are linear layers under such a limit. What was recorded is planned in the background, in turns as a
+    step begins; with ``wait=True`` at once. Then a few steps run by torch among the planned ones, and what is faster is
+    kept, as ``goal`` says.
 
     Options, each by keyword. Where one is not given, its environment variable says, ``TILEWISE_WORKSPACE`` and so on,
     and else the default:
@@ -318,21 +243,10 @@ def _pop(session: Session) -> None:
 
 
 def _switch() -> None:
-    """Install or remove the replacements, as the stack says.
-
-    A function that something else has replaced meanwhile is left alone.
-    """
-    global _current
-    _current = _stack[-1] if _stack else None
-    for name, function in REPLACEMENTS.items():
-        expected, wanted = (BY_TORCH[name], function) if _stack else (function, BY_TORCH[name])
-        current = getattr(F, name)
-        if current is expected:
-            setattr(F, name, wanted)
-        elif current is not wanted and _stack:
-            warnings.warn(
-                f"tilewise: torch.nn.functional.{name} is not torch's own ({current!r}): it stays", stacklevel=4
-            )
+    """Install or remove the replacements, as the stack says."""
+    current.session = _stack[-1] if _stack else None
+    for each in REPLACEMENTS:
+        each.install(bool(_stack))
 
 
 def _off_in_child() -> None:

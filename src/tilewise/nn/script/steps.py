@@ -74,7 +74,7 @@ class Steps:
         self._since = 0
 
     def called(self, function: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """A convolution is called, and a step may begin with it.
+        """One of torch's functions is called, and a step may begin with it.
 
         With gradients planning takes its turn at every call outside of any graph, else at one of the weight that was
         seen first. Steps that are compared begin with that weight always: where the first layers are frozen, each of

@@ -11,21 +11,21 @@ from torch.autograd import forward_ad
 
 from tilewise.machine.device import matmul_precision
 from tilewise.machine.recent import Recent
-from tilewise.nn.layers.call import disturbed, function_mode_watches
+from tilewise.nn.layers.call import disturbed, function_mode_watches, is_plain
 from tilewise.nn.layers.layer import guard_of
 from tilewise.nn.layers.linear.call import LinearCall, describe, problems_of
 from tilewise.nn.layers.linear.run import LinearRun
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.problems.gemm.problem import GemmProblem
 
-__all__ = ["LinearLayer"]
+__all__ = ["Entry", "LinearLayer"]
 
 MOST_CALLS = 128
 """Kinds of call of which a layer remembers what runs them."""
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """A kind of call and what runs it, ``None`` for torch. ``guard`` is that of the tensors."""
 
     run: LinearRun | None
@@ -53,27 +53,35 @@ class LinearLayer:
     Copies of a module share it. It holds no tensor.
     """
 
-    __slots__ = ("__weakref__", "_entries", "_latest", "_runs", "plan_table")
+    __slots__ = ("__weakref__", "_entries", "_runs", "latest", "plan_table")
 
     def __init__(self, plan_table: PlanTable) -> None:
         self.plan_table = plan_table
         self._runs: Recent[LinearCall, LinearRun] = Recent(MOST_CALLS)
-        self._entries: Recent[LinearCall, _Entry] = Recent(MOST_CALLS)
-        self._latest: _Entry | None = None
+        self._entries: Recent[LinearCall, Entry] = Recent(MOST_CALLS)
+        self.latest: Entry | None = None
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
-        latest = self._latest
+        latest = self.latest
         if latest is None or not latest.is_like(x, w, b):
-            if torch.compiler.is_compiling() or disturbed():
-                return NotImplemented
-            call = describe(x, w, b)
-            latest = None if call is None else self._entry(call, x, w, b)
+            latest = self.find(x, w, b)
             if latest is None:
                 return NotImplemented
-            self._latest = latest
+            self.latest = latest
         return NotImplemented if latest.run is None else latest.run(x, w, b)
 
-    def _entry(self, call: LinearCall, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> _Entry | None:
+    def find(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
+        """The entry of this call; ``None`` where it is left to torch or cannot be planned at this moment."""
+        call = None if torch.compiler.is_compiling() or disturbed() else describe(x, w, b)
+        if call is None:
+            self.leave(x, w, b)
+            return left(x, w, b)
+        return self._entry(call, x, w, b)
+
+    def leave(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> None:
+        """Take note of a call that is left to torch. Nothing is done here; subclasses may."""
+
+    def _entry(self, call: LinearCall, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
         """The entry of a call; ``None`` where it cannot be planned at this moment."""
         entry = self._entries.get(call)
         if entry is not None and entry.is_like(x, w, b):
@@ -81,7 +89,7 @@ class LinearLayer:
         run = self.resolve(call)
         if run is None:
             return None
-        entry = self._entries[call] = _Entry(
+        entry = self._entries[call] = Entry(
             run=run if run.planned else None,
             guard=guard_of(x, w, b),
             has_bias=b is not None,
@@ -115,4 +123,19 @@ class LinearLayer:
         """Forget all resolved calls, as the plan table's plans have changed."""
         self._runs.clear()
         self._entries.clear()
-        self._latest = None
+        self.latest = None
+
+
+def left(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
+    """The entry of calls left to torch for what their tensors are, which need not be asked again; else ``None``."""
+    tensors = (x, w) if b is None else (x, w, b)
+    if torch.compiler.is_compiling() or disturbed() or not all(is_plain(t) for t in tensors):
+        return None
+    return Entry(
+        run=None,
+        guard=guard_of(x, w, b),
+        has_bias=b is not None,
+        grad=torch.is_grad_enabled(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        precision=None,
+    )

@@ -13,6 +13,7 @@ from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
 from tilewise.nn.layers.linear.call import describe, why_torchs
 from tilewise.nn.layers.linear.layer import LinearLayer
 from tilewise.nn.layers.linear.run import BY_TORCH
+from tilewise.nn.layers.overrides import stand_ins
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import copies_itself, swapped
 from tilewise.nn.layers.weights import Weights
@@ -22,6 +23,8 @@ __all__ = ["Linears"]
 FORWARD = nn.Linear.forward
 CODE = FORWARD.__code__
 """torch's own code, as it is when this file is imported."""
+STAND_INS = stand_ins("linear")
+"""What tilewise itself puts in the place of torch's function."""
 
 
 class Linears(ModuleKind):
@@ -84,5 +87,7 @@ class Linears(ModuleKind):
 
 def _runs_torch() -> bool:
     """Whether ``nn.Linear`` runs torch's own code and function."""
-    same = nn.Linear.forward is FORWARD and FORWARD.__code__ is CODE
-    return same and torch.nn.functional.linear is BY_TORCH
+    if nn.Linear.forward is not FORWARD or FORWARD.__code__ is not CODE:
+        return False
+    function = torch.nn.functional.linear
+    return function is BY_TORCH or function in STAND_INS
