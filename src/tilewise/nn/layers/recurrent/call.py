@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tilewise.machine.device import device_name, recurrent_precision
 from tilewise.nn.layers.call import is_plain
+from tilewise.nn.layers.recurrent.autocast import is_on, lower_type
 from tilewise.problems.base import DTYPE_NAMES
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.problems.recurrent.tensors import GATES
@@ -46,7 +47,7 @@ class Given:
 
     ``x`` is (time, batch, inputs). ``h0`` and ``c0`` (layers * directions, batch, hidden) are ``None`` for zeros, and
     ``c0`` for cells without one. ``weights`` are in torch's flat order. ``batched`` says that the input had an axis for
-    the batch.
+    the batch. ``dtype`` is the type in which it is computed: that of the tensors, or the one that autocast casts to.
     """
 
     module: nn.RNNBase
@@ -55,6 +56,7 @@ class Given:
     c0: Tensor | None
     weights: tuple[Tensor, ...]
     batched: bool
+    dtype: torch.dtype
 
     @property
     def cell(self) -> str:
@@ -70,6 +72,17 @@ class Given:
     def dropout(self) -> float:
         """The share of a layer's output that the next one does not see in this call."""
         return self.module.dropout if self.module.training and self.module.num_layers > 1 else 0.0
+
+    def cast(self) -> Given:
+        """The call in the type in which it is computed. Gradients go back to the tensors that were cast.
+
+        Weights are cast at every call, as torch casts those of cuDNN's layers.
+        """
+        if all(t.dtype is self.dtype for t in self.tensors):
+            return self
+        x, *weights = (t.to(self.dtype) for t in (self.x, *self.weights))
+        h0, c0 = (None if t is None else t.to(self.dtype) for t in (self.h0, self.c0))
+        return replace(self, x=x, h0=h0, c0=c0, weights=tuple(weights))
 
 
 def given_of(module: nn.RNNBase, x: object, hx: object) -> Given | str:
@@ -90,7 +103,8 @@ def given_of(module: nn.RNNBase, x: object, hx: object) -> Given | str:
     elif module.batch_first:
         first = first.transpose(0, 1)
     h0, c0 = (*states, None, None)[:2]
-    return Given(module, first, h0, c0, weights, batched)
+    lower = lower_type(module.mode.lower(), first.device) if is_on(first.device.type) else None
+    return Given(module, first, h0, c0, weights, batched, lower or first.dtype)
 
 
 def _states(module: nn.RNNBase, hx: Any) -> Sequence[Any]:
@@ -105,14 +119,27 @@ def _why_torchs(module: nn.RNNBase, given: list[Tensor]) -> str:
     x = given[0]
     if x.device.type not in ("cpu", "cuda") or any(t.device != x.device for t in given):
         return "called with tensors on several devices, or on one that is neither a CPU nor CUDA"
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
-        return "called under autocast, which keeps the casts of its weights"
-    if x.dtype not in DTYPE_NAMES or any(t.dtype is not x.dtype for t in given):
-        return f"computes in {x.dtype}, or in several types"
+    reason = _why_types_are_torchs(module, given)
+    if reason:
+        return reason
     if x.dim() not in (2, 3) or [tuple(t.shape) for t in given] != _shapes(module, x, len(given)):
         return "called with sizes that do not fit"
     if any(t.numel() == 0 for t in given):
         return "called with an empty tensor"
+    return ""
+
+
+def _why_types_are_torchs(module: nn.RNNBase, given: list[Tensor]) -> str:
+    """Why the call is left to torch for the types of its tensors; empty where it may be planned."""
+    x = given[0]
+    if is_on(x.device.type):
+        lower = lower_type(module.mode.lower(), x.device)
+        if lower is None:
+            return "called under autocast, where torch computes such a layer in several types"
+        if any(t.dtype not in (torch.float32, lower) for t in given):
+            return f"called under autocast with other types than {torch.float32} and {lower}"
+    elif x.dtype not in DTYPE_NAMES or any(t.dtype is not x.dtype for t in given):
+        return f"computes in {x.dtype}, or in several types"
     return ""
 
 
@@ -141,11 +168,11 @@ def describe(given: Given) -> RecurrentCall:
         layers=module.num_layers,
         directions=2 if module.bidirectional else 1,
         biases=module.bias,
-        dtype=x.dtype,
+        dtype=given.dtype,
         device=x.device,
         needs=(torch.is_grad_enabled() and any(t.requires_grad for t in given.tensors),),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        precision=recurrent_precision() if x.device.type == "cuda" and x.dtype is torch.float32 else "ieee",
+        precision=recurrent_precision() if x.device.type == "cuda" and given.dtype is torch.float32 else "ieee",
     )
 
 

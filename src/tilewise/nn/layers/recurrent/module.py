@@ -11,9 +11,9 @@ from torch import nn
 
 from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
 from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.layers.recurrent.autocast import OPERATORS
 from tilewise.nn.layers.recurrent.call import describe, given_of
 from tilewise.nn.layers.recurrent.layer import RecurrentLayer
-from tilewise.nn.layers.recurrent.run import OPERATORS
 from tilewise.nn.layers.swaps import copies_itself, swapped
 from tilewise.nn.layers.weights import Weights
 

@@ -14,15 +14,14 @@ from tilewise.machine import random_states
 from tilewise.machine.device import is_capturing
 from tilewise.nn.layers.bound_pass import Slot
 from tilewise.nn.layers.call import disturbed, is_plain
+from tilewise.nn.layers.recurrent.autocast import OPERATORS
 from tilewise.nn.layers.recurrent.call import Given
 from tilewise.nn.layers.recurrent.saved import apart, together
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.recurrent._layers import Layer
 
-__all__ = ["OPERATORS", "RecurrentRun"]
+__all__ = ["RecurrentRun"]
 
-OPERATORS: dict[str, Any] = {cell: getattr(torch._VF, cell) for cell in ("rnn_tanh", "rnn_relu", "gru", "lstm")}
-"""torch's own functions, as they are when this file is imported."""
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -47,6 +46,13 @@ class RecurrentRun:
 
     def __call__(self, given: Given) -> Any:
         """What the module returns, with autograd where that is needed."""
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return self._result(given.cast())
+        return self._result(given)
+
+    def _result(self, given: Given) -> Any:
+        """As a call of it, for tensors of the problem's type without autocast."""
         x, module = given.x, given.module
         h0 = self._state(x) if given.h0 is None else given.h0
         c0 = given.c0

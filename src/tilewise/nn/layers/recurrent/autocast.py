@@ -1,0 +1,57 @@
+"""The type in which recurrent layers compute under autocast. torch says: its rules differ by cell and by device.
+
+cuDNN's layers compute in fp16 whatever type autocast is asked for. oneDNN's LSTM computes in that type. Where neither
+computes, autocast casts the products of each step by itself, and a GRU then keeps its states in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.machine.device import is_capturing
+from tilewise.machine.recent import Recent
+from tilewise.nn.layers.call import autocast_dtype
+from tilewise.problems.recurrent.tensors import GATES
+
+__all__ = ["OPERATORS", "is_on", "lower_type"]
+
+OPERATORS = {cell: getattr(torch._VF, cell) for cell in GATES}
+"""torch's own functions, as they are when this file is imported."""
+LOWER = (torch.float16, torch.bfloat16)
+MOST_ANSWERS = 64
+"""Cells, devices and settings for which torch's answer is kept."""
+_answers: Recent[tuple[object, ...], torch.dtype | None] = Recent(MOST_ANSWERS)
+
+
+def is_on(device_type: str) -> bool:
+    """Whether autocast is on for this type of device."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device_type)
+
+
+def lower_type(cell: str, device: torch.device) -> torch.dtype | None:
+    """The 16-bit type in which torch computes a layer of fp32 tensors under autocast as it is now.
+
+    ``None`` where torch computes in several types, where it cannot compute the layer, and where it cannot be asked: a
+    layer of one unit is computed for the answer, which no capture of a CUDA graph should hold.
+    """
+    key = (cell, device, autocast_dtype(device), torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled())
+    if key in _answers:
+        return _answers[key]
+    if is_capturing(device):
+        return None
+    answer = _answers[key] = _asked(cell, device)
+    return answer
+
+
+def _asked(cell: str, device: torch.device) -> torch.dtype | None:
+    """The type of a result of torch's operator, where that is a 16-bit type."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        ones = torch.ones((1, 1, 1), dtype=torch.float32, device=device)
+        state = (ones, ones) if cell == "lstm" else ones
+        weight = torch.ones((GATES[cell], 1), dtype=torch.float32, device=device)
+        try:
+            results = OPERATORS[cell](ones, state, [weight, weight], False, 1, 0.0, False, False, False)
+        except RuntimeError:  # as oneDNN's of some types on some processors: the caller's own call says why
+            return None
+    types = {result.dtype for result in results}
+    return results[0].dtype if len(types) == 1 and types.issubset(LOWER) else None
