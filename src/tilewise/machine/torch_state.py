@@ -27,6 +27,7 @@ __all__ = [
     "framework_flags",
     "put_aside",
     "read_precision",
+    "recording_gradients",
     "undisturbed",
     "without_benchmark",
 ]
@@ -51,6 +52,20 @@ def undisturbed() -> Iterator[None]:
         torch.inference_mode(False),
         torch.no_grad(),
         torch._C._DisableAutocast(),
+    ):
+        yield
+
+
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """Let autograd record what runs inside, also within an operator, whose own gradients are another function's."""
+    keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
+        excluded = excluded.remove(key)
+    with (
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded),
+        torch.inference_mode(False),
+        torch.enable_grad(),
     ):
         yield
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewise.nn.layers.kinds import ModuleKind, is_planned, kind_of, run_by_plans
+from tilewise.nn.layers.kinds import ModuleKind, is_planned, kind_of, offer_plans, run_by_plans
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import own_attributes, swap_back
 from tilewise.nn.layers.weights import Weights
@@ -115,10 +115,13 @@ class PlannedModules:
         swap_back(module)
         if self._gains(name) and "forward" not in module.__dict__:  # one that others have set meanwhile stays
             run_by_plans(module, self._layers[name])
+        else:
+            offer_plans(module, self._layers[name])
 
     def leave(self, name: str, reason: str) -> None:
         """Let one candidate compute as torch does, for ``reason``."""
         swap_back(self.candidates[name])
+        offer_plans(self.candidates[name], self._layers[name])
         self.reasons[name] = reason
 
     def gains(self) -> dict[Key, float]:

@@ -33,6 +33,7 @@ from tilewise.nn.budget import Budget, make_budget
 from tilewise.nn.graphs.choose import choose_graphs
 from tilewise.nn.graphs.compare import compare_replayed
 from tilewise.nn.graphs.graphed import graphs_of, ungraphed
+from tilewise.nn.layers.kinds import withdraw_offer
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import swap_back
 from tilewise.nn.layers.weights import Weights
@@ -148,6 +149,7 @@ def restore(model: Model) -> Model:
     cancel(unwrapped_model)
     for module in unwrapped_model.modules():
         swap_back(module)
+        withdraw_offer(module)
     branch_times.unfork(unwrapped_model)
     forget(model)
     forget(unwrapped_model)

@@ -12,6 +12,7 @@ import abc
 import functools
 import importlib
 import pkgutil
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -30,8 +31,11 @@ __all__ = [
     "is_planned",
     "kind_of",
     "kinds",
+    "offer_plans",
     "register",
     "run_by_plans",
+    "take_offer",
+    "withdraw_offer",
 ]
 
 MARK = "_tilewise_planned"
@@ -93,6 +97,8 @@ class ModuleKind(abc.ABC):
     """The modules that it is for, and those of classes derived from them."""
     under_limits: ClassVar[bool] = True
     """Whether they are planned under a memory limit, which torch's own choice must then keep as well."""
+    whole_graphs: ClassVar[bool] = False
+    """Whether ``torch.compile(fullgraph=True)`` refuses such a module unless it computes by :meth:`forward`."""
     problems: ClassVar[str] = ""
     """The first word of their problems' keys. A schedule without any such problem leaves them to torch."""
 
@@ -167,6 +173,30 @@ def run_by_plans(module: nn.Module, layers: Layers) -> None:
     forward.__qualname__ = f"{type(module).__qualname__}.forward"
     setattr(forward, MARK, layers)
     swap(module, forward)
+
+
+_offers: weakref.WeakKeyDictionary[nn.Module, Layers] = weakref.WeakKeyDictionary()
+"""Modules that compute as their class does, with the layers by which they may be compiled."""
+
+
+def offer_plans(module: nn.Module, layers: Layers) -> None:
+    """Let ``module`` compute as its class does, and by ``layers`` once it is compiled where that needs them."""
+    kind = kind_of(module)
+    if kind is not None and kind.whole_graphs:
+        _offers[module] = layers
+
+
+def take_offer(module: nn.Module) -> bool:
+    """Let ``module`` compute by the layers that were offered, and return whether it computes by plans now."""
+    layers = _offers.get(module)
+    if layers is not None and not is_planned(module) and "forward" not in module.__dict__:
+        run_by_plans(module, layers)
+    return is_planned(module)
+
+
+def withdraw_offer(module: nn.Module) -> None:
+    """Undo :func:`offer_plans`."""
+    _offers.pop(module, None)
 
 
 def is_planned(module: nn.Module) -> bool:

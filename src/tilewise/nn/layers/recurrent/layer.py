@@ -12,6 +12,7 @@ from tilewise.machine.recent import Recent
 from tilewise.nn.layers.call import disturbed
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.recurrent.call import RecurrentCall, describe, given_of, problem_of
+from tilewise.nn.layers.recurrent.compiled import Known, publish
 from tilewise.nn.layers.recurrent.run import RecurrentRun
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver
@@ -28,11 +29,13 @@ class RecurrentLayer:
     The latter means that torch computes it. Copies of a module share it. It holds no tensor.
     """
 
-    __slots__ = ("__weakref__", "_runs", "plan_table")
+    __slots__ = ("__weakref__", "_runs", "known", "plan_table")
 
     def __init__(self, plan_table: PlanTable) -> None:
         self.plan_table = plan_table
         self._runs: Recent[RecurrentCall, RecurrentRun] = Recent(MOST_CALLS)
+        self.known: list[Known] = []
+        """The planned calls as ``torch.compile`` finds them."""
 
     def __call__(self, module: nn.RNNBase, x: object, hx: object) -> Any:
         if disturbed():
@@ -67,8 +70,15 @@ class RecurrentLayer:
             self.plan_table.refuse(problem, call.deterministic, reason)
             return RecurrentRun(problem, call.device, None, (), several)
         layer = solver.layer(problem, bound.plan.config)
-        return RecurrentRun(problem, call.device, layer, bound.slots, several)
+        run = RecurrentRun(problem, call.device, layer, bound.slots, several)
+        if self.plan_table.traced and len(self.known) < MOST_CALLS:
+            known = publish(run, call, bound.plan)
+            if known is not None and known not in self.known:
+                self.known.append(known)
+                self.plan_table.published.add(known.plans)
+        return run
 
     def forget(self) -> None:
         """Forget all resolved calls, as the plan table's plans have changed."""
         self._runs.clear()
+        self.known.clear()

@@ -13,7 +13,9 @@ from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.recurrent.autocast import OPERATORS
 from tilewise.nn.layers.recurrent.call import describe, given_of
+from tilewise.nn.layers.recurrent.dynamo import let_dynamo_trace_planned
 from tilewise.nn.layers.recurrent.layer import RecurrentLayer
+from tilewise.nn.layers.recurrent.traced import trace
 from tilewise.nn.layers.swaps import copies_itself, swapped
 from tilewise.nn.layers.weights import Weights
 
@@ -29,6 +31,7 @@ class RecurrentLayers(ModuleKind):
 
     classes = CLASSES
     under_limits = False  # torch's own choice keeps more for its backward than most limits allow
+    whole_graphs = True
     problems = "rnn"
 
     def obstacle(self, module: nn.Module) -> str:
@@ -46,6 +49,7 @@ class RecurrentLayers(ModuleKind):
 
     def layers(self, plan_table: PlanTable, weights: Weights) -> RecurrentLayer:
         """The layer of a module. Nothing is kept of its weights."""
+        let_dynamo_trace_planned()
         return RecurrentLayer(plan_table)
 
     def calls(
@@ -66,9 +70,13 @@ class RecurrentLayers(ModuleKind):
 
     def forward(self, module: Any, layers: RecurrentLayer) -> Callable[..., Any]:
         """The module's ``forward``, by plans where it still runs torch's own code."""
+        let_dynamo_trace_planned()
 
         def forward(self: Any, input: Any, hx: Any = None) -> Any:
             kind = type(self)
+            if torch.compiler.is_dynamo_compiling():
+                traced = trace(layers, self, input, hx) if _runs_torch_in_trace(self) else NotImplemented
+                return kind.forward(self, input, hx) if traced is NotImplemented else traced
             if not torch.compiler.is_compiling() and kind in OWN and not self.proj_size and _runs_torch(kind):
                 self._update_flat_weights()
                 result = layers(self, input, hx)
@@ -89,3 +97,9 @@ def _runs_torch(kind: Any) -> bool:
     forward, code = OWN[kind]
     same = kind.forward is forward and forward.__code__ is code
     return same and all(getattr(torch._VF, cell) == operator for cell, operator in OPERATORS.items())
+
+
+def _runs_torch_in_trace(module: Any) -> bool:
+    """As :func:`_runs_torch`, of what Dynamo can follow, for a module that may be of another class by now."""
+    kind = type(module)
+    return kind in CLASSES and not module.proj_size and kind.forward is OWN[kind][0]

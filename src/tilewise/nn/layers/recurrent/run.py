@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.machine import random_states
-from tilewise.machine.device import is_capturing
 from tilewise.nn.layers.bound_pass import Slot
 from tilewise.nn.layers.call import disturbed, is_plain
-from tilewise.nn.layers.recurrent.autocast import OPERATORS
+from tilewise.nn.layers.recurrent.by_torch import ByTorch, Dropped, Gradients
 from tilewise.nn.layers.recurrent.call import Given
 from tilewise.nn.layers.recurrent.saved import apart, together
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.recurrent._layers import Layer
 
 __all__ = ["RecurrentRun"]
-
-Gradients = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,14 +74,17 @@ class RecurrentRun:
     ) -> tuple[Tensor, Tensor, Tensor | None, Any, list[Tensor]]:
         """y, hn and cn without autograd; where ``keep``, also what backward takes, and the weights for it."""
         assert self.layer is not None
-        states = [h0] if c0 is None else [h0, c0]
-        x, *taken = (slot.take(t) for slot, t in zip(self.slots, (x, *states, *weights), strict=False))
-        states, taken = taken[: len(states)], taken[len(states) :]
+        x, h0, c0, *taken = self.taken(x, h0, c0, weights)
         with self._on_device():
-            y, hn, cn, saved = self.layer.forward(
-                x, states[0], None if c0 is None else states[1], taken, dropout=dropout, keep=keep
-            )
+            y, hn, cn, saved = self.layer.forward(x, h0, c0, taken, dropout=dropout, keep=keep)
         return y, hn, cn, saved, taken
+
+    def taken(self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor]) -> list[Any]:
+        """The operands as the plan expects them: x, h0, c0 and the weights."""
+        if c0 is None:
+            x, h0, *own = (slot.take(t) for slot, t in zip(self.slots, (x, h0, *weights), strict=False))
+            return [x, h0, None, *own]
+        return [slot.take(t) for slot, t in zip(self.slots, (x, h0, c0, *weights), strict=False)]
 
     def backward(
         self, saved: Any, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], needs: Sequence[bool]
@@ -111,72 +110,14 @@ class RecurrentRun:
 
         The forward is computed again, from ``tensors``: x, h0, c0 and the weights.
         """
-        again = torch.is_grad_enabled()
-        with torch.enable_grad(), torch._C._DisableAutocast(), self._on_device():
-            # Views: a tensor that stands in several places has a gradient for each.
-            leaves = [None if t is None else (t.view_as(t) if again else t.detach()) for t in tensors]
-            if not again:
-                leaves = [t if t is None else t.requires_grad_(n) for t, n in zip(leaves, needs, strict=True)]
-            with dropped.again():
-                results = self._recomputed(leaves, dropped.share)
-            wanted = [leaf for leaf, needed in zip(leaves, needs, strict=True) if needed and leaf is not None]
-            pairs = [(r, d) for r, d in zip(results, gradients, strict=True) if d is not None]
-            ends, starts = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(ends, wanted, starts, create_graph=again, allow_unused=True))
-        return tuple(next(found) if needed else None for needed in needs)
-
-    def _recomputed(self, tensors: Sequence[Tensor | None], dropout: float) -> list[Tensor]:
-        """y, hn and cn by torch's operator; layer by layer where something is dropped between them."""
         p = self.problem
-        x, h0, c0, *weights = tensors
-        layers, count = (1 if dropout else p.layers), len(weights) // p.layers
-        last: list[list[Tensor]] = []
-        for first in range(0, p.layers, layers):
-            if first:
-                x = x * torch.nn.functional.dropout(torch.ones_like(x), dropout)  # type: ignore[operator, arg-type]
-            rows = slice(first * p.directions, (first + layers) * p.directions)
-            state: Any = [None if t is None else t[rows] for t in (h0, c0)]
-            state = state[0] if c0 is None else tuple(state)
-            own = weights[first * count : (first + layers) * count]
-            both = p.directions == 2
-            x, *ends = OPERATORS[p.cell](x, state, own, p.biases, layers, 0.0, True, both, False)
-            last.append(ends)
-        assert x is not None
-        return [x, *(torch.cat(ends) for ends in zip(*last, strict=True))]
+        layer = ByTorch(p.cell, p.biases, p.layers, p.directions)
+        with torch._C._DisableAutocast(), self._on_device():
+            return layer.gradients(tensors, gradients, needs, dropped)
 
     def _on_device(self) -> Any:
         """A context in which the call's GPU is the current one."""
         return torch.cuda.device(self.device) if self.several else nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """What is dropped between layers: the share, and the generator's state before, from which it is drawn again."""
-
-    share: float
-    device: torch.device
-    state: Tensor | None
-
-    @classmethod
-    def now(cls, share: float, device: torch.device) -> Dropped:
-        """What is dropped from now on. While a CUDA graph is captured, the generator has no state to be read."""
-        if not share or is_capturing(device):
-            return cls(share, device, None)
-        return cls(share, device, random_states.state_of(device))
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Meanwhile the generator draws what it drew. Raises ``RuntimeError`` where its state is not known."""
-        if not self.share:
-            yield
-            return
-        if self.state is None:
-            raise RuntimeError(
-                "a recurrent layer with dropout that was captured in a CUDA graph has no gradients of gradients; "
-                "tilewise.restore(model) lets torch compute it"
-            )
-        with random_states.with_state(self.state, self.device):
-            yield
 
 
 class PlannedRecurrent(torch.autograd.Function):

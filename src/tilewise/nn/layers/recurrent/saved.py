@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, contiguous_format
 
-__all__ = ["apart", "together"]
+__all__ = ["apart", "apart_in_memory", "together"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,24 +19,67 @@ class _Place:
     number: int
 
 
-def apart(value: Any, tensors: list[Tensor | None]) -> Any:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _View:
+    """Stands for a view of the tensor with this number, which begins ``offset`` elements behind it."""
+
+    number: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def apart(value: Any, tensors: list[Tensor | None], *, views: bool = False) -> Any:
     """``value`` with a place for each tensor in it, which is added to ``tensors`` unless it is there.
 
-    It looks into tuples, lists and dataclasses. :func:`together` undoes it.
+    It looks into tuples, lists and dataclasses. With ``views`` a tensor that lies in the memory of another one of its
+    type is not added either: no two of those added share memory then, as an operator's results may not.
+    :func:`together` undoes it.
     """
     if isinstance(value, Tensor):
-        number = next((i for i, t in enumerate(tensors) if t is value), len(tensors))
-        if number == len(tensors):
-            tensors.append(value)
-        return _Place(number)
-    return _mapped(value, lambda each: apart(each, tensors))
+        return _placed(value, tensors, views)
+    return _mapped(value, lambda each: apart(each, tensors, views=views))
+
+
+def _placed(value: Tensor, tensors: list[Tensor | None], views: bool) -> _Place | _View:
+    """The place of a tensor, which is added where it has none."""
+    for number, t in enumerate(tensors):
+        if t is value:
+            return _Place(number)
+    for number, t in enumerate(tensors if views and value.numel() else ()):
+        if t is not None and t.dtype is value.dtype and _memory(t) == _memory(value):
+            offset = int(value.storage_offset()) - int(t.storage_offset())
+            return _View(number, tuple(value.shape), value.stride(), offset)
+    tensors.append(value)
+    return _Place(len(tensors) - 1)
+
+
+def _memory(t: Tensor) -> tuple[int, int]:
+    """Where the memory begins that ``t`` is a view of; that of an empty tensor is nobody else's."""
+    address = t.untyped_storage().data_ptr()
+    return (address, 0) if address else (0, id(t))
 
 
 def together(value: Any, tensors: Sequence[Tensor | None]) -> Any:
     """What :func:`apart` took apart, with the tensors of these places."""
     if isinstance(value, _Place):
         return tensors[value.number]
+    if isinstance(value, _View):
+        base = tensors[value.number]
+        assert base is not None
+        return base.as_strided(value.shape, value.strides, base.storage_offset() + value.offset)
     return _mapped(value, lambda each: together(each, tensors))
+
+
+def apart_in_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, dense, with copies of those that share memory: the results of an operator may not."""
+    seen: set[int] = set()
+    made: list[Tensor] = []
+    for t in tensors:
+        address = t.untyped_storage().data_ptr()
+        made.append(t.clone(memory_format=contiguous_format) if address in seen else t.contiguous())
+        seen.add(address)
+    return made
 
 
 def _mapped(value: Any, function: Any) -> Any:
