@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,18 +12,26 @@ from torch import nn
 
 from tilewise import solvers
 from tilewise.machine.recent import Recent
+from tilewise.nn.layers.bound_pass import Slot
 from tilewise.nn.layers.call import disturbed
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.recurrent.call import RecurrentCall, describe, given_of, problem_of
 from tilewise.nn.layers.recurrent.compiled import Known, publish
 from tilewise.nn.layers.recurrent.run import RecurrentRun
 from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.solvers import SolverUnavailable
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver
 
 __all__ = ["RecurrentLayer"]
 
 MOST_CALLS = 128
 """Kinds of call of which a layer remembers what runs them."""
+WIDTH = 1.25
+"""Numbers of steps, and of sequences, that share a plan differ by less than this factor."""
+MOST_PLANNED = 1024
+"""Ranges of which a plan table remembers the call that is planned for all."""
+_planned: weakref.WeakKeyDictionary[PlanTable, Recent[RecurrentCall, RecurrentCall]] = weakref.WeakKeyDictionary()
+"""For each plan table the call that is planned for a range of steps and sequences, see :func:`_range_of`."""
 
 
 class RecurrentLayer:
@@ -53,9 +64,47 @@ class RecurrentLayer:
     def resolve(self, call: RecurrentCall) -> RecurrentRun | None:
         """What runs such a call; ``None`` where it cannot be planned at this moment."""
         run = self._runs.get(call)
+        if run is not None:
+            return run
+        planned = self._planned_instead(call)
+        if planned is not None:
+            like = self.resolve(planned)
+            if like is None:
+                return None
+            run = self._bound_like(like, call)
         if run is None and self.plan_table.ready([problem_of(call)], call.deterministic, call.device):
-            run = self._runs[call] = self._made(call)
+            run = self._made(call)
+        if run is not None:
+            self._runs[call] = run
         return run
+
+    def _planned_instead(self, call: RecurrentCall) -> RecurrentCall | None:
+        """The call whose plan serves this one, too; ``None`` where this one has a plan or is the first of its range.
+
+        The first one counts before it is planned: a session plans calls that come again, and one of any length is that.
+        """
+        if self.plan_table.unplanned == "torch":
+            return None
+        calls, of_range = _calls_of(self.plan_table), _range_of(call)
+        found = calls.get(of_range)
+        if found is None:
+            calls[of_range] = call
+        if found == call or not self.plan_table.missing([problem_of(call)], call.deterministic):
+            return None
+        return found
+
+    def _bound_like(self, like: RecurrentRun, call: RecurrentCall) -> RecurrentRun | None:
+        """What runs ``call`` by the solver and config of ``like``; ``None`` where the solver does not take it."""
+        problem = problem_of(call)
+        if like.layer is None or like.solver is None or like.config is None:
+            return replace(like, problem=problem)
+        if like.solver.why_not(problem):
+            return None
+        try:
+            layer = like.solver.layer(problem, like.config)
+        except SolverUnavailable:  # planned by itself instead
+            return None
+        return replace(like, problem=problem, layer=layer, slots=tuple(Slot(problem, r) for r in problem.operands))
 
     def _made(self, call: RecurrentCall) -> RecurrentRun:
         """What runs such a call, of which the plan is bound."""
@@ -70,7 +119,7 @@ class RecurrentLayer:
             self.plan_table.refuse(problem, call.deterministic, reason)
             return RecurrentRun(problem, call.device, None, (), several)
         layer = solver.layer(problem, bound.plan.config)
-        run = RecurrentRun(problem, call.device, layer, bound.slots, several)
+        run = RecurrentRun(problem, call.device, layer, bound.slots, several, solver, bound.plan.config)
         if self.plan_table.traced and len(self.known) < MOST_CALLS:
             known = publish(run, call, bound.plan)
             if known is not None and known not in self.known:
@@ -82,3 +131,19 @@ class RecurrentLayer:
         """Forget all resolved calls, as the plan table's plans have changed."""
         self._runs.clear()
         self.known.clear()
+
+
+def _calls_of(plan_table: PlanTable) -> Recent[RecurrentCall, RecurrentCall]:
+    """The calls of a plan table that are planned for others, by their ranges."""
+    return _planned.setdefault(plan_table, Recent(MOST_PLANNED))
+
+
+def _range_of(call: RecurrentCall) -> RecurrentCall:
+    """The calls that share a plan, told by one of them: their steps and sequences differ by less than ``WIDTH``."""
+    time, batch, inputs = call.shape
+    return replace(call, shape=(_step(time), _step(batch), inputs))
+
+
+def _step(size: int) -> int:
+    """The number of the range that a size is in. Ranges do not overlap; up to 4 each size is one by itself."""
+    return size if size < 5 else 5 + int(math.log(size / 5, WIDTH) + 1e-9)

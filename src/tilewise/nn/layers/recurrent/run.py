@@ -15,8 +15,10 @@ from tilewise.nn.layers.call import disturbed, is_plain
 from tilewise.nn.layers.recurrent.by_torch import ByTorch, Dropped, Gradients
 from tilewise.nn.layers.recurrent.call import Given
 from tilewise.nn.layers.recurrent.saved import apart, together
+from tilewise.plan import Config
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.recurrent._layers import Layer
+from tilewise.solvers.recurrent._recurrent import RecurrentSolver
 
 __all__ = ["RecurrentRun"]
 
@@ -26,7 +28,7 @@ class RecurrentRun:
     """The plan that runs one kind of call, of ``problem``. ``layer`` is ``None`` where torch computes it.
 
     ``slots`` say how the plan expects x, first states and weights. ``several`` says that there is more than one GPU:
-    then that of ``device`` is made current.
+    then that of ``device`` is made current. ``solver`` and ``config`` made the layer, and may make others like it.
     """
 
     problem: RecurrentProblem
@@ -34,6 +36,8 @@ class RecurrentRun:
     layer: Layer | None
     slots: tuple[Slot, ...]
     several: bool
+    solver: RecurrentSolver | None = None
+    config: Config | None = None
 
     @property
     def planned(self) -> bool:
