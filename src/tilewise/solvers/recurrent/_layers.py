@@ -79,7 +79,7 @@ class StackedLayers:
 
     p: RecurrentProblem
     recurrence: Recurrence
-    linear: Linear = torch.nn.functional.linear
+    linear: Linear = torch._C._nn.linear
     packed: Callable[[Packing], Recurrence] | None = None
     block: int = 0
 

@@ -39,7 +39,7 @@ class AtenRnn(RecurrentSolver):
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
         """Torch's operator, and autograd's gradients of it."""
-        return _TorchLayer(p, getattr(torch._VF, p.cell))
+        return _TorchLayer(p, getattr(torch._C._VariableFunctions, p.cell))
 
 
 @dataclass(frozen=True)
