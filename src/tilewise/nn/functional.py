@@ -20,6 +20,7 @@ from tilewise.nn.layers.linear.layer import LinearLayer
 from tilewise.nn.layers.linear.run import BY_TORCH as LINEAR_BY_TORCH
 from tilewise.nn.layers.overrides import BY_TORCH
 from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.layers.recurrent.layer import RecurrentLayer
 from tilewise.nn.layers.traced import trace
 from tilewise.planner import Options, Planner
 from tilewise.settings import DefaultOptions, Settings
@@ -57,6 +58,7 @@ class Table:
     def __init__(self, plan_table: PlanTable) -> None:
         self._plan_table = plan_table
         self.linear = LinearLayer(plan_table)
+        self.recurrent = RecurrentLayer(plan_table)
         self._layers: dict[Geometry, Layer] = {}
         self._by_arguments: dict[tuple[Any, ...], Layer | None] = {}
         self._lock = threading.Lock()
@@ -83,6 +85,7 @@ class Table:
     def forget(self) -> None:
         """Let every layer look its plans up anew."""
         self.linear.forget()
+        self.recurrent.forget()
         for layer in list(self._layers.values()):
             layer.forget()
 

@@ -1,4 +1,4 @@
-"""Planning of convolutions and linear layers while it is enabled, in models that stay as they are.
+"""Planning of convolutions, linear and recurrent layers while it is enabled, in models that stay as they are.
 
 Functions of ``torch.nn.functional`` are replaced where modules and most code look them up at each call: as attributes
 of that module. ``torch.conv2d`` and its siblings stay torch's own, as does a name that was bound before by ``from
@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
+from torch import _VF as VF
 
 from tilewise.comm.agreement import several_ranks
 from tilewise.nn.arguments import settings_of, takes
@@ -22,9 +23,10 @@ from tilewise.nn.background.begin import finish
 from tilewise.nn.background.service import service
 from tilewise.nn.functional import Table
 from tilewise.nn.layers.overrides import BY_TORCH
+from tilewise.nn.layers.recurrent.autocast import OPERATORS
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.report import Report
-from tilewise.nn.script import convolutions, current, linear
+from tilewise.nn.script import convolutions, current, linear, recurrent
 from tilewise.nn.script.environment import with_variables
 from tilewise.nn.script.later import CallsToPlan, LaterRecorder
 from tilewise.nn.script.recorder import Recorder
@@ -159,6 +161,7 @@ _switching = threading.RLock()
 REPLACEMENTS: tuple[Replacement, ...] = (
     *(Replacement(F, name, BY_TORCH[name], function) for name, function in convolutions.FUNCTIONS.items()),
     Replacement(F, "linear", linear.BY_TORCH, linear.FUNCTION),
+    *(Replacement(VF, cell, OPERATORS[cell], function) for cell, function in recurrent.FUNCTIONS.items()),
 )
 """All that is replaced while planning is enabled. Another kind of function is another line here."""
 for _each in REPLACEMENTS:
@@ -175,12 +178,14 @@ def enabled(
 ) -> Session:
     """Plan ``F.conv1d`` to ``F.conv_transpose3d`` and ``F.linear`` within a ``with`` block, in any model and thread.
 
+    So are ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, whose functions in ``torch._VF`` are replaced as well.
+
     The first step is computed by torch and its calls recorded. When a call comes again all of them are planned, with
     the gradients that they need, and from then on they run by plan where that is faster. Shapes that appear later are
     recorded and planned at their repeat in the same way. A problem for which no plan keeps ``workspace`` is left to
-    torch, and so are linear layers under such a limit. What was recorded is planned in the background, in turns as a
-    step begins; with ``wait=True`` at once. Then a few steps run by torch among the planned ones, and what is faster is
-    kept, as ``goal`` says.
+    torch, and so are linear and recurrent layers under such a limit. What was recorded is planned in the background, in
+    turns as a step begins; with ``wait=True`` at once. Then a few steps run by torch among the planned ones, and what
+    is faster is kept, as ``goal`` says.
 
     Options, each by keyword. Where one is not given, its environment variable says, ``TILEWISE_WORKSPACE`` and so on,
     and else the default:

@@ -15,8 +15,8 @@ from tilewise.problems.recurrent.tensors import GATES
 
 __all__ = ["OPERATORS", "is_on", "lower_type"]
 
-OPERATORS = {cell: getattr(torch._VF, cell) for cell in GATES}
-"""torch's own functions, as they are when this file is imported."""
+OPERATORS = {cell: getattr(torch._C._VariableFunctions, cell) for cell in GATES}
+"""torch's own functions, whatever stands in their place in ``torch._VF``."""
 LOWER = (torch.float16, torch.bfloat16)
 MOST_ANSWERS = 64
 """Cells, devices and settings for which torch's answer is kept."""

@@ -17,7 +17,7 @@ from tilewise.problems.base import DTYPE_NAMES
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.problems.recurrent.tensors import GATES
 
-__all__ = ["Given", "RecurrentCall", "describe", "given_of", "problem_of"]
+__all__ = ["Arguments", "Given", "RecurrentCall", "describe", "given_of", "problem_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,42 @@ class RecurrentCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Arguments:
+    """What torch's function of a ``mode`` (``LSTM``, ``RNN_TANH``) was called with, as attributes of a module."""
+
+    mode: str
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    bias: bool
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+    training: bool
+    _flat_weights: list[Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        cell: str,
+        weights: Sequence[Tensor],
+        biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        both: bool,
+        batch_first: bool,
+    ) -> Arguments | str:
+        """Those of a call of torch's function for ``cell``, or why it is left to torch."""
+        if len(weights) != layers * (2 if both else 1) * (4 if biases else 2):
+            return "called with weights of projections"
+        if any(w.dim() != 2 for w in weights[:2]):
+            return "called with sizes that do not fit"
+        inputs, hidden = weights[0].shape[1], weights[1].shape[1]
+        return cls(cell.upper(), inputs, hidden, layers, biases, batch_first, dropout, both, train, list(weights))
+
+
+@dataclass(frozen=True, slots=True)
 class Given:
     """The tensors of one call of ``module``, as views of what it was called with.
 
@@ -50,7 +86,7 @@ class Given:
     the batch. ``dtype`` is the type in which it is computed: that of the tensors, or the one that autocast casts to.
     """
 
-    module: nn.RNNBase
+    module: nn.RNNBase | Arguments
     x: Tensor
     h0: Tensor | None
     c0: Tensor | None
@@ -85,7 +121,7 @@ class Given:
         return replace(self, x=x, h0=h0, c0=c0, weights=tuple(weights))
 
 
-def given_of(module: nn.RNNBase, x: object, hx: object) -> Given | str:
+def given_of(module: nn.RNNBase | Arguments, x: object, hx: object) -> Given | str:
     """The tensors of the call ``module(x, hx)``, or why it is left to torch."""
     if isinstance(x, PackedSequence):
         return "called with a packed sequence, whose sequences end at different steps"
@@ -107,14 +143,14 @@ def given_of(module: nn.RNNBase, x: object, hx: object) -> Given | str:
     return Given(module, first, h0, c0, weights, batched, lower or first.dtype)
 
 
-def _states(module: nn.RNNBase, hx: Any) -> Sequence[Any]:
+def _states(module: nn.RNNBase | Arguments, hx: Any) -> Sequence[Any]:
     """The first states that were given."""
     if hx is None:
         return ()
     return hx if module.mode == "LSTM" and isinstance(hx, tuple | list) else (hx,)
 
 
-def _why_torchs(module: nn.RNNBase, given: list[Tensor]) -> str:
+def _why_torchs(module: nn.RNNBase | Arguments, given: list[Tensor]) -> str:
     """Why the call with these plain tensors is left to torch; empty where it may be planned."""
     x = given[0]
     if x.device.type not in ("cpu", "cuda") or any(t.device != x.device for t in given):
@@ -129,7 +165,7 @@ def _why_torchs(module: nn.RNNBase, given: list[Tensor]) -> str:
     return ""
 
 
-def _why_types_are_torchs(module: nn.RNNBase, given: list[Tensor]) -> str:
+def _why_types_are_torchs(module: nn.RNNBase | Arguments, given: list[Tensor]) -> str:
     """Why the call is left to torch for the types of its tensors; empty where it may be planned."""
     x = given[0]
     if is_on(x.device.type):
@@ -143,7 +179,7 @@ def _why_types_are_torchs(module: nn.RNNBase, given: list[Tensor]) -> str:
     return ""
 
 
-def _shapes(module: nn.RNNBase, x: Tensor, count: int) -> list[tuple[int, ...]]:
+def _shapes(module: nn.RNNBase | Arguments, x: Tensor, count: int) -> list[tuple[int, ...]]:
     """The shapes that torch's forward takes beside ``x`` where ``count`` tensors are given."""
     directions = 2 if module.bidirectional else 1
     hidden, rows = module.hidden_size, GATES[module.mode.lower()] * module.hidden_size

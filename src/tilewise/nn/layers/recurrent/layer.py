@@ -48,6 +48,10 @@ class RecurrentLayer:
         self.known: list[Known] = []
         """The planned calls as ``torch.compile`` finds them."""
 
+    def knows(self, call: RecurrentCall) -> bool:
+        """Whether it has met such a call, or one whose plan serves it, too."""
+        return call in self._runs or _calls_of(self.plan_table).get(_range_of(call)) in self._runs
+
     def __call__(self, module: nn.RNNBase, x: object, hx: object) -> Any:
         if disturbed():
             return NotImplemented

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
+from tilewise.nn.layers.overrides import stand_ins
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.recurrent.autocast import OPERATORS
 from tilewise.nn.layers.recurrent.call import describe, given_of
@@ -96,7 +97,13 @@ def _runs_torch(kind: Any) -> bool:
     """Whether modules of this class run torch's own code and functions."""
     forward, code = OWN[kind]
     same = kind.forward is forward and forward.__code__ is code
-    return same and all(getattr(torch._VF, cell) == operator for cell, operator in OPERATORS.items())
+    return same and all(_is_torchs(cell) for cell in OPERATORS)
+
+
+def _is_torchs(cell: str) -> bool:
+    """Whether torch's function for ``cell`` is there, or what stands in for it and computes the same."""
+    found = getattr(torch._VF, cell)
+    return found == OPERATORS[cell] or any(found is function for function in stand_ins(cell))
 
 
 def _runs_torch_in_trace(module: Any) -> bool:
