@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.nn.recurrent_plans import CLASSES, close, flat, forced, with_gradients
 from torch import Tensor, nn
-from torch.nn.utils import rnn as sequences
 
 from tilewise.nn.layers.recurrent.call import describe, given_of
 from tilewise.nn.layers.recurrent.saved import apart, together
@@ -219,7 +218,6 @@ class Marked(Tensor):
 
 
 def left_to_torch() -> Iterator[tuple[str, Callable[[nn.RNNBase, Tensor], Any]]]:
-    yield "packed", lambda m, x: m(sequences.pack_padded_sequence(x, [5, 3]))[0].data
     yield "float64", lambda m, x: copy.deepcopy(m).double()(x.double())[0]
     yield "subclass", lambda m, x: m(x.as_subclass(Marked))[0].as_subclass(Tensor)
     yield "torch.func", lambda m, x: torch.func.grad(lambda x: m(x)[0].sum())(x)

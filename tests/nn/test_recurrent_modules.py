@@ -11,7 +11,6 @@ import pytest
 import torch
 from tests.nn.recurrent_plans import CLASSES, close, flat, forced
 from torch import Tensor, nn
-from torch.nn.utils import rnn as sequences
 
 import tilewise
 from tilewise.nn.layers.kinds import is_planned, kind_of
@@ -167,18 +166,18 @@ def test_what_was_changed_is_left_alone(kind: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_calls_of_reasons_are_reported(tmp_path: Path) -> None:
-    class Packed(nn.Module):
+    class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rnn = nn.RNN(3, 4)
+            self.rnn = nn.RNN(3, 4).double()
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.rnn(sequences.pack_padded_sequence(x, [5, 3]))[0].data
+            y: Tensor = self.rnn(x.double())[0]
             return y
 
-    net = Packed()
+    net = Wide()
     optimized(net, torch.randn(5, 2, 3), tmp_path)
-    assert "packed sequence" in tilewise.nn.report(net).layers[0].reason
+    assert "computes in torch.float64" in tilewise.nn.report(net).layers[0].reason
 
 
 def test_hooks_see_the_planned_result(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def spans_of(time: int, batch: int, packing: Packing | None, block: int) -> list
 class KeptSteps:
     """What a backward takes: each span in the order of the forward, with the states that it began with.
 
+    The first span began with the first states, which whoever keeps this has: ``firsts`` are those of the others.
     ``saved`` is what its recurrence kept; nothing where its steps are computed again.
     """
 
@@ -95,8 +96,8 @@ class Direction:
             first = h[: span.count], None if c is None else c[: span.count]
             hn, cn, saved = self._steps(span, first, x, weights, y[span.part], keep=keep and whole)
             if keep:
+                kept.firsts += [first] if kept.spans else []
                 kept.spans.append(span)
-                kept.firsts.append(first)
                 kept.saved += [saved] if whole else []
             del saved  # before the next span has its own
             h, c = _carried(hn, h), None if cn is None else _carried(cn, c)
@@ -114,8 +115,8 @@ class Direction:
         return self.recurrence(span.packing).forward(gx, u, b_n, *first, y, reverse=self.reverse, keep=keep)
 
     def backward(
-        self, kept: KeptSteps, x: Tensor, weights: Sequence[Tensor], y: Tensor, dy: Tensor, dhn: Tensor | None,
-        dcn: Tensor | None, dx: Tensor | None, needs: Sequence[bool],
+        self, kept: KeptSteps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], y: Tensor,
+        dy: Tensor, dhn: Tensor | None, dcn: Tensor | None, dx: Tensor | None, needs: Sequence[bool],
     ) -> tuple[Tensor | None, Tensor, Tensor | None, list[Tensor | None]]:  # fmt: skip
         """The gradients of x, h0, c0 and the weights.
 
@@ -127,8 +128,9 @@ class Direction:
         batch = max(span.count for span in kept.spans)
         for place in reversed(range(len(kept.spans))):
             span = kept.spans[place]
+            first = kept.firsts[place - 1] if place else (h0[: span.count], None if c0 is None else c0[: span.count])
             last_h, last_c = (None if end is None else end[: span.count].contiguous() for end in (dh, dc))
-            d_x, d_h, d_c = self._steps_back(kept, place, x, weights, y, dy, last_h, last_c, dx, needs, sums)
+            d_x, d_h, d_c = self._steps_back(kept, place, first, x, weights, y, dy, last_h, last_c, dx, needs, sums)
             dh = _carried(d_h, _zeros(d_h, batch) if dh is None else dh)
             dc = None if d_c is None else _carried(d_c, _zeros(d_c, batch) if dc is None else dc)
             parts += [] if d_x is None else [(span, d_x)]
@@ -137,11 +139,12 @@ class Direction:
         return self._joined(parts, x, dx), dh, dc, found
 
     def _steps_back(
-        self, kept: KeptSteps, place: int, x: Tensor, weights: Sequence[Tensor], y: Tensor, dy: Tensor,
-        dhn: Tensor | None, dcn: Tensor | None, dx: Tensor | None, needs: Sequence[bool], sums: list[Tensor | None],
+        self, kept: KeptSteps, place: int, first: tuple[Tensor, Tensor | None], x: Tensor, weights: Sequence[Tensor],
+        y: Tensor, dy: Tensor, dhn: Tensor | None, dcn: Tensor | None, dx: Tensor | None, needs: Sequence[bool],
+        sums: list[Tensor | None],
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         """The gradients of a span's x, first h and first c. Those of the weights are added to ``sums``."""
-        span, first, own = kept.spans[place], kept.firsts[place], y[kept.spans[place].part]
+        span, own = kept.spans[place], y[kept.spans[place].part]
         w, u, *biases = weights
         if kept.saved:
             saved = kept.saved[place]

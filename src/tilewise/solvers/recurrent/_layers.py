@@ -148,7 +148,8 @@ class StackedLayers:
                     last_h, last_c = (None if end is None else end[index] for end in (dhn, dcn))
                     needed = layer > 0 or needs[0], *needs[3:][places]
                     dx, dh, dc, gradients[places] = self._direction(index).backward(
-                        kept.steps[index], kept.inputs[layer], weights[places], halves[direction], dhalf, last_h,
+                        kept.steps[index], kept.inputs[layer], kept.h0[index],
+                        None if kept.c0 is None else kept.c0[index], weights[places], halves[direction], dhalf, last_h,
                         last_c, dx, needed,
                     )  # fmt: skip
                     dh0[index].copy_(dh)

@@ -51,12 +51,16 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class ByTorch:
-    """A recurrent layer as torch's operator computes it, of any sizes. ``tensors`` are x, h0, c0 and the weights."""
+    """A recurrent layer as torch's operator computes it, of any sizes. ``tensors`` are x, h0, c0 and the weights.
+
+    ``sizes`` are the rows of each step of a packed batch.
+    """
 
     cell: str
     biases: bool
     layers: int
     directions: int
+    sizes: Tensor | None = None
 
     def results(self, tensors: Sequence[Tensor | None], dropout: float) -> list[Tensor]:
         """y, hn and cn; layer by layer where something is dropped between them, so that it can be dropped again."""
@@ -70,9 +74,11 @@ class ByTorch:
             state: Any = [None if t is None else t[rows] for t in (h0, c0)]
             state = state[0] if c0 is None else tuple(state)
             own = weights[first * count : (first + layers) * count]
-            x, *ends = OPERATORS[self.cell](
-                x, state, own, self.biases, layers, 0.0, torch.is_grad_enabled(), self.directions == 2, False
-            )
+            options = own, self.biases, layers, 0.0, torch.is_grad_enabled(), self.directions == 2
+            if self.sizes is None:
+                x, *ends = OPERATORS[self.cell](x, state, *options, False)
+            else:
+                x, *ends = OPERATORS[self.cell](x, self.sizes, state, *options)
             last.append(ends)
         assert x is not None
         return [x, *(ends[0] if len(ends) == 1 else torch.cat(ends) for ends in zip(*last, strict=True))]

@@ -14,6 +14,7 @@ from tilewise.machine.device import device_name, recurrent_precision
 from tilewise.nn.layers.call import is_plain
 from tilewise.nn.layers.recurrent.autocast import is_on, lower_type
 from tilewise.problems.base import DTYPE_NAMES
+from tilewise.problems.recurrent.packing import Packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.problems.recurrent.tensors import GATES
 
@@ -25,7 +26,7 @@ class RecurrentCall:
     """One call of a recurrent layer, as far as plans depend on it.
 
     ``shape`` is the input's with the time first: (time, batch, inputs). ``needs`` says whether any tensor needs a
-    gradient: forward and backward are one problem then.
+    gradient: forward and backward are one problem then. ``packed`` is the sum of all lengths of a packed batch, else 0.
     """
 
     cell: str
@@ -39,6 +40,7 @@ class RecurrentCall:
     needs: tuple[bool, ...]
     deterministic: bool
     precision: str
+    packed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Given:
     ``x`` is (time, batch, inputs). ``h0`` and ``c0`` (layers * directions, batch, hidden) are ``None`` for zeros, and
     ``c0`` for cells without one. ``weights`` are in torch's flat order. ``batched`` says that the input had an axis for
     the batch. ``dtype`` is the type in which it is computed: that of the tensors, or the one that autocast casts to.
+
+    Of a packed ``source`` ``x`` are the data (rows, inputs), with this ``packing``, and states are in its order.
     """
 
     module: nn.RNNBase | Arguments
@@ -93,6 +97,8 @@ class Given:
     weights: tuple[Tensor, ...]
     batched: bool
     dtype: torch.dtype
+    packing: Packing | None = None
+    source: PackedSequence | None = None
 
     @property
     def cell(self) -> str:
@@ -124,7 +130,7 @@ class Given:
 def given_of(module: nn.RNNBase | Arguments, x: object, hx: object) -> Given | str:
     """The tensors of the call ``module(x, hx)``, or why it is left to torch."""
     if isinstance(x, PackedSequence):
-        return "called with a packed sequence, whose sequences end at different steps"
+        return _given_packed(module, x, hx)
     weights: tuple[Any, ...] = tuple(module._flat_weights)
     given: list[Any] = [x, *_states(module, hx), *weights]
     if not all(is_plain(t) for t in given):
@@ -143,6 +149,32 @@ def given_of(module: nn.RNNBase | Arguments, x: object, hx: object) -> Given | s
     return Given(module, first, h0, c0, weights, batched, lower or first.dtype)
 
 
+def _given_packed(module: nn.RNNBase | Arguments, x: PackedSequence, hx: object) -> Given | str:
+    """As :func:`given_of`, for sequences that end at different steps."""
+    weights: tuple[Any, ...] = tuple(module._flat_weights)
+    given: list[Any] = [x.data, *_states(module, hx), *weights]
+    if not all(is_plain(t) for t in (*given, x.batch_sizes)):
+        return "called with a tensor of a class of its own, or with something else in a tensor's place"
+    reason = _why_devices_are_torchs(given) or _why_types_are_torchs(module, given)
+    if reason:
+        return reason
+    try:
+        packing = Packing.of(x.batch_sizes, len(x.data))
+    except ValueError as error:
+        return f"called with a packed sequence that is none: {error}"
+    shapes = _weights_and_states(module, (packing.batch,), len(given))
+    if x.data.dim() != 2 or [tuple(t.shape) for t in given] != [(packing.rows, module.input_size), *shapes]:
+        return "called with sizes that do not fit"
+    if any(t.numel() == 0 for t in given):
+        return "called with an empty tensor"
+    states = given[1 : len(given) - len(weights)]
+    if x.sorted_indices is not None:
+        states = [state.index_select(1, x.sorted_indices) for state in states]
+    h0, c0 = (*states, None, None)[:2]
+    lower = lower_type(module.mode.lower(), x.data.device) if is_on(x.data.device.type) else None
+    return Given(module, x.data, h0, c0, weights, True, lower or x.data.dtype, packing, x)
+
+
 def _states(module: nn.RNNBase | Arguments, hx: Any) -> Sequence[Any]:
     """The first states that were given."""
     if hx is None:
@@ -153,15 +185,21 @@ def _states(module: nn.RNNBase | Arguments, hx: Any) -> Sequence[Any]:
 def _why_torchs(module: nn.RNNBase | Arguments, given: list[Tensor]) -> str:
     """Why the call with these plain tensors is left to torch; empty where it may be planned."""
     x = given[0]
-    if x.device.type not in ("cpu", "cuda") or any(t.device != x.device for t in given):
-        return "called with tensors on several devices, or on one that is neither a CPU nor CUDA"
-    reason = _why_types_are_torchs(module, given)
+    reason = _why_devices_are_torchs(given) or _why_types_are_torchs(module, given)
     if reason:
         return reason
     if x.dim() not in (2, 3) or [tuple(t.shape) for t in given] != _shapes(module, x, len(given)):
         return "called with sizes that do not fit"
     if any(t.numel() == 0 for t in given):
         return "called with an empty tensor"
+    return ""
+
+
+def _why_devices_are_torchs(given: list[Tensor]) -> str:
+    """Why the call is left to torch for the devices of its tensors; empty where it may be planned."""
+    device = given[0].device
+    if device.type not in ("cpu", "cuda") or any(t.device != device for t in given):
+        return "called with tensors on several devices, or on one that is neither a CPU nor CUDA"
     return ""
 
 
@@ -180,10 +218,15 @@ def _why_types_are_torchs(module: nn.RNNBase | Arguments, given: list[Tensor]) -
 
 
 def _shapes(module: nn.RNNBase | Arguments, x: Tensor, count: int) -> list[tuple[int, ...]]:
-    """The shapes that torch's forward takes beside ``x`` where ``count`` tensors are given."""
+    """The shapes that torch's forward takes with ``x`` where ``count`` tensors are given."""
+    batch = x.shape[:-2] if x.dim() == 2 else (x.shape[0 if module.batch_first else 1],)
+    return [(*x.shape[:-1], module.input_size), *_weights_and_states(module, batch, count)]
+
+
+def _weights_and_states(module: nn.RNNBase | Arguments, batch: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """The shapes of first states, where they are among ``count`` tensors beside the input, and of the weights."""
     directions = 2 if module.bidirectional else 1
     hidden, rows = module.hidden_size, GATES[module.mode.lower()] * module.hidden_size
-    batch = x.shape[:-2] if x.dim() == 2 else (x.shape[0 if module.batch_first else 1],)
     state = (module.num_layers * directions, *batch, hidden)
     weights: list[tuple[int, ...]] = []
     for layer in range(module.num_layers):
@@ -191,15 +234,16 @@ def _shapes(module: nn.RNNBase | Arguments, x: Tensor, count: int) -> list[tuple
         weights += [(rows, columns), (rows, hidden), *([(rows,)] * 2 if module.bias else [])] * directions
     states = 2 if module.mode == "LSTM" else 1
     given_states = [state] * states if count > 1 + len(weights) else []
-    return [(*x.shape[:-1], module.input_size), *given_states, *weights]
+    return [*given_states, *weights]
 
 
 def describe(given: Given) -> RecurrentCall:
     """The call of these tensors."""
-    module, x = given.module, given.x
+    module, x, packing = given.module, given.x, given.packing
     return RecurrentCall(
         cell=given.cell,
-        shape=tuple(x.shape),
+        shape=tuple(x.shape) if packing is None else (packing.time, packing.batch, x.shape[1]),
+        packed=0 if packing is None else packing.rows,
         hidden=module.hidden_size,
         layers=module.num_layers,
         directions=2 if module.bidirectional else 1,
@@ -224,6 +268,7 @@ def problem_of(call: RecurrentCall) -> RecurrentProblem:
         call.layers,
         call.directions,
         call.biases,
+        call.packed,
         task="training" if any(call.needs) else "inference",
         dtype=DTYPE_NAMES[call.dtype],
         precision=call.precision,

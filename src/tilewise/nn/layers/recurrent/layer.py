@@ -102,13 +102,16 @@ class RecurrentLayer:
         problem = problem_of(call)
         if like.layer is None or like.solver is None or like.config is None:
             return replace(like, problem=problem)
+        slots = tuple(Slot(problem, role) for role in problem.operands)
+        if problem.packed and problem.batch == like.problem.batch:
+            return replace(like, problem=problem, slots=slots)  # a layer takes any lengths
         if like.solver.why_not(problem):
             return None
         try:
             layer = like.solver.layer(problem, like.config)
         except SolverUnavailable:  # planned by itself instead
             return None
-        return replace(like, problem=problem, layer=layer, slots=tuple(Slot(problem, r) for r in problem.operands))
+        return replace(like, problem=problem, layer=layer, slots=slots)
 
     def _made(self, call: RecurrentCall) -> RecurrentRun:
         """What runs such a call, of which the plan is bound."""
@@ -124,7 +127,7 @@ class RecurrentLayer:
             return RecurrentRun(problem, call.device, None, (), several)
         layer = solver.layer(problem, bound.plan.config)
         run = RecurrentRun(problem, call.device, layer, bound.slots, several, solver, bound.plan.config)
-        if self.plan_table.traced and len(self.known) < MOST_CALLS:
+        if self.plan_table.traced and not call.packed and len(self.known) < MOST_CALLS:
             known = publish(run, call, bound.plan)
             if known is not None and known not in self.known:
                 self.known.append(known)
@@ -143,9 +146,12 @@ def _calls_of(plan_table: PlanTable) -> Recent[RecurrentCall, RecurrentCall]:
 
 
 def _range_of(call: RecurrentCall) -> RecurrentCall:
-    """The calls that share a plan, told by one of them: their steps and sequences differ by less than ``WIDTH``."""
+    """The calls that share a plan, told by one of them: their steps and sequences differ by less than ``WIDTH``.
+
+    So do the rows of packed batches.
+    """
     time, batch, inputs = call.shape
-    return replace(call, shape=(_step(time), _step(batch), inputs))
+    return replace(call, shape=(_step(time), _step(batch), inputs), packed=_step(call.packed) if call.packed else 0)
 
 
 def _step(size: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from tilewise.nn.layers.bound_pass import Slot
 from tilewise.nn.layers.call import disturbed, is_plain
@@ -16,6 +17,7 @@ from tilewise.nn.layers.recurrent.by_torch import ByTorch, Dropped, Gradients
 from tilewise.nn.layers.recurrent.call import Given
 from tilewise.nn.layers.recurrent.saved import apart, together
 from tilewise.plan import Config
+from tilewise.problems.recurrent.packing import Packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.recurrent._layers import Layer
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver
@@ -59,10 +61,12 @@ class RecurrentRun:
         if self.problem.cell == "lstm" and c0 is None:
             c0 = self._state(x)
         if self.problem.task == "training":
-            y, *last = PlannedRecurrent.apply(self, given.dropout, x, h0, c0, *given.weights)  # type: ignore[no-untyped-call]
+            y, *last = PlannedRecurrent.apply(self, given.dropout, given.packing, x, h0, c0, *given.weights)  # type: ignore[no-untyped-call]
         else:
-            y, hn, cn, _, _ = self.forward(given.dropout, x, h0, c0, given.weights, keep=False)
+            y, hn, cn, _, _ = self.forward(given.dropout, x, h0, c0, given.weights, given.packing, keep=False)
             last = [hn] if cn is None else [hn, cn]
+        if given.source is not None:
+            return _packed_again(y, last, given.source)
         if not given.batched:
             y, last = y.squeeze(1), [state.squeeze(1) for state in last]
         elif module.batch_first:
@@ -74,13 +78,21 @@ class RecurrentRun:
         return torch.zeros(self.problem.shape("h0"), dtype=x.dtype, device=x.device)
 
     def forward(
-        self, dropout: float, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *, keep: bool
+        self,
+        dropout: float,
+        x: Tensor,
+        h0: Tensor,
+        c0: Tensor | None,
+        weights: Sequence[Tensor],
+        packing: Packing | None = None,
+        *,
+        keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Any, list[Tensor]]:
         """y, hn and cn without autograd; where ``keep``, also what backward takes, and the weights for it."""
         assert self.layer is not None
         x, h0, c0, *taken = self.taken(x, h0, c0, weights)
         with self._on_device():
-            y, hn, cn, saved = self.layer.forward(x, h0, c0, taken, dropout=dropout, keep=keep)
+            y, hn, cn, saved = self.layer.forward(x, h0, c0, taken, dropout=dropout, packing=packing, keep=keep)
         return y, hn, cn, saved, taken
 
     def taken(self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor]) -> list[Any]:
@@ -109,13 +121,14 @@ class RecurrentRun:
         gradients: Sequence[Tensor | None],
         needs: Sequence[bool],
         dropped: Dropped,
+        packing: Packing | None = None,
     ) -> Gradients:
         """As :meth:`backward`, by torch's operators, whose gradients have gradients themselves.
 
         The forward is computed again, from ``tensors``: x, h0, c0 and the weights.
         """
         p = self.problem
-        layer = ByTorch(p.cell, p.biases, p.layers, p.directions)
+        layer = ByTorch(p.cell, p.biases, p.layers, p.directions, None if packing is None else packing.sizes)
         with torch._C._DisableAutocast(), self._on_device():
             return layer.gradients(tensors, gradients, needs, dropped)
 
@@ -124,16 +137,31 @@ class RecurrentRun:
         return torch.cuda.device(self.device) if self.several else nullcontext()
 
 
+def _packed_again(y: Tensor, last: list[Tensor], source: PackedSequence) -> Any:
+    """Results of a packed batch as a module returns them: y packed as ``source``, and states in the caller's order."""
+    order = source.unsorted_indices
+    states = last if order is None else [state.index_select(1, order) for state in last]
+    packed = PackedSequence(y, source.batch_sizes, source.sorted_indices, order)
+    return packed, tuple(states) if len(states) > 1 else states[0]
+
+
 class PlannedRecurrent(torch.autograd.Function):
     """A recurrent layer whose forward and backward run by one plan."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: RecurrentRun, dropout: float, x: Tensor, h0: Tensor, c0: Tensor | None, *weights: Tensor
+        ctx: Any,
+        run: RecurrentRun,
+        dropout: float,
+        packing: Packing | None,
+        x: Tensor,
+        h0: Tensor,
+        c0: Tensor | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.recurrent_run, ctx.dropped = run, Dropped.now(dropout, run.device)
-        y, hn, cn, saved, taken = run.forward(dropout, x, h0, c0, weights, keep=True)
+        ctx.recurrent_run, ctx.packing, ctx.dropped = run, packing, Dropped.now(dropout, run.device)
+        y, hn, cn, saved, taken = run.forward(dropout, x, h0, c0, weights, packing, keep=True)
         tensors: list[Tensor | None] = [x, h0, c0, *weights]
         ctx.kept = apart((saved, taken), tensors)
         ctx.save_for_backward(*tensors)
@@ -145,9 +173,9 @@ class PlannedRecurrent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         run: RecurrentRun = ctx.recurrent_run
-        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        tensors, needs, nothing = ctx.saved_tensors, ctx.needs_input_grad[3:], (None, None, None)
         plain = all(d is None or (is_plain(d) and d.dtype is tensors[0].dtype) for d in gradients)
         if torch.is_grad_enabled() or not plain or disturbed():
-            return None, None, *run.by_torch(tensors[: len(needs)], gradients, needs, ctx.dropped)
+            return *nothing, *run.by_torch(tensors[: len(needs)], gradients, needs, ctx.dropped, ctx.packing)
         saved, weights = together(ctx.kept, tensors)
-        return None, None, *run.backward(saved, weights, gradients, needs)
+        return *nothing, *run.backward(saved, weights, gradients, needs)

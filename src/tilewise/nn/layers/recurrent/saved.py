@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, contiguous_format
 
+from tilewise.problems.recurrent.packing import Packing
+
 __all__ = ["apart", "apart_in_memory", "together"]
 
 
@@ -83,7 +85,12 @@ def apart_in_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _mapped(value: Any, function: Any) -> Any:
-    """A copy of a tuple, list or dataclass with ``function`` of each entry; anything else itself."""
+    """A copy of a tuple, list or dataclass with ``function`` of each entry; anything else itself.
+
+    A packing is no tensor of a layer: it stays as it is.
+    """
+    if isinstance(value, Packing):
+        return value
     if isinstance(value, list):
         return [function(each) for each in value]
     if isinstance(value, tuple):
