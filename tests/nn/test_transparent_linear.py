@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from tests.nn.thin import Thin
+from tests.nn.product_plans import Thin
 from tests.sampling import some
 from torch import nn
 
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(32, 2)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
         self.first = nn.Linear(32, 48)
         self.last = nn.Linear(48, 32, bias=False)
 

@@ -221,8 +221,8 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
     ``input`` is (..., in_features), ``weight`` (out_features, in_features) and ``bias`` (out_features); the result is
     (..., out_features). A call with gradients is three products: the forward and the gradients of input and weight.
-    Sizes seen for the first time are planned on sight, under the options of :func:`set_defaults`. Calls under autocast,
-    within ``torch.compile``, and with tensors that are not contiguous are torch's own.
+    Sizes seen for the first time are planned on sight, under the options of :func:`set_defaults`. Under autocast the
+    tensors are cast as torch casts them. Calls within ``torch.compile`` are torch's own.
 
     Raises what torch raises for its arguments, and ``NoPlanError`` when no solver keeps a memory limit. For example
     ``linear(torch.ones(2, 3), torch.ones(4, 3)).shape`` is (2, 4).

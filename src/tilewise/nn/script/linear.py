@@ -22,7 +22,7 @@ LIMITED = "is planned without memory limits alone"
 
 
 class LinearSite(OneWeight, LinearLayer):
-    """A linear layer as used with one weight."""
+    """A linear layer as used with one weight, with inner layers of its own."""
 
     plan_table: Recorder
     function = "linear"

@@ -11,11 +11,13 @@ from torch.autograd import forward_ad
 
 from tilewise.machine.device import matmul_precision
 from tilewise.machine.recent import Recent
-from tilewise.nn.layers.call import disturbed, function_mode_watches, is_plain
+from tilewise.nn.layers.call import autocast_dtype, disturbed, function_mode_watches, is_plain
 from tilewise.nn.layers.layer import guard_of
 from tilewise.nn.layers.linear.call import LinearCall, describe, problems_of
-from tilewise.nn.layers.linear.run import LinearRun
+from tilewise.nn.layers.linear.casts import Change
+from tilewise.nn.layers.linear.run import BY_TORCH, LinearRun
 from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.problems.base import ALIGNMENT
 from tilewise.problems.gemm.problem import GemmProblem
 
 __all__ = ["Entry", "LinearLayer"]
@@ -24,16 +26,25 @@ MOST_CALLS = 128
 """Kinds of call of which a layer remembers what runs them."""
 
 
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
 @dataclass(slots=True)
 class Entry:
-    """A kind of call and what runs it, ``None`` for torch. ``guard`` is that of the tensors."""
+    """A kind of call and what runs it, ``None`` for torch. ``guard`` is that of the tensors.
 
-    run: LinearRun | None
+    ``misaligned`` has the bits of an address that must be 0. ``autocast`` is ``None`` where autocast is off.
+    """
+
+    run: Run | None
     guard: Callable[..., bool]
     has_bias: bool
     grad: bool
     deterministic: bool
     precision: str | None
+    misaligned: int
+    autocast: torch.dtype | None
+    device_type: str
 
     def is_like(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> bool:
         """Whether a call is of this kind, as torch is set now."""
@@ -42,23 +53,40 @@ class Entry:
             and torch.is_grad_enabled() is self.grad
             and torch._C._get_deterministic_algorithms() is self.deterministic
             and forward_ad._current_level < 0
+            and (not self.misaligned or not (x.data_ptr() | w.data_ptr()) & self.misaligned)
             and (self.precision is None or matmul_precision() == self.precision)
+            and (self.autocast is None or torch.get_autocast_dtype(self.device_type) is self.autocast)
             and not (torch._C._is_torch_function_mode_enabled() and function_mode_watches())
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A call that becomes one of ``layer`` by a ``change`` of its tensors."""
+
+    layer: LinearLayer
+    change: Change
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        x, w, b = self.change(x, w, b)
+        with torch._C._DisableAutocast():
+            y = self.layer(x, w, b)
+            return BY_TORCH(x, w, b) if y is NotImplemented else y  # type: ignore[no-any-return]
 
 
 class LinearLayer:
     """Linear layers with plans in one table: ``layer(x, w, b)`` is the result, or ``NotImplemented`` for torch's.
 
-    Copies of a module share it. It holds no tensor.
+    Copies of a module share it. It holds no tensor. ``latest`` is the entry of the latest call.
     """
 
-    __slots__ = ("__weakref__", "_entries", "_runs", "latest", "plan_table")
+    __slots__ = ("__weakref__", "_entries", "_inner", "_runs", "latest", "plan_table")
 
     def __init__(self, plan_table: PlanTable) -> None:
         self.plan_table = plan_table
         self._runs: Recent[LinearCall, LinearRun] = Recent(MOST_CALLS)
         self._entries: Recent[LinearCall, Entry] = Recent(MOST_CALLS)
+        self._inner: dict[Change, LinearLayer] = {}
         self.latest: Entry | None = None
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
@@ -72,32 +100,54 @@ class LinearLayer:
 
     def find(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
         """The entry of this call; ``None`` where it is left to torch or cannot be planned at this moment."""
-        call = None if torch.compiler.is_compiling() or disturbed() else describe(x, w, b)
+        if disturbed():
+            self.leave(x, w, b)
+            return None
+        call = describe(x, w, b)
         if call is None:
             self.leave(x, w, b)
-            return left(x, w, b)
-        return self._entry(call, x, w, b)
+            plain = is_plain(x) and is_plain(w) and (b is None or is_plain(b))
+            return _entry_of(None, x, w, b) if plain else None  # need not be asked again
+        entry = self._entries.get(call)
+        if entry is None or not entry.is_like(x, w, b):
+            entry = self._enter(call, x, w, b)
+            if entry is not None:
+                self._entries[call] = entry
+        return entry
 
     def leave(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> None:
         """Take note of a call that is left to torch. Nothing is done here; subclasses may."""
 
-    def _entry(self, call: LinearCall, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
-        """The entry of a call; ``None`` where it cannot be planned at this moment."""
-        entry = self._entries.get(call)
-        if entry is not None and entry.is_like(x, w, b):
-            return entry
+    def _enter(self, call: LinearCall, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
+        """Make the entry of a call; ``None`` where it cannot be planned at this moment."""
+        adapted = self.adapted(call)
+        if adapted is not None:
+            tensors = adapted.change(x, w, b)
+            with torch._C._DisableAutocast():
+                inner = adapted.layer.find(*tensors)
+            return None if inner is None else _entry_of(None if inner.run is None else adapted, x, w, b, call)
         run = self.resolve(call)
-        if run is None:
+        return None if run is None else _entry_of(run if run.planned else None, x, w, b, call)
+
+    def adapted(self, call: LinearCall) -> Adapted | None:
+        """The call of another layer that this call becomes; ``None`` where it stays a call of this layer."""
+        if call.autocast is None and not call.copied:
             return None
-        entry = self._entries[call] = Entry(
-            run=run if run.planned else None,
-            guard=guard_of(x, w, b),
-            has_bias=b is not None,
-            grad=torch.is_grad_enabled(),
-            deterministic=call.deterministic,
-            precision=call.precision if x.device.type == "cuda" and x.dtype is torch.float32 else None,
-        )
-        return entry
+        change = Change(call.autocast, call.copied)
+        inner = self._inner.get(change)
+        if inner is None:
+            inner = self._inner.setdefault(change, LinearLayer(self.plan_table))
+        return Adapted(inner, change)
+
+    def visit(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> tuple[LinearLayer, LinearCall] | None:
+        """The layer and call that a call becomes in the end, without planning; ``None`` where it is left to torch."""
+        call = describe(x, w, b)
+        adapted = None if call is None else self.adapted(call)
+        if call is None or adapted is None:
+            return None if call is None else (self, call)
+        tensors = adapted.change(x, w, b)
+        with torch._C._DisableAutocast():
+            return adapted.layer.visit(*tensors)
 
     def problems(self, call: LinearCall) -> dict[str, GemmProblem]:
         """The products of a call by the name of the pass."""
@@ -124,18 +174,24 @@ class LinearLayer:
         self._runs.clear()
         self._entries.clear()
         self.latest = None
+        for inner in self._inner.values():
+            inner.forget()
 
 
-def left(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Entry | None:
-    """The entry of calls left to torch for what their tensors are, which need not be asked again; else ``None``."""
-    tensors = (x, w) if b is None else (x, w, b)
-    if torch.compiler.is_compiling() or disturbed() or not all(is_plain(t) for t in tensors):
-        return None
+def _entry_of(
+    run: Run | None, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, call: LinearCall | None = None
+) -> Entry:
+    """The entry of calls like this one, which ``run`` computes. Where torch does, addresses make no difference."""
+    aligned = call is not None and run is not None and call.alignment == (ALIGNMENT, ALIGNMENT)
+    asks = call is not None and call.device.type == "cuda" and call.dtype is torch.float32
     return Entry(
-        run=None,
+        run=run,
         guard=guard_of(x, w, b),
         has_bias=b is not None,
         grad=torch.is_grad_enabled(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        precision=None,
+        precision=call.precision if call is not None and asks else None,
+        misaligned=ALIGNMENT - 1 if aligned else 0,
+        autocast=autocast_dtype(x.device),
+        device_type=x.device.type,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
-from tilewise.nn.layers.linear.call import describe, why_torchs
+from tilewise.nn.layers.linear.call import why_torchs
 from tilewise.nn.layers.linear.layer import LinearLayer
 from tilewise.nn.layers.linear.run import BY_TORCH
 from tilewise.nn.layers.overrides import stand_ins
@@ -65,12 +65,13 @@ class Linears(ModuleKind):
         (x,) = args or kwargs.values()
         w, b = module.weight, module.bias
         reason = why_torchs(x, w, b)
-        call = None if reason else describe(x, w, b)
-        if call is None:
+        visited = None if reason else layers.visit(x, w, b)
+        if visited is None:
             return [], reason
+        layer, call = visited
         if gradients_later:
             call = replace(call, needs=(True, w.requires_grad, b is not None and b.requires_grad))
-        return [(layers, call)], ""
+        return [(layer, call)], ""
 
     def forward(self, module: Any, layers: LinearLayer) -> Callable[..., torch.Tensor]:
         """The module's ``forward``, by plans where it still runs torch's own code."""

@@ -56,6 +56,8 @@ class LinearRun:
     def _by_plan(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         """The result by the forward's plan."""
         assert self.forward is not None
+        if self.call.turned:
+            w = w.t()
         if x.dim() == 2:
             result: torch.Tensor = self.forward(x, w, b)
             return result
@@ -69,11 +71,13 @@ class LinearRun:
         flat = dy.reshape(rows, self.call.outputs)
         dx = dw = db = None
         if mask[0]:
-            dx = flat @ w if self.grad_input is None else self.grad_input(flat, w)
+            by_plan = self.grad_input
+            dx = flat @ w if by_plan is None else by_plan(flat, w.t() if self.call.turned else w)
             dx = dx.view(self.call.shape)
         if mask[1]:
-            x = x.view(rows, into)
-            dw = flat.mT @ x if self.grad_weight is None else self.grad_weight(flat, x)
+            factors = (x.view(rows, into), flat) if self.call.turned else (flat, x.view(rows, into))
+            dw = factors[0].t() @ factors[1] if self.grad_weight is None else self.grad_weight(*factors)
+            dw = dw.t() if self.call.turned else dw
         if mask[2]:
             db = flat.sum(0)
         return dx, dw, db
