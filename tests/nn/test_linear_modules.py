@@ -170,13 +170,6 @@ def test_under_autocast_a_layer_is_planned_for_that_type(tmp_path: Path) -> None
         torch.testing.assert_close(net(x), want, rtol=2e-2, atol=2e-2)
 
 
-def test_a_compiled_model_has_torchs_own(tmp_path: Path) -> None:
-    net, x = Net(), torch.randn(7, 24)
-    want = net(x)
-    optimized(net, x, tmp_path)
-    torch.testing.assert_close(torch.compile(net, backend="eager", fullgraph=True)(x), want, rtol=1e-5, atol=1e-5)
-
-
 def test_hooks_see_the_planned_result(tmp_path: Path) -> None:
     net, x, seen = Net(), torch.randn(7, 24), []
     optimized(net, x, tmp_path)

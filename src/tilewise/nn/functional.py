@@ -18,6 +18,7 @@ from tilewise.nn.layers.geometry import Geometry
 from tilewise.nn.layers.layer import Layer
 from tilewise.nn.layers.linear.layer import LinearLayer
 from tilewise.nn.layers.linear.run import BY_TORCH as LINEAR_BY_TORCH
+from tilewise.nn.layers.linear.traced import trace as trace_linear
 from tilewise.nn.layers.overrides import BY_TORCH
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.recurrent.layer import RecurrentLayer
@@ -222,14 +223,17 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     ``input`` is (..., in_features), ``weight`` (out_features, in_features) and ``bias`` (out_features); the result is
     (..., out_features). A call with gradients is three products: the forward and the gradients of input and weight.
     Sizes seen for the first time are planned on sight, under the options of :func:`set_defaults`. Under autocast the
-    tensors are cast as torch casts them. Calls within ``torch.compile`` are torch's own.
+    tensors are cast as torch casts them. Within ``torch.compile`` calls run by plans that were
+    made before, and are torch's otherwise.
 
     Raises what torch raises for its arguments, and ``NoPlanError`` when no solver keeps a memory limit. For example
     ``linear(torch.ones(2, 3), torch.ones(4, 3)).shape`` is (2, 4).
     """
-    if not torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        y = trace_linear(_defaults.linear, input, weight, bias)
+    else:
         y = _defaults.linear(input, weight, bias)
-        if y is not NotImplemented:
-            return y  # type: ignore[no-any-return]
+    if y is not None and y is not NotImplemented:
+        return y
     result: torch.Tensor = LINEAR_BY_TORCH(input, weight, bias)
     return result

@@ -23,7 +23,7 @@ from tilewise.nn.layers.plan_table import PlanTable, planning, table_of
 from tilewise.planner.measuring.times import interleaved
 from tilewise.problems.operands import make_bias, make_operands
 
-__all__ = ["Compared", "chosen", "is_kept"]
+__all__ = ["Compared", "chosen", "is_frozen_by_inductor", "is_kept"]
 
 MARGIN = 0.97
 """Our layers stay where the network's convolutions take less than this share of what they would take in Inductor's."""
@@ -56,17 +56,13 @@ def is_kept(plans: str, number: int) -> bool:
     Dynamo calls this while it traces, with constants, and keeps the answer.
     """
     table, published = table_of(number), published_as(plans)
-    if table is None or published is None or published.call.device.type != "cpu" or not _is_frozen_by_inductor():
+    if table is None or published is None or published.call.device.type != "cpu" or not is_frozen_by_inductor():
         return True
     return plans in _kept_of(table)
 
 
-# What ``torch.compiler.assume_constant_result`` sets: calling that would import Dynamo here, which takes seconds.
-is_kept._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _is_frozen_by_inductor() -> bool:
-    """Whether the graph being traced is for Inductor, with frozen weights."""
+def is_frozen_by_inductor() -> bool:
+    """Whether the graph being traced is for Inductor, with frozen weights. Dynamo keeps the answer."""
     import torch._inductor.config
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -75,6 +71,11 @@ def _is_frozen_by_inductor() -> bool:
         return False
     options: dict[str, Any] = getattr(compiler, "get_compiler_config", dict)() or {}
     return bool(options.get("freezing", torch._inductor.config.freezing))
+
+
+# What ``torch.compiler.assume_constant_result`` sets: calling that would import Dynamo here, which takes seconds.
+is_kept._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_frozen_by_inductor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _kept_of(table: PlanTable) -> frozenset[str]:

@@ -11,6 +11,7 @@ from tilewise.nn.layers.call import why_torchs as watched_by
 from tilewise.nn.layers.linear.call import why_torchs
 from tilewise.nn.layers.linear.layer import Entry, LinearLayer
 from tilewise.nn.layers.linear.run import BY_TORCH
+from tilewise.nn.layers.linear.traced import trace
 from tilewise.nn.script import current
 from tilewise.nn.script.recorder import Recorder
 from tilewise.nn.script.sites import FEW, OneWeight
@@ -29,7 +30,7 @@ class LinearSite(OneWeight, LinearLayer):
     by_torch = staticmethod(BY_TORCH)
 
     def __init__(self, layer: LinearLayer, arguments: tuple[Any, ...], note: Callable[..., Any]) -> None:
-        super().__init__(layer.plan_table)
+        super().__init__(layer.plan_table, layer.known)
         self._runs, self._entries = layer._runs, layer._entries
         self.begin(arguments, note)
 
@@ -66,7 +67,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         return BY_TORCH(input, weight, bias)
     if torch.compiler.is_dynamo_compiling():
         current.note_compiled()
-        return BY_TORCH(input, weight, bias)
+        traced = trace(session.table.linear, input, weight, bias)
+        return BY_TORCH(input, weight, bias) if traced is None else traced
     site = session.sites.get(id(weight))
     if site is None or site.arguments is not ARGUMENTS:
         site = _site(session, weight)

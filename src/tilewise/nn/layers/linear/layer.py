@@ -15,6 +15,7 @@ from tilewise.nn.layers.call import autocast_dtype, disturbed, function_mode_wat
 from tilewise.nn.layers.layer import guard_of
 from tilewise.nn.layers.linear.call import LinearCall, describe, problems_of
 from tilewise.nn.layers.linear.casts import Change
+from tilewise.nn.layers.linear.compiled import KnownLinear, publish
 from tilewise.nn.layers.linear.run import BY_TORCH, LinearRun
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.problems.base import ALIGNMENT
@@ -77,13 +78,15 @@ class Adapted:
 class LinearLayer:
     """Linear layers with plans in one table: ``layer(x, w, b)`` is the result, or ``NotImplemented`` for torch's.
 
-    Copies of a module share it. It holds no tensor. ``latest`` is the entry of the latest call.
+    Copies of a module share it. It holds no tensor. ``latest`` is the entry of the latest call, and ``known`` has the
+    planned calls as ``torch.compile`` finds them.
     """
 
-    __slots__ = ("__weakref__", "_entries", "_inner", "_runs", "latest", "plan_table")
+    __slots__ = ("__weakref__", "_entries", "_inner", "_runs", "known", "latest", "plan_table")
 
-    def __init__(self, plan_table: PlanTable) -> None:
+    def __init__(self, plan_table: PlanTable, known: list[KnownLinear] | None = None) -> None:
         self.plan_table = plan_table
+        self.known: list[KnownLinear] = [] if known is None else known
         self._runs: Recent[LinearCall, LinearRun] = Recent(MOST_CALLS)
         self._entries: Recent[LinearCall, Entry] = Recent(MOST_CALLS)
         self._inner: dict[Change, LinearLayer] = {}
@@ -136,7 +139,7 @@ class LinearLayer:
         change = Change(call.autocast, call.copied)
         inner = self._inner.get(change)
         if inner is None:
-            inner = self._inner.setdefault(change, LinearLayer(self.plan_table))
+            inner = self._inner.setdefault(change, LinearLayer(self.plan_table, self.known))
         return Adapted(inner, change)
 
     def visit(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> tuple[LinearLayer, LinearCall] | None:
@@ -167,12 +170,18 @@ class LinearLayer:
         several = call.device.type == "cuda" and torch.cuda.device_count() > 1
         run = LinearRun(call, bound["forward"], bound.get("grad_input"), bound.get("grad_weight"), several)
         self._runs[call] = run
+        if run.planned and self.plan_table.traced and len(self.known) < MOST_CALLS:
+            known = publish(run)
+            if known is not None and known not in self.known:
+                self.known.append(known)
+                self.plan_table.published.add(known.plans)
         return run
 
     def forget(self) -> None:
         """Forget all resolved calls, as the plan table's plans have changed."""
         self._runs.clear()
         self._entries.clear()
+        self.known.clear()
         self.latest = None
         for inner in self._inner.values():
             inner.forget()

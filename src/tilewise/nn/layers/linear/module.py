@@ -13,6 +13,7 @@ from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
 from tilewise.nn.layers.linear.call import why_torchs
 from tilewise.nn.layers.linear.layer import LinearLayer
 from tilewise.nn.layers.linear.run import BY_TORCH
+from tilewise.nn.layers.linear.traced import trace
 from tilewise.nn.layers.overrides import stand_ins
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import copies_itself, swapped
@@ -77,7 +78,11 @@ class Linears(ModuleKind):
         """The module's ``forward``, by plans where it still runs torch's own code."""
 
         def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-            if not torch.compiler.is_dynamo_compiling() and type(self) is nn.Linear and _runs_torch():
+            if torch.compiler.is_dynamo_compiling():
+                runs_torch = type(self) is nn.Linear and _runs_torch()
+                traced = trace(layers, input, self.weight, self.bias) if runs_torch else None
+                return type(self).forward(self, input) if traced is None else traced
+            if type(self) is nn.Linear and _runs_torch():
                 y = layers(input, self.weight, self.bias)
                 if y is not NotImplemented:
                     return y  # type: ignore[no-any-return]

@@ -85,14 +85,14 @@ class LinearRun:
     def backward(self, dy: torch.Tensor, x: Any, w: Any, mask: tuple[bool, ...]) -> Gradients:
         """As :meth:`gradients`, by torch's operators where they must be differentiable or something watches them."""
         if torch.is_grad_enabled() or not is_plain(dy) or disturbed() or dy.dtype is not self.call.dtype:
-            return self._by_torch(dy, x, w, mask)
+            return self.by_torch(dy, x, w, mask)
         with torch._C._DisableAutocast():
             if self.several:
                 with torch.cuda.device(self.call.device):
                     return self.gradients(dy, x, w, mask)
             return self.gradients(dy, x, w, mask)
 
-    def _by_torch(self, dy: torch.Tensor, x: Any, w: Any, mask: tuple[bool, ...]) -> Gradients:
+    def by_torch(self, dy: torch.Tensor, x: Any, w: Any, mask: tuple[bool, ...]) -> Gradients:
         """The gradients by torch's operators, which have gradients themselves."""
         flat = dy.reshape(self.call.rows, self.call.outputs)
         dx = (flat @ w).reshape(self.call.shape) if mask[0] else None
