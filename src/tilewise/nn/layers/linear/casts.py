@@ -15,11 +15,13 @@ import torch
 
 from tilewise.machine.recent import Recent
 
-__all__ = ["Change"]
+__all__ = ["FEW", "Change", "cast"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 MOST_EMPTY = 256
 """Matrices of no rows that are kept."""
+FEW = 4096
+"""On a CPU so many numbers are cast in less time than a kept cast is found in."""
 
 _empty: Recent[tuple[int, torch.dtype, torch.device], torch.Tensor] = Recent(MOST_EMPTY)
 _hooks: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -49,6 +51,8 @@ def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A weight or bias as autocast casts it: what autocast keeps of a parameter, where it keeps something."""
     if t.dtype is dtype:
         return t
+    if t.device.type == "cpu" and t.numel() < FEW:
+        return t.to(dtype)
     is_parameter = t.dtype is torch.float32 and t.requires_grad and t.is_leaf and not t._is_view()
     keeps = torch.is_autocast_cache_enabled() and dtype is torch.get_autocast_dtype(t.device.type)
     return _kept(t, dtype) if is_parameter and keeps else t.to(dtype)
