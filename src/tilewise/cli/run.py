@@ -1,4 +1,4 @@
-"""``tilewise run``: somebody's program, with every convolution in it planned."""
+"""``tilewise run``: somebody's program, with every convolution and linear layer in it planned."""
 
 from __future__ import annotations
 
