@@ -320,8 +320,8 @@ def test_a_class_has_one_kind(package: Path, tmp_path: Path) -> None:
             assert "ScaledOuter has two kinds of modules, ScaledOuters and Others" in str(error), error
         else:
             raise AssertionError("a second kind was taken")
-        names = [type(kind).__name__ for kind in kinds()]
-        assert names == ["Convolutions", "Linears", "ScaledOuters", "RecurrentLayers"], names
+        names = sorted(type(kind).__name__ for kind in kinds())
+        assert names == ["Bilinears", "Convolutions", "Linears", "RecurrentLayers", "ScaledOuters"], names
         assert kind_of(net.last) is None and type(kind_of(nn.LazyConv2d(1, 1))).__name__ == "Convolutions"
     """
     run(package, tmp_path, textwrap.dedent(MODULES) + textwrap.dedent(code))

@@ -65,6 +65,8 @@ class PlannedModules:
             name: _kind(module).layers(self.plan_tables[name], weights) for name, module in self.candidates.items()
         }
         self._left: dict[str, str] = {}
+        self._all_torchs = False
+        """Whether all plans were taken back: then no module has a way of its own either."""
 
     def record(self, examples: Sequence[object]) -> None:
         """Run the model on each example and record the calls of its candidates. Raises what the model raises."""
@@ -170,6 +172,11 @@ class PlannedModules:
         self.plan_table.withhold(keys, note)
         for layers in self._layers.values():
             layers.forget()
+        self._all_torchs = bool(keys) and not any(
+            self.plan_tables[recorded.name].replacement(problem, recorded.call.deterministic)
+            for recorded in self.calls
+            for problem in recorded.problems(self.training).values()
+        )
         self.install({})
 
     def switches(self) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -190,11 +197,15 @@ class PlannedModules:
         return by_torch, by_plans
 
     def _gains(self, name: str) -> bool:
-        """Whether a plan beats torch on any pass of the module. If so, all its passes are bound now, ready for use."""
+        """Whether a plan beats torch on any pass of the module. If so, all its passes are bound now, ready for use.
+
+        A kind may have a way of its own where no plan does.
+        """
         plan_table, runners = self.plan_tables[name], []
+        own = _kind(self.candidates[name]).in_its_own_way and not self._all_torchs
         for recorded in self._calls_of(name):
             problems = set(recorded.problems(self.training).values())
-            if any(plan_table.replacement(problem, recorded.call.deterministic) for problem in problems):
+            if own or any(plan_table.replacement(problem, recorded.call.deterministic) for problem in problems):
                 kinds = recorded.kinds(self.training)  # those with other problems are planned when they come
                 known = [call for call in kinds if problems.issuperset(recorded.layer.problems(call).values())]
                 runners += [recorded.layer.resolve(call) for call in known]

@@ -74,8 +74,8 @@ def optimize(
     """Plan layers of ``model`` for shapes of ``example_inputs``, and run by plan what gains.
 
     The model is run once on each example to see its layers' calls; it is returned, changed in place. Only what
-    ``nn.Conv1d`` to ``nn.ConvTranspose3d`` and, without a memory limit, ``nn.Linear``, ``nn.LSTM``, ``nn.GRU`` and
-    ``nn.RNN`` compute is swapped; where torch's own choice wins every pass, the module is left exactly as it was.
+    ``nn.Conv1d`` to ``nn.ConvTranspose3d`` and, without a memory limit, ``nn.Linear``, ``Bilinear``, ``LSTM``, ``GRU``
+    and ``RNN`` compute is swapped; where torch's own choice wins every pass, the module is left exactly as it was.
     :func:`restore` undoes it, :func:`report` tells what was done. Of several ranks every one calls it; rank 0 plans.
 
     - ``example_inputs``: what ``model`` is called with: a tuple of positional arguments, a mapping of named ones, a

@@ -99,6 +99,8 @@ class ModuleKind(abc.ABC):
     """Whether they are planned under a memory limit, which torch's own choice must then keep as well."""
     whole_graphs: ClassVar[bool] = False
     """Whether ``torch.compile(fullgraph=True)`` refuses such a module unless it computes by :meth:`forward`."""
+    in_its_own_way: ClassVar[bool] = False
+    """Whether ``resolve`` may say ``planned`` of calls for which no plan gains, since other operators of torch do."""
     problems: ClassVar[str] = ""
     """The first word of their problems' keys. A schedule without any such problem leaves them to torch."""
 

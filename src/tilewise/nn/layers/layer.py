@@ -341,9 +341,12 @@ def torch_pads_natively(layer: Layer, call: Call) -> bool:
     return not any(solvers.baseline(p).why_not(p) for p in problems.values())
 
 
-def guard_of(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Guard:
-    """A check that tensors are like these: that of ``torch.compile``, which is one call of C++."""
-    tensors = (x, w) if b is None else (x, w, b)
+def guard_of(*given: torch.Tensor | None) -> Guard:
+    """A check that tensors are like those given: that of ``torch.compile``, which is one call of C++.
+
+    It takes as many as there are without ``None``.
+    """
+    tensors = [t for t in given if t is not None]
     guards = TensorGuards(
         *tensors,
         dynamic_dims_sizes=[list(t.shape) for t in tensors],  # type: ignore[misc]
