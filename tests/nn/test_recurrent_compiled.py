@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from tests.nn.recurrent_plans import CLASSES, close, flat, forced, with_gradients
 from tests.sampling import EVERY, some
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tilewise
+from tilewise.machine.torch_state import fp32_precision
 from tilewise.nn.layers.kinds import is_planned
 from tilewise.nn.layers.recurrent import by_torch
 from tilewise.nn.layers.recurrent.dynamo import _OnceImported
@@ -254,6 +256,45 @@ def test_what_a_graph_names_must_be_there_and_fit() -> None:
     (known,) = twin.forward.__func__._tilewise_planned.known  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="not for tensors of"):
         torch.ops.tilewise.rnn(x[:4], h0, None, weights, known.plans, 0.0)
+    elsewhere = [t.to("meta") for t in (x, h0, *weights)]
+    with pytest.raises(RuntimeError, match=r"on cpu, not for tensors of .* on meta"):
+        torch.ops.tilewise.rnn(*elsewhere[:2], None, elsewhere[2:], known.plans, 0.0)
+
+
+def test_a_checkpoint_within_a_graph() -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor, hx: Any = None) -> Any:
+            return checkpoint(super().forward, x, hx, use_reentrant=False)
+
+    module = nn.LSTM(3, 5, 2, dropout=0.5)
+    got, want = Checkpointed(forced(module)[0]), Checkpointed(module)
+    got.first.load_state_dict(want.first.state_dict())
+    x = torch.randn(4, 2, 3, requires_grad=True)
+    got(x)
+    compiled = torch.compile(got, fullgraph=True, backend="aot_eager")
+    close(in_turn(compiled, x), in_turn(want, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_on_a_gpu(kind: Any, planned: bool) -> None:
+    with fp32_precision("cuda", "rnn", "ieee"), fp32_precision("cuda", "matmul", "ieee"):
+        module = kind(24, 48, 2, bidirectional=True).cuda()
+        twin, _ = forced(module, "persistent_grid")
+        x = torch.randn(5, 7, 24, device="cuda", requires_grad=True)
+        if planned:
+            twin(x)
+        graphs = Graphs("aot_eager")
+        compiled = torch.compile(twin, fullgraph=True, backend=graphs)
+        for _ in range(2):
+            got, want = with_gradients(compiled, x), with_gradients(module, x)  # type: ignore[arg-type]
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+        assert graphs.operators == [(1, 0) if planned else (0, 1)]
+    if planned:
+        with fp32_precision("cuda", "rnn", "tf32"), pytest.raises(RuntimeError, match=r"torch\.compiler\.reset"):
+            compiled(x)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

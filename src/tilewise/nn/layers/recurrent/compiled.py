@@ -56,9 +56,10 @@ class Known:
     directions: int
     biases: bool
     dtype: torch.dtype
-    device_type: str
+    device: torch.device
     needs: bool
     deterministic: bool
+    precision: str
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def publish(run: RecurrentRun, call: RecurrentCall, plan: Plan) -> Known | None:
     _published.setdefault(name, Published(run, call))
     return Known(
         name, call.cell, call.shape, call.hidden, call.layers, call.directions, call.biases, call.dtype,
-        call.device.type, any(call.needs), call.deterministic,
+        call.device, any(call.needs), call.deterministic, call.precision,
     )  # fmt: skip
 
 
@@ -133,8 +134,9 @@ def _find(plans: str, x: Tensor, h0: Tensor, weights: Sequence[Tensor]) -> Publi
         raise RuntimeError(f"plans={plans!r} are not known in this process: call tilewise.optimize before this graph")
     p = published.run.problem
     shapes = [tuple(t.shape) for t in (x, h0, *weights)]
-    if shapes != [p.shape(role) for role in ("x", "h0", *p.weights)]:
-        raise RuntimeError(f"plans={plans!r} are for {p.key}, not for tensors of {shapes}")
+    if shapes != [p.shape(role) for role in ("x", "h0", *p.weights)] or x.device != published.call.device:
+        here = f"{p.key} on {published.call.device}"
+        raise RuntimeError(f"plans={plans!r} are for {here}, not for tensors of {shapes} on {x.device}")
     return published
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tilewise.nn.layers.recurrent.compiled_by_torch  # noqa: F401 - makes an operator
+from tilewise.machine.device import recurrent_precision
 from tilewise.nn.layers.recurrent.autocast import lower_type
 from tilewise.nn.layers.recurrent.compiled import Known
 from tilewise.problems.recurrent.tensors import GATES
@@ -75,9 +76,10 @@ def _is_like(known: Known, module: nn.RNNBase, x: Tensor, needs: bool) -> bool:
         and module.bidirectional is (known.directions == 2)
         and module.bias is known.biases
         and x.dtype == known.dtype
-        and x.device.type == known.device_type
+        and x.device == known.device
         and needs is known.needs
         and torch.are_deterministic_algorithms_enabled() is known.deterministic
+        and (x.device.type != "cuda" or x.dtype != torch.float32 or known.precision == _precision())
     )
 
 
@@ -107,6 +109,14 @@ def _lower_name(cell: str, device_type: str) -> str:
 
 # What ``torch.compiler.assume_constant_result`` sets: calling that would import Dynamo here, which takes seconds.
 _lower_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _precision() -> str:
+    """torch's precision of recurrent layers, read while Dynamo traces: operators check that it has stayed."""
+    return recurrent_precision()
+
+
+_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fits(module: nn.RNNBase, x: Tensor, states: Sequence[Tensor]) -> bool:
