@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +78,12 @@ class RecurrentLayers(ModuleKind):
             if torch.compiler.is_dynamo_compiling():
                 traced = trace(layers, self, input, hx) if _runs_torch_in_trace(self) else NotImplemented
                 return kind.forward(self, input, hx) if traced is NotImplemented else traced
-            if not torch.compiler.is_compiling() and kind in OWN and not self.proj_size and _runs_torch(kind):
+            if (
+                not torch.compiler.is_compiling()
+                and kind in OWN
+                and not self.proj_size
+                and _runs_torch(kind, (self.mode.lower(),))
+            ):
                 self._update_flat_weights()
                 result = layers(self, input, hx)
                 if result is not NotImplemented:
@@ -93,17 +98,17 @@ def _arguments(input: Any, hx: Any = None) -> tuple[Any, Any]:
     return input, hx
 
 
-def _runs_torch(kind: Any) -> bool:
-    """Whether modules of this class run torch's own code and functions."""
+def _runs_torch(kind: Any, cells: Iterable[str] = tuple(OPERATORS)) -> bool:
+    """Whether modules of this class run torch's own code, and its functions for these cells."""
     forward, code = OWN[kind]
     same = kind.forward is forward and forward.__code__ is code
-    return same and all(_is_torchs(cell) for cell in OPERATORS)
+    return same and all(_is_torchs(cell) for cell in cells)
 
 
 def _is_torchs(cell: str) -> bool:
     """Whether torch's function for ``cell`` is there, or what stands in for it and computes the same."""
     found = getattr(torch._VF, cell)
-    return found == OPERATORS[cell] or any(found is function for function in stand_ins(cell))
+    return found is OPERATORS[cell] or any(found is function for function in stand_ins(cell))
 
 
 def _runs_torch_in_trace(module: Any) -> bool:
