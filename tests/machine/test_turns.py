@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from tilewise.machine.turns import in_turns, pause, taking, wait_apart, whole
+import pytest
+
+from tilewise.machine.turns import OutOfTime, in_turns, pause, stopped_when, taking, wait_apart, whole
 
 
 class Counted:
@@ -52,3 +54,36 @@ def test_waiting_ends_with_the_thread() -> None:
     with taking(turn):
         assert not wait_apart(lambda: False)
     assert turn.seen == ["apart", "back"]
+
+
+def test_work_stops_where_it_may_when_its_time_is_over() -> None:
+    over: list[str] = []
+    done: list[str] = []
+
+    def work() -> None:
+        pause()
+        over.append("over")
+        with whole():
+            pause()
+            assert wait_apart(lambda: True)
+        done.append("what is whole")
+        with contextlib.suppress(Exception):  # as a search loses a candidate
+            pause()
+        done.append("more")
+
+    with pytest.raises(OutOfTime), stopped_when(lambda: bool(over)):
+        work()
+    assert done == ["what is whole"]
+    pause()
+
+
+def test_waiting_stops_when_the_time_is_over() -> None:
+    with pytest.raises(OutOfTime), stopped_when(lambda: True):
+        wait_apart(lambda: False)
+
+
+def test_an_inner_end_gives_way_to_the_outer_one() -> None:
+    with stopped_when(lambda: False):
+        with pytest.raises(OutOfTime), stopped_when(lambda: True):
+            pause()
+        pause()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-__all__ = ["Turn", "beside", "in_turns", "pause", "taking", "wait_apart", "whole"]
+__all__ = ["OutOfTime", "Turn", "beside", "in_turns", "pause", "stopped_when", "taking", "wait_apart", "whole"]
 
 LOOK_S = 0.05
 """Seconds between two looks whether what is waited for is done."""
@@ -42,11 +42,16 @@ class Turn(Protocol):
         ...
 
 
+class OutOfTime(BaseException):
+    """Work is to end now, at a place where it may stop. As it is no ``Exception``, no candidate is lost for it."""
+
+
 class _Here(threading.local):
-    """The turn of each thread, and how many blocks it is in that are not to be divided."""
+    """The turn of each thread, how many blocks it is in that are not to be divided, and whether it is to stop."""
 
     turn: Turn | None = None
     undivided: int = 0
+    is_over: Callable[[], bool] | None = None
 
 
 _here = _Here()
@@ -67,11 +72,31 @@ def in_turns() -> bool:
     return _here.turn is not None
 
 
+@contextmanager
+def stopped_when(is_over: Callable[[], bool]) -> Iterator[None]:
+    """Raise :class:`OutOfTime` within the block, in this thread, at the first place to stop where ``is_over()``.
+
+    The caller catches it. What was measured until then is kept, as after Ctrl-C.
+    """
+    before = _here.is_over
+    _here.is_over = is_over
+    try:
+        yield
+    finally:
+        _here.is_over = before
+
+
 def pause() -> None:
-    """Mark a place where work may stop for a while. Nothing happens on a thread that has no turns."""
-    turn = _here.turn
-    if turn is not None and not _here.undivided:
-        turn.pause()
+    """Mark a place where work may stop for a while, or for good where its time is over.
+
+    Nothing happens on a thread that has neither turns nor an end.
+    """
+    if _here.undivided:
+        return
+    if _here.is_over is not None and _here.is_over():
+        raise OutOfTime("the time for this work is over")
+    if _here.turn is not None:
+        _here.turn.pause()
 
 
 @contextmanager
@@ -106,5 +131,7 @@ def wait_apart(is_done: Callable[[], bool]) -> bool:
         while not is_done():
             if turn is not None and turn.is_ending:
                 return False
+            if _here.is_over is not None and not _here.undivided and _here.is_over():
+                raise OutOfTime("the time for this work is over")
             time.sleep(LOOK_S)
     return True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +26,7 @@ from rich.text import Text
 
 from tilewise.nn.progress import TimeLeft, in_words
 
-__all__ = ["progress_bar", "show", "show_json"]
+__all__ = ["progress_bar", "show", "show_json", "time_bar"]
 
 PIPE_WIDTH = 200
 """Columns where stdout is no terminal, so that nothing is cut short in a file."""
@@ -85,3 +87,36 @@ def progress_bar(title: str, total: int | None) -> Iterator[Callable[[str], None
             begun += 1
 
         yield step
+
+
+class _AtMostColumn(ProgressColumn):
+    """The time until a limit."""
+
+    def __init__(self, end: float) -> None:
+        super().__init__()
+        self._end = end
+
+    def render(self, task: Task) -> Text:
+        """As text, such as "at most 12 s left"."""
+        return Text(f"at most {max(0, math.ceil(self._end - time.monotonic()))} s left")
+
+
+@contextmanager
+def time_bar(title: str, seconds: float) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on stderr where that is a terminal, of work that ends after ``seconds`` at the latest.
+
+    Yields a function to call with the name of each next step.
+    """
+    begun = time.monotonic()
+    console = Console(file=sys.stderr)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        _AtMostColumn(begun + seconds),
+        TextColumn("{task.fields[text]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(title, total=max(seconds, 1e-3), text="")
+        yield lambda text: bar.update(task, completed=time.monotonic() - begun, text=text)

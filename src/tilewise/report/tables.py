@@ -25,6 +25,7 @@ __all__ = [
     "format_ratio",
     "heading",
     "launches",
+    "light_table",
     "marked",
     "memory_text",
     "plan_name",
@@ -81,7 +82,7 @@ def _division(plan: Plan) -> str:
     return f"{sum(sizes)} = " + " + ".join(str(size) if n == 1 else f"{n}x{size}" for size, n in runs)
 
 
-def _table(*columns: tuple[str, str], title: str = "") -> Table:
+def light_table(*columns: tuple[str, str], title: str = "") -> Table:
     """A light table; columns are (heading, ``left`` or ``right``)."""
     table = Table(box=None, pad_edge=False, header_style="bold", title=title or None, title_justify="left")
     for heading, justify in columns:
@@ -103,7 +104,7 @@ def plan_table(results: Iterable[LayerResult]) -> Table:
     """Plans as trees by layer and pass: what runs, its times, workspace and error. CPUs have no time of the host's."""
     results = list(results)
     on_gpu = launches(results)
-    table = _table(
+    table = light_table(
         ("layer", ""), ("pass", ""), ("plan", ""), ("ms", "right"), *HOST[on_gpu], ("workspace", "right"),
         ("error", "right"),
     )  # fmt: skip
@@ -168,7 +169,7 @@ def time_table(results: Iterable[LayerResult], taken_back: Collection[Problem] =
     """
     results = list(results)
     on_gpu = launches(results)
-    table = _table(
+    table = light_table(
         ("layer", ""), ("pass", ""), ("framework ms", "right"), *HOST[on_gpu], ("planned ms", "right"), *HOST[on_gpu],
         ("speed-up", "right"), ("workspace", "right"), ("plan", ""),
     )  # fmt: skip
@@ -255,7 +256,7 @@ def memory_text(step: Mapping[str, Any], largest: Mapping[str, Any] | None) -> s
 
 def step_table(time: NetworkTime) -> Table:
     """Times of whole training steps side by side."""
-    table = _table(
+    table = light_table(
         ("training step", ""), ("forward ms", "right"), ("backward ms", "right"), ("step ms", "right"),
         ("peak memory", "right"), ("loss", "right"),
     )  # fmt: skip
@@ -285,7 +286,7 @@ def budget_table(budget: Mapping[str, Any]) -> Table:
         f"{used} of {total} of workspace used ({budget['policy']}), at least {least} would do; "
         f"{program['variables']} variables, {program['rows']} rows, {format_ms(program['solve_ms'])} ms"
     )
-    table = _table(("largest segments", ""), ("pass", ""), ("workspace", "right"), ("ms", "right"), title=title)
+    table = light_table(("largest segments", ""), ("pass", ""), ("workspace", "right"), ("ms", "right"), title=title)
     segments = sorted(budget["segments"], key=lambda segment: -segment["workspace"])
     for segment in segments[:LARGEST]:
         table.add_row(
@@ -305,7 +306,7 @@ def explain_table(measurements: Sequence[Measurement], device: str) -> Table:
     ``varies`` is the interquartile range of the runs' times over their median.
     """
     on_gpu = device != "cpu"
-    table = _table(
+    table = light_table(
         ("solver", ""), ("config", ""), ("estimate ms", "right"), ("ms", "right"), *HOST[on_gpu], ("varies", "right"),
         ("speed-up", "right"), ("workspace", "right"), ("L2 error", "right"), ("spread", "right"), ("why not", ""),
     )  # fmt: skip
@@ -335,7 +336,7 @@ def _merit(m: Measurement) -> tuple[bool, float, str, str]:
 
 def wisdom_table(path: str, summaries: Sequence[wisdom.Summary]) -> Table:
     """What a store holds, by environment."""
-    table = _table(
+    table = light_table(
         ("problems", "right"), ("measurements", "right"), ("lost", "right"), ("busy", "right"), ("plans", "right"),
         ("newest", ""), ("environment", ""),
         title=f"{path}: {'nothing yet' if not summaries else 'measured and planned'}",
@@ -351,7 +352,7 @@ def kernels_table(path: str, held: Sequence[Held]) -> Table:
     """The compiled kernels in a pack, or in the caches of this user, by what they are for."""
     columns = [("kind", ""), ("for", ""), ("files", "right"), ("size", "right"), ("of no use here, because", "")]
     told = [*columns] if any(each.obstacle for each in held) else columns[:-1]
-    table = _table(*told, title=f"{path}: {'compiled kernels' if held else 'no kernels yet'}")
+    table = light_table(*told, title=f"{path}: {'compiled kernels' if held else 'no kernels yet'}")
     for each in held:
         row = (each.kind, each.target, str(each.files), format_bytes(each.bytes), escape(each.obstacle))
         table.add_row(*row[: len(told)])

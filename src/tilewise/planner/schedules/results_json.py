@@ -30,7 +30,7 @@ __all__ = [
     "summary_json",
 ]
 
-VERSIONS = {"plan": 2, "mesh": 1, "time": 1, "explain": 1, "wisdom": 1, "kernels": 1, "info": 1}
+VERSIONS = {"plan": 2, "mesh": 1, "time": 1, "explain": 1, "advise": 1, "wisdom": 1, "kernels": 1, "info": 1}
 """Version of every schema."""
 
 
