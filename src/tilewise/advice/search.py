@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from tilewise.advice.outlook import Outlook
 from tilewise.advice.points import Point
 from tilewise.advice.roles import roles
 from tilewise.advice.sweep import Sizes, Sweep
-from tilewise.machine.turns import OutOfTime, stopped_when
+from tilewise.machine.turns import OutOfTime, pause, stopped_when
 
 __all__ = ["Clock", "Search"]
 
@@ -20,9 +21,9 @@ LINE = {1: 24, 2: 12, 3: 9}
 """Sizes of each axis that are measured with the others as asked, by the number of axes; fewer for more axes."""
 WANTED = 20
 """Points that should fit into the time: otherwise each is measured less thoroughly."""
-PLAN_SHARE, SWEEP_SHARE, FINAL_SHARE, END_SHARE = 0.35, 0.7, 0.88, 0.93
-"""Shares of the time by which the first plan, all points, and the best ones in turns are to be done, and when work is
-stopped: a run that has begun is finished, and what was found is still to be shown."""
+FIRST_SHARE, SWEEP_SHARE, FINAL_SHARE, END_SHARE = 0.5, 0.7, 0.88, 0.93
+"""Shares of the time by which the asked point, all points, and the best ones in turns are to be done, and when work is
+stopped. A run or a compilation that has begun is finished, and what was found is still to be shown."""
 WORTH = 0.97
 """Points that are expected to reach less than this of the best are not measured."""
 
@@ -78,7 +79,7 @@ class Search:
         try:
             with stopped_when(lambda: self.clock.left(END_SHARE) < 0):
                 self._begin()
-                finished = all([self._measure_all(self._lines()), self._measure_all(self._expected())])
+                finished = self._measure_all(self._lines()) and self._measure_all(self._expected())
                 self._measure_disturbed()
                 self._finish()
                 self.is_done = finished
@@ -89,7 +90,8 @@ class Search:
         """Measure the asked point at each level for which there is time, and choose the level of comparison."""
         asked = self.sweep.asked
         for level in LEVELS:
-            share = PLAN_SHARE if level == "plans" else FINAL_SHARE
+            pause()
+            share = FINAL_SHARE if level == LEVELS[0] else FIRST_SHARE
             try:
                 with stopped_when(lambda share=share: self.clock.left(share) < 0):  # type: ignore[misc]
                     self._measure(asked, level)
@@ -105,11 +107,12 @@ class Search:
     def _affordable(self) -> str:
         """The most thorough level at which enough points fit into the time."""
         asked, left = self.sweep.asked, self.clock.left(SWEEP_SHARE)
+        wanted = min(WANTED, math.prod(len(axis.values) for axis in self.sweep.axes))
         known = [level for level in LEVELS if asked in self.points[level]]
         for level in reversed(known[1:]):
-            if left > WANTED * self.gauge.expected_s(asked, level):
+            if left > wanted * self.gauge.expected_s(asked, level):
                 return level
-        return known[0]
+        return known[0] if known else LEVELS[0]
 
     def _measure_all(self, wanted: Iterator[Sizes]) -> bool:
         """Measure the points that are ``wanted``. Returns whether there was time for all."""

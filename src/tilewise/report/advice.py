@@ -14,7 +14,7 @@ from tilewise.report.tables import NOTHING, format_ms, format_ratio, light_table
 __all__ = ["advice_table", "advice_text", "advise_document"]
 
 LEVELS = {
-    "torch": "by torch's own choice alone, as there was no time for more: a plan may change which one is best",
+    "torch": "by torch's own choice alone, as there was no time for plans, which may change what is best",
     "candidates": "by the fastest candidate of each, most of them not checked",
     "plans": "by checked plans",
 }
@@ -56,7 +56,8 @@ def advice_text(advice: Advice) -> str:
         lines.append(f"[bold]most samples a second: {escape(sweep.text(advice.best.sizes))}[/]")
     lines += [f"- {escape(line)}" for line in advice.why]
     within = ", ".join(f"{axis.name} {axis.values[0]} to {axis.values[-1]}" for axis in sweep.axes)
-    end = "nothing else was expected to be better" if advice.is_done else "[yellow]then the time was over[/]"
+    over = "[yellow]then the time was over: the same again, which begins with what is known now, tells more[/]"
+    end = "nothing else was expected to be better" if advice.is_done else over
     turns = "; those above were timed in turns" if advice.finals else ""
     lines.append(
         f"{len(advice.points)} points of {within} in {advice.seconds:.0f} s, {LEVELS[advice.level]}{turns}; {end}"
