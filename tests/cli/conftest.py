@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from tilewise.cli import cli
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
-PLANNING = ("plan", "mesh", "time", "explain")
+PLANNING = ("plan", "mesh", "time", "explain", "advise")
 CHECKS = {
     "text": lambda value: isinstance(value, str),
     "integer": lambda value: type(value) is int,

@@ -86,7 +86,7 @@ def test_choices_are_the_libraries():
     assert tuple(op.lower() for op in OPS) == settings.OPS
 
 
-@pytest.mark.parametrize("command", [(), ("plan",), ("time",), ("explain",), ("wisdom",), ("info",)])
+@pytest.mark.parametrize("command", [(), ("plan",), ("time",), ("explain",), ("advise",), ("wisdom",), ("info",)])
 def test_help(run, command):
     result = run(*command, "--help")
     assert result.exit_code == 0
@@ -96,7 +96,8 @@ def test_help(run, command):
 def test_help_does_without_torch():
     program = (
         "import sys\nfrom click.testing import CliRunner\nfrom tilewise.cli import cli\n"
-        "for words in (['--help'], ['time', '--help'], ['frobnicate'], ['plan', 'x', '--batch', '0']):\n"
+        "for words in (['--help'], ['time', '--help'], ['advise', 'rnn', '-h'], ['frobnicate'], ['plan', 'x', "
+        "'--batch', '0']):\n"
         "    CliRunner().invoke(cli, words)\nsys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

@@ -18,7 +18,7 @@ from tilewise.plan import Measurement, Plan, is_busy
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.caches.measurements import baselines
 from tilewise.planner.measuring.cold import made_once
-from tilewise.planner.measuring.samples import sample_of
+from tilewise.planner.measuring.samples import Sample, sample_of
 from tilewise.planner.measuring.times import rounds
 from tilewise.planner.options import first_line
 from tilewise.problems.base import Problem
@@ -106,8 +106,8 @@ class Gauge:
     def in_turns(self, points: Sequence[Point]) -> list[Point]:
         """``points`` with times that were taken in turns, as load and clocks change from one moment to the next.
 
-        All have plans. With a warning they are returned as they are where memory does not hold all of them, and where
-        other processes kept the host busy meanwhile.
+        All have plans. With a warning they are returned as they are where memory does not hold all of them. Where other
+        processes kept the host busy meanwhile, which only adds to times, the least time of each counts.
         """
         calls: list[Callable[[], object]] = []
         problems = [part.problem for point in points for part in point.parts]
@@ -121,18 +121,20 @@ class Gauge:
         except (RuntimeError, MemoryError) as error:
             warnings.warn(f"the best points were not timed in turns: {first_line(error)}", stacklevel=2)
             return list(points)
-        if is_busy(share, problems[0].device):
-            warnings.warn("other processes kept the host busy: the best points were not timed in turns", stacklevel=2)
-            return list(points)
-        samples = [sample_of(values) for values in times]
-        each = iter(max(sample.device_ms, sample.host_ms or 0.0) for sample in samples)
-        return [point.timed(tuple(next(each) for _ in point.parts)) for point in points]
+        busy = is_busy(share, problems[0].device)
+        each = iter([min(took.ms for took in values) if busy else _ms(sample_of(values)) for values in times])
+        return [point.timed(tuple(next(each) for _ in point.parts), busy=busy) for point in points]
 
     def _call(self, problem: Problem) -> Callable[[], object]:
         """A call of the plan of ``problem`` on tensors of its own."""
         plan: Plan = self.planner.plan(problem, self.options)
         operands = make_operands(problem)
         return functools.partial(execute.bind(plan, problem, *operands), *operands, make_bias(problem))
+
+
+def _ms(sample: Sample) -> float:
+    """The longer of the device's and the host's time."""
+    return max(sample.device_ms, sample.host_ms)
 
 
 def _taken_ms(measured: Measurement) -> float:

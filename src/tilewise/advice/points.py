@@ -88,6 +88,7 @@ class Point:
         """Whether other processes disturbed a time."""
         return any(part.busy for part in self.parts)
 
-    def timed(self, times: tuple[float, ...]) -> Point:
-        """The point with other times of its parts."""
-        return replace(self, parts=tuple(replace(p, ms=ms) for p, ms in zip(self.parts, times, strict=True)))
+    def timed(self, times: tuple[float, ...], *, busy: bool = False) -> Point:
+        """The point with other times of its parts, and whether other processes disturbed these."""
+        parts = (replace(part, ms=ms, busy=busy) for part, ms in zip(self.parts, times, strict=True))
+        return replace(self, parts=tuple(parts))

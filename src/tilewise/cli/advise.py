@@ -203,8 +203,11 @@ def show_advice(
     from tilewise.advice import advise
     from tilewise.advice.search import Clock
     from tilewise.planner import Planner
+    from tilewise.planner.options import MEASURING
     from tilewise.report.console import time_bar
 
+    if settings.rigor not in MEASURING:
+        raise BadInput(f"--rigor {settings.rigor!r}: advice is measured; {' or '.join(MEASURING)} would do")
     options, clock = settings.options(), Clock(wanted.seconds, begun)
     head = _head(target, settings)
     written = functools.partial(_write, head=head, wanted=wanted)

@@ -62,7 +62,7 @@ def advice_text(advice: Advice) -> str:
     lines.append(
         f"{len(advice.points)} points of {within} in {advice.seconds:.0f} s, {LEVELS[advice.level]}{turns}; {end}"
     )
-    if any(point.busy for point in advice.points):
+    if any(point.busy for point in advice.finals or advice.points):
         lines.append("[yellow]other processes kept the host busy: times are doubtful until taken on a quiet host[/]")
     return "\n".join(lines)
 
