@@ -373,7 +373,7 @@ def test_sections_of_absent_fields_are_left_out():
 
 
 @pytest.mark.parametrize(("path", "value", "words"), [
-    (("schema",), "tilewise/wisdom", "schema='tilewise/wisdom': tilewise/plan or tilewise/time would do"),
+    (("schema",), "tilewise/wisdom", "schema='tilewise/wisdom': tilewise/plan, tilewise/time or tilewise/advise"),
     (("version",), 3, "version=3"),
     (("layers",), {}, "layers=an object: a list would do"),
     (("layers", 0), 5, "layers[0]: an object would do, not 5"),

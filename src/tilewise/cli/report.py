@@ -27,10 +27,11 @@ LARGEST = 64 * 2**20
     help="Where the page goes, '-' for stdout.  [default: SCHEDULE's name with .html]",
 )
 def command(schedule: Path, output: Path | None) -> None:
-    """Write SCHEDULE, a document of 'tilewise plan --json' or 'tilewise time --json', as one HTML page.
+    """Write SCHEDULE, a document of 'tilewise plan --json', 'time --json' or 'advise --json', as one HTML page.
 
-    The page shows what was planned and gained, each plan and what was tried, micro-batches, fronts of time against
-    workspace, memory and budgets. It asks the network for nothing and can be sent to anybody. SCHEDULE '-' is stdin.
+    The page of a schedule shows what was planned and gained, each plan and what was tried, micro-batches, fronts of
+    time against workspace, memory and budgets. That of advice shows what to pick, why, and curves of TFLOP/s. A page
+    asks the network for nothing and can be sent to anybody. SCHEDULE '-' is stdin.
     """
     from tilewise.report.page import page
 

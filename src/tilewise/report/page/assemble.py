@@ -7,6 +7,8 @@ import functools
 import hashlib
 from importlib import resources
 
+from tilewise.report.page.advice import advice_line, advice_sections
+from tilewise.report.page.advice_document import read_advice
 from tilewise.report.page.batches import batches_section
 from tilewise.report.page.budget import budget_section
 from tilewise.report.page.contents import Report
@@ -23,7 +25,9 @@ __all__ = ["page"]
 
 
 def page(document: object) -> str:
-    """One self-contained HTML page of a ``tilewise/plan`` or ``tilewise/time`` document (``docs/json.md``), as text.
+    """One self-contained HTML page of a ``tilewise/plan``, ``tilewise/time`` or ``tilewise/advise`` document, as text.
+
+    ``docs/json.md`` describes the documents.
 
     Everything is rendered here; the script only sorts, filters and opens. The page's content security policy lets
     nothing run or load but its own style and script, by their hashes. Raises :class:`DocumentError` naming what is
@@ -32,17 +36,24 @@ def page(document: object) -> str:
     >>> page({"schema": "tilewise/plan", "version": 1, "target": "mynet"}).partition("<title>")[2][:24]
     'mynet: tilewise schedule'
     """
+    if isinstance(document, dict) and document.get("schema") == "tilewise/advise":
+        advice = read_advice(document)
+        return _page(advice.target or "advice", advice_line(advice), advice_sections(advice), _foot(advice.version))
     report = read(document)
-    sections = _sections(report)
-    title = short(report.target, 120) or "schedule"
+    return _page(report.target or "schedule", _line(report), _sections(report), _foot(report.version))
+
+
+def _page(target: str, line: str, sections: list[tuple[str, str, list[Child]]], foot: str) -> str:
+    """A whole page of ``sections``, each an identifier, a name and contents."""
+    title = short(target, 120)
     links = [tag("li", tag("a", name, href=f"#{id_}")) for id_, name, _ in sections]
     body = tag(
         "body",
         tag("a", "Skip to the report", href="#main", class_="skip"),
         patterns(),
-        tag("header", tag("h1", title), tag("p", _line(report)), tag("nav", tag("ul", links), aria_label="Sections")),
+        tag("header", tag("h1", title), tag("p", line), tag("nav", tag("ul", links), aria_label="Sections")),
         tag("main", [_section(id_, name, inside) for id_, name, inside in sections], id="main"),
-        tag("footer", tag("p", _foot(report))),
+        tag("footer", tag("p", foot)),
         tag("script", _asset("script.js")),
     )
     return f"<!doctype html>\n{tag('html', _head(title), body, lang='en')}\n"
@@ -83,9 +94,9 @@ def _line(report: Report) -> str:
     return " · ".join(short(word, 120) for word in words if word)
 
 
-def _foot(report: Report) -> str:
+def _foot(version: str) -> str:
     """The text at the page's foot: the version that wrote it, and the units of its numbers."""
-    words = f"Written by tilewise {short(report.version, 40)}." if report.version else "Written by tilewise."
+    words = f"Written by tilewise {short(version, 40)}." if version else "Written by tilewise."
     return f"{words} Times are medians in milliseconds, sizes are binary (1 MiB = 1,048,576 bytes)."
 
 

@@ -25,7 +25,7 @@ from tilewise.report.page.contents import (
     Training,
 )
 
-__all__ = ["DocumentError", "read"]
+__all__ = ["DocumentError", "Fields", "read"]
 
 SCHEMAS = {"tilewise/plan": 2, "tilewise/time": 1}
 """Schemas of documents that can be shown, with the version that is read."""
@@ -132,7 +132,7 @@ def read(document: object) -> Report:
     top = Fields(document, "")
     schema = top.text("schema")
     if schema not in SCHEMAS:
-        raise DocumentError(f"schema={_shown(schema)}: {' or '.join(SCHEMAS)} would do")
+        raise DocumentError(f"schema={_shown(schema)}: {', '.join(SCHEMAS)} or tilewise/advise would do")
     version = top.integer("version")
     if version is None or not 1 <= version <= SCHEMAS[schema]:
         raise DocumentError(f"version={version}: this tilewise reads versions up to {SCHEMAS[schema]}")
