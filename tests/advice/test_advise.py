@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tilewise import Options, Planner
-from tilewise.advice import Advice, Point, Sweep, advise, convolution, gauge, product, recurrent_layer
+from tilewise.advice import Advice, NoAdviceError, Point, Sweep, advise, convolution, gauge, product, recurrent_layer
 from tilewise.advice.points import Part
 from tilewise.advice.reasons import reasons
 from tilewise.notation import parse_layer, parse_product, parse_recurrent
@@ -109,7 +109,7 @@ def test_what_makes_no_sense_is_named(words, says) -> None:
 
 
 def test_without_time_it_says_so(planner: Planner) -> None:
-    with pytest.raises(RuntimeError, match="nothing was measured within seconds=1e-09"):
+    with pytest.raises(NoAdviceError, match="nothing was measured within seconds=1e-09"):
         advise(SWEEPS["gemm"](), planner, seconds=1e-9)
 
 

@@ -15,10 +15,14 @@ from tilewise.advice.sweep import Sizes, Sweep
 from tilewise.planner import Options, Planner
 from tilewise.planner.options import MEASURING
 
-__all__ = ["Advice", "Named", "advise"]
+__all__ = ["Advice", "Named", "NoAdviceError", "advise"]
 
 SECONDS = 30.0
 """The usual time limit."""
+
+
+class NoAdviceError(RuntimeError):
+    """The time was over before what was asked could be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,8 @@ def advise(
     hears of each point before it is measured. Where Ctrl-C interrupts it, ``keep(advice)`` gets what was measured until
     then, if that is anything, before ``KeyboardInterrupt`` goes on.
 
-    Raises ``ValueError`` naming ``seconds`` or ``options.rigor``, and ``RuntimeError`` where the asked point could not
-    be measured within the time. For example ``advise(recurrent_layer(RecurrentProblem("gru", 16, 60, 1700,
+    Raises ``ValueError`` naming ``seconds`` or ``options.rigor``, and :class:`NoAdviceError` where the asked point
+    could not be measured within the time. For example ``advise(recurrent_layer(RecurrentProblem("gru", 16, 60, 1700,
     1700))).best.sizes`` are hidden units and mini-batch of the point with the most samples a second.
     """
     options = options or Options()
@@ -122,7 +126,7 @@ def advise(
             keep(_advice(search))
         raise
     if sweep.asked not in search.compared:
-        raise RuntimeError(f"nothing was measured within seconds={seconds:g}: more of them would do")
+        raise NoAdviceError(f"nothing was measured within seconds={seconds:g}: more of them would do")
     return _advice(search)
 
 

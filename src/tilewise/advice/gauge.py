@@ -14,7 +14,7 @@ from tilewise.advice.sweep import Sizes, Sweep
 from tilewise.machine import load
 from tilewise.machine.device import torch_device
 from tilewise.machine.torch_state import undisturbed
-from tilewise.plan import Measurement, Plan, is_busy
+from tilewise.plan import Measurement, is_busy
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.caches.measurements import baselines
 from tilewise.planner.measuring.cold import made_once
@@ -31,7 +31,7 @@ LEVELS = ("torch", "candidates", "plans")
 """How thoroughly a point is measured: torch's choice alone; all that may win; or a plan, checked and timed whole."""
 USUAL_S = 1.0
 """Seconds that a point is expected to take at a level of which nothing is known yet."""
-IN_TURNS_MS = 1500.0
+IN_TURNS_MS = 3000.0
 """Milliseconds for timing the last few points in turns."""
 
 
@@ -127,7 +127,7 @@ class Gauge:
 
     def _call(self, problem: Problem) -> Callable[[], object]:
         """A call of the plan of ``problem`` on tensors of its own."""
-        plan: Plan = self.planner.plan(problem, self.options)
+        plan = self.planner.remembered(problem, self.options) or self.planner.plan(problem, self.options)
         operands = make_operands(problem)
         return functools.partial(execute.bind(plan, problem, *operands), *operands, make_bias(problem))
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from tilewise.advice.gauge import LEVELS, Gauge
@@ -21,11 +22,15 @@ LINE = {1: 24, 2: 12, 3: 9}
 """Sizes of each axis that are measured with the others as asked, by the number of axes; fewer for more axes."""
 WANTED = 20
 """Points that should fit into the time: otherwise each is measured less thoroughly."""
+IN_TURNS_S = 4.5
+"""Seconds for timing the best points in turns, where they are short."""
+RUNNERS_UP = 3
+"""The best few points by each measure that are timed in turns."""
 FIRST_SHARE, SWEEP_SHARE, FINAL_SHARE, END_SHARE = 0.5, 0.7, 0.88, 0.93
 """Shares of the time by which the asked point, all points, and the best ones in turns are to be done, and when work is
 stopped. A run or a compilation that has begun is finished, and what was found is still to be shown."""
-WORTH = 0.97
-"""Points that are expected to reach less than this of the best are not measured."""
+WORTH = 0.94
+"""Points that are expected to reach less than this of the best are not measured: a fit is not exact, nor are times."""
 
 
 @dataclass
@@ -77,7 +82,7 @@ class Search:
     def run(self) -> None:
         """Measure until nothing is expected to be better, or the time is over."""
         try:
-            with stopped_when(lambda: self.clock.left(END_SHARE) < 0):
+            with self._until(END_SHARE):
                 self._begin()
                 finished = self._measure_all(self._lines()) and self._measure_all(self._expected())
                 self._measure_disturbed()
@@ -86,6 +91,10 @@ class Search:
         except OutOfTime:
             return
 
+    def _until(self, share: float) -> AbstractContextManager[None]:
+        """A context that raises :class:`OutOfTime` when ``share`` of the time is over."""
+        return stopped_when(lambda: self.clock.left(share) < 0)
+
     def _begin(self) -> None:
         """Measure the asked point at each level for which there is time, and choose the level of comparison."""
         asked = self.sweep.asked
@@ -93,7 +102,7 @@ class Search:
             pause()
             share = FINAL_SHARE if level == LEVELS[0] else FIRST_SHARE
             try:
-                with stopped_when(lambda share=share: self.clock.left(share) < 0):  # type: ignore[misc]
+                with self._until(share):
                     self._measure(asked, level)
             except OutOfTime:
                 break
@@ -159,7 +168,8 @@ class Search:
         outlook = Outlook(self.sweep.axes, list(self.compared.values()))
         possible = filter(self.sweep.flops, outlook.unmeasured(self.compared))
         others = {sizes: self._merit(sizes, outlook.rate(sizes), by_rate) for sizes in possible}
-        best = max((self._merit(s, p.rate, by_rate) for s, p in self.compared.items()), default=0.0)
+        # As expected, too: a lucky measurement would keep all others out.
+        best = max((self._merit(s, outlook.rate(s), by_rate) for s, p in self.compared.items() if p.ms), default=0.0)
         likeliest = max(others, key=others.__getitem__, default=None)
         return likeliest if likeliest is not None and others[likeliest] > WORTH * best else None
 
@@ -184,8 +194,8 @@ class Search:
         """Measure points again whose times other processes disturbed; where these still run, the planner will not."""
         for sizes, point in list(self.points["plans"].items()):
             if point.busy and self._has_time(sizes, "plans"):
-                del self.points["plans"][sizes]
-                self._measure(sizes, "plans")
+                self.tell(self.sweep.text(sizes))
+                self.points["plans"][sizes] = self.gauge.measure(sizes, "plans")
 
     def _finish(self) -> None:
         """Plan the best points, so that they are checked, and time them in turns with the asked one."""
@@ -205,24 +215,24 @@ class Search:
     def _finalists(self) -> list[Sizes]:
         """The asked point, then those that may be named: all that is named is to be timed in turns.
 
-        The point that the outlook takes for the best is among them, as it may have been disturbed when it was measured.
+        Those that the outlook takes for the best are among them, as they may have been disturbed when measured.
         """
         points = [point for point in self.compared.values() if point.ms]
         if not points or self.sweep.asked not in self.compared:
             return []
         outlook = Outlook(self.sweep.axes, points)
-        by_samples = sorted(points, key=lambda point: -point.samples_per_second)
-        expected = max(points, key=lambda p: self._merit(p.sizes, outlook.rate(p.sizes), by_rate=False))
         asked = self.compared[self.sweep.asked]
-        named = [point for _, point in roles(self.sweep, asked, points)]
-        chosen = [asked, *named, expected, *by_samples[1:3]]
+        chosen = [asked, *(point for _, point in roles(self.sweep, asked, points))]
+        for by_rate in (False, True):
+            chosen += sorted(points, key=lambda p: -self._merit(p.sizes, outlook.rate(p.sizes), by_rate))[:RUNNERS_UP]
+            chosen += sorted(points, key=lambda p: -self._merit(p.sizes, p.rate, by_rate))[:RUNNERS_UP]
         return list(dict.fromkeys(point.sizes for point in chosen))
 
     @staticmethod
     def _in_turns_s(points: list[Point]) -> float:
         """Seconds for timing ``points`` in turns: two rounds to warm up, then at least five."""
         once = sum(point.ms or 0.0 for point in points) / 1e3
-        return max(7 * once, 2.5)
+        return max(7 * once, IN_TURNS_S)
 
 
 def _with(sizes: Sizes, place: int, size: int) -> Sizes:

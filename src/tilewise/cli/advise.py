@@ -200,7 +200,7 @@ def show_advice(
     ctx: click.Context, target: Target, sweep: Sweep, settings: Asked, wanted: Wanted, begun: float
 ) -> None:
     """Measure, print and draw what is advised on ``target``. Exits with 1 where what was asked has no plan."""
-    from tilewise.advice import advise
+    from tilewise.advice import NoAdviceError, advise
     from tilewise.advice.search import Clock
     from tilewise.planner import Planner
     from tilewise.planner.options import MEASURING
@@ -211,13 +211,16 @@ def show_advice(
     options, clock = settings.options(), Clock(wanted.seconds, begun)
     head = _head(target, settings)
     written = functools.partial(_write, head=head, wanted=wanted)
+    kept: list[Advice] = []
     try:
-        with bad_input(), time_bar("measuring", clock.left()) as tell:
-            advice = advise(sweep, Planner(), options, seconds=wanted.seconds, clock=clock, tell=tell, keep=written)
-    except RuntimeError as error:
-        if "seconds=" not in str(error):
-            raise
+        with time_bar("measuring", clock.left()) as tell:
+            advice = advise(sweep, Planner(), options, seconds=wanted.seconds, clock=clock, tell=tell, keep=kept.append)
+    except NoAdviceError as error:
         raise click.ClickException(f"--seconds {wanted.seconds:g}: {error}") from error
+    except KeyboardInterrupt:
+        for each in kept:
+            written(each)
+        raise
     written(advice)
     if advice.asked.ms is None:
         ctx.exit(NO_PLAN)
