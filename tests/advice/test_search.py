@@ -117,7 +117,8 @@ def test_levels_follow_from_the_time() -> None:
     assert search.level == "torch"
     assert not search.is_done
     assert gauge.clock.passed < 34  # a point that has begun is finished
-    assert {level for _, level in gauge.seen} == set(LEVELS)
+    assert {level for _, level in gauge.seen} == {LEVELS[0]}  # as more would take all the time for one point
+    assert len(search.compared) >= 5
 
 
 def test_a_search_without_time_ends_at_once() -> None:

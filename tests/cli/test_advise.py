@@ -75,7 +75,7 @@ def test_steps_that_are_not_given_follow_from_the_work():
         return found
 
     assert text(16, 4) == "lstm:t128n4i16h16"
-    assert text(2560, 64) == "lstm:t8n64i2560h2560"
+    assert text(2560, 64) == "lstm:t4n64i2560h2560"
 
 
 def test_ctrl_c_shows_what_was_measured(run, monkeypatch):

@@ -126,7 +126,9 @@ def advise(
             keep(_advice(search))
         raise
     if sweep.asked not in search.compared:
-        raise NoAdviceError(f"nothing was measured within seconds={seconds:g}: more of them would do")
+        raise NoAdviceError(
+            f"nothing was measured within seconds={seconds:g}: more of them, or a smaller layer, would do"
+        )
     return _advice(search)
 
 

@@ -30,7 +30,9 @@ __all__ = ["LEVELS", "Gauge", "Tried"]
 LEVELS = ("torch", "candidates", "plans")
 """How thoroughly a point is measured: torch's choice alone; all that may win; or a plan, checked and timed whole."""
 USUAL_S = 1.0
-"""Seconds that a point is expected to take at a level of which nothing is known yet."""
+"""Seconds that a point is expected to take where nothing is known yet."""
+USUAL_COSTS = {"torch": 1.0, "candidates": 3.0, "plans": 8.0}
+"""How many times as long as by torch's choice alone a point takes at each level, where that is not known yet."""
 IN_TURNS_MS = 3000.0
 """Milliseconds for timing the last few points in turns."""
 
@@ -47,7 +49,10 @@ class Gauge:
 
     def expected_s(self, sizes: Sizes, level: str) -> float:
         """Seconds that measuring the point at ``sizes`` is expected to take."""
-        return self.sweep.flops(sizes) * self.costs[level] if level in self.costs else USUAL_S
+        flops, least = self.sweep.flops(sizes), LEVELS[0]
+        if level in self.costs or least not in self.costs:
+            return flops * self.costs[level] if level in self.costs else USUAL_S
+        return flops * self.costs[least] * USUAL_COSTS[level]
 
     def measure(self, sizes: Sizes, level: str) -> Point:
         """The point at ``sizes``. What has no plan has a part without a time, and the reason."""

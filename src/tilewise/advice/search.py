@@ -22,6 +22,8 @@ LINE = {1: 24, 2: 12, 3: 9}
 """Sizes of each axis that are measured with the others as asked, by the number of axes; fewer for more axes."""
 WANTED = 20
 """Points that should fit into the time: otherwise each is measured less thoroughly."""
+TRIED_SHARE = 0.25
+"""The largest share of the time that is left in which a single point is measured more thoroughly."""
 IN_TURNS_S = 4.5
 """Seconds for timing the best points in turns, where they are short."""
 RUNNERS_UP = 3
@@ -96,21 +98,22 @@ class Search:
         return stopped_when(lambda: self.clock.left(share) < 0)
 
     def _begin(self) -> None:
-        """Measure the asked point at each level for which there is time, and choose the level of comparison."""
+        """Measure the asked point and a second one at each level for which there is time, then choose among these."""
         asked = self.sweep.asked
+        second = next((sizes for sizes in filter(self.sweep.flops, self._lines()) if sizes != asked), asked)
         for level in LEVELS:
             pause()
-            share = FINAL_SHARE if level == LEVELS[0] else FIRST_SHARE
+            if level != LEVELS[0] and self.gauge.expected_s(asked, level) > TRIED_SHARE * self.clock.left():
+                break
             try:
-                with self._until(share):
+                with self._until(FINAL_SHARE if level == LEVELS[0] else FIRST_SHARE):
                     self._measure(asked, level)
             except OutOfTime:
                 break
             self.level = level
-        # Of a second point all is loaded and compiled: it tells what one takes.
-        second = next((sizes for sizes in filter(self.sweep.flops, self._lines()) if sizes != asked), None)
-        if second is not None and self._has_time(second, self.level):
-            self._measure(second, self.level)
+            # The first one loads libraries and compiles: the second tells what a point takes.
+            if self.gauge.expected_s(second, level) < TRIED_SHARE * self.clock.left():
+                self._measure(second, level)
         self.level = self._affordable()
 
     def _affordable(self) -> str:
@@ -133,7 +136,10 @@ class Search:
 
     def _has_time(self, sizes: Sizes, level: str) -> bool:
         """Whether a point is expected to be measured in time."""
-        return self.gauge.expected_s(sizes, level) < self.clock.left(SWEEP_SHARE)
+        plan_s = self.gauge.expected_s(self.sweep.asked, "plans")
+        # Where the best cannot be planned at the end, there is nothing to keep time for.
+        share = SWEEP_SHARE if level == "plans" or 2 * plan_s < self.clock.left() else FINAL_SHARE
+        return self.gauge.expected_s(sizes, level) < self.clock.left(share)
 
     def _measure(self, sizes: Sizes, level: str) -> None:
         """Measure the point at ``sizes``, unless that was done."""

@@ -26,7 +26,7 @@ CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
 """Spelled out as in ``cli.settings``: what owns them imports torch, and a test holds them equal."""
 SIZE_SHARE, BATCH_SHARE, SECONDS = 0.10, 0.25, 30.0
 PICTURES = (".png", ".svg", ".pdf")
-STEPS, LEAST_STEPS = 128, 8
+STEPS, LEAST_STEPS = 128, 4
 """Most and fewest time steps of a recurrent layer where ``--time`` does not say how many."""
 CALL_FLOPS = {"cpu": 8e9, "cuda": 2e13}
 """Steps are so many that a call takes about so many operations: fractions of a second, as each point is run often."""
@@ -96,7 +96,7 @@ def command() -> None:
 @click.option("--hidden", type=click.IntRange(min=1), metavar="N", help="Hidden units.")
 @click.option("--cell", type=click.Choice(CELLS), help="The cell.  [default: lstm]")
 @click.option("--time", "steps", type=click.IntRange(min=1), metavar="N",
-              help="Time steps; their number hardly matters.  [default: 8 to 128, fewer for large layers]")  # fmt: skip
+              help="Time steps; their number hardly matters.  [default: 4 to 128, fewer for large layers]")  # fmt: skip
 @click.option("--inputs", type=click.IntRange(min=1), metavar="N", help="Numbers of the input.  [default: hidden]")
 @click.option("--layers", type=click.IntRange(min=1, max=9999), metavar="N", help="Layers.  [default: 1]")
 @click.option("--directions", type=click.IntRange(1, 2), metavar="N", help="1, or 2 for both.  [default: 1]")
@@ -192,7 +192,7 @@ def layer_text(text: str | None, task: str, settings: Asked, sizes: dict[str, An
             task=task,
         )
         most = CALL_FLOPS[settings.torch_device().type] / one_step.flops
-    usual = next((steps for steps in (STEPS, 64, 32, 16) if steps <= most), LEAST_STEPS)
+    usual = next((steps for steps in (STEPS, 64, 32, 16, 8) if steps <= most), LEAST_STEPS)
     return format_recurrent(replace(one_step, time=sizes["steps"] or usual)), replace(settings, batch=None)
 
 
