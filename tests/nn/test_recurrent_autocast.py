@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.nn.recurrent_plans import CLASSES, flat, forced, with_gradients
+from tests.sampling import some
 from torch import Tensor, nn
 
 import tilewise
@@ -35,7 +36,7 @@ def like(got: list[Any], want: list[Any]) -> None:
 
 
 @ONEDNN
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=some(20), deadline=None)
 @given(data=st.data())
 def test_types_and_values_are_torchs(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from((nn.LSTM, nn.RNN)))

@@ -43,7 +43,7 @@ def test_sizes_of_a_range_differ_by_less_than_its_width(one: int, other: int) ->
 def test_results_are_torchs_at_any_length(data: st.DataObject) -> None:
     kind, both = data.draw(st.sampled_from(CLASSES)), data.draw(st.booleans())
     module = kind(3, 5, 2, bidirectional=both)
-    twin, table = forced(module, data.draw(st.sampled_from(("stepped", *(["resident_rnn"] if NUMBA else [])))))
+    twin, table = forced(module)
     for time, batch in data.draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=2, max_size=6)):
         x = torch.randn(time, batch, 3, requires_grad=True)
         close(with_gradients(twin, x), with_gradients(module, x))
@@ -51,14 +51,26 @@ def test_results_are_torchs_at_any_length(data: st.DataObject) -> None:
     assert len(ranges) == len(table.asked)
 
 
+@pytest.mark.skipif(not NUMBA, reason="the solver needs Numba")
+def test_a_compiled_kernel_runs_at_any_length() -> None:
+    module = nn.LSTM(3, 9)
+    twin, table = forced(module, "resident_rnn")
+    for time in (20, 23, 21):
+        x = torch.randn(time, 2, 3, requires_grad=True)
+        close(with_gradients(twin, x), with_gradients(module, x))
+    assert [getattr(p, "time", 0) for p in table.asked] == [20]
+
+
 def test_plans_and_what_runs_them_stay_bounded() -> None:
     module = nn.GRU(2, 3)
     twin, table = forced(module)
+    kinds = [(time, batch) for time in range(1, 14) for batch in range(1, 14)]
+    assert len(kinds) > MOST_CALLS
     with torch.no_grad():
-        for time in range(1, 2 * MOST_CALLS):
-            x = torch.randn(time, 1, 2)
+        for time, batch in kinds:
+            x = torch.randn(time, batch, 2)
             close(flat(twin(x)), flat(module(x)))
-    assert len(table.asked) < 25
+    assert len(table.asked) == len({(_step(time), _step(batch)) for time, batch in kinds}) < len(kinds) / 2
     layer = layer_of(twin)
     assert len(layer._runs) <= MOST_CALLS
     assert len(layer.known) == len(table.asked)
