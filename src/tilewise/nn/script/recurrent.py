@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from tilewise.nn.layers.call import disturbed
 from tilewise.nn.layers.call import why_torchs as watched_by
@@ -22,14 +23,14 @@ from tilewise.nn.script.sites import FEW, OneWeight
 __all__ = ["FUNCTIONS", "RecurrentSite"]
 
 LIMITED = "is planned without memory limits alone"
-PACKED = "called with a packed sequence, whose sequences end at different steps"
 
 
 class RecurrentSite(OneWeight):
     """Recurrent layers as used with one first weight.
 
-    ``arguments`` are the cell, whether there are biases, the number of layers, and whether there are two directions.
-    Operands of a call are the input, the first weight, the first states, all weights, and torch's further arguments.
+    ``arguments`` are the cell, whether there are biases, the number of layers, whether there are two directions, and
+    whether batches are packed. Operands of a call are the input, the first weight, the first states, all weights, and
+    torch's further arguments; of a packed batch the last of them are the sizes of its steps.
     """
 
     plan_table: Recorder
@@ -48,13 +49,25 @@ class RecurrentSite(OneWeight):
 
     def by_torch(self, x: Any, w: Any, hx: Any, weights: Any, *rest: Any) -> Any:
         """The result of torch's own function."""
+        if self.packed:
+            *rest, sizes = rest  # type: ignore[assignment]
+            return OPERATORS[self.function](x, sizes, hx, weights, *rest)
         return OPERATORS[self.function](x, hx, weights, *rest)
+
+    @property
+    def packed(self) -> bool:
+        """Whether batches are packed."""
+        packed: bool = self.arguments[-1]
+        return packed
 
     def __call__(self, x: Any, w: Any, hx: Any, weights: Any, *rest: Any) -> Any:
         """The result by plan; ``NotImplemented`` where torch must compute it."""
         if disturbed():
             self._leave(watched_by((x, w)))
             return NotImplemented
+        if self.packed:
+            *rest, sizes = rest  # type: ignore[assignment]
+            x, rest = PackedSequence(x, sizes), (*rest, False)
         arguments = Arguments.of(self.function, weights, *rest)
         given = arguments if isinstance(arguments, str) else given_of(arguments, x, hx)
         if isinstance(given, str) or not given.batched:
@@ -72,6 +85,7 @@ class RecurrentSite(OneWeight):
         if not run.planned:
             return NotImplemented
         y, last = run(given)
+        y = y.data if self.packed else y
         return (y, *last) if isinstance(last, tuple) else (y, last)
 
     def forget(self) -> None:
@@ -103,13 +117,15 @@ def _planned(cell: str, x: Any, hx: Any, weights: Any, rest: tuple[Any, ...]) ->
     if torch.compiler.is_dynamo_compiling():
         current.note_compiled()
         return NotImplemented
-    if rest and isinstance(rest[0], list | tuple):  # after a packed batch, its sizes and its first states
-        session.plan_table.leave(cell, PACKED)
-        return NotImplemented
+    packed = bool(rest) and isinstance(rest[0], list | tuple)  # after a packed batch, its sizes and its first states
+    if packed:
+        if type(hx) is not torch.Tensor or hx.device.type != "cpu":
+            return NotImplemented  # no sizes
+        hx, weights, rest = weights, rest[0], (*rest[1:], hx)
     if not _are_tensors(weights) or len(rest) != 6:
         return NotImplemented
     biases, layers, _, _, both, _ = rest
-    weight, arguments = weights[0], (cell, biases, layers, both)
+    weight, arguments = weights[0], (cell, biases, layers, both, packed)
     site = session.sites.get(id(weight))
     if site is None or site.arguments != arguments:
         site = _site(session, weight, arguments)
