@@ -18,6 +18,8 @@ from tilewise.problems.recurrent.checks import dense_operands, errors_of
 from tilewise.problems.recurrent.packing import packing_of
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers import Solver, SolverUnavailable, Split, get, solving
+from tilewise.solvers.recurrent import stepped
+from tilewise.solvers.recurrent._layers import StackedLayers
 
 # torch lays the weights of its bf16 layers in one piece nowhere, and warns of that once.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
@@ -147,6 +149,28 @@ def test_gradients_that_are_needed_are_those_of_autograd(name: str, data: st.Dat
             torch.testing.assert_close(gradient, want[role], rtol=1e-3, atol=1e-4)
         else:
             assert gradient is None, role
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), p=layers(dtype="fp32", task="training"))
+def test_packed_batches_run_in_parts_in_which_no_sequence_ends(data: st.DataObject, p: RecurrentProblem) -> None:
+    """By steps that take dense batches alone, as kernels may."""
+    least = p.time + p.batch - 1
+    p = replace(p, packed=data.draw(st.integers(least, p.time * p.batch), "packed"))
+    block = data.draw(st.integers(0, p.time - 1), "block")
+    packing, operands = packing_of(p), dense_operands(p, 4)
+    named = dict(zip(p.operands, operands, strict=True))
+    layer = StackedLayers(p, stepped.recurrence(p), block=block)
+    weights = [named[role] for role in p.weights]
+    with torch.no_grad():
+        *results, saved = layer.forward(
+            named["x"], named["h0"], named.get("c0"), weights, packing=packing, keep=True
+        )  # fmt: skip
+        ends = [named.get(role) for role in ("dy", "dhn", "dcn")]
+        gradients = layer.backward(saved, weights, *ends, [True] * (3 + len(weights)))
+    found = [t for t in (*results, *gradients) if t is not None]
+    for role, got, want in zip(p.results, found, p.reference(*operands), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4, msg=lambda text, r=role: f"{r}: {text}")
 
 
 def test_what_is_dropped_follows_the_generator() -> None:

@@ -26,33 +26,43 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class Span:
     """Steps that run at a time.
 
-    ``part`` are their places along the first dimension of the input: steps, or rows of a packed batch. The first
-    ``count`` sequences take part. ``packing`` is that of these steps of a packed batch.
+    ``part`` are their places along the first dimension of the input: steps, or rows of a packed batch. A recurrence
+    sees them in the ``shape`` (steps, sequences), or as rows that lie as ``packing`` says. The first ``count``
+    sequences take part.
     """
 
     part: slice
+    shape: tuple[int, ...]
     count: int
-    packing: Packing | None
+    packing: Packing | None = None
 
 
-def spans_of(time: int, batch: int, packing: Packing | None, block: int) -> list[Span]:
+def spans_of(time: int, batch: int, packing: Packing | None, block: int, *, level: bool) -> list[Span]:
     """All steps by ``block`` at a time, 0 for all at once, from the first to the last.
 
     Of a packed batch as many steps run at a time as have no more rows than ``block`` steps of all sequences: so what
-    is allocated for one span serves for the next.
+    is allocated for one span serves for the next. With ``level`` they are also divided where sequences end, so that
+    every span has all steps of its sequences, as a batch that is not packed.
     """
     if packing is None:
-        block = block or time
-        return [Span(slice(start, min(time, start + block)), batch, None) for start in range(0, time, block)]
-    steps, spans, start = packing.steps, [], 0
+        ends = [(start, min(time, start + (block or time))) for start in range(0, time, block or time)]
+        return [Span(slice(start, stop), (stop - start, batch), batch) for start, stop in ends]
+    spans, start = [], 0
     while start < packing.time:
-        first, most = steps[start][0], block * batch
+        first, count = packing.steps[start]
         stop = packing.time
-        if block:
-            ends = packing.offsets[start + 1 :]
-            stop = start + max(1, int(torch.searchsorted(ends, first + most, right=True)))
-        within = packing if stop - start == packing.time else Packing(packing.sizes[start:stop])
-        spans.append(Span(slice(first, first + within.rows), within.batch, within))
+        if level:
+            stop = int(torch.searchsorted(-packing.sizes, 1 - count))
+            stop = min(stop, start + block) if block else stop
+        elif block:
+            ends_of = packing.offsets[start + 1 :]
+            stop = start + max(1, int(torch.searchsorted(ends_of, first + block * batch, right=True)))
+        part = slice(first, int(packing.offsets[stop]))
+        if level:
+            spans.append(Span(part, (stop - start, count), count))
+        else:
+            within = packing if stop - start == packing.time else Packing(packing.sizes[start:stop])
+            spans.append(Span(part, (within.rows,), count, within))
         start = stop
     return spans
 
@@ -87,18 +97,20 @@ class Direction:
 
     def forward(
         self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], y: Tensor, spans: Sequence[Span],
-        *, keep: bool,
+        *, keep: bool, again: bool,
     ) -> tuple[Tensor, Tensor | None, KeptSteps]:  # fmt: skip
-        """Write the states to ``y``, and return the last h and c, and what ``backward`` takes where ``keep``."""
+        """Write the states to ``y``, and return the last h and c, and what ``backward`` takes where ``keep``.
+
+        With ``again`` it will compute the steps again, and no more is kept than that takes.
+        """
         kept, h, c = KeptSteps(), h0, c0
-        whole = len(spans) == 1
         for span in reversed(spans) if self.reverse else spans:
             first = h[: span.count], None if c is None else c[: span.count]
-            hn, cn, saved = self._steps(span, first, x, weights, y[span.part], keep=keep and whole)
+            hn, cn, saved = self._steps(span, first, x, weights, _of(span, y), keep=keep and not again)
             if keep:
                 kept.firsts += [first] if kept.spans else []
                 kept.spans.append(span)
-                kept.saved += [saved] if whole else []
+                kept.saved += [] if again else [saved]
             del saved  # before the next span has its own
             h, c = _carried(hn, h), None if cn is None else _carried(cn, c)
         return h, c, kept
@@ -107,11 +119,14 @@ class Direction:
         self, span: Span, first: tuple[Tensor, Tensor | None], x: Tensor, weights: Sequence[Tensor], y: Tensor,
         *, keep: bool,
     ) -> tuple[Tensor, Tensor | None, Saved]:  # fmt: skip
-        """Run the steps of a span from its ``first`` states: the last ones, and what the recurrence keeps."""
+        """Run the steps of a span from its ``first`` states: the last ones, and what the recurrence keeps.
+
+        States are written to ``y``, in the shape of the span.
+        """
         w, u, *biases = weights
         b_x, b_n = self._biases(biases)
         own = x[span.part]
-        gx = self.linear(own.reshape(-1, own.shape[-1]), w, b_x).view(*own.shape[:-1], -1)
+        gx = self.linear(own.reshape(-1, own.shape[-1]), w, b_x).view(*span.shape, -1)
         return self.recurrence(span.packing).forward(gx, u, b_n, *first, y, reverse=self.reverse, keep=keep)
 
     def backward(
@@ -144,7 +159,7 @@ class Direction:
         sums: list[Tensor | None],
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         """The gradients of a span's x, first h and first c. Those of the weights are added to ``sums``."""
-        span, own = kept.spans[place], y[kept.spans[place].part]
+        span, own = kept.spans[place], _of(kept.spans[place], y)
         w, u, *biases = weights
         if kept.saved:
             saved = kept.saved[place]
@@ -152,7 +167,7 @@ class Direction:
             own = torch.empty_like(own, memory_format=torch.contiguous_format)
             _, _, saved = self._steps(span, first, x, weights, own, keep=True)
         dgates, dstates, dh, dc = self.recurrence(span.packing).backward(
-            saved, u, self._biases(biases)[1], *first, own, dy[span.part], dhn, dcn, reverse=self.reverse
+            saved, u, self._biases(biases)[1], *first, own, _of(span, dy), dhn, dcn, reverse=self.reverse
         )
         del saved
         flat = dgates.view(-1, dgates.shape[-1])
@@ -214,6 +229,12 @@ class Direction:
         both = of_x.clone()
         both[: 2 * self.hidden] += of_h[: 2 * self.hidden]
         return both, of_h[2 * self.hidden :]
+
+
+def _of(span: Span, tensor: Tensor) -> Tensor:
+    """A span's part of a tensor of all steps, as a view."""
+    part = tensor[span.part]
+    return part if part.shape[:-1] == span.shape else part.unflatten(0, span.shape)
 
 
 def _carried(new: Tensor, old: Tensor | None) -> Tensor:

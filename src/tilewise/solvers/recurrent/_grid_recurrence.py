@@ -11,10 +11,13 @@ from torch.nn import functional
 
 from tilewise.kernels.cuda.launch import Kernel, kernel
 from tilewise.kernels.cuda.recurrent.programs import RecurrentProgram
+from tilewise.machine.recent import Recent
 from tilewise.problems.recurrent.tensors import GATES
 
 __all__ = ["TILE", "GridRecurrence", "Kept", "Shape", "padded", "program"]
 
+MOST_LAUNCHES = 512
+"""Launches, by their sizes, that are remembered: parts of packed batches have many."""
 TILE = 16
 """Batch rows that matrix units take at a time."""
 Shape = tuple[int, int, int, int]
@@ -47,7 +50,7 @@ class GridRecurrence:
     device: int
     shapes: tuple[Shape, Shape]
     precise: bool = True
-    _launches: dict[tuple[int, ...], Callable[..., None]] = field(default_factory=dict)
+    _launches: Recent[tuple[int, ...], Callable[..., None]] = field(default_factory=lambda: Recent(MOST_LAUNCHES))
 
     def forward(
         self, gx: torch.Tensor, u: torch.Tensor, bias_n: torch.Tensor | None, h0: torch.Tensor, c0: torch.Tensor | None,

@@ -74,7 +74,8 @@ class StackedLayers:
     """All layers and directions of ``p``, each of which runs its steps by ``recurrence``.
 
     ``linear`` computes the products with the inputs' weights, as ``torch.nn.functional.linear`` does. ``packed`` makes
-    the recurrence of a packed batch. ``block`` steps run at a time, 0 for all: see :mod:`._direction`.
+    the recurrence of a packed batch; without it such a batch runs in parts in which no sequence ends. ``block`` steps
+    run at a time, 0 for all: see :mod:`._direction`.
     """
 
     p: RecurrentProblem
@@ -96,7 +97,7 @@ class StackedLayers:
     ) -> Outputs:
         """As :meth:`Layer.forward`. Tensors are contiguous; dropout draws from torch's generator."""
         p, kept = self.p, _Kept(h0, c0)
-        spans = spans_of(len(x), len(h0[0]), packing, self.block)
+        spans = spans_of(len(x), len(h0[0]), packing, self.block, level=self.packed is None)
         states: list[Tensor] = []
         cells: list[Tensor] = []
         with self._precision():
@@ -110,7 +111,7 @@ class StackedLayers:
                     index = layer * p.directions + direction
                     c = None if c0 is None else c0[index]
                     hn, cn, steps = self._direction(index).forward(
-                        x, h0[index], c, self._weights(weights, index), half, spans, keep=keep
+                        x, h0[index], c, self._weights(weights, index), half, spans, keep=keep, again=self.block > 0
                     )
                     states.append(hn)
                     if cn is not None:
@@ -167,12 +168,8 @@ class StackedLayers:
         return Direction(p.hidden, p.cell == "gru", index % p.directions == 1, self._recurrence, self.linear)
 
     def _recurrence(self, packing: Packing | None) -> Recurrence:
-        """What runs the steps of a batch. Raises ``ValueError`` where a packed batch cannot be run."""
-        if packing is None:
-            return self.recurrence
-        if self.packed is None:
-            raise ValueError("packing: this layer runs all steps of every sequence; None would do")
-        return self.packed(packing)
+        """What runs the steps of a batch, or of a part of it."""
+        return self.recurrence if packing is None or self.packed is None else self.packed(packing)
 
     @property
     def _count(self) -> int:

@@ -125,8 +125,8 @@ def _is_block(p: RecurrentProblem, c: Config) -> bool:
 
 
 def blocks_of(p: RecurrentProblem, c: Config) -> int:
-    """The number of blocks of steps."""
-    return -(-p.time // (block_of(c) or p.time))
+    """The number of parts of the steps that run at a time, where a packed batch runs in parts in which none ends."""
+    return max(-(-p.time // (block_of(c) or p.time)), min(p.time, p.batch) if p.packed else 1)
 
 
 def rows_at_a_time(p: RecurrentProblem, c: Config) -> int:

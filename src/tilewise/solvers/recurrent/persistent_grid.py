@@ -51,8 +51,6 @@ class PersistentGrid(RecurrentSolver):
         from tilewise.kernels.cuda.launch import unavailable
 
         reasons = [reason] if (reason := unavailable()) else []
-        if p.packed:
-            reasons.append("sequences of a packed batch end at different steps")
         architecture = _architecture()
         if architecture < (8, 0):
             reasons.append(f"needs compute capability 8.0 or later, not {architecture[0]}.{architecture[1]}")
