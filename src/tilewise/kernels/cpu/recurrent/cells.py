@@ -18,10 +18,10 @@ from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.recurrent.activations import relu, sigmoid, tanh
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values
 
-__all__ = ["backward", "fetched", "forward", "settled"]
+__all__ = ["backward", "fetched", "forward", "settled", "taking"]
 
 
-def _made(count: int, lanes: int, emit: Callable[[Code, Values], None]) -> Callable[..., None]:
+def taking(count: int, lanes: int, emit: Callable[[Code, Values], None]) -> Callable[..., None]:
     """An intrinsic that takes ``count`` integers, as many as wanted, and returns nothing."""
 
     def made(typingctx, *arguments):
@@ -118,7 +118,7 @@ def forward(lanes: int, cell: str) -> Callable[..., None]:
     h from ``state`` and b_hn from ``bias``, and where it is to ``keep`` values it writes U_n h + b_hn to ``to``. Gates
     are kept in the place of their inputs.
     """
-    return _made(9, lanes, FORWARD[cell])
+    return taking(9, lanes, FORWARD[cell])
 
 
 def _lstm_back(code: Code, arguments: Values) -> None:
@@ -178,7 +178,7 @@ def backward(lanes: int, cell: str) -> Callable[..., None]:
     before for an LSTM, and h of it for a GRU. An LSTM reads the gradient of c from ``dc`` and leaves that of the one
     before there. A GRU writes the gradient of U_n h + b_hn to ``dx_n``, and to ``dh`` what does not come by a product.
     """
-    return _made(10, lanes, BACKWARD[cell])
+    return taking(10, lanes, BACKWARD[cell])
 
 
 @functools.cache
@@ -190,7 +190,7 @@ def settled(lanes: int, add: bool) -> Callable[..., None]:
         of, value = _Lanes(code, valid), code.load(sums)
         of.write(code.builder.fadd(value, of.read(target)) if add else value, target)
 
-    return _made(3, lanes, emit)
+    return taking(3, lanes, emit)
 
 
 @functools.cache
@@ -205,4 +205,4 @@ def fetched(lanes: int, count: int) -> Callable[..., None]:
         for i in range(count):
             code.prefetch(code.at(address, i, apart))
 
-    return _made(2, lanes, emit)
+    return taking(2, lanes, emit)

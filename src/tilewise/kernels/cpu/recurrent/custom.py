@@ -20,9 +20,9 @@ from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.recurrent.activations import relu, sigmoid, tanh
-from tilewise.kernels.cpu.recurrent.cells import _made, settled
+from tilewise.kernels.cpu.recurrent.cells import settled, taking
 from tilewise.kernels.cpu.recurrent.expressions import Cell, backward_of
-from tilewise.kernels.cpu.recurrent.steps import _multiply, _team
+from tilewise.kernels.cpu.recurrent.steps import multiplied, packed_by_team
 from tilewise.kernels.cpu.recurrent.team import DONE, counted, wait
 from tilewise.kernels.cpu.recurrent.told import COUNT, WORDS
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, named, number_at
@@ -118,7 +118,7 @@ def _cell(lanes: int, cell: Cell) -> Callable[..., None]:
         for k, place in enumerate(cell.results):
             of.write(of.values[place], of.at(places, k, at))
 
-    return _made(10, lanes, emit)
+    return taking(10, lanes, emit)
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
             to = of.at(places, 2 * states + parameters + j, unit)
             of.write(b.fadd(of.read(to), of.values[place]), to)
 
-    return _made(12, lanes, emit)
+    return taking(12, lanes, emit)
 
 
 @functools.cache
@@ -174,7 +174,7 @@ def _cleared(lanes: int, count: int) -> Callable[..., None]:
         for i in range(count):
             masks.store(code, code.splat(0.0), code.at(address, i * NUMBER * lanes), mask)
 
-    return _made(2, lanes, emit)
+    return taking(2, lanes, emit)
 
 
 @functools.cache
@@ -207,7 +207,7 @@ PLACES, FIRSTS, ZEROS, RESETS = (WORDS[name] for name in ("places", "firsts", "z
 def _step(lanes: int, cell: Cell) -> Callable[..., None]:
     """Makes ``(v, panel, sums, t, earlier)``: step ``t`` of a panel's units; ``earlier`` is below 0 at the first."""
     gates, inputs, vector = cell.from_h, cell.from_x, NUMBER * lanes
-    multiply, of_cell, clear, is_reset = _multiply(lanes), _cell(lanes, cell), _cleared(lanes, gates), _is_reset()
+    multiply, of_cell, clear, is_reset = multiplied(lanes), _cell(lanes, cell), _cleared(lanes, gates), _is_reset()
 
     @compiled(lanes, cell.name)
     def run(v, panel, sums, t, earlier):
@@ -242,7 +242,7 @@ def forward(lanes: int, cell: Cell) -> Callable[..., None]:
     ``data`` is the address of the numbers of ``Told`` and the counters of a team. ``x`` are what the input gives the
     gates, ``state`` where what the state gives them is kept, (T, N, G * H) both.
     """
-    team_of, step, add, until = _team(lanes, cell.from_h, False), _step(lanes, cell), counted(), wait()
+    team_of, step, add, until = packed_by_team(lanes, cell.from_h, False), _step(lanes, cell), counted(), wait()
 
     def run(data):
         v = carray(data, COUNT)
@@ -303,7 +303,7 @@ def _gates_back(lanes: int, cell: Cell) -> Callable[..., None]:
 def _product_back(lanes: int, cell: Cell) -> Callable[..., None]:
     """Makes ``(v, panel, sums, t)``: adds the product to the gradient of h before step ``t``, of a panel's units."""
     gates, vector = cell.from_h, NUMBER * lanes
-    multiply, settle, is_reset = _multiply(lanes), settled(lanes, True), _is_reset()
+    multiply, settle, is_reset = multiplied(lanes), settled(lanes, True), _is_reset()
 
     @compiled(lanes, cell.name)
     def run(v, panel, sums, t):
@@ -327,7 +327,7 @@ def backward(lanes: int, cell: Cell) -> Callable[..., None]:
 
     ``dh`` begins as the gradient of the last h, ``dy`` is that of all states h.
     """
-    team_of, add, until = _team(lanes, cell.from_h, True), counted(), wait()
+    team_of, add, until = packed_by_team(lanes, cell.from_h, True), counted(), wait()
     gates, product = _gates_back(lanes, cell), _product_back(lanes, cell)
 
     def run(data):

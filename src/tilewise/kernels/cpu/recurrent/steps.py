@@ -18,7 +18,7 @@ from tilewise.kernels.cpu.recurrent.team import COME, DONE, PACKED, UNIT, counte
 from tilewise.kernels.cpu.recurrent.told import COUNT, GATES, WORDS
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, number_at, pointer_call
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "multiplied", "packed_by_team"]
 
 THREADS, TIME, HIDDEN, OFFSETS = (WORDS[name] for name in ("threads", "time", "hidden", "offsets"))
 PANELS, BLOCKS, VECTORS, PANEL_SIZE = (WORDS[name] for name in ("panels", "blocks", "vectors", "panel_size"))
@@ -69,7 +69,7 @@ def _pack_copied(lanes: int, gates: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _team(lanes: int, gates: int, back: bool) -> Callable[..., tuple[int, int]]:
+def packed_by_team(lanes: int, gates: int, back: bool) -> Callable[..., tuple[int, int]]:
     """Makes ``(address, v)``, which packs with all threads that come: a thread's number and those of its team.
 
     The team has 0 threads for one that came too late.
@@ -95,7 +95,7 @@ def _team(lanes: int, gates: int, back: bool) -> Callable[..., tuple[int, int]]:
 
 
 @functools.cache
-def _multiply(lanes: int) -> Callable[..., None]:
+def multiplied(lanes: int) -> Callable[..., None]:
     """Makes ``(v, a, a_row, rows, b, depth, sums, add)``: the product of rows and a panel, or with ``add`` more.
 
     A part of the panel stays in the second cache while all rows are multiplied with it. Tiles are nearly equal.
@@ -144,7 +144,7 @@ def _step(lanes: int, cell: str) -> Callable[..., None]:
     ``before`` on, the others from their first state.
     """
     gates, vector = GATES[cell], NUMBER * lanes
-    multiply, fetch = _multiply(lanes), _fetch(lanes, gates)
+    multiply, fetch = multiplied(lanes), _fetch(lanes, gates)
     of_cell, lstm = cells.forward(lanes, cell), int(cell == "lstm")
 
     @compiled(lanes, cell)
@@ -204,7 +204,7 @@ def forward(lanes: int, cell: str) -> Callable[..., None]:
 
     ``data`` is the address of the numbers of ``Told`` and the counters of a team.
     """
-    team_of, step, add, until = _team(lanes, GATES[cell], False), _step(lanes, cell), counted(), wait()
+    team_of, step, add, until = packed_by_team(lanes, GATES[cell], False), _step(lanes, cell), counted(), wait()
     step_of = _steps()
 
     def run(data):
@@ -263,7 +263,7 @@ def _gates_back(lanes: int, cell: str) -> Callable[..., None]:
 def _product_back(lanes: int, cell: str) -> Callable[..., None]:
     """Makes ``(v, panel, sums, first, rows)``: the gradient of h before a step, of a panel's units."""
     gates, vector, gru = GATES[cell], NUMBER * lanes, int(cell == "gru")
-    multiply = _multiply(lanes)
+    multiply = multiplied(lanes)
     settle = cells.settled(lanes, cell == "gru")
 
     @compiled(lanes, cell)
@@ -286,7 +286,7 @@ def _product_back(lanes: int, cell: str) -> Callable[..., None]:
 
 def backward(lanes: int, cell: str) -> Callable[..., None]:
     """As :func:`forward`, backwards."""
-    team_of, add, until = _team(lanes, GATES[cell], True), counted(), wait()
+    team_of, add, until = packed_by_team(lanes, GATES[cell], True), counted(), wait()
     gates, product, fetch = _gates_back(lanes, cell), _product_back(lanes, cell), _fetch(lanes, GATES[cell])
     step_of = _steps()
 
