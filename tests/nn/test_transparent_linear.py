@@ -233,6 +233,24 @@ def test_in_the_background_calls_are_torchs_until_the_session_has_waited() -> No
     assert all(layer.replaced for layer in session.report().layers)
 
 
+def test_under_autocast_calls_are_planned_for_that_type() -> None:
+    x, w, b = operands()
+    planner = Thin()
+    with tilewise.enabled(wait=True, planner=planner):
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = F.linear(x, w, b)
+        assert planned(y)
+        with torch.autocast("cpu", torch.bfloat16):
+            want = TORCHS_OWN(x, w, b)
+        assert y.dtype is want.dtype
+        torch.testing.assert_close(y, want, rtol=2e-2, atol=2e-2)
+        gradients = torch.autograd.grad(y.float().sum(), (x, w, b))
+        assert {g.dtype for g in gradients} == {torch.float32}
+        assert not planned(F.linear(x, w, b))  # without autocast it is another call, which was not seen yet
+    assert {p.dtype for p in planner.planned} == {"bf16"}
+
+
 def test_compiled_and_scripted_models() -> None:
     model, x = nn.Sequential(nn.Linear(24, 33), nn.ReLU(), nn.Linear(33, 10)), torch.randn(3, 24)
     want = model(x).detach()
