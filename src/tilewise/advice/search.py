@@ -31,6 +31,19 @@ RUNNERS_UP = 3
 FIRST_SHARE, SWEEP_SHARE, FINAL_SHARE, END_SHARE = 0.5, 0.7, 0.88, 0.93
 """Shares of the time by which the asked point, all points, and the best ones in turns are to be done, and when work is
 stopped. A run or a compilation that has begun is finished, and what was found is still to be shown."""
+USUAL_MISS = 0.03
+"""How far a measured rate is usually from the expected one, as the difference of their logarithms."""
+MISSES = 2.0
+"""Points are measured that may be the best if their rate is so many times the usual miss above the expected one."""
+TRIED_SHARE = 0.25
+"""The largest share of the time that is left in which a single point is measured more thoroughly."""
+IN_TURNS_S = 4.5
+"""Seconds for timing the best points in turns, where they are short."""
+RUNNERS_UP = 3
+"""The best few points by each measure that are timed in turns."""
+FIRST_SHARE, SWEEP_SHARE, FINAL_SHARE, END_SHARE = 0.5, 0.7, 0.88, 0.93
+"""Shares of the time by which the asked point, all points, and the best ones in turns are to be done, and when work is
+stopped. A run or a compilation that has begun is finished, and what was found is still to be shown."""
 WORTH = 0.94
 """Points that are expected to reach less than this of the best are not measured: a fit is not exact, nor are times."""
 
@@ -70,6 +83,8 @@ class Search:
     """The best points and the asked one, timed in turns."""
     is_done: bool = False
     """Whether all was measured that was worth it."""
+    misses: list[float] = field(default_factory=list)
+    """By how much the logarithm of each rate was off that was expected before it was measured."""
 
     @property
     def sweep(self) -> Sweep:
@@ -162,22 +177,31 @@ class Search:
         In turns by samples a second and by rate. Then neighbours of the best, and the line of mini-batches through it.
         """
         for turn in itertools.count():
-            found = [sizes for by_rate in (False, True) if (sizes := self._likeliest(by_rate=by_rate)) is not None]
-            if not found:
+            outlook = Outlook(self.sweep.axes, list(self.compared.values()))
+            found = [self._likeliest(outlook, by_rate=by_rate) for by_rate in (False, True)]
+            likely = [sizes for sizes in found if sizes is not None]
+            if not likely:
                 break
-            yield found[turn % len(found)]
+            sizes = likely[turn % len(likely)]
+            yield sizes
+            if sizes in self.compared and (rate := self.compared[sizes].rate):
+                self.misses.append(math.log(rate / outlook.rate(sizes)))
         for by_rate in (False, True):
             yield from self._around(by_rate=by_rate)
 
-    def _likeliest(self, *, by_rate: bool) -> Sizes | None:
-        """The point that is expected to be the best of those not measured; ``None`` where none is worth it."""
-        outlook = Outlook(self.sweep.axes, list(self.compared.values()))
+    def _likeliest(self, outlook: Outlook, *, by_rate: bool) -> Sizes | None:
+        """The point that is expected to be the best of those not measured; ``None`` where none is worth it.
+
+        The rougher the device turns out to be, or the noisier its times, the less must be expected of a point.
+        """
         possible = filter(self.sweep.flops, outlook.unmeasured(self.compared))
         others = {sizes: self._merit(sizes, outlook.rate(sizes), by_rate) for sizes in possible}
         # As expected, too: a lucky measurement would keep all others out.
         best = max((self._merit(s, outlook.rate(s), by_rate) for s, p in self.compared.items() if p.ms), default=0.0)
         likeliest = max(others, key=others.__getitem__, default=None)
-        return likeliest if likeliest is not None and others[likeliest] > WORTH * best else None
+        squares = [USUAL_MISS**2, *(miss**2 for miss in self.misses)]
+        worth = best * math.exp(-MISSES * math.sqrt(sum(squares) / len(squares)))
+        return likeliest if likeliest is not None and others[likeliest] > worth else None
 
     def _merit(self, sizes: Sizes, rate: float, by_rate: bool) -> float:
         """What points are compared by: TFLOP/s ``by_rate``, samples a second otherwise."""
