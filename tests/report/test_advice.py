@@ -107,7 +107,7 @@ def test_the_picture_is_drawn(tmp_path, ending) -> None:
 def test_nothing_without_a_time_breaks_it(tmp_path) -> None:
     parts = tuple(Part(p, None, reason="no plan keeps the limit") for p in SWEEP.problems(SWEEP.asked))
     lost = Advice(SWEEP, "torch", (Point(SWEEP.asked, 8, parts),), (), False, 1.0)
-    assert "the time was over" in advice_text(lost)
+    assert "stopped before all was measured" in advice_text(lost)
     assert "no plan keeps the limit" in page(advise_document(HEAD, lost))
     pytest.importorskip("matplotlib")
     draw_advice(lost, HEAD, str(tmp_path / "none.png"))

@@ -56,7 +56,7 @@ def advice_text(advice: Advice) -> str:
         lines.append(f"[bold]most samples a second: {escape(sweep.text(advice.best.sizes))}[/]")
     lines += [f"- {escape(line)}" for line in advice.why]
     within = ", ".join(f"{axis.name} {axis.values[0]} to {axis.values[-1]}" for axis in sweep.axes)
-    over = "[yellow]then the time was over: the same again, which begins with what is known now, tells more[/]"
+    over = "[yellow]stopped before all was measured: the same again begins with what is known now[/]"
     end = "nothing else was expected to be better" if advice.is_done else over
     turns = "; those above were timed in turns" if advice.finals else ""
     lines.append(

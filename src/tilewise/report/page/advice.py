@@ -21,7 +21,7 @@ def advice_line(report: AdviceReport) -> str:
     """What was asked, in one line."""
     words = ["tilewise advice", report.device]
     words.append(f"{count(len(report.points), 'point')} in {report.seconds:.0f} s" if report.seconds else "")
-    words.append("" if report.done else "the time was over before all was measured")
+    words.append("" if report.done else "stopped before all was measured")
     return " · ".join(short(word, 120) for word in words if word)
 
 
