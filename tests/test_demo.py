@@ -62,6 +62,7 @@ def document(workspace: int | None) -> dict[str, Any]:
     return {"summary": {"passes": 1}, "layers": [{"passes": passes}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workspace", "losses", "failure"),
     [

@@ -44,6 +44,7 @@ def _short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gauge, "IN_TURNS_MS", 50.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SWEEPS)
 def test_it_holds_together(kind: str, planner: Planner) -> None:
     told: list[str] = []

@@ -195,6 +195,7 @@ def test_table_names_what_ran(cache: Path) -> None:
     assert "conv2 fprop" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [

@@ -20,6 +20,7 @@ FAST = ("--device", "cpu", "--batch-sizes", "undivided", "--rigor", "estimate")
 Run = Callable[..., Result]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "time", "explain"])
 def test_commands_leave_solvers_out(run: Run, check_document: Callable[[str], dict[str, Any]], command: str) -> None:
     result = run(command, LAYER, *FAST, "--exclude", "fft", "--exclude", "aten", "--json")

@@ -115,6 +115,7 @@ def interrupted(start, pack: Path, cache: Path) -> tuple[int, str]:
     return process.returncode, err
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_whole_kernels_and_the_rest_can_follow(start, tmp_path, monkeypatch):
     pack = tmp_path / "many.pack"
     for count in (1000, 4000, 16000):  # on a busy machine a small one may be taken before the interruption comes

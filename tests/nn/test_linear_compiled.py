@@ -66,7 +66,9 @@ def assert_close(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=COMPILER)])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=[COMPILER, pytest.mark.slow])]
+)
 def test_full_graphs(backend: str) -> None:
     got, want, x = pair()
     compiled = torch.compile(got, fullgraph=True, backend=backend)

@@ -101,6 +101,7 @@ def test_a_schedule_of_other_kinds_leaves_them_to_torch(tmp_path: Path) -> None:
     assert tilewise.nn.report(net).layers[1].reason
 
 
+@pytest.mark.slow
 def test_sizes_that_were_not_seen_are_torchs(tmp_path: Path) -> None:
     net, x = Net(), torch.randn(7, 24)
     optimized(net, x, tmp_path)

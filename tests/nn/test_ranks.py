@@ -62,6 +62,7 @@ def run(script: str, tmp_path: Path, ranks: int = 2) -> list[str]:
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
 
+@pytest.mark.slow
 def test_one_plans_and_all_run_the_same(tmp_path: Path) -> None:
     outputs = run(
         """

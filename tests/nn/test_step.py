@@ -199,6 +199,7 @@ def test_the_step_keeps_its_limit_or_says_what_it_needs(kind: type[nn.Module], s
         assert_same(got, own)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_what_it_needs_at_least_is_enough(kind: type[nn.Module]) -> None:

@@ -326,6 +326,7 @@ RUDE: dict[str, Callable[[Any, torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "whole"),
     [*((act, False) for act in RUDE), *((act, True) for act in RUDE if act != "in a graph")],  # which runs once only

@@ -76,6 +76,7 @@ def test_no_solver_takes_more_than_it_declares(honest: Counts) -> None:
     assert not over_promised(honest)
 
 
+@pytest.mark.slow
 def test_the_measure_sees_what_is_taken(honest: Counts) -> None:
     assert not over_measured(honest)
 

@@ -68,6 +68,7 @@ def depthwise(
     return ConvProblem(pass_, draw(st.integers(1, 4)), channels, channels, tuple(axes), channels, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -78,6 +79,7 @@ def test_planes_of_any_size_and_memory(pass_: Pass, dtype: str, data: st.DataObj
     check_drawn(depthwise(pass_, dtype=dtype), data)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -364,6 +366,7 @@ def check_first_on_gpu(p: ConvProblem, most: int) -> None:
     check_on_gpu(DepthwiseFFT(), p, itertools.islice(DepthwiseFFT().configs(on_gpu), most))
 
 
+@pytest.mark.slow
 @emulated
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pass_", list(Pass))

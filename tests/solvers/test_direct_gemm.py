@@ -34,6 +34,7 @@ def configs(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found, splits=draw(st.integers(1, 3))) if p.pass_ is Pass.WGRAD else found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))

@@ -101,6 +101,7 @@ def test_errors_are_those_of_sums_in_fp32(pass_: Pass) -> None:
                 assert error(p, run(p, c, a, b, make_result(p)), a, b) <= BOUND, c
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [4, 8])
 @pytest.mark.parametrize("pass_", PASSES)
 def test_vectors_of_other_machines(pass_: Pass, lanes: int) -> None:

@@ -102,6 +102,7 @@ def _drawn(draw: st.DrawFn, p: ConvProblem) -> Config:
     return Config(**found)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @interpreted
 @emulated
@@ -137,6 +138,7 @@ def test_fused_products(pass_: Pass, data: st.DataObject) -> None:
     check(SOLVER, found, Config(**kept), forms, accumulate=False)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @interpreted
 @emulated

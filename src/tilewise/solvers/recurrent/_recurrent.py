@@ -45,9 +45,10 @@ class RecurrentSolver(Solver):
     def offers(
         self, p: RecurrentProblem, ceiling: int | None, only: Collection[Config] | None = None
     ) -> Iterable[tuple[Config, int]]:
-        """All configs, and where one needs more than ``ceiling`` bytes the two largest blocks of steps that do not.
+        """All configs, and where one needs more than ``ceiling`` bytes some blocks of steps that do not.
 
-        Where no block fits, blocks of one step are offered, so that their loss says what is needed.
+        They are the two largest ones and one of an eighth, as libraries may take more than is known. Where no block
+        fits, blocks of one step are offered, so that their loss says what is needed.
         """
         for c in self.configs(p):
             blocked = [Config(**c, block=block) for block in self._blocks(p, c, ceiling)] if only is None else []
@@ -68,7 +69,7 @@ class RecurrentSolver(Solver):
             block = -(-block // 2)
             sizes.append(block)
         fitting = [block for block in sizes if self._needs(p, Config(**c, block=block)) <= ceiling]
-        return fitting[:2] or sizes[-1:]
+        return [*fitting[:2], *fitting[3:4]] or sizes[-1:]
 
     def _needs(self, p: RecurrentProblem, c: Config) -> int:
         """All bytes that a run takes."""
