@@ -107,7 +107,7 @@ OPERATIONS = ("add", "sub", "mul", "neg", "tanh", "sigmoid", "relu", "square", "
 
 
 @compiles
-@settings(max_examples=some(30), deadline=None)
+@settings(max_examples=some(12), deadline=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9), st.integers(0, 9)), max_size=8),
     seed=st.integers(0, 9),
@@ -267,6 +267,21 @@ def test_tensors_that_do_not_fit_are_named(change: dict[str, Any], says: str) ->
         scan(lambda x, h, s: x + h, **{**fine, **change})
     with pytest.raises(ValueError, match=r"parameters\[0\]: shape \(3,\); a multiple of 4 would do"):
         scan(lambda x, h, s, p: x + h, *fine.values(), torch.ones(3))
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=compiles), False])
+def test_states_of_parameters_alone_are_those_of_every_sequence(compiled: bool) -> None:
+    x, h0, u, p = torch.ones(3, 2, 4), torch.zeros(2, 4), torch.eye(4), torch.arange(4.0).requires_grad_()
+    y, last = scan(lambda x, h, s, p: p * 2.0, x, h0, u, p, compiled=compiled)
+    assert torch.equal(y, (2 * p).expand(3, 2, 4))
+    assert torch.equal(last, y[-1])
+    (gradient,) = torch.autograd.grad(y.sum() + last.sum(), p)
+    assert torch.equal(gradient, torch.full((4,), 16.0))
+
+
+def test_states_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"cell: returns a state of shape \(2, 1, 4\); \(2, 4\) would do"):
+        scan(lambda x, h, s: s[:, None], torch.ones(3, 2, 4), torch.zeros(2, 4), torch.eye(4))
 
 
 def test_equal_expressions_are_one_node_and_numbers_are_folded() -> None:

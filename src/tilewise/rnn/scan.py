@@ -57,7 +57,7 @@ def scan(
     ``ValueError`` with the reason where it cannot be compiled. ``None`` then runs it step by step by torch, and
     ``False`` always does. Gradients of gradients are torch's.
 
-    Raises ``ValueError`` for tensors that do not fit.
+    Raises ``ValueError`` for tensors that do not fit, also for states that the cell returns.
 
     Example, an LSTM whose forget gate looks at c (Gers and Schmidhuber 2000)::
 
@@ -216,9 +216,23 @@ def _by_torch(
             state = tuple(each.masked_fill(resets[t, :, None], 0.0) for each in state)
         from_h = torch.nn.functional.linear(state[0], u)
         new = cell(x[t], from_h, state[0] if states == 1 else state, *parameters)
-        state = (new,) if states == 1 else tuple(new)
+        state = tuple(_state(each, state[0]) for each in ((new,) if states == 1 else new))
         outputs[t] = state[0]
     return torch.stack(outputs), *state
+
+
+def _state(found: Tensor, like: Tensor) -> Tensor:
+    """A state that a cell returns, for every sequence where it is made of parameters alone.
+
+    Raises ``ValueError`` for one of another shape.
+    """
+    if found.shape == like.shape:
+        return found
+    try:
+        return found.expand_as(like)
+    except RuntimeError as error:
+        shape, wanted = tuple(found.shape), tuple(like.shape)
+        raise ValueError(f"cell: returns a state of shape {shape}; {wanted} would do") from error
 
 
 def _gradients_by_torch(
