@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu.recurrent.expressions import Cell
-from tilewise.kernels.cpu.recurrent.told import Told
-from tilewise.kernels.cpu.threads import share_out
 from tilewise.solvers.common.cpu_run import numba_reasons, vector_lanes
-from tilewise.solvers.recurrent._cpu_recurrence import NUMBER, Shares, yielding
+from tilewise.solvers.recurrent._cpu_recurrence import NUMBER, Shares, Worker
 
 __all__ = ["CpuScan"]
 
@@ -39,15 +37,11 @@ class CpuScan:
 
         self.cell, self.batch, self.hidden = cell, batch, hidden
         lanes, threads = vector_lanes(), torch.get_num_threads()
-        self._shares = [Shares(lanes, cell.from_h, batch, hidden, threads, back) for back in (False, True)]
-        self._workers = []
         with numba_reasons():
-            for s in self._shares:
-                rows = sorted(set(s.tiles[1:]))
-                run, *calls = load_custom(lanes, cell, s.back, tuple((each, s.vectors) for each in rows))
-                products = np.zeros((s.most, 2), dtype=np.int64)
-                products[[each - 1 for each in rows]] = np.array(calls, dtype=np.int64).reshape(2, -1).T
-                self._workers.append((run, products))
+            self._workers = [
+                Worker.of(s, functools.partial(load_custom, lanes, cell, s.back), packed=False)
+                for s in (Shares(lanes, cell.from_h, batch, hidden, threads, back) for back in (False, True))
+            ]
 
     def forward(
         self, x: Tensor, u: Tensor, states: list[Tensor], parameters: list[Tensor], resets: Tensor | None, *,
@@ -84,23 +78,15 @@ class CpuScan:
         self, back: int, steps: Steps, x: Tensor, u: Tensor, places: list[Tensor], *, reverse: bool, **more: int
     ) -> None:
         """Run a worker on tensors whose addresses stand in a table, a part of H numbers at a time."""
-        s, (run, products) = self._shares[back], self._workers[back]
-        scratch = torch.empty(s.scratch, dtype=torch.uint8, device="cpu")
         zeros = torch.zeros(self.hidden, dtype=torch.float32, device="cpu")
         tables = [self._table(each) for each in (places, steps.firsts, [zeros] * self.cell.states)]
-        threads = max(1, min(s.threads, s.panels, torch.get_num_threads()))
-        none: dict[str, Any] = dict.fromkeys(("bias_n", "c0", "dx", "dx_n", "dy", "dh", "dc"), 0)
-        told = Told(
-            threads=threads, time=len(x), hidden=self.hidden, panels=s.panels, blocks=s.blocks, vectors=s.vectors,
-            panel_size=s.panel_size, offsets=0, most=s.most, products=products.ctypes.data, part=s.part,
-            yielding=yielding(), reverse=int(reverse), keep=1, y_row=NUMBER * self.hidden, dy_row=NUMBER * self.hidden,
-            sums_size=s.sums_size, packed=scratch.data_ptr(), sums=scratch.data_ptr() + s.panels * s.panel_size,
-            x=x.data_ptr(), u=u.data_ptr(), h0=steps.firsts[0].data_ptr(), y=steps.kept[0].data_ptr(),
-            state=steps.from_h.data_ptr(), batch=self.batch, places=tables[0].ctypes.data, firsts=tables[1].ctypes.data,
-            zeros=tables[2].ctypes.data, resets=0 if steps.resets is None else steps.resets.data_ptr(),
-            **{**none, **more},
-        ).numbers()  # fmt: skip
-        share_out(run, told.ctypes.data, threads, True)
+        row = NUMBER * self.hidden
+        self._workers[back](
+            True, time=len(x), offsets=0, reverse=int(reverse), keep=1, y_row=row, dy_row=row, x=x.data_ptr(),
+            u=u.data_ptr(), h0=steps.firsts[0].data_ptr(), y=steps.kept[0].data_ptr(), state=steps.from_h.data_ptr(),
+            batch=self.batch, places=tables[0].ctypes.data, firsts=tables[1].ctypes.data, zeros=tables[2].ctypes.data,
+            resets=0 if steps.resets is None else steps.resets.data_ptr(), **more,
+        )  # fmt: skip
 
     def _table(self, tensors: list[Tensor]) -> np.ndarray:
         """Addresses: of a parameter with several parts of H numbers that of each, of other tensors their own."""

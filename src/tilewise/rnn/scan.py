@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise.kernels.cpu.recurrent.expressions import Cell
 from tilewise.machine.recent import Recent
 from tilewise.nn.layers.call import disturbed, is_plain
+from tilewise.nn.layers.recurrent.by_torch import gradients_in
 from tilewise.rnn.cpu_scan import CpuScan, Steps
 from tilewise.rnn.tracing import NotTraceable, trace
 from tilewise.solvers.base import SolverUnavailable
@@ -242,8 +243,4 @@ def _gradients_by_torch(
     """Gradients that have gradients themselves, from steps that torch computes again."""
     views = [t.view_as(t) for t in tensors]
     results = _by_torch(cell, views, states, resets, reverse)
-    pairs = [(result, d) for result, d in zip(results, gradients, strict=True) if d is not None]
-    ends, starts = zip(*pairs, strict=True)
-    wanted = [view for view, needed in zip(views, needs, strict=True) if needed]
-    found = iter(torch.autograd.grad(ends, wanted, starts, create_graph=True, allow_unused=True))
-    return tuple(next(found) if needed else None for needed in needs)
+    return gradients_in(views, results, gradients, needs, create_graph=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from tilewise.kernels.cpu.threads import share_out
 from tilewise.problems.recurrent.packing import Packing
 from tilewise.solvers.common.cpu_run import numba_reasons
 
-__all__ = ["NUMBER", "CpuRecurrence", "Shares", "yielding"]
+__all__ = ["NUMBER", "CpuRecurrence", "Shares", "Worker"]
 
 NUMBER = 4
 """Bytes of an fp32 number."""
@@ -110,16 +111,20 @@ class CpuRecurrence:
         hn, cn, saved = recurrence.forward(gx, u, None, h0, c0, y, reverse=False, keep=True)
     """
 
-    __slots__ = ("_back", "_backward", "_forward", "_openmp", "_packing", "_to", "cell", "sizes")
+    __slots__ = ("_backward", "_forward", "_openmp", "_packing", "cell", "sizes")
 
     def __init__(
         self, cell: str, batch: int, hidden: int, *, lanes: int, threads: int, openmp: bool, packed: bool = False
     ) -> None:
+        from tilewise.kernels.cpu.compiling import load_recurrent
+
         self.cell, self.sizes, self._openmp = cell, (batch, hidden), openmp
         self._packing: Packing | None = None
-        self._to, self._back = (Shares(lanes, GATES[cell], batch, hidden, threads, back) for back in (False, True))
         with numba_reasons():
-            self._forward, self._backward = (_Worker.of(s, cell, packed=packed) for s in (self._to, self._back))
+            self._forward, self._backward = (
+                Worker.of(s, functools.partial(load_recurrent, lanes, cell, s.back), packed=packed)
+                for s in (Shares(lanes, GATES[cell], batch, hidden, threads, back) for back in (False, True))
+            )
 
     def of(self, packing: Packing) -> CpuRecurrence:
         """The same for a packed batch with this ``packing``. Raises ``ValueError`` for more sequences than N."""
@@ -210,31 +215,23 @@ class CpuRecurrence:
         return slice(0, batch) if reverse else slice(len(y) - batch, None)
 
     def _run(
-        self, worker: _Worker, tensors: dict[str, torch.Tensor], y: torch.Tensor, dy: torch.Tensor, h0: torch.Tensor,
+        self, worker: Worker, tensors: dict[str, torch.Tensor], y: torch.Tensor, dy: torch.Tensor, h0: torch.Tensor,
         *, reverse: bool, keep: bool,
     ) -> None:  # fmt: skip
         """Run a worker on tensors of these names; ``y`` and ``dy`` are rows."""
-        s, batch = worker.shares, len(h0)
         if self._packing is None:
-            offsets = torch.arange(0, len(y) + 1, batch, dtype=torch.int64, device="cpu")
+            offsets = torch.arange(0, len(y) + 1, len(h0), dtype=torch.int64, device="cpu")
         else:
             offsets = self._packing.offsets
-        scratch = torch.empty(s.scratch, dtype=torch.uint8, device="cpu")
-        threads = max(1, min(s.threads, s.panels, torch.get_num_threads()))
-        numbers: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        told = Told(
-            threads=threads, time=len(offsets) - 1, hidden=self.sizes[1], panels=s.panels, blocks=s.blocks,
-            vectors=s.vectors, panel_size=s.panel_size, offsets=offsets.data_ptr(), most=s.most,
-            products=worker.products.ctypes.data, part=s.part, yielding=yielding(), reverse=int(reverse),
-            keep=int(keep), y_row=NUMBER * y.stride(0), dy_row=NUMBER * dy.stride(0), sums_size=s.sums_size,
-            packed=scratch.data_ptr(), sums=scratch.data_ptr() + s.panels * s.panel_size,
-            **{"bias_n": 0, "dx": 0, "dx_n": 0, "dy": 0, "dh": 0, "dc": 0, **numbers},
-        ).numbers()  # fmt: skip
-        share_out(worker.run, told.ctypes.data, threads, self._openmp)
+        worker(
+            self._openmp, time=len(offsets) - 1, offsets=offsets.data_ptr(), reverse=int(reverse), keep=int(keep),
+            y_row=NUMBER * y.stride(0), dy_row=NUMBER * dy.stride(0),
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Worker:
+class Worker:
     """A compiled pass: its address, its shares, and its table of products of tiles (see ``Told.products``)."""
 
     run: int
@@ -242,15 +239,30 @@ class _Worker:
     products: np.ndarray
 
     @classmethod
-    def of(cls, s: Shares, cell: str, *, packed: bool) -> _Worker:
-        """The worker of a pass. A step of a packed batch may have tiles of any number of rows."""
-        from tilewise.kernels.cpu.compiling import load_recurrent
+    def of(cls, s: Shares, load: Callable[[tuple[tuple[int, int], ...]], tuple[int, ...]], *, packed: bool) -> Worker:
+        """The worker of a pass that ``load`` gives for the tiles (rows, vectors) that it multiplies.
 
+        A step of a packed batch may have tiles of any number of rows.
+        """
         rows = range(1, s.most + 1) if packed else sorted(set(s.tiles[1:]))
-        run, *calls = load_recurrent(s.lanes, cell, s.back, tuple((each, s.vectors) for each in rows))
+        run, *calls = load(tuple((each, s.vectors) for each in rows))
         products = np.zeros((s.most, 2), dtype=np.int64)
         products[[each - 1 for each in rows]] = np.array(calls, dtype=np.int64).reshape(2, -1).T
         return cls(run, s, products)
+
+    def __call__(self, openmp: bool, **numbers: int) -> None:
+        """Run the pass on as many threads as its shares are for; ``numbers`` are the rest of :class:`Told`'s."""
+        s = self.shares
+        scratch = torch.empty(s.scratch, dtype=torch.uint8, device="cpu")
+        threads = max(1, min(s.threads, s.panels, torch.get_num_threads()))
+        unused = dict.fromkeys(("bias_n", "c0", "dx", "dx_n", "dy", "dh", "dc"), 0)
+        told = Told(
+            threads=threads, hidden=s.hidden, panels=s.panels, blocks=s.blocks, vectors=s.vectors,
+            panel_size=s.panel_size, most=s.most, products=self.products.ctypes.data, part=s.part,
+            yielding=_yielding(), sums_size=s.sums_size, packed=scratch.data_ptr(),
+            sums=scratch.data_ptr() + s.panels * s.panel_size, **{**unused, **numbers},
+        ).numbers()  # fmt: skip
+        share_out(self.run, told.ctypes.data, threads, openmp)
 
 
 def _rows(y: torch.Tensor) -> torch.Tensor:
@@ -263,7 +275,7 @@ def _rows(y: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def yielding() -> int:
+def _yielding() -> int:
     """The address of a C function that gives the core to another thread."""
     function: Any = ctypes.CDLL(None).sched_yield
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)

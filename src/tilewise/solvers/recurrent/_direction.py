@@ -167,7 +167,7 @@ class Direction:
             own = torch.empty_like(own, memory_format=torch.contiguous_format)
             _, _, saved = self._steps(span, first, x, weights, own, keep=True)
         dgates, dstates, dh, dc = self.recurrence(span.packing).backward(
-            saved, u, self._biases(biases)[1], *first, own, _of(span, dy), dhn, dcn, reverse=self.reverse
+            saved, u, self._bias_n(biases), *first, own, _of(span, dy), dhn, dcn, reverse=self.reverse
         )
         del saved
         flat = dgates.view(-1, dgates.shape[-1])
@@ -228,7 +228,11 @@ class Direction:
             return of_x + of_h, None
         both = of_x.clone()
         both[: 2 * self.hidden] += of_h[: 2 * self.hidden]
-        return both, of_h[2 * self.hidden :]
+        return both, self._bias_n(biases)
+
+    def _bias_n(self, biases: Sequence[Tensor]) -> Tensor | None:
+        """The bias of a GRU's n gate that is added to the product with the state."""
+        return biases[1][2 * self.hidden :] if biases and self.gru else None
 
 
 def _of(span: Span, tensor: Tensor) -> Tensor:
