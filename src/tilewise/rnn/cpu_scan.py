@@ -80,11 +80,13 @@ class CpuScan:
         """Run a worker on tensors whose addresses stand in a table, a part of H numbers at a time."""
         zeros = torch.zeros(self.hidden, dtype=torch.float32, device="cpu")
         tables = [self._table(each) for each in (places, steps.firsts, [zeros] * self.cell.states)]
-        row = NUMBER * self.hidden
+        row, rows = NUMBER * self.hidden, len(x) * self.batch
+        offsets = torch.arange(0, rows + 1, self.batch, dtype=torch.int64, device="cpu")
         self._workers[back](
-            True, time=len(x), offsets=0, reverse=int(reverse), keep=1, y_row=row, dy_row=row, x=x.data_ptr(),
-            u=u.data_ptr(), h0=steps.firsts[0].data_ptr(), y=steps.kept[0].data_ptr(), state=steps.from_h.data_ptr(),
-            batch=self.batch, places=tables[0].ctypes.data, firsts=tables[1].ctypes.data, zeros=tables[2].ctypes.data,
+            True, time=len(x), offsets=offsets.data_ptr(), reverse=int(reverse), keep=1, y_row=row, dy_row=row,
+            x=x.data_ptr(), u=u.data_ptr(), h0=steps.firsts[0].data_ptr(), y=steps.kept[0].data_ptr(),
+            state=steps.from_h.data_ptr(),
+            places=tables[0].ctypes.data, firsts=tables[1].ctypes.data, zeros=tables[2].ctypes.data,
             resets=0 if steps.resets is None else steps.resets.data_ptr(), **more,
         )  # fmt: skip
 

@@ -16,16 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llvmlite import ir
-from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.recurrent.activations import relu, sigmoid, tanh
 from tilewise.kernels.cpu.recurrent.cells import settled, taking
 from tilewise.kernels.cpu.recurrent.expressions import Cell, backward_of
-from tilewise.kernels.cpu.recurrent.steps import multiplied, packed_by_team
-from tilewise.kernels.cpu.recurrent.team import DONE, counted, wait
-from tilewise.kernels.cpu.recurrent.told import COUNT, WORDS
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, named, number_at
+from tilewise.kernels.cpu.recurrent.steps import back_through_steps, multiplied, through_steps
+from tilewise.kernels.cpu.recurrent.told import WORDS
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, number_at
 
 __all__ = ["backward", "forward"]
 
@@ -191,12 +189,7 @@ def _is_reset() -> Callable[..., int]:
     return run
 
 
-HIDDEN, BATCH, TIME, PANELS, BLOCKS, VECTORS = (
-    WORDS[name] for name in ("hidden", "batch", "time", "panels", "blocks", "vectors")
-)  # fmt: skip
-PANEL_SIZE, YIELDING, REVERSE, SUMS_SIZE, SUMS = (
-    WORDS[name] for name in ("panel_size", "yielding", "reverse", "sums_size", "sums")
-)
+HIDDEN, PANEL_SIZE, BLOCKS, VECTORS = (WORDS[name] for name in ("hidden", "panel_size", "blocks", "vectors"))
 X, H0, Y, PACKED_U, DX, DX_N, DY, DH, STATE = (
     WORDS[name] for name in ("x", "h0", "y", "packed", "dx", "dx_n", "dy", "dh", "state")
 )
@@ -205,90 +198,70 @@ PLACES, FIRSTS, ZEROS, RESETS = (WORDS[name] for name in ("places", "firsts", "z
 
 @functools.cache
 def _step(lanes: int, cell: Cell) -> Callable[..., None]:
-    """Makes ``(v, panel, sums, t, earlier)``: step ``t`` of a panel's units; ``earlier`` is below 0 at the first."""
+    """Makes ``(v, panel, sums, first, rows, before, begun)``, a step of a panel's units as that of :mod:`.steps`."""
     gates, inputs, vector = cell.from_h, cell.from_x, NUMBER * lanes
     multiply, of_cell, clear, is_reset = multiplied(lanes), _cell(lanes, cell), _cleared(lanes, gates), _is_reset()
 
     @compiled(lanes, cell.name)
-    def run(v, panel, sums, t, earlier):
-        hidden, batch = v[HIDDEN], v[BATCH]
-        gate, line = hidden * NUMBER, v[VECTORS] * vector
-        first = earlier < 0
-        h = v[H0] if first else v[Y] + earlier * batch * gate
-        multiply(v, h, gate, batch, v[PACKED_U] + panel * v[PANEL_SIZE], hidden, sums, 0)
+    def run(v, panel, sums, first, rows, before, begun):
+        hidden = v[HIDDEN]
+        gate, line, packed = hidden * NUMBER, v[VECTORS] * vector, v[PACKED_U] + panel * v[PANEL_SIZE]
+        multiply(v, v[Y] + before * gate, gate, begun, packed, hidden, sums, 0)
+        multiply(v, v[H0] + begun * gate, gate, rows - begun, packed, hidden, sums + begun * line, 0)
         for block in range(v[BLOCKS]):
             unit = (panel * v[BLOCKS] + block) * lanes
             if unit < hidden:
                 of_unit = unit * NUMBER
-                for n in range(batch):
-                    row = t * batch + n
+                for n in range(rows):
+                    row = first + n
                     of_sums = sums + block * gates * vector + n * line
-                    before = v[FIRSTS] if first else v[PLACES]
-                    before_at = (n if first else earlier * batch + n) * gate + of_unit
+                    states = v[PLACES] if n < begun else v[FIRSTS]
+                    states_at = (before + n if n < begun else n) * gate + of_unit
                     if is_reset(v[RESETS], row):
                         clear(of_sums, lanes)
-                        before, before_at = v[ZEROS], of_unit
+                        states, states_at = v[ZEROS], of_unit
                     of_cell(
                         v[X] + row * inputs * gate + of_unit, gate, of_sums, v[STATE] + row * gates * gate + of_unit,
-                        hidden - unit, before, before_at, v[PLACES], row * gate + of_unit, of_unit,
+                        hidden - unit, states, states_at, v[PLACES], row * gate + of_unit, of_unit,
                     )  # fmt: skip
 
     return run
 
 
 def forward(lanes: int, cell: Cell) -> Callable[..., None]:
-    """Makes ``(data)``, which goes through all steps with as many threads as call it with the same ``data``.
+    """Makes ``(data)``, the forward pass: see :func:`.steps.through_steps`.
 
-    ``data`` is the address of the numbers of ``Told`` and the counters of a team. ``x`` are what the input gives the
-    gates, ``state`` where what the state gives them is kept, (T, N, G * H) both.
+    ``x`` are what the input gives the gates, ``state`` where what the state gives them is kept, (T, N, G * H) both.
     """
-    team_of, step, add, until = packed_by_team(lanes, cell.from_h, False), _step(lanes, cell), counted(), wait()
-
-    def run(data):
-        v = carray(data, COUNT)
-        address = v.ctypes.data
-        thread, team = team_of(address, v)
-        if team > thread:
-            sums = v[SUMS] + thread * v[SUMS_SIZE]
-            first_panel, last_panel = thread * v[PANELS] // team, (thread + 1) * v[PANELS] // team
-            earlier = -1
-            for s in range(v[TIME]):
-                t = v[TIME] - 1 - s if v[REVERSE] else s
-                for panel in range(first_panel, last_panel):
-                    step(v, panel, sums, t, earlier)
-                earlier = t
-                add(address + DONE, 1)
-                until(address + DONE, team * (s + 1), v[YIELDING])
-
-    return named(run, lanes, cell.name)
+    return through_steps(_step(lanes, cell), lanes, cell.from_h, cell.name)
 
 
 @functools.cache
 def _gates_back(lanes: int, cell: Cell) -> Callable[..., None]:
-    """Makes ``(v, panel, t, earlier)``: the gradients of a panel's units at step ``t`` but for the product."""
+    """Makes ``(v, panel, first, rows, before, begun)``: the gradients of a panel's units but for the product."""
     gates, inputs, states = cell.from_h, cell.from_x, cell.states
     of_cell, is_reset, clear, word = _cell_back(lanes, cell), _is_reset(), _cleared(lanes, 1), number_at()
     first_gradient = states + cell.parameters
 
     @compiled(lanes, cell.name)
-    def run(v, panel, t, earlier):
-        hidden, batch = v[HIDDEN], v[BATCH]
-        gate, first = hidden * NUMBER, earlier < 0
-        for n in range(batch):
-            row = t * batch + n
+    def run(v, panel, first, rows, before, begun):
+        hidden = v[HIDDEN]
+        gate = hidden * NUMBER
+        for n in range(rows):
+            row = first + n
             reset = is_reset(v[RESETS], row)
             for block in range(v[BLOCKS]):
                 unit = (panel * v[BLOCKS] + block) * lanes
                 if unit < hidden:
                     of_unit = unit * NUMBER
-                    before = v[FIRSTS] if first else v[PLACES]
-                    before_at = (n if first else earlier * batch + n) * gate + of_unit
+                    earlier = v[PLACES] if n < begun else v[FIRSTS]
+                    earlier_at = (before + n if n < begun else n) * gate + of_unit
                     if reset:
-                        before, before_at = v[ZEROS], of_unit
+                        earlier, earlier_at = v[ZEROS], of_unit
                     of_row = n * gate + of_unit
                     of_cell(
                         v[X] + row * inputs * gate + of_unit, gate, v[STATE] + row * gates * gate + of_unit,
-                        hidden - unit, before, before_at, v[PLACES], of_row, of_unit,
+                        hidden - unit, earlier, earlier_at, v[PLACES], of_row, of_unit,
                         v[DX] + row * inputs * gate + of_unit, v[DX_N] + row * gates * gate + of_unit,
                         v[DY] + row * gate + of_unit,
                     )  # fmt: skip
@@ -301,18 +274,18 @@ def _gates_back(lanes: int, cell: Cell) -> Callable[..., None]:
 
 @functools.cache
 def _product_back(lanes: int, cell: Cell) -> Callable[..., None]:
-    """Makes ``(v, panel, sums, t)``: adds the product to the gradient of h before step ``t``, of a panel's units."""
+    """Makes ``(v, panel, sums, first, rows, before, begun)``: adds the product to the gradient of h before a step."""
     gates, vector = cell.from_h, NUMBER * lanes
     multiply, settle, is_reset = multiplied(lanes), settled(lanes, True), _is_reset()
 
     @compiled(lanes, cell.name)
-    def run(v, panel, sums, t):
-        hidden, batch = v[HIDDEN], v[BATCH]
+    def run(v, panel, sums, first, rows, before, begun):
+        hidden = v[HIDDEN]
         gate, b = hidden * NUMBER, v[PACKED_U] + panel * v[PANEL_SIZE]
         row = gates * gate
-        multiply(v, v[DX_N] + t * batch * row, row, batch, b, gates * hidden, sums, 0)
-        for n in range(batch):
-            if not is_reset(v[RESETS], t * batch + n):
+        multiply(v, v[DX_N] + first * row, row, rows, b, gates * hidden, sums, 0)
+        for n in range(rows):
+            if not is_reset(v[RESETS], first + n):
                 for block in range(v[BLOCKS]):
                     unit = (panel * v[BLOCKS] + block) * lanes
                     if unit < hidden:
@@ -327,26 +300,4 @@ def backward(lanes: int, cell: Cell) -> Callable[..., None]:
 
     ``dh`` begins as the gradient of the last h, ``dy`` is that of all states h.
     """
-    team_of, add, until = packed_by_team(lanes, cell.from_h, True), counted(), wait()
-    gates, product = _gates_back(lanes, cell), _product_back(lanes, cell)
-
-    def run(data):
-        v = carray(data, COUNT)
-        address = v.ctypes.data
-        thread, team = team_of(address, v)
-        if team > thread:
-            sums, time = v[SUMS] + thread * v[SUMS_SIZE], v[TIME]
-            first_panel, last_panel = thread * v[PANELS] // team, (thread + 1) * v[PANELS] // team
-            for s in range(time):
-                t = s if v[REVERSE] else time - 1 - s
-                earlier = t + 1 if v[REVERSE] else t - 1
-                if s == time - 1:
-                    earlier = -1
-                for panel in range(first_panel, last_panel):
-                    gates(v, panel, t, earlier)
-                add(address + DONE, 1)
-                until(address + DONE, team * (s + 1), v[YIELDING])
-                for panel in range(first_panel, last_panel):
-                    product(v, panel, sums, t)
-
-    return named(run, lanes, cell.name)
+    return back_through_steps(_gates_back(lanes, cell), _product_back(lanes, cell), lanes, cell.from_h, cell.name)

@@ -18,7 +18,7 @@ from tilewise.kernels.cpu.recurrent.team import COME, DONE, PACKED, UNIT, counte
 from tilewise.kernels.cpu.recurrent.told import COUNT, GATES, WORDS
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, number_at, pointer_call
 
-__all__ = ["backward", "forward", "multiplied", "packed_by_team"]
+__all__ = ["back_through_steps", "backward", "forward", "multiplied", "through_steps"]
 
 THREADS, TIME, HIDDEN, OFFSETS = (WORDS[name] for name in ("threads", "time", "hidden", "offsets"))
 PANELS, BLOCKS, VECTORS, PANEL_SIZE = (WORDS[name] for name in ("panels", "blocks", "vectors", "panel_size"))
@@ -199,13 +199,13 @@ def _steps() -> Callable[..., tuple[int, int, int, int]]:
     return run
 
 
-def forward(lanes: int, cell: str) -> Callable[..., None]:
+def through_steps(step: Callable[..., None], lanes: int, gates: int, name: str) -> Callable[..., None]:
     """Makes ``(data)``, which goes through all steps with as many threads as call it with the same ``data``.
 
-    ``data`` is the address of the numbers of ``Told`` and the counters of a team.
+    ``data`` is the address of the numbers of ``Told`` and the counters of a team. ``step`` is as :func:`_step` makes
+    it, for a cell of this ``name``.
     """
-    team_of, step, add, until = packed_by_team(lanes, GATES[cell], False), _step(lanes, cell), counted(), wait()
-    step_of = _steps()
+    team_of, step_of, add, until = packed_by_team(lanes, gates, False), _steps(), counted(), wait()
 
     def run(data):
         v = carray(data, COUNT)
@@ -221,7 +221,37 @@ def forward(lanes: int, cell: str) -> Callable[..., None]:
                 add(address + DONE, 1)
                 until(address + DONE, team * (s + 1), v[YIELDING])
 
-    return named(run, lanes, cell)
+    return named(run, lanes, name)
+
+
+def back_through_steps(
+    of_gates: Callable[..., None], product: Callable[..., None], lanes: int, gates: int, name: str
+) -> Callable[..., None]:
+    """As :func:`through_steps`, backwards: of each step first the gates' gradients, then the product with them."""
+    team_of, step_of, add, until = packed_by_team(lanes, gates, True), _steps(), counted(), wait()
+
+    def run(data):
+        v = carray(data, COUNT)
+        address = v.ctypes.data
+        thread, team = team_of(address, v)
+        if team > thread:
+            sums = v[SUMS] + thread * v[SUMS_SIZE]
+            first_panel, last_panel = thread * v[PANELS] // team, (thread + 1) * v[PANELS] // team
+            for s in range(v[TIME]):
+                first, rows, before, begun = step_of(v, s, 1 - v[REVERSE])
+                for panel in range(first_panel, last_panel):
+                    of_gates(v, panel, first, rows, before, begun)
+                add(address + DONE, 1)
+                until(address + DONE, team * (s + 1), v[YIELDING])
+                for panel in range(first_panel, last_panel):
+                    product(v, panel, sums, first, rows, before, begun)
+
+    return named(run, lanes, name)
+
+
+def forward(lanes: int, cell: str) -> Callable[..., None]:
+    """Makes ``(data)``, the forward pass: see :func:`through_steps`."""
+    return through_steps(_step(lanes, cell), lanes, GATES[cell], cell)
 
 
 @functools.cache
@@ -261,14 +291,15 @@ def _gates_back(lanes: int, cell: str) -> Callable[..., None]:
 
 @functools.cache
 def _product_back(lanes: int, cell: str) -> Callable[..., None]:
-    """Makes ``(v, panel, sums, first, rows)``: the gradient of h before a step, of a panel's units."""
+    """Makes ``(v, panel, sums, first, rows, before, begun)``: the gradient of h before a step, of a panel's units."""
     gates, vector, gru = GATES[cell], NUMBER * lanes, int(cell == "gru")
-    multiply = multiplied(lanes)
+    multiply, fetch = multiplied(lanes), _fetch(lanes, gates)
     settle = cells.settled(lanes, cell == "gru")
 
     @compiled(lanes, cell)
-    def run(v, panel, sums, first, rows):
+    def run(v, panel, sums, first, rows, before, begun):
         hidden = v[HIDDEN]
+        fetch(v, panel, before, begun)
         gate, b = hidden * NUMBER, v[PACKED_U] + panel * v[PANEL_SIZE]
         depth = (gates - gru) * hidden
         multiply(v, v[DX] + first * gates * gate, gates * gate, rows, b, depth, sums, 0)
@@ -286,25 +317,4 @@ def _product_back(lanes: int, cell: str) -> Callable[..., None]:
 
 def backward(lanes: int, cell: str) -> Callable[..., None]:
     """As :func:`forward`, backwards."""
-    team_of, add, until = packed_by_team(lanes, GATES[cell], True), counted(), wait()
-    gates, product, fetch = _gates_back(lanes, cell), _product_back(lanes, cell), _fetch(lanes, GATES[cell])
-    step_of = _steps()
-
-    def run(data):
-        v = carray(data, COUNT)
-        address = v.ctypes.data
-        thread, team = team_of(address, v)
-        if team > thread:
-            sums = v[SUMS] + thread * v[SUMS_SIZE]
-            first_panel, last_panel = thread * v[PANELS] // team, (thread + 1) * v[PANELS] // team
-            for s in range(v[TIME]):
-                first, rows, before, begun = step_of(v, s, 1 - v[REVERSE])
-                for panel in range(first_panel, last_panel):
-                    gates(v, panel, first, rows, before, begun)
-                add(address + DONE, 1)
-                until(address + DONE, team * (s + 1), v[YIELDING])
-                for panel in range(first_panel, last_panel):
-                    fetch(v, panel, before, begun)
-                    product(v, panel, sums, first, rows)
-
-    return named(run, lanes, cell)
+    return back_through_steps(_gates_back(lanes, cell), _product_back(lanes, cell), lanes, GATES[cell], cell)

@@ -40,7 +40,7 @@ class Told:
     ``c0``; the other one begins with ``dh`` and ``dc`` as gradients of the last h and c, and leaves those of the first
     there.
 
-    The last five are of cells that a user states, see :mod:`.custom`: ``resets`` are bytes (T, N) in whole words.
+    The last four are of cells that a user states, see :mod:`.custom`: ``resets`` are bytes (T, N) in whole words.
     """
 
     threads: int
@@ -74,7 +74,6 @@ class Told:
     dy: int
     dh: int
     dc: int
-    batch: int = 0
     places: int = 0
     firsts: int = 0
     zeros: int = 0
