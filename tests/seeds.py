@@ -51,8 +51,9 @@ def use_profile() -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("tilewise")
-    if fixed and hasattr(providers, "_get_local_constants"):
-        # Hypothesis also draws numbers that it finds in the modules loaded so far: then the order of tests would count.
+    if hasattr(providers, "_get_local_constants"):
+        # Hypothesis also draws numbers that it finds in the modules loaded so far: then the order of tests would count,
+        # and a seed would not draw the same again.
         providers._get_local_constants = providers.Constants
     hypothesis.core.global_force_seed = SEED
 
