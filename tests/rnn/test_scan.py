@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.sampling import some
 from torch import Tensor, nn
 
-from tilewise.kernels.cpu.recurrent.expressions import Expressions
+from tilewise.kernels.cpu.recurrent.expressions import Cell, Expressions
 from tilewise.rnn import scan
 from tilewise.rnn.tracing import NotTraceable, trace
 
@@ -33,7 +33,7 @@ def minimal(x: Tensor, h: Tensor, state: Tensor, bias: Tensor) -> Tensor:
     """A minimal gated unit, with two parts of a bias and an input part of its own that masks."""
     f, n, mask = x.chunk(3, dim=-1)
     of_f, of_n = torch.chunk(h, 2, -1)
-    b_f, b_n = bias.chunk(2, -1)
+    b_f, b_n = bias.chunk(2)
     gate = torch.sigmoid(f + of_f + b_f)
     return torch.lerp(state, torch.nn.functional.silu(n + gate * of_n - b_n), mask.clamp(0, 1) * gate)
 
@@ -44,8 +44,28 @@ def three(x: Tensor, h: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]
     return new / (2.0 + new.square()), torch.addcmul(slow, new, h0, value=0.25), 1 - torch.sub(fast, h0, alpha=0.5)
 
 
+def normalized(
+    x: Tensor, h: Tensor, state: tuple[Tensor, Tensor], gain: Tensor, bias: Tensor, gain_c: Tensor
+) -> tuple[Tensor, Tensor]:
+    """An LSTM with layer normalization of what the state gives, and of c (Ba et al. 2016, equations 20 to 22)."""
+    h = torch.nn.functional.layer_norm(h, gain.shape, gain, bias, eps=0.1)
+    i, f, g, o = (x + h).chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * torch.nn.functional.layer_norm(c, gain_c.shape, gain_c, None, 0.1).tanh(), c
+
+
+def means(x: Tensor, h: Tensor, state: Tensor, p: Tensor) -> Tensor:
+    """Means of means, variances and root mean squares, and a mean as a factor of its own."""
+    of_gate, of_new = h.chunk(2, -1)
+    new = torch.nn.functional.rms_norm(of_new + x, p.shape, p, 0.1)
+    spread = (new.var(-1, False, True) + 0.5).rsqrt()
+    level = torch.mean(torch.sigmoid(of_gate - new.mean(-1, keepdim=True)) * spread, dim=-1, keepdim=True)
+    return torch.tanh(state * level + new * torch.sqrt(level + 1.0) - torch.mean(level, -1, keepdim=True))
+
+
 CELLS: dict[str, tuple[CellFunction, int, int, int, list[int]]] = {
-    "peephole": (peephole, 4, 4, 2, [1]), "minimal": (minimal, 3, 2, 1, [2]), "three": (three, 1, 1, 3, [])
+    "peephole": (peephole, 4, 4, 2, [1]), "minimal": (minimal, 3, 2, 1, [2]), "three": (three, 1, 1, 3, []),
+    "normalized": (normalized, 4, 4, 2, [4, 4, 1]), "means": (means, 1, 2, 1, [1]),
 }  # fmt: skip
 
 
@@ -217,6 +237,11 @@ OUTER = torch.ones(4)
     [
         (lambda x, h, s: torch.softmax(x + h, -1), "calls softmax; arithmetic and add, addcmul, chunk"),
         (lambda x, h, s: (x + h).sum(), "uses 'sum' of a tensor"),
+        (lambda x, h, s: x + h.mean(), r"means of another kind; over dim=-1 with keepdim=True"),
+        (lambda x, h, s: x + h.mean(0, keepdim=True), r"means of another kind; over dim=-1 with keepdim=True"),
+        (lambda x, h, s: torch.nn.functional.layer_norm(x, (2, 4)), r"normalizes over \(2, 4\); 4 numbers would do"),
+        (lambda x, h, s: x + h.mean(-1, True).var(-1, keepdim=True), "a variance of 1 numbers with correction 1"),
+        (lambda x, h, s: h.mean(-1, True), "returns a state 0"),
         (lambda x, h, s: x + OUTER, "uses a tensor that is no argument of it; one given as a parameter would do"),
         (lambda x, h, s: x if x else h, "decides by a tensor's value"),
         (lambda x, h, s: (x, h), "that is no tensor|does not return 1 states|returns a state 0"),
@@ -231,7 +256,7 @@ OUTER = torch.ones(4)
 )
 def test_what_is_not_compiled_says_why(cell: CellFunction, says: str) -> None:
     with pytest.raises(NotTraceable, match=says):
-        trace(cell, 1, 1, 1, [])
+        trace(cell, 1, 1, 1, [], (2, 4))
 
 
 def test_a_cell_that_is_not_compiled_runs_by_torch() -> None:
@@ -247,6 +272,36 @@ def test_a_cell_that_is_not_compiled_runs_by_torch() -> None:
     assert torch.equal(last, y[-1])
     with pytest.raises(ValueError, match=r"compiled=True: the cell is not compiled: .*(softmax|numba)"):
         scan(cell, x, h0, u, compiled=True)
+
+
+@compiles
+def test_a_cell_of_too_many_means_runs_by_torch() -> None:
+    def cell(x: Tensor, h: Tensor, state: Tensor) -> Tensor:
+        for factor in range(70):
+            x = x + torch.tanh(factor * h).mean(-1, keepdim=True)
+        return x
+
+    x, h0, u = torch.randn(3, 2, 4), torch.zeros(2, 4), torch.eye(4)
+    with pytest.raises(ValueError, match=r"it has \d+ means with those of its gradient; at most 64 would do"):
+        scan(cell, x, h0, u, compiled=True)
+    torch.testing.assert_close(scan(cell, x, h0, u)[0][0], cell(x[0], h0 @ u.T, h0))
+
+
+@compiles
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_that_divide_sequences_sum_gradients_of_parameters(threads: int) -> None:
+    """With fewer and more sequences than threads."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for batch in (1, 8):
+            cell, x, state, u, parameters = tensors_of("means", 4, batch, 40, 3)
+            got = with_gradients(cell, x, state, u, parameters, compiled=True)
+            want = with_gradients(cell, x.double(), (state[0].double(),), u.double(), [parameters[0].double()])
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a.double(), b, rtol=2e-4, atol=2e-4)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +337,21 @@ def test_states_of_parameters_alone_are_those_of_every_sequence(compiled: bool) 
 def test_states_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cell: returns a state of shape \(2, 1, 4\); \(2, 4\) would do"):
         scan(lambda x, h, s: s[:, None], torch.ones(3, 2, 4), torch.zeros(2, 4), torch.eye(4))
+
+
+def test_means_are_computed_level_by_level() -> None:
+    made = Expressions()
+    x, h = made.input("x", 0), made.input("h", 0)
+    mean = made.apply("mean", x)
+    assert made.apply("mean", mean) == mean
+    assert made.apply("mean", made.apply("sqrt", made.apply("add", mean, made.constant(1.0)))) != mean
+    less = made.apply("sub", x, mean)
+    other, square = made.apply("mean", h), made.apply("mean", made.apply("mul", less, less))
+    assert made.apply("mean", made.apply("sqrt", square)) == made.apply("sqrt", square)
+    cell = Cell(1, 1, 1, 0, tuple(made.nodes), (square,))
+    assert cell.means == ((mean, other), (square,))
+    assert cell.needed([less], [mean]) == {less, x, mean}
+    assert cell.needed([square], []) == {square, made.apply("mul", less, less), less, x, mean}
 
 
 def test_equal_expressions_are_one_node_and_numbers_are_folded() -> None:

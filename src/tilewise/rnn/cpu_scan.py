@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.recurrent.expressions import Cell
+from tilewise.kernels.cpu.recurrent.expressions import MOST_MEANS, Cell, backward_of
+from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.cpu_run import numba_reasons, vector_lanes
 from tilewise.solvers.recurrent._cpu_recurrence import NUMBER, Shares, Worker
 
@@ -29,13 +30,16 @@ class Steps:
 class CpuScan:
     """A ``cell`` for a batch of N sequences of H units, in fp32. Making it compiles it, or finds it on disk.
 
-    Raises ``SolverUnavailable`` with the compiler's reason.
+    Raises ``SolverUnavailable`` with the compiler's reason, or for a cell with too many means over units.
     """
 
     def __init__(self, cell: Cell, batch: int, hidden: int) -> None:
         from tilewise.kernels.cpu.compiling import load_custom
 
         self.cell, self.batch, self.hidden = cell, batch, hidden
+        means = sum(map(len, backward_of(cell)[0].means))
+        if means > MOST_MEANS:
+            raise SolverUnavailable(f"it has {means} means with those of its gradient; at most {MOST_MEANS} would do")
         lanes, threads = vector_lanes(), torch.get_num_threads()
         with numba_reasons():
             self._workers = [
@@ -68,11 +72,20 @@ class CpuScan:
         ``dy`` (T, N, H) is that of all states h, ``ends`` (N, H) those of the last states, which are overwritten.
         """
         dx, dgates = torch.empty_like(x), torch.empty_like(steps.from_h)
-        of_parameters = [torch.zeros_like(p) for p in parameters]
-        places = [*steps.kept, *parameters, *ends, *of_parameters]
-        more = {"dx": dx.data_ptr(), "dx_n": dgates.data_ptr(), "dy": dy.data_ptr(), "dh": ends[0].data_ptr()}
+        # Where threads divide the sequences, each sums gradients of parameters by itself.
+        own = self._workers[1].shares.threads if self.cell.means else 1
+        sums = torch.zeros((own, self.cell.parameters * self.hidden), dtype=torch.float32, device="cpu")
+        places = [*steps.kept, *parameters, *ends, sums[0]]
+        more = {
+            "apart": NUMBER * sums.shape[1],
+            "dx": dx.data_ptr(),
+            "dx_n": dgates.data_ptr(),
+            "dy": dy.data_ptr(),
+            "dh": ends[0].data_ptr(),
+        }
         self._run(1, steps, x, u, places, reverse=reverse, **more)
-        return dx, dgates, ends, of_parameters
+        of_parameters = sums.sum(0) if own > 1 else sums[0]
+        return dx, dgates, ends, list(of_parameters.split([p.numel() for p in parameters]))
 
     def _run(
         self, back: int, steps: Steps, x: Tensor, u: Tensor, places: list[Tensor], *, reverse: bool, **more: int

@@ -54,7 +54,8 @@ def scan(
 
     On a CPU in fp32 the cell is compiled with its derivative, and all steps run in one call, in which threads keep
     their share of ``u`` in their caches (as :doc:`recurrent` layers do). For this it is called once with placeholders:
-    it may use arithmetic and torch's elementwise functions, and must not depend on values. ``compiled=True`` raises
+    it may use arithmetic, torch's elementwise functions, and means, variances and norms over units, and must not depend
+    on values. ``compiled=True`` raises
     ``ValueError`` with the reason where it cannot be compiled. ``None`` then runs it step by step by torch, and
     ``False`` always does. Gradients of gradients are torch's.
 
@@ -123,7 +124,7 @@ def _traced(cell: CellFunction, tensors: Sequence[Tensor], states: int, resets: 
         return "the batch is empty"
     parts = [parameter.numel() // hidden for parameter in tensors[2 + states :]]
     try:
-        return trace(cell, x.shape[2] // hidden, len(u) // hidden, states, parts)
+        return trace(cell, x.shape[2] // hidden, len(u) // hidden, states, parts, (len(first), hidden))
     except NotTraceable as error:
         return f"it {error}"
 

@@ -1,11 +1,12 @@
 """A recurrent cell stated as a Python function, followed once with placeholders for its numbers.
 
-Placeholders take part in torch's functions. What a cell computes of them, unit by unit, becomes an expression that
-kernels compile. Anything else ends the tracing with a reason.
+Placeholders take part in torch's functions. What a cell computes of them, unit by unit or as means over units, becomes
+an expression that kernels compile. Anything else ends the tracing with a reason.
 """
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,10 +23,23 @@ class NotTraceable(Exception):
 
 
 class Symbol:
-    """Stands for a tensor (batch, parts * hidden): of each part one node of the expression."""
+    """Stands for a tensor (batch, parts * hidden): of each part one node of the expression.
 
-    def __init__(self, made: Expressions, places: Sequence[int]) -> None:
-        self._made, self._places = made, tuple(places)
+    Means over units have ``hidden`` 1. ``batch`` is empty for a parameter, which has no such dimension.
+    """
+
+    def __init__(self, made: Expressions, places: Sequence[int], hidden: int, batch: tuple[int, ...]) -> None:
+        self._made, self._places, self._hidden, self._batch = made, tuple(places), hidden, batch
+
+    @property
+    def shape(self) -> torch.Size:
+        """The tensor's."""
+        return torch.Size((*self._batch, len(self._places) * self._hidden))
+
+    @property
+    def ndim(self) -> int:
+        """The number of its dimensions."""
+        return len(self.shape)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,24 +84,27 @@ class Symbol:
         raise NotTraceable("decides by a tensor's value, which differs from unit to unit")
 
 
-def trace(cell: Callable[..., Any], from_x: int, from_h: int, states: int, parameters: Sequence[int]) -> Cell:
+def trace(
+    cell: Callable[..., Any], from_x: int, from_h: int, states: int, parameters: Sequence[int], sizes: tuple[int, int]
+) -> Cell:
     """What ``cell(x, h, state, *parameters)`` computes.
 
-    ``x`` and ``h`` have ``from_x`` and ``from_h`` parts of as many numbers as the state, ``parameters`` say how many
-    parts each of them has. Of several ``states`` the cell gets and returns a tuple, of one the tensor. Raises
-    :class:`NotTraceable`.
+    ``sizes`` are those of a state, (batch, hidden). ``x`` and ``h`` have ``from_x`` and ``from_h`` parts of ``hidden``
+    numbers, ``parameters`` say how many parts each of them has. Of several ``states`` the cell gets and returns a
+    tuple, of one the tensor. Raises :class:`NotTraceable`.
     """
     made = Expressions()
-    taken = 0
-    given = []
-    for parts in parameters:
-        given.append(Symbol(made, [made.input("parameter", taken + i) for i in range(parts)]))
-        taken += parts
-    state = [Symbol(made, [made.input("state", k)]) for k in range(states)]
-    x = Symbol(made, [made.input("x", i) for i in range(from_x)])
-    h = Symbol(made, [made.input("h", i) for i in range(from_h)])
+
+    def given(name: str, first: int, count: int) -> Symbol:
+        batch = () if name == "parameter" else sizes[:1]
+        return Symbol(made, [made.input(name, first + i) for i in range(count)], sizes[1], batch)
+
+    taken = [sum(parameters[:j]) for j in range(len(parameters) + 1)]
+    of_parameters = [given("parameter", first, parts) for first, parts in zip(taken, parameters, strict=False)]
+    state = [given("state", k, 1) for k in range(states)]
+    x, h = given("x", 0, from_x), given("h", 0, from_h)
     try:
-        results = cell(x, h, state[0] if states == 1 else tuple(state), *given)
+        results = cell(x, h, state[0] if states == 1 else tuple(state), *of_parameters)
     except NotTraceable:
         raise
     except Exception as error:  # whatever the cell does with what is no tensor
@@ -97,10 +114,10 @@ def trace(cell: Callable[..., Any], from_x: int, from_h: int, states: int, param
         raise NotTraceable(f"does not return {states} states, as many as it gets")
     places = []
     for number, result in enumerate(results):
-        if not isinstance(result, Symbol) or len(result._places) != 1:
+        if not isinstance(result, Symbol) or result.shape[-1] != sizes[1]:
             raise NotTraceable(f"returns a state {number} that is no tensor (batch, hidden) made of its arguments")
         places.append(result._places[0])
-    return Cell(from_x, from_h, states, taken, tuple(made.nodes), tuple(places))
+    return Cell(from_x, from_h, states, taken[-1], tuple(made.nodes), tuple(places))
 
 
 def _what_would_do() -> str:
@@ -129,7 +146,9 @@ def _elementwise(name: str, *operands: Any) -> Symbol:
         widths = " and ".join(str(len(column)) for column in columns)
         raise NotTraceable(f"combines tensors of {widths} times as many numbers as the state")
     wide = [column * width if len(column) == 1 else column for column in columns]
-    return Symbol(made, [made.apply(name, *places) for places in zip(*wide, strict=True)])
+    symbols = [each for each in operands if isinstance(each, Symbol)]
+    hidden, batch = max(each._hidden for each in symbols), max(each._batch for each in symbols)
+    return Symbol(made, [made.apply(name, *places) for places in zip(*wide, strict=True)], hidden, batch)
 
 
 def _places(made: Expressions, operand: Any) -> list[int]:
@@ -152,13 +171,13 @@ def _difference(a: Any, b: Any, *, alpha: float = 1) -> Symbol:
 
 def _chunk(x: Any, chunks: int, dim: int = 0) -> tuple[Symbol, ...]:
     """Equal parts along the last dimension."""
-    if dim not in (1, -1):
+    if dim not in (-1, x.ndim - 1):
         raise NotTraceable(f"divides along dimension {dim}; the last one would do")
     count = len(x._places)
     if count % chunks:
         raise NotTraceable(f"divides {count} times as many numbers as the state into {chunks} equal parts")
     each = count // chunks
-    return tuple(Symbol(x._made, x._places[i : i + each]) for i in range(0, count, each))
+    return tuple(Symbol(x._made, x._places[i : i + each], x._hidden, x._batch) for i in range(0, count, each))
 
 
 def _clamp(x: Any, min: float | None = None, max: float | None = None) -> Symbol:
@@ -167,7 +186,8 @@ def _clamp(x: Any, min: float | None = None, max: float | None = None) -> Symbol
         raise NotTraceable("clamps between tensors; numbers would do")
     low = float("-inf") if min is None else float(min)
     high = float("inf") if max is None else float(max)
-    return Symbol(x._made, [x._made.apply("clamp", place, numbers=(low, high)) for place in x._places])
+    places = [x._made.apply("clamp", place, numbers=(low, high)) for place in x._places]
+    return Symbol(x._made, places, x._hidden, x._batch)
 
 
 def _lerp(a: Any, b: Any, weight: Any) -> Symbol:
@@ -190,6 +210,53 @@ def _relu(x: Any, inplace: bool = False) -> Symbol:
     return _elementwise("relu", x)
 
 
+def _mean(x: Any, dim: Any = None, keepdim: bool = False) -> Symbol:
+    """Over all parts and units, as a column."""
+    last = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    if last not in (-1, x.ndim - 1) or not keepdim:
+        raise NotTraceable("takes means of another kind; over dim=-1 with keepdim=True would do")
+    each = [x._made.apply("mean", place) for place in x._places]
+    total = Symbol(x._made, [functools.reduce(functools.partial(x._made.apply, "add"), each)], 1, x._batch)
+    return total if len(each) == 1 else _elementwise("div", total, len(each))
+
+
+def _var(
+    x: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
+) -> Symbol:
+    """The mean square of what differs from the mean, over n numbers times n / (n - correction)."""
+    count = x.shape[-1]
+    less = float(unbiased) if correction is None else correction
+    squares = _mean(_square(_elementwise("sub", x, _mean(x, dim, keepdim))), dim, keepdim)
+    if not less:
+        return squares
+    if count <= less:
+        raise NotTraceable(f"takes a variance of {count} numbers with correction {less:g}")
+    return _elementwise("mul", squares, count / (count - less))
+
+
+def _rsqrt(x: Any) -> Symbol:
+    return _elementwise("div", 1.0, _elementwise("sqrt", x))
+
+
+def _scaled(x: Any, shape: Sequence[int], weight: Any, bias: Any) -> Symbol:
+    """What a norm ends with. Raises :class:`NotTraceable` where it is not over all numbers of ``x``."""
+    if tuple(shape) != (x.shape[-1],):
+        raise NotTraceable(f"normalizes over {tuple(shape)}; {x.shape[-1]} numbers would do")
+    x = x if weight is None else _elementwise("mul", x, weight)
+    return x if bias is None else _elementwise("add", x, bias)
+
+
+def _layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Symbol:
+    less = _elementwise("sub", x, _mean(x, -1, True))
+    spread = _elementwise("sqrt", _elementwise("add", _mean(_square(less), -1, True), eps))
+    return _scaled(_elementwise("div", less, spread), normalized_shape, weight, bias)
+
+
+def _rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Symbol:
+    squares = _elementwise("add", _mean(_square(x), -1, True), torch.finfo(torch.float32).eps if eps is None else eps)
+    return _scaled(_elementwise("div", x, _elementwise("sqrt", squares)), normalized_shape, weight, None)
+
+
 def _unary(name: str) -> Callable[[Any], Symbol]:
     return lambda x: _elementwise(name, x)
 
@@ -210,11 +277,16 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "addcmul": _addcmul,
     "square": _square,
     "relu": _relu,
+    "mean": _mean,
+    "var": _var,
+    "rsqrt": _rsqrt,
 }
 _METHODS: dict[str, Any] = {name: getattr(torch, name) for name in _BY_NAME}
 _RULES: dict[Any, Callable[..., Any]] = {getattr(torch, name): rule for name, rule in _BY_NAME.items()} | {
     torch.nn.functional.relu: _relu,
     torch.nn.functional.silu: _silu,
+    torch.nn.functional.layer_norm: _layer_norm,
+    torch.nn.functional.rms_norm: _rms_norm,
     torch.nn.functional.sigmoid: _unary("sigmoid"),
     torch.nn.functional.tanh: _unary("tanh"),
     torch.clip: _clamp,

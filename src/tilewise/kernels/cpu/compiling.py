@@ -237,9 +237,10 @@ def load_custom(lanes: int, cell: Any, back: bool, blocks: tuple[tuple[int, int]
     """As :func:`load_recurrent`, for a :class:`~tilewise.kernels.cpu.recurrent.expressions.Cell` that a user states."""
 
     def make() -> Made:
-        from tilewise.kernels.cpu.recurrent import custom
+        from tilewise.kernels.cpu.recurrent import custom, row_wise
 
-        return (custom.backward if back else custom.forward)(lanes, cell), 0
+        module = row_wise if cell.means else custom
+        return (module.backward if back else module.forward)(lanes, cell), 0
 
     with LOCK:
         parts = [_recurrent_block(lanes, *block, add) for add in (False, True) for block in blocks]

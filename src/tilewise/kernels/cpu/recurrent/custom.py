@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llvmlite import ir
+from numba.core import cgutils
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.recurrent.activations import relu, sigmoid, tanh
@@ -25,14 +26,14 @@ from tilewise.kernels.cpu.recurrent.steps import back_through_steps, multiplied,
 from tilewise.kernels.cpu.recurrent.told import WORDS
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, number_at
 
-__all__ = ["backward", "forward"]
+__all__ = ["Numbers", "backward", "cleared", "forward", "is_reset", "product_back"]
 
 ADDRESS = 8
 """Bytes of an address in a table."""
 
 
 @dataclass
-class _Numbers:
+class Numbers:
     """The vectors of one row's units, some lanes of which are valid, and where nodes of a cell read them."""
 
     code: Code
@@ -53,9 +54,13 @@ class _Numbers:
         """Store the valid lanes of a vector."""
         masks.store(self.code, value, address, self.mask)
 
-    def evaluate(self, cell: Cell, inputs: dict[str, Callable[[int], ir.Value]]) -> None:
-        """Emit all nodes of a cell in order."""
+    def evaluate(
+        self, cell: Cell, inputs: dict[str, Callable[[int], ir.Value]], wanted: set[int] | None = None
+    ) -> None:
+        """Emit the nodes of a cell in order: all, or those at the places ``wanted`` that have no value yet."""
         for place, (name, *operands) in enumerate(cell.nodes):
+            if place in self.values or (wanted is not None and place not in wanted):
+                continue
             if name in inputs:
                 self.values[place] = inputs[name](int(operands[0]))
             elif name == "constant":
@@ -75,6 +80,9 @@ class _Numbers:
             return {"tanh": tanh, "sigmoid": sigmoid, "relu": relu}[name](code, a)
         if name == "neg":
             return b.fneg(a)
+        if name == "sqrt":
+            kind = ir.FunctionType(code.vector, [code.vector])
+            return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.sqrt.v{code.lanes}f32"), [a])
         other = self.values[int(operands[1])]
         if name == "where_positive":
             return b.select(b.fcmp_ordered(">", other, code.splat(0.0)), a, code.splat(0.0))
@@ -101,7 +109,7 @@ def _cell(lanes: int, cell: Cell) -> Callable[..., None]:
 
     def emit(code: Code, arguments: Values) -> None:
         x, gate, sums, from_h, valid, before, before_at, places, at, unit = arguments
-        of = _Numbers(code, masks.below(code, valid), {})
+        of = Numbers(code, masks.below(code, valid), {})
         for i in range(cell.from_h):
             of.write(code.load(code.at(sums, i * size)), code.at(from_h, i, gate))
         of.evaluate(
@@ -133,7 +141,7 @@ def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
     def emit(code: Code, arguments: Values) -> None:
         x, gate, from_h, valid, before, before_at, places, row, unit, dx, dh, dy = arguments
         b = code.builder
-        of = _Numbers(code, masks.below(code, valid), {})
+        of = Numbers(code, masks.below(code, valid), {})
         ends = [of.at(places, states + parameters + k, row) for k in range(states)]
 
         def seed(k: int) -> ir.Value:
@@ -163,7 +171,7 @@ def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
 
 
 @functools.cache
-def _cleared(lanes: int, count: int) -> Callable[..., None]:
+def cleared(lanes: int, count: int) -> Callable[..., None]:
     """Makes ``(address, valid)``, which sets ``count`` vectors that follow each other to 0, of each the valid lanes."""
 
     def emit(code: Code, arguments: Values) -> None:
@@ -176,7 +184,7 @@ def _cleared(lanes: int, count: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _is_reset() -> Callable[..., int]:
+def is_reset() -> Callable[..., int]:
     """Makes ``(resets, row)``: whether the byte of a row is set; ``resets`` is 0 where there are none."""
     word = number_at()
 
@@ -200,7 +208,7 @@ PLACES, FIRSTS, ZEROS, RESETS = (WORDS[name] for name in ("places", "firsts", "z
 def _step(lanes: int, cell: Cell) -> Callable[..., None]:
     """Makes ``(v, panel, sums, first, rows, before, begun)``, a step of a panel's units as that of :mod:`.steps`."""
     gates, inputs, vector = cell.from_h, cell.from_x, NUMBER * lanes
-    multiply, of_cell, clear, is_reset = multiplied(lanes), _cell(lanes, cell), _cleared(lanes, gates), _is_reset()
+    multiply, of_cell, clear, begins = multiplied(lanes), _cell(lanes, cell), cleared(lanes, gates), is_reset()
 
     @compiled(lanes, cell.name)
     def run(v, panel, sums, first, rows, before, begun):
@@ -217,7 +225,7 @@ def _step(lanes: int, cell: Cell) -> Callable[..., None]:
                     of_sums = sums + block * gates * vector + n * line
                     states = v[PLACES] if n < begun else v[FIRSTS]
                     states_at = (before + n if n < begun else n) * gate + of_unit
-                    if is_reset(v[RESETS], row):
+                    if begins(v[RESETS], row):
                         clear(of_sums, lanes)
                         states, states_at = v[ZEROS], of_unit
                     of_cell(
@@ -240,7 +248,7 @@ def forward(lanes: int, cell: Cell) -> Callable[..., None]:
 def _gates_back(lanes: int, cell: Cell) -> Callable[..., None]:
     """Makes ``(v, panel, first, rows, before, begun)``: the gradients of a panel's units but for the product."""
     gates, inputs, states = cell.from_h, cell.from_x, cell.states
-    of_cell, is_reset, clear, word = _cell_back(lanes, cell), _is_reset(), _cleared(lanes, 1), number_at()
+    of_cell, begins, clear, word = _cell_back(lanes, cell), is_reset(), cleared(lanes, 1), number_at()
     first_gradient = states + cell.parameters
 
     @compiled(lanes, cell.name)
@@ -249,7 +257,7 @@ def _gates_back(lanes: int, cell: Cell) -> Callable[..., None]:
         gate = hidden * NUMBER
         for n in range(rows):
             row = first + n
-            reset = is_reset(v[RESETS], row)
+            reset = begins(v[RESETS], row)
             for block in range(v[BLOCKS]):
                 unit = (panel * v[BLOCKS] + block) * lanes
                 if unit < hidden:
@@ -273,10 +281,10 @@ def _gates_back(lanes: int, cell: Cell) -> Callable[..., None]:
 
 
 @functools.cache
-def _product_back(lanes: int, cell: Cell) -> Callable[..., None]:
+def product_back(lanes: int, cell: Cell) -> Callable[..., None]:
     """Makes ``(v, panel, sums, first, rows, before, begun)``: adds the product to the gradient of h before a step."""
     gates, vector = cell.from_h, NUMBER * lanes
-    multiply, settle, is_reset = multiplied(lanes), settled(lanes, True), _is_reset()
+    multiply, settle, begins = multiplied(lanes), settled(lanes, True), is_reset()
 
     @compiled(lanes, cell.name)
     def run(v, panel, sums, first, rows, before, begun):
@@ -285,7 +293,7 @@ def _product_back(lanes: int, cell: Cell) -> Callable[..., None]:
         row = gates * gate
         multiply(v, v[DX_N] + first * row, row, rows, b, gates * hidden, sums, 0)
         for n in range(rows):
-            if not is_reset(v[RESETS], first + n):
+            if not begins(v[RESETS], first + n):
                 for block in range(v[BLOCKS]):
                     unit = (panel * v[BLOCKS] + block) * lanes
                     if unit < hidden:
@@ -300,4 +308,4 @@ def backward(lanes: int, cell: Cell) -> Callable[..., None]:
 
     ``dh`` begins as the gradient of the last h, ``dy`` is that of all states h.
     """
-    return back_through_steps(_gates_back(lanes, cell), _product_back(lanes, cell), lanes, cell.from_h, cell.name)
+    return back_through_steps(_gates_back(lanes, cell), product_back(lanes, cell), lanes, cell.from_h, cell.name)

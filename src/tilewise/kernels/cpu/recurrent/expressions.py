@@ -1,4 +1,4 @@
-"""What a recurrent cell computes, as an expression of one unit's numbers, and its derivative.
+"""What a recurrent cell computes, as an expression of one unit's numbers and of means over units, and its derivative.
 
 A cell is a list of nodes, each of which names what it is made of by places in the list before it. So two cells that
 compute the same in the same order are equal, and a cell's text can name a compiled kernel.
@@ -6,21 +6,26 @@ compute the same in the same order are equal, and a cell's text can name a compi
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["INPUTS", "UNARY", "Cell", "Expressions", "backward_of"]
+__all__ = ["INPUTS", "MOST_MEANS", "UNARY", "Cell", "Expressions", "backward_of", "operands_of"]
 
 INPUTS = ("x", "h", "state", "parameter", "seed")
 """What comes from outside, each with a number: what the input and what the state give gate i, state k before the step,
 parameter j of the unit, and for a derivative the gradient of state k after it."""
-UNARY = ("neg", "tanh", "sigmoid", "relu")
+UNARY = ("neg", "tanh", "sigmoid", "relu", "sqrt")
 BINARY = ("add", "sub", "mul", "div")
+MOST_MEANS = 64
+"""Means of a cell and its derivative that kernels compute: of each a thread keeps a vector in a page of memory."""
 Node = tuple[Any, ...]
 """``(name, number)`` of an input, ``("constant", value)``, ``(operation, place, ...)``, ``("clamp", place, least,
-most)``. Derivatives have ``("where_positive", place, x)``, the value where x is above 0, and ``("where_within", place,
-x, least, most)``, the value where x lies between these numbers; both are 0 elsewhere."""
+most)``, and ``("mean", place)``, which is the same for all units of a sequence. Derivatives have ``("where_positive",
+place, x)``, the value where x is above 0, and ``("where_within", place, x, least, most)``, the value where x lies
+between these numbers; both are 0 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,40 @@ class Cell:
         """A name that tells it from other cells."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
+    @functools.cached_property
+    def means(self) -> tuple[tuple[int, ...], ...]:
+        """The places of all means, by levels: a mean needs only means of levels before its own."""
+        levels: list[int] = []
+        found: list[list[int]] = []
+        for place, node in enumerate(self.nodes):
+            level = max((levels[operand] for operand in operands_of(node)), default=0)
+            if node[0] == "mean":
+                found += [[]] if level == len(found) else []
+                found[level].append(place)
+                level += 1
+            levels.append(level)
+        return tuple(map(tuple, found))
+
+    def needed(self, wanted: Iterable[int], known: Iterable[int]) -> set[int]:
+        """The places that must be evaluated for those ``wanted``, where the values of those ``known`` are."""
+        left, found, given = list(wanted), set[int](), set(known)
+        while left:
+            place = left.pop()
+            if place not in found:
+                found.add(place)
+                left += () if place in given else operands_of(self.nodes[place])
+        return found
+
+
+def operands_of(node: Node) -> tuple[int, ...]:
+    """The places that a node is made of."""
+    name, *rest = node
+    if name in INPUTS or name == "constant":
+        return ()
+    if name in BINARY or name in ("where_positive", "where_within"):
+        return int(rest[0]), int(rest[1])
+    return (int(rest[0]),)
+
 
 @dataclass
 class Expressions:
@@ -49,6 +88,8 @@ class Expressions:
 
     nodes: list[Node] = field(default_factory=list)
     _places: dict[Node, int] = field(default_factory=dict)
+    _same: set[int] = field(default_factory=set)
+    """The places of what is the same for all units of a sequence."""
 
     def input(self, name: str, number: int) -> int:
         """The place of an input."""
@@ -66,6 +107,8 @@ class Expressions:
     def _folded(self, name: str, places: tuple[int, ...]) -> int | None:
         """The place of something simpler that is the same, where there is one."""
         values = [self._value(place) for place in places]
+        if name == "mean" and places[0] in self._same:
+            return places[0]
         if name in BINARY and None not in values:
             a, b = values
             assert a is not None
@@ -92,6 +135,8 @@ class Expressions:
         if node not in self._places:
             self._places[node] = len(self.nodes)
             self.nodes.append(node)
+            if node[0] in ("constant", "mean") or (node[0] not in INPUTS and self._same.issuperset(operands_of(node))):
+                self._same.add(self._places[node])
         return self._places[node]
 
 
@@ -140,8 +185,10 @@ def _slopes(made: Expressions, node: Node, place: int, of: int) -> list[tuple[in
             return [(a, made.apply("mul", of, b)), (b, made.apply("mul", of, a))]
         share = made.apply("div", of, b)
         return [(a, share), (b, made.apply("neg", made.apply("mul", share, place)))]
-    if name == "neg":
-        return [(a, made.apply("neg", of))]
+    if name in ("neg", "mean"):  # a mean's gradient is the sum of all units', of which each unit gets its share
+        return [(a, made.apply(name, of))]
+    if name == "sqrt":
+        return [(a, made.apply("div", made.apply("mul", of, made.constant(0.5)), place))]
     if name == "relu":
         return [(a, made.apply("where_positive", of, a))]
     if name == "clamp":

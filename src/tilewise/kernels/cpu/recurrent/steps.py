@@ -18,7 +18,7 @@ from tilewise.kernels.cpu.recurrent.team import COME, DONE, PACKED, UNIT, counte
 from tilewise.kernels.cpu.recurrent.told import COUNT, GATES, WORDS
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, number_at, pointer_call
 
-__all__ = ["back_through_steps", "backward", "forward", "multiplied", "through_steps"]
+__all__ = ["back_through_steps", "backward", "forward", "multiplied", "packed_by_team", "step_rows", "through_steps"]
 
 THREADS, TIME, HIDDEN, OFFSETS = (WORDS[name] for name in ("threads", "time", "hidden", "offsets"))
 PANELS, BLOCKS, VECTORS, PANEL_SIZE = (WORDS[name] for name in ("panels", "blocks", "vectors", "panel_size"))
@@ -177,7 +177,7 @@ def _step(lanes: int, cell: str) -> Callable[..., None]:
 
 
 @functools.cache
-def _steps() -> Callable[..., tuple[int, int, int, int]]:
+def step_rows() -> Callable[..., tuple[int, int, int, int]]:
     """Makes ``(v, s, reverse)``: of the step with number ``s`` of a pass its first row, its rows, and those before it.
 
     The rows before are the first one and the number of those that the step's sequences had in the forward's step
@@ -205,7 +205,7 @@ def through_steps(step: Callable[..., None], lanes: int, gates: int, name: str) 
     ``data`` is the address of the numbers of ``Told`` and the counters of a team. ``step`` is as :func:`_step` makes
     it, for a cell of this ``name``.
     """
-    team_of, step_of, add, until = packed_by_team(lanes, gates, False), _steps(), counted(), wait()
+    team_of, step_of, add, until = packed_by_team(lanes, gates, False), step_rows(), counted(), wait()
 
     def run(data):
         v = carray(data, COUNT)
@@ -228,7 +228,7 @@ def back_through_steps(
     of_gates: Callable[..., None], product: Callable[..., None], lanes: int, gates: int, name: str
 ) -> Callable[..., None]:
     """As :func:`through_steps`, backwards: of each step first the gates' gradients, then the product with them."""
-    team_of, step_of, add, until = packed_by_team(lanes, gates, True), _steps(), counted(), wait()
+    team_of, step_of, add, until = packed_by_team(lanes, gates, True), step_rows(), counted(), wait()
 
     def run(data):
         v = carray(data, COUNT)

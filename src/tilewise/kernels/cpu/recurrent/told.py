@@ -40,7 +40,8 @@ class Told:
     ``c0``; the other one begins with ``dh`` and ``dc`` as gradients of the last h and c, and leaves those of the first
     there.
 
-    The last four are of cells that a user states, see :mod:`.custom`: ``resets`` are bytes (T, N) in whole words.
+    The last five are of cells that a user states, see :mod:`.custom`: ``resets`` are bytes (T, N) in whole words.
+    ``apart`` is the distance between the gradients of parameters that two threads sum, where each has its own.
     """
 
     threads: int
@@ -78,6 +79,7 @@ class Told:
     firsts: int = 0
     zeros: int = 0
     resets: int = 0
+    apart: int = 0
 
     def numbers(self) -> np.ndarray:
         """All numbers in the order of :data:`WORDS`, int64, and then a team's counters."""
