@@ -63,10 +63,27 @@ def means(x: Tensor, h: Tensor, state: Tensor, p: Tensor) -> Tensor:
     return torch.tanh(state * level + new * torch.sqrt(level + 1.0) - torch.mean(level, -1, keepdim=True))
 
 
+def zoneout(x: Tensor, h: Tensor, state: tuple[Tensor, Tensor], noise: Tensor) -> tuple[Tensor, Tensor]:
+    """An LSTM that keeps some numbers of its states (Krueger et al. 2017), and drops some of its candidates."""
+    keep_h, keep_c, drop, more, last = noise.chunk(5, -1)
+    i, f, g, o = (x + h).chunk(4, -1)
+    g = g.tanh() * (drop >= 0.25).to(g.dtype) / 0.75
+    c = torch.where(keep_c < 0.1, state[1], f.sigmoid() * state[1] + i.sigmoid() * g)
+    new = torch.where(keep_h < 0.2, state[0], o.sigmoid() * c.tanh())
+    return new + more * 0.01, c - torch.where(last <= 0.5, last, 0.5 * c)
+
+
+def noisy_means(x: Tensor, h: Tensor, state: Tensor, noise: Tensor) -> Tensor:
+    return torch.nn.functional.layer_norm((x + h) * (noise < 0.5), noise.shape[-1:], eps=0.1).tanh()
+
+
 CELLS: dict[str, tuple[CellFunction, int, int, int, list[int]]] = {
     "peephole": (peephole, 4, 4, 2, [1]), "minimal": (minimal, 3, 2, 1, [2]), "three": (three, 1, 1, 3, []),
     "normalized": (normalized, 4, 4, 2, [4, 4, 1]), "means": (means, 1, 2, 1, [1]),
+    "zoneout": (zoneout, 4, 4, 2, []), "noisy_means": (noisy_means, 1, 1, 1, []),
 }  # fmt: skip
+NOISE = {"zoneout": 5, "noisy_means": 1}
+SEED = 2**40 + 3
 
 
 def tensors_of(
@@ -110,16 +127,15 @@ def test_a_compiled_cell_is_that_of_float64(
     cell, x, state, u, parameters = tensors_of(name, time, batch, hidden, seed)
     generator = torch.Generator().manual_seed(seed)
     anew = torch.rand(time, batch, dtype=torch.float32, device="cpu", generator=generator) < 0.3 if resets else None
-    got = with_gradients(cell, x, state, u, parameters, resets=anew, reverse=reverse, compiled=True)
+    options: dict[str, Any] = {"resets": anew, "reverse": reverse, "noise": NOISE.get(name, 0), "seed": SEED + seed}
+    got = with_gradients(cell, x, state, u, parameters, **options, compiled=True)
     wide = [t.double() for t in parameters]
-    want = with_gradients(
-        cell, x.double(), tuple(s.double() for s in state), u.double(), wide, resets=anew, reverse=reverse
-    )  # fmt: skip
+    want = with_gradients(cell, x.double(), tuple(s.double() for s in state), u.double(), wide, **options)
     for place, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.shape == b.shape
         torch.testing.assert_close(a.double(), b, rtol=2e-4, atol=2e-4, msg=lambda text, p=place: f"{p}: {text}")
     with torch.no_grad():
-        y, _ = scan(cell, x, state if len(state) > 1 else state[0], u, *parameters, resets=anew, reverse=reverse)
+        y, _ = scan(cell, x, state if len(state) > 1 else state[0], u, *parameters, **options)
     assert torch.equal(y, got[0])
 
 

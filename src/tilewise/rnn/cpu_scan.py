@@ -19,12 +19,16 @@ __all__ = ["CpuScan"]
 
 @dataclass(frozen=True)
 class Steps:
-    """What the forward leaves for the backward: the states before and after all steps, and what h gave the gates."""
+    """What the forward leaves for the backward: the states before and after all steps, and what h gave the gates.
+
+    ``seed`` is that of random numbers.
+    """
 
     firsts: list[Tensor]
     kept: list[Tensor]
     from_h: Tensor
     resets: Tensor | None
+    seed: int = 0
 
 
 class CpuScan:
@@ -49,7 +53,7 @@ class CpuScan:
 
     def forward(
         self, x: Tensor, u: Tensor, states: list[Tensor], parameters: list[Tensor], resets: Tensor | None, *,
-        reverse: bool,
+        reverse: bool, seed: int = 0,
     ) -> Steps:  # fmt: skip
         """All states after all steps, (T, N, H) each, in what is kept.
 
@@ -59,7 +63,7 @@ class CpuScan:
         time = len(x)
         kept = [torch.empty((time, self.batch, self.hidden), dtype=torch.float32, device="cpu") for _ in states]
         from_h = torch.empty((time, self.batch, len(u)), dtype=torch.float32, device="cpu")
-        steps = Steps(states, kept, from_h, _whole_words(resets))
+        steps = Steps(states, kept, from_h, _whole_words(resets), seed)
         self._run(0, steps, x, u, [*kept, *parameters], reverse=reverse)
         return steps
 
@@ -100,7 +104,7 @@ class CpuScan:
             x=x.data_ptr(), u=u.data_ptr(), h0=steps.firsts[0].data_ptr(), y=steps.kept[0].data_ptr(),
             state=steps.from_h.data_ptr(),
             places=tables[0].ctypes.data, firsts=tables[1].ctypes.data, zeros=tables[2].ctypes.data,
-            resets=0 if steps.resets is None else steps.resets.data_ptr(), **more,
+            resets=0 if steps.resets is None else steps.resets.data_ptr(), seed=steps.seed, **more,
         )  # fmt: skip
 
     def _table(self, tensors: list[Tensor]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tilewise.machine.recent import Recent
 from tilewise.nn.layers.call import disturbed, is_plain
 from tilewise.nn.layers.recurrent.by_torch import gradients_in
 from tilewise.rnn.cpu_scan import CpuScan, Steps
+from tilewise.rnn.noise import uniform
 from tilewise.rnn.tracing import NotTraceable, trace
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.cpu_run import numba_missing
@@ -21,6 +23,8 @@ __all__ = ["scan"]
 
 MOST_GATES = 8
 """Parts of H numbers that the state may give a cell that is compiled."""
+MOST_NOISE = 16
+"""Random numbers of each unit in a step."""
 MOST_RUNNERS = 64
 """Cells, by their expressions and sizes, that are kept compiled."""
 _runners: Recent[tuple[Cell, int, int, int], CpuScan] = Recent(MOST_RUNNERS)
@@ -37,6 +41,8 @@ def scan(
     *parameters: Tensor,
     resets: Tensor | None = None,
     reverse: bool = False,
+    noise: int = 0,
+    seed: int | None = None,
     compiled: bool | None = None,
 ) -> tuple[Tensor, States]:
     """Run a recurrent cell over all steps of a batch of sequences.
@@ -50,16 +56,22 @@ def scan(
     ``resets`` (T, N) of bool says where a sequence begins anew: there all states are 0 before the step. With
     ``reverse`` steps run from the last to the first.
 
+    With ``noise`` the cell has another argument at the end: (N, noise * H) random numbers of [0, 1), for zoneout or
+    dropout within the recurrence. They depend on ``seed`` and the place of step, sequence and unit alone, so that they
+    are the same forward and backward, by kernels and by torch. Without a ``seed`` torch's generator of the CPU gives
+    one.
+
     Returns y (T, N, H), h after every step, and the last state in the form of ``state``.
 
     On a CPU in fp32 the cell is compiled with its derivative, and all steps run in one call, in which threads keep
     their share of ``u`` in their caches (as :doc:`recurrent` layers do). For this it is called once with placeholders:
-    it may use arithmetic, torch's elementwise functions, and means, variances and norms over units, and must not depend
-    on values. ``compiled=True`` raises
-    ``ValueError`` with the reason where it cannot be compiled. ``None`` then runs it step by step by torch, and
-    ``False`` always does. Gradients of gradients are torch's.
+    it may use arithmetic, torch's elementwise functions, comparisons with ``torch.where``, and means, variances and
+    norms over units, and must not depend on values. ``compiled=True`` raises ``ValueError`` with the reason where it
+    cannot be compiled. ``None`` then runs it step by step by torch, and ``False`` always does. Gradients of gradients
+    are torch's.
 
-    Raises ``ValueError`` for tensors that do not fit, also for states that the cell returns.
+    Raises ``ValueError`` for tensors that do not fit, also for states that the cell returns, and for a ``noise`` or
+    ``seed`` out of range.
 
     Example, an LSTM whose forget gate looks at c (Gers and Schmidhuber 2000)::
 
@@ -73,18 +85,32 @@ def scan(
     """
     states = state if isinstance(state, tuple) else (state,)
     _check(x, states, u, parameters, resets)
-    tensors = (x, u, *states, *parameters)
-    found: Cell | str = "compiled=False" if compiled is False else _traced(cell, tensors, len(states), resets)
-    if isinstance(found, Cell):
-        try:
-            y, *last = _by_kernel(found, cell, tensors, len(states), resets, reverse)
-            return y, tuple(last) if isinstance(state, tuple) else last[0]
-        except SolverUnavailable as error:
-            found = str(error)
-    if compiled:
-        raise ValueError(f"compiled=True: the cell is not compiled: {found}")
-    y, *last = _by_torch(cell, tensors, len(states), resets, reverse)
+    way = _Way(cell, len(states), resets, reverse, noise, _seed(noise, seed))
+    y, *last = _scanned(way, (x, u, *states, *parameters), compiled)
     return y, tuple(last) if isinstance(state, tuple) else last[0]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What a scan is told beside its tensors; ``states`` is their number."""
+
+    cell: CellFunction
+    states: int
+    resets: Tensor | None
+    reverse: bool
+    noise: int
+    seed: int
+
+
+def _seed(noise: int, seed: int | None) -> int:
+    """The seed of random numbers, if there are any. Raises ``ValueError`` for one that is out of range."""
+    if not 0 <= noise <= MOST_NOISE:
+        raise ValueError(f"noise={noise}: 0 to {MOST_NOISE} numbers for each unit would do")
+    if seed is None:
+        return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")) if noise else 0
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: 0 to 2^63 - 1 would do")
+    return seed
 
 
 def _check(x: Tensor, states: Sequence[Tensor], u: Tensor, parameters: Sequence[Tensor], resets: Tensor | None) -> None:
@@ -107,12 +133,25 @@ def _check(x: Tensor, states: Sequence[Tensor], u: Tensor, parameters: Sequence[
         raise ValueError(f"resets: {resets.dtype} {tuple(resets.shape)}; torch.bool {tuple(x.shape[:2])} would do")
 
 
-def _traced(cell: CellFunction, tensors: Sequence[Tensor], states: int, resets: Tensor | None) -> Cell | str:
+def _scanned(way: _Way, tensors: Sequence[Tensor], compiled: bool | None) -> tuple[Tensor, ...]:
+    """y and the last states, by kernels where they can. Raises ``ValueError`` where they cannot and must."""
+    found: Cell | str = "compiled=False" if compiled is False else _traced(way, tensors)
+    if isinstance(found, Cell):
+        try:
+            return _by_kernel(found, way, tensors)
+        except SolverUnavailable as error:
+            found = str(error)
+    if compiled:
+        raise ValueError(f"compiled=True: the cell is not compiled: {found}")
+    return _by_torch(way, tensors)
+
+
+def _traced(way: _Way, tensors: Sequence[Tensor]) -> Cell | str:
     """What a cell computes, or why it is not compiled."""
     x, u, first, *_ = tensors
     if torch.compiler.is_compiling() or disturbed() or not all(map(is_plain, tensors)):
         return "something watches torch's operators, or a tensor is of a class of its own"
-    given = (*tensors, *(() if resets is None else (resets,)))
+    given = (*tensors, *(() if way.resets is None else (way.resets,)))
     if any(t.device.type != "cpu" for t in given) or any(t.dtype is not torch.float32 for t in tensors):
         return "kernels for cells are for fp32 on a CPU so far"
     if missing := numba_missing():
@@ -122,16 +161,15 @@ def _traced(cell: CellFunction, tensors: Sequence[Tensor], states: int, resets: 
         return f"u gives {len(u) // hidden} parts of {hidden} numbers; at most {MOST_GATES} would do"
     if not first.numel():
         return "the batch is empty"
-    parts = [parameter.numel() // hidden for parameter in tensors[2 + states :]]
+    parts = [parameter.numel() // hidden for parameter in tensors[2 + way.states :]]
     try:
-        return trace(cell, x.shape[2] // hidden, len(u) // hidden, states, parts, (len(first), hidden))
+        sizes = len(first), hidden
+        return trace(way.cell, x.shape[2] // hidden, len(u) // hidden, way.states, parts, sizes, way.noise)
     except NotTraceable as error:
         return f"it {error}"
 
 
-def _by_kernel(
-    found: Cell, cell: CellFunction, tensors: Sequence[Tensor], states: int, resets: Tensor | None, reverse: bool
-) -> tuple[Tensor, ...]:
+def _by_kernel(found: Cell, way: _Way, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """y and the last states by compiled kernels."""
     batch, hidden = tensors[2].shape
     key = found, batch, hidden, torch.get_num_threads()
@@ -139,11 +177,16 @@ def _by_kernel(
     if runner is None:
         runner = _runners[key] = CpuScan(found, batch, hidden)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        results: tuple[Tensor, ...] = _Scan.apply(runner, cell, states, resets, reverse, *tensors)  # type: ignore[no-untyped-call]
+        results: tuple[Tensor, ...] = _Scan.apply(runner, way, *tensors)  # type: ignore[no-untyped-call]
         return results
     x, u, *rest = (t.detach().contiguous() for t in tensors)
-    steps = runner.forward(x, u, rest[:states], rest[states:], resets, reverse=reverse)
-    return _results(steps, reverse)
+    return _results(_forward(runner, way, x, u, rest), way.reverse)
+
+
+def _forward(runner: CpuScan, way: _Way, x: Tensor, u: Tensor, rest: list[Tensor]) -> Steps:
+    """All steps by kernels; ``rest`` are the states and then the parameters."""
+    states, parameters = rest[: way.states], rest[way.states :]
+    return runner.forward(x, u, states, parameters, way.resets, reverse=way.reverse, seed=way.seed)
 
 
 def _results(steps: Steps, reverse: bool) -> tuple[Tensor, ...]:
@@ -156,45 +199,37 @@ class _Scan(torch.autograd.Function):
     """A compiled cell over all steps, with its gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        runner: CpuScan,
-        cell: CellFunction,
-        states: int,
-        resets: Tensor | None,
-        reverse: bool,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, runner: CpuScan, way: _Way, *tensors: Tensor) -> tuple[Tensor, ...]:
         x, u, *rest = (t.contiguous() for t in tensors)
-        steps = runner.forward(x, u, rest[:states], rest[states:], resets, reverse=reverse)
+        steps = _forward(runner, way, x, u, rest)
         ctx.set_materialize_grads(False)
-        ctx.scan = runner, cell, states, resets, reverse
+        ctx.scan = runner, way
         ctx.save_for_backward(*tensors, steps.from_h, *steps.kept)
         ctx.words = steps.resets
         # What is returned may be changed in place, what the backward reads may not.
-        y, *last = _results(steps, reverse)
+        y, *last = _results(steps, way.reverse)
         return y.clone(), *last
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        runner, cell, states, resets, reverse = ctx.scan
+        runner, way = ctx.scan
         saved = ctx.saved_tensors
-        tensors, from_h, kept = saved[: -1 - states], saved[-1 - states], saved[-states:]
-        needs = ctx.needs_input_grad[5:]
-        nothing = (None,) * 5
+        tensors, from_h, kept = saved[: -1 - way.states], saved[-1 - way.states], saved[-way.states :]
+        needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
-            return *nothing, *_gradients_by_torch(cell, tensors, states, resets, reverse, gradients, needs)
+            return None, None, *_gradients_by_torch(way, tensors, gradients, needs)
         x, u, *rest = (t.contiguous() for t in tensors)
-        steps = Steps(rest[:states], list(kept), from_h, ctx.words)
+        steps = Steps(rest[: way.states], list(kept), from_h, ctx.words, way.seed)
         dy = torch.zeros_like(kept[0]) if gradients[0] is None else gradients[0].contiguous()
         ends = [
             torch.zeros_like(first) if end is None else end.clone(memory_format=torch.contiguous_format)
             for first, end in zip(steps.firsts, gradients[1:], strict=True)
         ]
-        dx, dgates, firsts, of_parameters = runner.backward(steps, x, u, rest[states:], dy, ends, reverse=reverse)
-        du = _of_weights(steps, dgates, resets, reverse) if needs[1] else None
+        parameters = rest[way.states :]
+        dx, dgates, firsts, of_parameters = runner.backward(steps, x, u, parameters, dy, ends, reverse=way.reverse)
+        du = _of_weights(steps, dgates, way.resets, way.reverse) if needs[1] else None
         found = (dx, du, *firsts, *of_parameters)
-        return *nothing, *(each if needed else None for each, needed in zip(found, needs, strict=True))
+        return None, None, *(each if needed else None for each, needed in zip(found, needs, strict=True))
 
 
 def _of_weights(steps: Steps, dgates: Tensor, resets: Tensor | None, reverse: bool) -> Tensor:
@@ -206,19 +241,18 @@ def _of_weights(steps: Steps, dgates: Tensor, resets: Tensor | None, reverse: bo
     return dgates.flatten(0, 1).T @ before.flatten(0, 1)
 
 
-def _by_torch(
-    cell: CellFunction, tensors: Sequence[Tensor], states: int, resets: Tensor | None, reverse: bool
-) -> tuple[Tensor, ...]:
+def _by_torch(way: _Way, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """y and the last states, step by step."""
     x, u, *rest = tensors
-    state, parameters = tuple(rest[:states]), rest[states:]
+    state, parameters = tuple(rest[: way.states]), rest[way.states :]
     outputs: list[Tensor] = [x] * len(x)
-    for t in range(len(x) - 1, -1, -1) if reverse else range(len(x)):
-        if resets is not None:
-            state = tuple(each.masked_fill(resets[t, :, None], 0.0) for each in state)
+    for t in range(len(x) - 1, -1, -1) if way.reverse else range(len(x)):
+        if way.resets is not None:
+            state = tuple(each.masked_fill(way.resets[t, :, None], 0.0) for each in state)
         from_h = torch.nn.functional.linear(state[0], u)
-        new = cell(x[t], from_h, state[0] if states == 1 else state, *parameters)
-        state = tuple(_state(each, state[0]) for each in ((new,) if states == 1 else new))
+        noise = [uniform(way.seed, t * x.shape[1], state[0], way.noise)] if way.noise else []
+        new = way.cell(x[t], from_h, state[0] if way.states == 1 else state, *parameters, *noise)
+        state = tuple(_state(each, state[0]) for each in ((new,) if way.states == 1 else new))
         outputs[t] = state[0]
     return torch.stack(outputs), *state
 
@@ -238,10 +272,8 @@ def _state(found: Tensor, like: Tensor) -> Tensor:
 
 
 def _gradients_by_torch(
-    cell: CellFunction, tensors: Sequence[Tensor], states: int, resets: Tensor | None, reverse: bool,
-    gradients: Sequence[Tensor | None], needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    way: _Way, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
     """Gradients that have gradients themselves, from steps that torch computes again."""
     views = [t.view_as(t) for t in tensors]
-    results = _by_torch(cell, views, states, resets, reverse)
-    return gradients_in(views, results, gradients, needs, create_graph=True)
+    return gradients_in(views, _by_torch(way, views), gradients, needs, create_graph=True)

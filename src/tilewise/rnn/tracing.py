@@ -80,14 +80,37 @@ class Symbol:
     def __neg__(self) -> Any:
         return _applied(torch.neg, (self,), {})
 
+    def __lt__(self, other: Any) -> Any:
+        return _applied(torch.lt, (self, other), {})
+
+    def __le__(self, other: Any) -> Any:
+        return _applied(torch.le, (self, other), {})
+
+    def __gt__(self, other: Any) -> Any:
+        return _applied(torch.gt, (self, other), {})
+
+    def __ge__(self, other: Any) -> Any:
+        return _applied(torch.ge, (self, other), {})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which kernels compute."""
+        return torch.float32
+
     def __bool__(self) -> bool:
         raise NotTraceable("decides by a tensor's value, which differs from unit to unit")
 
 
 def trace(
-    cell: Callable[..., Any], from_x: int, from_h: int, states: int, parameters: Sequence[int], sizes: tuple[int, int]
+    cell: Callable[..., Any],
+    from_x: int,
+    from_h: int,
+    states: int,
+    parameters: Sequence[int],
+    sizes: tuple[int, int],
+    noise: int = 0,
 ) -> Cell:
-    """What ``cell(x, h, state, *parameters)`` computes.
+    """What ``cell(x, h, state, *parameters)`` computes, or with ``noise`` parts of random numbers as its last argument.
 
     ``sizes`` are those of a state, (batch, hidden). ``x`` and ``h`` have ``from_x`` and ``from_h`` parts of ``hidden``
     numbers, ``parameters`` say how many parts each of them has. Of several ``states`` the cell gets and returns a
@@ -103,8 +126,9 @@ def trace(
     of_parameters = [given("parameter", first, parts) for first, parts in zip(taken, parameters, strict=False)]
     state = [given("state", k, 1) for k in range(states)]
     x, h = given("x", 0, from_x), given("h", 0, from_h)
+    last = [given("random", 0, noise)] if noise else []
     try:
-        results = cell(x, h, state[0] if states == 1 else tuple(state), *of_parameters)
+        results = cell(x, h, state[0] if states == 1 else tuple(state), *of_parameters, *last)
     except NotTraceable:
         raise
     except Exception as error:  # whatever the cell does with what is no tensor
@@ -117,7 +141,7 @@ def trace(
         if not isinstance(result, Symbol) or result.shape[-1] != sizes[1]:
             raise NotTraceable(f"returns a state {number} that is no tensor (batch, hidden) made of its arguments")
         places.append(result._places[0])
-    return Cell(from_x, from_h, states, taken[-1], tuple(made.nodes), tuple(places))
+    return Cell(from_x, from_h, states, taken[-1], tuple(made.nodes), tuple(places), noise)
 
 
 def _what_would_do() -> str:
@@ -257,6 +281,23 @@ def _rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | No
     return _scaled(_elementwise("div", x, _elementwise("sqrt", squares)), normalized_shape, weight, None)
 
 
+def _where(condition: Any, a: Any, b: Any) -> Symbol:
+    if not isinstance(condition, Symbol):
+        raise NotTraceable("chooses by what is no comparison of its arguments")
+    return _elementwise("select", condition, a, b)
+
+
+def _converted(x: Any, dtype: Any = torch.float32) -> Symbol:
+    """To a type: comparisons are numbers here."""
+    if dtype is not torch.float32:
+        raise NotTraceable(f"converts to {dtype}; kernels compute in torch.float32")
+    return x  # type: ignore[no-any-return]
+
+
+def _compared(name: str, turned: bool) -> Callable[[Any, Any], Symbol]:
+    return lambda a, b: _elementwise(name, b, a) if turned else _elementwise(name, a, b)
+
+
 def _unary(name: str) -> Callable[[Any], Symbol]:
     return lambda x: _elementwise(name, x)
 
@@ -280,8 +321,16 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "mean": _mean,
     "var": _var,
     "rsqrt": _rsqrt,
+    "where": _where,
+    "lt": _compared("less", False),
+    "le": _compared("less_equal", False),
+    "gt": _compared("less", True),
+    "ge": _compared("less_equal", True),
 }
-_METHODS: dict[str, Any] = {name: getattr(torch, name) for name in _BY_NAME}
+_METHODS: dict[str, Any] = {name: getattr(torch, name) for name in _BY_NAME if name != "where"} | {
+    "to": torch.Tensor.to,
+    "float": torch.Tensor.float,
+}
 _RULES: dict[Any, Callable[..., Any]] = {getattr(torch, name): rule for name, rule in _BY_NAME.items()} | {
     torch.nn.functional.relu: _relu,
     torch.nn.functional.silu: _silu,
@@ -289,6 +338,8 @@ _RULES: dict[Any, Callable[..., Any]] = {getattr(torch, name): rule for name, ru
     torch.nn.functional.rms_norm: _rms_norm,
     torch.nn.functional.sigmoid: _unary("sigmoid"),
     torch.nn.functional.tanh: _unary("tanh"),
+    torch.Tensor.to: _converted,
+    torch.Tensor.float: _converted,
     torch.clip: _clamp,
     torch.multiply: _binary("mul"),
     torch.subtract: _difference,

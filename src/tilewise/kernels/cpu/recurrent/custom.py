@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -21,7 +21,8 @@ from numba.core import cgutils
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.recurrent.activations import relu, sigmoid, tanh
 from tilewise.kernels.cpu.recurrent.cells import settled, taking
-from tilewise.kernels.cpu.recurrent.expressions import Cell, backward_of
+from tilewise.kernels.cpu.recurrent.expressions import COMPARISONS, Cell, backward_of
+from tilewise.kernels.cpu.recurrent.philox import uniform
 from tilewise.kernels.cpu.recurrent.steps import back_through_steps, multiplied, through_steps
 from tilewise.kernels.cpu.recurrent.told import WORDS
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, number_at
@@ -34,17 +35,31 @@ ADDRESS = 8
 
 @dataclass
 class Numbers:
-    """The vectors of one row's units, some lanes of which are valid, and where nodes of a cell read them."""
+    """The vectors of one row's units, some lanes of which are valid, and where nodes of a cell read them.
+
+    ``place`` is what random numbers depend on: the first unit's offset in bytes, the row and the seed.
+    """
 
     code: Code
     mask: ir.Value
     values: dict[int, ir.Value]
+    place: tuple[ir.Value, ir.Value, ir.Value]
+    randoms: dict[int, list[ir.Value]] = field(default_factory=dict)
 
     def at(self, table: ir.Value, place: int, offset: ir.Value) -> ir.Value:
         """The address in a table, plus an offset."""
         b = self.code.builder
         entry = b.inttoptr(self.code.at(table, place * ADDRESS), INT.as_pointer())
         return b.add(b.load(entry), offset)
+
+    def random(self, number: int) -> ir.Value:
+        """The vector of random numbers with a number."""
+        group, place = divmod(number, 4)
+        if group not in self.randoms:
+            unit, row, seed = self.place
+            first = self.code.builder.udiv(unit, ir.Constant(INT, NUMBER))
+            self.randoms[group] = uniform(self.code, first, row, seed, group)
+        return self.randoms[group][place]
 
     def read(self, address: ir.Value) -> ir.Value:
         """The vector at an address."""
@@ -84,6 +99,11 @@ class Numbers:
             kind = ir.FunctionType(code.vector, [code.vector])
             return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.sqrt.v{code.lanes}f32"), [a])
         other = self.values[int(operands[1])]
+        if name in COMPARISONS:
+            holds = b.fcmp_ordered("<" if name == "less" else "<=", a, other)
+            return b.select(holds, code.splat(1.0), code.splat(0.0))
+        if name == "select":
+            return b.select(b.fcmp_unordered("!=", a, code.splat(0.0)), other, self.values[int(operands[2])])
         if name == "where_positive":
             return b.select(b.fcmp_ordered(">", other, code.splat(0.0)), a, code.splat(0.0))
         if name == "where_within":
@@ -99,7 +119,7 @@ class Numbers:
 
 @functools.cache
 def _cell(lanes: int, cell: Cell) -> Callable[..., None]:
-    """Makes ``(x, gate, sums, from_h, valid, before, before_at, places, at, unit)``, a step of some units of one row.
+    """Makes ``(x, gate, sums, from_h, valid, before, before_at, places, at, unit, row, seed)``: some units of a row.
 
     ``x`` and ``from_h`` are addresses of the first gate, those of the next ones are ``gate`` bytes further on. The
     sums, which are vectors that follow each other, are kept at ``from_h``. States are read from the table ``before`` at
@@ -108,8 +128,8 @@ def _cell(lanes: int, cell: Cell) -> Callable[..., None]:
     size = NUMBER * lanes
 
     def emit(code: Code, arguments: Values) -> None:
-        x, gate, sums, from_h, valid, before, before_at, places, at, unit = arguments
-        of = Numbers(code, masks.below(code, valid), {})
+        x, gate, sums, from_h, valid, before, before_at, places, at, unit, row, seed = arguments
+        of = Numbers(code, masks.below(code, valid), {}, (unit, row, seed))
         for i in range(cell.from_h):
             of.write(code.load(code.at(sums, i * size)), code.at(from_h, i, gate))
         of.evaluate(
@@ -119,19 +139,20 @@ def _cell(lanes: int, cell: Cell) -> Callable[..., None]:
                 "h": lambda i: code.load(code.at(sums, i * size)),
                 "state": lambda k: of.read(of.at(before, k, before_at)),
                 "parameter": lambda j: of.read(of.at(places, cell.states + j, unit)),
+                "random": of.random,
             },
         )
         for k, place in enumerate(cell.results):
             of.write(of.values[place], of.at(places, k, at))
 
-    return taking(10, lanes, emit)
+    return taking(12, lanes, emit)
 
 
 @functools.cache
 def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
-    """Makes the derivative of a step: ``(x, gate, from_h, valid, before, before_at, places, row, unit, dx, dh, dy)``.
+    """Makes ``(x, gate, from_h, valid, before, before_at, places, end, unit, dx, dh, dy, row, seed)``: a derivative.
 
-    ``row`` is the offset of a sequence's gradients of states, which are read, and replaced by those before the step;
+    ``end`` is the offset of a sequence's gradients of states, which are read, and replaced by those before the step;
     that of h does not have what comes by the product yet. ``dx`` and ``dh`` are where the gradients of what the input
     and the state give the gates begin, ``dy`` that of h by its use. Gradients of parameters are added to.
     """
@@ -139,10 +160,10 @@ def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
     states, parameters = cell.states, cell.parameters
 
     def emit(code: Code, arguments: Values) -> None:
-        x, gate, from_h, valid, before, before_at, places, row, unit, dx, dh, dy = arguments
+        x, gate, from_h, valid, before, before_at, places, end, unit, dx, dh, dy, row, seeded = arguments
         b = code.builder
-        of = Numbers(code, masks.below(code, valid), {})
-        ends = [of.at(places, states + parameters + k, row) for k in range(states)]
+        of = Numbers(code, masks.below(code, valid), {}, (unit, row, seeded))
+        ends = [of.at(places, states + parameters + k, end) for k in range(states)]
 
         def seed(k: int) -> ir.Value:
             gradient = of.read(ends[k])
@@ -155,6 +176,7 @@ def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
                 "h": lambda i: of.read(code.at(from_h, i, gate)),
                 "state": lambda k: of.read(of.at(before, k, before_at)),
                 "parameter": lambda j: of.read(of.at(places, states + j, unit)),
+                "random": of.random,
                 "seed": seed,
             },
         )
@@ -167,7 +189,7 @@ def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
             to = of.at(places, 2 * states + parameters + j, unit)
             of.write(b.fadd(of.read(to), of.values[place]), to)
 
-    return taking(12, lanes, emit)
+    return taking(14, lanes, emit)
 
 
 @functools.cache
@@ -201,7 +223,7 @@ HIDDEN, PANEL_SIZE, BLOCKS, VECTORS = (WORDS[name] for name in ("hidden", "panel
 X, H0, Y, PACKED_U, DX, DX_N, DY, DH, STATE = (
     WORDS[name] for name in ("x", "h0", "y", "packed", "dx", "dx_n", "dy", "dh", "state")
 )
-PLACES, FIRSTS, ZEROS, RESETS = (WORDS[name] for name in ("places", "firsts", "zeros", "resets"))
+PLACES, FIRSTS, ZEROS, RESETS, SEED = (WORDS[name] for name in ("places", "firsts", "zeros", "resets", "seed"))
 
 
 @functools.cache
@@ -230,7 +252,7 @@ def _step(lanes: int, cell: Cell) -> Callable[..., None]:
                         states, states_at = v[ZEROS], of_unit
                     of_cell(
                         v[X] + row * inputs * gate + of_unit, gate, of_sums, v[STATE] + row * gates * gate + of_unit,
-                        hidden - unit, states, states_at, v[PLACES], row * gate + of_unit, of_unit,
+                        hidden - unit, states, states_at, v[PLACES], row * gate + of_unit, of_unit, row, v[SEED],
                     )  # fmt: skip
 
     return run
@@ -271,7 +293,7 @@ def _gates_back(lanes: int, cell: Cell) -> Callable[..., None]:
                         v[X] + row * inputs * gate + of_unit, gate, v[STATE] + row * gates * gate + of_unit,
                         hidden - unit, earlier, earlier_at, v[PLACES], of_row, of_unit,
                         v[DX] + row * inputs * gate + of_unit, v[DX_N] + row * gates * gate + of_unit,
-                        v[DY] + row * gate + of_unit,
+                        v[DY] + row * gate + of_unit, row, v[SEED],
                     )  # fmt: skip
                     if reset:
                         for k in range(states):

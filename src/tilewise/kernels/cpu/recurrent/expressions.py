@@ -12,27 +12,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["INPUTS", "MOST_MEANS", "UNARY", "Cell", "Expressions", "backward_of", "operands_of"]
+__all__ = ["COMPARISONS", "INPUTS", "MOST_MEANS", "UNARY", "Cell", "Expressions", "backward_of", "operands_of"]
 
-INPUTS = ("x", "h", "state", "parameter", "seed")
+INPUTS = ("x", "h", "state", "parameter", "random", "seed")
 """What comes from outside, each with a number: what the input and what the state give gate i, state k before the step,
-parameter j of the unit, and for a derivative the gradient of state k after it."""
+parameter j of the unit, a random number of its own, and for a derivative the gradient of state k after the step."""
 UNARY = ("neg", "tanh", "sigmoid", "relu", "sqrt")
 BINARY = ("add", "sub", "mul", "div")
+COMPARISONS = ("less", "less_equal")
 MOST_MEANS = 64
 """Means of a cell and its derivative that kernels compute: of each a thread keeps a vector in a page of memory."""
 Node = tuple[Any, ...]
 """``(name, number)`` of an input, ``("constant", value)``, ``(operation, place, ...)``, ``("clamp", place, least,
-most)``, and ``("mean", place)``, which is the same for all units of a sequence. Derivatives have ``("where_positive",
-place, x)``, the value where x is above 0, and ``("where_within", place, x, least, most)``, the value where x lies
-between these numbers; both are 0 elsewhere."""
+most)``, ``("mean", place)``, which is the same for all units of a sequence, and ``("select", place, a, b)``, which is a
+where the number at place is not 0. Comparisons are 1 or 0. Derivatives have ``("where_positive", place, x)``, the value
+where x is above 0, and ``("where_within", place, x, least, most)``, the value where x lies between these numbers; both
+are 0 elsewhere."""
 
 
 @dataclass(frozen=True)
 class Cell:
     """A cell: the numbers of its gates from the input, gates from the state, states and parameters; nodes and results.
 
-    ``results`` are the places of the states after the step, h first.
+    ``results`` are the places of the states after the step, h first. ``randoms`` is how many random numbers a unit has.
     """
 
     from_x: int
@@ -41,6 +43,7 @@ class Cell:
     parameters: int
     nodes: tuple[Node, ...]
     results: tuple[int, ...]
+    randoms: int = 0
 
     @property
     def name(self) -> str:
@@ -77,7 +80,9 @@ def operands_of(node: Node) -> tuple[int, ...]:
     name, *rest = node
     if name in INPUTS or name == "constant":
         return ()
-    if name in BINARY or name in ("where_positive", "where_within"):
+    if name == "select":
+        return int(rest[0]), int(rest[1]), int(rest[2])
+    if name in BINARY or name in COMPARISONS or name in ("where_positive", "where_within"):
         return int(rest[0]), int(rest[1])
     return (int(rest[0]),)
 
@@ -165,16 +170,19 @@ def backward_of(cell: Cell) -> tuple[Cell, dict[str, list[int]]]:
         name: [gradients.get(made.input(name, number), made.constant(0.0)) for number in range(count)]
         for name, count in counts.items()
     }
-    whole = Cell(cell.from_x, cell.from_h, cell.states, cell.parameters, tuple(made.nodes), cell.results)
+    whole = Cell(cell.from_x, cell.from_h, cell.states, cell.parameters, tuple(made.nodes), cell.results, cell.randoms)
     return whole, found
 
 
 def _slopes(made: Expressions, node: Node, place: int, of: int) -> list[tuple[int, int]]:
     """The operands of a node with the gradient that each gets, where ``of`` is that of the node itself."""
     name = node[0]
-    if name in INPUTS or name == "constant":
+    if name in INPUTS or name == "constant" or name in COMPARISONS:
         return []
     a = int(node[1])
+    if name == "select":
+        zero = made.constant(0.0)
+        return [(int(node[2]), made.apply(name, a, of, zero)), (int(node[3]), made.apply(name, a, zero, of))]
     if name in BINARY:
         b = int(node[2])
         if name == "add":

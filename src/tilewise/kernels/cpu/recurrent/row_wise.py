@@ -30,28 +30,29 @@ X, H0, Y, PACKED_U, DX, DX_N, DY, STATE = (
     WORDS[name] for name in ("x", "h0", "y", "packed", "dx", "dx_n", "dy", "state")
 )
 SUMS, SUMS_SIZE, PLACES, FIRSTS, ZEROS = (WORDS[name] for name in ("sums", "sums_size", "places", "firsts", "zeros"))
-RESETS, APART = WORDS["resets"], WORDS["apart"]
+RESETS, APART, SEED = WORDS["resets"], WORDS["apart"], WORDS["seed"]
 
 
 class _Row(Numbers):
     """Some units of a sequence's step: what nodes of the cell, or of its derivative, read there.
 
-    ``arguments`` are ``(x, gate, from_h, valid, before, before_at, places, row, unit, dy, means)``: addresses of what
+    ``arguments`` are ``(x, gate, from_h, valid, before, before_at, places, end, unit, dy, means, row, seed)``: of what
     input and state give the first gate, the others are ``gate`` bytes apart; the valid lanes; the table of the states
     before, and the offset in them; the table ``places``, with the offset of the gradients of states and that of
-    parameters; the gradient of h by its use; and vectors with the means known so far.
+    parameters; the gradient of h by its use; vectors with the means known so far; the step's row, and the seed.
     """
 
     def __init__(self, code: Code, cell: Cell, arguments: Values) -> None:
-        x, gate, from_h, valid, before, before_at, places, row, unit, dy, means = arguments
-        super().__init__(code, masks.below(code, valid), {})
+        x, gate, from_h, valid, before, before_at, places, end, unit, dy, means, row, seed = arguments
+        super().__init__(code, masks.below(code, valid), {}, (unit, row, seed))
         self.cell, self.means, self.slots = cell, means, _slots_of(cell)
-        self.end = lambda k: self.at(places, cell.states + cell.parameters + k, row)
+        self.end = lambda k: self.at(places, cell.states + cell.parameters + k, end)
         self.inputs = {
             "x": lambda i: self.read(code.at(x, i, gate)),
             "h": lambda i: self.read(code.at(from_h, i, gate)),
             "state": lambda k: self.read(self.at(before, k, before_at)),
             "parameter": lambda j: self.read(self.at(places, cell.states + j, unit)),
+            "random": self.random,
             "seed": lambda k: self._seed(k, dy),
         }
 
@@ -91,7 +92,7 @@ def _summed(lanes: int, cell: Cell, level: int) -> Callable[..., None]:
             to = _slot(code, row.means, row.slots[place])
             code.store(code.builder.fadd(code.load(to), code.builder.select(row.mask, value, zero)), to)
 
-    return taking(11, lanes, emit)
+    return taking(13, lanes, emit)
 
 
 @functools.cache
@@ -140,7 +141,7 @@ def _means(lanes: int, cell: Cell, levels: int, back: bool) -> Callable[..., Non
             at = unit * NUMBER
             add(
                 v[X] + row * inputs * gate + at, gate, v[STATE] + row * gates * gate + at, hidden - unit,
-                before, before_at + at, v[PLACES], of_row + at, at, v[DY] + row * gate + at, means,
+                before, before_at + at, v[PLACES], of_row + at, at, v[DY] + row * gate + at, means, row, v[SEED],
             )  # fmt: skip
         divide(means, hidden)
 
@@ -157,7 +158,7 @@ def _cell(lanes: int, cell: Cell) -> Callable[..., None]:
         for k, value in enumerate(row.found(list(cell.results), len(cell.means))):
             row.write(value, row.at(of_row[6], k, at))
 
-    return taking(12, lanes, emit)
+    return taking(14, lanes, emit)
 
 
 @functools.cache
@@ -183,7 +184,7 @@ def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
             to = row.at(places, 2 * states + parameters + j, own)
             row.write(code.builder.fadd(row.read(to), found[place]), to)
 
-    return taking(14, lanes, emit)
+    return taking(16, lanes, emit)
 
 
 @functools.cache
@@ -232,7 +233,7 @@ def _step(lanes: int, cell: Cell) -> Callable[..., None]:
             at = unit * NUMBER
             of_cell(
                 v[X] + row * inputs * gate + at, gate, v[STATE] + row * gates * gate + at, hidden - unit,
-                states, states_at + at, v[PLACES], 0, at, 0, means, row * gate + at,
+                states, states_at + at, v[PLACES], 0, at, 0, means, row, v[SEED], row * gate + at,
             )  # fmt: skip
 
     return run
@@ -263,8 +264,8 @@ def _step_back(lanes: int, cell: Cell) -> Callable[..., None]:
             at = unit * NUMBER
             of_cell(
                 v[X] + row * inputs * gate + at, gate, v[STATE] + row * gates * gate + at, hidden - unit,
-                earlier, earlier_at + at, v[PLACES], n * gate + at, at, v[DY] + row * gate + at, means,
-                v[DX] + row * inputs * gate + at, v[DX_N] + row * gates * gate + at, own + at,
+                earlier, earlier_at + at, v[PLACES], n * gate + at, at, v[DY] + row * gate + at, means, row,
+                v[SEED], v[DX] + row * inputs * gate + at, v[DX_N] + row * gates * gate + at, own + at,
             )  # fmt: skip
             if reset:
                 for k in range(states):

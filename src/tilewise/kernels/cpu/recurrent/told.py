@@ -40,8 +40,9 @@ class Told:
     ``c0``; the other one begins with ``dh`` and ``dc`` as gradients of the last h and c, and leaves those of the first
     there.
 
-    The last five are of cells that a user states, see :mod:`.custom`: ``resets`` are bytes (T, N) in whole words.
+    The last six are of cells that a user states, see :mod:`.custom`: ``resets`` are bytes (T, N) in whole words.
     ``apart`` is the distance between the gradients of parameters that two threads sum, where each has its own.
+    ``seed`` is that of random numbers.
     """
 
     threads: int
@@ -80,6 +81,7 @@ class Told:
     zeros: int = 0
     resets: int = 0
     apart: int = 0
+    seed: int = 0
 
     def numbers(self) -> np.ndarray:
         """All numbers in the order of :data:`WORDS`, int64, and then a team's counters."""
