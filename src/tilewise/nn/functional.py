@@ -13,6 +13,7 @@ import torch
 
 from tilewise.machine.recent import trim
 from tilewise.nn.arguments import settings_of, takes
+from tilewise.nn.layers.bilinear import BilinearLayer
 from tilewise.nn.layers.call import kernel_of
 from tilewise.nn.layers.geometry import Geometry
 from tilewise.nn.layers.layer import Layer
@@ -59,6 +60,7 @@ class Table:
     def __init__(self, plan_table: PlanTable) -> None:
         self._plan_table = plan_table
         self.linear = LinearLayer(plan_table)
+        self.bilinear = BilinearLayer(plan_table)
         self.recurrent = RecurrentLayer(plan_table)
         self._layers: dict[Geometry, Layer] = {}
         self._by_arguments: dict[tuple[Any, ...], Layer | None] = {}
@@ -86,6 +88,7 @@ class Table:
     def forget(self) -> None:
         """Let every layer look its plans up anew."""
         self.linear.forget()
+        self.bilinear.forget()
         self.recurrent.forget()
         for layer in list(self._layers.values()):
             layer.forget()

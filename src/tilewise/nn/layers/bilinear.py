@@ -33,6 +33,7 @@ from tilewise.nn.layers.layer import guard_of
 from tilewise.nn.layers.linear.call import LinearCall
 from tilewise.nn.layers.linear.layer import LinearLayer
 from tilewise.nn.layers.linear.run import BY_TORCH as LINEAR
+from tilewise.nn.layers.overrides import stand_ins
 from tilewise.nn.layers.plan_table import PlanTable, planning
 from tilewise.nn.layers.swaps import copies_itself, swapped
 from tilewise.nn.layers.weights import Weights
@@ -40,13 +41,15 @@ from tilewise.planner.measuring.times import interleaved
 from tilewise.problems.base import ALIGNMENT, DTYPE_NAMES
 from tilewise.problems.gemm.problem import GemmProblem
 
-__all__ = ["BilinearCall", "BilinearLayer", "Bilinears", "by_product"]
+__all__ = ["BY_TORCH", "BilinearCall", "BilinearLayer", "Bilinears", "Latest", "by_product", "why_torchs"]
 
 FORWARD = nn.Bilinear.forward
 CODE = FORWARD.__code__
 """torch's own code, as it is when this file is imported."""
 BY_TORCH: Any = torch._C._VariableFunctions.bilinear
 """torch's own function, whatever stands in its place."""
+STAND_INS = stand_ins("bilinear")
+"""What tilewise itself puts in the place of torch's function."""
 MOST_BYTES = 64 << 20
 """Bytes of the tensor between the product and the rest. With more of them, calls are torch's."""
 MARGIN = 0.95
@@ -225,18 +228,18 @@ class BilinearLayer:
         self.plan_table = plan_table
         self._linear = LinearLayer(plan_table)
         self._runs: Recent[BilinearCall, BilinearRun] = Recent(MOST_CALLS)
-        self._latest: Latest | None = None
+        self.latest: Latest | None = None
 
     def __call__(self, x1: torch.Tensor, x2: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
-        latest = self._latest
+        latest = self.latest
         if latest is None or not latest.is_like(x1, x2, w, b):
-            latest = self._find(x1, x2, w, b)
+            latest = self.find(x1, x2, w, b)
             if latest is None:
                 return NotImplemented
-            self._latest = latest
+            self.latest = latest
         return by_product(x1, x2, w, b, self._product) if latest.by_product else NotImplemented
 
-    def _find(self, x1: torch.Tensor, x2: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Latest | None:
+    def find(self, x1: torch.Tensor, x2: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Latest | None:
         """What is to be known of this call; ``None`` where it is torch's at this moment."""
         if disturbed() or why_torchs(x1, x2, w, b):
             return None
@@ -272,7 +275,7 @@ class BilinearLayer:
         """Forget all resolved calls, as the plan table's plans have changed."""
         self._linear.forget()
         self._runs.clear()
-        self._latest = None
+        self.latest = None
 
     def _product(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         """The linear layer, by plans where there are some."""
@@ -395,7 +398,8 @@ def _arguments(input1: Any, input2: Any) -> tuple[Any, Any]:
 def _runs_torch() -> bool:
     """Whether ``nn.Bilinear`` runs torch's own code and function."""
     same = nn.Bilinear.forward is FORWARD and FORWARD.__code__ is CODE
-    return same and torch.nn.functional.bilinear is BY_TORCH
+    function = torch.nn.functional.bilinear
+    return same and (function is BY_TORCH or function in STAND_INS)
 
 
 register(Bilinears())

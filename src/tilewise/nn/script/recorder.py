@@ -233,7 +233,7 @@ class Recorder(PlanTable):
         layers += [_unplanned(noted, len(places), "not seen a second time") for noted, places in pending.items()]
         layers += [_unplanned(noted, 1, "its shapes keep changing") for noted in restless.values()]
         layers += [LayerReport(f"{name} x{n}", name, (), reason) for (name, reason), n in left.items()]
-        return Report(tuple(layers))
+        return Report(tuple(layers), facts=dict(self.facts))
 
 
 def plan_recorded(plan_table: PlanTable, recorded: Iterable[Noted]) -> None:

@@ -26,7 +26,7 @@ from tilewise.nn.layers.overrides import BY_TORCH
 from tilewise.nn.layers.recurrent.autocast import OPERATORS
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.report import Report
-from tilewise.nn.script import convolutions, current, linear, recurrent
+from tilewise.nn.script import bilinear, convolutions, current, linear, recurrent
 from tilewise.nn.script.environment import with_variables
 from tilewise.nn.script.later import CallsToPlan, LaterRecorder
 from tilewise.nn.script.recorder import Recorder
@@ -161,6 +161,7 @@ _switching = threading.RLock()
 REPLACEMENTS: tuple[Replacement, ...] = (
     *(Replacement(F, name, BY_TORCH[name], function) for name, function in convolutions.FUNCTIONS.items()),
     Replacement(F, "linear", linear.BY_TORCH, linear.FUNCTION),
+    Replacement(F, "bilinear", bilinear.BY_TORCH, bilinear.FUNCTION),
     *(Replacement(VF, cell, OPERATORS[cell], function) for cell, function in recurrent.FUNCTIONS.items()),
 )
 """All that is replaced while planning is enabled. Another kind of function is another line here."""
@@ -178,14 +179,15 @@ def enabled(
 ) -> Session:
     """Plan ``F.conv1d`` to ``F.conv_transpose3d`` and ``F.linear`` within a ``with`` block, in any model and thread.
 
-    So are ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, whose functions in ``torch._VF`` are replaced as well.
+    So are ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, whose functions in ``torch._VF`` are replaced as well. ``F.bilinear``
+    runs by a planned product, or by torch's own product in its place.
 
     The first step is computed by torch and its calls recorded. When a call comes again all of them are planned, with
     the gradients that they need, and from then on they run by plan where that is faster. Shapes that appear later are
     recorded and planned at their repeat in the same way. A problem for which no plan keeps ``workspace`` is left to
-    torch, and so are linear and recurrent layers under such a limit. What was recorded is planned in the background, in
-    turns as a step begins; with ``wait=True`` at once. Then a few steps run by torch among the planned ones, and what
-    is faster is kept, as ``goal`` says.
+    torch, and so are linear, bilinear and recurrent layers under such a limit. What was recorded is planned in the
+    background, in turns as a step begins; with ``wait=True`` at once. Then a few steps run by torch among the planned
+    ones, and what is faster is kept, as ``goal`` says.
 
     Options, each by keyword. Where one is not given, its environment variable says, ``TILEWISE_WORKSPACE`` and so on,
     and else the default:
