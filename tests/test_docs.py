@@ -22,7 +22,15 @@ def pages_with_blocks() -> list[Path]:
     return [page for page in pages if "_build" not in page.parts and BLOCK.search(page.read_text("utf-8"))]
 
 
-@pytest.mark.parametrize("page", pages_with_blocks(), ids=lambda page: str(page.relative_to(ROOT)))
+LONG = ("recurrent.md", "torch.md")
+"""Pages whose blocks train models or compile kernels for a long time."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page.name in LONG else []) for page in pages_with_blocks()],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = page.read_text("utf-8")

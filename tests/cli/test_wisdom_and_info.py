@@ -109,6 +109,7 @@ def test_version(run):
     assert tilewise.__version__ in run("--version").stdout
 
 
+@pytest.mark.slow
 def test_interrupted_planning_keeps_what_was_measured(start, tmp_path, kernels):
     share_kernels(tmp_path / "cache", kernels)
     wisdom = Wisdom(tmp_path / "cache" / "wisdom.sqlite3")

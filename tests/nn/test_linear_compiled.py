@@ -112,6 +112,7 @@ def test_one_pass_by_plan_is_enough() -> None:
     assert_close([p.grad for p in got.parameters()], [p.grad for p in want.parameters()])
 
 
+@pytest.mark.slow
 @COMPILER
 def test_inductor_with_frozen_weights_has_them_itself() -> None:
     model = network().eval()

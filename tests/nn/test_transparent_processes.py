@@ -62,6 +62,7 @@ def start(words: list[str], folder: Path, **variables: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.slow
 def test_a_script_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
     script = tmp_path / "place" / "train.py"

@@ -87,7 +87,8 @@ def test_a_wrong_result_of_any_kind_is_found(place: int, tmp_path: Path, monkeyp
         planner(tmp_path).plan(p, Options(exclude=others))
 
 
-@pytest.mark.parametrize("packed", [0, pytest.param(3600, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [0, 3600])
 def test_a_long_sequence_is_planned_within_a_limit(packed: int, tmp_path: Path) -> None:
     p = RecurrentProblem("lstm", 300, 16, 8, 128, packed=packed, task="training")
     limit, solver = 14 << 20, solvers.get("resident_rnn")

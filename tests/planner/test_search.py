@@ -310,6 +310,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 def test_a_solver_that_raises_is_lost_with_its_reason(clock: Clock, error: Exception) -> None:
     broken = simulated(clock, "broken", lambda p, c: 0.1, compute=raising(error))

@@ -282,6 +282,7 @@ def test_a_worker_whose_pipe_ends_at_once_says_nothing(told: str, tmp_path: Path
         assert "ready" in out or not out
 
 
+@pytest.mark.slow
 def test_workers_that_hang_or_die_are_done_without(wisdom: Wisdom, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner(wisdom, devices=["cpu"] * 3)
     crew = planner.workers

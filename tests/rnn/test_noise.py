@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import some
 from torch import Tensor
 
 from tilewise.rnn import scan
@@ -41,6 +42,7 @@ def shown(x: Tensor, h: Tensor, state: Tensor, noise: Tensor) -> Tensor:
 
 
 @compiles
+@settings(max_examples=some(20), deadline=None)
 @given(
     time=st.integers(1, 3), batch=st.integers(1, 5), hidden=st.sampled_from((1, 20)), seed=st.integers(0, 2**63 - 1),
     reverse=st.booleans(),

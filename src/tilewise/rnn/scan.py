@@ -107,7 +107,9 @@ def _seed(noise: int, seed: int | None) -> int:
     if not 0 <= noise <= MOST_NOISE:
         raise ValueError(f"noise={noise}: 0 to {MOST_NOISE} numbers for each unit would do")
     if seed is None:
-        return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")) if noise else 0
+        if not noise:
+            return 0
+        return int(torch.randint(2**63 - 1, (), generator=torch.default_generator, dtype=torch.int64, device="cpu"))
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: 0 to 2^63 - 1 would do")
     return seed
