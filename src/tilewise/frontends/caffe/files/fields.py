@@ -56,9 +56,13 @@ class Fields:
     def at(self, line: int, column: int) -> Field | None:
         """The last field that starts before a place, both numbers counted from 1."""
         if not 1 <= line <= len(self._lines):
-            return self._found[-1] if self._found else None
+            return self.last()
         index = bisect.bisect_right(self._starts, self._lines[line - 1] + column - 1)
         return self._found[index - 1] if index else None
+
+    def last(self) -> Field | None:
+        """The field that starts last."""
+        return self._found[-1] if self._found else None
 
     def line(self, field: Field) -> int:
         """The line at which a field starts, counted from 1."""
@@ -134,7 +138,9 @@ class _Scan:
         frame = self.frames[-1]
         known = None if frame.descriptor is None else frame.descriptor.fields_by_name.get(name)
         around = ", ".join(str(frame) for frame in self.frames[1:])
-        self.field = Field(place, name, around, known, frame.descriptor is None)
+        # A message without any fields is known by its name alone: nothing is said of what it holds.
+        unknown = frame.descriptor is None or not frame.descriptor.fields
+        self.field = Field(place, name, around, known, unknown)
         self.found.append(self.field)
 
     def _open(self, field: Field, place: int) -> bool:

@@ -103,7 +103,9 @@ def _wrong(error: text_format.ParseError, fields: Fields, source: str) -> str:
     reason = re.sub(r'(Message|Enum) type "caffe\.([\w.]+)"', r"\2", reason)
     reason = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in reason[:LONGEST])
     if line is None or column is None:
-        return f"{source}: {reason}"
+        # The parser fails so only within unknown fields, which are skipped up to here.
+        last = fields.last()
+        return f"{source}, line {fields.line(last)}: {last}: {reason}" if last else f"{source}: {reason}"
     place = f"{source}, line {line}, column {column}"
     field = fields.at(line, column)
     if field is None:
