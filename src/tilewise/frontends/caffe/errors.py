@@ -13,10 +13,8 @@ class CaffeError(ValueError):
 
     The message names the file, the layer, the field and its value where they are known, and says what would do.
 
-        >>> raise CaffeError("net.prototxt: layer 'conv1': kernel_size = 0; a whole number of at least 1 would do")
-        Traceback (most recent call last):
-        ...
-        tilewise.frontends.caffe.errors.CaffeError: net.prototxt: layer 'conv1': kernel_size = 0; ...
+        >>> str(CaffeError("layer 'conv1': kernel_size = 0; a whole number of at least 1 would do"))
+        "layer 'conv1': kernel_size = 0; a whole number of at least 1 would do"
     """
 
 

@@ -24,10 +24,8 @@ def filtered(
     A layer with ``include`` rules is kept if one of them holds, a layer with ``exclude`` rules if none does. Raises
     :class:`CaffeError` for a layer that has both, and for another ``phase``.
 
-        >>> from tilewise.frontends.caffe.schema import NetParameter
-        >>> net = NetParameter()
-        >>> net.layer.add(name="loss").include.add(phase=0)
-        phase: TRAIN
+        >>> from tilewise.frontends.caffe.files import read_net
+        >>> net = read_net('layer { name: "loss" include { phase: TRAIN } }')
         >>> len(filtered(net, "train").layer), len(filtered(net, "test").layer)
         (1, 0)
     """

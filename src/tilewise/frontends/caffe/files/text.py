@@ -62,10 +62,8 @@ def parse(text: str, message: Any, source: str) -> Any:
     Raises :class:`CaffeError` with line, column and field where the text is wrong.
 
         >>> from tilewise.frontends.caffe.schema import NetParameter
-        >>> parse("layer { pooling_param { stride: -1 } }", NetParameter(), "net.prototxt")
-        Traceback (most recent call last):
-        ...
-        tilewise.frontends.caffe.errors.CaffeError: net.prototxt, line 1, column 32: layer, pooling_param, stride: ...
+        >>> parse('name: "lenet"', NetParameter(), "net.prototxt").name
+        'lenet'
     """
     fields = fields_of(text, message.DESCRIPTOR, source)
     try:

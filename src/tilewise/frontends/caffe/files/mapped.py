@@ -1,0 +1,52 @@
+"""Files that are mapped into memory, so that reading one takes no memory before its numbers are used."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from typing import BinaryIO
+
+from tilewise.frontends.caffe.errors import CaffeError
+from tilewise.frontends.caffe.files.wire import Message
+
+__all__ = ["HDF5", "begins_with", "mapped", "message_of", "opened"]
+
+HDF5 = b"\x89HDF\r\n\x1a\n"
+"""What HDF5 files begin with."""
+
+
+def mapped(path: str | os.PathLike[str]) -> memoryview:
+    """The bytes of a file, which cannot be written to. They stay readable as long as anything refers to them.
+
+    The file must not be made shorter meanwhile, or the process ends when it reads what is gone. Replacing it, as
+    :func:`~tilewise.frontends.caffe.files.atomic.replacing` does, is safe. Raises
+    :class:`~tilewise.frontends.caffe.errors.CaffeError` for what is no file or empty, and ``OSError`` where it cannot
+    be read.
+    """
+    with opened(path) as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def opened(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file that is open for reading. Raises what :func:`mapped` does."""
+    # Opening a pipe that nobody writes to would wait for ever without the flag.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_size:
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    what = "is empty" if stat.S_ISREG(status.st_mode) else "is no file"
+    raise CaffeError(f"{os.fspath(path)} {what}; a file that Caffe wrote would do")
+
+
+def begins_with(path: str | os.PathLike[str], mark: bytes) -> bool:
+    """Whether a file begins with some bytes. Raises what :func:`mapped` does."""
+    with opened(path) as file:
+        return file.read(len(mark)) == mark
+
+
+def message_of(path: str | os.PathLike[str]) -> Message:
+    """A whole file as one message. Raises what :func:`mapped` does."""
+    buffer = mapped(path)
+    return Message(buffer, 0, len(buffer), os.fspath(path))
