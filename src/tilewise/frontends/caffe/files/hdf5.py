@@ -101,8 +101,9 @@ def _written(path: os.PathLike[str]) -> Iterator[Any]:
     try:
         with h5py.File(path, "w") as file:
             yield file
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise CaffeError(f"{os.fspath(path)} cannot be written as HDF5: {error}; a caffemodel would do") from error
+    except RuntimeError as error:
+        # So h5py says that the disk is full.
+        raise OSError(f"{os.fspath(path)} cannot be written: {error}") from error
 
 
 class _File:

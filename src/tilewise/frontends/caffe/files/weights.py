@@ -48,13 +48,15 @@ def write_weights(
     Caffe's own files do; its layers come first, in its order. An existing file stays as it was until the new one is
     complete on the disk.
 
-    Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` for what is no array of numbers, and ``OSError`` where
-    the file cannot be written.
+    Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` for what is no array of numbers and where there are no
+    layers, and ``OSError`` where the file cannot be written.
     """
     found = {
         name: [checked(blob, f"blob {index} of layer {name!r}") for index, blob in enumerate(blobs)]
         for name, blobs in weights.items()
     }
+    if not found and (net is None or not net.layer):
+        raise CaffeError("weights has no layers; at least one would do")
     if any(not name for name in found):
         raise CaffeError("weights has a layer without a name; a name for each would do")
     if is_hdf5_name(path):
