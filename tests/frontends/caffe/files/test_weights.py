@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from tilewise.frontends.caffe.errors import CaffeError, CaffeWarning
 from tilewise.frontends.caffe.files import blobs as blobs_module
-from tilewise.frontends.caffe.files import read_net, read_weights, write_weights
+from tilewise.frontends.caffe.files import forget, read_net, read_weights, write_weights
 from tilewise.frontends.caffe.files.wire import Message, encoded_varint, key, length_prefixed
 from tilewise.frontends.caffe.schema import BlobProto, NetParameter
 from tilewise.frontends.caffe.schema.build import message_classes
@@ -299,6 +301,32 @@ def test_reading_takes_no_memory_for_the_numbers(tmp_path: Path) -> None:
     assert not found["l0"][0].flags.writeable
     with pytest.raises(ValueError, match="read-only"):
         found["l0"][0][0] = 1
+
+
+def file_pages() -> int:
+    """KiB of files that are in this process's memory."""
+    status = Path("/proc/self/status").read_text("utf-8")
+    return int(re.search(r"RssFile:\s+(\d+) kB", status)[1])  # type: ignore[index]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of files is read from /proc")
+@pytest.mark.parametrize("name", ["net.caffemodel", "net.h5"])
+def test_what_was_read_can_be_forgotten_and_read_again(tmp_path: Path, name: str) -> None:
+    rng = np.random.default_rng(1)
+    values = [rng.standard_normal((1000, 1000), np.float32) for _ in range(4)]
+    write_weights(tmp_path / name, {"ip": values})
+    blobs = read_weights(tmp_path / name)["ip"]
+    start = file_pages()
+    for blob, value in zip(blobs, values, strict=True):
+        np.testing.assert_array_equal(np.array(blob), value)
+        forget(blob)
+    assert file_pages() - start < 2000
+    for blob, value in zip(blobs, values, strict=True):
+        np.testing.assert_array_equal(blob, value)
+    assert file_pages() - start > 14000
+    for other in (values[0], np.zeros(0), values[0][:, 1:], blobs[0][:0]):
+        forget(other)
+    np.testing.assert_array_equal(values[0], blobs[0])
 
 
 def test_writing_takes_no_memory_for_the_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Nothing of a file is trusted: what is wrong in it is a :class:`~tilewise.fronten
 
 from __future__ import annotations
 
+from tilewise.frontends.caffe.files.mapped import forget
 from tilewise.frontends.caffe.files.nets import read_net, read_solver
 from tilewise.frontends.caffe.files.phases import filtered
 from tilewise.frontends.caffe.files.solvers import SolverNets, find_beside, solver_nets
@@ -22,6 +23,7 @@ __all__ = [
     "SolverNets",
     "filtered",
     "find_beside",
+    "forget",
     "read_mean",
     "read_net",
     "read_solver",

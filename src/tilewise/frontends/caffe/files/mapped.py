@@ -5,12 +5,15 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from tilewise.frontends.caffe.errors import CaffeError
+from tilewise.frontends.caffe.files.blobs import Array
 from tilewise.frontends.caffe.files.wire import Message
 
-__all__ = ["HDF5", "begins_with", "mapped", "message_of", "opened"]
+__all__ = ["HDF5", "begins_with", "forget", "mapped", "message_of", "opened"]
 
 HDF5 = b"\x89HDF\r\n\x1a\n"
 """What HDF5 files begin with."""
@@ -25,7 +28,30 @@ def mapped(path: str | os.PathLike[str]) -> memoryview:
     be read.
     """
     with opened(path) as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        area = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_SEQUENTIAL"):
+        # Blobs lie in the order in which they are used: the system may read far ahead.
+        area.madvise(mmap.MADV_SEQUENTIAL)
+    return memoryview(area)
+
+
+def forget(array: Array) -> None:
+    """Give back the memory of the file's pages that an array has brought in. Its numbers can be read again at any time.
+
+    Pages of a file that were read count as memory of the process as long as the system has room. So whoever copies one
+    blob after the other needs twice the memory for a while, unless each is forgotten once it is copied. Does nothing
+    for arrays that are no views of a mapped file.
+    """
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    owner = owner.obj if isinstance(owner, memoryview) else owner
+    if not isinstance(owner, mmap.mmap) or not array.size or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    first = np.frombuffer(owner, np.uint8).ctypes.data
+    low, high = (place - first for place in np.lib.array_utils.byte_bounds(array))
+    start = low - low % mmap.PAGESIZE
+    owner.madvise(mmap.MADV_DONTNEED, start, high - start)
 
 
 def opened(path: str | os.PathLike[str]) -> BinaryIO:

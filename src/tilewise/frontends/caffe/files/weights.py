@@ -21,8 +21,9 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
 
     Each layer that has blobs has a list of NumPy arrays, in fp32 or fp64 as they were saved, with the shapes of the
     file: old files have four axes throughout, ``(1, 1, 1, n)`` for n biases. An array is a view of the mapped file: it
-    takes no memory before it is used, cannot be written to, and may be unaligned. ``numpy.array(blob)`` copies it. In
-    HDF5 the place of a blob that a layer shares with another one has ``None``, since Caffe leaves it out.
+    takes no memory before it is used, cannot be written to, and may be unaligned. ``numpy.array(blob)`` copies it, and
+    :func:`~tilewise.frontends.caffe.files.forget` then gives back the memory of what was read. In HDF5 the place of a
+    blob that a layer shares with another one has ``None``, since Caffe leaves it out.
 
     The file may be replaced meanwhile, but not be made shorter. Raises
     :class:`~tilewise.frontends.caffe.errors.CaffeError` where it is damaged or of the form of 2013, and ``OSError``
