@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise.frontends.caffe.errors import CaffeError, CaffeWarning
+from tilewise.frontends.caffe.files import fields as fields_module
 from tilewise.frontends.caffe.files import read_net, read_solver
 from tilewise.frontends.caffe.files import text as text_module
 from tilewise.frontends.caffe.files.text import parse, read_text, text_of
@@ -148,6 +149,13 @@ def test_binary_and_too_large_files_are_refused(tmp_path: Path, monkeypatch: pyt
     path.write_text("name: 'net2'\n", "utf-8")
     with pytest.raises(CaffeError, match="would do"):
         read_text(path)
+
+
+def test_more_fields_than_any_network_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fields_module, "MOST", 3)
+    assert read_net("layer { } layer { } layer { }").layer[2].name == ""
+    with pytest.raises(CaffeError, match="the text has over 3 fields; up to 3 would do"):
+        read_net("layer { } layer { } layer { } layer { }")
 
 
 def test_a_solver_and_numbers_as_people_write_them() -> None:

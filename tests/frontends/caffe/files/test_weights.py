@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tilewise.frontends.caffe.errors import CaffeError, CaffeWarning
 from tilewise.frontends.caffe.files import blobs as blobs_module
+from tilewise.frontends.caffe.files import caffemodel as caffemodel_module
 from tilewise.frontends.caffe.files import forget, read_net, read_weights, write_weights
 from tilewise.frontends.caffe.files.wire import Message, encoded_varint, key, length_prefixed
 from tilewise.frontends.caffe.schema import BlobProto, NetParameter
@@ -199,7 +200,8 @@ def test_single_numbers_over_many_runs_are_a_view(tmp_path: Path, monkeypatch: p
         (one_blob(shape(2**30, 2**30, 2**30, 2**30) + data(1)), "1 numbers and the shape"),
         (one_blob(length_prefixed(5, b"\0" * 7) + shape(2)), "7 bytes, which are no whole numbers of 4 bytes"),
         (one_blob(data(1) * 1001 + shape(1001)), "over 1000 pieces"),
-        (one_blob(data() * 5000 + shape(0))[:-1], "bytes where"),
+        (one_blob((length_prefixed(6, b"") + shape()) * 1001), "over 1000 pieces"),
+        (one_blob(data(1), b"n" * 70_000), "a name has 70000 bytes, over 65536"),
         (one_blob(shape(1) + data(1))[:-3], "has 17 bytes where 14 are left"),
         (length_prefixed(100, b"\x3a\xff\xff\xff\xff\x0f"), "has 4294967295 bytes where 0 are left"),
         (length_prefixed(100, b"\x3a" + b"\xff" * 10), "a whole number does not end"),
@@ -368,6 +370,20 @@ def test_what_is_no_blob_is_refused_before_anything_is_written(tmp_path: Path) -
     with pytest.raises(CaffeError, match="without a name"):
         write_weights(path, {"": [np.zeros(2)]})
     assert not list(tmp_path.iterdir())
+
+
+def test_more_blobs_and_layers_than_any_network_has_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caffemodel_module, "MOST_BLOBS", 3)
+    path = tmp_path / "net.caffemodel"
+    blob = length_prefixed(7, data(1))
+    path.write_bytes(one_blob(data(1)) + length_prefixed(100, blob * 2))
+    assert len(read_weights(path)) == 2
+    for content in (one_blob(data(1)) + length_prefixed(100, blob * 3), length_prefixed(100, b"") * 4):
+        path.write_bytes(content)
+        with pytest.raises(CaffeError, match=r"has over 3 (blobs|layers); up to 3 would do"):
+            read_weights(path)
 
 
 def test_layers_of_one_name_are_warned_of(tmp_path: Path) -> None:

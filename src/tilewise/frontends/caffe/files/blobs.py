@@ -64,13 +64,13 @@ def blob_of(message: Message, what: str) -> Array:
             _check_axes(len(dims), f"{message.source}: {what}")
         elif number in _TYPES and kind in (BYTES, _FIXED[_TYPES[number]]):
             numbers, end = _numbers(message, place, _TYPES[number], what)
-            if numbers.size and number in (_DATA, _DOUBLE_DATA):
-                pieces[number].append(numbers)
+            pieces[number].append(numbers)
             if len(pieces[number]) > MOST_PIECES:
                 raise message.wrong(place, f"{what} lies in over {MOST_PIECES} pieces")
         place = end
     shape = tuple(old.get(number, 0) for number in _OLD_AXES) if old else tuple(dims)
-    return _shaped(pieces[_DOUBLE_DATA] or pieces[_DATA], shape, f"{message.source}: {what}")
+    double, single = ([piece for piece in pieces[number] if piece.size] for number in (_DOUBLE_DATA, _DATA))
+    return _shaped(double or single, shape, f"{message.source}: {what}")
 
 
 def _dims(message: Message, what: str) -> list[int]:

@@ -14,7 +14,7 @@ from tilewise.frontends.caffe.files.wire import BYTES, Message, encoded_varint, 
 
 __all__ = ["read_caffemodel", "write_caffemodel"]
 
-MOST_BLOBS = 1_000_000
+MOST_BLOBS = 100_000
 """Blobs, and layers, of a file at most. Large networks have thousands."""
 LARGEST_FOR_CAFFE = 2**31 - 1
 

@@ -17,10 +17,12 @@ __all__ = ["DEEPEST", "Field", "Fields", "fields_of"]
 
 DEEPEST = 50
 """Messages nest no deeper. Caffe's own nest 5 deep."""
+MOST = 200_000
+"""Fields of a text at most. Large published networks have some ten thousand."""
 
 _TOKEN = re.compile(
     r"""(?:\s+|\#[^\n]*)+
-    |(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+    |(?P<string>"[^"\\\n]*(?:\\.[^"\\\n]*)*"|'[^'\\\n]*(?:\\.[^'\\\n]*)*')
     |(?P<word>[-+]?[\w.]+(?:(?<=[eE])[-+][\w.]+)?|-)
     |(?P<mark>[{}<>\[\]:;,])""",
     re.VERBOSE,
@@ -142,6 +144,8 @@ class _Scan:
         unknown = frame.descriptor is None or not frame.descriptor.fields
         self.field = Field(place, name, around, known, unknown)
         self.found.append(self.field)
+        if len(self.found) > MOST:
+            raise CaffeError(f"{self.source} has over {MOST} fields; up to {MOST} would do")
 
     def _open(self, field: Field, place: int) -> bool:
         if len(self.frames) > DEEPEST:

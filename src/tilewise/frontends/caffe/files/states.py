@@ -19,7 +19,7 @@ from tilewise.frontends.caffe.files.wire import BYTES, VARINT, encoded_varint, k
 
 __all__ = ["SavedSolver", "read_mean", "read_solverstate", "write_mean", "write_solverstate"]
 
-MOST_BLOBS = 1_000_000
+MOST_BLOBS = 100_000
 _ITER, _LEARNED_NET, _HISTORY, _CURRENT_STEP = 1, 2, 3, 4
 _MEAN_DATA = 5
 _NUMPY = b"\x93NUMPY"

@@ -20,7 +20,7 @@ from tilewise.frontends.caffe.files.fields import DEEPEST, Field, Fields, fields
 
 __all__ = ["LARGEST", "parse", "read_text", "text_of"]
 
-LARGEST = 64 << 20
+LARGEST = 16 << 20
 """Bytes of the largest text that is read. Large published networks take 1 MB."""
 MOST_NAMED = 20
 """Unknown fields that a warning lists at most."""

@@ -17,6 +17,8 @@ __all__ = ["BYTES", "FIXED32", "FIXED64", "VARINT", "Message", "encoded_varint",
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """The kinds of values: whole numbers, 8 bytes, a length with that many bytes, 4 bytes."""
+LONGEST_TEXT = 1 << 16
+"""Bytes of the longest name that is read."""
 _LONGEST_VARINT = 10
 _SIZES = {FIXED64: 8, FIXED32: 4}
 
@@ -78,6 +80,8 @@ class Message:
 
     def text(self, start: int, end: int) -> str:
         """The text that lies in a range, in UTF-8, or else in Latin-1 as in prototxt files."""
+        if end - start > LONGEST_TEXT:
+            raise self.wrong(start, f"a name has {end - start} bytes, over {LONGEST_TEXT}")
         data = bytes(self.buffer[start:end])
         try:
             return data.decode("utf-8")
