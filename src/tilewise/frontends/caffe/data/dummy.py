@@ -46,8 +46,7 @@ class DummyBatches:
         """Batch ``number``, one tensor for each top."""
         rank, count = self.share
         mixed = (seed_of(self.seed, self.layer, self.phase) + 1 + number * count + rank) % SEEDS
-        generator = torch.Generator(device="cpu")
-        generator.manual_seed(mixed)
+        generator = torch.Generator(device="cpu").manual_seed(mixed)
         return tuple(self._filled(top, generator) for top in range(len(self.shapes)))
 
     def told(self, number: int) -> str:
