@@ -95,6 +95,8 @@ DRAWING = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multi
 DRAWING |= {f"{name}_" for name in ("random", "normal", "uniform", "bernoulli", "exponential", "cauchy", "geometric")}
 LAYERS = {"elementwise.py"}
 """Whose drawing is the caller's: dropout."""
+STATES = {"random_states.py", "sidecar.py"}
+"""What sets states: the sidecar of a snapshot puts back those of the run that it goes on with."""
 SEEDING = {"manual_seed", "manual_seed_all", "seed", "set_rng_state", "set_state", "setstate", "fork_rng"}
 
 
@@ -107,7 +109,7 @@ def test_every_draw_names_a_generator() -> None:
         name, where = call.func.attr, f"{path}:{call.lineno}"
         if name in DRAWING and path.name not in LAYERS:
             assert any(k.arg == "generator" for k in call.keywords), where
-        if name in SEEDING and path.name != "random_states.py":
+        if name in SEEDING and path.name not in STATES:
             assert ast.unparse(call.func).startswith(("torch.Generator(", "random_states.")), where
 
 

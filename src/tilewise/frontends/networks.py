@@ -119,6 +119,8 @@ def load_network(spec: str) -> Network:
     without the batch. A module alone gives its shape in an attribute ``input_shape``; without one it is taken to be (3,
     224, 224).
 
+    A path that ends in ``.prototxt`` is a Caffe network, of its layers for tests.
+
     Naming a factory imports and runs its code. Weights are never downloaded or loaded.
 
     Raises :class:`NetworkError` for an unknown name, a package that is not installed, and a factory that cannot be
@@ -127,6 +129,8 @@ def load_network(spec: str) -> Network:
     >>> load_network("densenet40").input_shape
     (3, 32, 32)
     """
+    if spec.endswith(".prototxt"):
+        return load_caffe(spec)
     source, colon, name = spec.partition(":")
     if not colon:
         return load_builtin(spec)
@@ -135,6 +139,20 @@ def load_network(spec: str) -> Network:
     if source == "timm":
         return load_timm(spec, name)
     return load_factory(spec, source, name)
+
+
+def load_caffe(spec: str) -> Network:
+    """The Caffe network of the file ``spec``, with its fillers' weights. Raises :class:`NetworkError`."""
+    try:
+        from tilewise.frontends.caffe import load
+
+        net = load(spec)
+    except (ImportError, OSError, ValueError) as error:
+        raise NetworkError(f"network {spec!r}: {brief(error)}") from error
+    shapes = [shape for source in net.sources.values() for shape in source.shapes]
+    if len(shapes) != 1 or len(shapes[0]) < 2:
+        raise NetworkError(f"network {spec!r} has inputs of shapes {shapes}: one input with a batch would do")
+    return network_of(spec, (net, shapes[0][1:]))
 
 
 def load_builtin(spec: str) -> Network:

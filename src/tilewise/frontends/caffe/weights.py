@@ -1,0 +1,123 @@
+"""Weights in and out of a network's layers, by layer name and in Caffe's order and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tilewise.frontends.caffe.errors import CaffeError
+from tilewise.frontends.caffe.files.mapped import forget
+from tilewise.frontends.caffe.layers.base import Layer
+
+__all__ = ["Learnable", "LoadReport", "load_into", "share_parameter", "weights_of"]
+
+PART = 1 << 21
+"""Numbers of a blob that are copied together: 8 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learnable:
+    """A parameter of a network with the factors of its learning rate and of its weight decay.
+
+    ``name`` is that of the layer with the blob's place, as ``conv1[0]``, or the one that layers share it by.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    lr_mult: float
+    decay_mult: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What became of weights that were loaded, as names of layers.
+
+    ``matched`` were found on both sides. ``unused`` are only in the file, as layers that training alone has.
+    ``missing`` are only in the network, and keep what they had.
+    """
+
+    matched: tuple[str, ...]
+    unused: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.matched)} layers loaded; not in the network: {', '.join(self.unused) or 'none'}; "
+            f"not in the file: {', '.join(self.missing) or 'none'}"
+        )
+
+
+def load_into(layers: Mapping[str, Layer], weights: Mapping[str, Sequence[Any]]) -> LoadReport:
+    """Copy arrays into the blobs of layers of the same name.
+
+    Axes of size 1 do not count, since old files have four axes for every blob. Raises
+    :class:`~tilewise.frontends.caffe.errors.CaffeError` for another number of blobs or other shapes, before anything is
+    copied.
+    """
+    copies = []
+    matched = tuple(name for name in weights if name in layers)
+    for name in matched:
+        blobs, arrays = layers[name].blobs, weights[name]
+        # A layer that stores nothing may still be named in a file.
+        if len(arrays) != len(blobs) and len(arrays):
+            shapes = [None if array is None else tuple(array.shape) for array in arrays]
+            layers[name].fail(f"the file has {len(arrays)} blobs of shapes {shapes}; {len(blobs)} would do")
+        for place, (blob, array) in enumerate(zip(blobs, arrays, strict=False)):
+            if array is None:  # HDF5 files leave out a blob that another layer has as well
+                continue
+            if _without_ones(array.shape) != _without_ones(blob.shape):
+                layers[name].fail(
+                    f"blob {place} has shape {tuple(array.shape)} in the file; {tuple(blob.shape)} would do. "
+                    "Another name for the layer would leave it as it is"
+                )
+            copies.append((blob, array))
+    with torch.no_grad():
+        for blob, array in copies:
+            _copy(np.asarray(array), blob)
+    return LoadReport(
+        matched,
+        tuple(name for name, arrays in weights.items() if name not in layers and len(arrays)),
+        tuple(name for name, layer in layers.items() if layer.blob_names and name not in weights),
+    )
+
+
+def _copy(array: np.ndarray[Any, Any], blob: torch.Tensor) -> None:
+    """Copy an array into a blob, a part at a time: of a file that is mapped no more than that is in memory."""
+    source = array.reshape(-1)
+    on_host = blob.device.type == "cpu" and blob.dtype is torch.float32 and blob.is_contiguous()
+    target = blob.detach().view(-1) if on_host else torch.empty(source.shape, dtype=torch.float32, device="cpu")
+    for start in range(0, len(source), PART):
+        part = source[start : start + PART]
+        np.copyto(target[start : start + PART].numpy(), part, casting="unsafe")
+        forget(part)
+    if not on_host:
+        blob.copy_(target.view(blob.shape))
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(size) for size in shape if size != 1)
+
+
+def weights_of(layers: Mapping[str, Layer]) -> dict[str, list[np.ndarray[Any, np.dtype[np.float32]]]]:
+    """float32 arrays of the blobs of each layer that has some. They may share the memory of the parameters."""
+    return {
+        name: [blob.detach().to(device="cpu", dtype=torch.float32).numpy() for blob in layer.blobs]
+        for name, layer in layers.items()
+        if layer.blob_names
+    }
+
+
+def share_parameter(layer: Layer, place: int, other: nn.Parameter, whose: str) -> None:
+    """Let a layer have ``other`` as its blob at ``place``. Raises ``CaffeError`` for another shape."""
+    own = layer.blob(place)
+    if own.shape != other.shape:
+        raise CaffeError(
+            f"layer {layer.caffe_name!r}: blob {place} of shape {tuple(own.shape)} cannot be that of {whose}, of shape "
+            f"{tuple(other.shape)}; equal shapes would do"
+        )
+    layer.set_blob(place, other)
