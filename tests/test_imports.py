@@ -31,6 +31,7 @@ LONG: dict[str, tuple[int, str]] = {}
 """Files of more lines than others may have: how many, and why."""
 BY_NAME = {
     "tilewise": "public names come from their modules on first use",
+    "tilewise.cli.caffe": "a command is the module of its name",
     "tilewise.cli.program": "a command is the module of its name",
     "tilewise.distributed.layers": "finds handlers of torch's functions by their being there",
     "tilewise.frontends.networks": "imports the user's model",

@@ -1,0 +1,59 @@
+"""``tilewise caffe``: Caffe's commands, with Caffe's flags."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+__all__ = ["command"]
+
+COMMANDS = {
+    "train": "train",
+    "test": "testing",
+    "time": "timing",
+    "device_query": "device_query",
+    "convert-imageset": "convert_imageset",
+    "compute-mean": "compute_mean",
+}
+"""Each is ``command`` in the module of this name, in the order ``--help`` lists them."""
+OTHER_NAMES = {
+    "convert_imageset": "convert-imageset",
+    "compute_image_mean": "compute-mean",
+    "compute_mean": "compute-mean",
+    "device-query": "device_query",
+}
+"""What scripts call them that know Caffe's own programs."""
+
+
+class Commands(click.Group):
+    """A group that imports a command's module only when asked for it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of all commands, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, imported now; ``None`` where there is none."""
+        name = OTHER_NAMES.get(cmd_name, cmd_name)
+        if name not in COMMANDS:
+            return None
+        found: click.Command = importlib.import_module(f"tilewise.cli.caffe.{COMMANDS[name]}").command
+        return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As in click. A word that is no command is an error that names all commands."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"{args[0]!r} is not a command: {', '.join(COMMANDS)} would do")
+        return super().resolve_command(ctx, args)
+
+
+@click.group("caffe", cls=Commands)
+def command() -> None:
+    """Caffe's commands: train, test and time its networks, and make its data.
+
+    Flags are Caffe's: -solver FILE, --solver FILE and --solver=FILE are the same. Lines are written to stderr as Caffe
+    writes them.
+    """
