@@ -14,8 +14,8 @@ from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.building.objects import Code, address, undefined
 
 __all__ = [
-    "DirectKernel", "Kernel", "load", "load_custom", "load_direct", "load_fused_lowering", "load_recurrent",
-    "load_thin", "load_winograd",
+    "DirectKernel", "Kernel", "load", "load_custom", "load_direct", "load_fused_lowering", "load_lrn",
+    "load_recurrent", "load_thin", "load_winograd",
 ]  # fmt: skip
 
 LOCK = threading.Lock()
@@ -196,6 +196,29 @@ def load_thin(lanes: int, blocks: tuple[tuple[int, int], ...], dots: bool) -> tu
     """The addresses of the worker of thin products and of its ``blocks`` of these sizes, loaded as in :func:`load`."""
     with LOCK:
         return _thin(lanes, dots), *(_thin_block(lanes, rows, others, dots) for rows, others in blocks)
+
+
+@functools.cache
+def _lrn(lanes: int, quarters: int, along: bool, back: bool) -> int:
+    """The address of the worker of local response normalization, or with ``back`` of its gradient."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.lrn.workers import worker
+
+        return worker(lanes, quarters, along, back), 0
+
+    words = "any" if quarters < 0 else quarters, "along" if along else "across", "back" if back else "to"
+    return _compiled(_words("lrn", lanes, *words), make)
+
+
+@compiled_elsewhere
+def load_lrn(lanes: int, quarters: int, along: bool, back: bool) -> int:
+    """The address of the worker of local response normalization or of its gradient, loaded as in :func:`load`.
+
+    ``quarters`` are four times beta where that is whole, else -1. ``along``: vectors lie along channels.
+    """
+    with LOCK:
+        return _lrn(lanes, quarters, along, back)
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Kernels of local response normalization across channels: one pass over memory for each direction."""
