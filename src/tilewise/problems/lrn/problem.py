@@ -28,10 +28,10 @@ POWER = 20
 class LrnProblem(Problem):
     """A call of ``nn.LocalResponseNorm`` (Krizhevsky et al. 2012, section 3.3).
 
-    It computes ``y = x / (k + alpha / size * s)^beta``. There ``s`` is the sum of squares over a window of ``size`` channels at the same place of the same image: ``size // 2``
-    before a channel, itself, and ``(size - 1) // 2`` behind it. What lies outside of the image's channels counts as 0,
-    and ``alpha`` is divided by ``size`` all the same. This is torch's function, and Caffe's layer in its mode
-    ``ACROSS_CHANNELS``, which takes odd sizes only.
+    It computes ``y = x / (k + alpha / size * s)^beta``. There ``s`` is the sum of squares over a window of ``size``
+    channels at the same place of the same image: ``size // 2`` before a channel, itself, and ``(size - 1) // 2`` behind
+    it. What lies outside of the image's channels counts as 0, and ``alpha`` is divided by ``size`` all the same. This
+    is torch's function, and Caffe's layer in its mode ``ACROSS_CHANNELS``, which takes odd sizes only.
 
     ``x`` and ``y`` are (batch, channels, *space), with one axis of space or more, dense in the layout ``layout_name``:
     ``contiguous`` or ``channels_last``. The ``task`` ``inference`` is the forward; ``training`` is forward and backward

@@ -40,3 +40,10 @@ class LrnSolver(Solver):
     def configs(self, p: LrnProblem) -> Iterable[Config]:
         """One empty config."""
         return (Config(),)
+
+    def passes(self, p: LrnProblem, c: Config) -> LrnPasses | None:
+        """Forward and backward apart, as a module needs them; ``None`` where there is no such thing.
+
+        Raises :class:`~tilewise.solvers.base.SolverUnavailable` where the config cannot run here.
+        """
+        return None

@@ -83,7 +83,7 @@ class ChannelWindow(LrnSolver):
         return Cost(p.flops, p.nbytes("x") * (3 if p.task == "inference" else 7), 1, EFFICIENCY)
 
     def bind(self, p: LrnProblem, c: Config, *tensors: Any, **nothing: Any) -> Run:
-        """The run. Raises ``SolverUnavailable`` with Numba's reason, or for a config or strides that are none of ours."""
+        """The run. Raises ``SolverUnavailable`` with Numba's reason, or for a config or strides that do not fit."""
         for tensor in tensors:
             if tensor is not None and not _is_dense(p, tensor):
                 raise SolverUnavailable(f"takes dense tensors in the layout {p.layout_name}")
@@ -95,8 +95,7 @@ class ChannelWindow(LrnSolver):
         def training(x: Tensor, dy: Tensor, y: Tensor, dx: Tensor, workspace: Tensor | None) -> Any:
             return passes.forward(x, y), passes.backward(x, dy, dx, workspace)
 
-        run: Any = inference if p.task == "inference" else training
-        return run  # type: ignore[no-any-return]
+        return inference if p.task == "inference" else training
 
     def passes(self, p: LrnProblem, c: Config) -> Passes:
         """Forward and backward apart, as a module needs them. Raises ``SolverUnavailable`` as :meth:`bind`."""

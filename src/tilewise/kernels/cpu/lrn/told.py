@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
-__all__ = ["ALPHA", "BETA", "COUNT", "K", "SLOPE", "WORDS", "Told", "constants"]
+__all__ = ["ALPHA", "BETA", "COUNT", "SLOPE", "WORDS", "K", "Told", "constants"]
 
 ALPHA, K, BETA, SLOPE = range(4)
 """Places of the fp32 numbers of :func:`constants`."""

@@ -1,0 +1,289 @@
+"""``nn.LocalResponseNorm`` as a kind of modules: forward and backward by one plan.
+
+A call with gradients is one problem, forward and backward together, since torch's autograd is only comparable as a
+whole. Gradients of gradients are torch's: the backward is then computed by torch's own function from what was saved.
+Under autocast, within ``torch.compile``, in other types than the plan's and inside transforms the module is torch's, and
+so it is for views, whose results torch lays out as they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import solvers
+from tilewise.machine.device import device_name
+from tilewise.machine.recent import Recent
+from tilewise.nn.layers.bound_pass import with_strides
+from tilewise.nn.layers.call import autocast_dtype, disturbed, is_plain
+from tilewise.nn.layers.kinds import Call, Layer, ModuleKind, register
+from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.layers.swaps import copies_itself, swapped
+from tilewise.nn.layers.weights import Weights
+from tilewise.problems.base import DTYPE_NAMES, dense_strides, layout_of
+from tilewise.problems.lrn.problem import LrnProblem
+from tilewise.solvers.lrn._lrn import LrnPasses, LrnSolver
+
+__all__ = ["LocalResponseNorms", "LrnCall", "LrnLayer", "LrnRun", "describe", "why_torchs"]
+
+FORWARD = nn.LocalResponseNorm.forward
+CODE = FORWARD.__code__
+BY_TORCH: Any = torch.nn.functional.local_response_norm
+BY_TORCH_CODE = BY_TORCH.__code__
+"""torch's own functions and their code, as they are when this file is imported."""
+MOST_CALLS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LrnCall:
+    """One call of a local response normalization, as far as plans depend on it.
+
+    ``shape`` is the input's, (batch, channels, *space). ``layout`` is the dense one in which it is computed. ``needs``
+    says whether the input needs a gradient: forward and backward are one problem then.
+    """
+
+    shape: tuple[int, ...]
+    layout: str
+    size: int
+    alpha: float
+    beta: float
+    k: float
+    dtype: torch.dtype
+    device: torch.device
+    needs: tuple[bool, ...]
+    deterministic: bool
+
+    @property
+    def problem(self) -> LrnProblem:
+        """The problem of the call."""
+        batch, channels, *space = self.shape
+        return LrnProblem(
+            batch,
+            channels,
+            tuple(space),
+            self.size,
+            self.alpha,
+            self.beta,
+            self.k,
+            task="training" if any(self.needs) else "inference",
+            layout_name=self.layout,
+            dtype=DTYPE_NAMES[self.dtype],
+            device=device_name(self.device),
+        )
+
+
+def why_torchs(module: nn.LocalResponseNorm, x: object) -> str:
+    """Why the call ``module(x)`` is left to torch; empty where it may be planned."""
+    if not isinstance(x, Tensor) or not is_plain(x):
+        return "called with a tensor of a class of its own, or with something else in a tensor's place"
+    if x.device.type not in ("cpu", "cuda"):
+        return "called with a tensor on a device that is neither a CPU nor CUDA"
+    if x.dtype not in DTYPE_NAMES:
+        return f"computes in {x.dtype}"
+    if autocast_dtype(x.device) is not None:
+        return "called under autocast"
+    if x.dim() < 3 or x.numel() == 0:
+        return f"called with the shape {tuple(x.shape)}, of which torch computes nothing or raises an error"
+    if layout_of(x.shape, x.stride()) == "view":
+        return "called with a tensor that is dense neither contiguous nor in channels_last"
+    try:
+        _ = describe(module, x).problem
+    except (TypeError, ValueError) as error:
+        return f"has numbers that make no normalization: {error}"
+    return ""
+
+
+def describe(module: nn.LocalResponseNorm, x: Tensor) -> LrnCall:
+    """The call ``module(x)``, which may be planned."""
+    return LrnCall(
+        shape=tuple(x.shape),
+        layout=layout_of(x.shape, x.stride()),
+        size=module.size,
+        alpha=float(module.alpha),
+        beta=float(module.beta),
+        k=float(module.k),
+        dtype=x.dtype,
+        device=x.device,
+        needs=(torch.is_grad_enabled() and x.requires_grad,),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LrnRun:
+    """What runs one kind of call of ``problem``: a plan's forward and backward, or torch where ``passes`` is None."""
+
+    problem: LrnProblem
+    strides: tuple[int, ...]
+    passes: LrnPasses | None
+
+    @property
+    def planned(self) -> bool:
+        """Whether a plan runs it."""
+        return self.passes is not None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The result, with autograd where that is needed."""
+        if self.problem.task == "inference":
+            return self.forward(with_strides(x, self.strides))
+        return PlannedLrn.apply(self, x)  # type: ignore[no-any-return,no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The result of a dense ``x``, without autograd."""
+        assert self.passes is not None
+        return self.passes.forward(x, self._empty(x))
+
+    def backward(self, x: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of a dense ``x`` by that of the result, without autograd."""
+        assert self.passes is not None
+        return self.passes.backward(x, with_strides(dy, self.strides), self._empty(x))
+
+    def _empty(self, like: Tensor) -> Tensor:
+        """A new tensor as the plan expects it."""
+        return torch.empty_strided(like.shape, self.strides, dtype=like.dtype, device=like.device)
+
+
+class PlannedLrn(torch.autograd.Function):
+    """A local response normalization whose forward and backward run by one plan."""
+
+    @staticmethod
+    def forward(ctx: Any, run: LrnRun, x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run.forward(with_strides(x.detach(), run.strides))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        run: LrnRun = ctx.run
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled() or not is_plain(dy) or dy.dtype is not x.dtype or disturbed():
+            return None, _gradient_by_torch(run.problem, x, dy)
+        return None, run.backward(with_strides(x, run.strides), dy)
+
+
+def _gradient_by_torch(p: LrnProblem, x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient by torch's function; with autograd enabled it has gradients itself."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaf = x if again and x.requires_grad else x.detach().requires_grad_()
+        y = BY_TORCH(leaf, p.size, p.alpha, p.beta, p.k)
+        return torch.autograd.grad(y, leaf, dy, create_graph=again)[0]
+
+
+class LrnLayer:
+    """Local response normalization with plans in a table: ``layer(module, x)``, or ``NotImplemented`` for torch.
+
+    Copies of a module share it. It holds no tensor.
+    """
+
+    __slots__ = ("__weakref__", "_runs", "plan_table")
+
+    def __init__(self, plan_table: PlanTable) -> None:
+        self.plan_table = plan_table
+        self._runs: Recent[LrnCall, LrnRun] = Recent(MOST_CALLS)
+
+    def __call__(self, module: nn.LocalResponseNorm, x: Any) -> Any:
+        if disturbed() or why_torchs(module, x):
+            return NotImplemented
+        run = self.resolve(describe(module, x))
+        return NotImplemented if run is None or not run.planned else run(x)
+
+    def problems(self, call: LrnCall) -> Mapping[str, LrnProblem]:
+        """The problem of a call. That of a call with gradients is the backward's as well: one plan runs both."""
+        return {"forward": call.problem}
+
+    def resolve(self, call: LrnCall) -> LrnRun | None:
+        """What runs such a call; ``None`` where it cannot be planned at this moment."""
+        run = self._runs.get(call)
+        if run is None:
+            problem = call.problem
+            if not self.plan_table.ready([problem], call.deterministic, call.device):
+                return None
+            run = self._runs[call] = self._made(call, problem)
+        return run
+
+    def _made(self, call: LrnCall, problem: LrnProblem) -> LrnRun:
+        """What runs such a call, of which the plan is bound."""
+        strides = dense_strides(problem.shape("x"), problem.layout_name)
+        bound = self.plan_table.bound(problem, call.deterministic, call.device)
+        if bound is None:
+            return LrnRun(problem, strides, None)
+        solver = solvers.get(bound.plan.solver)
+        passes = solver.passes(problem, bound.plan.config) if isinstance(solver, LrnSolver) else None
+        if passes is None:
+            reason = f"{solver.name}: cannot run forward and backward apart, as a module needs them"
+            self.plan_table.refuse(problem, call.deterministic, reason)
+        return LrnRun(problem, strides, passes)
+
+    def forget(self) -> None:
+        """Forget all resolved calls, as the plan table's plans have changed."""
+        self._runs.clear()
+
+
+class LocalResponseNorms(ModuleKind):
+    """``nn.LocalResponseNorm`` itself. Classes derived from it may compute anything."""
+
+    classes = (nn.LocalResponseNorm,)
+    under_limits = False  # torch's own choice keeps more for its backward than most limits allow
+    problems = "lrn"
+
+    def obstacle(self, module: nn.Module) -> str:
+        """Why this module cannot be swapped: another class, or a forward or a function that is not torch's own."""
+        kind = type(module)
+        if kind is not nn.LocalResponseNorm:
+            return f"is a {kind.__name__}, which may compute otherwise than the class it is derived from"
+        if not _runs_torch():
+            return "nn.LocalResponseNorm.forward or torch.nn.functional.local_response_norm is not torch's own"
+        if "forward" in module.__dict__ and swapped(module) is None:
+            return "has a forward set on the instance"
+        return copies_itself(module)
+
+    def layers(self, plan_table: PlanTable, weights: Weights) -> LrnLayer:
+        """The layer of a module, which has no weights."""
+        return LrnLayer(plan_table)
+
+    def calls(
+        self, module: Any, layers: LrnLayer, args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients_later: bool
+    ) -> tuple[list[tuple[Layer, Call]], str]:
+        """The one call of a normalization, or why it is left to torch."""
+        x = _argument(*args, **kwargs)
+        reason = why_torchs(module, x)
+        if reason:
+            return [], reason
+        call = describe(module, x)
+        return [(layers, replace(call, needs=(True,)) if gradients_later else call)], ""
+
+    def forward(self, module: Any, layers: LrnLayer) -> Callable[..., Tensor]:
+        """The module's ``forward``, by plans where it still runs torch's own code."""
+
+        def forward(self: Any, input: Tensor) -> Tensor:
+            if not torch.compiler.is_dynamo_compiling() and type(self) is nn.LocalResponseNorm and _runs_torch():
+                y = layers(self, input)
+                if y is not NotImplemented:
+                    return y  # type: ignore[no-any-return]
+            return type(self).forward(self, input)  # type: ignore[no-any-return]
+
+        return forward
+
+
+def _argument(input: Any) -> Any:
+    """The argument of a forward."""
+    return input
+
+
+def _runs_torch() -> bool:
+    """Whether ``nn.LocalResponseNorm`` runs torch's own code and function."""
+    function = torch.nn.functional.local_response_norm
+    return (
+        nn.LocalResponseNorm.forward is FORWARD
+        and FORWARD.__code__ is CODE
+        and function is BY_TORCH
+        and BY_TORCH.__code__ is BY_TORCH_CODE
+    )
+
+
+register(LocalResponseNorms())
