@@ -2,8 +2,8 @@
 
 A call with gradients is one problem, forward and backward together, since torch's autograd is only comparable as a
 whole. Gradients of gradients are torch's: the backward is then computed by torch's own function from what was saved.
-Under autocast, within ``torch.compile``, in other types than the plan's and inside transforms the module is torch's, and
-so it is for views, whose results torch lays out as they lie.
+Under autocast, within ``torch.compile`` and inside transforms the module is torch's. So it is on a GPU and in other
+types than fp32, for which there is no solver but torch's, and for views, whose results torch lays out as they lie.
 """
 
 from __future__ import annotations
@@ -80,10 +80,8 @@ def why_torchs(module: nn.LocalResponseNorm, x: object) -> str:
     """Why the call ``module(x)`` is left to torch; empty where it may be planned."""
     if not isinstance(x, Tensor) or not is_plain(x):
         return "called with a tensor of a class of its own, or with something else in a tensor's place"
-    if x.device.type not in ("cpu", "cuda"):
-        return "called with a tensor on a device that is neither a CPU nor CUDA"
-    if x.dtype not in DTYPE_NAMES:
-        return f"computes in {x.dtype}"
+    if x.device.type != "cpu" or x.dtype is not torch.float32:
+        return f"computes in {x.dtype} on {x.device.type}, for which there is no solver but torch's"
     if autocast_dtype(x.device) is not None:
         return "called under autocast"
     if x.dim() < 3 or x.numel() == 0:

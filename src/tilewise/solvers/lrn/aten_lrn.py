@@ -27,6 +27,12 @@ class AtenLrn(LrnSolver):
     own_output = True
     baseline = True
 
+    def unsupported(self, p: LrnProblem) -> list[str]:
+        """A reason for types in which torch has no three-dimensional pooling on a CPU."""
+        if p.device_type == "cpu" and p.dtype != "fp32" and len(p.space) > 1:
+            return [f"torch pools channels of images on a CPU in fp32 alone, not {p.dtype}"]
+        return []
+
     def hidden_workspace(self, p: LrnProblem, c: Config) -> int:
         """Bytes of the tensors between the steps."""
         return TEMPORARIES[p.task] * p.nbytes("x")
