@@ -184,7 +184,7 @@ def test_it_is_written_to_a_schedule_and_followed(package: Path, tmp_path: Path)
         try:
             Schedule.load("other.json")
         except Exception as error:
-            assert "whose first word is one of conv, gemm, outer" in str(error), error
+            assert "whose first word is one of conv, gemm, lrn, outer" in str(error), error
         else:
             raise AssertionError("a kind that there is not was read")
     """
@@ -321,7 +321,7 @@ def test_a_class_has_one_kind(package: Path, tmp_path: Path) -> None:
         else:
             raise AssertionError("a second kind was taken")
         names = sorted(type(kind).__name__ for kind in kinds())
-        assert names == ["Bilinears", "Convolutions", "Linears", "RecurrentLayers", "ScaledOuters"], names
+        assert names == ["Bilinears", "Convolutions", "Linears", "LocalResponseNorms", "RecurrentLayers", "ScaledOuters"], names
         assert kind_of(net.last) is None and type(kind_of(nn.LazyConv2d(1, 1))).__name__ == "Convolutions"
     """
     run(package, tmp_path, textwrap.dedent(MODULES) + textwrap.dedent(code))
@@ -345,8 +345,8 @@ def test_what_the_contract_does_not_declare_is_asked_for_nowhere(package: Path, 
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("from_key('inner fp32 b1 cpu')", "not a problem's key, whose first word is one of conv, gemm, outer"),
-        ("from_key('')", "not a problem's key, whose first word is one of conv, gemm, outer"),
+        ("from_key('inner fp32 b1 cpu')", "not a problem's key, whose first word is one of conv, gemm, lrn, outer"),
+        ("from_key('')", "not a problem's key, whose first word is one of conv, gemm, lrn, outer"),
         (
             "register(Kind(Rest, 'rests', 'none', None)); solvers.baseline(Rest)",
             "Rest: one solver is to be its baseline",
