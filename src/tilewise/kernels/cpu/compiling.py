@@ -14,7 +14,7 @@ from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.building.objects import Code, address, undefined
 
 __all__ = [
-    "DirectKernel", "Kernel", "load", "load_custom", "load_direct", "load_fused_lowering", "load_lrn",
+    "DirectKernel", "Kernel", "load", "load_custom", "load_direct", "load_fused_lowering", "load_lrn", "load_pooling",
     "load_recurrent", "load_thin", "load_winograd",
 ]  # fmt: skip
 
@@ -219,6 +219,29 @@ def load_lrn(lanes: int, quarters: int, along: bool, back: bool) -> int:
     """
     with LOCK:
         return _lrn(lanes, quarters, along, back)
+
+
+@functools.cache
+def _pooling(lanes: int, op: str, step: int, back: bool, keep: bool) -> int:
+    """The address of the worker of pooling, forward or backward."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.pooling import backward, forward
+
+        return (backward.backward(lanes, op, step) if back else forward.forward(lanes, op, keep, step)), 0
+
+    return _compiled(_words("pooling", lanes, op, step, "back" if back else "keep" if keep else "to"), make)
+
+
+@compiled_elsewhere
+def load_pooling(lanes: int, op: str, step: int, back: bool, keep: bool) -> int:
+    """The address of the worker of pooling, loaded as in :func:`load`.
+
+    ``step`` is the distance between neighbouring windows, or 0 for vectors along channels, see
+    :func:`tilewise.kernels.cpu.pooling.forward.forward`.
+    """
+    with LOCK:
+        return _pooling(lanes, op, step, back, keep)
 
 
 @functools.cache

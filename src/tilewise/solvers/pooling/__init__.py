@@ -1,0 +1,1 @@
+"""Solvers of pooling: torch's own, and a kernel for a CPU."""
