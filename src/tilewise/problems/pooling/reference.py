@@ -62,7 +62,10 @@ def _elements(p: Pooled) -> Iterator[tuple[int, Slices]]:
         axes = zip(element, p.stride, p.dilation, p.pooled_space, strict=True)
         yield (
             number,
-            (..., *(slice(k * dilation, k * dilation + (n - 1) * stride + 1, stride) for k, stride, dilation, n in axes)),
+            (
+                ...,
+                *(slice(k * dilation, k * dilation + (n - 1) * stride + 1, stride) for k, stride, dilation, n in axes),
+            ),
         )  # type: ignore[misc]
 
 

@@ -44,10 +44,10 @@ class _TorchPooler:
     def forward(self, x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As :meth:`Pooler.forward`. Saved are the input, and the result with its graph."""
         if not keep:
-            return self._call(x), ()
+            return called(self.p, x), ()
         with torch.inference_mode(False), torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            y = self._call(leaf)
+            y = called(self.p, leaf)
         return y.detach(), (leaf, y)
 
     def backward(self, saved: tuple[Tensor, ...], dy: Tensor) -> Tensor:
@@ -55,18 +55,19 @@ class _TorchPooler:
         leaf, y = saved
         return torch.autograd.grad(y, leaf, dy)[0]
 
-    def _call(self, x: Tensor) -> Tensor:
-        """Call torch's function."""
-        p, dims = self.p, len(self.p.space)
-        function, sizes = FUNCTIONS[p.op][dims - 1], (p.kernel, p.stride, p.padding)
-        if p.op == "max":
-            y = function(x, *sizes, p.dilation, p.ceil_mode)
-        elif dims == 1:
-            y = function(x, *sizes, p.ceil_mode, p.count_include_pad)
-        else:
-            y = function(x, *sizes, p.ceil_mode, p.count_include_pad, p.divisor or None)
-        # Functions of one axis, and some of others, give results that lie otherwise than their input.
-        return y.contiguous(memory_format=_format(p))  # type: ignore[no-any-return]
+
+def called(p: PoolingProblem, x: Tensor) -> Tensor:
+    """Torch's result for ``x``, with autograd, in the problem's layout."""
+    dims = len(p.space)
+    function, sizes = FUNCTIONS[p.op][dims - 1], (p.kernel, p.stride, p.padding)
+    if p.op == "max":
+        y = function(x, *sizes, p.dilation, p.ceil_mode)
+    elif dims == 1:
+        y = function(x, *sizes, p.ceil_mode, p.count_include_pad)
+    else:
+        y = function(x, *sizes, p.ceil_mode, p.count_include_pad, p.divisor or None)
+    # Functions of one axis, and some of others, give results that lie otherwise than their input.
+    return y.contiguous(memory_format=_format(p))  # type: ignore[no-any-return]
 
 
 def _format(p: PoolingProblem) -> torch.memory_format:

@@ -211,7 +211,12 @@ def _pixels(lanes: int, op: str) -> Callable[..., None]:
             target, left = dx + w * v[WRITE_COLUMN] * NUMBER, v[CHANNELS]
             while left >= lanes:
                 inside(numbers, source, target, byte, depths, rows, own, left, columns)
-                source, target, byte, left = source + NUMBER * lanes, target + NUMBER * lanes, byte + lanes, left - lanes
+                source, target, byte, left = (
+                    source + NUMBER * lanes,
+                    target + NUMBER * lanes,
+                    byte + lanes,
+                    left - lanes,
+                )
             if left > 0:
                 edge(numbers, source, target, byte, depths, rows, own, left, columns)
 
@@ -219,7 +224,7 @@ def _pixels(lanes: int, op: str) -> Callable[..., None]:
 
 
 def backward(lanes: int, op: str, step: int) -> Callable[..., None]:
-    """Makes ``(data)``, as :func:`~tilewise.kernels.cpu.pooling.forward.forward`, with addresses of dy, dx and bytes."""
+    """Makes ``(data)``, as :func:`~tilewise.kernels.cpu.pooling.forward.forward`, for dy, dx and bytes."""
     line, count, at = (_line(lanes, op, step) if step else _pixels(lanes, op)), next_number(), number_at()
     of_depth, of_row = ELEMENTS[:2]
 

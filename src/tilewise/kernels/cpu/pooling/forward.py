@@ -30,7 +30,7 @@ from tilewise.kernels.cpu.pooling.emit import (
 )
 from tilewise.kernels.cpu.pooling.told import COUNT, WORDS
 from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import FLOAT, INT, NUMBER, Code, Values, compiled, named, next_number, number_at
+from tilewise.kernels.cpu.vectors import FLOAT, NUMBER, Code, Values, compiled, named, next_number, number_at
 
 __all__ = ["forward"]
 
@@ -203,7 +203,12 @@ def _pixels(lanes: int, op: str, keep: bool) -> Callable[..., None]:
             left = v[CHANNELS]
             while left >= lanes:
                 inside(numbers, source, target, byte, depths, rows, columns, left, divisor)
-                source, target, byte, left = source + NUMBER * lanes, target + NUMBER * lanes, byte + lanes, left - lanes
+                source, target, byte, left = (
+                    source + NUMBER * lanes,
+                    target + NUMBER * lanes,
+                    byte + lanes,
+                    left - lanes,
+                )
             if left > 0:
                 edge(numbers, source, target, byte, depths, rows, columns, left, divisor)
 
