@@ -59,14 +59,14 @@ def close(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_results_and_gradients_are_torchs(data: st.DataObject) -> None:
     dims = data.draw(st.integers(1, 3), "axes")
     kind = data.draw(st.sampled_from((MAXIMA[dims - 1], AVERAGES[dims - 1])), "class")
     kernel = data.draw(st.integers(1, 4), "kernel")
     options: dict[str, Any] = {
-        "stride": data.draw(st.integers(1, 3), "stride"),
+        "stride": data.draw(st.integers(1, 2), "stride"),
         "padding": data.draw(st.integers(0, kernel // 2), "padding"),
         "ceil_mode": data.draw(st.booleans(), "ceil_mode"),
     }

@@ -189,8 +189,9 @@ def describe(module: Any, x: object) -> PoolingCall | str:
     if op == "max" and module.return_indices:
         return "returns indices"
     batched = x if x.dim() == dims + 2 else x.unsqueeze(0)
-    sizes = [_numbers(getattr(module, name, 1), dims) for name in ("kernel_size", "stride", "padding", "dilation")]
-    if any(numbers is None for numbers in sizes):
+    names = ("kernel_size", "stride", "padding", "dilation")
+    kernel, stride, padding, dilation = (_numbers(getattr(module, name, 1), dims) for name in names)
+    if kernel is None or stride is None or padding is None or dilation is None:
         return "has sizes that are no whole numbers"
     try:
         problem = PoolingProblem(
@@ -198,7 +199,10 @@ def describe(module: Any, x: object) -> PoolingCall | str:
             batched.shape[0],
             batched.shape[1],
             tuple(batched.shape[2:]),
-            *sizes,  # type: ignore[arg-type]
+            kernel,
+            stride,
+            padding,
+            dilation,
             ceil_mode=bool(module.ceil_mode),
             count_include_pad=bool(getattr(module, "count_include_pad", True)),
             divisor=getattr(module, "divisor_override", None) or 0,

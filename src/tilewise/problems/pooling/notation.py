@@ -55,10 +55,8 @@ def parse_pooling(
         raise ValueError(f"pooling {text!r}: one number for n and one for c would do")
     fields: dict[str, Any] = {FIELDS[letter]: numbers for letter, numbers in sizes.items()}
     fields |= {"batch": sizes["n"][0], "channels": sizes["c"][0], "stride": sizes.get("s", sizes["k"])}
-    options = {"ceil_mode": bool(match[3]), "count_include_pad": not match[4], "divisor": int(match[5] or 0)}
-    problem = PoolingProblem(
-        match[1], **fields, **options, task=task, layout_name=layout_name, dtype=dtype, device=device
-    )
+    fields |= {"ceil_mode": bool(match[3]), "count_include_pad": not match[4], "divisor": int(match[5] or 0)}
+    problem = PoolingProblem(match[1], **fields, task=task, layout_name=layout_name, dtype=dtype, device=device)
     if max(problem.nbytes(role) for role in problem.roles) > INT64_MAX:
         raise ValueError(f"pooling {text!r}: one of its tensors is beyond any memory")
     return problem

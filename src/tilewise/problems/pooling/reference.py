@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from types import EllipsisType
 from typing import Protocol
 
 import torch
@@ -29,7 +30,7 @@ class Pooled(Pooling, Protocol):
         ...
 
 
-Slices = tuple[slice, ...]
+Slices = tuple[slice | EllipsisType, ...]
 
 
 def reference(p: Pooled, operands: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -42,8 +43,9 @@ def reference(p: Pooled, operands: Sequence[torch.Tensor]) -> torch.Tensor | tup
     share = dy[0] if p.op == "max" else dy[0] / _divisors(p, x.device)
     for number, place in _elements(p):
         wide[place] += share if index is None else torch.where(index == number, share, 0.0)
-    inside = tuple(slice(before, before + n) for before, n in zip(p.padding, p.space, strict=True))
-    return y, wide[(..., *inside)].contiguous()
+    for axis, (before, n) in enumerate(zip(p.padding, p.space, strict=True), 2):
+        wide = wide.narrow(axis, before, n)
+    return y, wide.contiguous()
 
 
 def _bordered(p: Pooled, x: torch.Tensor) -> torch.Tensor:
@@ -60,13 +62,8 @@ def _elements(p: Pooled) -> Iterator[tuple[int, Slices]]:
     for number, element in enumerate(itertools.product(*(range(k) for k in p.kernel))):
         pause()
         axes = zip(element, p.stride, p.dilation, p.pooled_space, strict=True)
-        yield (
-            number,
-            (
-                ...,
-                *(slice(k * dilation, k * dilation + (n - 1) * stride + 1, stride) for k, stride, dilation, n in axes),
-            ),
-        )  # type: ignore[misc]
+        slices = [slice(k * dilation, k * dilation + (n - 1) * stride + 1, stride) for k, stride, dilation, n in axes]
+        yield number, (..., *slices)
 
 
 def _maxima(p: Pooled, x: torch.Tensor, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 __all__ = ["Window", "pooled", "windows"]
 
 
-class Window(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Window:
     """The part of a window that lies inside the input, along one axis.
 
     Its elements ``first`` to ``first + count - 1`` are inside, of which the first one is input ``start``. ``padded``

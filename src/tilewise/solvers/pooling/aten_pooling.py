@@ -67,7 +67,7 @@ def called(p: PoolingProblem, x: Tensor) -> Tensor:
     else:
         y = function(x, *sizes, p.ceil_mode, p.count_include_pad, p.divisor or None)
     # Functions of one axis, and some of others, give results that lie otherwise than their input.
-    return y.contiguous(memory_format=_format(p))  # type: ignore[no-any-return]
+    return y.contiguous(memory_format=_format(p))
 
 
 def _format(p: PoolingProblem) -> torch.memory_format:

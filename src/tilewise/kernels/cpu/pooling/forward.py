@@ -44,6 +44,8 @@ ORIGIN_DEPTH, ORIGIN_ROW, ORIGIN_COLUMN, START, LOW, HIGH = (
     WORDS[name] for name in ("origin_depth", "origin_row", "origin_column", "start", "low", "high")
 )  # fmt: skip
 TABLE_DEPTH, TABLE_HEIGHT, TABLE_WIDTH = (WORDS[f"table_{name}"] for name in ("depth", "height", "width"))
+KERNEL = WORDS["last"]
+"""Where vectors lie along the width, the forward is told the number of a window's columns here."""
 BITS = 2**20
 """Numbers of first element and count that are passed together have less than this value."""
 
@@ -84,10 +86,9 @@ class _Window:
                 value, mask = self._loaded(code, numbers, address, kw, place, valid)
                 if self.op == "avg":
                     b.store(b.fadd(b.load(total), value), total)
-                    continue_index = None
                 else:
-                    continue_index = b.add(of_row, b.mul(kw, elements[2]))
-                    self._compare(code, value, mask, total, index, continue_index)
+                    element = b.add(of_row, b.mul(kw, elements[2]))
+                    self._compare(code, value, mask, total, index, element)
         result = b.load(total)
         if self.op == "avg":
             result = b.fdiv(result, self._divisors(code, numbers, place, divisor, valid))
@@ -106,13 +107,13 @@ class _Window:
         if self.along:
             return (code.load(address), None) if valid is None else (masks.load(code, address, valid), None)
         behind = code.at(address, NUMBER * (code.lanes - 1))
-        stride, every_lane = told(code, numbers, "stride"), ir.Constant(ir.VectorType(ir.IntType(1), code.lanes), None)
+        stride = told(code, numbers, "stride")
         if not self.masked:
             if self.step == 1:
                 return code.load(address), None
             if self.step == 2:
                 return every_second(code, code.load(address), code.load(behind)), None
-            mask = ir.Constant(every_lane.type, [1] * code.lanes)
+            mask = ir.Constant(ir.VectorType(ir.IntType(1), code.lanes), [1] * code.lanes)
             return masks.gather(code, address, b.mul(stride, constant(NUMBER)), mask), None
         width = told(code, numbers, "columns")
         column = b.add(
@@ -166,7 +167,7 @@ def _line(lanes: int, op: str, keep: bool, step: int) -> Callable[..., None]:
         depths = at(v[TABLE_DEPTH], 3 * d) + BITS * at(v[TABLE_DEPTH], 3 * d + 1)
         rows = at(v[TABLE_HEIGHT], 3 * h) + BITS * at(v[TABLE_HEIGHT], 3 * h + 1)
         divisor = at(v[TABLE_DEPTH], 3 * d + 2) * at(v[TABLE_HEIGHT], 3 * h + 2)
-        columns = BITS * v[WORDS_KERNEL]
+        columns = BITS * v[KERNEL]
         place = 0
         while place < v[WIDTH]:
             source = x + place * v[ORIGIN_COLUMN] * NUMBER
@@ -178,10 +179,6 @@ def _line(lanes: int, op: str, keep: bool, step: int) -> Callable[..., None]:
             place += lanes
 
     return run
-
-
-WORDS_KERNEL = WORDS["last"]
-"""Along the width the forward is told the number of a window's columns here."""
 
 
 @functools.cache
