@@ -206,7 +206,7 @@ def describe(module: Any, x: object) -> PoolingCall | str:
             ceil_mode=bool(module.ceil_mode),
             count_include_pad=bool(getattr(module, "count_include_pad", True)),
             divisor=getattr(module, "divisor_override", None) or 0,
-            layout_name=_layout(batched),
+            layout_name=_layout(op, batched),
             dtype=DTYPE_NAMES[x.dtype],
             device=device_name(x.device),
         )
@@ -224,9 +224,9 @@ def _numbers(value: Any, dims: int) -> tuple[int, ...] | None:
     return tuple(numbers) if len(numbers) == dims and all(type(n) is int for n in numbers) else None
 
 
-def _layout(x: Tensor) -> str:
-    """The layout of the result, as torch chooses it."""
-    if x.dim() == 3 or x.stride(1) != 1 or math.prod(x.shape[2:]) == 1:
+def _layout(op: str, x: Tensor) -> str:
+    """The layout of the result, as torch chooses it: averages of volumes are always contiguous."""
+    if x.dim() == 3 or (op == "avg" and x.dim() == 5) or x.stride(1) != 1 or math.prod(x.shape[2:]) == 1:
         return "contiguous"
     return "contiguous" if suggest_memory_format(x) is torch.contiguous_format else "channels_last"
 

@@ -26,6 +26,11 @@ class AtenPooling(PoolingSolver):
     baseline = True
     kept_bytes = 8
 
+    def unsupported(self, p: PoolingProblem) -> list[str]:
+        """Reasons: averages over volumes in half precision on a CPU, which torch does not have."""
+        lacks = p.op == "avg" and len(p.space) == 3 and p.device_type == "cpu" and p.dtype != "fp32"
+        return [f"torch has no average over three axes in {p.dtype} on a CPU"] if lacks else []
+
     def is_deterministic(self, p: PoolingProblem, c: Config) -> bool:
         """Gradients on a GPU are added by atomics."""
         return p.device_type == "cpu" or p.task == "inference"
