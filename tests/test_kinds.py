@@ -321,7 +321,9 @@ def test_a_class_has_one_kind(package: Path, tmp_path: Path) -> None:
         else:
             raise AssertionError("a second kind was taken")
         names = sorted(type(kind).__name__ for kind in kinds())
-        assert names == ["Bilinears", "Convolutions", "Linears", "LocalResponseNorms", "RecurrentLayers", "ScaledOuters"], names
+        assert names == [
+            "Bilinears", "Convolutions", "Linears", "LocalResponseNorms", "Poolings", "RecurrentLayers", "ScaledOuters",
+        ], names
         assert kind_of(net.last) is None and type(kind_of(nn.LazyConv2d(1, 1))).__name__ == "Convolutions"
     """
     run(package, tmp_path, textwrap.dedent(MODULES) + textwrap.dedent(code))
