@@ -23,49 +23,13 @@ def power_below(x: Tensor, beta: float) -> Tensor:
     return x.pow(-beta)
 
 
-def window_sums(x: Tensor, size: int) -> Tensor:
-    """For each channel of (N, C, ...) the sum over the ``size`` channels around it."""
-    channels, half = x.shape[1], size // 2
-    sums = x.clone()
-    for step in range(1, min(half, channels - 1) + 1):
-        sums[:, step:] += x[:, :-step]
-        sums[:, :-step] += x[:, step:]
-    return sums
-
-
-class AcrossChannels(torch.autograd.Function):
-    """x * (k + alpha / size * sum of squares of ``size`` channels) ** -beta, and its gradient."""
-
-    @staticmethod
-    def forward(x: Tensor, size: int, alpha: float, beta: float, k: float) -> tuple[Tensor, Tensor]:
-        """The normalised tensor, and the sums' affine function, which the gradient needs."""
-        scale = window_sums(x.square(), size).mul_(alpha / size).add_(k)
-        return x * power_below(scale, beta), scale
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Keep what the gradient needs."""
-        x, *ctx.numbers = inputs
-        y, scale = output
-        ctx.mark_non_differentiable(scale)
-        ctx.save_for_backward(x, y, scale)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """dy * scale ** -beta - 2 * alpha * beta / size * x * (sum of dy * y / scale over the channels)."""
-        x, y, scale = ctx.saved_tensors
-        size, alpha, beta, _k = ctx.numbers
-        sums = window_sums(dy * y / scale, size)
-        return dy * power_below(scale, beta) - x * sums.mul_(2 * alpha * beta / size), None, None, None, None
-
-
 @register("LRN")
 class LRN(Layer):
     """Local response normalisation of (N, C, H, W) (Krizhevsky et al. 2012, section 3.3).
 
     Across channels each element is divided by (k + alpha / n * sum of n squares) ** beta. Within a channel the squares
-    are those of a square of side n, zeros beyond the image, and k is 1.
+    are those of a square of side n, zeros beyond the image, and k is 1. Across channels it is torch's module, so that
+    :func:`tilewise.optimize` plans it.
     """
 
     def build(self, parameter: Any, shapes: list[Shape]) -> None:
@@ -75,6 +39,8 @@ class LRN(Layer):
         self.need_axes(shapes[0], 4)
         if self.size % 2 == 0:
             self.fail(f"local_size = {self.size}; an odd number would do")
+        if self.across:
+            self.norm = nn.LocalResponseNorm(self.size, self.alpha, self.beta, self.k)
 
     def output_shapes(self, shapes: list[Shape]) -> list[Shape]:
         self.need_axes(shapes[0], 4)
@@ -82,10 +48,8 @@ class LRN(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.across:
-            found: tuple[Tensor, Tensor] = AcrossChannels.apply(  # type: ignore[no-untyped-call]
-                x, self.size, self.alpha, self.beta, self.k
-            )
-            return found[0]
+            y: Tensor = self.norm(x)
+            return y
         side, pad = (self.size, self.size), (self.size // 2, self.size // 2)
         means = Windows(side, (1, 1), pad).average(x.square())
         return x * power_below(1 + self.alpha * means, self.beta)

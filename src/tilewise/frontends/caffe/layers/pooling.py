@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilewise.frontends.caffe.layers.base import Layer, Shape, Tops, choice
 from tilewise.frontends.caffe.layers.registry import register
@@ -113,7 +113,8 @@ class Pooling(Layer):
     """The largest value, the mean or a random value of each window of (N, C, H, W).
 
     A second top has the places of the largest values, as numbers in the plane. Stochastic pooling takes the mean
-    weighted by the values in evaluation (Zeiler & Fergus 2013).
+    weighted by the values in evaluation (Zeiler & Fergus 2013). Where torch's pooling has the same windows torch's
+    module computes, so that :func:`tilewise.optimize` plans it.
     """
 
     tops: ClassVar = (1, 2)
@@ -135,6 +136,10 @@ class Pooling(Layer):
             kernel = pair(p, "kernel_size", "kernel", self.fail)
         self.windows = Windows(kernel, stride, pad, ceil)
         self.windows.check(self.fail)
+        if self.method == "MAX":
+            self.pool: nn.Module = nn.MaxPool2d(kernel, stride, pad, ceil_mode=ceil)
+        else:
+            self.pool = nn.AvgPool2d(kernel, stride, pad, ceil)
         if self.method == "STOCHASTIC" and pad != (0, 0):
             self.fail(f"pad = {list(pad)}: stochastic pooling takes none")
         if self.top_count == 2 and self.method != "MAX":
@@ -153,6 +158,10 @@ class Pooling(Layer):
     def forward(self, x: Tensor) -> Tops:
         """The pooled tensor, and with a second top the places as numbers of ``x``'s type."""
         windows = self._windows(tuple(x.shape[2:]))
+        same = not self.everywhere and self.top_count == 1 and windows.as_torchs(tuple(x.shape[2:]))
+        if same and self.method != "STOCHASTIC":
+            y: Tensor = self.pool(x)
+            return y
         if self.method == "AVE":
             return windows.average(x)
         if self.method == "STOCHASTIC":
