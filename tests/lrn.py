@@ -17,7 +17,7 @@ def norms(draw: st.DrawFn, **fixed: Any) -> LrnProblem:
     drawn = {
         "batch": st.sampled_from((1, 2, 3)),
         "channels": st.sampled_from((1, 2, 3, 7, 16, 33, 40)),
-        "space": st.sampled_from(((1,), (5,), (3, 7), (17, 5), (2, 3, 4), (23, 23))),
+        "space": st.sampled_from(((1,), (5,), (3, 7), (17, 5), (2, 3, 4), (19, 19))),
         "size": st.sampled_from((1, 2, 3, 4, 5, 9, 100)),
         "alpha": st.sampled_from((1e-4, 0.02, 1.0)),
         "beta": st.sampled_from(BETAS),

@@ -121,6 +121,7 @@ def test_an_input_that_was_changed_before_its_gradient_is_noticed() -> None:
         y.sum().backward()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_computes_the_same() -> None:
     net = Net()
     want = net(INPUT)

@@ -107,7 +107,7 @@ def test_text_that_is_no_normalization_says_why(text: str, says: str) -> None:
         parse_lrn(text)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(p=norms(dtype="fp32", task="training"))
 def test_the_reference_is_what_torch_computes_in_float64(p: LrnProblem) -> None:
     for operands in data_of_all_kinds(p):
