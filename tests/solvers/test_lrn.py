@@ -20,6 +20,7 @@ from tilewise.problems.lrn.checks import errors_of
 from tilewise.problems.lrn.problem import LrnProblem
 from tilewise.problems.operands import make_operands, make_results
 from tilewise.solvers import Solver, SolverUnavailable, Split, get, solving
+from tilewise.solvers.common.cpu_run import vector_lanes
 
 LEAVES: list[Any] = [solver for solver in solving(LrnProblem) if not isinstance(solver, Split)]
 BOUND = {"fp32": 3e-6, "fp16": 5e-3, "bf16": 0.05}
@@ -68,7 +69,7 @@ def test_torchs_way_refuses_what_torch_refuses(dtype: str) -> None:
 
 @settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
 @given(
-    p=norms(dtype="fp32", beta=0.75), threads=st.sampled_from((1, 2, 5)), lanes=st.sampled_from((8, 16)),
+    p=norms(dtype="fp32", beta=0.75), threads=st.sampled_from((1, 2, 5)), lanes=st.just(vector_lanes()),
     team=st.sampled_from(TEAMS),
 )  # fmt: skip
 def test_a_window_computes_torchs_default_power(p: LrnProblem, threads: int, lanes: int, team: str) -> None:
@@ -86,7 +87,9 @@ def test_a_window_computes_every_power(p: LrnProblem, threads: int, lanes: int) 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_a_window_computes_a_power_that_no_roots_make(layout: str) -> None:
-    with_threads(2, get("channel_window"), replace(PLAIN, beta=0.6, layout_name=layout), Config(lanes=8, threads=2))
+    with_threads(
+        2, get("channel_window"), replace(PLAIN, beta=0.6, layout_name=layout), Config(lanes=vector_lanes(), threads=2)
+    )
 
 
 def with_threads(count: int, solver: Solver, p: LrnProblem, c: Config) -> None:
