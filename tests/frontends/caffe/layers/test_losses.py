@@ -129,7 +129,9 @@ def test_infogain_loss_weights_all_classes_by_the_labels_row() -> None:
     made = layer("InfogainLoss", "", SHAPE, (4, 2, 5), (3, 3))
     (loss,) = tops(made, scores, places, matrix)
     logs = scores.log_softmax(1)
-    total = sum(float(-(matrix[int(places[n, i, j])] * logs[n, :, i, j]).sum().detach()) for n, i, j in np.ndindex(4, 2, 5))
+    total = sum(
+        float(-(matrix[int(places[n, i, j])] * logs[n, :, i, j]).sum().detach()) for n, i, j in np.ndindex(4, 2, 5)
+    )
     assert loss.item() == pytest.approx(total / 40)
     assert gradients_agree(made, [scores, places, matrix])
 
