@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tilewise.nn.layers.kinds import kind_of, run_by_plans
 from tilewise.nn.layers.plan_table import PlanTable
-from tilewise.nn.layers.pooling import PoolingLayer
+from tilewise.nn.layers.pooling.module import PoolingLayer
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options
 from tilewise.problems.pooling.problem import PoolingProblem

@@ -20,7 +20,7 @@ from tilewise.machine.device import device_name
 from tilewise.machine.recent import Recent
 from tilewise.nn.layers.bound_pass import Slot
 from tilewise.nn.layers.call import disturbed, is_plain
-from tilewise.nn.layers.kinds import Call, Layer, ModuleKind, register
+from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import copies_itself, swapped
 from tilewise.nn.layers.weights import Weights
@@ -288,6 +288,3 @@ def _runs_torch(kind: Any) -> bool:
     forward, code = OWN[kind]
     function = getattr(nn.functional, NAMES[kind])
     return kind.forward is forward and forward.__code__ is code and function is BY_TORCH[NAMES[kind]]
-
-
-register(Poolings())
