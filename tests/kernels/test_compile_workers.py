@@ -230,6 +230,7 @@ def compiled_by(launch: Any, hits: list[bool]) -> str:
     return "worker" if hits[-1] else "this process"
 
 
+@pytest.mark.slow
 def test_failures_and_lost_workers_change_no_result(tmp_path: Path) -> None:
     found = run(troubled, tmp_path)
     assert found["failed"].startswith("CompilationError")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.pooling import poolings
+from tests.sampling import some
 from tests.solvers.cpu_runs import at_once
 
 from tilewise.kernels.cpu.sizes import LANES
@@ -57,7 +58,7 @@ def test_torchs_way_is_right(dtype: str) -> None:
 
 
 @needs_numba
-@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=some(60), suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data(), p=poolings(dtype="fp32"))
 def test_the_kernel_is_right(data: st.DataObject, p: PoolingProblem) -> None:
     c = Config(lanes=LANES[-1], threads=data.draw(st.sampled_from((1, 2, 5)), "threads"))
