@@ -51,7 +51,10 @@ def test_torchs_way_is_right(dtype: str) -> None:
     @settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
     @given(p=poolings(dtype=dtype))
     def drawn(p: PoolingProblem) -> None:
-        if not get("aten_pooling").why_not(p):
+        # Torch's kernel for volumes in channels_last gives the gradient of a window of nothing but -inf to another
+        # element.
+        known = (p.op, p.task, p.layout_name, len(p.space)) == ("max", "training", "channels_last", 3)
+        if not known and not get("aten_pooling").why_not(p):
             assert worst(get("aten_pooling"), p, Config()) < BOUND[dtype], p.key
 
     drawn()
