@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
 
 import torch
 
+from tilewise.problems.limits import INT64_MAX
+
 __all__ = [
     "ALIGNMENT",
     "DTYPES",
@@ -29,6 +31,8 @@ __all__ = [
     "dense_strides",
     "layout_of",
     "narrow",
+    "parts_of_batch",
+    "read_back",
 ]
 
 DTYPES: dict[str, torch.dtype] = {
@@ -310,6 +314,31 @@ def layout_of(shape: Sequence[int], strides: Sequence[int]) -> str:
         if all(n == 1 or got == want for n, got, want in zip(shape, strides, dense, strict=True)):
             return layout
     return "view"
+
+
+Own = TypeVar("Own", bound=Problem)
+
+
+def parts_of_batch(problem: Own, sizes: Sequence[int]) -> tuple[Part[Own], ...]:
+    """Parts of ``sizes`` items each, in order, of a ``problem`` whose tensors all have the batch as first dimension."""
+    parts, start = [], 0
+    for size in sizes:
+        child = replace(problem, batch=size)  # type: ignore[type-var]
+        parts.append(Part(child, dict.fromkeys(problem.roles, (Range(0, start, size),)), Write.SET))
+        start += size
+    return tuple(parts)
+
+
+def read_back(problem: Own, text: str) -> Own:
+    """``problem``, which was made of the key ``text``.
+
+    Raises ``ValueError`` where its key is written otherwise, and for one whose tensors are beyond any memory.
+    """
+    if problem.key != text:
+        raise ValueError(f"problem {text[:200]!r}: not as tilewise writes a problem's key")
+    if problem.bytes > INT64_MAX // 4:
+        raise ValueError(f"problem {text[:200]!r}: its tensors are beyond any memory")
+    return problem
 
 
 def narrow(tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:

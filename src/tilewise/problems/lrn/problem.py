@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from tilewise.problems.base import DTYPES, Part, Problem, Range, Write
-from tilewise.problems.limits import INT64_MAX
+from tilewise.problems.base import DTYPES, Part, Problem, parts_of_batch, read_back
 from tilewise.problems.lrn.key import LAYOUTS, TASKS, fields_of, key_of
 from tilewise.problems.lrn.reference import reference
 
@@ -137,12 +136,7 @@ class LrnProblem(Problem):
     @classmethod
     def from_key(cls, text: str) -> LrnProblem:
         """Read :attr:`key` back, whoever wrote it. Raises ``ValueError`` for what is no normalization's key."""
-        problem = cls(**fields_of(text))
-        if problem.key != text:
-            raise ValueError(f"problem {text[:200]!r}: not as tilewise writes a problem's key")
-        if problem.bytes > INT64_MAX // 4:
-            raise ValueError(f"problem {text[:200]!r}: its tensors are beyond any memory")
-        return problem
+        return read_back(cls(**fields_of(text)), text)
 
     def extent(self, axis: str) -> int:
         """The batch. Raises ``ValueError`` for another axis: windows reach over channels."""
@@ -157,12 +151,7 @@ class LrnProblem(Problem):
         """
         if min(sizes, default=0) < 1 or sum(sizes) != self.extent(axis):
             raise ValueError(f"sizes={tuple(sizes)}: sizes from 1 on that sum to {self.extent(axis)} would do")
-        parts, start = [], 0
-        for size in sizes:
-            images = (Range(0, start, size),)
-            parts.append(Part(replace(self, batch=size), dict.fromkeys(self.roles, images), Write.SET))
-            start += size
-        return tuple(parts)
+        return parts_of_batch(self, sizes)
 
     def reference(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All results in float64, from all operands."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from tilewise.problems.base import DTYPES, Part, Problem, Range, Write
-from tilewise.problems.limits import INT64_MAX
+from tilewise.problems.base import DTYPES, Part, Problem, parts_of_batch, read_back
 from tilewise.problems.pooling.key import LAYOUTS, OPS, TASKS, fields_of, key_of
 from tilewise.problems.pooling.reference import reference
 from tilewise.problems.pooling.sizes import Window, pooled, windows
@@ -177,12 +176,7 @@ class PoolingProblem(Problem):
     @classmethod
     def from_key(cls, text: str) -> PoolingProblem:
         """Read :attr:`key` back, whoever wrote it. Raises ``ValueError`` for what is no pooling's key."""
-        problem = cls(**fields_of(text))
-        if problem.key != text:
-            raise ValueError(f"problem {text[:200]!r}: not as tilewise writes a problem's key")
-        if problem.bytes > INT64_MAX // 4:
-            raise ValueError(f"problem {text[:200]!r}: its tensors are beyond any memory")
-        return problem
+        return read_back(cls(**fields_of(text)), text)
 
     def extent(self, axis: str) -> int:
         """The images of the batch, which is the only axis that is cut."""
@@ -194,12 +188,7 @@ class PoolingProblem(Problem):
         """Parts of ``sizes`` images each, in order."""
         if sum(sizes) != self.extent(axis) or min(sizes, default=0) < 1:
             raise ValueError(f"sizes={tuple(sizes)}: sizes of at least 1 whose sum is {self.batch} would do")
-        parts, start = [], 0
-        for size in sizes:
-            uses = dict.fromkeys(self.roles, (Range(0, start, size),))
-            parts.append(Part(replace(self, batch=size), uses, Write.SET))
-            start += size
-        return tuple(parts)
+        return parts_of_batch(self, sizes)
 
     def reference(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """The result in float64, and for training the gradient of the input, from all operands."""

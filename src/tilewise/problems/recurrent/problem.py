@@ -15,8 +15,7 @@ from typing import ClassVar
 import torch
 
 from tilewise.machine.torch_state import fp32_precision, framework_flags
-from tilewise.problems.base import ALIGNMENT, DTYPES, PRECISIONS, Part, Problem, Tensors
-from tilewise.problems.limits import INT64_MAX
+from tilewise.problems.base import ALIGNMENT, DTYPES, PRECISIONS, Part, Problem, Tensors, read_back
 from tilewise.problems.recurrent.key import fields_of, key_of
 from tilewise.problems.recurrent.one_piece import in_one_piece
 from tilewise.problems.recurrent.reference import reference
@@ -156,12 +155,7 @@ class RecurrentProblem(Problem):
     @classmethod
     def from_key(cls, text: str) -> RecurrentProblem:
         """Read :attr:`key` back, whoever wrote it. Raises ``ValueError`` for what is no recurrent layer's key."""
-        problem = cls(**fields_of(text))
-        if problem.key != text:
-            raise ValueError(f"problem {text[:200]!r}: not as tilewise writes a problem's key")
-        if problem.bytes > INT64_MAX // 4:
-            raise ValueError(f"problem {text[:200]!r}: its tensors are beyond any memory")
-        return problem
+        return read_back(cls(**fields_of(text)), text)
 
     def split(self, axis: str, sizes: Sequence[int]) -> tuple[Part[RecurrentProblem], ...]:
         """Raises ``ValueError``: a recurrent layer is not cut, since parts of dense tensors are not dense."""
