@@ -183,10 +183,10 @@ inline float __shfl_xor_sync(unsigned mask, float value, int other) {
   return __shfl_sync(mask, value, (emulation::running % emulation::each % 32) ^ other);
 }
 
-// What stands for matrix_units.cu. Copies and products are done at once; a barrier in shared memory is its own state.
+// What stands for barriers.cu and matrix_units.cu. Copies and products are done at once; a barrier in shared memory is its own state.
 using std::max;
 using std::min;
-struct Phase { unsigned short arrivals, missing, parity, expected; };  // bytes that are expected, in sixteens
+struct Phase { unsigned short arrivals, missing, parity, expected; };  // bytes that are expected, in eights; below zero where they came first
 static_assert(sizeof(Phase) == 8);
 inline Phase& phase(unsigned long long* barrier) { return *(Phase*)barrier; }
 inline unsigned shared_address(const void* p) { return (unsigned)((const char*)p - (const char*)shared_memory()); }
@@ -208,7 +208,7 @@ inline void barrier_arrive(unsigned long long* barrier) {
   barrier_done(barrier);
 }
 inline void barrier_expect(unsigned long long* barrier, unsigned bytes) {
-  phase(barrier).expected += bytes / 16;
+  phase(barrier).expected += bytes / 8;
   barrier_arrive(barrier);
 }
 inline void barrier_wait(unsigned long long* barrier, unsigned parity) {
@@ -218,8 +218,14 @@ inline void barrier_wait(unsigned long long* barrier, unsigned parity) {
 inline void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
   if (bytes % 16 || (std::uintptr_t)to % 16 || (std::uintptr_t)from % 16) std::abort();
   std::memcpy(to, from, bytes);
-  phase(barrier).expected -= bytes / 16;
+  phase(barrier).expected -= bytes / 8;
   barrier_done(barrier);
+}
+inline void send_cluster(unsigned address, float2 value, unsigned barrier) {
+  store_cluster(address, value);
+  unsigned long long* there = (unsigned long long*)((char*)shared + barrier);
+  phase(there).expected -= 1;
+  barrier_done(there);
 }
 inline void copy_or_zero(float* to, const float* from, bool wanted) { *to = wanted ? __ldcs(from) : 0.f; }
 inline void fence_for_units() {}
@@ -282,11 +288,6 @@ inline void store_relaxed(void* p, uint4 a) { __stcs((uint4*)p, a); emulation::m
 // Of a grid all of whose blocks run at a time, clusters of SIZE blocks follow each other.
 template <int SIZE> unsigned peer_address(const void* p, int rank) {
   return cluster_address(p, blockIdx.x / SIZE * SIZE + rank);
-}
-inline float load_cluster(unsigned address) {
-  float value;
-  std::memcpy(&value, (const char*)shared + address, 4);
-  return value;
 }
 inline unsigned opaque(unsigned bits) { return bits; }
 inline void look_again() { emulation::pause(); }

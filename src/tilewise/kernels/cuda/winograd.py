@@ -160,7 +160,7 @@ def _planes_source(p: Planes) -> str:
     factors = f"__constant__ float POINT_VALUES[] = {{{', '.join(literal(float(value)) for value in firsts)}}};"
     texts = [
         "using i64 = long long;", constants(values),
-        read_source("matrix_units.cu"), _multiply_add(p.places),
+        read_source("barriers.cu"), read_source("matrix_units.cu"), _multiply_add(p.places),
         factors, "template <int GROUP> struct Points;", *(_points(k, g, matrices.input) for k, g in enumerate(groups)),
         read_source("winograd_planes.cu"),
     ]  # fmt: skip

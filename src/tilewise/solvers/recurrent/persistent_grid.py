@@ -39,7 +39,7 @@ class PersistentGrid(RecurrentSolver):
     All blocks of a launch run at a time. It waits until the device has room for them, as a cooperative launch does.
     """
 
-    name, version = "persistent_grid", 1
+    name, version = "persistent_grid", 2
     by_blocks = True
     devices = frozenset({"cuda"})
     compiles = True

@@ -26,7 +26,7 @@ extern "C" __global__ void BOUNDS recurrent_backward(
     }
     return words;
   });
-  const Sums sums(m);
+  Sums sums(m);
   meet_cluster();
 
   float carry[TILES][EACH], grad_cell[TILES][EACH];  // of the state past the product, and of the cell
@@ -42,12 +42,40 @@ extern "C" __global__ void BOUNDS recurrent_backward(
     }
   }
 
+  // What was kept of a tile is asked for a tile ahead, as it may come from memory, and widened where it is needed.
   constexpr int KEPT_GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
+  struct Kept { Real gate[KEPT_GATES], given, extra[2]; float cell[2]; };
+  const auto ask = [&](i64 s, int tile, Kept (&to)[EACH]) {
+    const i64 now = backwards ? s : steps - 1 - s, before = backwards ? now + 1 : now - 1;
+    const bool at_first = s + 1 >= steps;
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+      const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
+      const i64 n = row0 + tile * 16 + output / UNITS, at = now * batch + n;
+      const bool there = output < OUTPUTS && unit < HIDDEN && n < batch && s < steps;
+      to[e].given = there ? grad[at * grad_row + unit] : Real(0);
+      if constexpr (CELL == LSTM || CELL == GRU) {
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) to[e].gate[g] = there ? gates[(at * GATES + g) * HIDDEN + unit] : Real(0);
+      } else {
+        to[e].gate[0] = there ? states[at * row + unit] : Real(0);
+      }
+      if constexpr (CELL == LSTM) {
+        to[e].cell[0] = there ? cells[at * HIDDEN + unit] : 0.f;
+        to[e].cell[1] = !there ? 0.f : at_first ? widen(first_cell[n * HIDDEN + unit]) : cells[(before * batch + n) * HIDDEN + unit];
+      } else if constexpr (CELL == GRU) {
+        to[e].extra[0] = there ? part[at * HIDDEN + unit] : Real(0);
+        to[e].extra[1] = !there ? Real(0) : at_first ? first[n * HIDDEN + unit] : states[(before * batch + n) * row + unit];
+      }
+    }
+  };
+  Kept known[EACH];
+  ask(0, 0, known);
+
   Loads loads;
   int turn = 0;
   for (i64 s = 0; s <= steps; ++s) {  // the last turn is the gradient of the first state alone
-    const i64 now = backwards ? s : steps - 1 - s, before = backwards ? now + 1 : now - 1, after = backwards ? now - 1 : now + 1;
-    const bool at_first = s + 1 >= steps;
+    const i64 now = backwards ? s : steps - 1 - s, after = backwards ? now - 1 : now + 1;
     const auto source_of = [&](int tile) {
       const i64 most = batch - 1, n0 = row0 + tile * 16;
       const Real* all = changes + after * batch * GATES * HIDDEN;
@@ -61,36 +89,13 @@ extern "C" __global__ void BOUNDS recurrent_backward(
     };
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      float kept[EACH][KEPT_GATES], extra[EACH][2], given[EACH];
-      if (s < steps) {
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-          const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
-          const i64 n = row0 + tile * 16 + output / UNITS, at = now * batch + n;
-          const bool there = output < OUTPUTS && unit < HIDDEN && n < batch;
-          given[e] = there ? widen(grad[at * grad_row + unit]) : 0.f;
-          if constexpr (CELL == LSTM || CELL == GRU) {
-#pragma unroll
-            for (int g = 0; g < GATES; ++g) kept[e][g] = there ? widen(gates[(at * GATES + g) * HIDDEN + unit]) : 0.f;
-          } else {
-            kept[e][0] = there ? widen(states[at * row + unit]) : 0.f;
-          }
-          if constexpr (CELL == LSTM) {
-            extra[e][0] = there ? cells[at * HIDDEN + unit] : 0.f;
-            extra[e][1] = !there ? 0.f : at_first ? widen(first_cell[n * HIDDEN + unit]) : cells[(before * batch + n) * HIDDEN + unit];
-          } else if constexpr (CELL == GRU) {
-            extra[e][0] = there ? widen(part[at * HIDDEN + unit]) : 0.f;
-            extra[e][1] = !there ? 0.f : at_first ? widen(first[n * HIDDEN + unit]) : widen(states[(before * batch + n) * row + unit]);
-          }
-        }
-      }
+      const auto source = source_of(tile);
       if (s > 0) {
-        const auto source = source_of(tile);
         if (tile == 0) fetch(loads, source);
-        product(m, turn, loads, source, true, u, [&] {
+        product(m, turn, loads, source, true, u, sums, [&] {
           if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
         });
-        }
+      }
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
         const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
@@ -106,31 +111,35 @@ extern "C" __global__ void BOUNDS recurrent_backward(
           }
           continue;
         }
-        dh += given[e];
+        dh += widen(known[e].given);
+        float kept[KEPT_GATES];
+#pragma unroll
+        for (int g = 0; g < KEPT_GATES; ++g) kept[g] = widen(known[e].gate[g]);
         carry[tile][e] = 0.f;
         Real* to = changes + at * GATES * HIDDEN + unit;
         if constexpr (CELL == LSTM) {
-          const float in = kept[e][0], forget = kept[e][1], fresh = kept[e][2], out = kept[e][3];
-          const float squashed = hyperbolic_tangent(extra[e][0]);
+          const float in = kept[0], forget = kept[1], fresh = kept[2], out = kept[3];
+          const float squashed = hyperbolic_tangent(known[e].cell[0]);
           const float dc = grad_cell[tile][e] + dh * out * (1.f - squashed * squashed);
           grad_cell[tile][e] = dc * forget;
           store_together(to, dc * fresh * in * (1.f - in), there);
-          store_together(to + HIDDEN, dc * extra[e][1] * forget * (1.f - forget), there);
+          store_together(to + HIDDEN, dc * known[e].cell[1] * forget * (1.f - forget), there);
           store_together(to + 2 * HIDDEN, dc * in * (1.f - fresh * fresh), there);
           store_together(to + 3 * HIDDEN, dh * squashed * out * (1.f - out), there);
         } else if constexpr (CELL == GRU) {
-          const float reset = kept[e][0], update = kept[e][1], fresh = kept[e][2];
+          const float reset = kept[0], update = kept[1], fresh = kept[2];
           const float change = dh * (1.f - update) * (1.f - fresh * fresh);
           carry[tile][e] = dh * update;
-          store_together(to, change * extra[e][0] * reset * (1.f - reset), there);
-          store_together(to + HIDDEN, dh * (extra[e][1] - fresh) * update * (1.f - update), there);
+          store_together(to, change * widen(known[e].extra[0]) * reset * (1.f - reset), there);
+          store_together(to + HIDDEN, dh * (widen(known[e].extra[1]) - fresh) * update * (1.f - update), there);
           store_together(own_changes + at * HIDDEN + unit, change * reset, there);
           store_together(to + 2 * HIDDEN, change, there);
         } else {
-          const float h = kept[e][0];
+          const float h = kept[0];
           store_together(to, CELL == TANH ? dh * (1.f - h * h) : h > 0.f ? dh : 0.f, there);
         }
       }
+      ask(tile + 1 < TILES ? s : s + 1, (tile + 1) % TILES, known);
       turn ^= 1;
     }
   }

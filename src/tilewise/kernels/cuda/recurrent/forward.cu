@@ -3,6 +3,11 @@
 // ``gates`` (steps, batch, GATES x HIDDEN) holds the input's part of each gate, and gets the gates' values where they are
 // kept for the backward pass; ``states`` (steps, batch, HIDDEN), its rows ``row`` numbers apart, begins as EMPTY.
 
+// A unit's gates lie side by side in the sums where they are four, which are then read at once.
+constexpr bool TOGETHER = GATES == 4;
+__device__ __forceinline__ int unit_of(int column) { return TOGETHER ? column / GATES : column % UNITS; }
+__device__ __forceinline__ int gate_of(int column) { return TOGETHER ? column % GATES : column / UNITS; }
+
 extern "C" __global__ void BOUNDS recurrent_forward(
     Real* gates, const Real* weights, const Real* bias, const Real* first, const Real* first_cell, Real* states,
     float* cells, Real* part, Real* last, Real* last_cell, i64 steps, i64 batch, i64 row, i64 backwards, i64 keep) {
@@ -12,12 +17,12 @@ extern "C" __global__ void BOUNDS recurrent_forward(
   const Memory m = memory();
   Slice u;
   u.load(m, [&](int owner, int column, int k) {
-    const int unit = unit0 + (owner - place().rank) * UNITS + column % UNITS;
+    const int unit = unit0 + (owner - place().rank) * UNITS + unit_of(column);
     Words words = {{0, 0, 0, 0}};
-    if (unit < HIDDEN) words = *(const Words*)(weights + ((i64)(column / UNITS) * HIDDEN + unit) * HIDDEN + k);
+    if (unit < HIDDEN) words = *(const Words*)(weights + ((i64)gate_of(column) * HIDDEN + unit) * HIDDEN + k);
     return words;
   });
-  const Sums sums(m);
+  Sums sums(m);
   meet_cluster();
 
   float state[TILES][EACH], cell[TILES][EACH], shift[EACH];
@@ -35,6 +40,21 @@ extern "C" __global__ void BOUNDS recurrent_forward(
     }
   }
 
+  // The input's part of a tile is asked for a tile ahead, as it may come from memory, and widened where it is needed.
+  const auto ask = [&](i64 s, int tile, Real (&to)[EACH][GATES]) {
+    const i64 now = backwards ? steps - 1 - s : s;
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+      const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
+      const i64 n = row0 + tile * 16 + output / UNITS;
+      const bool there = output < OUTPUTS && unit < HIDDEN && n < batch && s < steps;
+#pragma unroll
+      for (int g = 0; g < GATES; ++g) to[e][g] = there ? gates[((now * batch + n) * GATES + g) * HIDDEN + unit] : Real(0);
+    }
+  };
+  Real given[EACH][GATES];
+  ask(0, 0, given);
+
   Loads loads;
   int turn = 0;
   for (i64 s = 0; s < steps; ++s) {
@@ -47,19 +67,9 @@ extern "C" __global__ void BOUNDS recurrent_forward(
     };
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      float given[EACH][GATES];
-#pragma unroll
-      for (int e = 0; e < EACH; ++e) {
-        const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
-        const i64 n = row0 + tile * 16 + output / UNITS;
-        const bool there = output < OUTPUTS && unit < HIDDEN && n < batch;
-#pragma unroll
-        for (int g = 0; g < GATES; ++g)
-          given[e][g] = there ? widen(gates[((now * batch + n) * GATES + g) * HIDDEN + unit]) : 0.f;
-      }
       const auto source = source_of(tile);
       if (tile == 0) fetch(loads, source);
-      product(m, turn, loads, source, s > 0, u, [&] {
+      product(m, turn, loads, source, s > 0, u, sums, [&] {
         if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
       });
 #pragma unroll
@@ -68,14 +78,18 @@ extern "C" __global__ void BOUNDS recurrent_forward(
         if (OUTPUTS % THREADS && output - lane >= OUTPUTS) continue;  // whole warps
         const i64 n = row0 + tile * 16 + output / UNITS;
         const bool there = unit < HIDDEN && n < batch;
-        float sum[GATES], h;
+        float sum[GATES], x[GATES], h;
+        if constexpr (TOGETHER) sums.total(turn, output / UNITS, output % UNITS * GATES, sum);
+        else
 #pragma unroll
-        for (int g = 0; g < GATES; ++g) sum[g] = sums.total(turn, output / UNITS, g * UNITS + output % UNITS);
+          for (int g = 0; g < GATES; ++g) sum[g] = sums.total(turn, output / UNITS, g * UNITS + output % UNITS);
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) x[g] = widen(given[e][g]);
         Real* to = states + (now * batch + n) * row + unit;
         Real* kept = gates + (now * batch + n) * GATES * HIDDEN + unit;
         if constexpr (CELL == LSTM) {
-          const float in = sigmoid(given[e][0] + sum[0]), forget = sigmoid(given[e][1] + sum[1]);
-          const float fresh = hyperbolic_tangent(given[e][2] + sum[2]), out = sigmoid(given[e][3] + sum[3]);
+          const float in = sigmoid(x[0] + sum[0]), forget = sigmoid(x[1] + sum[1]);
+          const float fresh = hyperbolic_tangent(x[2] + sum[2]), out = sigmoid(x[3] + sum[3]);
           const float c = forget * cell[tile][e] + in * fresh;
           cell[tile][e] = c;
           h = out * hyperbolic_tangent(c);
@@ -86,8 +100,8 @@ extern "C" __global__ void BOUNDS recurrent_forward(
             cells[(now * batch + n) * HIDDEN + unit] = c;
           }
         } else if constexpr (CELL == GRU) {
-          const float reset = sigmoid(given[e][0] + sum[0]), update = sigmoid(given[e][1] + sum[1]);
-          const float own = sum[2] + shift[e], fresh = hyperbolic_tangent(given[e][2] + reset * own);
+          const float reset = sigmoid(x[0] + sum[0]), update = sigmoid(x[1] + sum[1]);
+          const float own = sum[2] + shift[e], fresh = hyperbolic_tangent(x[2] + reset * own);
           h = rounded((1.f - update) * fresh + update * state[tile][e]);
           state[tile][e] = h;
           store_together(to, h, there);
@@ -96,8 +110,8 @@ extern "C" __global__ void BOUNDS recurrent_forward(
             part[(now * batch + n) * HIDDEN + unit] = narrow(own);
           }
         } else {
-          const float x = given[e][0] + sum[0];
-          h = CELL == TANH ? hyperbolic_tangent(x) : x > 0.f || x != x ? x : 0.f;
+          const float z = x[0] + sum[0];
+          h = CELL == TANH ? hyperbolic_tangent(z) : z > 0.f || z != z ? z : 0.f;
           store_together(to, h, there);
         }
         if (s == steps - 1 && there) {
@@ -105,6 +119,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
           if constexpr (CELL == LSTM) last_cell[n * HIDDEN + unit] = narrow(cell[tile][e]);
         }
       }
+      ask(tile + 1 < TILES ? s : s + 1, (tile + 1) % TILES, given);
       turn ^= 1;
     }
   }

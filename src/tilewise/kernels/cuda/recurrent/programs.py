@@ -107,7 +107,8 @@ class RecurrentProgram:
         row += 0 if row % 32 in (8, 24) else 8
         sums = self.cluster * self.parts * 16 * row * 4
         terms = 0 if self.columns == 1 else 2 * self.chunks * 1024
-        return 2 * sums + terms + (self.words - self.held) * self.threads * 16
+        barriers = 16 if self.cluster > 1 else 0
+        return barriers + 2 * sums + terms + (self.words - self.held) * self.threads * 16
 
     @property
     def excess(self) -> int:
@@ -140,7 +141,7 @@ def _source(p: RecurrentProgram) -> str:
     clusters = f"__cluster_dims__({p.cluster}, 1, 1) " if p.cluster > 1 else ""
     texts = [
         constants(values), f"#define BOUNDS {clusters}__launch_bounds__({p.threads}, 1)",
-        read_source("recurrent/units.cu"), read_source("recurrent/slices.cu"),
+        read_source("barriers.cu"), read_source("recurrent/units.cu"), read_source("recurrent/slices.cu"),
         read_source(f"recurrent/{'backward' if p.backward else 'forward'}.cu"),
     ]  # fmt: skip
     return "\n".join(texts)

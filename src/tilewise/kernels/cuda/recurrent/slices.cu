@@ -3,9 +3,9 @@
 //
 // CLUSTER blocks own UNITS hidden units each, for TILES tiles of 16 batch rows. A product's sum over DEPTH terms is divided
 // among the blocks of the cluster: each reads its share of the terms alone, multiplies it by the weights of all units of
-// the cluster, and leaves the sums of each block's units in shared memory, where that block reads them. So a multiprocessor reads a share of a step's
-// numbers, and the weights that it holds are as many as without a cluster. They stay in registers and shared memory for
-// all steps. Within a block WC groups of warps have different columns, WK groups different terms.
+// the cluster, and sends the sums of each block's units into that block's shared memory. A barrier there counts the bytes
+// that have come. So a multiprocessor reads a share of a step's numbers, and the weights that it holds are as many as
+// without a cluster. They stay in registers and shared memory for all steps. Within a block WC groups of warps have different columns, WK groups different terms.
 //
 // The numbers of a step are exchanged among clusters through the tensors that hold them anyway. These are full of ones
 // (EMPTY) at first, and four bytes of them are written at once, so a reader sees from a word by itself whether it is there:
@@ -21,20 +21,23 @@ constexpr int WORDS = 64 * CK;                                           // of s
 constexpr bool DIRECT = WC == 1;
 constexpr int LOADS = DIRECT ? 2 * CW : (WORDS + THREADS - 1) / THREADS;  // of a thread
 constexpr int ROW = 8 * NT % 32 == 8 || 8 * NT % 32 == 24 ? 8 * NT : 8 * NT + 8;  // floats of a row of sums: no bank twice
-constexpr int SUMS = CLUSTER * WK * 16 * ROW;                            // of a tile, for all blocks of the cluster
+constexpr int SUMS = CLUSTER * WK * 16 * ROW;                            // of a tile, by all blocks of the cluster
+constexpr int SENT = CLUSTER * WK * NT * 16 * 8 * 4;                     // bytes of them
 constexpr int CHAINS = CT < 3 ? 2 : 1;  // sums of a column tile that do not wait for each other
 constexpr int OUTPUTS = 16 * UNITS;                                      // of a tile
 constexpr int EACH = (OUTPUTS + THREADS - 1) / THREADS;
 constexpr int HELD = CW * CT < KEPT ? CW * CT : KEPT;                    // words of weights in a thread's registers
 
-// Shared memory: two tiles' sums, two tiles' terms, the weights that registers do not hold.
+// Shared memory: a barrier for each of two tiles' sums, these, two tiles' terms, the weights that registers do not hold.
 struct Memory {
+  unsigned long long* sent;
   float* sums;
   Words *terms, *weights;
 };
 __device__ __forceinline__ Memory memory() {
   Memory m;
-  m.sums = (float*)shared_memory();
+  m.sent = (unsigned long long*)shared_memory();
+  m.sums = (float*)shared_memory() + (CLUSTER > 1 ? 4 : 0);
   m.terms = (Words*)(m.sums + 2 * SUMS);
   m.weights = m.terms + (DIRECT ? 0 : 2 * WORDS);
   return m;
@@ -83,7 +86,9 @@ __device__ __forceinline__ int chunk_of(int i) {
 __device__ __forceinline__ int term_of(int i) {
   return (place().rank * CK + chunk_of(i)) * CHUNK + (int)threadIdx.x % 4 * WIDE;
 }
-__device__ __forceinline__ bool exists(int i) { return chunk_of(i) < CK && term_of(i) < DEPTH; }
+// Whether all words of all threads exist.
+constexpr bool WHOLE = CLUSTER * CK * CHUNK == DEPTH && (DIRECT ? CW * WK == CK : WORDS % THREADS == 0);
+__device__ __forceinline__ bool exists(int i) { return WHOLE || (chunk_of(i) < CK && term_of(i) < DEPTH); }
 
 // SOURCE(row, term) is the address of sixteen bytes.
 template <class Source> __device__ __forceinline__ void fetch(Loads& to, const Source& source) {
@@ -143,42 +148,71 @@ __device__ __forceinline__ void multiply_tile(const Memory& m, int turn, const L
   for (int j = 0; j < CT; ++j) {
     const int tile = at.group * CT + j, owner = tile / NT;
     if (owner >= CLUSTER) break;
-    float* to = m.sums + turn * SUMS + ((owner * WK + at.part) * 16 + at.lane / 4) * ROW + tile % NT * 8 + at.lane % 4 * 2;
+    const int from = CLUSTER == 1 ? 0 : at.rank;
+    float* to = m.sums + turn * SUMS + ((from * WK + at.part) * 16 + at.lane / 4) * ROW + tile % NT * 8 + at.lane % 4 * 2;
     if constexpr (CHAINS == 2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[j][0][i] += sums[j][1][i];
-    *(float2*)to = make_float2(sums[j][0][0], sums[j][0][1]);
-    *(float2*)(to + 8 * ROW) = make_float2(sums[j][0][2], sums[j][0][3]);
+    const float2 above = make_float2(sums[j][0][0], sums[j][0][1]), below = make_float2(sums[j][0][2], sums[j][0][3]);
+    if constexpr (CLUSTER == 1) {
+      *(float2*)to = above;
+      *(float2*)(to + 8 * ROW) = below;
+    } else {
+      const unsigned there = peer_address<CLUSTER>(to, owner), barrier = peer_address<CLUSTER>(m.sent + turn, owner);
+      send_cluster(there, above, barrier);
+      send_cluster(there + 8 * ROW * 4, below, barrier);
+    }
   }
 }
 
-// Where the parts of a block's sums lie: in its own shared memory, and in that of the others of its cluster.
+// The parts of a block's sums, which the blocks of its cluster send to it.
 struct Sums {
   const float* own;
-  unsigned others[CLUSTER];
+  unsigned phases;  // a bit for each barrier: which of its phases is next
 
-  __device__ __forceinline__ explicit Sums(const Memory& m) : own(m.sums) {
+  // All blocks come to ``meet_cluster`` before one sends.
+  __device__ __forceinline__ explicit Sums(const Memory& m) : own(m.sums), phases(0) {
     if constexpr (CLUSTER > 1)
-#pragma unroll
-      for (int r = 0; r < CLUSTER; ++r) others[r] = peer_address<CLUSTER>(m.sums, r) + place().rank * WK * 16 * ROW * 4;
+      if (threadIdx.x == 0) {
+        for (int turn = 0; turn < 2; ++turn) barrier_init(m.sent + turn, 1);
+        barriers_ready();
+      }
+  }
+  // Until all sums of a tile are there. Of two tiles in a row each has memory of its own: a block sends those of the next
+  // but one when it has what all warps of the others sent for the next, which they do when they have read these.
+  __device__ __forceinline__ void wait(const Memory& m, int turn) {
+    if constexpr (CLUSTER == 1) __syncthreads();
+    else {
+      if (threadIdx.x == 0) barrier_expect(m.sent + turn, SENT);
+      barrier_wait(m.sent + turn, phases >> turn & 1);
+      phases ^= 1u << turn;
+    }
   }
   __device__ __forceinline__ float total(int turn, int row, int column) const {
     float parts[CLUSTER * WK], sum = 0.f;
 #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r)
-#pragma unroll
-      for (int part = 0; part < WK; ++part) {
-        const int at = turn * SUMS + (part * 16 + row) * ROW + column;
-        if constexpr (CLUSTER == 1) parts[part] = own[at];
-        else parts[r * WK + part] = load_cluster(others[r] + 4 * at);
-      }
+    for (int part = 0; part < CLUSTER * WK; ++part) parts[part] = own[turn * SUMS + (part * 16 + row) * ROW + column];
 #pragma unroll
     for (int i = 0; i < CLUSTER * WK; ++i) sum += parts[i];
     return sum;
   }
+  // Of four columns in a row.
+  template <int COUNT> __device__ __forceinline__ void total(int turn, int row, int column, float (&sum)[COUNT]) const {
+    float4 parts[CLUSTER * WK];
+#pragma unroll
+    for (int part = 0; part < CLUSTER * WK; ++part)
+      parts[part] = *(const float4*)(own + turn * SUMS + (part * 16 + row) * ROW + column);
+    float four[4] = {};
+#pragma unroll
+    for (int part = 0; part < CLUSTER * WK; ++part) {
+      four[0] += parts[part].x, four[1] += parts[part].y, four[2] += parts[part].z, four[3] += parts[part].w;
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) sum[i] = four[i];
+  }
 };
 
-// All blocks of the cluster have written before this what any of them reads after it.
+// All blocks of the cluster have come here.
 __device__ __forceinline__ void meet_cluster() {
   if constexpr (CLUSTER == 1) __syncthreads();
   else {
@@ -191,7 +225,7 @@ __device__ __forceinline__ void meet_cluster() {
 // a row each has memory of its own, and blocks are done with the one before when they come here.
 template <class Source, class Next>
 __device__ __forceinline__ void product(const Memory& m, int turn, Loads& loads, const Source& source, bool exchanged,
-                                        const Slice& u, const Next& next) {
+                                        const Slice& u, Sums& sums, const Next& next) {
   settle(loads, source, exchanged);
   if constexpr (!DIRECT) {
     put(m.terms + turn * WORDS, loads);
@@ -200,7 +234,7 @@ __device__ __forceinline__ void product(const Memory& m, int turn, Loads& loads,
   }
   multiply_tile(m, turn, loads, u);
   if constexpr (DIRECT) next();
-  meet_cluster();
+  sums.wait(m, turn);
 }
 
 // Numbers of WIDE neighbouring threads, written by the first of them at once.

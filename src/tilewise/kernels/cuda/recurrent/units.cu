@@ -51,13 +51,8 @@ __device__ __forceinline__ unsigned opaque(unsigned bits) {
   asm volatile("" : "+r"(bits));
   return bits;
 }
-// Where ``p`` is in block ``rank`` of a cluster of SIZE blocks, and the number there.
+// Where ``p`` is in block ``rank`` of a cluster of SIZE blocks.
 template <int SIZE> __device__ __forceinline__ unsigned peer_address(const void* p, int rank) { return cluster_address(p, rank); }
-__device__ __forceinline__ float load_cluster(unsigned address) {
-  float a = 0.f;
-  ON_CLUSTERS(asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(a) : "r"(address) : "memory"));
-  return a;
-}
 // Between two looks at what another block is to write.
 __device__ __forceinline__ void look_again() {}
 
