@@ -24,6 +24,8 @@ best of all those, save by ``patient``."""
 NEXT = 1.15
 """Of those, a further config of a family is measured only where the best of the family so far is within this of the
 best of all."""
+GAIN = 0.98
+"""Of solvers whose configs are measured while it pays: a config that takes at most this share of the best before it."""
 MOST_COMPILED = 3
 """Most configs of such a family that are measured."""
 BEHIND_KIN = 1.25
@@ -48,7 +50,7 @@ class Pruning:
     most: int | None = None
     """Most configs of a solver to measure, if fewer than the solver itself says."""
     tried: Counter[str] = field(default_factory=Counter)
-    """How many candidates of each solver's families were measured."""
+    """How many candidates of each solver's families were measured; since the last gain, where that decides."""
     kin: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """Estimates and workspaces of candidates, by the name of their solver's kin."""
     narrows: bool = True
@@ -75,6 +77,8 @@ class Pruning:
         family = offer.solver.family(offer.config)
         before = self.took_ms.get(family, math.inf)
         if took_ms is not None:
+            if offer.solver.while_it_pays and took_ms < GAIN * before < math.inf:
+                self.tried[family] = 0
             self.took_ms[family] = min(before, took_ms)
         elif before == math.inf:
             self.took_ms.pop(family, None)  # the next config is the family's first
