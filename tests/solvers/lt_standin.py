@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterator
 from ctypes import c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
+from tilewise.plan import Config
+from tilewise.problems.gemm.problem import GemmProblem
+from tilewise.solvers.gemm import _lt_library, cublaslt_gemm
+from tilewise.solvers.gemm._lt_call import call_of
 from tilewise.solvers.gemm._lt_library import ATTRIBUTES, Algorithm, Heuristic, Library
+from tilewise.solvers.gemm._lt_run import LtRun
 
 HANDLE, STREAM = 0x7FFF_0000_4321, 0x5713EA
 SUCCESS, INVALID_VALUE, EXECUTION_FAILED, NOT_SUPPORTED = 0, 7, 13, 15
@@ -208,3 +216,28 @@ def guarded(function: Any) -> Any:
             return EXECUTION_FAILED
 
     return called
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[LtStand]:
+    """The stand-in in place of the library, for tensors on the CPU in place of those on a GPU."""
+    found = LtStand()
+    monkeypatch.setattr(_lt_library, "load", lambda: (found.library, ""))
+    monkeypatch.setattr(_lt_library, "handle_for", lambda device: HANDLE)
+    monkeypatch.setattr(cublaslt_gemm, "_index", lambda p: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    for cached in (cublaslt_gemm._listing, cublaslt_gemm._algorithm):
+        cached.cache_clear()
+    yield found
+    for cached in (cublaslt_gemm._listing, cublaslt_gemm._algorithm):
+        cached.cache_clear()
+
+
+def bound(p: GemmProblem, c: Config, *tensors: torch.Tensor) -> LtRun:
+    """The run of a config for tensors on the CPU."""
+    library, _ = _lt_library.load()
+    assert library is not None
+    known = cublaslt_gemm._algorithm(cublaslt_gemm._summed(p), c, 0)
+    a, b, out = tensors
+    call = call_of(p, (a.stride(), b.stride(), out.stride()))
+    return LtRun(library, HANDLE, call, known.algorithm, known.workspace, p.accumulate, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,43 +13,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.products import fill, memory_of, products
-from tests.solvers.lt_standin import ALGORITHMS, HANDLE, NOT_SUPPORTED, SCRATCH, STREAM, TILE, LtStand
+from tests.solvers.lt_standin import ALGORITHMS, NOT_SUPPORTED, SCRATCH, STREAM, TILE, LtStand, bound
+from tests.solvers.lt_standin import stand as stand  # a fixture
 
 from tilewise.plan import Config
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers import SolverUnavailable, get
 from tilewise.solvers.gemm import _lt_library, cublaslt_gemm
-from tilewise.solvers.gemm._lt_call import Descriptors, call_of
+from tilewise.solvers.gemm._lt_call import call_of
 from tilewise.solvers.gemm._lt_library import Algorithm, Heuristic
-from tilewise.solvers.gemm._lt_run import LtRun
 
 GENERATED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 ROUNDING = {"fp32": 1e-5, "fp16": 2e-3}
-
-
-@pytest.fixture
-def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[LtStand]:
-    """The stand-in in place of the library, for tensors on the CPU in place of those on a GPU."""
-    found = LtStand()
-    monkeypatch.setattr(_lt_library, "load", lambda: (found.library, ""))
-    monkeypatch.setattr(_lt_library, "handle_for", lambda device: HANDLE)
-    monkeypatch.setattr(cublaslt_gemm, "_index", lambda p: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
-    for cached in (cublaslt_gemm._listing, cublaslt_gemm._algorithm):
-        cached.cache_clear()
-    yield found
-    for cached in (cublaslt_gemm._listing, cublaslt_gemm._algorithm):
-        cached.cache_clear()
-
-
-def bound(p: GemmProblem, c: Config, *tensors: torch.Tensor) -> LtRun:
-    """The run of a config for tensors on the CPU."""
-    library, _ = _lt_library.load()
-    assert library is not None
-    known = cublaslt_gemm._algorithm(cublaslt_gemm._summed(p), c, 0)
-    a, b, out = tensors
-    descriptors = Descriptors(library, call_of(p, (a.stride(), b.stride(), out.stride())))
-    return LtRun(library, HANDLE, descriptors, known.algorithm, known.workspace, p.accumulate, 0)
 
 
 def compare(p: GemmProblem, c: Config, offset: int = 0) -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.products import fill, memory_of
 
 from tilewise.execute import bind
+from tilewise.kernels.native import building
 from tilewise.machine.device import device_name
 from tilewise.plan import Config, Plan
 from tilewise.problems.gemm.problem import GemmProblem
@@ -183,3 +184,14 @@ def test_threads_share_a_plan_with_biases_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_plan_is_queued_from_c() -> None:
+    if building.native() is None:
+        pytest.skip(building.why_not())
+    p = problem(17, 256, 128, bias=True)
+    a, b, _, (bias,) = tensors(p)
+    for c in list(get("cublaslt_gemm").configs(p))[:4]:
+        bound = bind(plan_of(p, c), p, a, b)
+        assert bound.kernels is not None
+        assert torch.equal(bound.call(a, b, bias), bound._from_python(a, b, bias))

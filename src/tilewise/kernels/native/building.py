@@ -23,7 +23,7 @@ VARIABLE = "TILEWISE_NATIVE"
 EXTENSION = Extension(
     "launches",
     "launches.c",
-    ("driver.h", "launch_api.h", "launch_list.h", "pass_call.h", "product.h"),
+    ("driver.h", "launch_api.h", "launch_list.h", "lt_product.h", "pass_call.h", "product.h"),
     flags=("-std=c11", "-D_DEFAULT_SOURCE", "-O2", "-shared", "-fPIC"),
     language="C",
     variable="CC",

@@ -1,10 +1,11 @@
-/* LaunchList: launches of GPU kernels and products by cuBLAS, described once and queued by one call. launches.c says
+/* LaunchList: launches of GPU kernels and products by cuBLAS and cuBLASLt, described once and queued by one call. launches.c says
  * what it is for. */
 
 #ifndef TILEWISE_LAUNCH_LIST_H
 #define TILEWISE_LAUNCH_LIST_H
 
 #include "driver.h"
+#include "lt_product.h"
 #include "product.h"
 
 enum {
@@ -18,7 +19,8 @@ typedef struct {
     void *function;
     Config config; /* all but the stream */
     Py_ssize_t first, count; /* its parameters in `values` and `from` */
-    const Product *product;  /* in place of all these; NULL for a kernel */
+    const Product *product;     /* in place of all these; NULL for anything else */
+    const LtProduct *lt_product; /* the same */
 } Launch;
 
 typedef struct { /* an attribute of a Python object that may hold a function to be told of launches */
@@ -35,6 +37,8 @@ typedef struct {
     Py_ssize_t sources, launch_count;
     Launch *launches;
     Product *products; /* NULL where there are none */
+    LtProduct *lt_products;
+    Py_ssize_t lt_count;
     Attribute *attributes;
     uint64_t *values; /* of each parameter: its bytes, or its offset from its source */
     int8_t *from;     /* of each parameter: its source, or CONSTANT */
@@ -80,8 +84,9 @@ static Status queue_all(const LaunchList *self, void *stream, void *library, con
         return status;
     for (Py_ssize_t i = 0; i < self->launch_count && !status; i++) {
         const Launch *launch = &self->launches[i];
-        status = launch->product ? queue_product(launch->product, library, addresses)
-                                 : queue_kernel(self, launch, stream, addresses);
+        status = launch->product      ? queue_product(launch->product, library, addresses)
+                 : launch->lt_product ? queue_lt(launch->lt_product, stream, addresses)
+                                      : queue_kernel(self, launch, stream, addresses);
         *failed = i;
     }
     if (elsewhere) {
@@ -107,6 +112,8 @@ static int queue(LaunchList *self, void *stream, const uint64_t *addresses)
         return 0;
     if (failed >= 0 && self->launches[failed].product)
         return raise_product(self->launches[failed].product, status);
+    if (failed >= 0 && self->launches[failed].lt_product)
+        return raise_lt(self->launches[failed].lt_product, status);
     char what[64];
     PyOS_snprintf(what, sizeof what, "launch %zd of %zd", failed + 1, self->launch_count);
     raise_status(self->driver, failed < 0 ? "making a launch's context current" : what, status);
@@ -245,10 +252,16 @@ static int check_parameter(const Driver *driver, void *function, Py_ssize_t inde
     return -1;
 }
 
-/* Read description number `index` into what comes next: `*next` parameters and `*products` products lie before it. */
+/* Read description number `index` into what comes next: `*next` parameters and `*products` products lie before it.
+ * Products by cuBLASLt are counted as they are read, so that those which hold a lock are known. */
 static int read_launch(LaunchList *self, Py_ssize_t index, Py_ssize_t *next, Py_ssize_t *products)
 {
     Launch *launch = &self->launches[index];
+    if (is_lt_product(PyTuple_GET_ITEM(self->descriptions, index))) {
+        LtProduct *product = &self->lt_products[self->lt_count++];
+        launch->lt_product = product;
+        return read_lt_product(PyTuple_GET_ITEM(self->descriptions, index), self->sources, product);
+    }
     if (is_product(PyTuple_GET_ITEM(self->descriptions, index))) {
         Product *product = &self->products[(*products)++];
         launch->product = product;
@@ -278,13 +291,17 @@ static int read_launch(LaunchList *self, Py_ssize_t index, Py_ssize_t *next, Py_
     return check_parameter(self->driver, launch->function, launch->count, launch->count, 0);
 }
 
-/* Count the parameters of all kernels, and the products. Returns 0, or -1 with an error set. */
-static int count_all(PyObject *descriptions, Py_ssize_t *parameters, Py_ssize_t *products)
+/* Count the parameters of all kernels, and the products of both libraries. Returns 0, or -1 with an error set. */
+static int count_all(PyObject *descriptions, Py_ssize_t *parameters, Py_ssize_t *products, Py_ssize_t *lt_products)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(descriptions); i++) {
         PyObject *one = PyTuple_GET_ITEM(descriptions, i);
         if (is_product(one)) {
             ++*products;
+            continue;
+        }
+        if (is_lt_product(one)) {
+            ++*lt_products;
             continue;
         }
         if (!PyTuple_Check(one) || PyTuple_GET_SIZE(one) != 6 || !PyTuple_Check(PyTuple_GET_ITEM(one, 5))) {
@@ -356,16 +373,20 @@ static void list_dealloc(PyObject *object)
     Py_XDECREF(self->instead);
     Py_XDECREF(self->descriptions);
     Py_XDECREF(self->driver);
+    for (Py_ssize_t i = 0; i < self->lt_count; i++)
+        if (self->lt_products[i].lock)
+            PyThread_free_lock(self->lt_products[i].lock);
     PyMem_Free(self->launches); /* and what lies behind them */
     Py_TYPE(object)->tp_free(object);
 }
 
 /* One block of zeros for launches, products, values, sources and attributes, in the order in which a call reads most of
  * them. */
-static int reserve(LaunchList *self, Py_ssize_t parameters, Py_ssize_t products)
+static int reserve(LaunchList *self, Py_ssize_t parameters, Py_ssize_t products, Py_ssize_t lt_products)
 {
     const size_t count = (size_t)self->launch_count, each = (size_t)parameters;
-    const size_t head = count * sizeof(Launch) + (size_t)products * sizeof(Product), values = each * sizeof *self->values;
+    const size_t lt = count * sizeof(Launch) + (size_t)products * sizeof(Product);
+    const size_t head = lt + (size_t)lt_products * sizeof(LtProduct), values = each * sizeof *self->values;
     char *block = PyMem_Calloc(1, head + values + each + 8 + count * MOST_ATTRIBUTES * sizeof(Attribute));
     if (!block) {
         PyErr_NoMemory();
@@ -373,6 +394,7 @@ static int reserve(LaunchList *self, Py_ssize_t parameters, Py_ssize_t products)
     }
     self->launches = (Launch *)block;
     self->products = products ? (Product *)(block + count * sizeof(Launch)) : NULL;
+    self->lt_products = (LtProduct *)(block + lt);
     self->values = (uint64_t *)(block + head);
     self->from = (int8_t *)(block + head + values);
     self->attributes = (Attribute *)(block + head + values + (each + 7) / 8 * 8);
@@ -391,8 +413,8 @@ static PyObject *list_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return PyErr_Format(PyExc_ValueError, "sources=%zd: 1 to %d would do", sources, MOST_SOURCES);
     if (PyTuple_GET_SIZE(hooks) > MOST_HOOKS)
         return PyErr_Format(PyExc_ValueError, "%zd hooks: at most %d would do", PyTuple_GET_SIZE(hooks), MOST_HOOKS);
-    Py_ssize_t parameters = 0, products = 0, next_parameter = 0, next_product = 0;
-    if (count_all(descriptions, &parameters, &products))
+    Py_ssize_t parameters = 0, products = 0, lt_products = 0, next_parameter = 0, next_product = 0;
+    if (count_all(descriptions, &parameters, &products, &lt_products))
         return NULL;
     LaunchList *self = (LaunchList *)type->tp_alloc(type, 0);
     if (!self)
@@ -403,7 +425,7 @@ static PyObject *list_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->instead = Py_NewRef(instead);
     self->sources = sources;
     self->launch_count = PyTuple_GET_SIZE(descriptions);
-    int wrong = reserve(self, parameters, products);
+    int wrong = reserve(self, parameters, products, lt_products);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks) && !wrong; i++)
         wrong = read_hook(self, PyTuple_GET_ITEM(hooks, i));
     for (Py_ssize_t i = 0; i < self->launch_count && !wrong; i++)

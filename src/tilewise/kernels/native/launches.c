@@ -15,7 +15,8 @@
  * A description is (function, grid, block, shared, attributes, parameters): the CUfunction as an int, three numbers of
  * blocks, three numbers of threads, bytes of dynamic shared memory, ((id, value), ...) as in CUlaunchAttribute, and for
  * each parameter either its bytes (1, 2, 4 or 8 of them) or (source, offset): the address of tensor number `source`,
- * and `offset` bytes further. A product's description is that of sequence.py, read in product.h.
+ * and `offset` bytes further. A product's description is that of sequence.py, read in product.h; one
+ * by cuBLASLt in lt_product.h.
  *
  * Nothing is written to a LaunchList after it is made, and a call keeps what it computes on its own stack. So any
  * number of threads may call one list at once, the interpreter's lock is not held while the driver works (it waits

@@ -19,6 +19,7 @@ __all__ = [
     "Kernels",
     "LaunchSequence",
     "LibraryCalls",
+    "LtProduct",
     "Matrix",
     "Product",
     "addressed_of",
@@ -117,6 +118,35 @@ class Product(NamedTuple):
         return self._replace(parameters=tuple(_placed(p, places) for p in self.parameters))
 
 
+class LtProduct(NamedTuple):
+    """A matrix product by one algorithm of cuBLASLt in place of a launch, as ``LaunchList`` in C takes it.
+
+    ``function`` is the address of ``cublasLtMatmul``, ``set_attribute`` that of ``cublasLtMatmulDescSetAttribute``.
+    ``operation`` and ``matrices`` are the addresses of its descriptors, of both factors and the result; ``owner`` is
+    what keeps them. ``scales`` are of the product and of what the result holds. ``algorithm`` has the library's 64
+    bytes, ``workspace`` is in bytes. ``parameters`` say where both factors, the result, the workspace and the bias lie;
+    the last two may be ``None``. The address of the bias is the operation's attribute number ``attribute``.
+    ``failed(status)`` raises.
+    """
+
+    function: int
+    set_attribute: int
+    handle: int
+    operation: int
+    matrices: tuple[int, int, int]
+    scales: tuple[float, float]
+    algorithm: bytes
+    workspace: int
+    attribute: int
+    parameters: tuple[Address | None, ...]
+    failed: Callable[[int], Any]
+    owner: Any
+
+    def over(self, places: Sequence[Address]) -> LtProduct:
+        """The same over other memory, as :meth:`KernelLaunch.over`."""
+        return self._replace(parameters=tuple(p and _placed(p, places) for p in self.parameters))
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchSequence:
     """Launches in order on the GPU with number ``device``, of kernels and of products.
@@ -125,7 +155,7 @@ class LaunchSequence:
     such functions, launches come from Python.
     """
 
-    launches: tuple[KernelLaunch | Product, ...]
+    launches: tuple[KernelLaunch | Product | LtProduct, ...]
     device: int
     hooks: tuple[tuple[Any, str], ...] = ()
 

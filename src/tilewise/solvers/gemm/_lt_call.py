@@ -129,6 +129,12 @@ class Descriptors:
         self.matrices = (matrices[0], matrices[1], matrices[2])
 
     @property
+    def places(self) -> tuple[int, int, int]:
+        """The addresses of the descriptors of the three matrices."""
+        first, second, result = (matrix.value or 0 for matrix in self.matrices)
+        return first, second, result
+
+    @property
     def all(self) -> tuple[c_void_p, ...]:
         """The operation, both factors, the result as it was and as it will be: as searches and checks take them."""
         first, second, result = self.matrices

@@ -6,11 +6,13 @@ import ctypes
 import threading
 from collections.abc import Callable
 from ctypes import c_int, c_size_t, c_uint64
+from typing import Any, cast
 
 import torch
 
+from tilewise.kernels.native.sequence import Address, LaunchSequence, LtProduct
 from tilewise.solvers.common.cublas import ONE, ZERO
-from tilewise.solvers.gemm._lt_call import Descriptors
+from tilewise.solvers.gemm._lt_call import Call, Descriptors
 from tilewise.solvers.gemm._lt_library import BIAS_POINTER, Algorithm, Library, called
 
 __all__ = ["LtRun"]
@@ -25,23 +27,34 @@ class LtRun:
     queued on the current stream of the device, and makes no memory: ``workspace`` is the bytes that it is given.
     """
 
-    __slots__ = ("_between", "_current", "_descriptors", "_device", "_head", "_library", "_lock", "_stream", "_tail")
+    __slots__ = (
+        "_between",
+        "_current",
+        "_descriptors",
+        "_device",
+        "_head",
+        "_library",
+        "_lock",
+        "_stream",
+        "_tail",
+        "_told",
+    )
 
     def __init__(
-        self, library: Library, handle: int, descriptors: Descriptors, algorithm: bytes, workspace: int, add: bool,
-        device: int,
-    ) -> None:  # fmt: skip
-        self._library, self._descriptors, self._device = library, descriptors, device
+        self, library: Library, handle: int, call: Call, algorithm: bytes, workspace: int, add: bool, device: int
+    ) -> None:
+        self._library, self._descriptors, self._device = library, Descriptors(library, call), device
         several = torch.cuda.device_count() > 1
         self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._lock = threading.Lock()
         held = Algorithm.from_buffer_copy(algorithm)
-        first, second, result = descriptors.matrices
+        first, second, result = self._descriptors.matrices
         beta = ONE if add else ZERO
-        self._head = (_address(handle), descriptors.operation, _address(ctypes.addressof(ONE)))
+        self._head = (_address(handle), self._descriptors.operation, _address(ctypes.addressof(ONE)))
         self._between = first, (second, _address(ctypes.addressof(beta))), result
         self._tail = ctypes.byref(held), c_size_t(workspace)
+        self._told = handle, call, algorithm, workspace, beta.value
 
     def __call__(
         self,
@@ -81,3 +94,40 @@ class LtRun:
         )  # fmt: skip
         if status:
             called("cublasLtMatmul", status)
+
+    @property
+    def sequence(self) -> LaunchSequence:
+        """The product as C queues it, over the addresses of operands, result, workspace and bias.
+
+        It has descriptors of its own: calls from Python set the address of a bias in theirs.
+        """
+        handle, call, algorithm, workspace, beta = self._told
+        owner = Descriptors(self._library, call)
+        product = LtProduct(
+            function=_place(self._library.matmul),
+            set_attribute=_place(self._library.set_operation),
+            handle=handle,
+            operation=owner.operation.value or 0,
+            matrices=owner.places,
+            scales=(1.0, beta),
+            algorithm=algorithm,
+            workspace=workspace,
+            attribute=BIAS_POINTER.number,
+            parameters=(
+                Address(1, 0), Address(0, 0), Address(2, 0), Address(3, 0) if workspace else None,
+                Address(4, 0) if call.bias else None,
+            ),
+            failed=_fail,
+            owner=owner,
+        )  # fmt: skip
+        return LaunchSequence((product,), self._device)
+
+
+def _place(function: Callable[..., int]) -> int:
+    """The address of a function of the library."""
+    return ctypes.cast(cast(Any, function), ctypes.c_void_p).value or 0
+
+
+def _fail(status: int) -> None:
+    """Raise ``SolverUnavailable`` with the name of a status of a product."""
+    called("cublasLtMatmul", status)

@@ -96,11 +96,10 @@ class CublasLtGemm(ProductSolver):
         device = torch.cuda.current_device() if a.device.index is None else a.device.index
         handle, known = lt.handle_for(device), _algorithm(_summed(p), c, device)
         call = call_of(p, (a.stride(), b.stride(), out.stride()))
-        descriptors = Descriptors(library, call)
-        needed = checked(library, handle, descriptors, known.algorithm).workspace
+        needed = checked(library, handle, Descriptors(library, call), known.algorithm).workspace
         if needed > known.workspace:
             raise SolverUnavailable(f"{c} needs {needed} bytes for these strides, {known.workspace} for the problem's")
-        return LtRun(library, handle, descriptors, known.algorithm, known.workspace, p.accumulate, device)
+        return LtRun(library, handle, call, known.algorithm, known.workspace, p.accumulate, device)
 
 
 def _index(p: GemmProblem) -> int:
