@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add_parts", "thin_product"]
+__all__ = ["add_parts", "operand_tile", "thin_product"]
 
 
 @triton.jit
-def _tile(base, outer, outers, k, end, stride, DEPTH_INNER: tl.constexpr, EVEN: tl.constexpr):
+def operand_tile(base, outer, outers, k, end, stride, DEPTH_INNER: tl.constexpr, EVEN: tl.constexpr):
     """Numbers of an operand: rows (or columns) ``outer`` by depth ``k``, (outer, k), zero where there are none.
 
     ``stride`` lies between rows where depth is contiguous, else between steps of depth.
@@ -51,8 +51,8 @@ def thin_product(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in range(start, end, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        left = _tile(a, m, rows, k, end, a_stride, A_DEPTH_INNER, EVEN)
-        right = _tile(b, n, columns, k, end, b_stride, B_DEPTH_INNER, EVEN)
+        left = operand_tile(a, m, rows, k, end, a_stride, A_DEPTH_INNER, EVEN)
+        right = operand_tile(b, n, columns, k, end, b_stride, B_DEPTH_INNER, EVEN)
         acc = tl.dot(left, right.T, acc, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]

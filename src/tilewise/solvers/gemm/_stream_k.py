@@ -1,0 +1,229 @@
+"""Products by stream-K on a GPU: tiles, programs, their stretches of work, and the launches of Triton's kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problems.gemm.problem import ROLES, GemmProblem
+from tilewise.solvers.base import Cost
+from tilewise.solvers.common.buffers import Arena, Slot
+from tilewise.solvers.common.tiles import PROCESSORS, integer
+from tilewise.solvers.common.triton_run import has_triton
+from tilewise.solvers.common.views import at, launch
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.launch import Launch
+
+__all__ = ["PRODUCTS", "Work", "configs", "cost", "launches", "unsupported", "work_of"]
+
+MOST = 2**31 - 2**20
+"""Most numbers of a matrix: kernels count them in 32 bits."""
+EDGES = (16, 32, 64, 128, 256)
+PRODUCTS = {"ieee": ("tf32x3", "bf16x6"), "tf32": ("tf32",)}
+"""How fp32 operands are multiplied, by the problem's precision: in three products of TF32 parts, or in six of bf16
+parts, both with fp32's accuracy (Ootomo and Yokota 2022, section 3), or in one of TF32."""
+NATIVE = "native"
+"""How 16-bit operands are multiplied."""
+TIMES = {"tf32x3": 3, "bf16x6": 6, "tf32": 1, NATIVE: 1}
+"""Products of matrix units for one."""
+PROMOTE = 1024
+"""Terms of a sum of fp32 accuracy that matrix units add up before it is added to another outside of them."""
+MOST_PROGRAMS = 4096
+LINES = 16
+"""Lines of a tile that a program adds up."""
+FILLED = 0.75
+"""Share of the matrix units' rate that full tiles reach."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A config's tiles and the stretches of its programs.
+
+    The long side of the result is the kernel's rows: matrix units take 64 of them at a time. Where that is the
+    problem's columns the product is ``turned``: the transposed result from the operands in the other order. ``tile`` is
+    a tile's rows, columns and step of the sums.
+    """
+
+    p: GemmProblem
+    tile: tuple[int, int, int]
+    programs: int
+    product: str
+    warps: int
+    stages: int
+
+    @property
+    def turned(self) -> bool:
+        """Whether the problem has more columns than rows."""
+        return self.p.n > self.p.m
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles down and along the result, as the kernel has it."""
+        rows, columns = (self.p.n, self.p.m) if self.turned else (self.p.m, self.p.n)
+        return -(-rows // self.tile[0]), -(-columns // self.tile[1])
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return -(-self.p.k // self.tile[2])
+
+    @property
+    def total(self) -> int:
+        """Steps of all tiles."""
+        return self.grid[0] * self.grid[1] * self.steps
+
+    @property
+    def used(self) -> int:
+        """Programs that have any steps."""
+        return min(self.programs, self.total)
+
+    @property
+    def shared(self) -> bool:
+        """Whether any tile is shared by programs: all stretches are whole tiles otherwise."""
+        quotient, remainder = divmod(self.total, self.used)
+        return self.steps > 1 and (remainder > 0 or quotient % self.steps > 0)
+
+    @property
+    def sums(self) -> Slot | None:
+        """Where sums of parts of tiles lie in the workspace; ``None`` where no tile is shared."""
+        rows, columns, _ = self.tile
+        return Arena().add((self.used, 2, rows, columns), torch.float32) if self.shared else None
+
+
+def unsupported(p: GemmProblem) -> list[str]:
+    """Reasons: no Triton, a batch, or too many numbers for 32 bits."""
+    reasons = [] if has_triton() else ["needs the package triton"]
+    if p.batch:
+        reasons.append("takes one product, not a batch of them")
+    largest = max(p.nbytes(role) // p.torch_dtype(role).itemsize for role in ROLES)
+    if largest > MOST:
+        reasons.append(f"counts to {MOST}; one of the matrices has {largest} numbers")
+    return reasons
+
+
+@functools.cache
+def _processors() -> int:
+    """Multiprocessors of the current GPU; those of an H100 where there is none."""
+    if not torch.cuda.is_available():
+        return PROCESSORS
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+
+
+def configs(p: GemmProblem) -> Iterable[Config]:
+    """Tiles of each shape with one program for each multiprocessor, then with two, the least estimate first."""
+    products = PRODUCTS[p.precision] if p.dtype == "fp32" else (NATIVE,)
+    found = []
+    for product in products:
+        for tile, warps, stages in _tiles(p):
+            for each in (1, 2):
+                programs = each * _processors()
+                work = Work(p, tile, programs, product, warps, stages)
+                if each == 1 or work.total >= 4 * programs:
+                    found.append(work)
+    found.sort(key=lambda work: _expected(work))
+    return [_config(work) for work in found]
+
+
+def _tiles(p: GemmProblem) -> Iterable[tuple[tuple[int, int, int], int, int]]:
+    """Tiles with all of the short side up to 128, warps and stages."""
+    wide = p.torch_dtype("a").itemsize == 4
+    long, short = max(p.m, p.n), min(p.m, p.n)
+    columns = min(128, max(16, 1 << (short - 1).bit_length()))
+    for rows in (64, 128) if long > 64 else (64,):
+        for side in (columns, columns // 2) if columns == 128 else (columns,):
+            depth = 32 if wide else 64
+            held = (rows + side) * depth * (4 if wide else 2)
+            stages = max(2, min(5, 2**17 // held))
+            yield (rows, side, depth), 8 if rows * side >= 2**14 else 4, stages
+
+
+def _config(work: Work) -> Config:
+    """The config of some work."""
+    named = {} if work.product == NATIVE else {"product": work.product}
+    return Config(tile=work.tile, programs=work.programs, warps=work.warps, stages=work.stages, **named)
+
+
+def _expected(work: Work) -> float:
+    """What orders configs: the time of a program's steps in steps of 64 by 64, and of what is written beside."""
+    rows, columns, depth = work.tile
+    steps = -(-work.total // work.used) * (work.used / min(work.used, _processors()))
+    arithmetic = rows * columns * TIMES[work.product] * (0.5 if work.product == "bf16x6" else 1)
+    read = 48 * (rows + columns)  # reading takes longer than multiplying where tiles are small
+    fill = 2 * 4 * rows * columns if work.shared else 0
+    return steps * depth * max(arithmetic, read) / 2**18 + fill / 2**12
+
+
+def workspace(work: Work) -> int:
+    """Bytes of the sums of parts of tiles."""
+    return 0 if work.sums is None else work.sums.bytes
+
+
+def cost(work: Work) -> Cost:
+    """Full tiles, spread over the multiprocessors, and the sums of shared tiles written and read."""
+    p, (rows, columns, _) = work.p, work.tile
+    down, along = work.grid
+    full = 2 * down * along * rows * columns * p.k
+    busy = min(1.0, work.used / _processors())
+    gain = 1.3 if p.dtype == "fp32" and p.precision == "ieee" else 1.0  # parts run faster than plain fp32
+    shared = min(work.used, down * along * 2) * rows * columns * 4 if work.shared else 0
+    return Cost(max(p.flops, int(full / gain)), p.bytes, 1 + work.shared, FILLED * busy, apart=shared)
+
+
+def launches(work: Work, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Launch]:
+    """The product, and the sums of shared tiles where there are any."""
+    from tilewise.kernels.triton.gemm.stream_k import add_stretches, stream_k_product
+    from tilewise.kernels.triton.launch import Pointer
+
+    p, sums, (rows, columns, depth) = work.p, work.sums, work.tile
+    left, right, result = (Pointer(place, 0, t.dtype) for place, t in enumerate((a, b, out)))
+    bias = Pointer(4, 0, out.dtype) if p.bias else result
+    sizes, strides, places = (p.m, p.n), (a.stride(0), b.stride(0)), (out.stride(0), 1)
+    inner = p.op[0] == "N", p.op[1] == "T"
+    if work.turned:
+        left, right, sizes, strides, places, inner = right, left, sizes[::-1], strides[::-1], places[::-1], inner[::-1]
+    quotient, remainder = divmod(work.total, work.used)
+    along = work.grid[1]
+    exact = p.dtype == "fp32" and p.precision == "ieee"
+    common = {"BIAS": p.bias, "BIAS_ALONG_ROWS": work.turned, "ACCUMULATE": p.accumulate}
+    product = launch(
+        stream_k_product, (work.used,), (left, right, result, bias, result if sums is None else at(sums)),
+        (*sizes, p.k, along, work.steps, quotient, remainder, *strides, *places), work.warps, work.stages,
+        LEFT_DEPTH_INNER=inner[0], RIGHT_DEPTH_INNER=inner[1],
+        PRECISION="ieee" if work.product == NATIVE else work.product, EVEN=p.k % depth == 0,
+        PROMOTE=PROMOTE // depth if exact and p.k > PROMOTE else 0,
+        BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, **common,
+    )  # fmt: skip
+    if sums is None:
+        return [product]
+    lines = min(LINES, rows)
+    addition = launch(
+        add_stretches, (work.grid[0] * along, rows // lines), (at(sums), result, bias),
+        (*sizes, along, work.steps, quotient, remainder, *places),
+        BLOCK_M=rows, BLOCK_N=columns, LINES=lines, **common,
+    )  # fmt: skip
+    return [product, addition]
+
+
+@functools.lru_cache(maxsize=1024)
+def work_of(p: GemmProblem, c: Config) -> Work:
+    """The work of a config. Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``."""
+    tile, names = c["tile"], {"tile", "programs", "warps", "stages"}
+    exact = p.dtype == "fp32"
+    if set(c) != names | ({"product"} if exact else set()) or not isinstance(tile, tuple) or len(tile) != 3:
+        raise ValueError("a tile of three sizes, programs, warps, stages and for fp32 a product would do")
+    rows, columns, depth = tile
+    if rows not in EDGES or columns not in EDGES or depth not in EDGES or rows * columns > 2**15:
+        raise ValueError(f"tile={tile!r}: powers of two from 16 to 256, of which two are at most 2^15, would do")
+    product = c["product"] if exact else NATIVE
+    if exact and product not in PRODUCTS[p.precision]:
+        raise ValueError(f"product={product!r}: one of {', '.join(PRODUCTS[p.precision])} would do")
+    numbers = {name: integer(c, name) for name in ("programs", "warps", "stages")}
+    if numbers["programs"] > MOST_PROGRAMS or numbers["warps"] not in (1, 2, 4, 8) or numbers["stages"] > 8:
+        raise ValueError(f"{c}: at most {MOST_PROGRAMS} programs, 1, 2, 4 or 8 warps and 8 stages would do")
+    return Work(p, (rows, columns, depth), numbers["programs"], str(product), numbers["warps"], numbers["stages"])

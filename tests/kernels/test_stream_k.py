@@ -1,0 +1,142 @@
+"""Stream-K products in Triton's interpreter against float64: stretches that end anywhere, views between NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.interpreter import interpreted
+from tests.products import fill, memory_of, with_gaps
+
+from tilewise.plan import Config
+from tilewise.problems.gemm.problem import GemmProblem
+from tilewise.solvers import SolverUnavailable, get
+from tilewise.solvers.gemm._stream_k import Work, configs, launches, unsupported, work_of
+
+with contextlib.suppress(ImportError):  # without Triton
+    from tilewise.kernels.triton.launch import Program
+
+PLACES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+ROUNDING = {"fp32": 2e-6, "fp16": 2e-3}
+PRODUCT = {"fp32": "tf32x3", "fp16": "native"}
+
+
+def run(work: Work, place: str, offset: int = 0) -> None:
+    """Compute into memory full of NaN, and compare; nothing outside the result is written."""
+    p = replace(work.p, device=place)
+    a, b = (fill(memory_of(p, role, offset)[0], i) for i, role in enumerate("ab"))
+    out, base = memory_of(p, "c", offset)
+    bias = fill(torch.empty(p.n, dtype=out.dtype, device=place), 3)
+    want = p.reference(a, b)
+    if p.accumulate:
+        want += fill(out, 4).double()
+    if p.bias:
+        want += bias.double()
+    outside = torch.ones_like(base, dtype=torch.bool)
+    outside.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(False)
+    size = 0 if work.sums is None else work.sums.bytes
+    workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device=place)
+    alignment = [*(p.alignment_of(role) for role in p.roles), 256, 2]
+    Program(launches(work, a, b, out), alignment, torch.device(place))((a, b, out, workspace, bias))
+    gap = (out.double() - want).abs() / math.sqrt(p.k)
+    assert float(gap.max()) < ROUNDING[p.dtype] * 4, (p.key, work.programs, float(gap.max()))
+    assert bool(base[outside].isnan().all())
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("op", ["NN", "NT", "TN", "TT"])
+@settings(max_examples=6, deadline=None)
+@given(
+    sizes=st.sampled_from([(1, 40, 70), (17, 33, 200), (50, 3, 129), (65, 16, 64), (5, 130, 31), (40, 40, 300)]),
+    programs=st.sampled_from([1, 2, 3, 5, 7, 40]), gaps=st.tuples(*[st.sampled_from((0, 3, 8))] * 3),
+    bias=st.booleans(), accumulate=st.booleans(), dtype=st.sampled_from(["fp32", "fp16"]),
+)  # fmt: skip
+def test_stream_k_products(
+    place: str, op: str, sizes: tuple[int, int, int], programs: int, gaps: tuple[int, int, int], bias: bool,
+    accumulate: bool, dtype: str,
+) -> None:  # fmt: skip
+    p = GemmProblem(*sizes, op, dtype=dtype, bias=bias, accumulate=accumulate, out_dtype="fp32" if accumulate else "")
+    p = with_gaps(p, *gaps, align=2)
+    run(Work(p, (32, 16, 32), programs, PRODUCT[dtype], 4, 2), place, offset=1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_long_sums_are_added_up_outside_of_matrix_units(place: str) -> None:
+    for programs in (1, 3):
+        run(Work(GemmProblem(17, 20, 2500, "NT"), (32, 32, 64), programs, "tf32x3", 4, 2), place)
+
+
+@given(
+    m=st.integers(1, 300), n=st.integers(1, 300), k=st.integers(1, 3000), programs=st.integers(1, 300),
+    tile=st.sampled_from([(16, 16, 32), (64, 32, 64), (128, 128, 32)]),
+)  # fmt: skip
+def test_every_step_of_a_tile_has_one_program_and_every_part_one_place(
+    m: int, n: int, k: int, programs: int, tile: tuple[int, int, int]
+) -> None:
+    """The stretches that the kernels work out, worked out one step at a time."""
+    work = Work(GemmProblem(m, n, k), tile, programs, "tf32x3", 4, 2)
+    quotient, remainder = divmod(work.total, work.used)
+    assert quotient >= 1
+    starts = [i * quotient + min(i, remainder) for i in range(work.used + 1)]
+    assert starts[0] == 0
+    assert starts[-1] == work.total
+    parts: dict[int, list[tuple[int, int]]] = {}
+    places = set()
+    for program, (start, end) in enumerate(itertools.pairwise(starts)):
+        began = start // work.steps
+        for at in range(began, (end - 1) // work.steps + 1):
+            first, last = max(start - at * work.steps, 0), min(end - at * work.steps, work.steps)
+            parts.setdefault(at, []).append((first, last))
+            if last - first < work.steps:
+                place = (program, at > began)
+                assert place not in places
+                places.add(place)
+    assert sorted(parts) == list(range(work.grid[0] * work.grid[1]))
+    for found in parts.values():
+        assert [first for first, _ in found] == [0, *(last for _, last in found[:-1])]
+        assert found[-1][1] == work.steps
+    assert bool(places) == work.shared
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("fp32", "ieee"), ("fp32", "tf32"), ("bf16", "ieee")])
+def test_configs_are_read_back(dtype: str, precision: str) -> None:
+    for m, n, k in ((1, 4096, 512), (33, 2560, 2560), (1760, 9, 10240), (256, 1024, 512), (512, 512, 65)):
+        p = GemmProblem(m, n, k, dtype=dtype, precision=precision, device="cuda:Some GPU")
+        solver, found = get("stream_k_gemm"), list(configs(p))
+        assert found
+        for c in found:
+            work = work_of(p, c)
+            assert (work.tile, work.programs) == (c["tile"], c["programs"])
+            assert solver.workspace(p, c) == (0 if work.sums is None else work.sums.bytes)
+            assert solver.cost(p, c).flops >= p.flops
+        assert {solver.family(c) for c in found} == (
+            {"stream_k_gemm tf32x3", "stream_k_gemm bf16x6"} if (dtype, precision) == ("fp32", "ieee")
+            else {"stream_k_gemm tf32"} if dtype == "fp32" else {"stream_k_gemm"}
+        )  # fmt: skip
+
+
+def test_what_is_not_taken_is_said() -> None:
+    assert any("not a batch" in reason for reason in unsupported(GemmProblem(4, 5, 6, batch=2)))
+    assert any("counts to" in reason for reason in unsupported(GemmProblem(4, 2**28, 2**10)))
+    assert get("stream_k_gemm").why_not(GemmProblem(4, 5, 6)) == ["runs on cuda, not cpu"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tile": (16, 64)}, {"tile": (16, 64, 5)}, {"tile": (256, 256, 32)}, {"programs": 4097}, {"programs": 0},
+        {"warps": 3}, {"stages": 9}, {"product": "tf32"}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_configs_that_are_none_are_refused(change: dict[str, object]) -> None:
+    solver, p = get("stream_k_gemm"), GemmProblem(4, 64, 128, device="cuda:Some GPU")
+    a, b, out = (torch.empty(p.shape(role), dtype=torch.float32, device="meta") for role in "abc")
+    values = {"tile": (64, 16, 32), "programs": 132, "product": "tf32x3", "warps": 4, "stages": 3, **change}
+    with pytest.raises(SolverUnavailable, match="is no config of"):
+        solver.bind(p, Config(**values), a, b, out)  # type: ignore[arg-type]
