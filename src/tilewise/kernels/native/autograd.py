@@ -22,6 +22,7 @@ __all__ = [
     "DEVICES",
     "EXTENSION",
     "expected",
+    "linear_call",
     "native_calls",
     "planned_call",
     "start",
@@ -33,7 +34,7 @@ __all__ = [
 EXTENSION = Extension(
     "planned_call",
     "planned_call.cpp",
-    ("backward_node.h", "launch_api.h", "module_call.h", "operators.h", "passes.h", "plan_pass.h"),
+    ("backward_node.h", "launch_api.h", "linear_call.h", "module_call.h", "operators.h", "passes.h", "plan_pass.h"),
     flags=("-std=c++20", "-O1", "-shared", "-fPIC"),
     language="C++",
     variable="CXX",
@@ -70,6 +71,12 @@ def planned_call(device_type: str) -> Callable[..., Any] | None:
     """The module's class ``PlannedCall``, as :func:`native_calls`."""
     module = native_calls(device_type)
     return None if module is None else module.PlannedCall
+
+
+def linear_call(device_type: str) -> Callable[..., Any] | None:
+    """The module's class ``LinearCall``, as :func:`native_calls`."""
+    module = native_calls(device_type)
+    return None if module is None else module.LinearCall
 
 
 def when_there(holder: Any) -> None:

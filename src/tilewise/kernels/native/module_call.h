@@ -1,6 +1,6 @@
 // ModuleCall: a call of a module that is like the one before it, recognised and run without Python.
 //
-// Between a call of a convolution and what runs it lie some forty questions: is the module still torch's own, are its
+// Between a call of a convolution, or of a linear layer, and what runs it lie some forty questions: is the module still torch's own, are its
 // arguments the same, do the tensors look as before, are torch's flags the same. Python asks them in some 10 us in a
 // network, whose objects are not in the caches. Here the answers of one call are kept and compared. Whatever differs
 // is left to Python, which asks again, and makes a new ModuleCall where it finds another answer.
@@ -13,6 +13,7 @@
 #include <ATen/ops/conv1d.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/conv3d.h>
+#include <ATen/ops/linear.h>
 
 #include <pybind11/gil.h>
 
@@ -80,11 +81,12 @@ struct Seen {
   // The call.
   std::array<Likeness, 3> tensors; // input, weight, bias
   bool has_bias = false, grad = false, deterministic = false;
-  Reference precision, precision_now; // torch's precision of fp32 convolutions, and what tells it now; or null
+  Reference precision, precision_now; // torch's precision of fp32 operands, and what tells it now; or null
   int64_t autocast = -1;              // the dtype to which autocast casts, or -1
   // What runs it: run(x, w, b), or torch's own function.
   Reference run;
   Geometry by_torch;
+  bool linear = false; // torch's own function is that of a linear layer
 };
 
 struct ModuleCall {
@@ -153,13 +155,15 @@ bool look_the_same(const Seen& s, PyObject* const tensors[3]) {
   return !((place(tensors[0]) | place(tensors[1])) & 15);
 }
 
-PyObject* by_torch(const Geometry& g, PyObject* const tensors[3]) {
+PyObject* by_torch(const Seen& s, PyObject* const tensors[3]) {
+  const Geometry& g = s.by_torch;
   const Tensor &x = THPVariable_Unpack(tensors[0]), &w = THPVariable_Unpack(tensors[1]);
   const std::optional<Tensor> b = tensors[2] == Py_None ? std::nullopt : std::optional<Tensor>(THPVariable_Unpack(tensors[2]));
   Tensor y;
   {
     const pybind11::gil_scoped_release unlocked;
-    y = g.stride.size() == 1   ? at::conv1d(x, w, b, g.stride, g.padding, g.dilation, g.groups)
+    y = s.linear               ? at::linear(x, w, b)
+        : g.stride.size() == 1 ? at::conv1d(x, w, b, g.stride, g.padding, g.dilation, g.groups)
         : g.stride.size() == 2 ? at::conv2d(x, w, b, g.stride, g.padding, g.dilation, g.groups)
                                : at::conv3d(x, w, b, g.stride, g.padding, g.dilation, g.groups);
   }
@@ -189,7 +193,7 @@ PyObject* module_call(PyObject* object, PyObject* const* arguments, size_t flags
   same = has_same_settings(s, THPVariable_Unpack(tensors[0]));
   if (same != 1)
     return same < 0 ? nullptr : Py_NewRef(Py_None);
-  return s.run.get() ? PyObject_Vectorcall(s.run.get(), tensors, 3, nullptr) : by_torch(s.by_torch, tensors);
+  return s.run.get() ? PyObject_Vectorcall(s.run.get(), tensors, 3, nullptr) : by_torch(s, tensors);
   END_HANDLE_TH_ERRORS
 }
 
@@ -262,6 +266,8 @@ bool read_tensors(PyObject* given, Seen& into) {
 bool read_geometry(PyObject* given, Geometry& into) {
   PyObject* sides[3];
   long long groups;
+  if (!PyTuple_GET_SIZE(given))
+    return true; // of a linear layer
   if (!PyArg_ParseTuple(given, "OOOL;a geometry is stride, padding, dilation and groups", &sides[0], &sides[1], &sides[2], &groups))
     return false;
   into.groups = groups;
@@ -292,6 +298,7 @@ PyObject* module_call_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) 
       !read_pairs(arguments) || !read_tensors(tensors, *seen) || !read_settings(settings, *seen) ||
       !read_geometry(geometry, seen->by_torch))
     return nullptr;
+  seen->linear = !PyTuple_GET_SIZE(geometry);
   seen->absent = Reference(Py_NewRef(absent));
   seen->arguments = Reference(Py_NewRef(arguments));
   seen->layer = Reference(Py_NewRef(layer));

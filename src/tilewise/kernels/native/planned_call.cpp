@@ -2,9 +2,11 @@
 //
 // What it computes is what Runner in nn/layers/runner.py computes: passes by their plans, the others by torch. What it
 // saves is the host's time: no Python runs between a call and its kernels, forward or backward, but for the plans'
-// own calls. Whatever is unusual is handed to the functions in Python that it is given.
+// own calls. Whatever is unusual is handed to the functions in Python that it is given. LinearCall is the same for
+// linear layers.
 
 #include "backward_node.h"
+#include "linear_call.h"
 #include "module_call.h"
 #include "operators.h"
 #include "passes.h"
@@ -138,15 +140,18 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "planned_call", "Calls of planned l
 } // namespace
 
 PyMODINIT_FUNC PyInit_planned_call() {
-  static PyTypeObject node;
+  static PyTypeObject node, linear_node;
   parameters_name = PyUnicode_InternFromString("_parameters");
   weight_name = PyUnicode_InternFromString("weight");
   bias_name = PyUnicode_InternFromString("bias");
-  if (!parameters_name || !weight_name || !bias_name || PyType_Ready(&ModuleCallType) || PyType_Ready(&PlannedCallType) || !torch::autograd::_initFunctionPyTypeObject(node, "PlannedConvBackward", nullptr, nullptr))
+  if (!parameters_name || !weight_name || !bias_name || PyType_Ready(&ModuleCallType) || PyType_Ready(&PlannedCallType) || PyType_Ready(&LinearCallType) || !torch::autograd::_initFunctionPyTypeObject(node, "PlannedConvBackward", nullptr, nullptr) ||
+      !torch::autograd::_initFunctionPyTypeObject(linear_node, "PlannedLinearBackward", nullptr, nullptr))
     return nullptr;
   torch::autograd::registerCppFunction(typeid(PlannedConvBackward), &node); // what grad_fn shows of one
+  torch::autograd::registerCppFunction(typeid(PlannedLinearBackward), &linear_node);
   PyObject* made_module = PyModule_Create(&module);
   if (made_module && (PyModule_AddObjectRef(made_module, "PlannedCall", reinterpret_cast<PyObject*>(&PlannedCallType)) ||
+                      PyModule_AddObjectRef(made_module, "LinearCall", reinterpret_cast<PyObject*>(&LinearCallType)) ||
                       PyModule_AddObjectRef(made_module, "ModuleCall", reinterpret_cast<PyObject*>(&ModuleCallType))))
     Py_CLEAR(made_module);
   return made_module;

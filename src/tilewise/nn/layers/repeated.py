@@ -16,26 +16,26 @@ from tilewise.machine.device import conv_precision
 from tilewise.nn.layers.layer import Entry, Layer, is_like
 from tilewise.nn.layers.overrides import CONV, ClassCode
 
-__all__ = ["Repeated"]
+__all__ = ["Repeated", "RepeatedCalls", "number_of"]
 
 MOST_PATIENCE = 1024
 """Calls unlike the one that C++ knows until it is told of another, at the most."""
 
 
-class Repeated:
-    """The calls of one module's ``layer``, whose class runs the ``code`` of torch.
+class RepeatedCalls:
+    """The calls of one module's ``layer``, which has the entry of its ``latest`` call.
 
     ``call(module, input)`` is the result of a call like the one that :meth:`learn` saw last, and ``None`` of any other;
-    it is ``None`` itself as long as C++ knows no call. ``entry`` is what ran the call that was seen. ``arguments`` are
-    the names and values of the module's attributes on which its result depends.
+    it is ``None`` itself as long as C++ knows no call. ``entry`` is what ran the call that was seen. A subclass says
+    for a kind of modules what C++ is told.
     """
 
-    __slots__ = ("_arguments", "_code", "_layer", "_misses", "_patience", "call", "entry")
+    __slots__ = ("_layer", "_misses", "_patience", "call", "entry")
 
-    def __init__(self, layer: Layer, code: ClassCode, arguments: dict[str, Any]) -> None:
-        self._layer, self._code, self._arguments = layer, code, tuple(arguments.items())
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
         self.call: Callable[[Any, torch.Tensor], torch.Tensor | None] | None = None
-        self.entry: Entry | None = None
+        self.entry: Any = None
         self._misses, self._patience = 0, 1
 
     def learn(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> None:
@@ -50,35 +50,53 @@ class Repeated:
         self.entry = entry = self._layer.latest
         module = native_calls(x.device.type)
         self.call = None
-        if module is not None and entry is not None and is_like(entry, x, w, b) and entry.libraries is None:
+        if module is None or entry is None:
+            return
+        try:
             self.call = self._made(module, entry, (x, w, b))
+        except RuntimeError:  # Python has counted the versions of its classes to the end
+            return
+
+    def _made(self, module: types.ModuleType, entry: Any, tensors: tuple[Any, ...]) -> Any:
+        """The call in C++; ``None`` where it cannot be told, or where the entry is not that of these tensors."""
+        raise NotImplementedError
+
+
+class Repeated(RepeatedCalls):
+    """The calls of a convolution, whose class runs the ``code`` of torch.
+
+    ``arguments`` are the names and values of the module's attributes on which its result depends.
+    """
+
+    __slots__ = ("_arguments", "_code")
+
+    def __init__(self, layer: Layer, code: ClassCode, arguments: dict[str, Any]) -> None:
+        super().__init__(layer)
+        self._code, self._arguments = code, tuple(arguments.items())
 
     def _made(self, module: types.ModuleType, entry: Entry, tensors: tuple[Any, ...]) -> Any:
         """The call in C++; ``None`` where torch runs it with other arguments than it can be told."""
         g, code = self._layer.geometry, self._code
-        if entry.run is None and not g.symmetric:
+        if not is_like(entry, *tensors) or entry.libraries is not None or (entry.run is None and not g.symmetric):
             return None
-        try:
-            return module.ModuleCall(
-                kind=code.kind,
-                methods=(code.forward, code.helper),
-                installed=(vars(CONV.F), code.function),
-                level=(vars(forward_ad), "_current_level"),
-                absent=(code.helper_name, "weight", "bias"),
-                arguments=self._arguments,
-                layer=self._layer,
-                latest="latest",
-                entry=entry,
-                tensors=tensors,
-                settings=(entry.grad, entry.deterministic, _number_of(entry.autocast), *_precision_of(entry)),
-                run=entry.run,
-                geometry=(g.stride, tuple(before for before, _ in g.padding), g.dilation, g.groups),
-            )
-        except RuntimeError:  # Python has counted the versions of its classes to the end
-            return None
+        return module.ModuleCall(
+            kind=code.kind,
+            methods=(code.forward, code.helper),
+            installed=(vars(CONV.F), code.function),
+            level=(vars(forward_ad), "_current_level"),
+            absent=(code.helper_name, "weight", "bias"),
+            arguments=self._arguments,
+            layer=self._layer,
+            latest="latest",
+            entry=entry,
+            tensors=tensors,
+            settings=(entry.grad, entry.deterministic, number_of(entry.autocast), *_precision_of(entry)),
+            run=entry.run,
+            geometry=(g.stride, tuple(before for before, _ in g.padding), g.dilation, g.groups),
+        )
 
 
-def _number_of(dtype: torch.dtype | None) -> int:
+def number_of(dtype: torch.dtype | None) -> int:
     """The number of a dtype in C++; -1 for none."""
     return -1 if dtype is None else SCALAR_TYPES[dtype]
 

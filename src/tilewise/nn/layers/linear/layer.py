@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tilewise.kernels.native.autograd import when_there
 from tilewise.machine.device import matmul_precision
 from tilewise.machine.recent import Recent
 from tilewise.nn.layers.call import autocast_dtype, disturbed, function_mode_watches, is_plain
@@ -35,6 +36,7 @@ class Entry:
     """A kind of call and what runs it, ``None`` for torch. ``guard`` is that of the tensors.
 
     ``misaligned`` has the bits of an address that must be 0. ``autocast`` is ``None`` where autocast is off.
+    ``plans`` are those that ``run`` runs, where it changes no tensor first.
     """
 
     run: Run | None
@@ -46,6 +48,7 @@ class Entry:
     misaligned: int
     autocast: torch.dtype | None
     device_type: str
+    plans: LinearRun | None = None
 
     def is_like(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> bool:
         """Whether a call is of this kind, as torch is set now."""
@@ -128,9 +131,19 @@ class LinearLayer:
             tensors = adapted.change(x, w, b)
             with torch._C._DisableAutocast():
                 inner = adapted.layer.find(*tensors)
-            return None if inner is None else _entry_of(None if inner.run is None else adapted, x, w, b, call)
+            if inner is None:
+                return None
+            casts = inner.plans is not None and not call.copied and call.alignment == (ALIGNMENT, ALIGNMENT)
+            native = inner.plans.native(call.autocast) if casts and inner.plans else None
+            return _entry_of(None if inner.run is None else native or adapted, x, w, b, call)
         run = self.resolve(call)
-        return None if run is None else _entry_of(run if run.planned else None, x, w, b, call)
+        if run is None:
+            return None
+        if not run.planned:
+            return _entry_of(None, x, w, b, call)
+        entry = _entry_of(run.native() or run, x, w, b, call)
+        entry.plans = run
+        return entry
 
     def adapted(self, call: LinearCall) -> Adapted | None:
         """The call of another layer that this call becomes; ``None`` where it stays a call of this layer."""
@@ -170,12 +183,18 @@ class LinearLayer:
         several = call.device.type == "cuda" and torch.cuda.device_count() > 1
         run = LinearRun(call, bound["forward"], bound.get("grad_input"), bound.get("grad_weight"), several)
         self._runs[call] = run
+        when_there(self)
         if run.planned and self.plan_table.traced and len(self.known) < MOST_CALLS:
             known = publish(run)
             if known is not None and known not in self.known:
                 self.known.append(known)
                 self.plan_table.published.add(known.plans)
         return run
+
+    def use_native(self) -> None:
+        """Run by native code what can be: it has come to be there."""
+        self._entries.clear()
+        self.latest = None
 
     def forget(self) -> None:
         """Forget all resolved calls, as the plan table's plans have changed."""

@@ -12,6 +12,7 @@ from torch import nn
 from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
 from tilewise.nn.layers.linear.call import why_torchs
 from tilewise.nn.layers.linear.layer import LinearLayer
+from tilewise.nn.layers.linear.repeated import RepeatedLinear, is_usual
 from tilewise.nn.layers.linear.run import BY_TORCH
 from tilewise.nn.layers.linear.traced import trace
 from tilewise.nn.layers.overrides import stand_ins
@@ -76,14 +77,22 @@ class Linears(ModuleKind):
 
     def forward(self, module: Any, layers: LinearLayer) -> Callable[..., torch.Tensor]:
         """The module's ``forward``, by plans where it still runs torch's own code."""
+        repeated = RepeatedLinear(layers)
 
         def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
             if torch.compiler.is_dynamo_compiling():
                 runs_torch = type(self) is nn.Linear and _runs_torch()
                 traced = trace(layers, input, self.weight, self.bias) if runs_torch else None
                 return type(self).forward(self, input) if traced is None else traced
+            if repeated.call is not None:
+                found = repeated.call(self, input)
+                if found is not None:
+                    return found
             if type(self) is nn.Linear and _runs_torch():
-                y = layers(input, self.weight, self.bias)
+                w, b = self.weight, self.bias
+                y = layers(input, w, b)
+                if layers.latest is not repeated.entry and is_usual(self):
+                    repeated.learn(input, w, b)
                 if y is not NotImplemented:
                     return y  # type: ignore[no-any-return]
             return type(self).forward(self, input)  # type: ignore[no-any-return]
