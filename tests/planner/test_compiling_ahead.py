@@ -30,7 +30,13 @@ BEST_MS = 1.0
 
 def solver(name: str, *, compiles: bool = True, most: int = 9) -> Any:
     return SimpleNamespace(
-        name=name, version=1, compiles=compiles, kin="", most=lambda problem: most, family=lambda config: name
+        name=name,
+        version=1,
+        compiles=compiles,
+        kin="",
+        most_compiled=3,
+        most=lambda problem: most,
+        family=lambda config: name,
     )
 
 

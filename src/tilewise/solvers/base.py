@@ -121,6 +121,8 @@ class Solver(abc.ABC):
         """
     most_configs: ClassVar[int] = 6
     """How many configs of a :meth:`family` are measured when planning is not ``patient``: the best by estimate."""
+    most_compiled: ClassVar[int] = 3
+    """How many of them at the most where kernels may have to be compiled for a GPU, each of which takes seconds."""
     while_it_pays: ClassVar[bool] = False
     """Whether further configs of a family are measured until :attr:`most_configs` in a row have brought no gain."""
     error_bound: ClassVar[dict[str, float]] = {"ieee": 1e-5, "tf32": 5e-3}

@@ -26,8 +26,6 @@ NEXT = 1.15
 best of all."""
 GAIN = 0.98
 """Of solvers whose configs are measured while it pays: a config that takes at most this share of the best before it."""
-MOST_COMPILED = 3
-"""Most configs of such a family that are measured."""
 BEHIND_KIN = 1.25
 """A candidate whose estimate is this many times the best of its kin is not measured, save by ``patient``."""
 
@@ -129,7 +127,7 @@ class Pruning:
         """How many configs of a candidate's family are measured at the most."""
         most = offer.solver.most(self.problem)
         if self.is_compiled(offer) and not self.for_front:
-            most = min(most, MOST_COMPILED)
+            most = min(most, offer.solver.most_compiled)
         return most if self.most is None else min(most, self.most)
 
     def _hopeless(self, offer: Offer, best_ms: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,23 +23,22 @@ MOST_WORDS = 72
 IN_CLUSTERS = 0.85
 """Share of the multiprocessors that clusters of four blocks and more find: these lie in one group of them."""
 # Cycles of what makes up a step, fitted to 1,373 measured shapes of both kernels on an H100, which it predicts within
-# 7 % in the median. Of 48 kernels the fastest shape is among the first four in 44; in the others one of these is within
-# 9 % of it.
-ONCE = 805
-WITH_CLUSTER = 667
+# 6 % in the median. Of 48 kernels the fastest shape is always among the first four.
+ONCE = 484
+WITH_CLUSTER = 722
 """What blocks of a cluster wait for each other."""
-NEXT_TILE = 510
-PRODUCT = 13.4
+NEXT_TILE = 234
+PRODUCT = 13.2
 """For a warp's products with a thread's sixteen bytes of weights."""
-SUMS, SENT, LEFT = 3.05 / 128, 11 / 128, 1.62 / 128
+SUMS, SENT, LEFT = 2.82 / 128, 12 / 128, 1.37 / 128
 """For a byte of sums that is read in shared memory, that is sent to another block, and of weights in shared memory."""
-LOAD = 152
-"""For sixteen bytes that a thread reads from the second cache."""
-CACHE = 1.03 / 3100
-"""For a byte that all blocks read from it."""
-BY_SHARED_MEMORY = 823
-"""Where several warps need the same terms."""
-GATE = {False: 106, True: 197}
+LOAD, LOADS = 26, 455
+"""For sixteen bytes that a thread reads from the second cache and multiplies, and for the root of their number."""
+SHARED_LOAD, SHARED = 248, 791
+"""The same where several warps need the same terms, and what their way through shared memory takes."""
+CACHE = 0.97 / 3100
+"""For a byte that all blocks read from the second cache."""
+GATE = {False: 119, True: 198}
 """For a gate of a thread's unit, in a forward and in a backward."""
 
 
@@ -66,9 +66,12 @@ def step_cycles(p: RecurrentProgram, groups: int) -> float:
     of_a_block = p.parts * 16 * 4
     sums = p.cluster * of_a_block * p.sums * SUMS + (p.cluster - 1) * of_a_block * 8 * p.column_tiles * SENT
     left = (p.words - p.held) * p.threads * 16 * LEFT
-    direct = p.columns == 1
-    words = 2 * -(-p.chunks // p.parts) if direct else -(-64 * p.chunks // p.threads)
-    reads = words * LOAD + (0 if direct else BY_SHARED_MEMORY) + p.slices * groups * p.chunks * 1024 * CACHE
+    if p.columns == 1:
+        words = 2 * -(-p.chunks // p.parts)
+        reads = words * LOAD + math.sqrt(words) * LOADS
+    else:
+        reads = -(-64 * p.chunks // p.threads) * SHARED_LOAD + SHARED
+    reads += p.slices * groups * p.chunks * 1024 * CACHE
     gates = -(-16 * p.units // p.threads) * GATES[p.cell] * GATE[p.backward]
     once = ONCE + (WITH_CLUSTER if p.cluster > 1 else 0) + NEXT_TILE * (p.tiles - 1)
     return once + p.tiles * (products + sums + left + reads + gates)

@@ -43,7 +43,7 @@ class PersistentGrid(RecurrentSolver):
     by_blocks = True
     devices = frozenset({"cuda"})
     compiles = True
-    most_configs = PAIRED**2
+    most_configs = most_compiled = PAIRED**2  # of few kernels: each direction has as many as PAIRED
     error_bound = {"ieee": 1e-5, "tf32": 5e-3}  # noqa: RUF012
 
     def unsupported(self, p: RecurrentProblem) -> list[str]:
@@ -72,6 +72,10 @@ class PersistentGrid(RecurrentSolver):
         pairs = itertools.product(enumerate(forward[:PAIRED]), enumerate(backward[:PAIRED]))
         ranked = sorted((i + j, f, g) for (i, (_, f)), (j, (_, g)) in pairs)
         return [Config(forward=f, backward=g) for _, f, g in ranked]
+
+    def most(self, p: RecurrentProblem) -> int:
+        """As many kernels of a direction, where there is one."""
+        return PAIRED if p.task == "inference" else self.most_configs
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products of all steps at once, and the cycles of each step as launches."""
