@@ -1,10 +1,17 @@
 """Products of recurrent layers over a grid of sizes: planned against torch's own call, and where times jump.
 
 The post's curves (Diamos 2016, "Optimizing RNN performance"): a weight of H by H and N rows of activations. ``nt`` is
-the forward of a linear layer, ``nn`` the gradient of its input, ``tn`` that of its weight. Modes are ieee or tf32
-(fp32), bf16 or fp16. On a GPU both sides are CUDA graphs of many calls. With ``warm`` caches all calls have the same
+the forward of a linear layer, ``nn`` the gradient of its input, ``tn`` that of its weight. ``nn_wide`` is the weight
+times activations that are stored as H by N, whose leading dimension is N, odd ones included. Modes are ieee or tf32
+(fp32), bf16 or fp16. On a GPU all sides are CUDA graphs of many calls. With ``warm`` caches all calls have the same
 tensors; with ``cold`` ones they go through so many copies that none is in a cache when its turn comes again. Sides are
 timed in turns; times are medians.
+
+Beside torch's call and the plan there is the vendor's best: the fastest of torch's call and of all that cuBLASLt's
+heuristic returns. Where the plan runs kernels of our own, their gain over it is reported apart.
+
+The whole grid takes longer than one session on a GPU: ``modes``, ``ops`` and ``hidden`` choose a part of it, and
+``seconds`` ends a run in time with what it has.
 
 A cliff is a size whose product takes longer than that of a larger one, or runs at a much lower rate than that of a
 smaller one. Bars are those of an H100.
@@ -16,13 +23,14 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness.ranks import graphed
-from harness.result import Bar, Result, Row, Side
+from harness.result import Bar, Result, Row, Side, geometric_mean
 from harness.settings import Settings
 from steps import in_turns
 
@@ -36,7 +44,7 @@ from tilewise.wisdom import Wisdom
 
 DEFAULTS = {
     "modes": "ieee,tf32,bf16",
-    "ops": "nt,nn,tn",
+    "ops": "nt,nn,tn,nn_wide",
     "hidden": "512,1024,1760,2560",
     "short": "1,2,4,8,9,16,17,32,33,48,64,65,96,127,128,129,192,256",
     "caches": "warm,cold",
@@ -59,6 +67,11 @@ CALLS = 20
 """The least number of calls in a graph, so that starting it counts little."""
 MOST_SHORT = 128
 """The bar for the mean is over mini-batches up to this."""
+VENDORS = ("aten_gemm", "cublaslt_gemm")
+OWN = ("thin_gemm", "stream_k_gemm")
+"""Solvers that run the vendor's kernels alone, and kernels of our own alone. Others change what the vendor is given."""
+CORNER = "nn_wide"
+"""The operation at which torch's rate falls most from N=64 to N=65."""
 LONGER, SLOWER = 1.05, 0.9
 """A product may take so many times as long as a larger one, and have this share of the best rate of a smaller one."""
 
@@ -94,9 +107,10 @@ def curve(settings: Settings, planner: Planner, mode: str, op: str, hidden: int)
 
 def problem_of(mode: str, op: str, hidden: int, short: int, device: torch.device) -> GemmProblem:
     """The product of an operation. Raises ``KeyError`` for another."""
-    m, n, k = {"nt": (short, hidden, hidden), "nn": (short, hidden, hidden), "tn": (hidden, hidden, short)}[op]
+    m, n, k = {"nt": (short, hidden, hidden), "nn": (short, hidden, hidden), "tn": (hidden, hidden, short),
+               "nn_wide": (hidden, short, hidden)}[op]  # fmt: skip
     dtype, precision = (mode, "ieee") if mode in ("bf16", "fp16") else ("fp32", mode)
-    return GemmProblem(m, n, k, op.upper(), dtype=dtype, precision=precision, device=device_name(device))
+    return GemmProblem(m, n, k, op[:2].upper(), dtype=dtype, precision=precision, device=device_name(device))
 
 
 def rows_of(
@@ -104,16 +118,23 @@ def rows_of(
 ) -> Iterable[Row]:
     """The rows of one product: one for each state of the caches."""
     with p.flags(deterministic=False):
-        plan = planner.plan(p, Options(rigor=settings.text("rigor")))
-        replaced = not solvers.get(plan.solver).baseline
+        options = Options(rigor=settings.text("rigor"), cuda_graphs=p.device_type == "cuda")
+        plan = planner.plan(p, options)
+        others = tuple(solver.name for solver in solvers.solving(GemmProblem) if solver.name not in VENDORS)
+        vendor = planner.plan(p, replace(options, exclude=others))  # mostly known: all of it has just been measured
+        replaced, own = not solvers.get(plan.solver).baseline, is_own(plan)
         for cache in settings.words("caches"):
-            calls = {side: calls_of(settings, p, each, cache) for side, each in sides_of(p, plan).items()}
+            calls = {side: calls_of(settings, p, each, cache) for side, each in sides_of(p, plan, vendor).items()}
             count = calls["torch"][1]
             took = in_turns({side: call for side, (call, _) in calls.items()}, settings)
-            torchs, ours = (statistics.median(took[side]) * 1e3 / count for side in ("torch", "planned"))
+            torchs, ours, vendors = (
+                statistics.median(took[side]) * 1e3 / count for side in ("torch", "planned", "vendor")
+            )
+            ours, vendors = ours if replaced else torchs, vendors if vendor.solver == "cublaslt_gemm" else torchs
             found = {
-                **details, "cache": cache, "solver": plan.solver,
-                "gflops": p.flops / (ours if replaced else torchs) / 1e3, "torch_gflops": p.flops / torchs / 1e3,
+                **details, "cache": cache, "solver": plan.solver, "own": own, "vendor": str(vendor),
+                "vendor_us": vendors, "gflops": p.flops / ours / 1e3, "torch_gflops": p.flops / torchs / 1e3,
+                "vendor_gflops": p.flops / vendors / 1e3,
             }  # fmt: skip
             yield Row(
                 name, f"{group} {cache}", Side("torch", torchs), Side(str(plan), ours), unit="us", replaced=replaced,
@@ -121,10 +142,16 @@ def rows_of(
             )  # fmt: skip
 
 
-def sides_of(p: GemmProblem, plan: Plan) -> dict[str, Plan]:
-    """The plan, and torch's own call as one."""
+def is_own(plan: Plan) -> bool:
+    """Whether all that a plan runs are kernels of our own."""
+    return all(map(is_own, plan.children)) if plan.children else plan.solver in OWN
+
+
+def sides_of(p: GemmProblem, plan: Plan, vendor: Plan) -> dict[str, Plan]:
+    """The plan, the vendor's best, and torch's own call as one."""
     solver = solvers.get("aten_gemm")
-    return {"torch": Plan(p.key, solver.name, solver.version, next(iter(solver.configs(p)))), "planned": plan}
+    by_torch = Plan(p.key, solver.name, solver.version, next(iter(solver.configs(p))))
+    return {"torch": by_torch, "planned": plan, "vendor": vendor}
 
 
 def calls_of(settings: Settings, p: GemmProblem, plan: Plan, cache: str) -> tuple[Callable[[], object], int]:
@@ -154,12 +181,30 @@ def bars(settings: Settings, rows: list[Row]) -> list[Bar]:
             mean = math.exp(statistics.fmean(map(math.log, few)))
             found.append(Bar(f"geometric mean over torch, N <= {MOST_SHORT}, {what}", mean, least=1.3, applies=applies))
         found.append(Bar(f"least over torch, {what}", min(row.ratio for row in some), least=0.97, applies=applies))
+        found += bars_of_own(some, what)
         longer, slower = cliffs(some)
         found.append(Bar(f"time over that of a larger N, {what}", longer, most=LONGER, applies=applies))
         found.append(Bar(f"rate over the best of a smaller N, {what}", slower, least=SLOWER, applies=applies))
-        corner = [row.ratio for row in some if mode == "bf16" and row.name == "H=2560 N=65"]
+        corner = [
+            row.ratio for row in some if mode == "bf16" and (row.name, row.details["op"]) == ("H=2560 N=65", CORNER)
+        ]
         if corner:
             found.append(Bar(f"H=2560, N=65 over torch, {what}", min(corner), least=2.5, applies=applies))
+    return found
+
+
+def bars_of_own(rows: list[Row], what: str) -> list[Bar]:
+    """What kernels of our own gain over the best of the vendor's, which is reported and not judged."""
+    gains = [float(row.details["vendor_us"]) / row.ours.value for row in rows if row.details["own"]]
+    first = [row.baseline.value / float(row.details["vendor_us"]) for row in rows]
+    found = [
+        Bar(f"share of products by kernels of our own, {what}", len(gains) / len(rows), applies=False),
+        Bar(f"geometric mean of the vendor's best over torch, {what}", geometric_mean(first), applies=False),
+    ]
+    if gains:
+        mean = geometric_mean(gains)
+        found.append(Bar(f"geometric mean of our own kernels over the vendor's best, {what}", mean, applies=False))
+        found.append(Bar(f"least of our own kernels over the vendor's best, {what}", min(gains), applies=False))
     return found
 
 

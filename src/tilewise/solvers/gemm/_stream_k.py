@@ -124,7 +124,7 @@ def configs(p: GemmProblem) -> Iterable[Config]:
             for each in (1, 2):
                 programs = each * _processors()
                 work = Work(p, tile, programs, product, warps, stages)
-                if each == 1 or work.total >= 4 * programs:
+                if each == 1 or work.total >= 2 * programs:
                     found.append(work)
     found.sort(key=lambda work: _expected(work))
     return [_config(work) for work in found]
