@@ -30,14 +30,9 @@ BEST_MS = 1.0
 
 def solver(name: str, *, compiles: bool = True, most: int = 9) -> Any:
     return SimpleNamespace(
-        name=name,
-        version=1,
-        compiles=compiles,
-        kin="",
-        most_compiled=3,
-        most=lambda problem: most,
-        family=lambda config: name,
-    )
+        name=name, version=1, compiles=compiles, kin="", most=lambda problem: most, most_compiled=3,
+        family=lambda config: name, while_it_pays=False,
+    )  # fmt: skip
 
 
 def waiting(*entries: tuple[Any, float]) -> list[Offer]:

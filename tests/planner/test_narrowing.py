@@ -72,6 +72,24 @@ def test_a_second_of_a_family_replaces_a_first_that_failed() -> None:
     assert reason(found, third) != ""
 
 
+def test_further_configs_are_measured_while_it_pays() -> None:
+    """Until as many in a row as the solver says have brought no gain; a gain too small to be seen is none."""
+    vendor = solver("vendor", compiles=False, most=2)
+    vendor.while_it_pays = True
+    listed = waiting(*[(vendor, 1.0)] * 9)
+    found = pruning(*listed)
+    for offer, took_ms in zip(listed[:7], (5.0, 6.0, 4.0, 4.5, 3.0, 2.98, 7.0), strict=True):
+        assert reason(found, offer) == ""
+        found.note(offer, took_ms)
+    assert "2 of vendor" in reason(found, listed[7])
+    vendor.while_it_pays = False
+    found = pruning(*listed)
+    for offer in listed[:2]:
+        assert reason(found, offer) == ""
+        found.note(offer, 1.0 / (offer.rank + 1))
+    assert "2 of vendor" in reason(found, listed[2])
+
+
 def test_a_front_wants_slower_ones_with_less_workspace() -> None:
     own = solver("own")
     first, second = waiting((own, 1.0), (own, 9.0))

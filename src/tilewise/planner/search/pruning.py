@@ -75,7 +75,7 @@ class Pruning:
         family = offer.solver.family(offer.config)
         before = self.took_ms.get(family, math.inf)
         if took_ms is not None:
-            if offer.solver.while_it_pays and took_ms < GAIN * before < math.inf:
+            if offer.solver.while_it_pays and took_ms < GAIN * before:
                 self.tried[family] = 0
             self.took_ms[family] = min(before, took_ms)
         elif before == math.inf:
