@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,8 +37,12 @@ PROMOTE = 1024
 MOST_PROGRAMS = 4096
 LINES = 16
 """Lines of a tile that a program adds up."""
-FILLED = 0.75
-"""Share of the matrix units' rate that full tiles reach."""
+MEMORY, CACHE, ONE_READS = 3e6, 5.5e6, 1e5
+"""Bytes a microsecond from an H100's memory, from its second cache, and that one of its multiprocessors can read."""
+RATES = {"tf32x3": 2e6, "bf16x6": 4e6, "tf32": 2e6, NATIVE: 4e6}
+"""Operations a microsecond that the matrix units of one multiprocessor reach in kernels like these."""
+FIRST_US, LAUNCH_US = 1.0, 1.5
+"""Microseconds until the first tiles are there, and that a second kernel takes at least."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +120,17 @@ def _processors() -> int:
 
 
 def configs(p: GemmProblem) -> Iterable[Config]:
-    """Tiles of each shape with one program for each multiprocessor, then with two, the least estimate first."""
+    """Tiles of each shape with one or two programs for each multiprocessor, or one for each tile, the best first."""
     products = PRODUCTS[p.precision] if p.dtype == "fp32" else (NATIVE,)
     found = []
     for product in products:
         for tile, warps, stages in _tiles(p):
-            for each in (1, 2):
-                programs = each * _processors()
-                work = Work(p, tile, programs, product, warps, stages)
-                if each == 1 or work.total >= 2 * programs:
-                    found.append(work)
-    found.sort(key=lambda work: _expected(work))
+            whole = Work(p, tile, 1, product, warps, stages)
+            tiles = whole.grid[0] * whole.grid[1]
+            most = min(whole.total, 2 * _processors())
+            counts = dict.fromkeys((_processors(), 2 * _processors(), tiles))
+            found += [replace(whole, programs=programs) for programs in counts if programs <= most]
+    found.sort(key=lambda work: _expected_us(work) + (LAUNCH_US if work.shared else 0))
     return [_config(work) for work in found]
 
 
@@ -149,14 +153,20 @@ def _config(work: Work) -> Config:
     return Config(tile=work.tile, programs=work.programs, warps=work.warps, stages=work.stages, **named)
 
 
-def _expected(work: Work) -> float:
-    """What orders configs: the time of a program's steps in steps of 64 by 64, and of what is written beside."""
+def _expected_us(work: Work) -> float:
+    """Microseconds that the kernels take of an H100, without their launches: what orders configs.
+
+    A program reads the tiles of its steps, at its share of the memory's rate or its own limit, while matrix units
+    work on others. The first tiles are waited for.
+    """
     rows, columns, depth = work.tile
-    steps = -(-work.total // work.used) * (work.used / min(work.used, _processors()))
-    arithmetic = rows * columns * TIMES[work.product] * (0.5 if work.product == "bf16x6" else 1)
-    read = 48 * (rows + columns)  # reading takes longer than multiplying where tiles are small
-    fill = 2 * 4 * rows * columns if work.shared else 0
-    return steps * depth * max(arithmetic, read) / 2**18 + fill / 2**12
+    size = work.p.torch_dtype("a").itemsize
+    active = min(work.used, _processors())
+    read = (rows + columns) * depth * size / min(CACHE / active, ONE_READS)
+    multiplied = 2 * rows * columns * depth * TIMES[work.product] / RATES[work.product]
+    steps = -(-work.total // work.used) * (work.used / active)
+    summed = 2 * 4 * rows * columns * min(2 * work.used, work.used + work.grid[0] * work.grid[1])
+    return FIRST_US + steps * max(read, multiplied) + (summed / CACHE if work.shared else 0)
 
 
 def workspace(work: Work) -> int:
@@ -165,14 +175,10 @@ def workspace(work: Work) -> int:
 
 
 def cost(work: Work) -> Cost:
-    """Full tiles, spread over the multiprocessors, and the sums of shared tiles written and read."""
-    p, (rows, columns, _) = work.p, work.tile
-    down, along = work.grid
-    full = 2 * down * along * rows * columns * p.k
-    busy = min(1.0, work.used / _processors())
-    gain = 1.3 if p.dtype == "fp32" and p.precision == "ieee" else 1.0  # parts run faster than plain fp32
-    shared = min(work.used, down * along * 2) * rows * columns * 4 if work.shared else 0
-    return Cost(max(p.flops, int(full / gain)), p.bytes, 1 + work.shared, FILLED * busy, apart=shared)
+    """The product as the device can do it at best, and beside that what tiles and shared sums take longer."""
+    p = work.p
+    late_us = _expected_us(work) - p.bytes / MEMORY
+    return Cost(p.flops, p.bytes, 1 + work.shared, apart=max(0, int(MEMORY * late_us)))
 
 
 def launches(work: Work, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Launch]:
