@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tilewise.nn.optimize import optimize, restore
     from tilewise.nn.schedule import schedule
     from tilewise.nn.script.session import disable, enable, enabled
+    from tilewise.nn.shared.shared import shared
     from tilewise.plan import Plan
     from tilewise.planner import NoPlanError, Options, Planner, Schedule, ScheduleError
     from tilewise.problems.conv.problem import ConvProblem, Pass
@@ -56,6 +57,7 @@ _HOMES = {
         "optimize",
         "restore",
         "schedule",
+        "shared",
         "wait",
     ),
     "tilewise.plan": ("Plan",),
@@ -111,6 +113,7 @@ __all__ = [
     "rnn",
     "schedule",
     "settings",
+    "shared",
     "wait",
 ]
 

@@ -20,6 +20,9 @@ from tilewise.nn.optimize import optimize, restore
 from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
 from tilewise.nn.schedule import schedule
 from tilewise.nn.script.session import Session, disable, enable, enabled
+from tilewise.nn.shared.replica import ReplicaError
+from tilewise.nn.shared.report import SharedReport
+from tilewise.nn.shared.shared import SharedModel, shared
 
 __all__ = [
     "BranchReport",
@@ -30,8 +33,11 @@ __all__ = [
     "LayerReport",
     "PassReport",
     "RankMismatch",
+    "ReplicaError",
     "Report",
     "Session",
+    "SharedModel",
+    "SharedReport",
     "StepTooLarge",
     "conv1d",
     "conv2d",
@@ -52,6 +58,7 @@ __all__ = [
     "restore",
     "schedule",
     "set_defaults",
+    "shared",
     "ungraphed",
     "wait",
 ]

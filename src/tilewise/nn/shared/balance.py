@@ -1,0 +1,109 @@
+"""How many samples of a batch each device takes: a first guess, and what was measured since."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+__all__ = ["GAIN", "MOST_CHANGES", "Balance"]
+
+WINDOW = 8
+"""Steps whose median is a device's rate."""
+SKIPPED = 2
+"""Steps after a change that do not count: libraries choose kernels, and caches fill."""
+GAIN = 0.05
+"""The least part of a step that another division must promise to save."""
+MOST_CHANGES = 16
+"""Changes at most. Each costs a capture on a GPU."""
+LONGEST_WAIT = 256
+"""Steps between changes at most; the wait doubles from :data:`WINDOW` with each change."""
+UNITS = 64
+"""Into how many units a large batch is divided, so that parts have even sizes."""
+
+
+class Balance:
+    """Divides batches among devices by their ``rates``, in samples a second of each other's measure.
+
+    ``fixed`` keeps the shares at the given rates. Otherwise :meth:`note` takes what steps took: rates become the
+    medians of the last steps, and batches are divided anew where that promises to save a :data:`GAIN` of a step.
+    """
+
+    def __init__(self, rates: Sequence[float], *, fixed: bool = False, why: str = "") -> None:
+        self.rates = tuple(rates)
+        self.fixed = fixed
+        self.reasons: list[str] = [why] if why else []
+        self.changes = 0
+        self.measured: tuple[float, ...] | None = None
+        """Samples a second of each device by the last measurement; 0 for one that had none."""
+        self._since = 0
+        self._largest = 0
+        self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in rates]
+
+    def sizes(self, batch: int) -> tuple[int, ...]:
+        """How many of ``batch`` samples each device takes, ``0`` for one that is left out."""
+        return divided(batch, self.rates)
+
+    def note(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """Take a step in which the devices took ``seconds`` for ``sizes`` samples.
+
+        One with less than half of the samples of the largest batch does not count: its rates are those of overheads.
+        """
+        self._largest = max(self._largest, sum(sizes))
+        if 2 * sum(sizes) < self._largest:
+            return
+        self._since += 1
+        if self._since <= SKIPPED:
+            return
+        for seen, size, time in zip(self._seen, sizes, seconds, strict=True):
+            if size and time > 0:
+                seen.append(size / time)
+        active = [seen for seen, size in zip(self._seen, sizes, strict=True) if size]
+        if all(len(seen) >= WINDOW for seen in active):
+            self.measured = tuple(statistics.median(seen) if seen else 0.0 for seen in self._seen)
+            self._decide(sum(sizes), sizes)
+
+    def _decide(self, batch: int, sizes: Sequence[int]) -> None:
+        """Divide batches by the measured rates, where that promises enough."""
+        assert self.measured is not None
+        if self.fixed or self._since < min(WINDOW << self.changes, LONGEST_WAIT) or self.changes >= MOST_CHANGES:
+            return
+        wanted = divided(batch, self.measured)
+        now, then = _time(sizes, self.measured), _time(wanted, self.measured)
+        if then > (1 - GAIN) * now:
+            return
+        self.rates = self.measured
+        self.changes += 1
+        out = [i for i, (size, before) in enumerate(zip(wanted, sizes, strict=True)) if before and not size]
+        left = f"; number {', '.join(map(str, out))} is left out, too slow for one unit of samples" if out else ""
+        self.reasons.append(
+            f"{_words(sizes)} to {_words(wanted)} of {batch} samples: a step of {now * 1e3:.3g} ms should take "
+            f"{then * 1e3:.3g} ms{left}"
+        )
+        self._since = 0
+        for seen in self._seen:
+            seen.clear()
+
+
+def divided(batch: int, rates: Sequence[float]) -> tuple[int, ...]:
+    """``batch`` samples in proportion to ``rates``, in whole units of a sixty-fourth of a batch.
+
+    What no whole number of units holds goes to the fastest.
+    """
+    unit = max(1, batch // UNITS)
+    units = batch // unit
+    exact = [units * rate / sum(rates) for rate in rates]
+    sizes = [int(each) for each in exact]
+    for index in sorted(range(len(rates)), key=lambda i: (sizes[i] - exact[i], i))[: units - sum(sizes)]:
+        sizes[index] += 1
+    fastest = max(range(len(rates)), key=lambda i: rates[i])
+    return tuple(size * unit + (batch - units * unit if i == fastest else 0) for i, size in enumerate(sizes))
+
+
+def _time(sizes: Sequence[int], rates: Sequence[float]) -> float:
+    """Seconds until the last device is ready; those without samples take none."""
+    return max(size / rate if rate else float("inf") for size, rate in zip(sizes, rates, strict=True) if size)
+
+
+def _words(sizes: Sequence[int]) -> str:
+    return "+".join(map(str, sizes))

@@ -1,0 +1,195 @@
+"""The replicas of one model, and the calls that they share."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewise.nn.layers.call import disturbed
+from tilewise.nn.shared.balance import Balance
+from tilewise.nn.shared.batch import Batch
+from tilewise.nn.shared.captures import NewRecorder
+from tilewise.nn.shared.rates import first_rates
+from tilewise.nn.shared.replica import Replica
+from tilewise.nn.shared.report import SharedReport
+from tilewise.nn.shared.step import Joined, Modes, Step
+from tilewise.nn.shared.watch import Watch
+
+__all__ = ["Engine"]
+
+MOST_PENDING = 64
+"""Steps whose times are waited for."""
+
+
+class Engine:
+    """Replicas of ``model`` on ``devices``, and how batches are divided among them.
+
+    ``shares`` fixes the division. ``recorder`` makes what captures replicas on a device, or says ``None`` for one on
+    which they are not captured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        devices: Sequence[torch.device],
+        shares: Sequence[float] | None,
+        recorders: Mapping[torch.device, NewRecorder],
+    ) -> None:
+        self._model, self.devices, self._recorders = model, tuple(devices), recorders
+        if shares is None:
+            rates, why = first_rates(devices)
+            self._balances = {kind: Balance(rates, why=why) for kind in (True, False)}
+        else:
+            self._balances = {kind: Balance(shares, fixed=True, why="shares as given") for kind in (True, False)}
+        self._lock = threading.Lock()
+        self._ended: deque[Step] = deque(maxlen=MOST_PENDING)
+        self._alone: Counter[str] = Counter()
+        self._rebuilt: Counter[str] = Counter()
+        self._steps = 0
+        self._sizes: tuple[int, ...] = ()
+        self._trained = True
+        self._warned = False
+        self._refresh_all = False
+        self._build()
+
+    def _build(self) -> None:
+        """Make the replicas of the model as it is."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        self._home = tensors[0].device if tensors else self.devices[0]
+        self._buffers = list(self._model.buffers())
+        self.replicas: list[Replica] = []
+        for number, device in enumerate(self.devices):
+            self.replicas.append(Replica(self._model, self._home, device, number, self._recorders.get(device)))
+        self._watch = Watch(self._model)
+        self._take_modes()
+        self._buffer_versions: list[int] | None = None
+
+    def _take_modes(self) -> None:
+        """Let the replicas follow the modes of the model and its parameters."""
+        modules = list(self._model.modules())
+        modes = [module.training for module in modules]
+        for replica in self.replicas:
+            replica.take_modes(modes)
+            replica.take_needs()
+        self._weights = [p for p in self._model.parameters() if p.requires_grad]
+        self._statistics = any(m.training and isinstance(m, nn.modules.batchnorm._NormBase) for m in modules)
+        self._changing = bool(self._buffers) and any(m.training and any(True for _ in m.buffers()) for m in modules)
+
+    def refresh(self) -> None:
+        """Copy every parameter and buffer anew at the next call."""
+        self._refresh_all = True
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the model returns for the whole batch."""
+        reason = "called in a trace, a transform of torch.func, or a mode that watches operators" if disturbed() else ""
+        if not reason and not self._lock.acquire(blocking=False):
+            reason = "called while another thread calls it"
+        if reason:
+            self._alone[reason] += 1
+            return self._model(*args, **kwargs)
+        try:
+            return self._shared(args, kwargs)
+        finally:
+            self._lock.release()
+
+    def _shared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        batch = Batch.of(args, kwargs)
+        self._prepare()
+        self._harvest()
+        gradients = torch.is_grad_enabled()
+        trained = gradients and any(t.requires_grad for t in (*batch.tensors, *self._weights))
+        self._trained = trained
+        sizes = self._balances[trained].sizes(batch.size)
+        if self._statistics and not self._warned and sum(map(bool, sizes)) > 1:
+            self._warn()
+        self._own_numbers()
+        modes = Modes.now(self.devices, gradients=gradients)
+        step = Step(self.replicas, sizes, batch, modes, self._ended.append)
+        try:
+            if trained:
+                apply: Any = Joined.apply
+                outputs = apply(step, self._buffers, self._changing, *batch.tensors, *self._weights)
+            else:
+                outputs = step.forward(self._buffers, keep=self._changing)
+        except BaseException:
+            self._buffer_versions = None  # some replicas may have changed theirs
+            raise
+        if self._changing:
+            self._give_buffers()
+        self._steps += 1
+        self._sizes = sizes
+        return step.returned(outputs)
+
+    def _prepare(self) -> None:
+        """Let every replica be what the model is now."""
+        maybe, reason = self._watch.look()
+        if reason:
+            self._rebuilt[reason] += 1
+            self._ended.clear()
+            self._build()
+        elif maybe:
+            self._take_modes()
+        for replica in self.replicas:
+            replica.refresh(all_of_them=self._refresh_all)
+        versions = [b._version for b in self._buffers]
+        if versions != self._buffer_versions or self._refresh_all:
+            self._give_buffers()
+        self._refresh_all = False
+
+    def _give_buffers(self) -> None:
+        """Copy the model's buffers to the replicas."""
+        if self._buffers:
+            for replica in self.replicas:
+                replica.take_buffers(self._buffers)
+        self._buffer_versions = [b._version for b in self._buffers]
+
+    def _harvest(self) -> None:
+        """Take the times of steps that the devices have finished."""
+        while self._ended and all(part.clock.ready() for part in self._ended[0].parts):
+            step = self._ended.popleft()
+            seconds = [0.0] * len(self.replicas)
+            for part in step.parts:
+                seconds[part.replica.number] = part.clock.seconds()
+            self._balances[any(step.requires)].note(step.sizes, seconds)
+
+    def _own_numbers(self) -> None:
+        """Let no two GPUs draw the same random numbers: ``torch.manual_seed`` gives all of them one seed."""
+        gpus = sorted({device.index for device in self.devices if device.type == "cuda"})
+        seeds: set[int] = set()
+        for place, index in enumerate(gpus):
+            generator = torch.cuda.default_generators[index]
+            seed = generator.initial_seed()
+            if seed in seeds:
+                seed = (seed + place) % (1 << 63)
+                generator.manual_seed(seed)
+            seeds.add(seed)
+
+    def _warn(self) -> None:
+        self._warned = True
+        warnings.warn(
+            "the model has batch norms in training: each replica normalizes by the statistics of its own part of the "
+            "batch, and running statistics become the mean of all parts, weighted by their samples",
+            stacklevel=6,
+        )
+
+    def report(self) -> SharedReport:
+        """What has become of the calls."""
+        balance = self._balances[self._trained]
+        total = sum(balance.rates)
+        return SharedReport(
+            devices=tuple(map(str, self.devices)),
+            shares=tuple(rate / total for rate in balance.rates),
+            sizes=self._sizes,
+            rates=balance.measured,
+            reasons=tuple(balance.reasons),
+            steps=self._steps,
+            graphs=tuple("no graphs" if r.captures is None else r.captures.summary() for r in self.replicas),
+            alone=dict(self._alone),
+            rebuilt=dict(self._rebuilt),
+        )
