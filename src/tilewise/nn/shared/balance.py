@@ -26,7 +26,8 @@ class Balance:
     """Divides batches among devices by their ``rates``, in samples a second of each other's measure.
 
     ``fixed`` keeps the shares at the given rates. Otherwise :meth:`note` takes what steps took: rates become the
-    medians of the last steps, and batches are divided anew where that promises to save a :data:`GAIN` of a step.
+    medians of the last steps, and batches are divided anew where that promises to save a :data:`GAIN` of a step, twice
+    in a row.
     """
 
     def __init__(self, rates: Sequence[float], *, fixed: bool = False, why: str = "") -> None:
@@ -38,6 +39,7 @@ class Balance:
         """Samples a second of each device by the last measurement; 0 for one that had none."""
         self._since = 0
         self._largest = 0
+        self._suspected = False
         self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in rates]
 
     def sizes(self, batch: int) -> tuple[int, ...]:
@@ -71,6 +73,11 @@ class Balance:
         wanted = divided(batch, self.measured)
         now, then = _time(sizes, self.measured), _time(wanted, self.measured)
         if then > (1 - GAIN) * now:
+            self._suspected = False
+            return
+        if not self._suspected:  # some of these steps may be from before a device changed: see whether it lasts
+            self._suspected = True
+            self._forget()
             return
         self.rates = self.measured
         self.changes += 1
@@ -80,7 +87,11 @@ class Balance:
             f"{_words(sizes)} to {_words(wanted)} of {batch} samples: a step of {now * 1e3:.3g} ms should take "
             f"{then * 1e3:.3g} ms{left}"
         )
-        self._since = 0
+        self._since, self._suspected = 0, False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let rates be those of steps to come."""
         for seen in self._seen:
             seen.clear()
 

@@ -82,7 +82,7 @@ class SharedModel(nn.Module):
         self.training = model.training
         self._devices, self._shares, self._graphs = devices, shares, graphs
         self._engine: Engine | None = None
-        self.register_load_state_dict_pre_hook(_named_as_inside)
+        self.register_load_state_dict_pre_hook(_named_as_inside)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
