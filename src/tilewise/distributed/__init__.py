@@ -7,6 +7,7 @@ from tilewise.distributed.parallel import SpatialParallel
 from tilewise.distributed.parts.layout import Grid, Layout
 from tilewise.distributed.shards.channels import sum_gradient_over, sum_over
 from tilewise.distributed.shards.shard import Shard, UnknownLayer, handles
+from tilewise.distributed.uneven import UnevenMean, uneven_mean
 
 __all__ = [
     "Grid",
@@ -15,9 +16,11 @@ __all__ = [
     "RankMismatch",
     "Shard",
     "SpatialParallel",
+    "UnevenMean",
     "UnknownLayer",
     "handles",
     "optimize",
     "sum_gradient_over",
     "sum_over",
+    "uneven_mean",
 ]
