@@ -37,6 +37,7 @@ LONG = {
     "planner_time",
     "planning_wait",
     "spatial_scaling",
+    "shared_net",
     "spatial_tables",
     "step_memory",
     "steps",
