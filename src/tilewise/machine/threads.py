@@ -161,6 +161,7 @@ def _raise_first(tasks: Sequence[_Task]) -> None:
 
 def _run_on_team(parallel: Callable[..., None], tasks: Sequence[_Task], threads: int) -> None:
     """Run the tasks on torch's team of ``threads`` threads, the caller among them; idle threads take the next task."""
+    caller, left = threading.get_ident(), set[int]()
 
     def work(_: object) -> None:
         torch.get_num_threads()  # as in a worker
@@ -171,11 +172,12 @@ def _run_on_team(parallel: Callable[..., None], tasks: Sequence[_Task], threads:
         finally:
             for setter, value in list(zip(_setters(), before, strict=True))[1:]:
                 setter(value)
+        left.add(threading.get_ident())
 
     parallel(BODY(work), None, threads, 0)
     _raise_first(tasks)
-    if not all(task.has_ended() for task in tasks):
-        raise KeyboardInterrupt  # between two tasks, where no exception leaves a team
+    if caller not in left or not all(task.has_ended() for task in tasks):
+        raise KeyboardInterrupt  # before, between or after tasks, where no exception leaves a team
 
 
 def _take() -> _Worker:
