@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -16,23 +14,31 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._begun: torch.cuda.Event | float | None = None
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0
 
-    @contextmanager
-    def span(self) -> Iterator[None]:
-        """Time what runs, or is queued, meanwhile."""
-        if self._device.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            stream = torch.cuda.current_stream(self._device)
-            first.record(stream)
-            yield
-            last.record(stream)
-            self._events.append((first, last))
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
+    @property
+    def runs(self) -> bool:
+        """Whether a span has begun and not ended."""
+        return self._begun is not None
+
+    def start(self) -> None:
+        """Begin a span."""
+        self._begun = self._event() if self._device.type == "cuda" else time.perf_counter()
+
+    def stop(self) -> None:
+        """End the span."""
+        if isinstance(self._begun, float):
+            self._seconds += time.perf_counter() - self._begun
+        elif self._begun is not None:
+            self._events.append((self._begun, self._event()))
+        self._begun = None
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def ready(self) -> bool:
         """Whether the device has finished all spans."""

@@ -55,13 +55,14 @@ class Engine:
         self._sizes: tuple[int, ...] = ()
         self._trained = True
         self._warned = False
-        self._refresh_all = False
         self._build()
 
     def _build(self) -> None:
         """Make the replicas of the model as it is."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._home = tensors[0].device if tensors else self.devices[0]
+        elsewhere = any(device != self._home for device in self.devices)
+        self._side = torch.cuda.Stream(self._home) if self._home.type == "cuda" and elsewhere else None
         self._buffers = list(self._model.buffers())
         self.replicas: list[Replica] = []
         for number, device in enumerate(self.devices):
@@ -83,7 +84,9 @@ class Engine:
 
     def refresh(self) -> None:
         """Copy every parameter and buffer anew at the next call."""
-        self._refresh_all = True
+        for replica in self.replicas:
+            replica.forget()
+        self._buffer_versions = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the model returns for the whole batch."""
@@ -110,7 +113,7 @@ class Engine:
             self._warn()
         self._own_numbers()
         modes = Modes.now(self.devices, gradients=gradients)
-        step = Step(self.replicas, sizes, batch, modes, self._ended.append)
+        step = Step(self.replicas, sizes, batch, modes, self._side, self._ended.append)
         try:
             if trained:
                 apply: Any = Joined.apply
@@ -135,12 +138,8 @@ class Engine:
             self._build()
         elif maybe:
             self._take_modes()
-        for replica in self.replicas:
-            replica.refresh(all_of_them=self._refresh_all)
-        versions = [b._version for b in self._buffers]
-        if versions != self._buffer_versions or self._refresh_all:
+        if [b._version for b in self._buffers] != self._buffer_versions:
             self._give_buffers()
-        self._refresh_all = False
 
     def _give_buffers(self) -> None:
         """Copy the model's buffers to the replicas."""

@@ -17,10 +17,13 @@ ALIGNMENT = 512
 
 @dataclass
 class _Bucket:
-    """Some of the tensors, of one dtype: their memory in one piece on either side, and views of it as tensors."""
+    """Some of the tensors, of one dtype: their memory in one piece on either side, and views of it as tensors.
+
+    There is no ``source`` for one large tensor that travels between GPUs as it is.
+    """
 
     indices: list[int]
-    source: torch.Tensor
+    source: torch.Tensor | None
     target: torch.Tensor
     source_views: list[torch.Tensor]
     target_views: list[torch.Tensor]
@@ -47,17 +50,19 @@ class Mirror:
         dtype = like[indices[0]].dtype
         starts, total = _places([like[i] for i in indices])
         pinned = "cuda" in (self._source.type, self._target.type)
-        flats = [
-            torch.empty(total, dtype=dtype, device=device, pin_memory=pinned and device.type == "cpu")
-            for device in (self._source, self._target)
-        ]
-        source, target = flats
-        views = [
-            [flat.as_strided(like[i].shape, _strides(like[i]), start) for i, start in zip(indices, starts, strict=True)]
-            for flat in flats
-        ]
-        self._buckets.append(_Bucket(indices, source, target, views[0], views[1]))
-        for index, view in zip(indices, views[1], strict=True):
+
+        def memory(device: torch.device) -> torch.Tensor:
+            return torch.empty(total, dtype=dtype, device=device, pin_memory=pinned and device.type == "cpu")
+
+        def views(flat: torch.Tensor) -> list[torch.Tensor]:
+            places = zip(indices, starts, strict=True)
+            return [flat.as_strided(like[i].shape, _strides(like[i]), start) for i, start in places]
+
+        target = memory(self._target)
+        as_it_is = len(indices) == 1 and self._source.type == self._target.type == "cuda"
+        source = None if as_it_is else memory(self._source)
+        self._buckets.append(_Bucket(indices, source, target, [] if source is None else views(source), views(target)))
+        for index, view in zip(indices, self._buckets[-1].target_views, strict=True):
             self.copies[index] = view
 
     def copy(self, tensors: Sequence[torch.Tensor | None], changed: Sequence[bool] | None = None) -> None:
@@ -66,16 +71,20 @@ class Mirror:
         The current streams of both devices are ordered. On a CPU the copies are there after :meth:`wait`.
         """
         for bucket in self._buckets:
-            there = [(view, tensors[i]) for view, i in zip(bucket.source_views, bucket.indices, strict=True)]
-            present = [(view, tensor) for view, tensor in there if tensor is not None]
+            there = [(place, tensors[i]) for place, i in enumerate(bucket.indices)]
+            present = [(place, tensor) for place, tensor in there if tensor is not None]
             if not present or (changed is not None and not any(changed[i] for i in bucket.indices)):
                 continue
             if self._source.type == "cpu" and bucket.sent is not None:
                 bucket.sent.synchronize()  # else memory would be written that still travels
             with torch.no_grad():
-                torch._foreach_copy_([view for view, _ in present], [tensor for _, tensor in present])
-                target = bucket.target if self._counted else bucket.target.data
-                target.copy_(bucket.source, non_blocking=True)
+                if bucket.source is None:
+                    source, target = present[0][1], bucket.target_views[0]
+                else:
+                    views = [bucket.source_views[place] for place, _ in present]
+                    torch._foreach_copy_(views, [tensor for _, tensor in present])
+                    source, target = bucket.source, bucket.target
+                (target if self._counted else target.data).copy_(source, non_blocking=True)
             if "cuda" in (self._source.type, self._target.type):
                 device = self._source if self._source.type == "cuda" else self._target
                 bucket.sent = torch.cuda.Event()

@@ -46,7 +46,7 @@ class Replica:
         self.buffers = own_buffers
         self._parameters = parameters
         self.leaves: list[nn.Parameter] = []
-        self.gradient_mirror: Mirror | None = None
+        self._gradient_mirror: Mirror | None = None
         self.take_needs()
         self.buffers_home = Mirror(buffers, device, home, counted=False) if home != device else None
         self._versions: list[int | None] = [None] * len(parameters)
@@ -59,12 +59,16 @@ class Replica:
         """As messages name it."""
         return f"replica {self.number} on {self.device}"
 
-    def refresh(self, *, all_of_them: bool) -> None:
-        """Copy parameters that have changed since the last time, or ``all_of_them``."""
+    def forget(self) -> None:
+        """Let the next :meth:`refresh` copy all parameters."""
+        self._versions = [None] * len(self._versions)
+
+    def refresh(self) -> None:
+        """Copy parameters that have changed since the last time."""
         if self._mirror is None:
             return
         versions = [p._version for p in self.originals]
-        changed = [all_of_them or new != old for new, old in zip(versions, self._versions, strict=True)]
+        changed = [new != old for new, old in zip(versions, self._versions, strict=True)]
         if any(changed):
             self._mirror.copy([p.detach() for p in self.originals], changed)
             self._versions = list(versions)
@@ -82,7 +86,7 @@ class Replica:
         for own, original in zip(self._parameters, self.originals, strict=True):
             own.requires_grad_(original.requires_grad)
         self.leaves = [p for p in self._parameters if p.requires_grad]
-        self.gradient_mirror = Mirror(self.leaves, self.device, self.home) if self.home != self.device else None
+        self._gradient_mirror = Mirror(self.leaves, self.device, self.home) if self.home != self.device else None
 
     def take_modes(self, modes: Sequence[bool]) -> None:
         """Set every module to training or evaluation, as the model's are."""
@@ -102,6 +106,22 @@ class Replica:
                     own.data.copy_(now)
                 module._buffers[name] = own
         return self.buffers
+
+    def send_gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients on the model's device: those of a copy elsewhere in memory that its next ones overwrite.
+
+        On a CPU they are there after :meth:`wait_for_gradients`.
+        """
+        mirror = self._gradient_mirror
+        if mirror is None:
+            return list(gradients)
+        mirror.copy(gradients)
+        return [None if g is None else there for g, there in zip(gradients, mirror.copies, strict=True)]
+
+    def wait_for_gradients(self) -> None:
+        """Wait until gradients that were sent to a CPU are there."""
+        if self._gradient_mirror is not None:
+            self._gradient_mirror.wait()
 
     def wait(self) -> None:
         """Wait until what was copied to a CPU is there."""

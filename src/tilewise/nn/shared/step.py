@@ -86,6 +86,7 @@ class Part:
 class Step:
     """One call with the arguments ``batch``, of which each of ``replicas`` takes as many samples as ``sizes`` say.
 
+    ``side`` is a stream on the GPU of the model, on which what other devices need is sent while the GPU computes.
     ``ended(step)`` is called when nothing more is to come of a step: after a forward without gradients, or after its
     backward.
     """
@@ -96,9 +97,10 @@ class Step:
         sizes: Sequence[int],
         batch: Batch,
         modes: Modes,
+        side: torch.cuda.Stream | None,
         ended: Callable[[Step], None],
     ) -> None:
-        self.batch, self.modes, self._ended = batch, modes, ended
+        self.batch, self.modes, self._side, self._ended = batch, modes, side, ended
         self.sizes = tuple(sizes)
         self.parts = [
             Part(replica, start, stop, Clock(replica.device))
@@ -114,18 +116,13 @@ class Step:
         With ``keep`` the model's ``buffers`` become the mean of those of the parts. Raises :class:`ReplicaError` where
         a part raised something, and ``ValueError`` for results that cannot be joined.
         """
-        for part in self.parts:
-            self._bring(part)
-        for part in self.parts:
-            if part.replica.captures is not None:
-                with self.modes.entered(part.replica.device):
-                    part.replayed = part.replica.captures.prepare(*self.batch.arguments(part.inputs))
-        for part in self.parts:
-            if part.replayed:
-                self._run(part)  # queued, and the device works while others begin
-        rest = [part for part in self.parts if not part.replayed]
-        if rest:
-            at_once(lambda index: self._run(rest[index]), len(rest), max(1, self.modes.threads))
+        self._start()
+        try:
+            self._send()
+            self._compute()
+        finally:
+            if self._side is not None:  # what comes next may write to what is being sent
+                torch.cuda.current_stream(self._side.device).wait_stream(self._side)
         first = self._first()
         for part in self.parts[1:]:
             assert part.results is not None
@@ -137,6 +134,40 @@ class Step:
             self._ended(self)
         return outputs
 
+    def _start(self) -> None:
+        """Start the clock of each GPU, when those before have done what it will need. It runs while data travels."""
+        home, seen = self.parts[0].replica.home, set[torch.device]()
+        for part in self.parts:
+            device = part.replica.device
+            if device.type == "cuda" and device not in seen:
+                if home.type == "cuda" and home != device:
+                    torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(home))
+                part.clock.start()
+                seen.add(device)
+
+    def _send(self) -> None:
+        """Send every part its parameters and samples."""
+        with ExitStack() as stack:
+            if self._side is not None:
+                self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+                stack.enter_context(torch.cuda.stream(self._side))
+            for part in self.parts:
+                part.replica.refresh()
+                self._bring(part)
+
+    def _compute(self) -> None:
+        """Run the forward of every part."""
+        for part in self.parts:
+            if part.replica.captures is not None:
+                with self.modes.entered(part.replica.device):
+                    part.replayed = part.replica.captures.prepare(*self.batch.arguments(part.inputs))
+        for part in self.parts:
+            if part.replayed:
+                self._run(part)  # queued, and the device works while others begin
+        rest = [part for part in self.parts if not part.replayed]
+        if rest:
+            at_once(lambda index: self._run(rest[index]), len(rest), max(1, self.modes.threads))
+
     def returned(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the model returns, with these tensors."""
         return self._first().value(tensors)
@@ -146,6 +177,7 @@ class Step:
 
         ``gradients`` are those of the tensors that the model returned. With ``keep`` the backward can be repeated.
         """
+        self._start()
         heads = [self._heads(part, gradients) for part in self.parts]
         found: list[Gradients] = [[] for _ in self.parts]
         gpus = [i for i, part in enumerate(self.parts) if part.replica.device.type == "cuda"]
@@ -168,7 +200,13 @@ class Step:
         count = len(self.batch.tensors)
         home = self.parts[0].replica.home
         foreign = {g.untyped_storage().data_ptr() for g in given if g is not None}
-        weights = summed([part.replica for part in self.parts], [each[count:] for each in found], home, foreign)
+        replicas, there = [part.replica for part in self.parts], list[Gradients]()
+        for part, each in zip(self.parts, found, strict=True):
+            there.append(part.replica.send_gradients(each[count:]))
+            part.clock.stop()
+        for replica in replicas:
+            replica.wait_for_gradients()
+        weights = summed(replicas, there, home, foreign)
         sizes = [part.size for part in self.parts]
         inputs = [
             joined([each[i] for each in found], sizes, tensor.device) if tensor.requires_grad else None
@@ -192,8 +230,10 @@ class Step:
             with self.modes.entered(part.replica.device):
                 _wait(part)
                 args, kwargs = self.batch.arguments(part.inputs)
-                with part.clock.span():
-                    value = part.replica.call(args, kwargs)
+                if not part.clock.runs:
+                    part.clock.start()
+                value = part.replica.call(args, kwargs)
+                part.clock.stop()
         except Exception as error:
             raise ReplicaError(f"{part.name}: {type(error).__name__}: {error}") from error
         part.results = Results.of(value, part.size)
@@ -242,13 +282,16 @@ class Step:
         gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
             try:
-                with ExitStack() as stack:
-                    for part in parts:
-                        _wait(part)
-                        stack.enter_context(part.clock.span())
-                    gradients = torch.autograd.grad(
-                        [head for head, _ in pairs], wanted, [g for _, g in pairs], retain_graph=keep, allow_unused=True
-                    )
+                for part in parts:
+                    _wait(part)
+                    if not part.clock.runs:
+                        part.clock.start()
+                gradients = torch.autograd.grad(
+                    [head for head, _ in pairs], wanted, [g for _, g in pairs], retain_graph=keep, allow_unused=True
+                )
+                for part in parts:
+                    if part.replica.device.type == "cpu":
+                        part.clock.stop()
             except Exception as error:
                 names = "; ".join(part.name for part in parts)
                 raise ReplicaError(f"backward of {names}: {type(error).__name__}: {error}") from error

@@ -13,15 +13,12 @@ __all__ = ["averaged_into", "summed"]
 Gradients = list[torch.Tensor | None]
 
 
-def summed(
-    replicas: Sequence[Replica], gradients: Sequence[Gradients], home: torch.device, foreign: set[int]
-) -> Gradients:
-    """The sum of each parameter's ``gradients`` on ``home``; ``None`` where all parts have none.
+def summed(replicas: Sequence[Replica], there: Sequence[Gradients], home: torch.device, foreign: set[int]) -> Gradients:
+    """The sum of each parameter's gradients, which are ``there`` on ``home``; ``None`` where all parts have none.
 
     The first part's are added to in place, unless their memory is also that of another gradient or of one of the
     tensors whose storages begin at ``foreign``.
     """
-    there = [_at_home(replica, each) for replica, each in zip(replicas, gradients, strict=True)]
     # A part that computed at home goes first: its gradients need no copy before others are added.
     order = sorted(range(len(there)), key=lambda i: replicas[i].device != home)
     first = order[0]
@@ -41,16 +38,6 @@ def summed(
                 for a, b in zip(total, there[index], strict=True)
             ]
     return total
-
-
-def _at_home(replica: Replica, gradients: Gradients) -> Gradients:
-    """The gradients on the model's device: those of a replica elsewhere in memory that its next ones overwrite."""
-    mirror = replica.gradient_mirror
-    if mirror is None:
-        return gradients
-    mirror.copy(gradients)
-    mirror.wait()
-    return [None if g is None else copy for g, copy in zip(gradients, mirror.copies, strict=True)]
 
 
 def _own(gradients: Gradients, foreign: set[int]) -> Gradients:
