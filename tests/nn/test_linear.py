@@ -52,7 +52,7 @@ def with_gradients(function: Callable[..., torch.Tensor], tensors: Any) -> list[
     """The result of ``function``, and the gradient of each tensor that needs one."""
     y = function(*tensors)
     wanted = [t for t in tensors if t is not None and t.requires_grad]
-    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
     return [y.detach(), *(torch.autograd.grad(y, wanted, dy) if wanted else ())]
 
 

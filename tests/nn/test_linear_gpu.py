@@ -84,13 +84,12 @@ def test_in_a_captured_graph_with_backward() -> None:
         y = layer(x, w, b)
         return (y, *torch.autograd.grad(y, (x, w, b), torch.ones_like(y)))
 
-    want, stream = step(), torch.cuda.Stream()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
+    with torch.cuda.stream(stream):  # autograd's nodes stay on the stream that they were made on, which is captured
+        want = [t.detach().clone() for t in step()]
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         got = step()
     for t in got:
         t.detach().fill_(torch.nan)

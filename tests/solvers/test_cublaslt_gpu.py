@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_variants(dtype: str, changes: dict[str, Any]) -> None:
     alignment = changes.get("alignment", (16, 16, 16))
     least = 4 if dtype == "fp32" else 2
     p = problem(65, 129, 256, "NN" if "leading" in changes else "NT", dtype=dtype)
-    p = p.changed(**{**changes, "alignment": tuple(max(least, n) for n in alignment)})
+    p = replace(p, **{**changes, "alignment": tuple(max(least, n) for n in alignment)})
     found = list(get("cublaslt_gemm").configs(p))
     assert found
     for c in found[:: max(1, len(found) // 8)]:
