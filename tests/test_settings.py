@@ -58,6 +58,7 @@ WRONG: dict[str, object] = {
     "strict": None,
     "cuda_graphs": 0,
     "exclude": "fft",
+    "share_with": "cpu",
     "unplanned": "later",
     "branches": "none",
     "goal": "speed",

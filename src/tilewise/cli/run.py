@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from tilewise.cli.program import BadInput, one_line
-from tilewise.cli.settings import enabling_options, excluded_names, workspace_bytes
+from tilewise.cli.settings import enabling_options, excluded_names, sharing_devices, workspace_bytes
 
 __all__ = ["command"]
 
@@ -48,6 +48,8 @@ def command(as_module: bool, tell: bool, script: str, arguments: tuple[str, ...]
     options = {name: value for name, value in given.items() if value is not None}
     if names := excluded_names(options.pop("exclude")):  # without any: the environment's
         options["exclude"] = names
+    if names := sharing_devices(options.pop("share_with")):
+        options["share_with"] = names
     if "workspace" in options:
         options["workspace"] = workspace_bytes(options["workspace"])
     flags = python_options()

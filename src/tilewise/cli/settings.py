@@ -11,7 +11,7 @@ import click
 
 from tilewise.cli.program import BadInput, bad_input, enough_memory
 from tilewise.settings import OPTIONS, Option
-from tilewise.settings.kinds import Choice, Count, Flag, Names, Share
+from tilewise.settings.kinds import Choice, Count, DeviceNames, Flag, Names, Share
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,7 @@ __all__ = [
     "passes_option",
     "planning_options",
     "shared_option",
+    "sharing_devices",
     "workspace_bytes",
 ]
 
@@ -66,6 +67,7 @@ class Asked:
     layout: str
     deterministic: bool
     exclude: tuple[str, ...]
+    share_with: tuple[str, ...]
 
     def options(self) -> Options:
         """The planner's options. Raises :class:`BadInput`."""
@@ -74,8 +76,9 @@ class Asked:
         limit = None if self.workspace is None else workspace_bytes(self.workspace)
         with bad_input():
             return Options(
-                limit, self.batch_sizes, self.rigor, self.deterministic, exclude=excluded_names(self.exclude)
-            )
+                limit, self.batch_sizes, self.rigor, self.deterministic, exclude=excluded_names(self.exclude),
+                share_with=sharing_devices(self.share_with),
+            )  # fmt: skip
 
     def budget(self, total_workspace: str | None, policy: str | None) -> Budget | None:
         """The budget of all kernels together, if one was given. Raises :class:`BadInput`."""
@@ -201,6 +204,7 @@ def enabling_options(function: Function) -> Function:
         "wait",
         "goal",
         "most_plans",
+        "share_with",
         "exclude",
         "deterministic",
         "rigor",
@@ -246,6 +250,8 @@ def shared_option(name: str, *, otherwise: str | None = None) -> Decorator:
         return click.option(option.flag, is_flag=True, default=default, help=option.help)
     if isinstance(option.kind, Names):
         return click.option(option.flag, multiple=True, metavar="SOLVER", help=f"{option.help} May be repeated.")
+    if isinstance(option.kind, DeviceNames):
+        return click.option(option.flag, multiple=True, metavar="DEVICE", help=f"{option.help} May be repeated.")
     help = f"{option.help}  [default: {_in_words(option) if otherwise is None else otherwise}]"
     if isinstance(option.kind, Choice):
         return click.option(option.flag, type=click.Choice(option.choices), default=default, help=help)
@@ -263,6 +269,17 @@ def excluded_names(given: Iterable[str]) -> tuple[str, ...]:
 
     with bad_input("--exclude"):
         return Options(exclude=tuple(given)).exclude
+
+
+def sharing_devices(given: Iterable[str]) -> tuple[str, ...]:
+    """The devices that may take shares of batches, checked. Raises :class:`BadInput` naming the option."""
+    from tilewise.machine.places import check_present
+    from tilewise.planner import Options
+
+    with bad_input("--share-with"):
+        names = Options(share_with=tuple(given)).share_with
+        check_present(names)
+        return names
 
 
 def workspace_bytes(given: str) -> int | None:
@@ -297,4 +314,5 @@ def _options() -> list[Decorator]:
         choice("--layout", LAYOUTS, "contiguous", "Memory order of images, filters and outputs."),
         shared_option("deterministic"),
         shared_option("exclude"),
+        shared_option("share_with"),
     ]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 INPUTS = ("batch", "dtype", "precision", "layout")
-OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude")
+OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude", "share_with")
 
 
 @click.command("time")

@@ -41,9 +41,10 @@ class Bound:
 
     ``bound(a, b, bias=None, out=None)`` computes the problem from operands in the order of ``problem.operands`` and
     returns the result. ``workspace`` is in bytes; what libraries allocate inside is not counted. ``workspaces`` has it
-    by the name of the device, for parts on other devices, too. Where the plan's solvers add the bias, a bias of another
-    length or device raises ``ValueError``. ``kernels`` is what native code needs to launch them itself, or to call
-    the plan by addresses; ``None`` where the plan does more than that.
+    by the name of the device, for parts on other devices, too; a GPU that a plan names by its number has that, as in
+    ``cuda:1``. Where the plan's solvers add the bias, a bias of another length or device raises ``ValueError``.
+    ``kernels`` is what native code needs to launch them itself, or to call the plan by addresses; ``None`` where the
+    plan does more than that.
     """
 
     __slots__ = (
@@ -68,7 +69,8 @@ class Bound:
     def __init__(self, plan: Plan, problem: Problem, node: Node, strides: tuple[tuple[int, ...], ...]) -> None:
         self.plan, self.problem = plan, problem
         self.workspace = node.workspace
-        self.workspaces = {**node.elsewhere, problem.device: node.workspace}
+        beside = node.elsewhere.get(problem.device, 0)  # what copies to other devices take here
+        self.workspaces = {**node.elsewhere, problem.device: node.workspace + beside}
         first = problem.results[0]
         self._shape = problem.shape(first)
         self._strides = strides[0]  # the solvers have been bound to these

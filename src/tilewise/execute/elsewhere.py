@@ -13,7 +13,14 @@ from tilewise.machine.device import torch_device
 from tilewise.machine.workspaces import Workspaces
 from tilewise.problems.base import Problem, Tensors, as_tuple, dense_strides
 
-__all__ = ["Elsewhere", "check_elsewhere", "example_there", "release_elsewhere"]
+__all__ = [
+    "Elsewhere",
+    "check_elsewhere",
+    "example_there",
+    "release_elsewhere",
+    "strides_there",
+    "workspace_there",
+]
 
 _workspaces = Workspaces()
 """Apart from the workspaces of wholes: a whole on a CPU may hold one while its part runs."""
@@ -35,10 +42,19 @@ def check_elsewhere(problem: Problem) -> None:
 
 def example_there(problem: Problem, role: str) -> Tensor:
     """An uninitialised tensor of ``role`` on the part's own device, in the layout in which copies are made there."""
-    layout = problem.layout(role)
-    strides = dense_strides(problem.shape(role), "contiguous" if layout == "view" else layout)
-    device = torch_device(problem.device)
+    device, strides = torch_device(problem.device), strides_there(problem, role)
     return torch.empty_strided(problem.shape(role), strides, dtype=problem.torch_dtype(role), device=device)
+
+
+def strides_there(problem: Problem, role: str) -> tuple[int, ...]:
+    """The strides of a copy of the tensor of ``role`` on the part's own device: it is dense there."""
+    layout = problem.layout(role)
+    return dense_strides(problem.shape(role), "contiguous" if layout == "view" else layout)
+
+
+def workspace_there(size: int, device: torch.device) -> Tensor:
+    """A workspace of ``size`` bytes for a part on ``device``, of this thread alone."""
+    return _workspaces.take(size, device)
 
 
 class Elsewhere(Node):

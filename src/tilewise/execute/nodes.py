@@ -14,6 +14,7 @@ from tilewise.execute.elsewhere import Elsewhere, check_elsewhere, example_there
 from tilewise.execute.kept_filter import kept_filter
 from tilewise.execute.node import Addressed, Node, PlanMismatch, Results, allocating_call, flat_call
 from tilewise.execute.places import Place, carved, carved_places
+from tilewise.execute.shared import Shared
 from tilewise.kernels.native.sequence import LaunchSequence, joined
 from tilewise.machine.threads import at_once
 from tilewise.plan import Plan
@@ -415,6 +416,8 @@ def node_of(plan: Plan, problem: Problem, operands: Tensors, results: Tensors) -
         raise PlanMismatch(f"{plan.solver} cannot solve {problem.key}: {'; '.join(reasons)}")
     if not isinstance(solver, Split):
         return Leaf(solver, plan, problem, operands, results)
+    if solver.across:
+        return Shared(problem, plan.config, *parts_of(plan, problem, solver), operands, results, node_of)
     kind = AtOnce if solver.at_once else Parts
     return kind(problem, *parts_of(plan, problem, solver), operands, results)
 

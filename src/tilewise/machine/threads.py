@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["at_once", "bounds_threads", "with_threads"]
+__all__ = ["at_once", "bounds_threads", "side_by_side", "with_threads"]
 
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
@@ -54,6 +54,16 @@ def with_threads(job: Callable[[], object], threads: int) -> None:
     """Run ``job()`` on a thread where torch has ``threads`` threads. Raises what the job raises."""
     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     _run([_Task(lambda _: job(), range(1), threads, modes)])
+
+
+def side_by_side(jobs: Sequence[Callable[[], object]], threads: Sequence[int]) -> None:
+    """Run different ``jobs`` at once, each on a thread of its own where torch has as many ``threads`` as are named.
+
+    Each job has the caller's inference and gradient modes. All are waited for, whatever happens, as they may write into
+    the caller's memory. Then the exception of the first job that raised one is raised, or the interrupt that came.
+    """
+    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    _run([_Task(lambda index: jobs[index](), (index,), count, modes) for index, count in enumerate(threads)])
 
 
 def bounds_threads() -> bool:
@@ -115,15 +125,16 @@ class _Worker(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="tilewise-part", daemon=True)
         self.tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-        self._threads = 0
+        self.threads = 0
+        """Torch's threads in the last task."""
 
     def run(self) -> None:
         """Run tasks for ever, each with its number of torch's threads."""
         torch.get_num_threads()  # torch sets a thread's number when first asked, and then no more
         while True:
             task = self.tasks.get()
-            if task.threads != self._threads:
-                self._threads = task.threads
+            if task.threads != self.threads:
+                self.threads = task.threads
                 for setter in _setters():
                     setter(task.threads)
             task.run()
@@ -138,7 +149,7 @@ def _run(tasks: Sequence[_Task]) -> None:
     """Run each task on a worker. All are waited for, whatever happens, as they write into the caller's memory."""
     workers: list[_Worker] = []
     try:
-        workers.extend(_take() for _ in tasks)
+        workers.extend(_take(task.threads) for task in tasks)
         for worker, task in zip(workers, tasks, strict=True):
             worker.tasks.put(task)
         for task in tasks:
@@ -180,11 +191,18 @@ def _run_on_team(parallel: Callable[..., None], tasks: Sequence[_Task], threads:
         raise KeyboardInterrupt  # before, between or after tasks, where no exception leaves a team
 
 
-def _take() -> _Worker:
-    """An idle worker, or a new one."""
+def _take(threads: int) -> _Worker:
+    """An idle worker, or a new one.
+
+    One that had as many ``threads`` before is preferred: OpenMP ends and starts threads where the number changes.
+    """
     try:
-        return _idle.pop()
-    except IndexError:
+        worker = next((each for each in reversed(_idle) if each.threads == threads), None)
+        if worker is None:
+            return _idle.pop()
+        _idle.remove(worker)
+        return worker
+    except (IndexError, ValueError, RuntimeError):  # none is idle, or another thread took it meanwhile
         worker = _Worker()
         worker.start()
         return worker

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewise import execute, solvers
+from tilewise.machine.places import HERE
 from tilewise.machine.threads import with_threads
 from tilewise.plan import Config, Plan
 from tilewise.planner.options import EXCLUDED, Options
 from tilewise.problems.base import Problem
 from tilewise.solvers import Solver, Split
+from tilewise.solvers.common.shares import Shares
 
 __all__ = ["MOST_NESTED", "as_here", "is_offered", "why_unfit"]
 
@@ -34,6 +36,8 @@ MOST_LABEL = 1 << 16
 """Most characters of a label."""
 MOST_NUMBERS = 16
 """Most integers in a tuple of a leaf's config."""
+SHARED = {"copiers", "devices", "owners", "sizes"}
+"""What the config of a split says that shares a batch among devices."""
 LEAST_RANGE = 2**16
 """Integers in a config may be this large, whatever the size of the problem."""
 
@@ -100,7 +104,7 @@ class _Asking:
         if depth == MOST_NESTED or (solver.at_once and depth):
             return f"its plan cuts by {plan.solver} below {depth} other splits"
         sizes, whole = plan.config.get("sizes"), problem.extent(solver.axis_of(problem))
-        if set(plan.config) != {"sizes"}:
+        if set(plan.config) != (SHARED if solver.across else {"sizes"}):
             return _not_offered(plan)
         shown = str(sizes[:20] if isinstance(sizes, tuple) else sizes)[:200]
         if not isinstance(sizes, tuple) or min(sizes, default=0) < 1 or sum(sizes) != whole:
@@ -114,8 +118,14 @@ class _Asking:
             return f"its plan cuts the parts of {plan.solver} again, which run at once"
         if solver.at_once and any(part.problem is None for part in parts):
             return f"its plan has parts of {plan.solver} that meet no data"
-        threads = max(1, torch.get_num_threads() // len(parts)) if solver.at_once else 0
-        for part, child in zip(parts, plans, strict=True):
+        if solver.across:
+            if reason := self._unasked(plan):
+                return reason
+            threads_of = self._threads_of_shares(plan, problem)
+        else:
+            each = max(1, torch.get_num_threads() // len(parts)) if solver.at_once else 0
+            threads_of = [each] * len(parts)
+        for part, child, threads in zip(parts, plans, threads_of, strict=True):
             if part.problem is None or (key := (part.problem, child, threads)) in self.asked:
                 continue
             if len(self.asked) == MOST_KINDS:
@@ -124,6 +134,22 @@ class _Asking:
             if reason := self.why_unfit(child, part.problem, solver.level, threads, depth + 1):
                 return reason
         return ""
+
+    def _unasked(self, plan: Plan) -> str:
+        """Why a plan may not share a batch among its devices; empty when it may."""
+        for place in Shares.of(plan.config).places:
+            name = place.partition("=")[0]
+            if place != HERE and name not in self.options.share_with:
+                return f"its plan shares the batch with {_shown(name)}, which share_with does not name"
+        return ""
+
+    def _threads_of_shares(self, plan: Plan, problem: Problem) -> list[int]:
+        """The threads of torch for each part that a CPU computes, 0 for those of GPUs."""
+        shares = Shares.of(plan.config)
+        threads = shares.threads(problem.device_type, torch.get_num_threads())
+        on_cpu = [p == "cpu" or (p == HERE and problem.device_type == "cpu") for p in shares.places]
+        of_places = zip(shares.parts, threads, on_cpu, strict=True)
+        return [count if cpu else 0 for sizes, count, cpu in of_places for _ in sizes]
 
 
 def as_here(plan: Plan, problem: Problem) -> Plan:

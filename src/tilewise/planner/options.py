@@ -27,6 +27,8 @@ RIGORS = ("estimate", "measure", "patient", "wisdom_only")
 MEASURING = ("measure", "patient")
 """The rigors that measure candidates."""
 BATCH_SIZES = ("undivided", "powers_of_two", "all")
+MOST_DIGITS = 4
+"""Most digits of a GPU's number."""
 EXCLUDED = "left out by exclude"
 """The reason given for a candidate whose solver the options exclude."""
 
@@ -46,7 +48,9 @@ class Options:
     1e-5 in fp32, twice torch's own otherwise); ``strict`` bounds the spread of an outlier's error the same way.
     ``cuda_graphs``: the layers are replayed from CUDA graphs, so that launching them costs nothing. ``exclude`` names
     solvers and splits that no plan may use, neither whole nor as a part nor inside another solver; it is kept sorted.
-    Torch's own choice, ``aten``, is still measured to compare with when it is left out.
+    Torch's own choice, ``aten``, is still measured to compare with when it is left out. ``share_with`` names devices,
+    such as ``cpu`` and ``cuda:1``, that may compute a share of a layer's batch beside the device of its tensors, at the
+    same time. Whether this machine has them is looked at when something is planned.
 
     Raises ``ValueError`` naming the argument, the value and what would do.
     """
@@ -59,6 +63,7 @@ class Options:
     strict: bool = False
     cuda_graphs: bool = False
     exclude: tuple[str, ...] = ()
+    share_with: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.workspace is not None:
@@ -72,6 +77,7 @@ class Options:
         if self.error_limit is not None:
             object.__setattr__(self, "error_limit", _positive(self.error_limit))
         object.__setattr__(self, "exclude", _solver_names(self.exclude, "exclude"))
+        object.__setattr__(self, "share_with", _device_names(self.share_with))
 
     def excludes(self, solver: Solver, config: Config | None = None) -> bool:
         """Whether no plan may use ``solver``, or ``config`` of it because it computes with an excluded one."""
@@ -120,6 +126,25 @@ def _solver_names(given: object, argument: str) -> tuple[str, ...]:
         if not isinstance(name, str) or name not in known:
             raise ValueError(f"{argument}: {name!r:.80} is no solver; there are {', '.join(known)}")
     return tuple(sorted(set(names)))
+
+
+def _device_names(given: object) -> tuple[str, ...]:
+    """Devices as torch names them, each once, in their order. Raises ``ValueError`` for anything else.
+
+    ``cuda`` is ``cuda:0``.
+    """
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise ValueError(f"share_with={given!r:.80}: devices such as ('cpu', 'cuda:1') would do")
+    names = []
+    for name in given:
+        kind, separator, number = name.partition(":") if isinstance(name, str) else ("", "", "")
+        counted = not separator or (number.isascii() and number.isdecimal() and len(number) <= MOST_DIGITS)
+        if name != "cpu" and not (kind == "cuda" and counted):
+            raise ValueError(f"share_with: {name!r:.80} is no device; cpu, cuda or cuda:N would do")
+        names.append(name if kind == "cpu" else f"cuda:{int(number or 0)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"share_with={tuple(names)!r:.200}: names a device twice; each once would do")
+    return tuple(names)
 
 
 def no_plan_text(problem: Problem, options: Options, log: Sequence[Measurement]) -> str:

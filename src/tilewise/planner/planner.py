@@ -136,10 +136,11 @@ class Planner:
         """Measure on all devices at once what :meth:`plan` would measure here; ``told`` hears of each when it is done.
 
         Nothing where the planner has no further device, where fewer than four problems are unknown (unless
-        ``batch_sizes`` is ``all``) or nothing is to be measured. What has no plan is for :meth:`plan` to say.
+        ``batch_sizes`` is ``all``) or nothing is to be measured. What has no plan is for :meth:`plan` to say. Nothing
+        either where a batch may be shared with other devices, which must be quiet then.
         """
         workers = self.workers
-        if workers is None or not workers.others or options.rigor not in MEASURING:
+        if workers is None or not workers.others or options.rigor not in MEASURING or options.share_with:
             return
         with self._lock:
             known = {p: self.remembered(p, options) for p in problems if p.device == workers.name}

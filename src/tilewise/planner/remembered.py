@@ -53,6 +53,7 @@ def constraints_text(options: Options) -> str:
         f"workspace={options.workspace} batch_sizes={options.batch_sizes} deterministic={options.deterministic} "
         f"error_limit={options.error_limit} strict={options.strict}"
         + (f" exclude={','.join(options.exclude)}" if options.exclude else "")
+        + (f" share_with={','.join(options.share_with)}" if options.share_with else "")
         + (REPLAYED if options.cuda_graphs else "")
     )
 

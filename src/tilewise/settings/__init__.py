@@ -14,7 +14,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
-from tilewise.settings.kinds import Choice, Count, Flag, FlagOrDefault, Kind, MemorySize, Names, Number, Share, Size
+from tilewise.settings.kinds import (
+    Choice,
+    Count,
+    DeviceNames,
+    Flag,
+    FlagOrDefault,
+    Kind,
+    MemorySize,
+    Names,
+    Number,
+    Share,
+    Size,
+)
 
 if TYPE_CHECKING:
     from tilewise.planner.options import Options
@@ -217,6 +229,16 @@ class Settings:
             variable="TILEWISE_EXCLUDE",
         ),
     )
+    share_with: Sequence[str] = field(
+        default=(),
+        metadata=about(
+            DeviceNames(),
+            "Devices that may compute a share of a layer's batch beside its own device, such as cpu or cuda:1.",
+            "All compute at once, and copies count in the time. The share of each is measured, and used where it wins. "
+            "A workspace limit holds on each device by itself.",
+            variable="TILEWISE_SHARE_WITH",
+        ),
+    )
     unplanned: Unplanned = field(
         default="plan",
         metadata=about(
@@ -289,7 +311,9 @@ class Settings:
     def __post_init__(self) -> None:
         for option in OPTIONS.values():
             option.kind.check(option.name, getattr(self, option.name))
-        object.__setattr__(self, "exclude", self.options().exclude)
+        options = self.options()
+        object.__setattr__(self, "exclude", options.exclude)
+        object.__setattr__(self, "share_with", options.share_with)
 
     def options(self) -> Options:
         """What the planner is to keep for each problem."""
@@ -326,6 +350,7 @@ class PlanOptions(TypedDict, total=False):
     strict: bool
     cuda_graphs: bool
     exclude: Sequence[str]
+    share_with: Sequence[str]
 
 
 class BackgroundOptions(TypedDict, total=False):

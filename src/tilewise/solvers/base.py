@@ -267,6 +267,10 @@ class Split(Solver):
     the problem may be divided.
     """
 
+    across: ClassVar[bool] = False
+    """Whether its parts run at once on several devices, which its config names (:mod:`tilewise.solvers.common.shares`).
+    """
+
     alike: ClassVar[bool] = True
     """Whether all parts of one size are the same problem, so that any sizes compose; else only those of :meth:`cut`."""
 

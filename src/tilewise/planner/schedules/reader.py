@@ -253,6 +253,7 @@ def _options(given: dict[str, Any]) -> Options:
             _flag(given.get("strict", False), "options.strict"),
             _flag(given.get("cuda_graphs", False), "options.cuda_graphs"),
             tuple(_list(given.get("exclude", []), "options.exclude", MOST_NAMES)),
+            tuple(_list(given.get("share_with", []), "options.share_with", MOST_NAMES)),
         ),
     )
 

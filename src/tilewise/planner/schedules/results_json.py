@@ -51,7 +51,7 @@ def head_json(
     layout: str,
 ) -> dict[str, Any]:
     """The fields at the head of every planning document: for which network, device and options it holds."""
-    asked = {**asdict(options), "exclude": list(options.exclude)}
+    asked = {**asdict(options), "exclude": list(options.exclude), "share_with": list(options.share_with)}
     return {
         "target": target,
         "device": device,

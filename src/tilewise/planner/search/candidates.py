@@ -21,6 +21,7 @@ from tilewise.planner.search.foreseen import of_first_parts
 from tilewise.planner.search.leaves import leaf_plan
 from tilewise.planner.search.partitions import Partitions
 from tilewise.planner.search.root import Root
+from tilewise.planner.search.sharing.device_shares import DeviceShares
 from tilewise.planner.search.tilings import Tilings
 from tilewise.planner.search.trial import Trial
 from tilewise.problems.base import Problem
@@ -132,6 +133,11 @@ class Candidates:
             if reasons:
                 if depth == 0:
                     self.root.log.append(Measurement(solver.name, solver.version, Config(), reason="; ".join(reasons)))
+                continue
+            if solver.across:
+                shares = DeviceShares(solver, self.root, trial)
+                plans += shares.plans()
+                self.root.log += shares.log
                 continue
             if solver.at_once:
                 if depth == 0:

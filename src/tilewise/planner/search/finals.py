@@ -19,6 +19,7 @@ from tilewise.planner.measuring.replacing import rounds
 from tilewise.planner.measuring.samples import sample_of
 from tilewise.planner.measuring.times import Took
 from tilewise.planner.options import NoPlanError, first_line, no_plan_text
+from tilewise.planner.search.benchmark import kept_beside
 from tilewise.planner.search.divisions import choice_of
 from tilewise.planner.search.leaves import (
     OverLimit,
@@ -169,7 +170,7 @@ class Finals:
         workspace = benchmark.peak(call, bound.workspace, new, exact=exact)
         if benchmark.shows_more(workspace, bound.workspace, exact=exact):
             workspace = benchmark.peak(call, bound.workspace, new, exact=exact)  # as in a trial
-        return bound, workspace
+        return bound, workspace + kept_beside(bound)
 
     def _keeps_baseline(self, plan: Plan) -> bool:
         """Whether torch's choice is kept because ``plan`` does not beat it surely enough."""

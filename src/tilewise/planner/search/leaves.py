@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from tilewise import execute, solvers
 from tilewise.execute.kept_filter import kept_bytes
+from tilewise.machine.places import HERE, place_on_this_machine
 from tilewise.plan import Config, Measurement, Plan, format_bytes
 from tilewise.planner.measuring.times import NOISE
 from tilewise.problems.base import Problem
 from tilewise.problems.kinds import from_key
 from tilewise.solvers import Solver, Split
+from tilewise.solvers.common.shares import Shares
 
 __all__ = [
     "OverLimit",
@@ -59,13 +61,30 @@ def baseline_over(problem: Problem, workspace: int, limit: int) -> str:
 
 
 def hidden_bytes(plan: Plan, problem: Problem) -> int:
-    """Bytes that the libraries of a plan's leaves take at the most; for parts that run at once, the sum."""
+    """Bytes that the libraries of a plan's leaves take at the most; for parts that run at once, the sum.
+
+    Of shares of several devices it is what they take of the problem's own.
+    """
     solver = solvers.get(plan.solver)
     if not isinstance(solver, Split):
         return solver.hidden_workspace(problem, plan.config)
+    if solver.across:
+        return hidden_by_place(plan, problem, solver).get(HERE, 0)
     parts, plans = execute.parts_of(plan, problem, solver)
     of_parts = [hidden_bytes(child, p.problem) for p, child in zip(parts, plans, strict=True) if p.problem is not None]
     return sum(of_parts) if solver.at_once else max(of_parts, default=0)
+
+
+def hidden_by_place(plan: Plan, problem: Problem, solver: Split) -> dict[str, int]:
+    """For each place of a plan that shares a batch among devices, the bytes that libraries take there at the most."""
+    shares = Shares.of(plan.config)
+    parts, plans = execute.parts_of(plan, problem, solver)
+    owners = [place for place, sizes in zip(shares.places, shares.parts, strict=True) for _ in sizes]
+    most: dict[str, int] = {}
+    for place, part, child in zip(owners, parts, plans, strict=True):
+        if part.problem is not None:
+            most[place] = max(most.get(place, 0), hidden_bytes(child, part.problem))
+    return most
 
 
 def leaf_plan(problem: Problem, m: Measurement) -> Plan:
@@ -94,7 +113,13 @@ def check_declared(plan: Plan, problem: Problem, bound: execute.Bound, limit: in
     """
     if limit is None:
         return
-    here = bound.workspace + hidden_bytes(plan, problem)
-    declared = max([here, *(size for device, size in bound.workspaces.items() if device != problem.device)])
+    taken = {**bound.workspaces, problem.device: bound.workspaces[problem.device] + hidden_bytes(plan, problem)}
+    solver = solvers.get(plan.solver)
+    if isinstance(solver, Split) and solver.across:
+        for place, hidden in hidden_by_place(plan, problem, solver).items():
+            if place != HERE:
+                device = str(place_on_this_machine(place))
+                taken[device] = taken.get(device, 0) + hidden
+    declared = max(taken.values())
     if declared > limit:
         raise OverLimit(declared, limit)

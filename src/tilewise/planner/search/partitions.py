@@ -22,8 +22,9 @@ from tilewise.planner.search.rates import LOST
 from tilewise.planner.search.trial import UNKNOWN, Trial
 from tilewise.problems.base import Problem
 from tilewise.solvers import Solver, Split
+from tilewise.solvers.common.shares import Shares
 
-__all__ = ["Partitions", "told_as"]
+__all__ = ["Partitions", "nearest", "told_as"]
 
 MOST = 2
 """Solvers that are tried on parts, the fastest ones on the whole; ``patient`` tries all."""
@@ -71,8 +72,8 @@ class Partitions:
             if not all(offered.values()):
                 continue
             first = offered[sizes[0]]
-            for config in first if patient else [_nearest(first, best)]:
-                yield solver, {size: _nearest(configs, config) for size, configs in offered.items()}
+            for config in first if patient else [nearest(first, best)]:
+                yield solver, {size: nearest(configs, config) for size, configs in offered.items()}
 
     def _solvers(self) -> list[tuple[Solver, Config]]:
         """The solvers to try on parts, each with its best config on the whole; all solvers for ``patient``."""
@@ -175,15 +176,25 @@ class Partitions:
 
 
 def told_as(plan: Plan) -> Config:
-    """The config under which reports and wisdom name a plan: for parts at once it also names what the parts run."""
+    """The config under which reports and wisdom name a plan: for parts at once it also names what the parts run.
+
+    For shares of devices it has the images of each device in place of its parts' sizes.
+    """
     solver = solvers.get(plan.solver)
-    if not isinstance(solver, Split) or not solver.at_once:
+    if not isinstance(solver, Split) or not (solver.at_once or solver.across):
         return plan.config
+    if solver.across:
+        shares = Shares.of(plan.config)
+        parts = " | ".join(dict.fromkeys(f"{child.solver} {child.config}".strip() for child in plan.children))
+        return Config(
+            devices=plan.config["devices"], images=shares.images, sizes=tuple(sizes[0] for sizes in shares.parts),
+            copiers=shares.copiers, part=parts,
+        )  # fmt: skip
     first = plan.children[0]
     return Config(**plan.config, part=f"{first.solver} {first.config}".strip())
 
 
-def _nearest(offered: list[Config], wanted: Config) -> Config:
+def nearest(offered: list[Config], wanted: Config) -> Config:
     """The config that shares most values with ``wanted``; of several the one that was offered first."""
     items = set(wanted.items())
     return max(offered, key=lambda config: len(items & set(config.items())))

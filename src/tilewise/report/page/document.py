@@ -167,6 +167,7 @@ def _options(fields: Fields) -> tuple[tuple[str, str], ...]:
         "rigor": fields.text("rigor"),
         "deterministic": "" if same is None else "only" if same else "not asked for",
         "solvers left out": ", ".join(fields.texts("exclude")),
+        "batches shared with": ", ".join(fields.texts("share_with")),
     }
     if "workspace" not in fields:
         del pairs["workspace per kernel"]
