@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from tilewise.machine import threads
-from tilewise.machine.threads import at_once, bounds_threads, with_threads
+from tilewise.machine.threads import at_once, bounds_threads, side_by_side, with_threads
 
 pytestmark = pytest.mark.skipif(not bounds_threads(), reason="torch's threads cannot be bounded here")
 
@@ -196,7 +197,7 @@ def test_no_thread_is_made_anew() -> None:
 
 @pytest.mark.usefixtures("_either")
 def test_where_no_thread_can_be_started_nothing_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> threads._Worker:
+    def fails(count: int) -> threads._Worker:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threads, "_take", fails)
@@ -217,3 +218,38 @@ def test_a_forked_child_has_threads_of_its_own(number: int) -> None:
         at_once(lambda i: found.append(float((torch.ones(50, 50) @ torch.ones(50, 50)).sum()) + i), 2, number)
         os._exit(0 if sorted(found) == [125000.0, 125001.0] else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_different_jobs_side_by_side_have_the_threads_that_are_named() -> None:
+    """Also in calls that follow: each job finds the thread again that had its number before."""
+    before = settings()
+    places: list[set[int]] = []
+    for _ in range(3):
+        seen: dict[str, int] = {}
+        where: dict[str, int] = {}
+
+        def note(name: str, seen: dict[str, int] = seen, where: dict[str, int] = where) -> None:
+            seen[name], where[name] = torch.get_num_threads(), threading.get_ident()
+
+        names = ("wide", "narrow")
+        side_by_side([functools.partial(note, name) for name in names], [3, 1])
+        assert seen == {"wide": 3, "narrow": 1}
+        places.append(set(where.values()))
+        assert len(places[-1]) == 2
+    assert places[1] == places[2]
+    assert settings() == before
+
+
+def test_the_first_of_different_jobs_that_fails_is_told_after_all_have_ended() -> None:
+    ended: list[str] = []
+
+    def slow() -> None:
+        time.sleep(0.05)
+        ended.append("slow")
+
+    def wrong(text: str) -> None:
+        raise ValueError(text)
+
+    with pytest.raises(ValueError, match="first"):
+        side_by_side([slow, functools.partial(wrong, "first"), functools.partial(wrong, "second")], [1, 1, 1])
+    assert ended == ["slow"]

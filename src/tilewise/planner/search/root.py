@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from tilewise import solvers
 from tilewise.machine.device import torch_device
+from tilewise.machine.places import check_present
 from tilewise.machine.torch_state import undisturbed
 from tilewise.plan import Config, Measurement, Plan, format_bytes
 from tilewise.planner.experience import Experience
@@ -50,6 +51,7 @@ class Root:
     """What estimates were worth for problems before."""
 
     def __post_init__(self) -> None:
+        check_present(self.options.share_with)
         self.log: list[Measurement] = []
         self.estimates: dict[tuple[str, Config], float] = {}
         """Expected milliseconds on the whole problem, by solver and config."""
