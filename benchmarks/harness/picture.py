@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
     Figure = Any
 
-__all__ = ["Figure", "heat_maps", "paired_bars", "save", "scattered", "speedup_lines", "stacked_bars"]
+__all__ = ["Figure", "heat_maps", "paired_bars", "save", "scattered", "share_lines", "speedup_lines", "stacked_bars"]
 
 LIMIT = 16
 """Speed-ups beyond this, and below its inverse, have the colour of the limit."""
@@ -39,6 +39,23 @@ def speedup_lines(
         panel.set_ylim(bottom=0)
         if rows:
             panel.legend(fontsize="small")
+    return figure
+
+
+def share_lines(document: dict[str, Any], groups: Sequence[str], x: str, label: str) -> Figure:
+    """A panel a group: speed-up over the detail ``x``, a share, with a mark for what the detail ``found`` names."""
+    figure, panels = _panels(document, len(groups))
+    for panel, group in zip(panels, groups, strict=True):
+        rows = [row for row in document["rows"] if row["group"] == group]
+        points = sorted((row["details"][x], row["ratio"]) for row in rows)
+        panel.plot(*zip(*points, strict=True), color="grey", linewidth=0.8)
+        for found in dict.fromkeys(row["details"]["found"] for row in rows):
+            marks = [(r["details"][x], r["ratio"]) for r in rows if r["details"]["found"] == found]
+            panel.plot(*zip(*marks, strict=True), linestyle="", marker="*" if found == "flops" else ".", label=found)
+        panel.axhline(1.0, color="black", linewidth=0.8)
+        panel.set(title=group, xlabel=label, ylabel="speed-up")
+        panel.set_ylim(bottom=0)
+        panel.legend(fontsize="small")
     return figure
 
 

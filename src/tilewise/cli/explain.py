@@ -43,6 +43,7 @@ def command(
     from tilewise.planner.options import names_to_measure
     from tilewise.report.console import show, show_json
     from tilewise.report.documents import explain_document
+    from tilewise.report.shares import measured_shares, shares_table
     from tilewise.report.tables import explain_table, heading, plan_table
 
     found = text_target(layer)
@@ -63,5 +64,7 @@ def command(
         show_json(explain_document(top, first_pass, tried))
     else:
         show(heading(top), plan_table([result]), "", explain_table(tried, first_pass.problem.device))
+        if shares := measured_shares(tried):
+            show("", shares_table(shares))
     if first_pass.plan is None:
         ctx.exit(NO_PLAN)

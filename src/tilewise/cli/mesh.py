@@ -132,6 +132,10 @@ def plan_mesh(
         network = load_network(target)
     shape = (settings.batch or DEFAULT_BATCH, *mesh.shape(network.input_shape))
     device, options = settings.torch_device(), settings.options()
+    if options.share_with:
+        raise BadInput(
+            f"--share-with {options.share_with[0]!r}: a mesh divides each step among its own GPUs; leave it out"
+        )
     precision = settings.set_precision(device)
     dtype = DTYPES[settings.dtype]
     order = torch.contiguous_format

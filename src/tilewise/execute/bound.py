@@ -43,6 +43,7 @@ class Bound:
     returns the result. ``workspace`` is in bytes; what libraries allocate inside is not counted. ``workspaces`` has it
     by the name of the device, for parts on other devices, too; a GPU that a plan names by its number has that, as in
     ``cuda:1``. Where the plan's solvers add the bias, a bias of another length or device raises ``ValueError``.
+    ``pins`` says that results on the host are allocated in pinned memory, to which GPUs copy directly.
     ``kernels`` is what native code needs to launch them itself, or to call the plan by addresses; ``None`` where the
     plan does more than that.
     """
@@ -60,6 +61,7 @@ class Bound:
         "_shape",
         "_strides",
         "kernels",
+        "pins",
         "plan",
         "problem",
         "workspace",
@@ -79,6 +81,7 @@ class Bound:
         self._bias_shape = _along(problem.bias_dim, len(self._shape))
         self._adds = node.adds
         self._fresh = isinstance(node, Leaf) and node.returns_new
+        self.pins = node.pins
         self._run = node.shortest()
         self._addressed = node.addressed()
         self._like_a = self._dtype is problem.torch_dtype(problem.operands[0])
@@ -106,7 +109,11 @@ class Bound:
         size = self.workspace
         workspace = _workspaces.take(size, a.device) if size else None
         if out is None and not self._fresh:
-            if self._like_a:
+            if self.pins:
+                out = torch.empty_strided(
+                    self._shape, self._strides, dtype=self._dtype, device=a.device, pin_memory=True
+                )
+            elif self._like_a:
                 out = a.new_empty_strided(self._shape, self._strides)
             else:
                 out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)

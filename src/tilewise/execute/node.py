@@ -38,6 +38,8 @@ class Node:
     constant: int
     elsewhere: Mapping[str, int]
     workspace: int
+    pins = False
+    """Whether results on the host are best allocated in pinned memory, to which GPUs copy directly."""
 
     def run(self, operands: Tensors, results: Results, workspace: Tensor | None, *bias: Tensor) -> Tensors:
         """Compute the results and return them."""

@@ -34,7 +34,18 @@ class Shared(Node):
     CPU does.
     """
 
-    __slots__ = ("_direct", "_home", "_home_ranges", "_lanes", "_own", "_places", "_problem", "_shares", "_terms")
+    __slots__ = (
+        "_direct",
+        "_home",
+        "_home_ranges",
+        "_lanes",
+        "_own",
+        "_places",
+        "_problem",
+        "_shares",
+        "_terms",
+        "pins",
+    )
 
     def __init__(
         self,
@@ -74,6 +85,7 @@ class Shared(Node):
         own: Node | None = self._own
         self.workspace = size * count + (0 if own is None else own.workspace)
         self.elsewhere = self._bytes_elsewhere()
+        self.pins = self._home.type == "cpu" and any(lane.there.type == "cuda" for lane in self._lanes) and not sums
 
     def _bind_own(self, part: Part[Any], plan: Plan, operands: Tensors, results: Tensors, bind: Bind) -> None:
         """Bind the part that is computed where the data lie."""

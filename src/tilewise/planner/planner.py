@@ -259,6 +259,12 @@ class Planner:
         warnings.warn(text, WisdomWarning, stacklevel=6)
         return None
 
+    def shares(
+        self, problem: Problem, options: Options, steps: int, beside: tuple[str, ...]
+    ) -> tuple[list[Plan], list[tuple[str, Plan]], list[Measurement]]:
+        """What :meth:`Search.shares` measures of one problem, and its log: for benchmarks of shares of devices."""
+        return self._searched(problem, options, lambda search: (*search.shares(steps, beside), search.log))
+
     def measure_torch(self, problem: Problem, options: Options) -> None:
         """Measure torch's choice on one problem, where it is not known; :meth:`torch_ms` has it then."""
         self._searched(problem, options, Search.measure_torch)

@@ -23,9 +23,10 @@ from tilewise.planner.options import Options, first_line
 from tilewise.planner.search.leaves import OverLimit, check_declared, has_exact_memory
 from tilewise.problems.base import Problem, narrow
 from tilewise.problems.operands import Tensors
-from tilewise.solvers import SolverUnavailable
+from tilewise.solvers import SolverUnavailable, Split
+from tilewise.solvers.common.shares import Shares
 
-__all__ = ["OUT_OF_MEMORY", "Benchmark", "TooSlow", "kept_beside"]
+__all__ = ["OUT_OF_MEMORY", "Benchmark", "TooSlow", "as_counted", "kept_beside"]
 
 OUT_OF_MEMORY = "out of memory"
 """How the reason begins why a candidate is lost that found too little memory."""
@@ -53,6 +54,20 @@ class TooSlow(Exception):
 def kept_beside(bound: execute.Bound) -> int:
     """Bytes of the problem's own device that a bound plan keeps for copies to others, which its calls do not show."""
     return bound.workspaces[bound.problem.device] - bound.workspace
+
+
+def as_counted(plan: Plan, problem: Problem, times: Sequence[Took]) -> Sequence[Took]:
+    """``times`` of ``plan`` as they count beside those of others.
+
+    Where the CPU computes a share of a GPU's layer, the host's time is no time of launches: it is a part of what the
+    devices compute, as on a CPU.
+    """
+    solver = solvers.get(plan.solver)
+    if problem.device_type != "cuda" or not isinstance(solver, Split) or not solver.across:
+        return times
+    if "cpu" not in Shares.of(plan.config).places:
+        return times
+    return [Took(took.ms, 0.0) for took in times]
 
 
 @dataclass(frozen=True)
@@ -105,8 +120,10 @@ class Benchmark:
         """The times of a bound plan's runs that count, and the bytes of its workspace."""
         check_declared(plan, self.problem, bound, self.options.workspace)
         solver = solvers.get(plan.solver)
-        new = solver.own_output and self.is_root and not self.problem.accumulate
+        fresh = solver.own_output or (isinstance(solver, Split) and solver.across)  # which may pin its result
+        new = fresh and self.is_root and not self.problem.accumulate
         call = self.tensors.call(bound, self.bias, new=new)
+        new = new and not bound.pins  # pinned memory is not counted where a result's is
         if solver.unpredicted(self.problem, plan.config):
             self._run_on_few(plan, best_ms, bound.workspace)
         if self._keeps(plan):
@@ -128,7 +145,7 @@ class Benchmark:
                 timed()
                 if min(took.device_ms for took in times) > LOSES[device] * best_ms:
                     break
-        counting = counted(times, device)
+        counting = as_counted(plan, self.problem, counted(times, device))
         workspace += kept_beside(bound)
         return [took.replayed() for took in counting] if self.options.cuda_graphs else counting, workspace
 

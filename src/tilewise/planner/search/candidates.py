@@ -70,6 +70,20 @@ class Candidates:
         own = [(problem, Plan(problem.key, *offer.key)) for offer in offers]
         return [*own, *of_first_parts(problem, options, self.root.profile, offers)]
 
+    def shares(self, steps: int, beside: tuple[str, ...]) -> tuple[list[Plan], list[tuple[str, Plan]]]:
+        """Measure shares of the batch with the devices at the places ``beside``, and a sweep of so many ``steps``.
+
+        Returns the leaves that computed the whole where its tensors lie, and what found each share with its plan.
+        """
+        trial = self._trial_of_whole()
+        leaves = [leaf_plan(self.root.problem, m) for m in self._usable(trial)]
+        split = solvers.get("devices")
+        assert isinstance(split, Split)
+        shares = DeviceShares(split, self.root, trial, steps=steps, beside=beside)
+        shares.plans()
+        self.root.log += shares.log
+        return leaves, shares.found
+
     def lacking(self) -> list[str]:
         """Measure what is compiled; returns what workers would compile for the other candidates of the whole."""
         return self._trial_of_whole().lacking()

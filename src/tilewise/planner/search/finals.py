@@ -19,7 +19,7 @@ from tilewise.planner.measuring.replacing import rounds
 from tilewise.planner.measuring.samples import sample_of
 from tilewise.planner.measuring.times import Took
 from tilewise.planner.options import NoPlanError, first_line, no_plan_text
-from tilewise.planner.search.benchmark import kept_beside
+from tilewise.planner.search.benchmark import as_counted, kept_beside
 from tilewise.planner.search.divisions import choice_of
 from tilewise.planner.search.leaves import (
     OverLimit,
@@ -125,6 +125,8 @@ class Finals:
                 return [timed for plan in within_limit for timed in self._time_whole([plan])]
             self.root.drop(within_limit[0], f"raised {type(error).__name__} when timed whole: {first_line(error)}")
             return []
+        for index, plan in enumerate(within_limit):
+            times[index] = list(as_counted(plan, self.root.problem, times[index]))
         return self._with_times(within_limit, times, share)
 
     def _written_last(self) -> torch.Tensor | None:

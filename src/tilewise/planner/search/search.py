@@ -115,6 +115,18 @@ class Search:
             self.root.measure_baseline()
             self.candidates.ranked()
 
+    def shares(self, steps: int, beside: tuple[str, ...]) -> tuple[list[Plan], list[tuple[str, Plan]]]:
+        """Plans of the whole where its tensors lie, torch's choice included, and a sweep of shares of its batch.
+
+        ``beside`` are the places of other devices (:mod:`tilewise.machine.places`). With each share comes what found
+        it. The reasons of those that were lost are in :attr:`log`.
+        """
+        with self.root.undisturbed():
+            self.root.measure_baseline()
+            leaves, found = self.candidates.shares(steps, beside)
+            own = [self.root.baseline_plan()] if self.root.baseline_allowed else []
+            return sorted([*own, *leaves], key=lambda plan: plan.time_ms), found
+
     def confirm(self, plan: Plan, *, by_peak: bool = True) -> tuple[Plan, str]:
         """Check a plan from elsewhere. Returns it with its workspace and error here, and why it may not be used.
 

@@ -51,8 +51,14 @@ class DeviceShares:
     root: Root
     trial: Trial
     log: list[Measurement] = field(default_factory=list)
+    steps: int = 0
+    """Steps of a sweep of shares that is measured besides; 0 for none."""
+    beside: tuple[str, ...] | None = None
+    """Places of the other devices; ``None`` for those that the options name."""
 
     def __post_init__(self) -> None:
+        self.found: list[tuple[str, Plan]] = []
+        """What found each share that was measured, and its plan."""
         self.problem = self.trial.problem
         self.whole = self.problem.batch_size
         self._plans_of = SharePlans(self.solver, self.root, self.trial, (HERE,))
@@ -72,8 +78,8 @@ class DeviceShares:
         self._measured(by_rates, "rates")
         best = self._balanced(min((by_flops, by_rates), key=self._time), self.whole // FIRST_STEP)
         best = self._tuned(best)
-        if self.root.options.rigor == "patient":
-            best = min((best, *self._sweep()), key=self._time)
+        if steps := self.steps or (SWEEP if self.root.options.rigor == "patient" else 0):
+            best = min((best, *self._sweep(steps)), key=self._time)
         return self._chosen(best)
 
     @property
@@ -83,10 +89,12 @@ class DeviceShares:
 
     def _why_none(self) -> str:
         """Why nothing is shared out; empty where it is tried."""
-        options = self.root.options
-        if not options.share_with:
+        options, others = self.root.options, self.beside
+        if others is None and not options.share_with:
             return "not tried: share_with names no device"
-        self._plans_of.places = (HERE, *other_places(options.share_with, self.trial.tensors.device))
+        if others is None:
+            others = other_places(options.share_with, self.trial.tensors.device)
+        self._plans_of.places = (HERE, *others)
         if len(self._places) < 2:
             return "not tried: share_with names no other device than the one of the tensors"
         if options.rigor == "estimate":
@@ -151,12 +159,12 @@ class DeviceShares:
         if not self._measured(images, "search") < GAIN * before:
             plans.sizes, plans.copiers = kept
 
-    def _sweep(self) -> list[Images]:
+    def _sweep(self, steps: int) -> list[Images]:
         """Shares of the tensors' own device from all to nothing, measured; what it leaves is divided as by rates."""
         others = [float(n) for n in self._by_rates()[1:]]
         found = []
-        for step in range(SWEEP + 1):
-            here = round(self.whole * step / SWEEP)
+        for step in range(steps + 1):
+            here = round(self.whole * step / steps)
             images = (here, *shares_by(others if any(others) else [1.0] * len(others), self.whole - here))
             self._measured(images, "sweep")
             found.append(images)
@@ -223,9 +231,9 @@ class DeviceShares:
         self.log.append(replace(m, config=Config(**label, found=found), reason=reason))
         if not reason and m.time_ms is not None:
             self._times[key] = m.time_ms
-            self._plans[key] = replace(
-                plan, time_ms=m.time_ms, workspace=m.workspace or 0, host_ms=m.host_ms, load=m.load
-            )
+            plan = replace(plan, time_ms=m.time_ms, workspace=m.workspace or 0, host_ms=m.host_ms, load=m.load)
+            self._plans[key] = plan
+            self.found.append((found, plan))
 
     def _timed(self, plan: Plan, best_ms: float) -> Measurement:
         """The measurement of a plan; on a CPU after a run that does not count, which pins memory and starts threads."""
@@ -235,7 +243,7 @@ class DeviceShares:
         def bind(plan: Plan) -> execute.Bound:
             bound = execute.bind(plan, self.problem, *self.trial.tensors.all)
             check_declared(plan, self.problem, bound, self.trial.options.workspace)
-            self.trial.tensors.call(bound)()
+            self.trial.tensors.call(bound, new=not self.problem.accumulate)()
             return bound
 
         return self.trial.benchmark.measure(plan, best_ms, bind)
