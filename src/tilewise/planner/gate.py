@@ -20,7 +20,7 @@ from tilewise.plan import Config, Plan
 from tilewise.planner.options import EXCLUDED, Options
 from tilewise.problems.base import Problem
 from tilewise.solvers import Solver, Split
-from tilewise.solvers.common.shares import Shares
+from tilewise.solvers.common.shares import NAMES, Shares
 
 __all__ = ["MOST_NESTED", "as_here", "is_offered", "why_unfit"]
 
@@ -36,8 +36,6 @@ MOST_LABEL = 1 << 16
 """Most characters of a label."""
 MOST_NUMBERS = 16
 """Most integers in a tuple of a leaf's config."""
-SHARED = {"copiers", "devices", "owners", "sizes"}
-"""What the config of a split says that shares a batch among devices."""
 LEAST_RANGE = 2**16
 """Integers in a config may be this large, whatever the size of the problem."""
 
@@ -104,7 +102,7 @@ class _Asking:
         if depth == MOST_NESTED or (solver.at_once and depth):
             return f"its plan cuts by {plan.solver} below {depth} other splits"
         sizes, whole = plan.config.get("sizes"), problem.extent(solver.axis_of(problem))
-        if set(plan.config) != (SHARED if solver.across else {"sizes"}):
+        if set(plan.config) != (set(NAMES) if solver.across else {"sizes"}):
             return _not_offered(plan)
         shown = str(sizes[:20] if isinstance(sizes, tuple) else sizes)[:200]
         if not isinstance(sizes, tuple) or min(sizes, default=0) < 1 or sum(sizes) != whole:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from tilewise.machine.places import HERE, join_places, name_of_place, split_places
 from tilewise.plan import Config
 
-__all__ = ["Shares", "parts_of_size", "shares_by"]
+__all__ = ["NAMES", "Shares", "parts_of_size", "shares_by"]
 
+NAMES = ("devices", "sizes", "owners", "copiers")
+"""What a config of shares says."""
 MOST_COPIERS = 1024
 """Most host threads that copy for one GPU."""
 
@@ -29,8 +31,10 @@ class Shares:
 
     @classmethod
     def of(cls, config: Config) -> Shares:
-        """What ``config`` says, whoever wrote it. Raises ``ValueError`` or ``KeyError`` naming what is wrong."""
-        places, sizes, owners, copiers = (config[name] for name in ("devices", "sizes", "owners", "copiers"))
+        """What ``config`` says, whoever wrote it. Raises ``ValueError`` naming what is wrong."""
+        if missing := [name for name in NAMES if name not in config]:
+            raise ValueError(f"config={str(config)[:80]!r}: {', '.join(NAMES)} would do, {missing[0]} is missing")
+        places, sizes, owners, copiers = (config[name] for name in NAMES)
         if not isinstance(places, str) or type(copiers) is not int or not 1 <= copiers <= MOST_COPIERS:
             raise ValueError(f"devices={places!r:.80}, copiers={copiers!r:.20}: text and a small whole number would do")
         if not isinstance(sizes, tuple) or not isinstance(owners, tuple) or len(sizes) != len(owners):
