@@ -1,4 +1,4 @@
-"""The table of shares: what each device computes beside the time, and where the rule by peak rates would have landed."""
+"""The table of shares: what each device computes beside the time, and where the rule by peak rates would land."""
 
 from __future__ import annotations
 
