@@ -13,6 +13,7 @@ from harness.sides import Call, Tensors, planned_call, race
 from tilewise.machine.places import place_of
 from tilewise.plan import Measurement, Plan
 from tilewise.planner import Planner
+from tilewise.planner.planner import shares_of
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.common.shares import Shares
 
@@ -103,7 +104,7 @@ def measured(
 
     Raises ``RuntimeError`` where a share gives another result than torch.
     """
-    alone, found, log = planner.shares(problem, settings.planning(), steps, places)
+    alone, found, log = shares_of(planner, problem, settings.planning(), steps, places)
     tensors = Tensors(problem)
     distinct: dict[tuple[object, ...], tuple[str, Plan]] = {}
     for name, plan in found:

@@ -35,7 +35,7 @@ from tilewise.planner.search.search import Search
 from tilewise.problems.base import Problem
 from tilewise.wisdom import Wisdom, WisdomWarning
 
-__all__ = ["Lacking", "Planner", "Progress", "best_if_compiled", "do_job"]
+__all__ = ["Lacking", "Planner", "Progress", "best_if_compiled", "do_job", "shares_of"]
 
 P = TypeVar("P", bound=Problem)
 
@@ -259,12 +259,6 @@ class Planner:
         warnings.warn(text, WisdomWarning, stacklevel=6)
         return None
 
-    def shares(
-        self, problem: Problem, options: Options, steps: int, beside: tuple[str, ...]
-    ) -> tuple[list[Plan], list[tuple[str, Plan]], list[Measurement]]:
-        """What :meth:`Search.shares` measures of one problem, and its log: for benchmarks of shares of devices."""
-        return self._searched(problem, options, lambda search: (*search.shares(steps, beside), search.log))
-
     def measure_torch(self, problem: Problem, options: Options) -> None:
         """Measure torch's choice on one problem, where it is not known; :meth:`torch_ms` has it then."""
         self._searched(problem, options, Search.measure_torch)
@@ -369,6 +363,13 @@ def best_if_compiled(search: Search) -> Plan:
     if jobs:
         raise Lacking(jobs)
     return search.best()
+
+
+def shares_of(
+    planner: Planner, problem: Problem, options: Options, steps: int, beside: tuple[str, ...]
+) -> tuple[list[Plan], list[tuple[str, Plan]], list[Measurement]]:
+    """What :meth:`Search.shares` measures of one problem, and its log: for benchmarks of shares of devices."""
+    return planner._searched(problem, options, lambda search: (*search.shares(steps, beside), search.log))
 
 
 def do_job(planner: Planner, job: Job) -> None:
