@@ -24,6 +24,8 @@ NAMES = [entry.name for entry in entries()]
 LONG = {
     "call_overhead",
     "cct_fig4",
+    "cct_fig5",
+    "cct_fig9",
     "fbfft_figures",
     "fbfft_table3",
     "fbfft_table4",
