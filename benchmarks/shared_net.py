@@ -195,7 +195,7 @@ def captured(step: Step, device: torch.device) -> Step:
             repeat(step, 3)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):  # torch's own stream for captures is one of the first device
             step()
     return graph.replay
 

@@ -19,6 +19,7 @@ from tilewise.machine.places import place_of
 from tilewise.machine.threads import bounds_threads
 from tilewise.plan import Plan
 from tilewise.planner import Options, Planner
+from tilewise.planner.measuring.times import peak_is_known
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_operands
@@ -252,11 +253,15 @@ def test_shares_are_measured_and_any_plan_is_right(pass_: Pass, home: torch.devi
         a, b = make_operands(problem, 3)
         plan = planner.plan(problem, options)
         want = problem.reference(a.cpu(), b.cpu())
-        assert toys.distance(bind(plan, problem, a, b)(a, b).cpu(), want) < 1e-5
+        with problem.flags(deterministic=False):
+            got = bind(plan, problem, a, b)(a, b)
+        assert toys.distance(got.cpu(), want) < 1e-5
 
 
 @pytest.mark.parametrize("home", [CPU, GPU], ids=str)
 def test_a_workspace_limit_holds_on_each_device(home: torch.device, tmp_path: Path) -> None:
+    if not peak_is_known(CPU):
+        pytest.skip("what the memory allocator keeps hides what a call takes")
     problem = layer(Pass.FPROP, home, batch=32)
     others = tuple(s.name for s in solvers.all_solvers() if s.name not in ("aten", "devices", "direct_gemm"))
     with toys.installed(without=others):
@@ -275,11 +280,10 @@ class FewImages(toys.Plain):
         return [] if p.batch < 8 else [f"takes 7 images, not {p.batch}"]
 
 
-@pytest.mark.parametrize("home", [CPU, GPU], ids=str)
-def test_a_layer_is_trained_by_shares(home: torch.device, tmp_path: Path) -> None:
-    """Autograd calls the gradients' plans from a thread of its own for tensors on a GPU."""
-    module = nn.Conv2d(16, 8, 3, padding=1).to(home)
-    x = make_operands(layer(Pass.FPROP, home, batch=9), 3)[0].requires_grad_()
+def test_a_layer_is_trained_by_shares(tmp_path: Path) -> None:
+    """Tensors lie on the host. On a GPU the rule of FLOPS would leave no image to the CPU."""
+    module = nn.Conv2d(16, 8, 3, padding=1)
+    x = make_operands(layer(Pass.FPROP, CPU, batch=9), 3)[0].requires_grad_()
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     others = tuple(s.name for s in solvers.all_solvers() if s.name not in ("aten", "devices"))
