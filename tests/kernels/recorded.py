@@ -28,6 +28,7 @@ TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.float16: "*fp16",
+    torch.uint8: "*u8",
 }
 
 

@@ -135,7 +135,7 @@ def test_a_window_says_what_it_does_not_take(changes: dict[str, Any], says: str)
 @pytest.mark.parametrize("c", [Config(), Config(lanes=3, threads=1), Config(lanes=8, threads=0)])
 def test_a_config_of_others_is_refused(c: Config) -> None:
     with pytest.raises(SolverUnavailable, match="is no config of"):
-        get("channel_window").passes(PLAIN, c)  # type: ignore[attr-defined]
+        get("channel_window").passes(PLAIN, c, torch.device("cpu"))  # type: ignore[attr-defined]
 
 
 def test_tensors_that_are_not_dense_are_refused() -> None:

@@ -24,6 +24,7 @@ OURS: Any = get("window_pooling")
 needs_numba = pytest.mark.skipif(
     bool(OURS.why_not(PoolingProblem("max", 1, 1, (4,), (2,), (2,)))), reason="the solver needs Numba"
 )
+CPU = torch.device("cpu")
 BOUND = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 2e-2}
 
 
@@ -102,7 +103,7 @@ def test_threads_do_not_change_a_bit(layout: str, threads: int) -> None:
 def test_several_callers_may_run_it_at_once() -> None:
     p = PoolingProblem("max", 2, 3, (17, 19), (3, 3), (2, 2), task="training")
     operands = operands_of_kind(p, "normal", 1)
-    run = OURS.bind(p, Config(lanes=4, threads=2))
+    run = OURS.bind(p, Config(lanes=4, threads=2), *operands, None, None)
     want = run(*operands, None, None, None)
     for got in at_once(lambda: run(*operands, None, None, None), 3):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -123,7 +124,7 @@ def test_the_largest_window_that_a_byte_counts() -> None:
 @pytest.mark.parametrize("c", [Config(), Config(lanes=5, threads=1), Config(lanes=4, threads=0)])
 def test_what_is_no_config_is_refused(c: Config) -> None:
     with pytest.raises(SolverUnavailable, match="is no config of pool max"):
-        OURS.bind(PoolingProblem("max", 1, 1, (4,), (2,), (2,)), c)
+        OURS.pooler(PoolingProblem("max", 1, 1, (4,), (2,), (2,)), c, CPU)
 
 
 def test_what_is_kept_is_a_byte_a_result() -> None:

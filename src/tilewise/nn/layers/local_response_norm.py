@@ -2,8 +2,8 @@
 
 A call with gradients is one problem, forward and backward together, since torch's autograd is only comparable as a
 whole. Gradients of gradients are torch's: the backward is then computed by torch's own function from what was saved.
-Under autocast, within ``torch.compile`` and inside transforms the module is torch's. So it is on a GPU and in other
-types than fp32, for which there is no solver but torch's, and for views, whose results torch lays out as they lie.
+Under autocast, within ``torch.compile`` and inside transforms the module is torch's. So it is in other types than fp32
+on a CPU, for which there is no solver but torch's, and for views, whose results torch lays out as they lie.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tilewise import solvers
 from tilewise.machine.device import device_name
 from tilewise.machine.recent import Recent
-from tilewise.nn.layers.bound_pass import with_strides
+from tilewise.nn.layers.bound_pass import Slot
 from tilewise.nn.layers.call import autocast_dtype, disturbed, is_plain
 from tilewise.nn.layers.kinds import Call, Layer, ModuleKind, register
 from tilewise.nn.layers.plan_table import PlanTable
@@ -36,6 +36,8 @@ BY_TORCH: Any = torch.nn.functional.local_response_norm
 BY_TORCH_CODE = BY_TORCH.__code__
 """torch's own functions and their code, as they are when this file is imported."""
 MOST_CALLS = 256
+CPU_DTYPES = (torch.float32,)
+"""Types in which there is a solver beside torch's on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def why_torchs(module: nn.LocalResponseNorm, x: object) -> str:
     """Why the call ``module(x)`` is left to torch; empty where it may be planned."""
     if not isinstance(x, Tensor) or not is_plain(x):
         return "called with a tensor of a class of its own, or with something else in a tensor's place"
-    if x.device.type != "cpu" or x.dtype is not torch.float32:
+    if x.dtype not in (DTYPE_NAMES if x.device.type == "cuda" else CPU_DTYPES) or x.device.type not in ("cpu", "cuda"):
         return f"computes in {x.dtype} on {x.device.type}, for which there is no solver but torch's"
     if autocast_dtype(x.device) is not None:
         return "called under autocast"
@@ -118,6 +120,7 @@ class LrnRun:
     problem: LrnProblem
     strides: tuple[int, ...]
     passes: LrnPasses | None
+    slots: tuple[Slot, ...] = ()
 
     @property
     def planned(self) -> bool:
@@ -127,7 +130,7 @@ class LrnRun:
     def __call__(self, x: Tensor) -> Tensor:
         """The result, with autograd where that is needed."""
         if self.problem.task == "inference":
-            return self.forward(with_strides(x, self.strides))
+            return self.forward(self.slots[0].take(x))
         return PlannedLrn.apply(self, x)  # type: ignore[no-any-return,no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,7 +141,7 @@ class LrnRun:
     def backward(self, x: Tensor, dy: Tensor) -> Tensor:
         """The gradient of a dense ``x`` by that of the result, without autograd."""
         assert self.passes is not None
-        return self.passes.backward(x, with_strides(dy, self.strides), self._empty(x))
+        return self.passes.backward(x, self.slots[1].take(dy), self._empty(x))
 
     def _empty(self, like: Tensor) -> Tensor:
         """A new tensor as the plan expects it."""
@@ -152,7 +155,7 @@ class PlannedLrn(torch.autograd.Function):
     def forward(ctx: Any, run: LrnRun, x: Tensor) -> Tensor:
         ctx.run = run
         ctx.save_for_backward(x)
-        return run.forward(with_strides(x.detach(), run.strides))
+        return run.forward(run.slots[0].take(x.detach()))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
@@ -160,7 +163,7 @@ class PlannedLrn(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled() or not is_plain(dy) or dy.dtype is not x.dtype or disturbed():
             return None, _gradient_by_torch(run.problem, x, dy)
-        return None, run.backward(with_strides(x, run.strides), dy)
+        return None, run.backward(run.slots[0].take(x), dy)
 
 
 def _gradient_by_torch(p: LrnProblem, x: Tensor, dy: Tensor) -> Tensor:
@@ -211,11 +214,12 @@ class LrnLayer:
         if bound is None:
             return LrnRun(problem, strides, None)
         solver = solvers.get(bound.plan.solver)
-        passes = solver.passes(problem, bound.plan.config) if isinstance(solver, LrnSolver) else None
+        config = bound.plan.config
+        passes = solver.passes(problem, config, call.device) if isinstance(solver, LrnSolver) else None
         if passes is None:
             reason = f"{solver.name}: cannot run forward and backward apart, as a module needs them"
             self.plan_table.refuse(problem, call.deterministic, reason)
-        return LrnRun(problem, strides, passes)
+        return LrnRun(problem, strides, passes, bound.slots)
 
     def forget(self) -> None:
         """Forget all resolved calls, as the plan table's plans have changed."""

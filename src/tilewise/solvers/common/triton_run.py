@@ -15,9 +15,9 @@ from tilewise.solvers.common.buffers import ALIGNMENT
 
 if TYPE_CHECKING:
     from tilewise.kernels.native.sequence import LaunchSequence
-    from tilewise.kernels.triton.launch import Launch
+    from tilewise.kernels.triton.launch import Launch, Program
 
-__all__ = ["ProgramRun", "compiled", "has_triton"]
+__all__ = ["ProgramRun", "compiled", "has_triton", "program"]
 
 
 class ProgramRun:
@@ -61,12 +61,20 @@ def compiled(p: Problem, launches: Sequence[Launch], device: torch.device) -> Pr
     Kernels may rely on the alignment that the problem declares for each tensor. Raises ``SolverUnavailable`` with
     Triton's reason.
     """
-    from tilewise.kernels.triton.launch import Program
-
     itemsize = p.torch_dtype(p.result).itemsize  # a bias may lie anywhere
     alignment = [*(p.alignment_of(role) for role in p.roles), ALIGNMENT, itemsize]
+    return ProgramRun(program(launches, alignment, device))
+
+
+def program(launches: Sequence[Launch], alignment: Sequence[int], device: torch.device) -> Program:
+    """Compile the launches over tensors whose addresses are aligned to ``alignment`` bytes each.
+
+    Raises ``SolverUnavailable`` with Triton's reason.
+    """
+    from tilewise.kernels.triton.launch import Program
+
     try:
-        return ProgramRun(Program(launches, alignment, device))
+        return Program(launches, alignment, device)
     except Exception as error:  # Triton raises errors of many kinds when a kernel does not compile or fit
         text = str(error).strip().splitlines()
         raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error

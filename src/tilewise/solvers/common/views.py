@@ -139,7 +139,7 @@ def _bias(p: ConvProblem, channel: int) -> Any:
     return Pointer(BIAS, channel * dtype.itemsize, dtype) if p.bias else None
 
 
-def launch(kernel: Any, grid: Sequence[int], pointers: Sequence[Any], scalars: Sequence[int], warps: int = 4,
+def launch(kernel: Any, grid: Sequence[int], pointers: Sequence[Any], scalars: Sequence[int | float], warps: int = 4,
            stages: int = 2, **constants: Any) -> Launch:  # fmt: skip
     """One launch of a Triton kernel with its arguments in order: pointers, scalars, compile-time constants.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from tilewise.kernels.cpu.lrn.told import Told, constants
 from tilewise.kernels.cpu.sizes import HEADER, LANES
 from tilewise.plan import Config
-from tilewise.problems.base import dense_strides
 from tilewise.problems.lrn.problem import LrnProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.cpu_run import (
@@ -26,7 +25,7 @@ from tilewise.solvers.common.cpu_run import (
     with_teams,
 )
 from tilewise.solvers.common.tiles import integer
-from tilewise.solvers.lrn._lrn import LrnSolver
+from tilewise.solvers.lrn._lrn import LrnSolver, is_dense, outside, quarters_of
 
 __all__ = ["ChannelWindow"]
 
@@ -38,11 +37,8 @@ BLOCK_BYTES = 2**13
 """Bytes of terms that are computed before windows of them are added up, where vectors lie along channels."""
 ONE_THREAD = 2**15
 """Numbers that one thread computes in less time than it takes to start others."""
-LEAST_K = 2.0**-16
-MOST_BETA = 4.0
-"""With ``k`` and ``beta`` within these no power is beyond fp32."""
-QUARTERS = 4
 EFFICIENCY = 0.25
+CPU = torch.device("cpu")
 
 
 class ChannelWindow(LrnSolver):
@@ -60,14 +56,7 @@ class ChannelWindow(LrnSolver):
 
     def unsupported(self, p: LrnProblem) -> list[str]:
         """Reasons: no Numba, or numbers for which a denominator may be 0 or negative, or its power beyond fp32."""
-        reasons = numba_missing()
-        if not LEAST_K <= p.k <= 1 / LEAST_K:
-            reasons.append(f"takes k from {LEAST_K} to {1 / LEAST_K}, not {p.k}")
-        if not 0 <= p.alpha <= 1 / LEAST_K:
-            reasons.append(f"takes alpha from 0 to {1 / LEAST_K}, not {p.alpha}")
-        if not 0 <= p.beta <= MOST_BETA:
-            reasons.append(f"takes beta from 0 to {MOST_BETA}, not {p.beta}")
-        return reasons
+        return numba_missing() + outside(p)
 
     def configs(self, p: LrnProblem) -> Iterable[Config]:
         """The processor's vectors, on torch's threads and on threads of our own."""
@@ -85,9 +74,9 @@ class ChannelWindow(LrnSolver):
     def bind(self, p: LrnProblem, c: Config, *tensors: Any, **nothing: Any) -> Run:
         """The run. Raises ``SolverUnavailable`` with Numba's reason, or for a config or strides that do not fit."""
         for tensor in tensors:
-            if tensor is not None and not _is_dense(p, tensor):
+            if tensor is not None and not is_dense(p, tensor):
                 raise SolverUnavailable(f"takes dense tensors in the layout {p.layout_name}")
-        passes = self.passes(p, c)
+        passes = self.passes(p, c, CPU)
 
         def inference(x: Tensor, y: Tensor, workspace: Tensor | None) -> Tensor:
             return passes.forward(x, y)
@@ -97,7 +86,7 @@ class ChannelWindow(LrnSolver):
 
         return inference if p.task == "inference" else training
 
-    def passes(self, p: LrnProblem, c: Config) -> Passes:
+    def passes(self, p: LrnProblem, c: Config, device: torch.device) -> Passes:
         """Forward and backward apart, as a module needs them. Raises ``SolverUnavailable`` as :meth:`bind`."""
         try:
             lanes, threads = integer(c, "lanes"), integer(c, "threads")
@@ -119,7 +108,7 @@ class Passes:
     def __init__(self, p: LrnProblem, lanes: int, threads: int, *, openmp: bool) -> None:
         from tilewise.kernels.cpu.compiling import load_lrn
 
-        quarters = round(p.beta * QUARTERS) if (p.beta * QUARTERS).is_integer() else -1
+        quarters = quarters_of(p.beta)
         along = p.layout_name == "channels_last"
         self._threads, self._openmp = threads, openmp
         self._numbers = constants(p.alpha, p.size, p.beta, p.k)
@@ -146,12 +135,6 @@ class Passes:
         addresses = workspace.data_ptr(), x.data_ptr(), dy.data_ptr(), dx.data_ptr()
         start(run, data.copy(), self._threads, self._openmp, *addresses)
         return dx
-
-
-def _is_dense(p: LrnProblem, tensor: Tensor) -> bool:
-    """Whether a tensor lies as the kernels take it, but for strides along axes of size 1."""
-    dense = dense_strides(p.shape("x"), p.layout_name)
-    return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), dense, strict=True))
 
 
 def _strip(p: LrnProblem, lanes: int, *, back: bool) -> int:

@@ -40,8 +40,8 @@ class PoolingSolver(Solver):
     """Bytes that are kept of each maximum for the backward."""
 
     @abc.abstractmethod
-    def pooler(self, p: PoolingProblem, c: Config) -> Pooler:
-        """What computes ``p`` by config ``c``.
+    def pooler(self, p: PoolingProblem, c: Config, device: torch.device) -> Pooler:
+        """What computes ``p`` by config ``c`` on ``device``.
 
         Raises :class:`~tilewise.solvers.base.SolverUnavailable` where the config cannot run here.
         """
@@ -68,7 +68,7 @@ class PoolingSolver(Solver):
 
     def bind(self, p: PoolingProblem, c: Config, *tensors: Any, **nothing: Any) -> Run:
         """A run of the pooler into new tensors."""
-        pooler, training = self.pooler(p, c), p.task == "training"
+        pooler, training = self.pooler(p, c, tensors[0].device), p.task == "training"
 
         @torch.no_grad()
         def run(*tensors: Any) -> Any:

@@ -35,7 +35,7 @@ class AtenPooling(PoolingSolver):
         """Gradients on a GPU are added by atomics."""
         return p.device_type == "cpu" or p.task == "inference"
 
-    def pooler(self, p: PoolingProblem, c: Config) -> Pooler:
+    def pooler(self, p: PoolingProblem, c: Config, device: torch.device) -> Pooler:
         """Torch's function."""
         return _TorchPooler(p)
 

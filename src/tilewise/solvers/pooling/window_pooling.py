@@ -67,7 +67,7 @@ class WindowPooling(PoolingSolver):
         for lanes in (*wider, *filled[:1]):
             yield from with_teams(Config(lanes=lanes, threads=threads))
 
-    def pooler(self, p: PoolingProblem, c: Config) -> Pooler:
+    def pooler(self, p: PoolingProblem, c: Config, device: torch.device) -> Pooler:
         """The compiled kernels. Raises ``SolverUnavailable`` with Numba's reason, or for a config that is none."""
         try:
             lanes, threads = integer(c, "lanes"), integer(c, "threads")

@@ -1,7 +1,7 @@
 """``nn.MaxPool1d`` to ``nn.MaxPool3d`` and ``nn.AvgPool1d`` to ``nn.AvgPool3d`` as a kind of modules.
 
 A call with gradients is one problem, forward and backward together: a plan decides what is kept between. Gradients of
-gradients are torch's. Calls on a GPU, under autocast, in ``torch.compile`` and with ``return_indices`` are torch's.
+gradients are torch's. Calls under autocast, in ``torch.compile`` and with ``return_indices`` are torch's.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class PlannedPooling(torch.autograd.Function):
         run: PoolingRun = ctx.run
         tensors = ctx.saved_tensors
         x, saved = (tensors[0], tensors[1:]) if run.problem.op == "max" else (None, tensors)
-        plain = is_plain(dy) and dy.dtype is torch.float32 and dy.device.type == "cpu"
+        plain = is_plain(dy) and dy.dtype is run.problem.torch_dtype("x")
         if torch.is_grad_enabled() or not plain or disturbed() or torch._C._is_any_autocast_enabled():
             return None, _gradient_by_torch(run.problem, x, dy)
         assert run.pooler is not None
@@ -161,7 +161,7 @@ class PoolingLayer:
             reason = f"{solver.name}: cannot run forward and backward apart, as a module needs them"
             self.plan_table.refuse(problem, call.deterministic, reason)
             return PoolingRun(problem)
-        return PoolingRun(problem, solver.pooler(problem, bound.plan.config), bound.slots)
+        return PoolingRun(problem, solver.pooler(problem, bound.plan.config, call.device), bound.slots)
 
     def forget(self) -> None:
         """Forget all resolved calls, as the plan table's plans have changed."""
@@ -178,8 +178,8 @@ def describe(module: Any, x: object) -> PoolingCall | str:
     op, dims = CLASSES[type(module)]
     if not isinstance(x, Tensor) or not is_plain(x):
         return "called with a tensor of a class of its own, or with something else in a tensor's place"
-    if x.device.type != "cpu":
-        return "called on another device than a CPU, where torch's is the only way"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"called on {x.device.type}, for which there is no plan"
     if x.dtype not in DTYPE_NAMES:
         return f"computes in {x.dtype}"
     if torch._C._is_any_autocast_enabled():
