@@ -23,7 +23,10 @@ from tilewise.solvers.pooling.window_tiles import Kernels, Tiles, backward_launc
 with contextlib.suppress(ImportError):  # without Triton
     from tilewise.kernels.triton.launch import Program
 
-PLACES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+PLACES = [pytest.param("cpu", marks=interpreted), GPU]
+LARGE = [pytest.param("cpu", marks=[interpreted, pytest.mark.slow]), GPU]
+"""Where problems run that take seconds in the interpreter."""
 BOUND = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 2e-2}
 SOLVER: Any = get("window_tiles")
 
@@ -54,7 +57,7 @@ def worst(p: PoolingProblem, place: str, tile: int, back: int, **constants: Any)
 
 
 @interpreted
-@settings(max_examples=12, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=8, suppress_health_check=list(HealthCheck), deadline=None)
 @given(p=poolings())
 def test_kernels_are_right(p: PoolingProblem) -> None:
     assert worst(p, "cpu", 128, 256) < BOUND[p.dtype], p.key
@@ -62,7 +65,7 @@ def test_kernels_are_right(p: PoolingProblem) -> None:
 
 @interpreted
 @pytest.mark.slow
-@settings(max_examples=300, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=100, suppress_health_check=list(HealthCheck), deadline=None)
 @given(p=poolings())
 def test_kernels_are_right_in_tiles_of_every_size(p: PoolingProblem) -> None:
     tile, back = ((128, 2048), (512, 512), (2048, 256))[p.batch - 1]
@@ -79,7 +82,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", LARGE)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_every_option_in_every_type(place: str, layout: str, case: int) -> None:
@@ -93,11 +96,11 @@ def test_every_option_in_every_type(place: str, layout: str, case: int) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_places_counted_in_64_bits(place: str, layout: str) -> None:
-    p = replace(CASES[0], layout_name=layout, batch=2, channels=5)
-    assert worst(p, place, 256, 256, LONG=True) < BOUND["fp32"]
+    p = replace(CASES[0], layout_name=layout, batch=2, channels=3, space=(9, 11))
+    assert worst(p, place, 128, 256, LONG=True) < BOUND["fp32"]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", LARGE)
 def test_the_last_element_of_the_largest_window(place: str) -> None:
     p = PoolingProblem("max", 1, 2, (33, 35), (16, 16), (3, 3), task="training")
     assert worst(p, place, 128, 128) < BOUND["fp32"]
@@ -135,7 +138,7 @@ def test_a_tensor_of_more_than_2_to_the_31_numbers(layout: str) -> None:
 def test_the_solver_runs_and_gives_the_same_bits_every_time() -> None:
     p = replace(CASES[0], device="cuda", layout_name="channels_last")
     operands = operands_of_kind(p, "normal", 1)
-    for c in SOLVER.configs(p):
+    for c in list(SOLVER.configs(p))[::3]:
         run = SOLVER.bind_checked(p, c, *operands, None, None)
         first, again = (run(*operands, None, None, None) for _ in range(2))
         for a, b, want in zip(first, again, p.reference(*operands), strict=True):

@@ -13,12 +13,14 @@ from tests.pooling import poolings
 from tests.sampling import some
 from tests.solvers.cpu_runs import at_once
 
+from tilewise import execute
 from tilewise.kernels.cpu.sizes import LANES
-from tilewise.plan import Config
+from tilewise.plan import Config, Plan
+from tilewise.planner import Options, Planner
 from tilewise.problems.base import as_tuple, dense_strides
 from tilewise.problems.pooling.checks import errors_of, operands_of_kind
 from tilewise.problems.pooling.problem import PoolingProblem
-from tilewise.solvers import SolverUnavailable, get
+from tilewise.solvers import SolverUnavailable, get, solving
 
 OURS: Any = get("window_pooling")
 needs_numba = pytest.mark.skipif(
@@ -125,6 +127,26 @@ def test_the_largest_window_that_a_byte_counts() -> None:
 def test_what_is_no_config_is_refused(c: Config) -> None:
     with pytest.raises(SolverUnavailable, match="is no config of pool max"):
         OURS.pooler(PoolingProblem("max", 1, 1, (4,), (2,), (2,)), c, CPU)
+
+
+@pytest.mark.parametrize("op", ["max", "avg"])
+def test_a_plan_in_parts_of_the_batch_computes_the_whole(op: str) -> None:
+    p = PoolingProblem(op, 3, 5, (13, 9), (3, 3), (2, 2), (1, 1), task="training", layout_name="channels_last")
+    split, leaf = get("pooling_blocks"), get("aten_pooling")
+    assert split.why_not(replace(p, batch=1)) == ["a batch of 1 cannot be divided"]
+    parts = [replace(p, batch=size) for size in (2, 1)]
+    children = tuple(Plan(part.key, leaf.name, leaf.version, Config()) for part in parts)
+    plan = Plan(p.key, split.name, split.version, Config(sizes=(2, 1)), children=children, counts=(1, 1))
+    bound = execute.bind(plan, p, *operands_of_kind(p, "normal", 1))
+    assert errors_of(p, lambda x, dy, *rest: bound.call(x, dy)).l2 <= BOUND["fp32"]
+
+
+def test_a_limit_below_what_torch_keeps_divides_the_batch() -> None:
+    p = PoolingProblem("max", 8, 4, (32, 32), (2, 2), (2, 2), task="training")
+    whole = get("aten_pooling").hidden_workspace(p, Config())
+    others = tuple(s.name for s in solving(PoolingProblem) if s.name not in ("aten_pooling", "pooling_blocks"))
+    plan = Planner().plan(p, Options(workspace=whole // 2 + p.nbytes("y") // 2, exclude=others))
+    assert plan.solver == "pooling_blocks"
 
 
 def test_what_is_kept_is_a_byte_a_result() -> None:
