@@ -1,4 +1,4 @@
-"""``tilewise explain``: everything tried for one pass of a layer, product or recurrent layer, and why each lost."""
+"""``tilewise explain``: everything tried for one pass of a layer of any kind, and why each lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["command"]
 def command(
     ctx: click.Context, layer: str, pass_: str | None, settings: Asked, solvers: tuple[str, ...], as_json: bool
 ) -> None:
-    """List every solver and config for one pass of LAYER or of a recurrent layer, or for PRODUCT.
+    """List every solver and config for one pass of LAYER, which may be a layer of any kind, or for PRODUCT.
 
     Each has its estimate, time, workspace and error, or the reason why it could not.
 
@@ -49,8 +49,9 @@ def command(
     found = text_target(layer)
     if found is None:
         example = (
-            "text such as mb256ic64ih27oc192oh27kh5ph2, 16x512:512x1024 for a product or lstm:t99n16i64h64 for a "
-            "recurrent layer would do"
+            "text such as mb256ic64ih27oc192oh27kh5ph2, 16x512:512x1024 for a product, lstm:t99n16i64h64 for a "
+            "recurrent layer, max_pool:n16c64i112x112k3x3s2x2 for a pooling or lrn:n64c96s55x55k5 for a normalization "
+            "would do"
         )
         raise BadInput(f"LAYER: {layer!r} is not a layer; {example}")
     options = settings.options()

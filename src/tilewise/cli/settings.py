@@ -49,7 +49,7 @@ PASSES = ("fprop", "dgrad", "wgrad")
 OPS = ("nn", "nt", "tn", "tt")
 """A product's passes: how its operands are stored."""
 TASKS = ("inference", "training")
-"""A recurrent layer's passes: its forward, or forward and backward as one."""
+"""Passes of a recurrent layer, a pooling or a normalization: its forward, or forward and backward as one."""
 DEFAULT_BATCH = 32
 
 
@@ -223,14 +223,14 @@ def _in_words(option: Option) -> str:
 
 
 def passes_option(command: Function) -> Function:
-    """Add ``--pass``, the passes of a layer, a matrix product or a recurrent layer, as the argument ``passes``."""
+    """Add ``--pass``, the passes of a layer of any kind, as the argument ``passes``."""
     option = click.option(
         "--pass",
         "passes",
         type=click.Choice((*PASSES, *OPS, *TASKS)),
         multiple=True,
         help="Only this pass; may be repeated. Those of a product say how its operands are stored, those "
-        "of a recurrent layer whether its gradients are computed too.",
+        "of a recurrent layer, a pooling or a normalization whether its gradients are computed too.",
     )
     return option(command)
 

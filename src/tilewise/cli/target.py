@@ -1,4 +1,4 @@
-"""What a command is about: a network, or one layer, matrix product or recurrent layer given as text."""
+"""What a command is about: a network, or one layer of any kind of problems given as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from tilewise.frontends.networks import Network
     from tilewise.report.values import Layer
 
-__all__ = ["Target", "layer_target", "network_target", "product_target", "recurrent_target", "resolve", "text_target"]
+__all__ = [
+    "Target",
+    "layer_target",
+    "lrn_target",
+    "network_target",
+    "pooling_target",
+    "product_target",
+    "recurrent_target",
+    "resolve",
+    "text_target",
+]
 
 
 @dataclass(frozen=True)
@@ -36,10 +46,10 @@ class Target:
 
 
 def resolve(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
-    """The target that ``text`` names: a layer, a matrix product or a recurrent layer, or else a network.
+    """The target that ``text`` names: a layer of any kind of problems, or else a network.
 
     ``passes`` narrows it to those (``fprop``, ``dgrad``, ``wgrad``; of a product ``nn``, ``nt``, ``tn``, ``tt``; of a
-    recurrent layer ``inference``, ``training``). Raises :class:`BadInput`.
+    recurrent layer, a pooling or a normalization ``inference``, ``training``). Raises :class:`BadInput`.
     """
     found = text_target(text)
     if found is None:
@@ -53,8 +63,14 @@ def text_target(text: str) -> tuple[Callable[[str, Asked, tuple[str, ...]], Targ
     """What makes the target of a ``text`` that is no network's name, and its first pass; ``None`` for a network's."""
     from tilewise.problems.conv.notation import looks_like_layer
     from tilewise.problems.gemm.notation import looks_like_product
+    from tilewise.problems.lrn.notation import looks_like_lrn
+    from tilewise.problems.pooling.notation import looks_like_pooling
     from tilewise.problems.recurrent.notation import looks_like_recurrent
 
+    if looks_like_pooling(text):
+        return pooling_target, TASKS[0]
+    if looks_like_lrn(text):
+        return lrn_target, TASKS[0]
     if looks_like_product(text):
         return product_target, OPS[0]
     if looks_like_recurrent(text):
@@ -136,6 +152,47 @@ def recurrent_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -
         }
         problems = tuple(parse_recurrent(text, task=task, **fields) for task in passes or TASKS)
     return Target(text, recurrent.batch, device, fields["precision"], (Layer((recurrent.cell,), problems),))
+
+
+def pooling_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
+    """The pooling given as text, as a target: a layer with a problem for each of its passes.
+
+    Raises :class:`BadInput` where it is none.
+    """
+    from tilewise.problems.pooling.notation import parse_pooling
+
+    return _of_images(text, settings, passes, "a pooling", parse_pooling)
+
+
+def lrn_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
+    """The local response normalization given as text, as a target: a layer with a problem for each of its passes.
+
+    Raises :class:`BadInput` where it is none.
+    """
+    from tilewise.problems.lrn.notation import parse_lrn
+
+    return _of_images(text, settings, passes, "a normalization", parse_lrn)
+
+
+def _of_images(text: str, settings: Asked, passes: tuple[str, ...], called: str, parse: Callable[..., Any]) -> Target:
+    """A layer without weights that takes a batch of images, whose text ``parse`` reads, as a target."""
+    from tilewise.machine.device import device_name
+    from tilewise.report.values import Layer
+
+    _check_passes(text, passes, TASKS)
+    with bad_input():
+        batch = parse(text).batch
+        if settings.batch not in (None, batch):
+            raise BadInput(f"--batch {settings.batch}: that of {called} is in its text, as n{batch} in {text}")
+        device = settings.torch_device()
+        fields: dict[str, Any] = {
+            "layout_name": settings.layout,
+            "dtype": settings.dtype,
+            "device": device_name(device),
+        }
+        problems = tuple(parse(text, task=task, **fields) for task in passes or TASKS)
+    layer = Layer((text.strip().partition(":")[0],), problems)
+    return Target(text, batch, device, settings.set_precision(device), (layer,))
 
 
 def _check_passes(text: str, passes: tuple[str, ...], known: tuple[str, ...]) -> None:

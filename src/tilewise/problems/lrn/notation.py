@@ -26,7 +26,7 @@ def looks_like_lrn(text: str) -> bool:
 
 
 def parse_lrn(
-    text: str, *, task: str = "inference", layout: str = "contiguous", dtype: str = "fp32", device: str = "cpu"
+    text: str, *, task: str = "inference", layout_name: str = "contiguous", dtype: str = "fp32", device: str = "cpu"
 ) -> LrnProblem:
     """The problem of the local response normalization ``text``.
 
@@ -57,7 +57,7 @@ def parse_lrn(
         int(size),
         **numbers,
         task=task,
-        layout_name=layout,
+        layout_name=layout_name,
         dtype=dtype,
         device=device,
     )

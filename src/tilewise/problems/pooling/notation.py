@@ -15,7 +15,7 @@ from tilewise.problems.limits import INT64_MAX
 from tilewise.problems.pooling.key import joined
 from tilewise.problems.pooling.problem import PoolingProblem
 
-__all__ = ["format_pooling", "parse_pooling"]
+__all__ = ["format_pooling", "looks_like_pooling", "parse_pooling"]
 
 _NS = r"\d{1,18}(?:x\d{1,18}){0,2}"
 FORM = re.compile(rf"(max|avg)_pool:((?:[a-z]{_NS})+)(\+ceil)?(\+nopad)?(?:\+divisor(\d{{1,18}}))?")
@@ -23,6 +23,11 @@ FIELDS = {
     "n": "batch", "c": "channels", "i": "space", "k": "kernel", "s": "stride", "p": "padding", "d": "dilation",
 }  # fmt: skip
 EXAMPLE = "text such as 'max_pool:n16c64i112x112k3x3s2x2p1x1' would do"
+
+
+def looks_like_pooling(text: str) -> bool:
+    """Whether ``text`` is meant as a pooling, right or wrong, and not as a network."""
+    return text.strip().startswith(("max_pool:", "avg_pool:"))
 
 
 def parse_pooling(
