@@ -1,28 +1,23 @@
-"""Pooling layers of AlexNet, GoogLeNet and ResNet-50 on a CPU: our kernel against torch's own function.
+"""Pooling layers of AlexNet, GoogLeNet and ResNet-50: our kernels against torch's own function.
 
-Both sides are called as a program calls them, in turns, each with a new result; times are medians. ``forward`` runs
-without autograd, ``training`` is forward and backward. Of our configs the fastest counts, as the planner takes it. The
-details have the bytes that must move, and the rate at which our kernel moves them.
+Both sides are called in turns, each with a new result; times are medians. ``inference`` runs without autograd,
+``training`` is forward and backward. Of our configs the fastest counts, as the planner takes it. On a GPU calls wait in
+its queue, so that the time to launch kernels does not count. The details have the bytes that must move, and the rate at
+which our kernels move them.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
-from harness.result import Bar, Result, Row, Side
-from harness.settings import NothingToMeasure, Settings
+from harness.one_problem import row_of
+from harness.result import Bar, Result, Row
+from harness.settings import Settings
 
-from tilewise import execute, solvers
 from tilewise.machine.device import device_name
-from tilewise.plan import Plan
-from tilewise.problems.operands import make_operands
 from tilewise.problems.pooling.notation import parse_pooling
-from tilewise.problems.pooling.problem import PoolingProblem
 
 LAYERS = {
     "alexnet pool1": "max_pool:n1c64i55x55k3x3s2x2",
@@ -43,52 +38,33 @@ DEFAULTS = {
     "batches": "1,16",
     "tasks": "inference,training",
     "layouts": "contiguous,channels_last",
+    "dtypes": "",
     "rounds": "21",
 }
+"""Without ``dtypes`` fp32 on a CPU, fp32 and bf16 on a GPU."""
+OURS = {"cpu": "window_pooling", "cuda": "window_tiles"}
 QUICK = {"layers": "alexnet pool5", "batches": "1", "rounds": "3"}
 
 
 def run(settings: Settings) -> Result:
-    """One row a layer, batch, task and layout. Raises :class:`NothingToMeasure` on a GPU."""
-    if settings.device.type != "cpu":
-        raise NothingToMeasure(f"device={settings.device}: calls are timed by the host's clock; a CPU would do")
+    """One row a layer, batch, task, layout and type."""
+    device, name_of = settings.device.type, device_name(settings.device)
     rows: list[Row] = []
-    for layout in settings.chosen("layouts", {name: name for name in ("contiguous", "channels_last")}):
-        for task in settings.chosen("tasks", {name: name for name in ("inference", "training")}):
-            for batch in settings.integers("batches"):
-                found = []
-                for name in settings.chosen("layers", {name: name for name in LAYERS}):
-                    p = parse_pooling(LAYERS[name], task=task, layout_name=layout, device=device_name(settings.device))
-                    found.append(row_of(settings, name, replace(p, batch=batch)))
-                settings.say(f"  {layout} {task} n{batch}: " + ", ".join(f"{row.ratio:.2f}" for row in found))
-                rows += found
+    for dtype in settings.words("dtypes") or (("fp32",) if device == "cpu" else ("fp32", "bf16")):
+        for layout in settings.chosen("layouts", {name: name for name in ("contiguous", "channels_last")}):
+            for task in settings.chosen("tasks", {name: name for name in ("inference", "training")}):
+                group = f"{layout} {task} {dtype}"
+                for batch in settings.integers("batches"):
+                    found = []
+                    for name in settings.chosen("layers", {name: name for name in LAYERS}):
+                        p = parse_pooling(LAYERS[name], task=task, layout_name=layout, dtype=dtype, device=name_of)
+                        whole = replace(p, batch=batch)
+                        found.append(row_of(settings, f"{name} n{batch}", group, whole, OURS[device]))
+                    settings.say(f"  {group} n{batch}: " + ", ".join(f"{row.ratio:.2f}" for row in found))
+                    rows += found
     bars = []
     for group in dict.fromkeys(row.group for row in rows):
         ratios = [row.ratio for row in rows if row.group == group]
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
         bars.append(Bar(f"{group}: geometric mean over torch", mean, least=1.0, applies=not settings.quick))
     return Result(rows, bars)
-
-
-def row_of(settings: Settings, name: str, p: PoolingProblem) -> Row:
-    """Both times of one layer."""
-    operands = make_operands(p)
-    torchs, ours = solvers.get("aten_pooling"), solvers.get("window_pooling")
-    plans = {"torch": Plan(p.key, torchs.name, torchs.version, next(iter(torchs.configs(p))))}
-    plans |= {str(c): Plan(p.key, ours.name, ours.version, c) for c in ours.configs(p)}
-    calls: dict[str, Callable[[], object]] = {
-        text: partial(execute.bind(plan, p, *operands).call, *operands) for text, plan in plans.items()
-    }
-    took: dict[str, list[float]] = {text: [] for text in calls}
-    for turn in range(2 + settings.integer("rounds")):
-        for text, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if turn >= 2:
-                took[text].append((time.perf_counter() - start) * 1e3)
-    medians = {text: statistics.median(times) for text, times in took.items()}
-    best = min((text for text in plans if text != "torch"), key=lambda text: medians[text])
-    details = {"bytes": p.bytes, "gb_per_s": p.bytes / medians[best] / 1e6}
-    label = f"{name} n{p.batch}"
-    group = f"{p.layout_name} {p.task}"
-    return Row(label, group, Side("torch", medians["torch"]), Side(best, medians[best]), details=details)
