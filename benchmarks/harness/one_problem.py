@@ -67,6 +67,6 @@ def row_of(settings: Settings, label: str, group: str, p: Any, ours: str) -> Row
         "copy_ms": medians["copy"],
         "least_ms": min(took[best]),
         "torch_least_ms": min(took["torch"]),
-        "config": best,
+        "config": plans[best].config.key,
     }
     return Row(label, group, Side("torch", medians["torch"]), Side(best, medians[best]), details=details)
