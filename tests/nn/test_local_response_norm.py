@@ -15,7 +15,7 @@ from torch import nn
 
 import tilewise
 from tilewise.nn.layers.kinds import is_planned, kind_of
-from tilewise.nn.layers.local_response_norm import LrnLayer, describe, why_torchs
+from tilewise.nn.layers.one_input.local_response_norm import LrnLayer, describe, why_torchs
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.plan import Plan
 from tilewise.planner import Options, Planner

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tilewise.nn.layers.kinds import kind_of, run_by_plans
+from tilewise.nn.layers.one_input.pooling import PoolingLayer
 from tilewise.nn.layers.plan_table import PlanTable
-from tilewise.nn.layers.pooling.module import PoolingLayer
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options
 from tilewise.problems.pooling.problem import PoolingProblem

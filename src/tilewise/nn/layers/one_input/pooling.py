@@ -1,13 +1,12 @@
 """``nn.MaxPool1d`` to ``nn.MaxPool3d`` and ``nn.AvgPool1d`` to ``nn.AvgPool3d`` as a kind of modules.
 
-A call with gradients is one problem, forward and backward together: a plan decides what is kept between. Gradients of
-gradients are torch's. Calls under autocast, in ``torch.compile`` and with ``return_indices`` are torch's.
+Gradients of gradients are torch's. Calls under autocast, in ``torch.compile`` and with ``return_indices`` are torch's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,19 +16,16 @@ from torch._prims_common import suggest_memory_format
 
 from tilewise import solvers
 from tilewise.machine.device import device_name
-from tilewise.machine.recent import Recent
-from tilewise.nn.layers.bound_pass import Slot
+from tilewise.nn.layers.bound_pass import BoundPass, Slot
 from tilewise.nn.layers.call import disturbed, is_plain
-from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
-from tilewise.nn.layers.plan_table import PlanTable
-from tilewise.nn.layers.swaps import copies_itself, swapped
-from tilewise.nn.layers.weights import Weights
+from tilewise.nn.layers.one_input.base import OneInputKind, OneInputLayer
+from tilewise.nn.layers.overrides import stand_ins
 from tilewise.problems.base import DTYPE_NAMES
 from tilewise.problems.pooling.problem import PoolingProblem
 from tilewise.solvers.pooling._pooling import Pooler, PoolingSolver
 from tilewise.solvers.pooling.aten_pooling import called
 
-__all__ = ["PoolingCall", "PoolingLayer", "Poolings"]
+__all__ = ["Asked", "PoolingCall", "PoolingLayer", "Poolings"]
 
 CLASSES: dict[type[nn.Module], tuple[str, int]] = {
     nn.MaxPool1d: ("max", 1), nn.MaxPool2d: ("max", 2), nn.MaxPool3d: ("max", 3),
@@ -40,15 +36,14 @@ OWN: dict[Any, Any] = {kind: (kind.forward, kind.forward.__code__) for kind in C
 NAMES = {kind: f"{op}_pool{dims}d" for kind, (op, dims) in CLASSES.items()}
 BY_TORCH = {name: getattr(nn.functional, name) for name in NAMES.values()}
 """torch's own functions and code, as they are when this file is imported."""
-MOST_CALLS = 128
-"""Kinds of call of which a layer remembers what runs them."""
+STAND_INS = {name: stand_ins(name) for name in NAMES.values()}
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingCall:
     """One call, as far as plans depend on it: its forward's problem, and whether the input needs a gradient."""
 
-    problem: PoolingProblem
+    forward: PoolingProblem
     device: torch.device
     needs: tuple[bool, ...]
     deterministic: bool
@@ -56,7 +51,12 @@ class PoolingCall:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the input."""
-        return self.problem.shape("x")
+        return self.forward.shape("x")
+
+    @property
+    def problem(self) -> PoolingProblem:
+        """Forward and backward together where a gradient is needed, else the forward."""
+        return replace(self.forward, task="training") if any(self.needs) else self.forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +73,9 @@ class PoolingRun:
         return self.pooler is not None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The result for a batch of images, with autograd where that is needed."""
+        """The result for a batch of images, or for one image, with autograd where that is needed."""
+        if x.dim() == len(self.problem.space) + 1:
+            return self(x.unsqueeze(0)).squeeze(0)
         assert self.pooler is not None
         if self.problem.task == "training":
             return PlannedPooling.apply(self, x)  # type: ignore[no-any-return,no-untyped-call]
@@ -115,67 +117,46 @@ def _gradient_by_torch(p: PoolingProblem, x: Tensor | None, dy: Tensor) -> Tenso
         return torch.autograd.grad(called(p, leaf), leaf, dy, create_graph=again)[0]
 
 
-class PoolingLayer:
-    """Poolings with plans in one table: ``layer(module, x)`` is the result, or ``NotImplemented`` where it is torch's.
+class PoolingLayer(OneInputLayer):
+    """Poolings with plans in one table: ``layer(asked, x)`` is the result, or ``NotImplemented`` where it is torch's.
 
-    Copies of a module share it. It holds no tensor.
+    ``asked`` is a module, or :class:`Asked`.
     """
 
-    def __init__(self, plan_table: PlanTable) -> None:
-        self.plan_table = plan_table
-        self._runs: Recent[PoolingCall, PoolingRun] = Recent(MOST_CALLS)
+    def described(self, asked: Any, x: object) -> PoolingCall | str:
+        """The call of what is ``asked`` on ``x``, or why it is left to torch."""
+        return describe(asked, x)
 
-    def __call__(self, module: nn.Module, x: object) -> Any:
-        if disturbed():
-            return NotImplemented
-        call = describe(module, x)
-        if isinstance(call, str):
-            return NotImplemented
-        run = self.resolve(call)
-        if run is None or not run.planned:
-            return NotImplemented
-        assert isinstance(x, Tensor)
-        single = x.dim() == len(call.problem.space) + 1
-        y = run(x.unsqueeze(0) if single else x)
-        return y.squeeze(0) if single else y
-
-    def problems(self, call: PoolingCall) -> dict[str, PoolingProblem]:
-        """The problem of a call. That of a call with gradients is the backward's as well: one plan runs both."""
-        return {"forward": _problem_of(call)}
-
-    def resolve(self, call: PoolingCall) -> PoolingRun | None:
-        """What runs such a call; ``None`` where it cannot be planned at this moment."""
-        run = self._runs.get(call)
-        problem = _problem_of(call)
-        if run is None and self.plan_table.ready([problem], call.deterministic, call.device):
-            run = self._runs[call] = self._made(call, problem)
-        return run
-
-    def _made(self, call: PoolingCall, problem: PoolingProblem) -> PoolingRun:
-        """What runs such a call, of which the plan is bound."""
-        bound = self.plan_table.bound(problem, call.deterministic, call.device)
+    def made(self, call: PoolingCall, bound: BoundPass | None) -> PoolingRun | str:
+        """What runs such a call by its bound plan, or by torch where that is ``None``; or why the plan cannot."""
+        problem = call.problem
         if bound is None:
             return PoolingRun(problem)
         solver = solvers.get(bound.plan.solver)
         if not isinstance(solver, PoolingSolver):
-            reason = f"{solver.name}: cannot run forward and backward apart, as a module needs them"
-            self.plan_table.refuse(problem, call.deterministic, reason)
-            return PoolingRun(problem)
+            return f"{solver.name}: cannot run forward and backward apart, as a module needs them"
         return PoolingRun(problem, solver.pooler(problem, bound.plan.config, call.device), bound.slots)
 
-    def forget(self) -> None:
-        """Forget all resolved calls, as the plan table's plans have changed."""
-        self._runs.clear()
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a call of one of torch's functions asks for, with the names that modules have."""
 
-def _problem_of(call: PoolingCall) -> PoolingProblem:
-    """The problem of a call: forward and backward together where a gradient is needed, else the forward."""
-    return replace(call.problem, task="training") if any(call.needs) else call.problem
+    op: str
+    dims: int
+    kernel_size: Any
+    stride: Any
+    padding: Any
+    dilation: Any
+    ceil_mode: bool
+    count_include_pad: bool
+    divisor_override: Any
+    return_indices: bool = False
 
 
 def describe(module: Any, x: object) -> PoolingCall | str:
-    """The call ``module(x)``, or why it is left to torch."""
-    op, dims = CLASSES[type(module)]
+    """The call ``module(x)`` of a module or of :class:`Asked`, or why it is left to torch."""
+    op, dims = (module.op, module.dims) if type(module) is Asked else CLASSES[type(module)]
     if not isinstance(x, Tensor) or not is_plain(x):
         return "called with a tensor of a class of its own, or with something else in a tensor's place"
     if x.device.type not in ("cpu", "cuda"):
@@ -231,60 +212,21 @@ def _layout(op: str, x: Tensor) -> str:
     return "contiguous" if suggest_memory_format(x) is torch.contiguous_format else "channels_last"
 
 
-class Poolings(ModuleKind):
+class Poolings(OneInputKind):
     """torch's own classes of pooling. Classes derived from them may compute anything."""
 
     classes = tuple(CLASSES)
-    under_limits = False  # torch's own choice keeps more for its backward than most limits allow
     problems = "pool"
+    layer = PoolingLayer
 
-    def obstacle(self, module: Any) -> str:
-        """Why this module cannot be swapped: another class, indices, or a forward that is not torch's own."""
-        kind = type(module)
-        if kind not in CLASSES:
-            return f"is a {kind.__name__}, which may compute otherwise than the class it is derived from"
-        if getattr(module, "return_indices", False):
-            return "has return_indices: indices are torch's"
-        if not _runs_torch(kind):
-            return f"nn.{kind.__name__}.forward or the function of torch that it calls is not torch's own"
-        if "forward" in module.__dict__ and swapped(module) is None:
-            return "has a forward set on the instance"
-        return copies_itself(module)
+    def special(self, module: Any) -> str:
+        """Modules that return indices are torch's."""
+        return "has return_indices: indices are torch's" if getattr(module, "return_indices", False) else ""
 
-    def layers(self, plan_table: PlanTable, weights: Weights) -> PoolingLayer:
-        """The layer of a module, which has no weight."""
-        return PoolingLayer(plan_table)
-
-    def calls(
-        self, module: Any, layers: PoolingLayer, args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients_later: bool
-    ) -> tuple[list[tuple[Layer, Call]], str]:
-        """The one call of a pooling, or why it is left to torch."""
-        call = describe(module, _argument(*args, **kwargs))
-        if isinstance(call, str):
-            return [], call
-        return [(layers, replace(call, needs=(True,)) if gradients_later else call)], ""
-
-    def forward(self, module: Any, layers: PoolingLayer) -> Callable[..., Any]:
-        """The module's ``forward``, by plans where it still runs torch's own code."""
-
-        def forward(self: Any, input: Any) -> Any:
-            kind = type(self)
-            if not torch.compiler.is_dynamo_compiling() and kind in CLASSES and _runs_torch(kind):
-                y = layers(self, input)
-                if y is not NotImplemented:
-                    return y
-            return kind.forward(self, input)
-
-        return forward
-
-
-def _argument(input: Any) -> Any:
-    """The argument of a forward."""
-    return input
-
-
-def _runs_torch(kind: Any) -> bool:
-    """Whether modules of this class run torch's own code and function."""
-    forward, code = OWN[kind]
-    function = getattr(nn.functional, NAMES[kind])
-    return kind.forward is forward and forward.__code__ is code and function is BY_TORCH[NAMES[kind]]
+    def runs_torch(self, kind: type[nn.Module]) -> bool:
+        """Whether modules of this class run torch's own code and function."""
+        forward, code = OWN[kind]
+        name = NAMES[kind]
+        function = getattr(nn.functional, name)
+        own = function is BY_TORCH[name] or function in STAND_INS[name]
+        return own and kind.forward is forward and forward.__code__ is code

@@ -1,15 +1,13 @@
 """``nn.LocalResponseNorm`` as a kind of modules: forward and backward by one plan.
 
-A call with gradients is one problem, forward and backward together, since torch's autograd is only comparable as a
-whole. Gradients of gradients are torch's: the backward is then computed by torch's own function from what was saved.
+Gradients of gradients are torch's: the backward is then computed by torch's own function from what was saved.
 Under autocast, within ``torch.compile`` and inside transforms the module is torch's. So it is in other types than fp32
 on a CPU, for which there is no solver but torch's, and for views, whose results torch lays out as they lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +15,10 @@ from torch import Tensor, nn
 
 from tilewise import solvers
 from tilewise.machine.device import device_name
-from tilewise.machine.recent import Recent
-from tilewise.nn.layers.bound_pass import Slot
+from tilewise.nn.layers.bound_pass import BoundPass, Slot
 from tilewise.nn.layers.call import autocast_dtype, disturbed, is_plain
-from tilewise.nn.layers.kinds import Call, Layer, ModuleKind, register
-from tilewise.nn.layers.plan_table import PlanTable
-from tilewise.nn.layers.swaps import copies_itself, swapped
-from tilewise.nn.layers.weights import Weights
+from tilewise.nn.layers.one_input.base import OneInputKind, OneInputLayer
+from tilewise.nn.layers.overrides import stand_ins
 from tilewise.problems.base import DTYPE_NAMES, dense_strides, layout_of
 from tilewise.problems.lrn.problem import LrnProblem
 from tilewise.solvers.lrn._lrn import LrnPasses, LrnSolver
@@ -35,7 +30,7 @@ CODE = FORWARD.__code__
 BY_TORCH: Any = torch.nn.functional.local_response_norm
 BY_TORCH_CODE = BY_TORCH.__code__
 """torch's own functions and their code, as they are when this file is imported."""
-MOST_CALLS = 256
+STAND_INS = stand_ins("local_response_norm")
 CPU_DTYPES = (torch.float32,)
 """Types in which there is a solver beside torch's on a CPU."""
 
@@ -78,7 +73,7 @@ class LrnCall:
         )
 
 
-def why_torchs(module: nn.LocalResponseNorm, x: object) -> str:
+def why_torchs(module: Any, x: object) -> str:
     """Why the call ``module(x)`` is left to torch; empty where it may be planned."""
     if not isinstance(x, Tensor) or not is_plain(x):
         return "called with a tensor of a class of its own, or with something else in a tensor's place"
@@ -97,7 +92,7 @@ def why_torchs(module: nn.LocalResponseNorm, x: object) -> str:
     return ""
 
 
-def describe(module: nn.LocalResponseNorm, x: Tensor) -> LrnCall:
+def describe(module: Any, x: Tensor) -> LrnCall:
     """The call ``module(x)``, which may be planned."""
     return LrnCall(
         shape=tuple(x.shape),
@@ -175,117 +170,46 @@ def _gradient_by_torch(p: LrnProblem, x: Tensor, dy: Tensor) -> Tensor:
         return torch.autograd.grad(y, leaf, dy, create_graph=again)[0]
 
 
-class LrnLayer:
-    """Local response normalization with plans in a table: ``layer(module, x)``, or ``NotImplemented`` for torch.
+class LrnLayer(OneInputLayer):
+    """Local response normalization with plans in a table: ``layer(asked, x)``, or ``NotImplemented`` for torch.
 
-    Copies of a module share it. It holds no tensor.
+    ``asked`` has ``size``, ``alpha``, ``beta`` and ``k``, as ``nn.LocalResponseNorm`` has.
     """
 
-    __slots__ = ("__weakref__", "_runs", "plan_table")
+    def described(self, asked: Any, x: object) -> LrnCall | str:
+        """The call of what is ``asked`` on ``x``, or why it is left to torch."""
+        reason = why_torchs(asked, x)
+        if reason:
+            return reason
+        assert isinstance(x, Tensor)
+        return describe(asked, x)
 
-    def __init__(self, plan_table: PlanTable) -> None:
-        self.plan_table = plan_table
-        self._runs: Recent[LrnCall, LrnRun] = Recent(MOST_CALLS)
-
-    def __call__(self, module: nn.LocalResponseNorm, x: Any) -> Any:
-        if disturbed() or why_torchs(module, x):
-            return NotImplemented
-        run = self.resolve(describe(module, x))
-        return NotImplemented if run is None or not run.planned else run(x)
-
-    def problems(self, call: LrnCall) -> Mapping[str, LrnProblem]:
-        """The problem of a call. That of a call with gradients is the backward's as well: one plan runs both."""
-        return {"forward": call.problem}
-
-    def resolve(self, call: LrnCall) -> LrnRun | None:
-        """What runs such a call; ``None`` where it cannot be planned at this moment."""
-        run = self._runs.get(call)
-        if run is None:
-            problem = call.problem
-            if not self.plan_table.ready([problem], call.deterministic, call.device):
-                return None
-            run = self._runs[call] = self._made(call, problem)
-        return run
-
-    def _made(self, call: LrnCall, problem: LrnProblem) -> LrnRun:
-        """What runs such a call, of which the plan is bound."""
+    def made(self, call: LrnCall, bound: BoundPass | None) -> LrnRun | str:
+        """What runs such a call by its bound plan, or by torch where that is ``None``; or why the plan cannot."""
+        problem = call.problem
         strides = dense_strides(problem.shape("x"), problem.layout_name)
-        bound = self.plan_table.bound(problem, call.deterministic, call.device)
         if bound is None:
             return LrnRun(problem, strides, None)
-        solver = solvers.get(bound.plan.solver)
-        config = bound.plan.config
+        solver, config = solvers.get(bound.plan.solver), bound.plan.config
         passes = solver.passes(problem, config, call.device) if isinstance(solver, LrnSolver) else None
         if passes is None:
-            reason = f"{solver.name}: cannot run forward and backward apart, as a module needs them"
-            self.plan_table.refuse(problem, call.deterministic, reason)
+            return f"{solver.name}: cannot run forward and backward apart, as a module needs them"
         return LrnRun(problem, strides, passes, bound.slots)
 
-    def forget(self) -> None:
-        """Forget all resolved calls, as the plan table's plans have changed."""
-        self._runs.clear()
 
-
-class LocalResponseNorms(ModuleKind):
+class LocalResponseNorms(OneInputKind):
     """``nn.LocalResponseNorm`` itself. Classes derived from it may compute anything."""
 
     classes = (nn.LocalResponseNorm,)
-    under_limits = False  # torch's own choice keeps more for its backward than most limits allow
     problems = "lrn"
+    layer = LrnLayer
 
-    def obstacle(self, module: nn.Module) -> str:
-        """Why this module cannot be swapped: another class, or a forward or a function that is not torch's own."""
-        kind = type(module)
-        if kind is not nn.LocalResponseNorm:
-            return f"is a {kind.__name__}, which may compute otherwise than the class it is derived from"
-        if not _runs_torch():
-            return "nn.LocalResponseNorm.forward or torch.nn.functional.local_response_norm is not torch's own"
-        if "forward" in module.__dict__ and swapped(module) is None:
-            return "has a forward set on the instance"
-        return copies_itself(module)
-
-    def layers(self, plan_table: PlanTable, weights: Weights) -> LrnLayer:
-        """The layer of a module, which has no weights."""
-        return LrnLayer(plan_table)
-
-    def calls(
-        self, module: Any, layers: LrnLayer, args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients_later: bool
-    ) -> tuple[list[tuple[Layer, Call]], str]:
-        """The one call of a normalization, or why it is left to torch."""
-        x = _argument(*args, **kwargs)
-        reason = why_torchs(module, x)
-        if reason:
-            return [], reason
-        call = describe(module, x)
-        return [(layers, replace(call, needs=(True,)) if gradients_later else call)], ""
-
-    def forward(self, module: Any, layers: LrnLayer) -> Callable[..., Tensor]:
-        """The module's ``forward``, by plans where it still runs torch's own code."""
-
-        def forward(self: Any, input: Tensor) -> Tensor:
-            if not torch.compiler.is_dynamo_compiling() and type(self) is nn.LocalResponseNorm and _runs_torch():
-                y = layers(self, input)
-                if y is not NotImplemented:
-                    return y  # type: ignore[no-any-return]
-            return type(self).forward(self, input)  # type: ignore[no-any-return]
-
-        return forward
-
-
-def _argument(input: Any) -> Any:
-    """The argument of a forward."""
-    return input
-
-
-def _runs_torch() -> bool:
-    """Whether ``nn.LocalResponseNorm`` runs torch's own code and function."""
-    function = torch.nn.functional.local_response_norm
-    return (
-        nn.LocalResponseNorm.forward is FORWARD
-        and FORWARD.__code__ is CODE
-        and function is BY_TORCH
-        and BY_TORCH.__code__ is BY_TORCH_CODE
-    )
-
-
-register(LocalResponseNorms())
+    def runs_torch(self, kind: type[nn.Module]) -> bool:
+        """Whether ``nn.LocalResponseNorm`` runs torch's own code and function."""
+        function = torch.nn.functional.local_response_norm
+        return (
+            nn.LocalResponseNorm.forward is FORWARD
+            and FORWARD.__code__ is CODE
+            and (function is BY_TORCH or function in STAND_INS)
+            and BY_TORCH.__code__ is BY_TORCH_CODE
+        )
