@@ -20,6 +20,8 @@ from tilewise.nn.layers.layer import Layer
 from tilewise.nn.layers.linear.layer import LinearLayer
 from tilewise.nn.layers.linear.run import BY_TORCH as LINEAR_BY_TORCH
 from tilewise.nn.layers.linear.traced import trace as trace_linear
+from tilewise.nn.layers.one_input.local_response_norm import LrnLayer
+from tilewise.nn.layers.one_input.pooling import PoolingLayer
 from tilewise.nn.layers.overrides import BY_TORCH
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.recurrent.layer import RecurrentLayer
@@ -62,6 +64,8 @@ class Table:
         self.linear = LinearLayer(plan_table)
         self.bilinear = BilinearLayer(plan_table)
         self.recurrent = RecurrentLayer(plan_table)
+        self.lrn = LrnLayer(plan_table)
+        self.pooling = PoolingLayer(plan_table)
         self._layers: dict[Geometry, Layer] = {}
         self._by_arguments: dict[tuple[Any, ...], Layer | None] = {}
         self._lock = threading.Lock()
@@ -90,6 +94,8 @@ class Table:
         self.linear.forget()
         self.bilinear.forget()
         self.recurrent.forget()
+        self.lrn.forget()
+        self.pooling.forget()
         for layer in list(self._layers.values()):
             layer.forget()
 

@@ -17,7 +17,7 @@ __all__ = ["Session", "Site", "note_compiled", "session"]
 
 
 class Site(Protocol):
-    """What runs one of torch's functions with one weight: its input comes first, the weight second.
+    """What runs one of torch's functions with one weight: its input comes first, the weight or ``None`` second.
 
     ``arguments`` are those that are no tensors, and tell sites of one weight apart. ``misses`` counts calls of another
     kind than the one before.
@@ -56,18 +56,23 @@ class Site(Protocol):
 class Session(Protocol):
     """What a function that stands in for torch's needs of :class:`tilewise.nn.script.session.Session`.
 
-    ``sites`` are found by the ``id`` of a weight, which may belong to another weight by now. ``waiting`` is not empty
+    ``sites`` are found by the ``id`` of a weight, which may belong to another weight by now; those of functions without
+    one by the function and its arguments. ``waiting`` is not empty
     where a call was refused that has no plan yet. While ``watched``, calls go through :meth:`between`.
     """
 
     table: Table
     plan_table: Recorder
-    sites: dict[int, Any]
+    sites: dict[Any, Any]
     waiting: dict[int, Any]
     watched: bool
 
     def add(self, weight: torch.Tensor, site: Site) -> None:
         """Remember the site of a weight."""
+        ...
+
+    def keep(self, key: object, site: Site) -> None:
+        """Remember the site of ``key``."""
         ...
 
     def between(self, site: Site, *operands: Any) -> Any:

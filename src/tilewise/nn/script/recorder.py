@@ -112,10 +112,11 @@ class Recorder(PlanTable):
             self.waiting[threading.get_ident()] = required, deterministic
         return False
 
-    def note(self, site: Site, weight: torch.Tensor) -> bool:
+    def note(self, site: Site, weight: torch.Tensor | None) -> bool:
         """Record the call that :meth:`ready` has just refused to this thread.
 
-        Returns whether a step was over with it, so that all recorded calls are planned now.
+        That of a function without a weight ends no step by itself, unless it comes often. Returns whether a step was
+        over with it, so that all recorded calls are planned now.
         """
         refused = self.waiting.pop(threading.get_ident(), None)
         if refused is None:
@@ -124,9 +125,13 @@ class Recorder(PlanTable):
             site.close()
             return False
         with self._lock:
-            with torch._C.DisableTorchFunctionSubclass():
-                place = weight.data_ptr()
-            over = self._record(Noted(site.function, *refused), site, place)
+            noted = Noted(site.function, *refused)
+            if weight is None:
+                over = self._record_alone(noted)
+            else:
+                with torch._C.DisableTorchFunctionSubclass():
+                    place = weight.data_ptr()
+                over = self._record(noted, site, place)
             if not over or self._planning:
                 return False
             self._planning = True
@@ -159,6 +164,18 @@ class Recorder(PlanTable):
             return False
         kinds[noted] = None
         self._pending.setdefault(noted, {})[place] = None
+        return self._counted(noted)
+
+    def _record_alone(self, noted: Noted) -> bool:
+        """Record a call of a function without a weight, and return whether such calls came often enough to plan."""
+        if noted in self._pending:
+            self._often[noted] = self._often.get(noted, 0) + 1
+            return self._often[noted] >= OFTEN
+        self._pending[noted] = {0: None}
+        return self._counted(noted)
+
+    def _counted(self, noted: Noted) -> bool:
+        """Count a call that was recorded, and return whether its kind came often enough to plan."""
         self._often[noted] = self._often.get(noted, 0) + 1
         self._recorded += 1
         if self._recorded > MOST_RECORDED:

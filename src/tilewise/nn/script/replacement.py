@@ -8,11 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch._jit_internal import boolean_dispatched
 from torch.jit._builtins import _register_builtin
 
 from tilewise.nn.layers.overrides import stand_in
 
 __all__ = ["Replacement"]
+
+MOST_ARGUMENTS = 64
+"""More arguments than any function of torch has."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,13 @@ class Replacement:
         self.function.__doc__ = self.by_torch.__doc__
         self.function.__module__ = self.owner.__name__  # pickled by name, it loads as torch's
         stand_in(self.name, self.function)
-        _register_builtin(self.function, f"aten::{self.name}")
+        if isinstance(self.by_torch, types.FunctionType):
+            # In place of the function that it finds, torch.jit.script takes one that such an entry names.
+            entry: dict[str, Any] = dict.fromkeys(("if_true", "if_false"), self.by_torch)
+            entry |= {"index": MOST_ARGUMENTS, "default": False, "arg_name": "tilewise"}
+            boolean_dispatched[self.function] = boolean_dispatched.get(self.by_torch, entry)
+        else:
+            _register_builtin(self.function, f"aten::{self.name}")
 
     def install(self, wanted: bool) -> None:
         """Put the function into its place, or torch's where it is not ``wanted``.

@@ -1,4 +1,4 @@
-"""Planning of convolutions, linear and recurrent layers while it is enabled, in models that stay as they are.
+"""Planning of layers while it is enabled, in models that stay as they are.
 
 Functions of ``torch.nn.functional`` are replaced where modules and most code look them up at each call: as attributes
 of that module. ``torch.conv2d`` and its siblings stay torch's own, as does a name that was bound before by ``from
@@ -26,7 +26,7 @@ from tilewise.nn.layers.overrides import BY_TORCH
 from tilewise.nn.layers.recurrent.autocast import OPERATORS
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.report import Report
-from tilewise.nn.script import bilinear, convolutions, current, linear, recurrent
+from tilewise.nn.script import bilinear, convolutions, current, linear, recurrent, without_weights
 from tilewise.nn.script.environment import with_variables
 from tilewise.nn.script.later import CallsToPlan, LaterRecorder
 from tilewise.nn.script.recorder import Recorder
@@ -39,7 +39,7 @@ from tilewise.settings import EnableOptions, Settings
 __all__ = ["Session", "disable", "enable", "enabled"]
 
 MOST_SITES = 8192
-"""Weights whose last call is remembered."""
+"""Weights, and arguments of functions without one, whose last call is remembered."""
 
 
 class Session:
@@ -61,7 +61,7 @@ class Session:
             later = LaterRecorder(settings.options(), planner, settings.most_plans)
             self.plan_table, self.work = later, CallsToPlan(later, settings.background_share)
         self.table = Table(self.plan_table)
-        self.sites: dict[int, current.Site] = {}
+        self.sites: dict[Any, current.Site] = {}
         self.waiting = self.plan_table.waiting
         self.watched = False
         """Whether steps are of interest: something is still to be planned, or steps are compared."""
@@ -120,9 +120,13 @@ class Session:
 
     def add(self, weight: torch.Tensor, site: current.Site) -> None:
         """Remember the site of a weight."""
+        self.keep(id(weight), site)
+
+    def keep(self, key: object, site: current.Site) -> None:
+        """Remember the site of ``key``."""
         if len(self.sites) >= MOST_SITES:
             self.sites.clear()
-        self.sites[id(weight)] = site
+        self.sites[key] = site
 
     def note(self, site: current.Site, *operands: Any) -> Any:
         """Record a call that has no plan yet; its result where all is planned now, else ``NotImplemented``."""
@@ -162,6 +166,10 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     *(Replacement(F, name, BY_TORCH[name], function) for name, function in convolutions.FUNCTIONS.items()),
     Replacement(F, "linear", linear.BY_TORCH, linear.FUNCTION),
     Replacement(F, "bilinear", bilinear.BY_TORCH, bilinear.FUNCTION),
+    *(
+        Replacement(F, name, without_weights.BY_TORCH[name], function)
+        for name, function in without_weights.FUNCTIONS.items()
+    ),
     *(Replacement(VF, cell, OPERATORS[cell], function) for cell, function in recurrent.FUNCTIONS.items()),
 )
 """All that is replaced while planning is enabled. Another kind of function is another line here."""

@@ -73,14 +73,14 @@ class Steps:
         self._first: int | None = None
         self._since = 0
 
-    def called(self, function: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """One of torch's functions is called, and a step may begin with it.
+    def called(self, function: str, x: torch.Tensor, weight: torch.Tensor | None) -> None:
+        """One of torch's functions is called, and a step may begin with it if it has a weight.
 
         With gradients planning takes its turn at every call outside of any graph, else at one of the weight that was
         seen first. Steps that are compared begin with that weight always: where the first layers are frozen, each of
         their calls is outside of any graph.
         """
-        if threading.get_ident() not in self._threads or not isinstance(x, torch.Tensor):
+        if weight is None or threading.get_ident() not in self._threads or not isinstance(x, torch.Tensor):
             return
         with torch._C.DisableTorchFunction():  # nobody is to see that attributes are read
             grad = torch.is_grad_enabled()

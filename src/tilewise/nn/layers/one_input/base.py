@@ -70,10 +70,12 @@ class OneInputLayer(abc.ABC):
     def made(self, call: Any, bound: BoundPass | None) -> Run | str:
         """What runs such a call by its bound plan, or by torch where that is ``None``; or why the plan cannot."""
 
+    def seen(self, asked: Any, x: object) -> OneInputCall | str:
+        """As :meth:`described`; an empty text while a transform or a mode watches what is called."""
+        return "" if disturbed() else self.described(asked, x)
+
     def __call__(self, asked: Any, x: Any) -> Any:
-        if disturbed():
-            return NotImplemented
-        call = self.described(asked, x)
+        call = self.seen(asked, x)
         if isinstance(call, str):
             return NotImplemented
         run = self.resolve(call)

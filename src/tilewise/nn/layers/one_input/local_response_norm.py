@@ -22,8 +22,9 @@ from tilewise.nn.layers.overrides import stand_ins
 from tilewise.problems.base import DTYPE_NAMES, dense_strides, layout_of
 from tilewise.problems.lrn.problem import LrnProblem
 from tilewise.solvers.lrn._lrn import LrnPasses, LrnSolver
+from tilewise.solvers.lrn.aten_lrn import FUNCTION
 
-__all__ = ["LocalResponseNorms", "LrnCall", "LrnLayer", "LrnRun", "describe", "why_torchs"]
+__all__ = ["AskedNorm", "LocalResponseNorms", "LrnCall", "LrnLayer", "LrnRun", "describe", "why_torchs"]
 
 FORWARD = nn.LocalResponseNorm.forward
 CODE = FORWARD.__code__
@@ -71,6 +72,16 @@ class LrnCall:
             dtype=DTYPE_NAMES[self.dtype],
             device=device_name(self.device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class AskedNorm:
+    """What a call of torch's function asks for, with the names that the module has."""
+
+    size: Any
+    alpha: Any
+    beta: Any
+    k: Any
 
 
 def why_torchs(module: Any, x: object) -> str:
@@ -166,7 +177,7 @@ def _gradient_by_torch(p: LrnProblem, x: Tensor, dy: Tensor) -> Tensor:
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         leaf = x if again and x.requires_grad else x.detach().requires_grad_()
-        y = BY_TORCH(leaf, p.size, p.alpha, p.beta, p.k)
+        y = FUNCTION(leaf, p.size, p.alpha, p.beta, p.k)
         return torch.autograd.grad(y, leaf, dy, create_graph=again)[0]
 
 
