@@ -197,7 +197,17 @@ def captured(step: Step, device: torch.device) -> Step:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):  # torch's own stream for captures is one of the first device
             step()
-    return graph.replay
+    return Replay(graph, step)
+
+
+class Replay:
+    """Replays of a captured step. It keeps the step's tensors, as a graph holds their addresses alone."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, step: Step) -> None:
+        self._graph, self._step = graph, step
+
+    def __call__(self) -> None:
+        self._graph.replay()
 
 
 def repeat(step: Step, count: int) -> None:
