@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from harness.picture import Figure, speedup_lines
+from harness.ranks import Replay
 from harness.result import Bar, Result, Row, Side
 from harness.settings import BadInput, NothingToMeasure, Settings
 from harness.training import LAYOUTS, USUAL_LAYOUT, Case, case_of, precision
@@ -198,16 +199,6 @@ def captured(step: Step, device: torch.device) -> Step:
         with torch.cuda.graph(graph, stream=stream):  # torch's own stream for captures is one of the first device
             step()
     return Replay(graph, step)
-
-
-class Replay:
-    """Replays of a captured step. It keeps the step's tensors, as a graph holds their addresses alone."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, step: Step) -> None:
-        self._graph, self._step = graph, step
-
-    def __call__(self) -> None:
-        self._graph.replay()
 
 
 def repeat(step: Step, count: int) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from harness.machine import commit
+from harness.ranks import Replay
 from harness.result import Bar, Result, Row, Side
 from harness.settings import Settings
 from harness.training import GPU_CASES, LAYOUTS, USUAL_LAYOUT, Case, Step, case_of, planned_in, step_of
@@ -204,7 +205,7 @@ def captured(step: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    return Replay(graph, step)
 
 
 def in_turns(steps: dict[str, Step], settings: Settings, rounds: int = 0) -> dict[str, list[float]]:

@@ -97,6 +97,17 @@ def _rank(rank: int, ranks: int, kind: str, function: str, arguments: dict[str, 
     dist.destroy_process_group()
 
 
+class Replay:
+    """Replays of a captured call. It keeps the call's tensors, as a graph holds their addresses alone."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, call: Call) -> None:
+        self._graph, self._call = graph, call
+
+    def __call__(self) -> None:
+        """Run it again."""
+        self._graph.replay()
+
+
 def graphed(device: torch.device, calls: Sequence[Call]) -> list[Call]:
     """``calls`` as replays of CUDA graphs that share memory, captured in order; on a CPU the calls themselves.
 
@@ -120,7 +131,7 @@ def graphed(device: torch.device, calls: Sequence[Call]) -> list[Call]:
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             call()
         pool = graph.pool()
-        replays.append(graph.replay)
+        replays.append(Replay(graph, call))
     for replay in replays:
         replay()
     torch.cuda.synchronize(device)
