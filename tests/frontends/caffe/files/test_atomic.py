@@ -50,6 +50,24 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, name: str) -> None:
     assert names(tmp_path) == [name]
 
 
+@pytest.mark.parametrize("room", [0, 2048, 1 << 16, 300_000])
+def test_a_disk_that_is_full_somewhere_in_an_hdf5_file_is_an_error_and_no_crash(tmp_path: Path, room: int) -> None:
+    """HDF5's own library ended the process where several blobs were left in memory."""
+    path = tmp_path / "net.h5"
+    path.write_bytes(b"old")
+    child = os.fork()
+    if not child:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        try:
+            write_weights(path, {f"layer{index}": [np.ones(3000 * index, np.float32)] for index in range(20)})
+        except OSError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["net.h5"]
+
+
 def test_the_new_file_takes_the_place_of_the_old_one_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with replacing(path) as partial:

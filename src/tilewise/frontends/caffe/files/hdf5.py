@@ -9,6 +9,7 @@ What is read lies in the file itself: links to other files and datasets that are
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,14 +97,18 @@ def _stored(blob: Array) -> Array:
 
 @contextlib.contextmanager
 def _written(path: os.PathLike[str]) -> Iterator[Any]:
+    """An HDF5 file in memory, which is written to ``path`` at the end.
+
+    HDF5 itself never sees the disk: when a write fails, as on a full disk, its library may end the process while it
+    closes the file.
+    """
     import h5py
 
-    try:
-        with h5py.File(path, "w") as file:
-            yield file
-    except RuntimeError as error:
-        # So h5py says that the disk is full.
-        raise OSError(f"{os.fspath(path)} cannot be written: {error}") from error
+    memory = io.BytesIO()
+    with h5py.File(memory, "w") as file:
+        yield file
+    with open(path, "wb") as written:
+        written.write(memory.getbuffer())
 
 
 class _File:
