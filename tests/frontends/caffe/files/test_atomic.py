@@ -57,7 +57,7 @@ def test_a_disk_that_is_full_somewhere_in_an_hdf5_file_is_an_error_and_no_crash(
     path.write_bytes(b"old")
     child = os.fork()
     if not child:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         try:
             write_weights(path, {f"layer{index}": [np.ones(3000 * index, np.float32)] for index in range(20)})
         except OSError:
