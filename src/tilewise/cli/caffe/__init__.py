@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train",
     "test": "testing",
     "time": "timing",
+    "export": "export",
     "device_query": "device_query",
     "convert-imageset": "convert_imageset",
     "compute-mean": "compute_mean",

@@ -26,6 +26,7 @@ class Runner(nn.Module):
     nodes: list[Node]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    input_shapes: dict[str, Shape]
     sources: dict[str, Any]
     blobs: dict[str, Tensor]
     loss: Tensor | None
@@ -246,6 +247,7 @@ class Net(Runner):
         if unknown is not None:
             raise unknown
         given = {name: tuple(int(size) for size in shape) for name, shape in (shapes or {}).items()}
+        self.input_shapes: dict[str, Shape] = {}
         self._build(net, given, DATA_LAYERS)
         self.inputs = tuple(top for node in self.nodes if not node.module for top in node.tops)
         strange = sorted(given.keys() - set(self.inputs))
@@ -265,7 +267,8 @@ class Net(Runner):
             if parameter.type in data_layers and not parameter.bottom:
                 node = node_of(parameter, "", made, later, is_loss=False)
                 self.nodes.append(node)
-                known.update(zip(node.tops, self._data_shapes(parameter, node, given), strict=True))
+                self.input_shapes.update(zip(node.tops, self._data_shapes(parameter, node, given), strict=True))
+                known.update(self.input_shapes)
                 continue
             found = [known[bottom] for bottom in parameter.bottom if bottom in known]
             module = unique_name(parameter.name, taken | self._modules.keys())
@@ -278,7 +281,7 @@ class Net(Runner):
             self.nodes.append(node)
             known.update(zip(node.tops, self._checked_shapes(layer, node, found), strict=True))
             self._take_parameters(parameter, layer, module, names)
-        self._seen.add(self._key({name: known[name] for node in self.nodes if not node.module for name in node.tops}))
+        self._seen.add(self._key(self.input_shapes))
 
     @staticmethod
     def _layer(parameter: Any, shapes: list[Shape]) -> Layer:
