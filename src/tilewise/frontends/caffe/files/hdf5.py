@@ -22,7 +22,7 @@ from tilewise.frontends.caffe.files.atomic import replacing
 from tilewise.frontends.caffe.files.blobs import MOST_AXES, Array
 from tilewise.frontends.caffe.files.mapped import mapped, opened
 
-__all__ = ["read_history_h5", "read_weights_h5", "write_history_h5", "write_weights_h5"]
+__all__ = ["read_history_h5", "read_weights_h5", "write_datasets_h5", "write_history_h5", "write_weights_h5"]
 
 MOST_OBJECTS = 100_000
 """Groups and datasets of a file at most."""
@@ -73,6 +73,13 @@ def write_weights_h5(
             group = data.require_group(name)
             for index, blob in enumerate(weights.get(name, ())):
                 group.create_dataset(str(index), data=_stored(blob))
+
+
+def write_datasets_h5(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
+    """Write arrays as the datasets of their names. An existing file stays until the new one is complete."""
+    with replacing(path) as partial, _written(partial) as file:
+        for name, array in arrays.items():
+            file.create_dataset(name, data=_stored(array))
 
 
 def write_history_h5(

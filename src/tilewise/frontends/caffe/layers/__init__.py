@@ -9,7 +9,9 @@ from tilewise.frontends.caffe.layers import (
     detection,
     inputs,
     losses,
+    multibox,
     normalization,
+    outputs,
     pooling,
     products,
     recurrent,
@@ -20,5 +22,6 @@ from tilewise.frontends.caffe.layers.registry import layer_types, register, regi
 
 __all__ = [
     "Layer", "activations", "arithmetic", "convolution", "detection", "inputs", "layer_types", "losses",
-    "normalization", "pooling", "products", "recurrent", "register", "register_python", "shaping",
+    "multibox", "normalization", "outputs", "pooling", "products", "recurrent", "register",
+    "register_python", "shaping",
 ]  # fmt: skip
