@@ -179,3 +179,36 @@ def test_a_prototxt_is_a_network_by_its_path(tmp_path: Path) -> None:
     assert network.input_shape == (3, 8, 8)
     calls = convolution_layers(network.module, network.example_inputs(2))
     assert [(call.name, call.input_shape) for call in calls] == [("conv_1.conv", (2, 3, 8, 8))]
+
+
+def test_losses_without_a_top_count_under_their_own_names() -> None:
+    text = """
+layer { name: "data" type: "Input" top: "x" top: "y" input_param { shape { dim: [2, 3] } } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "a" inner_product_param { num_output: 3 } }
+layer { name: "a" type: "EuclideanLoss" bottom: "a" bottom: "y" }
+layer { name: "b" type: "EuclideanLoss" bottom: "x" bottom: "y" loss_weight: 2 }
+"""
+    made = net(text, "train")
+    x, y = (torch.randn(2, 3, dtype=torch.float32, device="cpu") for _ in range(2))
+    found = made(x, y)
+    assert list(found) == ["a_", "b"]
+    assert made.loss is not None
+    torch.testing.assert_close(made.loss, found["a_"] + 2 * (x - y).square().sum() / 4)
+
+
+def test_layers_of_data_that_nothing_reads_are_inputs_where_their_shapes_are_given() -> None:
+    text = """
+layer { name: "data" type: "AnnotatedData" top: "data" top: "label" }
+layer { name: "pool" type: "Pooling" bottom: "data" top: "pool" pooling_param { kernel_size: 2 } }
+layer { name: "label" type: "Silence" bottom: "label" }
+"""
+    with pytest.raises(CaffeError, match=r"'AnnotatedData'.*shapes=\{'data': \(\.\.\.\), 'label': \(\.\.\.\)\}"):
+        net(text)
+    with pytest.raises(CaffeError, match="'AnnotatedData'"):
+        net(text, shapes={"data": (1, 3, 4, 4)})
+    made = net(text, shapes={"data": (1, 3, 4, 4), "label": (1, 1, 1, 8)})
+    assert made.inputs == ("data", "label")
+    x = torch.zeros(1, 3, 4, 4, dtype=torch.float32, device="cpu")
+    assert made(x, x)["pool"].shape == (1, 3, 3, 3)
+    with pytest.raises(CaffeError, match="input 'label' was not given; the inputs are data, label"):
+        made(x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,11 +136,13 @@ class Runner(nn.Module):
 
     def _fetch(self, nodes: Sequence[Node], blobs: dict[str, Tensor], given: Mapping[str, Tensor]) -> None:
         """Add to ``blobs`` the tops of layers of data that were not given, from their sources."""
+        from tilewise.frontends.caffe.data import DATA_LAYERS
+
         for node in nodes:
             missing = [top for top in node.tops if top not in blobs]
             if node.module or not missing:
                 continue
-            if given and node.type == "Input":
+            if node.type not in DATA_LAYERS or (given and node.type == "Input"):
                 raise CaffeError(f"input {missing[0]!r} was not given; the inputs are {', '.join(self.inputs)}")
             if node.name not in self.sources:
                 self.sources[node.name] = self._reopened(node.name)
@@ -199,7 +201,7 @@ class Net(Runner):
     ``phase``, ``"train"`` or ``"test"``, become submodules of their names; a dot becomes an underscore, and a name that
     a module cannot have gets one behind it (:attr:`layers` has them by Caffe's names). ``shapes`` gives shapes of
     inputs by name, where the network has none or others are wanted; a layer of data whose tops all have one is not
-    read. ``seed`` decides what layers of data draw.
+    read, and may be of a type that is not known. ``seed`` decides what layers of data draw.
 
     Called with tensors, in the order of :attr:`inputs` or by name, it returns the outputs by name: the tensors that no
     layer reads. Called with none, it takes the next batch of its :attr:`sources`. Afterwards :attr:`blobs` has all
@@ -231,6 +233,7 @@ class Net(Runner):
         from tilewise.frontends.caffe.files import filtered
 
         net = filtered(net, phase)
+        registry.name_losses(net.layer)
         self.caffe_name, self.phase, self.debug_info = str(net.name), phase, bool(net.debug_info)
         self.keep_blobs, self.seed = True, seed
         self.blobs: dict[str, Tensor] = {}
@@ -243,12 +246,13 @@ class Net(Runner):
         self._seen: set[tuple[tuple[str, Shape], ...]] = set()
         # Tells where the module's tensors are: layers of data give tensors of the CPU.
         self.register_buffer("_place", torch.zeros((), dtype=torch.float32, device="cpu"), persistent=False)
-        unknown = registry.unknown_layers(layer for layer in net.layer if layer.type not in DATA_LAYERS)
+        given = {name: tuple(int(size) for size in shape) for name, shape in (shapes or {}).items()}
+        inputs = registry.input_places(net.layer, DATA_LAYERS, given)
+        unknown = registry.unknown_layers(layer for place, layer in enumerate(net.layer) if place not in inputs)
         if unknown is not None:
             raise unknown
-        given = {name: tuple(int(size) for size in shape) for name, shape in (shapes or {}).items()}
         self.input_shapes: dict[str, Shape] = {}
-        self._build(net, given, DATA_LAYERS)
+        self._build(net, given, inputs)
         self.inputs = tuple(top for node in self.nodes if not node.module for top in node.tops)
         strange = sorted(given.keys() - set(self.inputs))
         if strange:
@@ -256,15 +260,15 @@ class Net(Runner):
         self.outputs = outputs_of(self.nodes)
         self.train(phase == "train")
 
-    def _build(self, net: Any, given: Mapping[str, Shape], data_layers: Sequence[str]) -> None:
+    def _build(self, net: Any, given: Mapping[str, Shape], inputs: Collection[int]) -> None:
         """Make all layers in order, with the shapes of their bottoms."""
         made: dict[str, str] = {}
         later = {top: str(layer.name) for layer in reversed(net.layer) for top in layer.top}
         known: dict[str, Shape] = {}
         names: dict[str, tuple[int, float | None, float | None]] = {}
         taken = set(dir(self)) | self.__dict__.keys()
-        for parameter in net.layer:
-            if parameter.type in data_layers and not parameter.bottom:
+        for index, parameter in enumerate(net.layer):
+            if index in inputs:
                 node = node_of(parameter, "", made, later, is_loss=False)
                 self.nodes.append(node)
                 self.input_shapes.update(zip(node.tops, self._data_shapes(parameter, node, given), strict=True))

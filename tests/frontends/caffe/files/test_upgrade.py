@@ -103,7 +103,6 @@ def test_inputs_with_shapes_become_one_layer_in_front() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('layers { layer { name: "a" type: "conv" } }', "form of 2013"),
         ("layers { type: RELU } layer { }", "layers of both forms, 1 in layers { } and 1 in layer { }"),
         ('input: "a" layer { }', "1 input and 0 input_dim; one input_shape or four input_dim for each"),
         ('input: "a" input_dim: 1 input_dim: 2 input_dim: 3\n', "1 input and 3 input_dim"),
@@ -137,7 +136,7 @@ def test_networks_inside_a_solver_are_brought_up_to_date() -> None:
     solver = read_solver(f"net_param {{ {old} }} train_net_param {{ {old} }} test_net_param {{ {old} }}")
     for net in (solver.net_param, solver.train_net_param, solver.test_net_param[0]):
         assert [(layer.type, layer.name) for layer in net.layer] == [("ReLU", "r")]
-    with pytest.raises(CaffeError, match="test_net_param 0: layer 0 is of the form of 2013"):
+    with pytest.raises(CaffeError, match="test_net_param 0: layer '' has the type ''"):
         read_solver("test_net_param { layers { layer { } } }")
     with pytest.raises(CaffeError, match="solver_type = ADAM and type = 'SGD'; type alone would do"):
         read_solver('solver_type: ADAM type: "SGD"\n')

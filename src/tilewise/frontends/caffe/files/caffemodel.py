@@ -21,6 +21,8 @@ LARGEST_FOR_CAFFE = 2**31 - 1
 _NET_NAME, _LAYERS, _LAYER = 1, 2, 100
 _OF_FORM = {_LAYER: {"name": 1, "blobs": 7}, _LAYERS: {"name": 4, "blobs": 6, "oldest": 1}}
 """The numbers of a layer's fields in the newest form and in the older one."""
+_OLDEST = {"name": 1, "blobs": 50}
+"""The same within the message that is a layer in files of 2013."""
 
 
 def read_caffemodel(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
@@ -34,7 +36,7 @@ def read_caffemodel(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     for number, kind, start, end in message.fields():
         if number not in _OF_FORM or kind != BYTES:
             continue
-        name, arrays = _layer(message.part(start, end), _OF_FORM[number], layers, MOST_BLOBS - blobs)
+        name, arrays = _layer(message.part(start, end), _OF_FORM[number], MOST_BLOBS - blobs)
         layers, blobs = layers + 1, blobs + len(arrays)
         if layers > MOST_BLOBS:
             raise CaffeError(f"{message.source} has over {MOST_BLOBS} layers; up to {MOST_BLOBS} would do")
@@ -47,7 +49,7 @@ def read_caffemodel(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     return weights
 
 
-def _layer(message: Message, numbers: Mapping[str, int], index: int, most: int) -> tuple[str, list[Any]]:
+def _layer(message: Message, numbers: Mapping[str, int], most: int) -> tuple[str, list[Any]]:
     """The name and the blobs of a layer."""
     name = ""
     found: list[Message] = []
@@ -61,10 +63,7 @@ def _layer(message: Message, numbers: Mapping[str, int], index: int, most: int) 
             if len(found) > most:
                 raise CaffeError(f"{message.source} has over {MOST_BLOBS} blobs; up to {MOST_BLOBS} would do")
         elif number == numbers.get("oldest"):
-            raise CaffeError(
-                f"{message.source}: layer {index} is of the form of 2013, which is not read; what Caffe's "
-                "upgrade_net_proto_binary makes of it would do"
-            )
+            return _layer(message.part(start, end), _OLDEST, most)
     return name, [blob_of(blob, f"blob {place} of layer {name!r}") for place, blob in enumerate(found)]
 
 

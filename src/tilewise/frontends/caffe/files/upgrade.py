@@ -6,9 +6,9 @@ What is read in a file is brought up to date at once, so that nothing else need 
   ``param``, and what they do to images (``scale``, ``mirror``, ``crop_size``, ``mean_file``) in ``transform_param``;
 - ``input`` with ``input_dim`` or ``input_shape`` becomes a layer of type ``Input``;
 - BatchNorm layers with three ``param`` do not learn them, as in Caffe;
-- a solver's ``solver_type`` becomes its ``type``.
-
-The oldest networks, with a ``layer`` inside ``layers`` (2013), are refused.
+- a solver's ``solver_type`` becomes its ``type``;
+- the oldest networks, with a ``layer`` inside ``layers`` (2013), first become ``layers``
+  (:mod:`~tilewise.frontends.caffe.files.oldest`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.frontends.caffe.errors import CaffeError, warn
+from tilewise.frontends.caffe.files.oldest import upgrade_oldest
 from tilewise.frontends.caffe.schema import LayerParameter, NetParameter, SolverParameter, V1LayerParameter
 
 __all__ = ["upgrade_net", "upgrade_solver"]
@@ -53,8 +54,8 @@ _SAME_IN_BOTH = sorted(
 def upgrade_net(net: NetParameter, source: str) -> NetParameter:
     """Bring a network up to date, in place, and return it. ``source`` names it in messages.
 
-    Raises :class:`CaffeError` for networks of 2013, for a mixture of the older and the newer form, and for inputs whose
-    sizes are missing.
+    Raises :class:`CaffeError` for a mixture of older and newer forms, for fields that a layer of the oldest form does
+    not take, and for inputs whose sizes are missing.
     """
     if net.layers:
         _upgrade_layers(net, source)
@@ -94,12 +95,9 @@ def _upgrade_layers(net: NetParameter, source: str) -> None:
             f"{source}: has layers of both forms, {len(net.layers)} in layers {{ }} and {len(net.layer)} in layer {{ }}"
             "; one form would do"
         )
-    for index, old in enumerate(net.layers):
-        if old.HasField("layer"):
-            raise CaffeError(
-                f"{source}: layer {index} is of the form of 2013, layers {{ layer {{ }} }}, which is not read; what "
-                "Caffe's upgrade_net_proto_text or upgrade_net_proto_binary makes of it would do"
-            )
+    if any(old.HasField("layer") for old in net.layers):
+        upgrade_oldest(net, source)
+    for old in net.layers:
         _upgrade_layer(old, net.layer.add())
     net.ClearField("layers")
 

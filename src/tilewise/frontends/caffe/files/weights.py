@@ -26,8 +26,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     blob that a layer shares with another one has ``None``, since Caffe leaves it out.
 
     The file may be replaced meanwhile, but not be made shorter. Raises
-    :class:`~tilewise.frontends.caffe.errors.CaffeError` where it is damaged or of the form of 2013, and ``OSError``
-    where it cannot be read.
+    :class:`~tilewise.frontends.caffe.errors.CaffeError` where it is damaged, and ``OSError`` where it cannot be read.
 
         >>> import numpy, tempfile
         >>> path = tempfile.mkdtemp() + "/net.caffemodel"

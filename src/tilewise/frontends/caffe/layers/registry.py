@@ -9,7 +9,16 @@ from typing import Any, TypeVar
 from tilewise.frontends.caffe.errors import CaffeError
 from tilewise.frontends.caffe.layers.base import Layer, Phase, Shape
 
-__all__ = ["Maker", "layer_types", "maker", "register", "register_python", "unknown_layers"]
+__all__ = [
+    "Maker",
+    "input_places",
+    "layer_types",
+    "maker",
+    "name_losses",
+    "register",
+    "register_python",
+    "unknown_layers",
+]
 
 Maker = Callable[[Any, Sequence[Shape], Phase], Layer]
 """Makes a layer of its ``LayerParameter``, the shapes of its bottoms and the phase. A class of layers is one."""
@@ -79,6 +88,32 @@ def maker_of(parameter: Any) -> Maker | None:
     return maker(parameter.type)
 
 
+def input_places(parameters: Iterable[Any], data_types: Iterable[str], shapes: Iterable[str]) -> set[int]:
+    """Which of some ``LayerParameter`` give a network its inputs, by their numbers.
+
+    Those are layers of data, and layers without bottoms that nothing here makes but for whose tops the caller has
+    ``shapes``: a fork's layers of data, or a program's own in Python.
+    """
+    known, given = set(data_types), set(shapes)
+    return {
+        place
+        for place, p in enumerate(parameters)
+        if not p.bottom and (p.type in known or (p.top and maker_of(p) is None and given.issuperset(p.top)))
+    }
+
+
+def name_losses(parameters: Sequence[Any]) -> None:
+    """Give losses without a top one of their own name, as old networks leave it out and Caffe adds it."""
+    taken = {top for p in parameters for top in p.top}
+    for p in parameters:
+        if not p.top and getattr(maker_of(p), "is_loss", False):
+            name = str(p.name) or str(p.type)
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            p.top.append(name)
+
+
 def unknown_layers(parameters: Iterable[Any]) -> CaffeError | None:
     """One error for all ``LayerParameter`` that nothing makes, ``None`` where there is none."""
     lines = []
@@ -93,5 +128,8 @@ def unknown_layers(parameters: Iterable[Any]) -> CaffeError | None:
             close = [types[name] for name in difflib.get_close_matches(parameter.type.lower(), types, n=2)]
             hint = f"register({parameter.type!r}) above a Layer class would add it"
             hint = (f"did you mean {' or '.join(map(repr, close))}? " if close else "") + hint
+        if not parameter.bottom and parameter.top:
+            shapes = ", ".join(f"{top!r}: (...)" for top in parameter.top)
+            hint += f"; so would shapes={{{shapes}}}, which makes its tops inputs"
         lines.append(f"layer {parameter.name!r} has the unknown type {parameter.type!r}: {hint}")
     return CaffeError("; ".join(lines)) if lines else None

@@ -102,5 +102,13 @@ V1LayerParameter
   enum DimCheckMode: STRICT:0 PERMISSIVE:1
 
 V0LayerParameter
+  name:1:string type:2:string num_output:3:uint32 biasterm:4:bool=true weight_filler:5:FillerParameter
+  bias_filler:6:FillerParameter pad:7:uint32 kernelsize:8:uint32 group:9:uint32=1 stride:10:uint32=1
+  pool:11:PoolMethod=MAX dropout_ratio:12:float=0.5 local_size:13:uint32=5 alpha:14:float=1 beta:15:float=0.75
+  source:16:string scale:17:float=1 meanfile:18:string batchsize:19:uint32 cropsize:20:uint32 mirror:21:bool
+  k:22:float=1 blobs:50:BlobProto* blobs_lr:51:float* weight_decay:52:float* rand_skip:53:uint32
+  det_fg_threshold:54:float=0.5 det_bg_threshold:55:float=0.5 det_fg_fraction:56:float=0.25 det_context_pad:58:uint32
+  det_crop_mode:59:string=warp new_num:60:int32 new_channels:61:int32 new_height:62:int32 new_width:63:int32
+  shuffle_images:64:bool concat_dim:65:uint32=1 hdf5_output_param:1001:HDF5OutputParameter
+  enum PoolMethod: MAX:0 AVE:1 STOCHASTIC:2
 """
-"""Of the oldest networks' layers (``V0LayerParameter``) only their place is known: such networks are not read."""
