@@ -124,8 +124,12 @@ def opened(path: str) -> Any:
     if not place.exists():
         raise CaffeError(f"{path}: no such database; a folder that convert-imageset has written would do")
     if place.is_dir() and not (place / "data.mdb").is_file():
-        kind = "looks like LevelDB, which is not read" if (place / "CURRENT").exists() else "has no data.mdb"
-        raise CaffeError(f"{path}: {kind}; an LMDB database would do")
+        if (place / "CURRENT").exists():
+            raise CaffeError(
+                f"{path}: looks like LevelDB, which is not read; an LMDB database would do: tilewise caffe "
+                "convert-imageset makes one of the images, as Caffe's convert_imageset -backend lmdb does"
+            )
+        raise CaffeError(f"{path}: has no data.mdb; an LMDB database would do")
     options: dict[str, Any] = {"subdir": place.is_dir(), "readonly": True, "readahead": True, "max_spare_txns": 1}
     try:
         return lmdb.open(path, **options)

@@ -12,6 +12,7 @@ from tilewise.frontends.caffe.data.image_list import ImageBatches
 from tilewise.frontends.caffe.data.memory import Memory
 from tilewise.frontends.caffe.data.records import RecordBatches
 from tilewise.frontends.caffe.data.source import Batches, Held, Source, Stream, default_workers
+from tilewise.frontends.caffe.data.windows import WindowBatches
 from tilewise.frontends.caffe.errors import CaffeError
 
 __all__ = ["DATA_LAYERS", "FROM_FILES", "source"]
@@ -20,6 +21,7 @@ FROM_FILES: dict[str, Callable[..., Batches]] = {
     "Data": RecordBatches,
     "ImageData": ImageBatches,
     "HDF5Data": Hdf5Batches,
+    "WindowData": WindowBatches,
 }
 DATA_LAYERS = (*FROM_FILES, "MemoryData", "DummyData", "Input")
 """The types of layers that have a source."""

@@ -51,9 +51,9 @@ def matched(truth: Tensor, boxes: Tensor, threshold: float | None, *, inside: bo
         places[row], best[row] = column, shared[row, column]
         left[row], left[:, column] = 0, 0
     if threshold is not None:
-        size, column = shared.max(1)
+        size, own = shared.max(1)
         more = (places == -1) & (size >= threshold) & (size > 0)
-        places = torch.where(more, column, places)
+        places = torch.where(more, own, places)
     return Matches(places, best)
 
 
@@ -144,7 +144,8 @@ class MultiBoxLoss(Loss):
                 location = location + self._location(moves - wanted).sum()
             confidence = confidence + self._confidence(own, pairs, negatives, scores[image])
         divisors = {"FULL": images * boxes.shape[0], "VALID": count, "BATCH_SIZE": images, "NONE": 1}
-        return (self.location_weight * location + confidence) / max(1, divisors[self.normalization])
+        total: Tensor = self.location_weight * location + confidence
+        return total / max(1, divisors[self.normalization])
 
     def _check_labels(self, own: Tensor, image: int) -> None:
         labels = own[:, 1]
@@ -158,7 +159,8 @@ class MultiBoxLoss(Loss):
     def _location(self, difference: Tensor) -> Tensor:
         """(K,) losses of differences (K, 4)."""
         if self.smooth:
-            return F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").sum(1)
+            losses: Tensor = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none")
+            return losses.sum(1)
         return difference.square().sum(1) / 2
 
     def _confidence(self, own: Tensor, pairs: Any, negatives: Tensor, scores: Tensor) -> Tensor:
