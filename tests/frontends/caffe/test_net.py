@@ -6,6 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.frontends.caffe.layers.nets import net
 from torch import nn
 
 from tilewise.frontends.caffe.errors import CaffeError
+from tilewise.frontends.caffe.files import read_weights
 from tilewise.frontends.layers import convolution_layers
 from tilewise.frontends.networks import load_network
 
@@ -179,6 +181,43 @@ def test_a_prototxt_is_a_network_by_its_path(tmp_path: Path) -> None:
     assert network.input_shape == (3, 8, 8)
     calls = convolution_layers(network.module, network.example_inputs(2))
     assert [(call.name, call.input_shape) for call in calls] == [("conv_1.conv", (2, 3, 8, 8))]
+
+
+SHARED = """
+layer { name: "x" type: "Input" top: "x" input_param { shape { dim: [2, 3] } } }
+layer { name: "a" type: "InnerProduct" bottom: "x" top: "a" param { name: "w" } param { name: "ab" }
+  inner_product_param { num_output: 3 } }
+layer { name: "b" type: "InnerProduct" bottom: "a" top: "b" param { } param { name: "ab" }
+  inner_product_param { num_output: 3 } }
+layer { name: "c" type: "InnerProduct" bottom: "b" top: "c" param { name: "w" } param { }
+  inner_product_param { num_output: 3 } }
+layer { name: "d" type: "InnerProduct" bottom: "c" top: "d" param { name: "w" } param { name: "ab" }
+  inner_product_param { num_output: 3 } }
+"""
+
+
+def test_hdf5_weights_leave_out_what_layers_share(tmp_path: Path) -> None:
+    """As Caffe writes them: each blob once, under the layer that has it first."""
+    path = tmp_path / "net.h5"
+    weights = {"a/0": np.full((3, 3), 1), "a/1": np.full(3, 2), "b/0": np.full((3, 3), 3), "c/1": np.full(3, 4)}
+    with h5py.File(path, "w") as file:
+        file.create_group("data/d")
+        for name, values in weights.items():
+            file.create_dataset(f"data/{name}", data=values.astype(np.float32))
+    made = net(SHARED)
+    report = made.load_weights(read_weights(path))
+    assert (sorted(report.matched), report.unused, report.missing) == (["a", "b", "c"], (), ())
+    found = {name: [float(blob.detach().flatten()[0]) for blob in layer.blobs] for name, layer in made.layers.items()}
+    assert found == {"a": [1, 2], "b": [3, 2], "c": [1, 4], "d": [1, 2]}
+    with h5py.File(path, "a") as file:
+        del file["data/a/1"]
+    with pytest.raises(CaffeError, match=r"layer '[ab]' .*the file has 1 blobs of shapes \[\(3, 3\)\]; 2 would do"):
+        net(SHARED).load_weights(read_weights(path))
+    with h5py.File(path, "a") as file:
+        del file["data/c/1"], file["data/a/0"]
+        file.create_dataset("data/a/1", data=np.zeros(3, np.float32))
+    with pytest.raises(CaffeError, match=r"layer 'a' .*the file has 2 blobs of shapes \[None, \(3,\)\]; 2 would do"):
+        net(SHARED).load_weights(read_weights(path))
 
 
 def test_losses_without_a_top_count_under_their_own_names() -> None:

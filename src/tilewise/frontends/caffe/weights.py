@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -38,7 +38,8 @@ class LoadReport:
     """What became of weights that were loaded, as names of layers.
 
     ``matched`` were found on both sides. ``unused`` are only in the file, as layers that training alone has.
-    ``missing`` are only in the network, and keep what they had.
+    ``missing`` are only in the network, and keep what they had. A layer that shares all of its blobs with layers that
+    were found is not among them.
     """
 
     matched: tuple[str, ...]
@@ -63,12 +64,10 @@ def load_into(layers: Mapping[str, Layer], weights: Mapping[str, Sequence[Any]])
     matched = tuple(name for name in weights if name in layers)
     for name in matched:
         blobs, arrays = layers[name].blobs, weights[name]
-        # A layer that stores nothing may still be named in a file.
-        if len(arrays) != len(blobs) and len(arrays):
-            shapes = [None if array is None else tuple(array.shape) for array in arrays]
-            layers[name].fail(f"the file has {len(arrays)} blobs of shapes {shapes}; {len(blobs)} would do")
+        if len(arrays) > len(blobs):
+            _wrong_count(layers[name], arrays)
         for place, (blob, array) in enumerate(zip(blobs, arrays, strict=False)):
-            if array is None:  # HDF5 files leave out a blob that another layer has as well
+            if array is None:
                 continue
             if _without_ones(array.shape) != _without_ones(blob.shape):
                 layers[name].fail(
@@ -76,14 +75,30 @@ def load_into(layers: Mapping[str, Layer], weights: Mapping[str, Sequence[Any]])
                     "Another name for the layer would leave it as it is"
                 )
             copies.append((blob, array))
+    given = {id(blob) for blob, _ in copies}
+    for name in matched:
+        # HDF5 files leave out a blob that another layer has as well. A layer that stores nothing may still be named.
+        arrays = weights[name]
+        absent = [p for p, blob in enumerate(layers[name].blobs) if p >= len(arrays) or arrays[p] is None]
+        if len(arrays) and any(id(layers[name].blobs[place]) not in given for place in absent):
+            _wrong_count(layers[name], arrays)
     with torch.no_grad():
         for blob, array in copies:
             _copy(np.asarray(array), blob)
     return LoadReport(
         matched,
         tuple(name for name, arrays in weights.items() if name not in layers and len(arrays)),
-        tuple(name for name, layer in layers.items() if layer.blob_names and name not in weights),
+        tuple(
+            name
+            for name, layer in layers.items()
+            if name not in weights and any(id(blob) not in given for blob in layer.blobs)
+        ),
     )
+
+
+def _wrong_count(layer: Layer, arrays: Sequence[Any]) -> NoReturn:
+    shapes = [None if array is None else tuple(array.shape) for array in arrays]
+    layer.fail(f"the file has {len(arrays)} blobs of shapes {shapes}; {len(layer.blob_names)} would do")
 
 
 def _copy(array: np.ndarray[Any, Any], blob: torch.Tensor) -> None:

@@ -121,6 +121,8 @@ CASES: list[tuple[str, str, Sequence[tuple[int, ...]], int]] = [
     ("PriorBox", "prior_box_param { min_size: 3 max_size: 5 aspect_ratio: 2 clip: true }", [IMAGE, (1, 3, 20, 30)], 1),
     ("SmoothL1Loss", "smooth_l1_loss_param { sigma: 2 }", [IMAGE, IMAGE, IMAGE, IMAGE], 1),
     ("EuclideanLoss", "", [IMAGE, IMAGE], 1),
+    ("ContrastiveLoss", "contrastive_loss_param { margin: 4 }", [(4, 3), (4, 3), (4,)], 1),
+    ("ContrastiveLoss", "contrastive_loss_param { margin: 4 legacy_version: true }", [(4, 3), (4, 3), (4,)], 1),
     ("SigmoidCrossEntropyLoss", "loss_param { normalization: VALID ignore_label: 0 }", [IMAGE, IMAGE], 1),
     ("SigmoidCrossEntropyLoss", "", [IMAGE, IMAGE], 2),
 ]  # fmt: skip
@@ -128,6 +130,7 @@ LABELLED = [
     ("SoftmaxWithLoss", "", (4, 3), 2),
     ("SoftmaxWithLoss", "loss_param { ignore_label: 1 normalization: VALID }", (4, 3, 2, 2), 1),
     ("SoftmaxWithLoss", "loss_param { normalize: false }", (4, 3), 1),
+    ("MultinomialLogisticLoss", "", (4, 3), 1),
     ("HingeLoss", "hinge_loss_param { norm: L2 }", (4, 3), 1),
     ("Accuracy", "accuracy_param { top_k: 2 ignore_label: 0 }", (4, 3), 2),
     ("Accuracy", "", (4, 3), 1),
@@ -204,9 +207,11 @@ def test_a_layer_in_plain_torch(
     tmp_path: Path, kind: str, fields: str, shapes: Sequence[tuple[int, ...]], tops: int, phase: Any
 ) -> None:
     made = net(text_of(kind, fields, shapes, tops), phase)
-    inputs = [torch.randn(shape, dtype=torch.float32, device="cpu") for shape in shapes]
+    inputs = [2 * torch.rand(shape, dtype=torch.float32, device="cpu") - 1 for shape in shapes]
     if kind == "Embed":
         inputs = [torch.zeros_like(x) for x in inputs]
+    if kind == "ContrastiveLoss":
+        inputs[2] = (inputs[2] > 0).to(torch.float32)
     if kind in ("RNN", "LSTM"):
         inputs[1] = (inputs[1] > 0).to(torch.float32)
     check(made, inputs, tmp_path)
@@ -220,7 +225,8 @@ def test_a_layer_with_labels_in_plain_torch(tmp_path: Path, kind: str, fields: s
         torch.randn(shape, dtype=torch.float32, device="cpu"),
         torch.arange(math.prod(labels), dtype=torch.float32, device="cpu") % 3,
     ]
-    check(made, [inputs[0], inputs[1].reshape(labels)], tmp_path)
+    scores = inputs[0].softmax(1) if kind == "MultinomialLogisticLoss" else inputs[0]
+    check(made, [scores, inputs[1].reshape(labels)], tmp_path)
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -409,6 +409,16 @@ def hinge(c: Call) -> Piece:
     return Piece((f"hinge_loss({c.x[0]}, {c.x[1]}, {c.layer.squared})",))
 
 
+@emits("MultinomialLogisticLoss")
+def multinomial(c: Call) -> Piece:
+    return Piece((f"logistic_loss({c.x[0]}, {c.x[1]})",))
+
+
+@emits("ContrastiveLoss")
+def contrastive(c: Call) -> Piece:
+    return Piece((f"contrastive_loss({', '.join(c.x)}, {c.layer.margin!r}, {c.layer.legacy})",))
+
+
 @emits("SmoothL1Loss")
 def smooth_l1(c: Call) -> Piece:
     x, y, *more = c.x

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from tilewise.frontends.caffe.layers.detection import suppressed
 
 __all__ = [
-    "Blobs", "accuracy", "at_least", "batch_norm_of_batch", "batch_norm_of_fork", "columns", "counts_of",
-    "decoded_boxes", "detections", "drawn", "hinge_loss", "largest", "lstm", "margin_products", "mean_and_variance",
-    "padded", "places_of", "pooled", "prior_boxes", "pyramid", "reshaped", "rnn", "sigmoid_loss", "smooth_l1_loss",
-    "softmax_loss", "states_of", "upsampled", "within_channel", "zoomed",
+    "Blobs", "accuracy", "at_least", "batch_norm_of_batch", "batch_norm_of_fork", "columns", "contrastive_loss",
+    "counts_of", "decoded_boxes", "detections", "drawn", "hinge_loss", "largest", "logistic_loss", "lstm",
+    "margin_products", "mean_and_variance", "padded", "places_of", "pooled", "prior_boxes", "pyramid", "reshaped",
+    "rnn", "sigmoid_loss", "smooth_l1_loss", "softmax_loss", "states_of", "upsampled", "within_channel", "zoomed",
 ]  # fmt: skip
 
 
@@ -257,6 +257,26 @@ def hinge_loss(scores: Tensor, labels: Tensor, squared: bool) -> Tensor:
     signs = torch.ones_like(rows).scatter(1, labels.reshape(-1, 1).to(torch.int64), -1.0)
     margins = F.relu(1 + rows * signs)
     return (margins.square() if squared else margins).sum() / rows.shape[0]
+
+
+def logistic_loss(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """-log of each label's probability, 1e-20 or more, over the number of images."""
+    rows = probabilities.reshape(probabilities.shape[0], -1)
+    return -at_least(rows.gather(1, labels.reshape(-1, 1).to(torch.int64)), 1e-20).log().sum() / rows.shape[0]
+
+
+def contrastive_loss(x: Tensor, y: Tensor, similar: Tensor, margin: float, legacy: bool) -> Tensor:
+    """d^2 of similar pairs and max(margin - d, 0)^2, or max(margin - d^2, 0), of others, over twice their number."""
+    squares = (x - y).flatten(1).square().sum(1)
+    if legacy:
+        apart = F.relu(margin - squares)
+    else:
+        # Caffe adds 0.0001 to the distance by which the gradient is divided.
+        with torch.no_grad():
+            missing = F.relu(margin - squares.sqrt())
+            slopes = -missing / (squares.sqrt() + 1e-4)
+        apart = missing.square() + slopes * (squares - squares.detach())
+    return torch.where(similar.flatten() != 0, squares, apart).sum() / (2 * x.shape[0])
 
 
 def smooth_l1_loss(x: Tensor, y: Tensor, squared: float, inside: Any = None, outside: Any = None) -> Tensor:

@@ -144,8 +144,8 @@ class MultiBoxLoss(Loss):
                 location = location + self._location(moves - wanted).sum()
             confidence = confidence + self._confidence(own, pairs, negatives, scores[image])
         divisors = {"FULL": images * boxes.shape[0], "VALID": count, "BATCH_SIZE": images, "NONE": 1}
-        total: Tensor = self.location_weight * location + confidence
-        return total / max(1, divisors[self.normalization])
+        total: Tensor = (self.location_weight * location + confidence) / max(1, divisors[self.normalization])
+        return total
 
     def _check_labels(self, own: Tensor, image: int) -> None:
         labels = own[:, 1]
