@@ -6,14 +6,14 @@ import ast
 import copy
 import importlib.util
 import math
-import subprocess
-import sys
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.forked import run_script
 from tests.frontends.caffe.layers.nets import net
 from torch import Tensor, nn
 
@@ -281,6 +281,7 @@ def test_shared_weights_stopped_gradients_and_strange_names(tmp_path: Path) -> N
     assert names <= {"torch", "torch.nn.functional", "math"}
 
 
+@pytest.mark.slow
 def test_an_exported_file_runs_without_this_library(tmp_path: Path) -> None:
     made = net(TWO)
     export(made, tmp_path / "net")
@@ -291,7 +292,8 @@ def test_an_exported_file_runs_without_this_library(tmp_path: Path) -> None:
         "assert not any(name.startswith('tilewise') for name in sys.modules)\n"
         "print(it(torch.ones(2, 4))['torch'].flatten().tolist())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = run_script("-c", program, environment=dict(os.environ), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     want = made(torch.ones(2, 4, dtype=torch.float32, device="cpu"))["torch"].flatten().tolist()
     assert ast.literal_eval(done.stdout) == pytest.approx(want, rel=1e-6)
 
