@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.frontends.caffe.export.test_export import loaded
 from tests.frontends.caffe.layers.nets import net
 from torch import Tensor
 
 from tilewise.frontends.caffe.errors import CaffeError
-from tilewise.frontends.caffe.export import module_text
+from tilewise.frontends.caffe.export import export, module_text, read_torch_state
 from tilewise.frontends.caffe.layers.base import Layer, Shape
 from tilewise.frontends.caffe.layers.registry import register_python
 
@@ -268,6 +270,30 @@ def test_a_network_of_this_family_runs_forward_and_backward(name: str, phase: An
 @pytest.mark.parametrize("name", sorted({*NETS} - {"SegNet", "Faster R-CNN"}))
 def test_a_network_of_this_family_is_written_in_plain_torch(name: str) -> None:
     assert "import tilewise" not in module_text(net(NETS[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("FCN", {"data": (2, 3, 25, 49), "label": (2, 1, 25, 49)}),
+        ("SSD", {"data": (1, 3, 30, 18), "label": (1, 1, 4, 8)}),
+        ("LRCN", {"data": (6, 3, 12, 12), "cont": (3, 2), "input_sentence": (3, 2), "target": (3, 2)}),
+        ("ShuffleNet", {"data": (3, 3, 21, 12)}),
+    ],
+)
+def test_what_is_written_in_plain_torch_takes_images_of_another_size(
+    tmp_path: Path, name: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    made = net(NETS[name])
+    module, state = export(made, tmp_path / "net")
+    other = loaded(module)
+    other.load_state_dict(read_torch_state(state))
+    tensors = given(shapes)
+    want = made(**tensors)
+    found = other.eval()(*(tensors[blob] for blob in made.inputs))
+    assert list(found) == list(want)
+    for blob, tensor in want.items():
+        torch.testing.assert_close(found[blob], tensor, rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_missing_in_a_network_is_named_with_the_hook() -> None:
