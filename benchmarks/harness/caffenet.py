@@ -5,13 +5,16 @@ from __future__ import annotations
 __all__ = ["caffenet"]
 
 CONVOLUTIONS = (
-    ("conv1", 96, 11, 0, 4, 1),
-    ("conv2", 256, 5, 2, 1, 2),
-    ("conv3", 384, 3, 1, 1, 1),
-    ("conv4", 384, 3, 1, 1, 2),
-    ("conv5", 256, 3, 1, 1, 2),
+    ("conv1", 96, 11, 0, 4, 1, 0),
+    ("conv2", 256, 5, 2, 1, 2, 1),
+    ("conv3", 384, 3, 1, 1, 1, 0),
+    ("conv4", 384, 3, 1, 1, 2, 1),
+    ("conv5", 256, 3, 1, 1, 2, 1),
 )
-"""Name, outputs, kernel, padding, stride and groups (Krizhevsky et al. 2012, section 3.5)."""
+"""Name, outputs, kernel, padding, stride, groups (Krizhevsky et al. 2012, section 3.5), and the biases to begin with.
+
+Weights begin with a deviation of 0.01, those of the first two fully connected layers with 0.005 (section 5).
+"""
 
 
 def caffenet(batch: int, size: int = 227, share: int = 1, classes: int = 1000) -> str:
@@ -25,11 +28,11 @@ def caffenet(batch: int, size: int = 227, share: int = 1, classes: int = 1000) -
         f'layer {{ name: "label" type: "Input" top: "label" input_param {{ shape {{ dim: {batch} }} }} }}',
     ]
     bottom = "data"
-    for name, outputs, kernel, pad, stride, group in CONVOLUTIONS:
+    for name, outputs, kernel, pad, stride, group, bias in CONVOLUTIONS:
         layers += [
             f'layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" {_rates()} '
             f"convolution_param {{ num_output: {outputs // share} kernel_size: {kernel} pad: {pad} stride: {stride} "
-            f'group: {group} weight_filler {{ type: "gaussian" std: 0.02 }} bias_filler {{ value: 0.1 }} }} }}',
+            f'group: {group} weight_filler {{ type: "gaussian" std: 0.01 }} bias_filler {{ value: {bias} }} }} }}',
             f'layer {{ name: "relu{name[-1]}" type: "ReLU" bottom: "{name}" top: "{name}" }}',
         ]
         bottom = name
@@ -45,10 +48,15 @@ def caffenet(batch: int, size: int = 227, share: int = 1, classes: int = 1000) -
                 "lrn_param { local_size: 5 alpha: 0.0001 beta: 0.75 } }"
             )
             bottom = f"norm{name[-1]}"
-    for name, outputs in (("fc6", 4096 // share), ("fc7", 4096 // share), ("fc8", classes)):
+    for name, outputs, deviation, bias in (
+        ("fc6", 4096 // share, 0.005, 1),
+        ("fc7", 4096 // share, 0.005, 1),
+        ("fc8", classes, 0.01, 0),
+    ):
         layers.append(
             f'layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}" {_rates()} '
-            f'inner_product_param {{ num_output: {outputs} weight_filler {{ type: "gaussian" std: 0.01 }} }} }}'
+            f'inner_product_param {{ num_output: {outputs} weight_filler {{ type: "gaussian" std: {deviation} }} '
+            f"bias_filler {{ value: {bias} }} }} }}"
         )
         if name != "fc8":
             layers.append(f'layer {{ name: "relu{name[-1]}" type: "ReLU" bottom: "{name}" top: "{name}" }}')

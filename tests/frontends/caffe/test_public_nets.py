@@ -251,6 +251,7 @@ def given(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     return {name: values(name, shape) for name, shape in shapes.items()}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("phase", ["train", "test"])
 @pytest.mark.parametrize("name", NETS)
 def test_a_network_of_this_family_runs_forward_and_backward(name: str, phase: Any) -> None:
@@ -267,11 +268,13 @@ def test_a_network_of_this_family_runs_forward_and_backward(name: str, phase: An
     assert made.inputs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted({*NETS} - {"SegNet", "Faster R-CNN"}))
 def test_a_network_of_this_family_is_written_in_plain_torch(name: str) -> None:
     assert "import tilewise" not in module_text(net(NETS[name]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [

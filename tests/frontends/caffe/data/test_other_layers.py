@@ -254,4 +254,4 @@ def test_input_holds_zeros_until_something_is_set() -> None:
 
 
 def test_a_layer_without_source_is_named() -> None:
-    assert "WindowData" in fault(lambda: source(layer_of('name: "w" type: "WindowData"'), "train"))
+    assert "VideoData" in fault(lambda: source(layer_of('name: "w" type: "VideoData"'), "train"))

@@ -200,7 +200,7 @@ def check(network: Net, inputs: Sequence[Tensor], folder: Path) -> None:
                 assert torch.equal(mine, theirs)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("phase", ["test", "train"])
 @pytest.mark.parametrize(("kind", "fields", "shapes", "tops"), CASES)
 def test_a_layer_in_plain_torch(
