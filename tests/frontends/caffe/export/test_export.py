@@ -281,6 +281,18 @@ def test_shared_weights_stopped_gradients_and_strange_names(tmp_path: Path) -> N
     assert names <= {"torch", "torch.nn.functional", "math"}
 
 
+@pytest.mark.parametrize("name", ["F", "Blobs", "tensor", "nn", "4 nets", "größe", "class"])
+def test_a_network_whose_name_the_file_has_already(tmp_path: Path, name: str) -> None:
+    text = f'name: "{name}" {text_of("Scale", "scale_param { bias_term: true }", [IMAGE], 1)} '
+    text += one_more("relu", "ReLU", "0.top", "F") + one_more("tanh", "TanH", "F", "accuracy")
+    made = net(text)
+    check(made, [torch.randn(IMAGE, dtype=torch.float32, device="cpu")], tmp_path)
+
+
+def one_more(name: str, kind: str, bottom: str, top: str) -> str:
+    return f'layer {{ name: "{name}" type: "{kind}" bottom: "{bottom}" top: "{top}" }}\n'
+
+
 @pytest.mark.slow
 def test_an_exported_file_runs_without_this_library(tmp_path: Path) -> None:
     made = net(TWO)

@@ -18,18 +18,20 @@ from tilewise.frontends.caffe.net import Net
 
 __all__ = ["module_text"]
 
-STANDARD = {
-    r"\bmath\.": "import math",
-    r"\bSequence\[": "from collections.abc import Sequence",
-    r"\bAny\b": "from typing import Any",
-}
-"""What else a file imports, where its text has one of these."""
 HELPERS: dict[str, Any] = {
     **{name: getattr(functions, name) for name in functions.__all__},
     "overlaps": detection.overlaps,
     "suppressed": detection.suppressed,
 }
 """What a file may have beside its class, by name."""
+RESERVED = {"torch", "math", "F", "nn", "Any", "Sequence", "Tensor", "getattr", "super", "dict", *HELPERS}
+"""Names that a file has already."""
+STANDARD = {
+    r"\bmath\.": "import math",
+    r"\bSequence\[": "from collections.abc import Sequence",
+    r"\bAny\b": "from typing import Any",
+}
+"""What else a file imports, where its text has one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def module_text(net: Net) -> str:
     body = "\n".join(line for each in layers for line in (*each.makes, *each.computes))
     helpers = _helpers(body)
     imports = [line for pattern, line in STANDARD.items() if re.search(pattern, "\n".join([*helpers, body]))]
-    name = _identifier(net.caffe_name or "Network", capital=True)
+    name = _unique(_identifier(net.caffe_name or "Network", capital=True), RESERVED)
     inputs = [variables[blob] for blob in net.inputs]
     outputs = ", ".join(f"{blob!r}: {variables[blob]}" for blob in net.outputs)
     makes = [line for each in layers for line in each.makes] or ["pass"]
@@ -180,8 +182,7 @@ def _helpers(body: str) -> list[str]:
 def _variables(net: Net) -> dict[str, str]:
     """A name of Python's for each tensor of a network."""
     found: dict[str, str] = {}
-    taken = {"self", "torch", "math", "F", "nn", "Any", "Sequence", "Tensor", "getattr", "super", "dict"}
-    taken |= HELPERS.keys()
+    taken = {"self", *RESERVED}
     for node in net.nodes:
         for blob in node.tops:
             if blob not in found:
