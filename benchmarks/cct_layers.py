@@ -33,8 +33,8 @@ ALLOWED = 1e-3
 """The paper's 0.1 %."""
 JUDGED = ("planned, layer", "planned, model", "against OpenCV")
 """Groups of rows that the paper's check is about."""
-RATE, MOMENTUM, DECAY = 0.01, 0.9, 0.0005
-"""Of CaffeNet's solver."""
+RATE, MOMENTUM, DECAY = 0.01 / 256, 0.9, 0.0005
+"""Of CaffeNet's solver. Its rate is for 256 images: with fewer ones it is less in proportion, or training diverges."""
 
 
 def run(settings: Settings) -> Result:
@@ -97,7 +97,7 @@ def train(net: Net, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[fl
             for each, v in zip(net.learnable, history, strict=True):
                 assert each.parameter.grad is not None
                 step = each.parameter.grad + DECAY * each.decay_mult * each.parameter
-                v.mul_(MOMENTUM).add_(step, alpha=RATE * each.lr_mult)
+                v.mul_(MOMENTUM).add_(step, alpha=RATE * len(images) * each.lr_mult)
                 each.parameter.sub_(v)
     return losses
 

@@ -64,7 +64,7 @@ def test_caffenet_has_the_parameters_that_it_is_known_for() -> None:
 
 
 def test_ten_iterations_of_the_check_are_caffes_rule() -> None:
-    """One weight by hand: v = 0.9 v + 0.01 (g + 0.0005 w) of the bias-free part, and twice the rate without decay."""
+    """One step by hand: 0.01 for 256 images, times gradient and 0.0005 of the weight; biases twice, without decay."""
     net = Net(read_net(caffenet(2, 67, 16, 10)), "train").double()
     weight, bias = net.layers["fc8"].blobs
     first = weight.detach().clone(), bias.detach().clone()
@@ -73,8 +73,9 @@ def test_ten_iterations_of_the_check_are_caffes_rule() -> None:
     assert net.loss is not None
     gradients = torch.autograd.grad(net.loss, [weight, bias])
     cct_layers.train(net, [data])
-    torch.testing.assert_close(weight, first[0] - 0.01 * (gradients[0] + 0.0005 * first[0]))
-    torch.testing.assert_close(bias, first[1] - 0.02 * gradients[1])
+    rate = 0.01 * 2 / 256
+    torch.testing.assert_close(weight, first[0] - rate * (gradients[0] + 0.0005 * first[0]))
+    torch.testing.assert_close(bias, first[1] - 2 * rate * gradients[1])
 
 
 def test_a_thousand_iterations_of_a_second_cost_a_thousand_seconds() -> None:

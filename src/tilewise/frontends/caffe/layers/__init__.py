@@ -7,6 +7,7 @@ from tilewise.frontends.caffe.layers import (
     arithmetic,
     convolution,
     detection,
+    evaluation,
     inputs,
     losses,
     multibox,
@@ -21,7 +22,7 @@ from tilewise.frontends.caffe.layers.base import Layer
 from tilewise.frontends.caffe.layers.registry import layer_types, register, register_python
 
 __all__ = [
-    "Layer", "activations", "arithmetic", "convolution", "detection", "inputs", "layer_types", "losses",
+    "Layer", "activations", "arithmetic", "convolution", "detection", "evaluation", "inputs", "layer_types", "losses",
     "multibox", "normalization", "outputs", "pooling", "products", "recurrent", "register",
     "register_python", "shaping",
 ]  # fmt: skip
