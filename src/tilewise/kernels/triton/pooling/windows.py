@@ -77,6 +77,12 @@ def _divisor(
 
 
 @triton.jit
+def _first(result, STRIDE: tl.constexpr, PAD: tl.constexpr, DILATION: tl.constexpr):
+    """The first element of a result's window along an axis that is not in the padding before the input."""
+    return (tl.maximum(PAD - result * STRIDE, 0) + DILATION - 1) // DILATION
+
+
+@triton.jit
 def pooled(
     x, y, kept, lines, columns, blocks, depth, height, width, results_d, results_h, results_w, across,
     SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
@@ -93,19 +99,18 @@ def pooled(
         columns, lines, blocks, results_d, results_h, results_w, LAST, LONG, BLOCK_L, BLOCK_C
     )
     total = tl.full([BLOCK_L, BLOCK_C], float("-inf") if MAX else 0.0, tl.float32)
-    number = tl.full([BLOCK_L, BLOCK_C], -1, tl.int32)
+    # Of equal maxima the first one counts, even if all are -inf, and of NaNs the last one, as in torch.
+    first = (_first(d, SD, PD, DD) * KH + _first(h, SH, PH, DH)) * KW + _first(w, SW, PW, DW)
+    number = tl.broadcast_to(first.to(tl.int32), (BLOCK_L, BLOCK_C))
     for e in tl.range(0, KD * KH * KW, loop_unroll_factor=UNROLL):
         at_d = d * SD - PD + e // (KH * KW) * DD
         at_h = h * SH - PH + e // KW % KH * DH
         at_w = w * SW - PW + e % KW * DW
-        # Lines and columns first, each by themselves, so that little is done for every place of a tile.
-        inside = (at_d >= 0) & (at_d < depth) & (at_h >= 0) & (at_h < height)
-        inside = inside & ((at_w >= 0) & (at_w < width)) & there
+        inside = there & (at_d >= 0) & (at_d < depth) & (at_h >= 0) & (at_h < height) & (at_w >= 0) & (at_w < width)
         pointers = x + _place(item, at_d, at_h, at_w, depth, height, width, across) + channel
-        value = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(pointers, mask=inside, other=float("-inf") if MAX else 0.0).to(tl.float32)
         if MAX:
-            # The first element inside counts even if it is -inf, and of NaNs the last one, as in torch.
-            better = inside & ((value > total) | (value != value) | (number < 0))
+            better = (value > total) | (value != value)
             total = tl.where(better, value, total)
             number = tl.where(better, e, number)
         else:
@@ -156,7 +161,7 @@ def gathered(
         at_d, of_d, in_d = _taker(d, t // (TH * TW), results_d, SD, PD, DD, KD)
         at_h, of_h, in_h = _taker(h, t // TW % TH, results_h, SH, PH, DH, KH)
         at_w, of_w, in_w = _taker(w, t % TW, results_w, SW, PW, DW, KW)
-        inside = (in_d & in_h) & in_w & there
+        inside = there & in_d & in_h & in_w
         place = _place(item, at_d, at_h, at_w, results_d, results_h, results_w, across) + channel
         share = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
         if MAX:
