@@ -12,7 +12,7 @@ WINDOW = 8
 """Steps whose median is a device's rate."""
 SKIPPED = 2
 """Steps after a change that do not count: libraries choose kernels, and caches fill."""
-GAIN = 0.05
+GAIN = 0.025
 """The least part of a step that another division must promise to save."""
 MOST_CHANGES = 16
 """Changes at most. Each costs a capture on a GPU."""
