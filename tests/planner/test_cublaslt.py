@@ -14,6 +14,7 @@ from tilewise import execute, solvers
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options, Planner
+from tilewise.planner.gate import is_offered
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.problems.operands import make_operands
 from tilewise.solvers import SolverUnavailable
@@ -71,3 +72,18 @@ def test_an_algorithm_that_is_gone_is_lost_with_its_reason(stand: LtStand) -> No
     device = torch.device("cpu")
     assert table.ready([P], False, device)
     assert table.bound(P, False, device) is None, "torch computes it"
+
+
+@pytest.mark.parametrize(
+    ("c", "offered"),
+    [
+        (Config(algo=2, tile=7, stages=2, cluster=2), True),
+        (Config(algo=4, tile=20, stages=1, cluster=1), False),
+        (Config(algo=1, tile=1.0, stages=1), False),
+        (Config(algo=1, tile=21, stages=1, cluster=2, twin=3), False),
+    ],
+)
+def test_a_plan_from_elsewhere_is_taken_where_the_library_has_its_algorithm(
+    stand: LtStand, c: Config, offered: bool
+) -> None:
+    assert is_offered(solvers.get("cublaslt_gemm"), P, c) is offered

@@ -19,7 +19,7 @@ from tilewise.machine.threads import with_threads
 from tilewise.plan import Config, Plan
 from tilewise.planner.options import EXCLUDED, Options
 from tilewise.problems.base import Problem
-from tilewise.solvers import Solver, Split
+from tilewise.solvers import Solver, SolverUnavailable, Split
 from tilewise.solvers.common.shares import NAMES, Shares
 
 __all__ = ["MOST_NESTED", "as_here", "is_offered", "why_unfit"]
@@ -208,7 +208,10 @@ def _asked(solver: Solver, problem: Problem, config: Config) -> bool:
         return True
     if not _is_within(config, offered, solver.amounts):
         return False
-    ceiling = solver.workspace(problem, config) + solver.hidden_workspace(problem, config)
+    try:
+        ceiling = solver.workspace(problem, config) + solver.hidden_workspace(problem, config)
+    except SolverUnavailable:  # a library's own numbers, of which this version has none
+        return False
     return any(c.key == key for c, _ in solver.offers(problem, ceiling))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -70,9 +71,14 @@ class CublasLtGemm(ProductSolver):
     def offers(
         self, p: GemmProblem, ceiling: int | None, only: Collection[Config] | None = None
     ) -> Iterable[tuple[Config, int]]:
-        """Algorithms with their workspace."""
-        listing = _listing(_summed(p), _index(p))
-        return [(c, one.workspace) for c, one in listing.items() if only is None or c in only]
+        """Algorithms with their workspace. Those of ``only`` may be others that this version of the library has."""
+        if only is None:
+            return [(c, one.workspace) for c, one in _listing(_summed(p), _index(p)).items()]
+        found = []
+        for c in only:
+            with contextlib.suppress(SolverUnavailable):  # it is no algorithm for this product
+                found.append((c, self.workspace(p, c)))
+        return found
 
     def workspace(self, p: GemmProblem, c: Config) -> int:
         """Bytes that the library asks for. Raises ``SolverUnavailable`` for a config that it does not have."""
