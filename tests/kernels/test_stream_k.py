@@ -51,7 +51,7 @@ def run(work: Work, place: str, offset: int = 0) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("op", ["NN", "NT", "TN", "TT"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     sizes=st.sampled_from([(1, 40, 70), (17, 33, 200), (50, 3, 129), (65, 16, 64), (5, 130, 31), (40, 40, 300)]),
     programs=st.sampled_from([1, 2, 3, 5, 7, 40]), gaps=st.tuples(*[st.sampled_from((0, 3, 8))] * 3),

@@ -50,6 +50,7 @@ def test_every_algorithm_is_measured_and_right(stand: LtStand, tmp_path: Path) -
         assert m.workspace >= SCRATCH[m.config["algo"]]
 
 
+@pytest.mark.slow
 def test_a_limit_keeps_algorithms_out(stand: LtStand, tmp_path: Path) -> None:
     measured = explained(tmp_path, workspace=2**20)
     assert {c["algo"] for c, m in measured.items() if not m.reason} == {1, 2, 3}

@@ -20,7 +20,7 @@ import torch
 from tilewise.plan import Config
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.gemm import _lt_library, cublaslt_gemm
-from tilewise.solvers.gemm._lt_call import call_of
+from tilewise.solvers.gemm._lt_call import call_of, for_any_bias
 from tilewise.solvers.gemm._lt_library import ATTRIBUTES, Algorithm, Heuristic, Library
 from tilewise.solvers.gemm._lt_run import LtRun
 
@@ -31,7 +31,7 @@ ALGORITHMS = (1, 2, 3, 5)
 """Numbers of the algorithms, in the heuristic's order."""
 SCRATCH = {1: 0, 2: 4096, 3: 0, 5: 2**23}
 """Workspace of each algorithm in bytes."""
-TILE = 16
+TILE, WIDE = 16, 7
 NAMES = ("algo", "tile", "stages", "splits", "reduction", "swizzle", "custom", "inner", "cluster")
 """Where this library keeps attributes in an algorithm's 64 bytes: seven bytes of each of the first eight, and more."""
 PLACES = {ATTRIBUTES[name].number: (4 * index, ATTRIBUTES[name].type) for index, name in enumerate(NAMES)}
@@ -164,7 +164,8 @@ class LtStand:
         found = (Heuristic * asked).from_address(results)
         for index, number in enumerate(able[:asked]):
             twin = sum(other == 2 for other in able[:index]) if number == 2 else 0
-            words = struct.pack("<9i20xq", number, 20 + number, number, *[0] * 5, 2, twin)
+            wide = WIDE if wanted[8] == 16 else 0  # it reads 16 bytes of a bias at once
+            words = struct.pack("<9i16xiq", number, 20 + number, number, *[0] * 5, 2, wide, twin)
             ctypes.memmove(ctypes.addressof(found[index].algorithm), words, 64)
             found[index].workspace, found[index].waves = SCRATCH[number], 1.0
         c_int.from_address(count).value = len(able)
@@ -176,6 +177,8 @@ class LtStand:
         if self.fails:
             return self.fails
         held, sizes = self.held[operation], self._sizes(operation, of_a, of_b, of_d)
+        if held.get(7) == 4 and held[8] % 16 and Algorithm.from_address(algorithm).data[6] >> 32 == WIDE:
+            return EXECUTION_FAILED
         number = Algorithm.from_address(algorithm).data[0] & 0xFFFFFFFF
         if handle != HANDLE or sizes is None or (c, of_c) != (d, of_d) or self._state(number, of_d):
             return INVALID_VALUE
@@ -240,4 +243,5 @@ def bound(p: GemmProblem, c: Config, *tensors: torch.Tensor) -> LtRun:
     known = cublaslt_gemm._algorithm(cublaslt_gemm._summed(p), c, 0)
     a, b, out = tensors
     call = call_of(p, (a.stride(), b.stride(), out.stride()))
-    return LtRun(library, HANDLE, call, known.algorithm, known.workspace, p.accumulate, 0)
+    algorithms = known.algorithm, for_any_bias(library, HANDLE, call, known)
+    return LtRun(library, HANDLE, call, algorithms, known.workspace, p.accumulate, 0)

@@ -196,3 +196,18 @@ def test_a_plan_is_queued_from_c() -> None:
         bound = bind(plan_of(p, c), p, a, b)
         assert bound.kernels is not None
         assert torch.equal(bound.call(a, b, bias), bound._from_python(a, b, bias))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_bias_may_lie_anywhere(dtype: str) -> None:
+    """By the algorithm that the library names for a result at any address."""
+    p = problem(48, 256, 128, dtype=dtype, bias=True)
+    a, b, out, (bias,) = tensors(p)
+    want = p.reference(a, b) + bias.double()
+    for c in list(get("cublaslt_gemm").configs(p))[:4]:
+        bound = bind(plan_of(p, c), p, a, b)
+        for offset in (1, 3, 8):
+            placed = torch.cat([bias.new_zeros(offset), bias])[offset:]
+            got = bound(a, b, placed)
+            torch.cuda.synchronize()
+            assert float((got.double() - want).norm() / want.norm()) < ROUNDING[dtype, "ieee"], (c, offset)

@@ -60,14 +60,23 @@ def run_of(p: GemmProblem, c: Config) -> tuple[LtRun, tuple[torch.Tensor, ...]]:
     bias=st.booleans(),
     accumulate=st.booleans(),
     c=st.sampled_from((Config(algo=1), SCRATCH)),
+    offset=st.integers(0, 4),
 )
 def test_the_same_call_and_the_same_bits(
-    stand: LtStand, on_standin: Standin, p: GemmProblem, dtype: str, bias: bool, accumulate: bool, c: Config
+    stand: LtStand,
+    on_standin: Standin,
+    p: GemmProblem,
+    dtype: str,
+    bias: bool,
+    accumulate: bool,
+    c: Config,
+    offset: int,
 ) -> None:
     p = replace(p, dtype=dtype, out_dtype="fp32" if accumulate else dtype, bias=bias, accumulate=accumulate)
     run, (a, b, out, workspace, added) = run_of(p, c)
     native = launch_list(run.sequence, fail)
     assert native is not None
+    added = torch.cat([added.new_zeros(offset), added])[offset:]  # at any address
     before, results = out.clone(), []
     stand.products.clear()
     places = [t.data_ptr() for t in (a, b, out, workspace, *((added,) if bias else ()))]
@@ -137,9 +146,9 @@ def test_sequences_move_join_and_keep_their_descriptors(stand: LtStand, on_stand
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"function": 0}, "64 bytes of an algorithm"),
-        ({"algorithm": b"short"}, "64 bytes of an algorithm"),
-        ({"parameters": (Address(0, 0),) * 3}, "64 bytes of an algorithm"),
+        ({"function": 0}, "64 bytes of each algorithm"),
+        ({"algorithms": (b"short", bytes(64))}, "64 bytes of each algorithm"),
+        ({"parameters": (Address(0, 0),) * 3}, "64 bytes of each algorithm"),
         ({"parameters": (Address(0, 0), Address(1, 0), Address(9, 0), None, None)}, "source 9: 0 to 2 would do"),
         ({"parameters": (Address(0, 0), None, Address(2, 0), None, None)}, "would do"),
         ({"parameters": (Address(0, 0), Address(1, 0), Address(2, 0), None, b"12345678")}, "would do"),

@@ -16,6 +16,7 @@ enum {
     LT_FIELDS = 12,    /* of a description */
     LT_PLACES = 5,     /* two factors, the result, the workspace, the bias */
     LT_ALGORITHM = 64, /* bytes of cublasLtMatmulAlgo_t */
+    LT_ALIGNED = 16,
     LT_NOWHERE = -1    /* in place of a source: there is no workspace or no bias */
 };
 
@@ -31,7 +32,7 @@ typedef struct {
     PyThread_type_lock lock; /* for the bias; NULL without one */
     void *handle, *operation, *matrices[3];
     float alpha, beta;
-    uint64_t algorithm[LT_ALGORITHM / 8];
+    uint64_t algorithms[2][LT_ALGORITHM / 8]; /* for a bias at multiples of 16 bytes or none, and for any other */
     size_t bytes;  /* of the workspace */
     int attribute; /* the number of the operation's attribute that holds the address of the bias */
     Py_ssize_t sources[LT_PLACES];
@@ -54,16 +55,16 @@ static int queue_lt(const LtProduct *self, void *stream, const uint64_t *address
     const void *second = (const void *)(uintptr_t)lt_place(self, 1, addresses);
     void *result = (void *)(uintptr_t)lt_place(self, 2, addresses);
     void *workspace = (void *)(uintptr_t)lt_place(self, 3, addresses);
+    const uint64_t bias = lt_place(self, 4, addresses);
     int status = 0;
     if (self->lock) {
-        const uint64_t bias = lt_place(self, 4, addresses);
         PyThread_acquire_lock(self->lock, WAIT_LOCK);
         status = self->set(self->operation, self->attribute, &bias, sizeof bias);
     }
     if (!status)
         status = self->multiply(self->handle, self->operation, &self->alpha, first, self->matrices[0], second,
                                 self->matrices[1], &self->beta, result, self->matrices[2], result, self->matrices[2],
-                                self->algorithm, workspace, self->bytes, stream);
+                                self->algorithms[bias % LT_ALIGNED != 0], workspace, self->bytes, stream);
     if (self->lock)
         PyThread_release_lock(self->lock);
     return status;
@@ -109,23 +110,24 @@ static int read_lt_place(PyObject *place, Py_ssize_t sources, int may_lack, Py_s
 static int read_lt_product(PyObject *given, Py_ssize_t sources, LtProduct *into)
 {
     unsigned long long multiply, set, handle, operation, matrices[3];
-    const char *algorithm;
-    Py_ssize_t length;
+    const char *algorithms[2];
+    Py_ssize_t lengths[2];
     PyObject *parameters, *owner;
-    if (!PyArg_ParseTuple(given, "KKKK(KKK)(ff)y#niO!OO;products by cuBLASLt are described by sequence.py", &multiply, &set,
+    if (!PyArg_ParseTuple(given, "KKKK(KKK)(ff)(y#y#)niO!OO;products by cuBLASLt are described by sequence.py", &multiply, &set,
                           &handle, &operation, &matrices[0], &matrices[1], &matrices[2], &into->alpha, &into->beta,
-                          &algorithm, &length, &into->bytes, &into->attribute, &PyTuple_Type, &parameters, &into->failed,
-                          &owner))
+                          &algorithms[0], &lengths[0], &algorithms[1], &lengths[1], &into->bytes, &into->attribute,
+                          &PyTuple_Type, &parameters, &into->failed, &owner))
         return -1;
-    if (!multiply || !set || length != LT_ALGORITHM || PyTuple_GET_SIZE(parameters) != LT_PLACES) {
-        PyErr_SetString(PyExc_ValueError, "a product by cuBLASLt has functions, 64 bytes of an algorithm, and two factors, "
+    if (!multiply || !set || lengths[0] != LT_ALGORITHM || lengths[1] != LT_ALGORITHM || PyTuple_GET_SIZE(parameters) != LT_PLACES) {
+        PyErr_SetString(PyExc_ValueError, "a product by cuBLASLt has functions, 64 bytes of each algorithm, and two factors, "
                                           "a result, a workspace and a bias");
         return -1;
     }
     const uintptr_t function = (uintptr_t)multiply, setter = (uintptr_t)set;
     memcpy(&into->multiply, &function, sizeof function);
     memcpy(&into->set, &setter, sizeof setter);
-    memcpy(into->algorithm, algorithm, LT_ALGORITHM);
+    for (int i = 0; i < 2; i++)
+        memcpy(into->algorithms[i], algorithms[i], LT_ALGORITHM);
     into->handle = (void *)(uintptr_t)handle;
     into->operation = (void *)(uintptr_t)operation;
     for (int i = 0; i < 3; i++)

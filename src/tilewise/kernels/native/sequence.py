@@ -123,9 +123,10 @@ class LtProduct(NamedTuple):
 
     ``function`` is the address of ``cublasLtMatmul``, ``set_attribute`` that of ``cublasLtMatmulDescSetAttribute``.
     ``operation`` and ``matrices`` are the addresses of its descriptors, of both factors and the result; ``owner`` is
-    what keeps them. ``scales`` are of the product and of what the result holds. ``algorithm`` has the library's 64
-    bytes, ``workspace`` is in bytes. ``parameters`` say where both factors, the result, the workspace and the bias lie;
-    the last two may be ``None``. The address of the bias is the operation's attribute number ``attribute``.
+    what keeps them. ``scales`` are of the product and of what the result holds. ``algorithms`` have
+    the library's 64 bytes each: for a bias at a multiple of 16 bytes or none, and for a bias anywhere. ``workspace`` is
+    in bytes. ``parameters`` say where both factors, the result, the workspace and the bias lie; the last two may be
+    ``None``. The address of the bias is the operation's attribute number ``attribute``.
     ``failed(status)`` raises.
     """
 
@@ -135,7 +136,7 @@ class LtProduct(NamedTuple):
     operation: int
     matrices: tuple[int, int, int]
     scales: tuple[float, float]
-    algorithm: bytes
+    algorithms: tuple[bytes, bytes]
     workspace: int
     attribute: int
     parameters: tuple[Address | None, ...]

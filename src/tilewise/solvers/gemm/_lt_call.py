@@ -19,7 +19,7 @@ from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.gemm import _lt_library as lt
 from tilewise.solvers.gemm._lt_library import ATTRIBUTES, Algorithm, Heuristic, Library, called, set_attribute
 
-__all__ = ["Call", "Descriptors", "Found", "call_of", "checked", "config_of", "found", "rebuilt"]
+__all__ = ["Call", "Descriptors", "Found", "call_of", "checked", "config_of", "for_any_bias", "found", "rebuilt"]
 
 FP32 = TYPES[torch.float32]
 """The type of both factors of a sum, and of sums."""
@@ -177,6 +177,21 @@ def found(library: Library, handle: int, call: Call, workspace: int) -> list[Fou
         return []
     some = results[: min(count.value, REQUESTED)]
     return [Found(bytes(r.algorithm), r.workspace, r.waves) for r in some if not r.state and r.workspace <= workspace]
+
+
+def for_any_bias(library: Library, handle: int, call: Call, known: Found) -> bytes:
+    """The algorithm for a bias that lies at any multiple of its numbers' size; ``known`` where there is no bias.
+
+    Kernels read several numbers of a bias at once. The library is told how a bias is aligned in the same way as of the
+    result, so it is asked for the first algorithm that takes a result anywhere. Raises ``SolverUnavailable`` where it
+    has none.
+    """
+    if not call.bias:
+        return known.algorithm
+    itemsize = next(dtype.itemsize for dtype, number in TYPES.items() if number == call.matrices[2].type)
+    for one in found(library, handle, call._replace(alignment=(*call.alignment[:2], itemsize)), known.workspace):
+        return one.algorithm
+    raise SolverUnavailable(f"cuBLASLt has no algorithm in {known.workspace} bytes for a bias that lies anywhere")
 
 
 def config_of(library: Library, algorithm: bytes) -> Config:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from tilewise.kernels.native.sequence import Address, LaunchSequence, LtProduct
+from tilewise.problems.base import ALIGNMENT
 from tilewise.solvers.common.cublas import ONE, ZERO
 from tilewise.solvers.gemm._lt_call import Call, Descriptors
 from tilewise.solvers.gemm._lt_library import BIAS_POINTER, Algorithm, Library, called
@@ -24,10 +25,12 @@ class LtRun:
     """A product bound to an algorithm, operands' strides and a device. Threads may share it.
 
     Called with tensors it is a :data:`~tilewise.solvers.base.Run`; :meth:`run_pointers` takes their addresses. It is
-    queued on the current stream of the device, and makes no memory: ``workspace`` is the bytes that it is given.
+    queued on the current stream of the device, and makes no memory: ``workspace`` is the bytes that it is given. Of two
+    ``algorithms`` the second computes products with a bias that lies anywhere, the first all others.
     """
 
     __slots__ = (
+        "_algorithms",
         "_between",
         "_current",
         "_descriptors",
@@ -35,26 +38,33 @@ class LtRun:
         "_head",
         "_library",
         "_lock",
+        "_size",
         "_stream",
-        "_tail",
         "_told",
     )
 
     def __init__(
-        self, library: Library, handle: int, call: Call, algorithm: bytes, workspace: int, add: bool, device: int
+        self,
+        library: Library,
+        handle: int,
+        call: Call,
+        algorithms: tuple[bytes, bytes],
+        workspace: int,
+        add: bool,
+        device: int,
     ) -> None:
         self._library, self._descriptors, self._device = library, Descriptors(library, call), device
         several = torch.cuda.device_count() > 1
         self._current: Callable[[], int] | None = torch._C._cuda_getDevice if several else None
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._lock = threading.Lock()
-        held = Algorithm.from_buffer_copy(algorithm)
+        held = [ctypes.byref(Algorithm.from_buffer_copy(algorithm)) for algorithm in algorithms]
         first, second, result = self._descriptors.matrices
         beta = ONE if add else ZERO
         self._head = (_address(handle), self._descriptors.operation, _address(ctypes.addressof(ONE)))
         self._between = first, (second, _address(ctypes.addressof(beta))), result
-        self._tail = ctypes.byref(held), c_size_t(workspace)
-        self._told = handle, call, algorithm, workspace, beta.value
+        self._algorithms, self._size = held, c_size_t(workspace)
+        self._told = handle, call, algorithms, workspace, beta.value
 
     def __call__(
         self,
@@ -75,22 +85,26 @@ class LtRun:
             with torch.cuda.device(self._device):
                 return self.run_pointers(a, b, out, workspace, *bias)
         if not bias:
-            return self._queue(a, b, out, workspace)
+            return self._queue(a, b, out, workspace, 0)
         place = c_uint64(bias[0])
         with self._lock:  # the address of the bias is an attribute of the operation, which all calls share
             status = self._library.set_operation(
                 self._descriptors.operation, c_int(BIAS_POINTER.number), ctypes.byref(place), c_size_t(8)
             )
             called("setting the address of the bias", status)
-            return self._queue(a, b, out, workspace)
+            return self._queue(a, b, out, workspace, bias[0] % ALIGNMENT)
 
-    def _queue(self, a: int, b: int, out: int, workspace: int) -> None:
-        """Call the library. The first factor is ``b``: see :class:`~tilewise.solvers.gemm._lt_call.Call`."""
+    def _queue(self, a: int, b: int, out: int, workspace: int, misaligned: int) -> None:
+        """Call the library, by the algorithm for a bias at such an address.
+
+        The first factor is ``b``: see :class:`~tilewise.solvers.gemm._lt_call.Call`.
+        """
         first, second, result = self._between
         target = _address(out)
         status = self._library.matmul(
-            *self._head, _address(b), first, _address(a), *second, target, result, target, result, *self._tail[:1],
-            _address(workspace), self._tail[1], _address(self._stream(self._device)),
+            *self._head, _address(b), first, _address(a), *second, target, result, target, result,
+            self._algorithms[misaligned != 0], _address(workspace), self._size,
+            _address(self._stream(self._device)),
         )  # fmt: skip
         if status:
             called("cublasLtMatmul", status)
@@ -101,7 +115,7 @@ class LtRun:
 
         It has descriptors of its own: calls from Python set the address of a bias in theirs.
         """
-        handle, call, algorithm, workspace, beta = self._told
+        handle, call, algorithms, workspace, beta = self._told
         owner = Descriptors(self._library, call)
         product = LtProduct(
             function=_place(self._library.matmul),
@@ -110,7 +124,7 @@ class LtRun:
             operation=owner.operation.value or 0,
             matrices=owner.places,
             scales=(1.0, beta),
-            algorithm=algorithm,
+            algorithms=algorithms,
             workspace=workspace,
             attribute=BIAS_POINTER.number,
             parameters=(

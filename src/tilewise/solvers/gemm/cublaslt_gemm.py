@@ -14,7 +14,17 @@ from tilewise.plan import Config
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.gemm import _lt_library as lt
-from tilewise.solvers.gemm._lt_call import Call, Descriptors, Found, call_of, checked, config_of, found, rebuilt
+from tilewise.solvers.gemm._lt_call import (
+    Call,
+    Descriptors,
+    Found,
+    call_of,
+    checked,
+    config_of,
+    for_any_bias,
+    found,
+    rebuilt,
+)
 from tilewise.solvers.gemm._lt_run import LtRun
 from tilewise.solvers.gemm._product import ProductSolver, product_cost
 
@@ -105,7 +115,8 @@ class CublasLtGemm(ProductSolver):
         needed = checked(library, handle, Descriptors(library, call), known.algorithm).workspace
         if needed > known.workspace:
             raise SolverUnavailable(f"{c} needs {needed} bytes for these strides, {known.workspace} for the problem's")
-        return LtRun(library, handle, call, known.algorithm, known.workspace, p.accumulate, device)
+        algorithms = known.algorithm, for_any_bias(library, handle, call, known)
+        return LtRun(library, handle, call, algorithms, known.workspace, p.accumulate, device)
 
 
 def _index(p: GemmProblem) -> int:
