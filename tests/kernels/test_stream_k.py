@@ -115,10 +115,9 @@ def test_configs_are_read_back(dtype: str, precision: str) -> None:
             assert (work.tile, work.programs) == (c["tile"], c["programs"])
             assert solver.workspace(p, c) == (0 if work.sums is None else work.sums.bytes)
             assert solver.cost(p, c).flops >= p.flops
-        assert {solver.family(c) for c in found} == (
-            {"stream_k_gemm tf32x3", "stream_k_gemm bf16x6"} if (dtype, precision) == ("fp32", "ieee")
-            else {"stream_k_gemm tf32"} if dtype == "fp32" else {"stream_k_gemm"}
-        )  # fmt: skip
+        products = {"ieee": ["tf32x3 ", "bf16x6 "], "tf32": ["tf32 "]}[precision] if dtype == "fp32" else [""]
+        known = {f"stream_k_gemm {product}{share}" for product in products for share in ("tiles", "steps")}
+        assert {solver.family(c) for c in found} <= known
 
 
 def test_what_is_not_taken_is_said() -> None:
@@ -131,12 +130,20 @@ def test_what_is_not_taken_is_said() -> None:
     "change",
     [
         {"tile": (16, 64)}, {"tile": (16, 64, 5)}, {"tile": (256, 256, 32)}, {"programs": 4097}, {"programs": 0},
-        {"warps": 3}, {"stages": 9}, {"product": "tf32"}, {"more": 1},
+        {"warps": 3}, {"stages": 9}, {"product": "tf32"}, {"share": "steps"}, {"more": 1},
     ],
 )  # fmt: skip
 def test_configs_that_are_none_are_refused(change: dict[str, object]) -> None:
     solver, p = get("stream_k_gemm"), GemmProblem(4, 64, 128, device="cuda:Some GPU")
     a, b, out = (torch.empty(p.shape(role), dtype=torch.float32, device="meta") for role in "abc")
-    values = {"tile": (64, 16, 32), "programs": 132, "product": "tf32x3", "warps": 4, "stages": 3, **change}
+    values = {
+        "tile": (64, 16, 32),
+        "programs": 1,
+        "share": "tiles",
+        "product": "tf32x3",
+        "warps": 4,
+        "stages": 3,
+        **change,
+    }
     with pytest.raises(SolverUnavailable, match="is no config of"):
         solver.bind(p, Config(**values), a, b, out)  # type: ignore[arg-type]

@@ -202,7 +202,7 @@ def test_a_plan_is_queued_from_c() -> None:
 def test_a_bias_may_lie_anywhere(dtype: str) -> None:
     """By the algorithm that the library names for a result at any address."""
     p = problem(48, 256, 128, dtype=dtype, bias=True)
-    a, b, out, (bias,) = tensors(p)
+    a, b, _, (bias,) = tensors(p)
     want = p.reference(a, b) + bias.double()
     for c in list(get("cublaslt_gemm").configs(p))[:4]:
         bound = bind(plan_of(p, c), p, a, b)

@@ -34,6 +34,8 @@ TIMES = {"tf32x3": 3, "bf16x6": 6, "tf32": 1, NATIVE: 1}
 """Products of matrix units for one."""
 PROMOTE = 1024
 """Terms of a sum of fp32 accuracy that matrix units add up before it is added to another outside of them."""
+SHARE = {False: "tiles", True: "steps"}
+"""What programs have equal numbers of, by whether tiles are shared."""
 MOST_PROGRAMS = 4096
 LINES = 16
 """Lines of a tile that a program adds up."""
@@ -128,7 +130,7 @@ def configs(p: GemmProblem) -> Iterable[Config]:
             whole = Work(p, tile, 1, product, warps, stages)
             tiles = whole.grid[0] * whole.grid[1]
             most = min(whole.total, 2 * _processors())
-            counts = dict.fromkeys((_processors(), 2 * _processors(), tiles))
+            counts = dict.fromkeys((min(most, _processors()), most, tiles))
             found += [replace(whole, programs=programs) for programs in counts if programs <= most]
     found.sort(key=lambda work: _expected_us(work) + (LAUNCH_US if work.shared else 0))
     return [_config(work) for work in found]
@@ -150,7 +152,10 @@ def _tiles(p: GemmProblem) -> Iterable[tuple[tuple[int, int, int], int, int]]:
 def _config(work: Work) -> Config:
     """The config of some work."""
     named = {} if work.product == NATIVE else {"product": work.product}
-    return Config(tile=work.tile, programs=work.programs, warps=work.warps, stages=work.stages, **named)
+    share = SHARE[work.shared]
+    return Config(
+        tile=work.tile, programs=work.programs, share=share, warps=work.warps, stages=work.stages, **named
+    )  # fmt: skip
 
 
 def _expected_us(work: Work) -> float:
@@ -219,10 +224,10 @@ def launches(work: Work, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) ->
 @functools.lru_cache(maxsize=1024)
 def work_of(p: GemmProblem, c: Config) -> Work:
     """The work of a config. Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``."""
-    tile, names = c["tile"], {"tile", "programs", "warps", "stages"}
+    tile, names = c["tile"], {"tile", "programs", "share", "warps", "stages"}
     exact = p.dtype == "fp32"
     if set(c) != names | ({"product"} if exact else set()) or not isinstance(tile, tuple) or len(tile) != 3:
-        raise ValueError("a tile of three sizes, programs, warps, stages and for fp32 a product would do")
+        raise ValueError("a tile of three sizes, programs, share, warps, stages and for fp32 a product would do")
     rows, columns, depth = tile
     if rows not in EDGES or columns not in EDGES or depth not in EDGES or rows * columns > 2**15:
         raise ValueError(f"tile={tile!r}: powers of two from 16 to 256, of which two are at most 2^15, would do")
@@ -232,4 +237,7 @@ def work_of(p: GemmProblem, c: Config) -> Work:
     numbers = {name: integer(c, name) for name in ("programs", "warps", "stages")}
     if numbers["programs"] > MOST_PROGRAMS or numbers["warps"] not in (1, 2, 4, 8) or numbers["stages"] > 8:
         raise ValueError(f"{c}: at most {MOST_PROGRAMS} programs, 1, 2, 4 or 8 warps and 8 stages would do")
-    return Work(p, (rows, columns, depth), numbers["programs"], str(product), numbers["warps"], numbers["stages"])
+    work = Work(p, (rows, columns, depth), numbers["programs"], str(product), numbers["warps"], numbers["stages"])
+    if c["share"] != SHARE[work.shared]:
+        raise ValueError(f"share={c['share']!r}: these programs have equal numbers of {SHARE[work.shared]}")
+    return work

@@ -40,8 +40,8 @@ class StreamKGemm(ProductSolver):
         return stream_k.unsupported(p)
 
     def family(self, c: Config) -> str:
-        """One for each way to multiply fp32."""
-        return f"{self.name} {c['product']}" if "product" in c else self.name
+        """One for each way to multiply fp32, and for whole tiles and parts of them."""
+        return " ".join(str(word) for word in (self.name, c.get("product"), c.get("share")) if word)
 
     def configs(self, p: GemmProblem) -> Iterable[Config]:
         """Tiles of each shape, those that leave the least work to a program first."""
