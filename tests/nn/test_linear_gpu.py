@@ -57,6 +57,7 @@ def test_layers_in_cpp_are_torchs(solver: str, dtype: torch.dtype) -> None:
         tensors = values(shape, 48, dtype)
         y = layer(*tensors)
         assert type(y.grad_fn).__name__ == "PlannedLinearBackward"
+        assert not hasattr(y.grad_fn, "saved_tensors")  # which nodes of Python have
         got, want = (with_gradients(each, tensors) for each in (layer, nn.functional.linear))
         for mine, its in zip(got, want, strict=True):
             assert mine is not None

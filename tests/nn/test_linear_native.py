@@ -59,6 +59,7 @@ def by_lt(stand: LtStand, on_standin: Standin, monkeypatch: pytest.MonkeyPatch) 
 
 def node_of(y: torch.Tensor) -> Any:
     assert type(y.grad_fn).__name__ == "PlannedLinearBackward"
+    assert not hasattr(y.grad_fn, "saved_tensors")  # which nodes of Python have
     return y.grad_fn
 
 
@@ -165,6 +166,32 @@ def test_gradients_of_gradients_and_backward_twice() -> None:
     assert torch.equal(first, torch.autograd.grad(y, tensors[0])[0])
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("needs", [(True, True, True), (False, True, False)])
+def test_compiled_autograd_traces_torchs_backward(needs: tuple[bool, bool, bool]) -> None:
+    layer, tensors = LinearLayer(Given()), values((2, 3, 12), 20, True, needs)
+    leaves = [t for t in tensors if t is not None and t.requires_grad]
+    results = []
+    for function in (layer, F.linear):
+        y = function(*tensors)
+        for leaf in leaves:
+            leaf.grad = None
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            y.square().sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    assert_alike(*results)
+
+
+def test_calls_change_over_once_the_module_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those made before run from Python until then."""
+    layer, tensors = LinearLayer(Given()), values((5, 12), 20, True)
+    with monkeypatch.context() as patch:
+        patch.setattr("tilewise.nn.layers.linear.run.linear_call", lambda device_type: None)
+        assert hasattr(layer(*tensors).grad_fn, "saved_tensors")
+    layer.use_native()
+    node_of(layer(*tensors))
 
 
 def test_a_weight_that_was_changed_after_is_an_error() -> None:

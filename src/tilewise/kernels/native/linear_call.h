@@ -7,6 +7,7 @@
 
 #include "backward_node.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
@@ -30,16 +31,19 @@ struct LinearCall {
   PyObject* backward; // backward(dy, x, w, mask): all gradients, whatever the operands look like
 };
 
-// The gradients by torch, differentiable themselves.
-variable_list linear_by_torch(const LinearPlan& p, const Tensor& dy, const Tensor& x, const Tensor& w, Mask mask) {
+// The gradients as compiled autograd traces them: by one operator of torch's own products. It is defined in Python
+// (nn/layers/linear/compiled.py), as the shape of `dy` is not known while tracing.
+variable_list linear_traced(const LinearPlan& p, const Tensor& dy, const Tensor& x, const Tensor& w, Mask mask) {
+  using Gradients = std::vector<Tensor>(const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&, at::IntArrayRef, int64_t, int64_t);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tilewise::linear_gradients", "").typed<Gradients>();
+  const auto held = [](const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; };
+  const int64_t bits = mask[0] + 2 * mask[1] + 4 * mask[2];
+  const std::vector<Tensor> found = op.call(dy, held(x), held(w), p.x_shape, p.outputs, bits);
   variable_list grads(3);
-  const Tensor flat = dy.reshape({p.rows, p.outputs});
-  if (mask[0])
-    grads[0] = flat.mm(w).reshape(p.x_shape);
-  if (mask[1])
-    grads[1] = flat.t().mm(x.reshape({p.rows, p.into}));
-  if (mask[2])
-    grads[2] = flat.sum(0);
+  auto next = found.begin();
+  for (size_t i = 0; i < 3; i++)
+    if (mask[i] && next != found.end())
+      grads[i] = *next++;
   return grads;
 }
 
@@ -145,7 +149,7 @@ struct PlannedLinearBackward : public Node {
     const Mask mask = {task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
     variable_list grads(3);
     if (given[0].defined())
-      grads = linear_by_torch(*call()->plan, given[0], x_.unpack(), w_.unpack(), mask);
+      grads = linear_traced(*call()->plan, given[0], x_.unpack(), w_.unpack(), mask);
     saved.after(x_);
     saved.after(w_);
     return grads;

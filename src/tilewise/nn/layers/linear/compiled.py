@@ -27,6 +27,7 @@ _library = torch.library.Library("tilewise", "FRAGMENT")
 for _schema in (
     "linear(Tensor x, Tensor w, Tensor? b, str plans) -> Tensor",
     "linear_backward(Tensor dy, Tensor x, Tensor w, str plans, bool[] mask) -> Tensor[]",
+    "linear_gradients(Tensor dy, Tensor? x, Tensor? w, int[] shape, int outputs, int mask) -> Tensor[]",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -139,6 +140,34 @@ def _linear_backward_fake(
     return [t for t, want in zip(made, mask, strict=True) if want]
 
 
+def _gradients(
+    dy: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor | None, shape: list[int], outputs: int, mask: int
+) -> list[torch.Tensor]:
+    """The gradients of input, weight and bias whose bits are set in ``mask``, by torch's own operators.
+
+    Compiled autograd traces a layer's backward by this operator, since it does not know the shape of ``dy`` then.
+    ``shape`` is that of the input. The input is there for the weight's gradient, and the weight for the input's.
+    """
+    flat, grads = dy.reshape(-1, outputs), []
+    if mask & 1:
+        assert w is not None
+        grads.append((flat @ w).reshape(shape))
+    if mask & 2:
+        assert x is not None
+        grads.append(flat.t() @ x.reshape(-1, shape[-1]))
+    if mask & 4:
+        grads.append(flat.sum(0))
+    return grads
+
+
+def _gradients_fake(
+    dy: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor | None, shape: list[int], outputs: int, mask: int
+) -> list[torch.Tensor]:
+    """Empty gradients with the promised shapes, for tracing."""
+    made = (shape, (outputs, shape[-1]), (outputs,))
+    return [dy.new_empty(sizes) for bit, sizes in enumerate(made) if mask & 1 << bit]
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     """Save for backward what the gradients need."""
     x, w, _, plans = inputs
@@ -158,6 +187,8 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
 
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
 _library.impl("linear_backward", _linear_backward, "CompositeExplicitAutograd")
+_library.impl("linear_gradients", _gradients, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::linear_gradients", _gradients_fake, lib=_library)
 torch.library.register_fake("tilewise::linear", _linear_fake, lib=_library)
 torch.library.register_fake("tilewise::linear_backward", _linear_backward_fake, lib=_library)
 torch.library.register_autograd("tilewise::linear", _backward, setup_context=_setup, lib=_library)
