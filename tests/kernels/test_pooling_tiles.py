@@ -90,7 +90,9 @@ def test_every_option_in_every_type(place: str, layout: str, case: int) -> None:
     last = layout == "channels_last"
     dtype = ("fp32", "bf16", "fp16")[(case + last) % 3]
     p = replace(CASES[case], layout_name=layout, dtype=dtype)
-    assert worst(p, place, 512, 1024) < BOUND[dtype], p.key
+    if place == "cpu":  # the interpreter takes seconds for more
+        p = replace(p, batch=1, channels=3)
+    assert worst(p, place, 512, 2048) < BOUND[dtype], p.key
 
 
 @pytest.mark.parametrize("place", PLACES)
