@@ -164,6 +164,7 @@ def test_a_plan_in_parts_of_the_batch_computes_the_whole(leaf: Any, layout: str)
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(p=norms())
 def test_declarations_agree(solver: Solver, p: LrnProblem) -> None:
+    p = p if "cpu" in solver.devices else replace(p, device="cuda:Some GPU")
     if solver.why_not(p):
         return
     for c in solver.configs(p):
