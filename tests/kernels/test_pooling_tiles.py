@@ -104,8 +104,16 @@ def test_places_counted_in_64_bits(place: str, layout: str) -> None:
 
 @pytest.mark.parametrize("place", LARGE)
 def test_the_last_element_of_the_largest_window(place: str) -> None:
-    p = PoolingProblem("max", 1, 2, (33, 35), (16, 16), (3, 3), task="training")
-    assert worst(p, place, 128, 128) < BOUND["fp32"]
+    p = PoolingProblem("max", 1, 1, (18, 19), (16, 16), (3, 3), task="training", device=place)
+    x, dy = operands_of_kind(p, "normal", 1)
+    x[0, 0, 15, 15] = 1e3  # number 255 of the first window, and number 252 of the second
+    kernels = Kernels(p, 128, 128, device=torch.device(place))
+    y, (numbers,) = kernels.forward(x, keep=True)
+    assert numbers.tolist() == [255, 252]
+    assert y.flatten().tolist() == [1e3, 1e3]
+    dx = kernels.backward((numbers,), dy)
+    assert dx[0, 0, 15, 15] == dy[0, 0, 0, 0] + dy[0, 0, 0, 1]
+    assert int((dx != 0).sum()) == 1
     kept = "keeps a byte for each result: for windows of up to 256 elements, not 272"
     assert kept in SOLVER.unsupported(replace(p, kernel=(16, 17)))
     assert kept not in SOLVER.unsupported(replace(p, kernel=(16, 17), task="inference"))
