@@ -19,7 +19,8 @@ from tilewise.machine.torch_state import framework_flags
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("name", ["FCN", "LRCN", "SSD", "generative", "siamese"])
+# Not SSD: its true boxes fit two prior boxes equally well, and a rounding decides between these.
+@pytest.mark.parametrize("name", ["FCN", "LRCN", "generative", "siamese"])
 def test_a_network_has_the_losses_and_gradients_of_the_cpu(name: str) -> None:
     made = net(NETS[name], "train")
     for layer in made.layers.values():
