@@ -72,7 +72,7 @@ def test_steps_that_are_not_given_follow_from_the_work():
     from tilewise.cli.settings import Asked
 
     def text(hidden: int, batch: int) -> str:
-        asked = Asked(batch, "cpu", None, None, "powers_of_two", "measure", "fp32", "contiguous", False, ())
+        asked = Asked(batch, "cpu", None, None, "powers_of_two", "measure", "fp32", "contiguous", False, (), ())
         none = dict.fromkeys(("cell", "steps", "inputs", "layers", "directions"))
         found, settings = layer_text(None, "training", asked, {**none, "hidden": hidden})
         assert settings.batch is None

@@ -197,7 +197,7 @@ SOURCES = Path(layer.__file__).parents[1].rglob("*.py")
 FEW = {
     "_precision_flag", "on_end",
     "_gpu_name", "_cpu_environment", "_gpu_environment", "last_level_bytes", "_cache_bytes", "transforms", "_constants",
-    "_stream", "read_source", "_asset",
+    "_stream", "read_source", "_asset", "_flops",
 }  # fmt: skip
 """Cached for ever by what there are few of: devices, threads, tiles of Winograd's, files of this package, streams."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["kept", "seed", "state_of", "with_state"]
+__all__ = ["kept", "seed", "state_of", "tell_apart", "with_state"]
 
 Restore = Callable[[], None]
 CONTAINERS = (list, tuple, set, frozenset, dict, deque)
@@ -49,6 +49,18 @@ def seed(value: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         _generator(device).manual_seed(value)
+
+
+def tell_apart(devices: Iterable[torch.device]) -> None:
+    """Seed torch's default generators of GPUs anew where several have one seed, as ``torch.manual_seed`` gives them."""
+    seeds: set[int] = set()
+    for place, index in enumerate(sorted({int(device.index) for device in devices if device.type == "cuda"})):
+        generator = torch.cuda.default_generators[index]
+        value = generator.initial_seed()
+        if value in seeds:
+            value = (value + place) % (1 << 63)
+            generator.manual_seed(value)
+        seeds.add(value)
 
 
 def state_of(device: torch.device) -> torch.Tensor:

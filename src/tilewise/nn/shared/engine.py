@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewise.machine import random_states
 from tilewise.nn.layers.call import disturbed
 from tilewise.nn.shared.balance import Balance
 from tilewise.nn.shared.batch import Batch
@@ -111,7 +112,7 @@ class Engine:
         sizes = self._balances[trained].sizes(batch.size)
         if self._statistics and not self._warned and sum(map(bool, sizes)) > 1:
             self._warn()
-        self._own_numbers()
+        random_states.tell_apart(self.devices)
         modes = Modes.now(self.devices, gradients=gradients)
         step = Step(self.replicas, sizes, batch, modes, self._side, self._ended.append)
         try:
@@ -156,18 +157,6 @@ class Engine:
             for part in step.parts:
                 seconds[part.replica.number] = part.clock.seconds()
             self._balances[any(step.requires)].note(step.sizes, seconds)
-
-    def _own_numbers(self) -> None:
-        """Let no two GPUs draw the same random numbers: ``torch.manual_seed`` gives all of them one seed."""
-        gpus = sorted({device.index for device in self.devices if device.type == "cuda"})
-        seeds: set[int] = set()
-        for place, index in enumerate(gpus):
-            generator = torch.cuda.default_generators[index]
-            seed = generator.initial_seed()
-            if seed in seeds:
-                seed = (seed + place) % (1 << 63)
-                generator.manual_seed(seed)
-            seeds.add(seed)
 
     def _warn(self) -> None:
         self._warned = True
