@@ -22,8 +22,8 @@ EVERY = bool(os.environ.get("TILEWISE_EVERY_TEST"))
 
 
 def some(count: int) -> int:
-    """``count`` cases, or a sixth of them."""
-    return count if EVERY else -(-count // 6)
+    """``count`` cases, or a tenth of them."""
+    return count if EVERY else -(-count // 10)
 
 
 def is_narrowed(config: pytest.Config) -> bool:

@@ -116,6 +116,7 @@ def assert_all(
                 torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "counts",
     [

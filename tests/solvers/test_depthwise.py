@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
+from tests.sampling import some
 from tests.solvers.test_solvers import Memory, check
 from tests.strategies import allocate, axes, fill, with_memory
 
@@ -112,7 +113,7 @@ def test_what_is_offered_runs(pass_: Pass, layout: str) -> None:
         assert error(p, out, want) < BOUND["bf16"], c
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_long_kernels_are_summed_in_parts(pass_: Pass) -> None:
@@ -179,7 +180,7 @@ def test_windows_say_what_is_read(axis: Axis, edge: int, backward: bool, vector:
         assert check & HIGH or read // vector * vector + vector <= source
 
 
-@settings(max_examples=300, suppress_health_check=SLOW)
+@settings(max_examples=some(300), suppress_health_check=SLOW)
 @given(data=st.data(), pass_=st.sampled_from(list(Pass)))
 def test_what_is_promised_of_places_holds(pass_: Pass, data: st.DataObject) -> None:
     """The interpreter does not use the promises; compiled kernels read wrong elements where one is broken."""
