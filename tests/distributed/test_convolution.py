@@ -28,6 +28,7 @@ def many(ranks: int, seed: int, count: int) -> None:
         against_one_device(case, f"case {number} by {form}:")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_convolutions(ranks: int) -> None:
     run(ranks, many, ranks, 0, some(70 - 8 * ranks))
@@ -92,6 +93,7 @@ def modes() -> None:
         assert (a.grad - b.grad).norm() < 0.03 * b.grad.norm() + 1e-3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_networks(ranks: int) -> None:
     run(ranks, networks)

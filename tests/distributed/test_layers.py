@@ -237,6 +237,7 @@ def everything(ranks: int) -> Any:
     return None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_layers(ranks: int) -> None:
     found = run(ranks, everything, ranks)

@@ -172,6 +172,7 @@ def by_ranks(capacity: int) -> int:
     return len(carried)
 
 
+@pytest.mark.sampled(1)
 @interpreted
 @pytest.mark.parametrize(("ranks", "capacity"), [(2, CHUNK), (3, 16 * CHUNK)])
 def test_halos_of_ranks(ranks: int, capacity: int) -> None:

@@ -40,6 +40,7 @@ def check(plan: Plan, p: RecurrentProblem) -> None:
             torch.testing.assert_close(value.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", LAYERS, ids=lambda p: f"{p.cell}-{p.task}-{p.dtype}")
 def test_a_layer_is_planned_and_remembered(p: RecurrentProblem, tmp_path: Path) -> None:
     plan = planner(tmp_path).plan(p)
