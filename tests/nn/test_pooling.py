@@ -87,6 +87,8 @@ def test_results_and_gradients_are_torchs(data: st.DataObject) -> None:
         x.view(-1)[data.draw(st.integers(0, x.numel() - 1), "NaN")] = math.nan
     if x.dim() == dims + 2 and dims > 1 and data.draw(st.booleans(), "channels_last"):
         x = x.contiguous(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
+        if dims == 3:  # where a window has nothing but -inf torch's gradient goes to another element there
+            x[x == -math.inf] = -4.0
     twin, table = forced(module)
     got, want = with_gradients(twin, x), with_gradients(module, x)
     close(got, want)
