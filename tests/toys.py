@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tilewise import solvers
+from tilewise.execute import bind
 from tilewise.plan import Config, Plan
 from tilewise.problems.base import Part, Problem, dense_strides
 from tilewise.problems.conv.axis import Axis
@@ -316,6 +317,23 @@ def bias_of(problem: ConvProblem) -> torch.Tensor:
     """1, 2, ... over the result's channels."""
     channels = problem.shape(problem.result)[1]
     return torch.arange(1, channels + 1, dtype=problem.torch_dtype(problem.result))
+
+
+def check_bound(
+    plan: Plan, problem: ConvProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, want: torch.Tensor,
+    limit: float,
+) -> None:  # fmt: skip
+    """Bind a plan and compare: into memory with a guard around it, and into memory of its own."""
+    out = poison(problem)
+    surroundings = out.untyped_storage()
+    bound = bind(plan, problem, a, b, out)
+    assert bound(a, b, bias, out) is out
+    assert distance(out, want) <= limit
+    if problem.layout(problem.result) == "view":
+        flat = torch.empty(0, dtype=out.dtype).set_(surroundings)  # type: ignore[call-overload]
+        assert int((flat == 7.0).sum()) >= 3 * math.prod(out.shape[:-1])
+    if not problem.accumulate:
+        assert distance(bind(plan, problem, a, b)(a, b, bias), want) <= limit
 
 
 def poison(problem: ConvProblem) -> torch.Tensor:

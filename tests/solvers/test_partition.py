@@ -74,16 +74,7 @@ def test_any_partition_gives_the_reference(data: st.DataObject) -> None:
         parts = [part.problem for part in problem.split("batch", sizes)]
         plans = tuple(toys.leaf(data.draw(st.sampled_from(LEAVES)).name, part) for part in parts if part is not None)
         plan = Plan(problem.key, "partition", 1, Config(sizes=sizes), plans, (1,) * len(plans))
-        out = toys.poison(problem)
-        surroundings = out.untyped_storage()
-        bound = bind(plan, problem, a, b, out)
-        assert bound(a, b, bias, out) is out
-        assert toys.distance(out, want) <= limit
-        if problem.layout(problem.result) == "view":
-            flat = torch.empty(0, dtype=out.dtype).set_(surroundings)  # type: ignore[call-overload]
-            assert int((flat == 7.0).sum()) >= 3 * math.prod(out.shape[:-1])
-        if not problem.accumulate:
-            assert toys.distance(bind(plan, problem, a, b)(a, b, bias), want) <= limit
+        toys.check_bound(plan, problem, a, b, bias, want, limit)
 
 
 @needs_threads

@@ -11,7 +11,7 @@ import click
 
 from tilewise.cli.program import BadInput, bad_input, enough_memory
 from tilewise.settings import OPTIONS, Option
-from tilewise.settings.kinds import Choice, Count, DeviceNames, Flag, Names, Share
+from tilewise.settings.kinds import Choice, Count, Flag, Names, Share
 
 if TYPE_CHECKING:
     import torch
@@ -249,9 +249,8 @@ def shared_option(name: str, *, otherwise: str | None = None) -> Decorator:
     if isinstance(option.kind, Flag):
         return click.option(option.flag, is_flag=True, default=default, help=option.help)
     if isinstance(option.kind, Names):
-        return click.option(option.flag, multiple=True, metavar="SOLVER", help=f"{option.help} May be repeated.")
-    if isinstance(option.kind, DeviceNames):
-        return click.option(option.flag, multiple=True, metavar="DEVICE", help=f"{option.help} May be repeated.")
+        metavar, help = option.kind.one.upper(), f"{option.help} May be repeated."
+        return click.option(option.flag, multiple=True, metavar=metavar, help=help)
     help = f"{option.help}  [default: {_in_words(option) if otherwise is None else otherwise}]"
     if isinstance(option.kind, Choice):
         return click.option(option.flag, type=click.Choice(option.choices), default=default, help=help)

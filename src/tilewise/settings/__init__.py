@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 from tilewise.settings.kinds import (
     Choice,
     Count,
-    DeviceNames,
     Flag,
     FlagOrDefault,
     Kind,
@@ -222,7 +221,7 @@ class Settings:
     exclude: Sequence[str] = field(
         default=(),
         metadata=about(
-            Names(),
+            Names("exclude", "solver", "solvers' names, with commas between them"),
             "Solvers that no plan may use; `tilewise info` lists them, aten is torch's own choice.",
             'With ``("aten",)`` a plan is used whether it is faster or not. What no other solver can compute stays '
             "torch's then, and the report says why.",
@@ -232,7 +231,7 @@ class Settings:
     share_with: Sequence[str] = field(
         default=(),
         metadata=about(
-            DeviceNames(),
+            Names("share_with", "device", "devices' names, with commas between them"),
             "Devices that may compute a share of a layer's batch beside its own device, such as cpu or cuda:1.",
             "All compute at once, and copies count in the time. The share of each is measured, and used where it wins. "
             "A workspace limit holds on each device by itself.",

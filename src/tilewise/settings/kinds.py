@@ -10,7 +10,6 @@ from tilewise.plan import parse_bytes
 __all__ = [
     "Choice",
     "Count",
-    "DeviceNames",
     "Flag",
     "FlagOrDefault",
     "Kind",
@@ -167,34 +166,16 @@ class Count(Kind):
 
 @dataclass(frozen=True)
 class Names(Kind):
-    """Names of solvers."""
+    """Names with commas between them, each of ``one`` thing, which planning's ``option`` checks."""
 
-    takes = "solvers' names, with commas between them"
-
-    def check(self, name: str, value: Any) -> None:
-        from tilewise.planner.options import Options
-
-        Options(exclude=value)
-
-    def read(self, name: str, text: str) -> tuple[str, ...]:
-        names = tuple(word.strip() for word in text.split(","))
-        try:
-            self.check(name, names)
-        except ValueError as error:
-            raise ValueError(f"{name}={text!r}: {error}") from error
-        return names
-
-
-@dataclass(frozen=True)
-class DeviceNames(Kind):
-    """Devices by name, such as ``cpu`` and ``cuda:1``."""
-
-    takes = "devices' names, with commas between them"
+    option: str
+    one: str
+    takes: str
 
     def check(self, name: str, value: Any) -> None:
         from tilewise.planner.options import Options
 
-        Options(share_with=value)
+        Options(**{self.option: value})
 
     def read(self, name: str, text: str) -> tuple[str, ...]:
         names = tuple(word.strip() for word in text.split(","))

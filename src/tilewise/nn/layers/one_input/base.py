@@ -29,19 +29,13 @@ MOST_CALLS = 256
 
 
 @runtime_checkable
-class OneInputCall(Protocol):
+class OneInputCall(Call, Protocol):
     """One call: a frozen, hashable dataclass. ``problem`` is forward and backward where ``needs`` says so."""
 
     @property
     def problem(self) -> Any: ...
     @property
     def device(self) -> torch.device: ...
-    @property
-    def needs(self) -> tuple[bool, ...]: ...
-    @property
-    def deterministic(self) -> bool: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class Run(Protocol):
