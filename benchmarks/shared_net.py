@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from harness.picture import Figure, speedup_lines
-from harness.ranks import Replay
+from harness.ranks import graphed
 from harness.result import Bar, Result, Row, Side
 from harness.settings import BadInput, NothingToMeasure, Settings
 from harness.training import LAYOUTS, USUAL_LAYOUT, Case, case_of, precision
@@ -187,18 +187,10 @@ def step_of(case: Case, model: nn.Module, images: torch.Tensor) -> Step:
     return step
 
 
-def captured(step: Step, device: torch.device) -> Step:
+def captured(step: Step, device: torch.device) -> Callable[[], object]:
     """The step as replays of a CUDA graph."""
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            repeat(step, 3)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):  # torch's own stream for captures is one of the first device
-            step()
-    return Replay(graph, step)
+        return graphed(device, [step])[0]
 
 
 def repeat(step: Step, count: int) -> None:

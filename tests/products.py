@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -61,3 +63,30 @@ def fill(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """``tensor``, filled with standard normal values that are the same for a seed on every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu"))
+
+
+def check_launches(launches: Callable[..., Any], tiles: Any, place: str, offset: int = 0, *, bound: float) -> None:
+    """Compute into memory full of NaN by Triton's ``launches`` of ``tiles``, and compare.
+
+    ``bound`` is for a difference over the root of the number of terms. Nothing outside the result is written.
+    """
+    from tilewise.kernels.triton.launch import Program
+
+    p = replace(tiles.p, device=place)
+    a, b = (fill(memory_of(p, role, offset)[0], i) for i, role in enumerate("ab"))
+    out, base = memory_of(p, "c", offset)
+    bias = fill(torch.empty(p.n, dtype=out.dtype, device=place), 3)
+    want = p.reference(a, b)
+    if p.accumulate:
+        want += fill(out, 4).double()
+    if p.bias:
+        want += bias.double()
+    outside = torch.ones_like(base, dtype=torch.bool)
+    outside.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(False)
+    size = 0 if tiles.sums is None else tiles.sums.bytes
+    workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device=place)
+    alignment = [*(p.alignment_of(role) for role in p.roles), 256, 2]
+    Program(launches(tiles, a, b, out), alignment, torch.device(place))((a, b, out, workspace, bias))
+    gap = (out.double() - want).abs() / math.sqrt(p.k)
+    assert float(gap.max()) < bound, (p.key, tiles, float(gap.max()))
+    assert bool(base[outside].isnan().all())

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
-from tests.products import fill, memory_of, with_gaps
+from tests.products import check_launches, with_gaps
 
 from tilewise.plan import Config
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers import SolverUnavailable, get
 from tilewise.solvers.gemm._stream_k import Work, configs, launches, unsupported, work_of
-
-with contextlib.suppress(ImportError):  # without Triton
-    from tilewise.kernels.triton.launch import Program
 
 PLACES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 ROUNDING = {"fp32": 2e-6, "fp16": 2e-3}
@@ -29,24 +23,7 @@ PRODUCT = {"fp32": "tf32x3", "fp16": "native"}
 
 def run(work: Work, place: str, offset: int = 0) -> None:
     """Compute into memory full of NaN, and compare; nothing outside the result is written."""
-    p = replace(work.p, device=place)
-    a, b = (fill(memory_of(p, role, offset)[0], i) for i, role in enumerate("ab"))
-    out, base = memory_of(p, "c", offset)
-    bias = fill(torch.empty(p.n, dtype=out.dtype, device=place), 3)
-    want = p.reference(a, b)
-    if p.accumulate:
-        want += fill(out, 4).double()
-    if p.bias:
-        want += bias.double()
-    outside = torch.ones_like(base, dtype=torch.bool)
-    outside.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(False)
-    size = 0 if work.sums is None else work.sums.bytes
-    workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device=place)
-    alignment = [*(p.alignment_of(role) for role in p.roles), 256, 2]
-    Program(launches(work, a, b, out), alignment, torch.device(place))((a, b, out, workspace, bias))
-    gap = (out.double() - want).abs() / math.sqrt(p.k)
-    assert float(gap.max()) < ROUNDING[p.dtype] * 4, (p.key, work.programs, float(gap.max()))
-    assert bool(base[outside].isnan().all())
+    check_launches(launches, work, place, offset, bound=ROUNDING[work.p.dtype] * 4)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,15 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
-from tests.products import fill, memory_of, with_gaps
+from tests.products import check_launches, with_gaps
 
 from tilewise.plan import Config
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers import SolverUnavailable, get
 from tilewise.solvers.gemm._thin_gpu import Tiles, configs, launches, unsupported
-
-with contextlib.suppress(ImportError):  # without Triton
-    from tilewise.kernels.triton.launch import Program
 
 PLACES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 ROUNDING = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1.6e-2}
@@ -27,24 +22,7 @@ ROUNDING = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1.6e-2}
 
 def run(tiles: Tiles, place: str, offset: int = 0) -> None:
     """Compute into memory full of NaN by these tiles, and compare; nothing outside the result is written."""
-    p = replace(tiles.p, device=place)
-    a, b = (fill(memory_of(p, role, offset)[0], i) for i, role in enumerate("ab"))
-    out, base = memory_of(p, "c", offset)
-    bias = fill(torch.empty(p.n, dtype=out.dtype, device=place), 3)
-    want = p.reference(a, b)
-    if p.accumulate:
-        want += fill(out, 4).double()
-    if p.bias:
-        want += bias.double()
-    outside = torch.ones_like(base, dtype=torch.bool)
-    outside.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(False)
-    size = 0 if tiles.sums is None else tiles.sums.bytes
-    workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device=place)
-    alignment = [*(p.alignment_of(role) for role in p.roles), 256, 2]
-    Program(launches(tiles, a, b, out), alignment, torch.device(place))((a, b, out, workspace, bias))
-    gap = (out.double() - want).abs() / math.sqrt(p.k)
-    assert float(gap.max()) < ROUNDING[p.dtype] * 4, (p.key, float(gap.max()))
-    assert bool(base[outside].isnan().all())
+    check_launches(launches, tiles, place, offset, bound=ROUNDING[tiles.p.dtype] * 4)
 
 
 @pytest.mark.parametrize("place", PLACES)
