@@ -221,10 +221,11 @@ inline void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long 
   phase(barrier).expected -= bytes / 8;
   barrier_done(barrier);
 }
-inline void send_cluster(unsigned address, float2 value, unsigned barrier) {
-  store_cluster(address, value);
+inline void send_cluster(unsigned address, float4 value, unsigned barrier) {
+  store_cluster(address, make_float2(value.x, value.y));
+  store_cluster(address + 8, make_float2(value.z, value.w));
   unsigned long long* there = (unsigned long long*)((char*)shared + barrier);
-  phase(there).expected -= 1;
+  phase(there).expected -= 2;
   barrier_done(there);
 }
 inline void copy_or_zero(float* to, const float* from, bool wanted) { *to = wanted ? __ldcs(from) : 0.f; }

@@ -23,10 +23,11 @@ __device__ __forceinline__ void barrier_wait(unsigned long long* barrier, unsign
       " bra again;\n over:\n}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
-// Where a barrier lies in another block of the cluster is told by ``cluster_address``. Two numbers are stored in that
-// block's shared memory, and its barrier counts their eight bytes as arrived once they can be read there.
-__device__ __forceinline__ void send_cluster(unsigned address, float2 a, unsigned barrier) {
-  ON_CLUSTERS(asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                               address), "f"(a.x), "f"(a.y), "r"(barrier) : "memory"));
+// Where a barrier lies in another block of the cluster is told by ``cluster_address``. Four numbers are stored in that
+// block's shared memory, and its barrier counts their sixteen bytes as arrived once they can be read there.
+__device__ __forceinline__ void send_cluster(unsigned address, float4 a, unsigned barrier) {
+  ON_CLUSTERS(asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(a.x), "f"(a.y), "f"(a.z), "f"(a.w), "r"(barrier) : "memory"));
 }
 #endif

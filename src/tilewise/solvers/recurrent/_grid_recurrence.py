@@ -20,8 +20,8 @@ MOST_LAUNCHES = 512
 """Launches, by their sizes, that are remembered: parts of packed batches have many."""
 TILE = 16
 """Batch rows that matrix units take at a time."""
-Shape = tuple[int, int, int, int]
-"""Units of a block, tiles, blocks of a cluster, groups of warps with columns of their own: see the program."""
+Shape = tuple[int, int, int, int, int]
+"""Units of a block, tiles, blocks of a cluster, groups of warps with columns of their own, rows of a tile."""
 WHOLE = {2: torch.int16, 4: torch.int32}
 """Whole numbers by their bytes, of which -1 has all bits set."""
 
@@ -127,7 +127,7 @@ class GridRecurrence:
         found = self._launches.get(key)
         if found is None:
             p = program(self.cell, self.hidden, self.dtype, self.shapes[backward], self.precise, backward)
-            grid = p.slices * -(-batch // (TILE * p.tiles))
+            grid = p.slices * -(-batch // (p.rows * p.tiles))
             pointers = 14 if backward else 10
             found = self.compile(p).launch(grid, p.threads, p.shared, pointers, key[1:], together=True)
             self._launches[key] = found
@@ -145,8 +145,7 @@ def program(
     cell: str, hidden: int, dtype: torch.dtype, shape: Shape, precise: bool, backward: bool
 ) -> RecurrentProgram:
     """The program of a direction, with its units padded."""
-    units, tiles, cluster, columns = shape
-    return RecurrentProgram(cell, padded(hidden, dtype), dtype, units, tiles, cluster, columns, backward, precise)
+    return RecurrentProgram(cell, padded(hidden, dtype), dtype, *shape, backward, precise)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

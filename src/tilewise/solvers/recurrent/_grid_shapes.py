@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ __all__ = ["Asked", "shapes", "smallest_excess", "step_cycles"]
 UNITS = (8, 16, 24, 32, 48, 64)
 CLUSTERS = (1, 2, 4, 8)
 COLUMNS = (1, 4, 8)
+ROWS = (16, 32, 64)
 MOST_TILES = 8
+MOST_SUMS = 12
+"""Tiles of 16 x 8 sums of a warp at a time."""
 MOST_WORDS = 72
 """Weights of a thread in 16 bytes, beyond which registers run out."""
 IN_CLUSTERS = 0.85
@@ -62,17 +66,18 @@ class Asked:
 def step_cycles(p: RecurrentProgram, groups: int) -> float:
     """Cycles of a step. They rank shapes; no promise is made of them."""
     passes = (6 if p.precise else 2) if p.dtype is torch.float32 else 1
-    products = p.words * passes * PRODUCT
-    of_a_block = p.parts * 16 * 4
+    high = p.rows // TILE
+    products = p.words * passes * PRODUCT * high
+    of_a_block = p.parts * p.rows * 4
     sums = p.cluster * of_a_block * p.sums * SUMS + (p.cluster - 1) * of_a_block * 8 * p.column_tiles * SENT
     left = (p.words - p.held) * p.threads * 16 * LEFT
     if p.columns == 1:
-        words = 2 * -(-p.chunks // p.parts)
+        words = 2 * -(-p.chunks // p.parts) * high
         reads = words * LOAD + math.sqrt(words) * LOADS
     else:
-        reads = -(-64 * p.chunks // p.threads) * SHARED_LOAD + SHARED
-    reads += p.slices * groups * p.chunks * 1024 * CACHE
-    gates = -(-16 * p.units // p.threads) * GATES[p.cell] * GATE[p.backward]
+        reads = -(-64 * p.chunks * high // p.threads) * SHARED_LOAD + SHARED
+    reads += p.slices * groups * p.chunks * 64 * p.rows * CACHE
+    gates = -(-p.rows * p.units // p.threads) * GATES[p.cell] * GATE[p.backward]
     once = ONCE + (WITH_CLUSTER if p.cluster > 1 else 0) + NEXT_TILE * (p.tiles - 1)
     return once + p.tiles * (products + sums + left + reads + gates)
 
@@ -101,15 +106,14 @@ def smallest_excess(asked: Asked) -> int:
 
 def _offered(asked: Asked) -> Iterator[tuple[Shape, RecurrentProgram, int]]:
     """Every shape with its program and its groups of batch rows."""
-    rows = -(-asked.batch // TILE)
-    divided = sorted({-(-rows // groups) for groups in (1, 2, 4, 8, 16)})
-    for tiles in divided:
-        if tiles > MOST_TILES:
+    for rows in ROWS:
+        of_all = -(-asked.batch // rows)
+        if rows > TILE and asked.batch <= rows // 2:
             continue
-        for units in UNITS:
-            for cluster in CLUSTERS if asked.clusters else (1,):
-                for columns in COLUMNS:
-                    shape = (units, tiles, cluster, columns)
-                    p = program(asked.cell, asked.hidden, asked.dtype, shape, asked.precise, asked.backward)
-                    if columns <= cluster * p.column_tiles and p.column_tiles * cluster // columns <= 12:
-                        yield shape, p, -(-rows // tiles)
+        divided = sorted({-(-of_all // groups) for groups in (1, 2, 4, 8, 16)} - set(range(MOST_TILES + 1, of_all + 1)))
+        clusters = CLUSTERS if asked.clusters else (1,)
+        for tiles, units, cluster, columns in itertools.product(divided, UNITS, clusters, COLUMNS):
+            shape = (units, tiles, cluster, columns, rows)
+            p = program(asked.cell, asked.hidden, asked.dtype, shape, asked.precise, asked.backward)
+            if columns <= cluster * p.column_tiles and p.column_tiles * cluster * rows // (columns * TILE) <= MOST_SUMS:
+                yield shape, p, -(-of_all // tiles)

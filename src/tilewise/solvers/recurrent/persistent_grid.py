@@ -18,6 +18,7 @@ from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, blocks_of, with_repeats
 
 if TYPE_CHECKING:
+    from tilewise.solvers.recurrent._grid_recurrence import Shape
     from tilewise.solvers.recurrent._grid_shapes import Asked
 
 MOST = 12
@@ -34,12 +35,13 @@ class PersistentGrid(RecurrentSolver):
     Reading the weights anew in each step bounds what a step takes where the batch is small (Diamos et al. 2016,
     "Persistent RNNs"). Here they are read once. Multiprocessors pass the states through the second cache, and words
     that are not yet written are told by their bits. ``forward`` and ``backward`` hold the hidden units of a block,
-    tiles of 16 batch rows, blocks of a cluster, and groups of a block's warps with columns of their own.
+    tiles of batch rows, blocks of a cluster, groups of a block's warps with columns of their own, and the rows of a
+    tile.
 
     All blocks of a launch run at a time. It waits until the device has room for them, as a cooperative launch does.
     """
 
-    name, version = "persistent_grid", 2
+    name, version = "persistent_grid", 3
     by_blocks = True
     devices = frozenset({"cuda"})
     compiles = True
@@ -114,7 +116,7 @@ class PersistentGrid(RecurrentSolver):
             raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
         return StackedLayers(p, recurrence, block=block_of(c))
 
-    def _shapes(self, p: RecurrentProblem, backward: bool) -> tuple[tuple[float, tuple[int, int, int, int]], ...]:
+    def _shapes(self, p: RecurrentProblem, backward: bool) -> tuple[tuple[float, Shape], ...]:
         from tilewise.solvers.recurrent._grid_shapes import shapes
 
         return shapes(_asked(p, backward))
@@ -133,13 +135,13 @@ def _precise(p: RecurrentProblem) -> bool:
     return p.dtype == "fp32" and p.precision != "tf32"
 
 
-def _shape(c: Config, name: str) -> tuple[int, int, int, int]:
+def _shape(c: Config, name: str) -> Shape:
     """A config's shape. Raises ``ValueError`` for what is none."""
     value = c[name]
-    if not isinstance(value, tuple) or len(value) != 4 or not all(isinstance(each, int) for each in value):
-        raise ValueError(f"{name}={value!r}: four whole numbers would do: units, tiles, cluster, columns")
-    units, tiles, cluster, columns = value
-    return int(units), int(tiles), int(cluster), int(columns)
+    if not isinstance(value, tuple) or len(value) != 5 or not all(isinstance(each, int) for each in value):
+        raise ValueError(f"{name}={value!r}: five whole numbers would do: units, tiles, cluster, columns, rows")
+    units, tiles, cluster, columns, rows = map(int, value)
+    return units, tiles, cluster, columns, rows
 
 
 def _architecture() -> tuple[int, int]:

@@ -9,7 +9,7 @@ extern "C" __global__ void BOUNDS recurrent_backward(
     const Real* first_cell, const Real* grad, const Real* grad_last, const Real* grad_last_cell, Real* changes,
     Real* own_changes, Real* grad_first, Real* grad_first_cell, i64 steps, i64 batch, i64 row, i64 grad_row, i64 backwards) {
   const int slice = blockIdx.x % SLICES, unit0 = slice * UNITS;
-  const i64 row0 = (i64)(blockIdx.x / SLICES) * TILES * 16;
+  const i64 row0 = (i64)(blockIdx.x / SLICES) * TILES * ROWS;
   const int lane = threadIdx.x % 32;
   const Memory m = memory();
   Slice u;
@@ -35,7 +35,7 @@ extern "C" __global__ void BOUNDS recurrent_backward(
     const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      const i64 n = row0 + tile * 16 + output / UNITS;
+      const i64 n = row0 + tile * ROWS + output / UNITS;
       const bool there = output < OUTPUTS && unit < HIDDEN && n < batch;
       carry[tile][e] = there && grad_last != nullptr ? widen(grad_last[n * HIDDEN + unit]) : 0.f;
       grad_cell[tile][e] = there && CELL == LSTM && grad_last_cell != nullptr ? widen(grad_last_cell[n * HIDDEN + unit]) : 0.f;
@@ -51,7 +51,7 @@ extern "C" __global__ void BOUNDS recurrent_backward(
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
       const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
-      const i64 n = row0 + tile * 16 + output / UNITS, at = now * batch + n;
+      const i64 n = row0 + tile * ROWS + output / UNITS, at = now * batch + n;
       const bool there = output < OUTPUTS && unit < HIDDEN && n < batch && s < steps;
       to[e].given = there ? grad[at * grad_row + unit] : Real(0);
       if constexpr (CELL == LSTM || CELL == GRU) {
@@ -77,7 +77,7 @@ extern "C" __global__ void BOUNDS recurrent_backward(
   for (i64 s = 0; s <= steps; ++s) {  // the last turn is the gradient of the first state alone
     const i64 now = backwards ? s : steps - 1 - s, after = backwards ? now - 1 : now + 1;
     const auto source_of = [&](int tile) {
-      const i64 most = batch - 1, n0 = row0 + tile * 16;
+      const i64 most = batch - 1, n0 = row0 + tile * ROWS;
       const Real* all = changes + after * batch * GATES * HIDDEN;
       const Real* own = own_changes + after * batch * HIDDEN;
       return [=](int r, int k) {
@@ -100,7 +100,7 @@ extern "C" __global__ void BOUNDS recurrent_backward(
       for (int e = 0; e < EACH; ++e) {
         const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
         if (OUTPUTS % THREADS && output - lane >= OUTPUTS) continue;  // whole warps
-        const i64 n = row0 + tile * 16 + output / UNITS, at = now * batch + n;
+        const i64 n = row0 + tile * ROWS + output / UNITS, at = now * batch + n;
         const bool there = unit < HIDDEN && n < batch;
         float dh = carry[tile][e];
         if (s > 0) dh += sums.total(turn, output / UNITS, output % UNITS);

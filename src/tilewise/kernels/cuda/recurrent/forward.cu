@@ -1,4 +1,4 @@
-// All steps of one layer in one direction. Grid: the slices of the units, for each group of TILES x 16 batch rows.
+// All steps of one layer in one direction. Grid: the slices of the units, for each group of TILES x ROWS batch rows.
 //
 // ``gates`` (steps, batch, GATES x HIDDEN) holds the input's part of each gate, and gets the gates' values where they are
 // kept for the backward pass; ``states`` (steps, batch, HIDDEN), its rows ``row`` numbers apart, begins as EMPTY.
@@ -12,7 +12,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
     Real* gates, const Real* weights, const Real* bias, const Real* first, const Real* first_cell, Real* states,
     float* cells, Real* part, Real* last, Real* last_cell, i64 steps, i64 batch, i64 row, i64 backwards, i64 keep) {
   const int slice = blockIdx.x % SLICES, unit0 = slice * UNITS;
-  const i64 row0 = (i64)(blockIdx.x / SLICES) * TILES * 16;
+  const i64 row0 = (i64)(blockIdx.x / SLICES) * TILES * ROWS;
   const int lane = threadIdx.x % 32;
   const Memory m = memory();
   Slice u;
@@ -33,7 +33,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
     shift[e] = CELL == GRU && bias != nullptr && exists ? widen(bias[unit]) : 0.f;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      const i64 n = row0 + tile * 16 + output / UNITS;
+      const i64 n = row0 + tile * ROWS + output / UNITS;
       const bool there = exists && n < batch;
       state[tile][e] = CELL == GRU && there ? widen(first[n * HIDDEN + unit]) : 0.f;
       cell[tile][e] = CELL == LSTM && there ? widen(first_cell[n * HIDDEN + unit]) : 0.f;
@@ -46,7 +46,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
       const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
-      const i64 n = row0 + tile * 16 + output / UNITS;
+      const i64 n = row0 + tile * ROWS + output / UNITS;
       const bool there = output < OUTPUTS && unit < HIDDEN && n < batch && s < steps;
 #pragma unroll
       for (int g = 0; g < GATES; ++g) to[e][g] = there ? gates[((now * batch + n) * GATES + g) * HIDDEN + unit] : Real(0);
@@ -62,7 +62,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
     const Real* previous = s ? states + before * batch * row : first;
     const i64 apart = s ? row : HIDDEN;
     const auto source_of = [&](int tile) {
-      const i64 most = batch - 1, n0 = row0 + tile * 16;
+      const i64 most = batch - 1, n0 = row0 + tile * ROWS;
       return [=](int r, int k) { return previous + (n0 + r < most ? n0 + r : most) * apart + k; };
     };
 #pragma unroll
@@ -76,7 +76,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
       for (int e = 0; e < EACH; ++e) {
         const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
         if (OUTPUTS % THREADS && output - lane >= OUTPUTS) continue;  // whole warps
-        const i64 n = row0 + tile * 16 + output / UNITS;
+        const i64 n = row0 + tile * ROWS + output / UNITS;
         const bool there = unit < HIDDEN && n < batch;
         float sum[GATES], x[GATES], h;
         if constexpr (TOGETHER) sums.total(turn, output / UNITS, output % UNITS * GATES, sum);

@@ -29,7 +29,7 @@ MOST_HELD = 112
 class RecurrentProgram:
     """A kernel for one ``cell`` with ``hidden`` units, a multiple of the ``wide`` numbers in sixteen bytes.
 
-    A block owns ``units`` of them, a multiple of 8, for ``tiles`` tiles of 16 batch rows. The ``cluster`` blocks of a
+    A block owns ``units`` of them, a multiple of 8, for ``tiles`` tiles of ``rows`` batch rows, a multiple of 16. The ``cluster`` blocks of a
     cluster divide the terms of their sums. Of a block's 8 warps, groups of ``columns`` compute different sums; the
     others add different terms. ``backward``: the gradients. ``precise``: products of fp32 numbers as exact as in fp32,
     by three of their TF32 parts.
@@ -42,6 +42,7 @@ class RecurrentProgram:
     tiles: int
     cluster: int = 1
     columns: int = 1
+    rows: int = 16
     backward: bool = False
     precise: bool = True
 
@@ -102,11 +103,11 @@ class RecurrentProgram:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: two tiles' sums and terms, and the weights that registers do not hold."""
+        """Bytes of shared memory of a block: two tiles' sums, a tile's terms, and the weights that registers do not hold."""
         row = 8 * self.column_tiles
         row += 0 if row % 32 in (8, 24) else 8
-        sums = self.cluster * self.parts * 16 * row * 4
-        terms = 0 if self.columns == 1 else 2 * self.chunks * 1024
+        sums = self.cluster * self.parts * self.rows * row * 4
+        terms = 0 if self.columns == 1 else self.chunks * 64 * self.rows
         barriers = 16 if self.cluster > 1 else 0
         return barriers + 2 * sums + terms + (self.words - self.held) * self.threads * 16
 
@@ -136,7 +137,7 @@ def _source(p: RecurrentProgram) -> str:
         "CELL": CELLS[p.cell], "TANH": 0, "RELU": 1, "GRU": 2, "LSTM": 3, "GATES": GATES[p.cell],
         "REAL": REALS[p.dtype], "PRECISE": p.precise, "HIDDEN": p.hidden, "UNITS": p.units, "TILES": p.tiles,
         "SLICES": p.slices, "CLUSTER": p.cluster, "WC": p.columns, "WK": p.parts, "DEPTH": p.depth,
-        "COLUMNS": p.sums, "KEPT": p.held,
+        "COLUMNS": p.sums, "KEPT": p.held, "HIGH": p.rows // 16,
     }  # fmt: skip
     clusters = f"__cluster_dims__({p.cluster}, 1, 1) " if p.cluster > 1 else ""
     texts = [

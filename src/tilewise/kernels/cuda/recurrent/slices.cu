@@ -1,8 +1,8 @@
 // What both directions of a recurrent layer share: a block's slice of the weights, the product with what all blocks have
 // written, and the exchange of results.
 //
-// CLUSTER blocks own UNITS hidden units each, for TILES tiles of 16 batch rows. A product's sum over DEPTH terms is divided
-// among the blocks of the cluster: each reads its share of the terms alone, multiplies it by the weights of all units of
+// CLUSTER blocks own UNITS hidden units each, for TILES tiles of ROWS batch rows, which are HIGH times those of a matrix
+// unit, 16. A product's sum over DEPTH terms is divided among the blocks of the cluster: each reads its share of the terms alone, multiplies it by the weights of all units of
 // the cluster, and sends the sums of each block's units into that block's shared memory. A barrier there counts the bytes
 // that have come. So a multiprocessor reads a share of a step's numbers, and the weights that it holds are as many as
 // without a cluster. They stay in registers and shared memory for all steps. Within a block WC groups of warps have different columns, WK groups different terms.
@@ -12,23 +12,24 @@
 // there is no flag, and no barrier among all blocks.
 
 constexpr int THREADS = 32 * WC * WK;
+constexpr int ROWS = 16 * HIGH;
 constexpr int NT = (COLUMNS + 7) / 8;                                    // tiles of 8 columns of a block
 constexpr int CT = (CLUSTER * NT + WC - 1) / WC;                         // of a warp, among all of the cluster
 constexpr int CK = (DEPTH + CHUNK * CLUSTER - 1) / (CHUNK * CLUSTER);    // chunks of a block's share of the terms
 constexpr int CW = (CK + WK - 1) / WK;                                   // of a warp
-constexpr int WORDS = 64 * CK;                                           // of sixteen bytes, of a tile's share
+constexpr int WORDS = 64 * CK * HIGH;                                      // of sixteen bytes, of a tile's share
 // Where no two warps need the same terms, each thread reads just those that it multiplies, and they skip shared memory.
 constexpr bool DIRECT = WC == 1;
-constexpr int LOADS = DIRECT ? 2 * CW : (WORDS + THREADS - 1) / THREADS;  // of a thread
+constexpr int LOADS = DIRECT ? 2 * CW * HIGH : (WORDS + THREADS - 1) / THREADS;  // of a thread
 constexpr int ROW = 8 * NT % 32 == 8 || 8 * NT % 32 == 24 ? 8 * NT : 8 * NT + 8;  // floats of a row of sums: no bank twice
-constexpr int SUMS = CLUSTER * WK * 16 * ROW;                            // of a tile, by all blocks of the cluster
-constexpr int SENT = CLUSTER * WK * NT * 16 * 8 * 4;                     // bytes of them
-constexpr int CHAINS = CT < 3 ? 2 : 1;  // sums of a column tile that do not wait for each other
-constexpr int OUTPUTS = 16 * UNITS;                                      // of a tile
+constexpr int SUMS = CLUSTER * WK * ROWS * ROW;                          // of a tile, by all blocks of the cluster
+constexpr int SENT = CLUSTER * WK * NT * ROWS * 8 * 4;                   // bytes of them
+constexpr int CHAINS = CT * HIGH < 3 ? 2 : 1;  // sums of a column tile that do not wait for each other
+constexpr int OUTPUTS = ROWS * UNITS;                                    // of a tile
 constexpr int EACH = (OUTPUTS + THREADS - 1) / THREADS;
 constexpr int HELD = CW * CT < KEPT ? CW * CT : KEPT;                    // words of weights in a thread's registers
 
-// Shared memory: a barrier for each of two tiles' sums, these, two tiles' terms, the weights that registers do not hold.
+// Shared memory: a barrier for each of two tiles' sums, these, a tile's terms, the weights that registers do not hold.
 struct Memory {
   unsigned long long* sent;
   float* sums;
@@ -39,7 +40,7 @@ __device__ __forceinline__ Memory memory() {
   m.sent = (unsigned long long*)shared_memory();
   m.sums = (float*)shared_memory() + (CLUSTER > 1 ? 4 : 0);
   m.terms = (Words*)(m.sums + 2 * SUMS);
-  m.weights = m.terms + (DIRECT ? 0 : 2 * WORDS);
+  m.weights = m.terms + (DIRECT ? 0 : WORDS);
   return m;
 }
 
@@ -78,10 +79,10 @@ struct Slice {
 // A thread's words of a tile's terms, in the order in which warps read them: chunk, row, four words.
 struct Loads { Words words[LOADS]; };
 __device__ __forceinline__ int row_of(int i) {
-  return DIRECT ? i % 2 * 8 + (int)threadIdx.x % 32 / 4 : (i * THREADS + (int)threadIdx.x) / 4 % 16;
+  return DIRECT ? i % (2 * HIGH) * 8 + (int)threadIdx.x % 32 / 4 : (i * THREADS + (int)threadIdx.x) / 4 % ROWS;
 }
 __device__ __forceinline__ int chunk_of(int i) {
-  return DIRECT ? (int)threadIdx.x / 32 * CW + i / 2 : (i * THREADS + (int)threadIdx.x) / 64;
+  return DIRECT ? (int)threadIdx.x / 32 * CW + i / (2 * HIGH) : (i * THREADS + (int)threadIdx.x) / (4 * ROWS);
 }
 __device__ __forceinline__ int term_of(int i) {
   return (place().rank * CK + chunk_of(i)) * CHUNK + (int)threadIdx.x % 4 * WIDE;
@@ -125,23 +126,48 @@ __device__ __forceinline__ void put(Words* terms, const Loads& from) {
     if (i * THREADS + (int)threadIdx.x < WORDS) terms[i * THREADS + threadIdx.x] = from.words[i];
 }
 
+// A warp's sums of 16 x 8 numbers, to ``to`` in block ``owner``: a thread has two neighbours of a row and two of the row
+// that is eight below. Sent, neighbouring threads exchange two of them, so that each stores four at once.
+__device__ __forceinline__ void put_sums(const Memory& m, int turn, int owner, float* to, const float (&sums)[4]) {
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  if constexpr (CLUSTER == 1) {
+    *(float2*)(to + row * ROW + column) = make_float2(sums[0], sums[1]);
+    *(float2*)(to + (row + 8) * ROW + column) = make_float2(sums[2], sums[3]);
+  } else {
+    const bool odd = lane % 2;
+    const float x = __shfl_xor_sync(~0u, odd ? sums[0] : sums[2], 1);
+    const float y = __shfl_xor_sync(~0u, odd ? sums[1] : sums[3], 1);
+    const float4 four = odd ? make_float4(x, y, sums[2], sums[3]) : make_float4(sums[0], sums[1], x, y);
+    float* const mine = to + (odd ? row + 8 : row) * ROW + column / 4 * 4;
+    send_cluster(peer_address<CLUSTER>(mine, owner), four, peer_address<CLUSTER>(m.sent + turn, owner));
+  }
+}
+
 // The product of a tile's terms, sent to the blocks whose units they are.
 __device__ __forceinline__ void multiply_tile(const Memory& m, int turn, const Loads& loads, const Slice& u) {
   const Place at = place();
-  const Words* terms = m.terms + turn * WORDS + at.part * CW * 64 + at.lane;
-  float sums[CT][CHAINS][4] = {};
+  const Words* terms = m.terms + at.part * CW * 4 * ROWS + at.lane;
+  float sums[HIGH][CT][CHAINS][4] = {};
 #pragma unroll
   for (int i = 0; i < CW; ++i) {
     if (!DIRECT && CW * WK != CK && at.part * CW + i >= CK) break;
-    const Words above = DIRECT ? loads.words[2 * i] : terms[i * 64], below = DIRECT ? loads.words[2 * i + 1] : terms[i * 64 + 32];
+    Words above[HIGH], below[HIGH];
+#pragma unroll
+    for (int h = 0; h < HIGH; ++h) {
+      const int from = 2 * (i * HIGH + h);
+      above[h] = DIRECT ? loads.words[from] : terms[from * 32];
+      below[h] = DIRECT ? loads.words[from + 1] : terms[from * 32 + 32];
+    }
 #pragma unroll
     for (int j = 0; j < CT; ++j) {
       const Words b = u.at(i, j);
 #pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        const unsigned a[4] = {above.w[2 * s], below.w[2 * s], above.w[2 * s + 1], below.w[2 * s + 1]};
-        multiply(sums[j][s % CHAINS], a, b.w[2 * s], b.w[2 * s + 1]);
-      }
+      for (int s = 0; s < 2; ++s)
+#pragma unroll
+        for (int h = 0; h < HIGH; ++h) {
+          const unsigned a[4] = {above[h].w[2 * s], below[h].w[2 * s], above[h].w[2 * s + 1], below[h].w[2 * s + 1]};
+          multiply(sums[h][j][s % CHAINS], a, b.w[2 * s], b.w[2 * s + 1]);
+        }
     }
   }
 #pragma unroll
@@ -149,18 +175,13 @@ __device__ __forceinline__ void multiply_tile(const Memory& m, int turn, const L
     const int tile = at.group * CT + j, owner = tile / NT;
     if (owner >= CLUSTER) break;
     const int from = CLUSTER == 1 ? 0 : at.rank;
-    float* to = m.sums + turn * SUMS + ((from * WK + at.part) * 16 + at.lane / 4) * ROW + tile % NT * 8 + at.lane % 4 * 2;
-    if constexpr (CHAINS == 2)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[j][0][i] += sums[j][1][i];
-    const float2 above = make_float2(sums[j][0][0], sums[j][0][1]), below = make_float2(sums[j][0][2], sums[j][0][3]);
-    if constexpr (CLUSTER == 1) {
-      *(float2*)to = above;
-      *(float2*)(to + 8 * ROW) = below;
-    } else {
-      const unsigned there = peer_address<CLUSTER>(to, owner), barrier = peer_address<CLUSTER>(m.sent + turn, owner);
-      send_cluster(there, above, barrier);
-      send_cluster(there + 8 * ROW * 4, below, barrier);
+    for (int h = 0; h < HIGH; ++h) {
+      float* to = m.sums + turn * SUMS + ((from * WK + at.part) * ROWS + h * 16) * ROW + tile % NT * 8;
+      if constexpr (CHAINS == 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[h][j][0][i] += sums[h][j][1][i];
+      put_sums(m, turn, owner, to, sums[h][j][0]);
     }
   }
 }
@@ -191,7 +212,7 @@ struct Sums {
   __device__ __forceinline__ float total(int turn, int row, int column) const {
     float parts[CLUSTER * WK], sum = 0.f;
 #pragma unroll
-    for (int part = 0; part < CLUSTER * WK; ++part) parts[part] = own[turn * SUMS + (part * 16 + row) * ROW + column];
+    for (int part = 0; part < CLUSTER * WK; ++part) parts[part] = own[turn * SUMS + (part * ROWS + row) * ROW + column];
 #pragma unroll
     for (int i = 0; i < CLUSTER * WK; ++i) sum += parts[i];
     return sum;
@@ -201,7 +222,7 @@ struct Sums {
     float4 parts[CLUSTER * WK];
 #pragma unroll
     for (int part = 0; part < CLUSTER * WK; ++part)
-      parts[part] = *(const float4*)(own + turn * SUMS + (part * 16 + row) * ROW + column);
+      parts[part] = *(const float4*)(own + turn * SUMS + (part * ROWS + row) * ROW + column);
     float four[4] = {};
 #pragma unroll
     for (int part = 0; part < CLUSTER * WK; ++part) {
@@ -228,7 +249,8 @@ __device__ __forceinline__ void product(const Memory& m, int turn, Loads& loads,
                                         const Slice& u, Sums& sums, const Next& next) {
   settle(loads, source, exchanged);
   if constexpr (!DIRECT) {
-    put(m.terms + turn * WORDS, loads);
+    __syncthreads();  // all warps are done with the terms before
+    put(m.terms, loads);
     __syncthreads();
     next();
   }
