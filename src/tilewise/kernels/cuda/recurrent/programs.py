@@ -103,11 +103,10 @@ class RecurrentProgram:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: two tiles' sums, a tile's terms, and the weights that registers do not hold."""
-        row = 8 * self.column_tiles
-        row += 0 if row % 32 in (8, 24) else 8
-        sums = self.cluster * self.parts * self.rows * row * 4
-        terms = 0 if self.columns == 1 else self.chunks * 64 * self.rows
+        """Bytes of shared memory of a block: two tiles' sums, terms, and the weights that registers do not hold."""
+        more = 16 if self.units % 32 == 16 and self.sums != 4 * self.units else 8
+        sums = self.cluster * self.parts * self.column_tiles * (8 * self.rows + more) * 4
+        terms = 0 if self.columns == 1 else self.chunks * 64 * self.rows * (2 if self.tiles > 1 else 1)
         barriers = 16 if self.cluster > 1 else 0
         return barriers + 2 * sums + terms + (self.words - self.held) * self.threads * 16
 
