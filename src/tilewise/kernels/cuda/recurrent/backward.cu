@@ -26,7 +26,6 @@ extern "C" __global__ void BOUNDS recurrent_backward(
     }
     return words;
   });
-  clear_terms(m);
   Sums sums(m);
   meet_cluster();
 
@@ -92,9 +91,9 @@ extern "C" __global__ void BOUNDS recurrent_backward(
     for (int tile = 0; tile < TILES; ++tile) {
       const auto source = source_of(tile);
       if (s > 0) {
-        if (tile == 0) fetch(loads, terms_of(m, turn), source);
+        if (tile == 0) fetch(loads, source);
         product(m, turn, loads, source, true, u, sums, [&] {
-          if (tile + 1 < TILES) fetch(loads, terms_of(m, turn ^ 1), source_of(tile + 1));
+          if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
         });
       }
 #pragma unroll

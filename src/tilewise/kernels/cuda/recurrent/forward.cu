@@ -22,7 +22,6 @@ extern "C" __global__ void BOUNDS recurrent_forward(
     if (unit < HIDDEN) words = *(const Words*)(weights + ((i64)gate_of(column) * HIDDEN + unit) * HIDDEN + k);
     return words;
   });
-  clear_terms(m);
   Sums sums(m);
   meet_cluster();
 
@@ -69,9 +68,9 @@ extern "C" __global__ void BOUNDS recurrent_forward(
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
       const auto source = source_of(tile);
-      if (tile == 0) fetch(loads, terms_of(m, turn), source);
+      if (tile == 0) fetch(loads, source);
       product(m, turn, loads, source, s > 0, u, sums, [&] {
-        if (tile + 1 < TILES) fetch(loads, terms_of(m, turn ^ 1), source_of(tile + 1));
+        if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
       });
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {

@@ -103,10 +103,10 @@ class RecurrentProgram:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: two tiles' sums, terms, and the weights that registers do not hold."""
+        """Bytes of shared memory of a block: two tiles' sums, a tile's terms, and the weights that registers do not hold."""
         more = 16 if self.units % 32 == 16 and self.sums != 4 * self.units else 8
         sums = self.cluster * self.parts * self.column_tiles * (8 * self.rows + more) * 4
-        terms = 0 if self.columns == 1 else self.chunks * 64 * self.rows * (2 if self.tiles > 1 else 1)
+        terms = 0 if self.columns == 1 else self.chunks * 64 * self.rows
         barriers = 16 if self.cluster > 1 else 0
         return barriers + 2 * sums + terms + (self.words - self.held) * self.threads * 16
 

@@ -21,7 +21,6 @@ constexpr int WORDS = 64 * CK * HIGH;                                      // of
 // Where no two warps need the same terms, each thread reads just those that it multiplies, and they skip shared memory.
 constexpr bool DIRECT = WC == 1;
 constexpr int LOADS = DIRECT ? 2 * CW * HIGH : (WORDS + THREADS - 1) / THREADS;  // of a thread
-constexpr int BUFFERS = DIRECT ? 0 : TILES > 1 ? 2 : 1;  // of a tile's terms, so that the next one's come meanwhile
 // Floats of a tile of 8 columns of sums, its rows one after another: with so many more that no bank is read twice.
 constexpr int STRIDE = 8 * ROWS + (UNITS % 32 == 16 && COLUMNS != 4 * UNITS ? 16 : 8);
 constexpr int SUMS = CLUSTER * WK * NT * STRIDE;                          // of a tile, by all blocks of the cluster
@@ -31,7 +30,7 @@ constexpr int OUTPUTS = ROWS * UNITS;                                    // of a
 constexpr int EACH = (OUTPUTS + THREADS - 1) / THREADS;
 constexpr int HELD = CW * CT < KEPT ? CW * CT : KEPT;                    // words of weights in a thread's registers
 
-// Shared memory: a barrier for each of two tiles' sums, these, BUFFERS of terms, the weights that registers do not hold.
+// Shared memory: a barrier for each of two tiles' sums, these, a tile's terms, the weights that registers do not hold.
 struct Memory {
   unsigned long long* sent;
   float* sums;
@@ -42,11 +41,9 @@ __device__ __forceinline__ Memory memory() {
   m.sent = (unsigned long long*)shared_memory();
   m.sums = (float*)shared_memory() + (CLUSTER > 1 ? 4 : 0);
   m.terms = (Words*)(m.sums + 2 * SUMS);
-  m.weights = m.terms + BUFFERS * WORDS;
+  m.weights = m.terms + (DIRECT ? 0 : WORDS);
   return m;
 }
-
-__device__ __forceinline__ Words* terms_of(const Memory& m, int turn) { return m.terms + (BUFFERS > 1 ? turn * WORDS : 0); }
 
 struct Place { int rank, group, part, lane; };  // of the block in its cluster, of the warp among columns and among terms
 __device__ __forceinline__ Place place() {
@@ -80,9 +77,8 @@ struct Slice {
   }
 };
 
-// A thread's words of a tile's terms, in the order in which warps read them: chunk, row, four words. They are copied to
-// shared memory where other warps multiply them as well.
-struct Loads { Words words[DIRECT ? LOADS : 1]; };
+// A thread's words of a tile's terms, in the order in which warps read them: chunk, row, four words.
+struct Loads { Words words[LOADS]; };
 __device__ __forceinline__ int row_of(int i) {
   return DIRECT ? i % (2 * HIGH) * 8 + (int)threadIdx.x % 32 / 4 : (i * THREADS + (int)threadIdx.x) / 4 % ROWS;
 }
@@ -96,21 +92,12 @@ __device__ __forceinline__ int term_of(int i) {
 constexpr bool WHOLE = CLUSTER * CK * CHUNK == DEPTH && (DIRECT ? CW * WK == CK : WORDS % THREADS == 0);
 __device__ __forceinline__ bool exists(int i) { return WHOLE || (chunk_of(i) < CK && term_of(i) < DEPTH); }
 
-// Words that nobody writes are zeros. All warps come to a barrier after this.
-__device__ __forceinline__ void clear_terms(const Memory& m) {
-  if constexpr (!WHOLE)
-    for (int i = threadIdx.x; i < BUFFERS * WORDS; i += THREADS) m.terms[i] = {{0, 0, 0, 0}};
-}
-
-// SOURCE(row, term) is the address of sixteen bytes. All warps are done with what ``terms`` held.
-template <class Source> __device__ __forceinline__ void fetch(Loads& to, Words* terms, const Source& source) {
+// SOURCE(row, term) is the address of sixteen bytes.
+template <class Source> __device__ __forceinline__ void fetch(Loads& to, const Source& source) {
 #pragma unroll
   for (int i = 0; i < LOADS; ++i) {
-    if constexpr (DIRECT) to.words[i] = {{0, 0, 0, 0}};
-    if (!exists(i)) continue;
-    const Words* from = (const Words*)source(row_of(i), term_of(i));
-    if constexpr (DIRECT) to.words[i] = load_shared_words(from);
-    else copy_async(terms + i * THREADS + threadIdx.x, from);
+    to.words[i] = {{0, 0, 0, 0}};
+    if (exists(i)) to.words[i] = load_shared_words(source(row_of(i), term_of(i)));
   }
 }
 
@@ -119,26 +106,25 @@ __device__ __forceinline__ bool missing_in(const Words& a) {
 }
 
 // Loads again what was not there. ``exchanged``: other blocks write it meanwhile.
-template <class Source> __device__ __forceinline__ void settle(Loads& to, Words* terms, const Source& source, bool exchanged) {
-  if constexpr (!DIRECT) wait_copies();
+template <class Source> __device__ __forceinline__ void settle(Loads& to, const Source& source, bool exchanged) {
   if (!exchanged) return;
 #pragma unroll 1
   for (bool missing = true; missing;) {
     missing = false;
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      if (!DIRECT && !exists(i)) continue;
-      if (!missing_in(DIRECT ? to.words[i] : terms[i * THREADS + threadIdx.x])) continue;
-      const Words* from = (const Words*)source(row_of(i), term_of(i));
-      if constexpr (DIRECT) to.words[i] = load_shared_words(from);
-      else copy_async(terms + i * THREADS + threadIdx.x, from);
-      missing = true;
-    }
-    if (missing) {
-      look_again();
-      if constexpr (!DIRECT) wait_copies();
-    }
+    for (int i = 0; i < LOADS; ++i)
+      if (missing_in(to.words[i])) {
+        to.words[i] = load_shared_words(source(row_of(i), term_of(i)));
+        missing = true;
+      }
+    if (missing) look_again();
   }
+}
+
+__device__ __forceinline__ void put(Words* terms, const Loads& from) {
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i)
+    if (i * THREADS + (int)threadIdx.x < WORDS) terms[i * THREADS + threadIdx.x] = from.words[i];
 }
 
 // A warp's sums of 16 x 8 numbers, to ``to`` in block ``owner``: a thread has two neighbours of a row and two of the row
@@ -161,7 +147,7 @@ __device__ __forceinline__ void put_sums(const Memory& m, int turn, int owner, f
 // The product of a tile's terms, sent to the blocks whose units they are.
 __device__ __forceinline__ void multiply_tile(const Memory& m, int turn, const Loads& loads, const Slice& u) {
   const Place at = place();
-  const Words* terms = terms_of(m, turn) + at.part * CW * 4 * ROWS + at.lane;
+  const Words* terms = m.terms + at.part * CW * 4 * ROWS + at.lane;
   float sums[HIGH][CT][CHAINS][4] = {};
 #pragma unroll
   for (int i = 0; i < CW; ++i) {
@@ -222,7 +208,6 @@ struct Sums {
       if (threadIdx.x == 0) barrier_expect(m.sent + turn, SENT);
       barrier_wait(m.sent + turn, phases >> turn & 1);
       phases ^= 1u << turn;
-      if constexpr (!DIRECT) __syncthreads();  // all warps are done with the terms
     }
   }
   __device__ __forceinline__ static int place_of(int turn, int row, int column) {
@@ -268,8 +253,10 @@ __device__ __forceinline__ void meet_cluster() {
 template <class Source, class Next>
 __device__ __forceinline__ void product(const Memory& m, int turn, Loads& loads, const Source& source, bool exchanged,
                                         const Slice& u, Sums& sums, const Next& next) {
-  settle(loads, terms_of(m, turn), source, exchanged);
+  settle(loads, source, exchanged);
   if constexpr (!DIRECT) {
+    __syncthreads();  // all warps are done with the terms before
+    put(m.terms, loads);
     __syncthreads();
     next();
   }
