@@ -255,24 +255,46 @@ inline void from_halves(unsigned both, float& low, float& high) {
 inline int kept(int number) { return number; }
 template <int COUNT> void begin_sums(float (&sums)[COUNT]) { for (float& sum : sums) sum = NAN; }
 template <int COUNT> void keep_sums(float (&)[COUNT]) {}
-// Numbers of 64 x 2 COUNT sums as a thread of a warpgroup holds them, by the descriptors of both operands.
-template <int COUNT> void multiply_add(float (&sums)[COUNT], unsigned long long a, unsigned long long b, bool add) {
-  const auto number = [](unsigned long long operand, int row, int k) {
-    const unsigned from = (operand & 0x3fff) << 4, depth = (operand >> 16 & 0x3fff) << 4, rows = (operand >> 32 & 0x3fff) << 4;
-    unsigned short bits;
-    const unsigned at = from + row / 8 * rows + row % 8 * 16 + k / 8 * depth + k % 8 * 2;
-    if (at + 2 > SHARED * 16) std::abort();
-    std::memcpy(&bits, (const char*)shared_memory() + at, 2);
-    return float_of_half(bits);
-  };
+// Numbers of 64 x 2 COUNT sums as a thread of a warpgroup holds them, by the descriptors of both operands. KIND is 1 for
+// fp16, 2 for bf16.
+namespace emulation {
+template <int KIND> float half_number(unsigned short bits) { return KIND == 1 ? float_of_half(bits) : float_of_bfloat16(bits); }
+template <int KIND> float described(unsigned long long operand, int row, int k) {
+  const unsigned from = (operand & 0x3fff) << 4, depth = (operand >> 16 & 0x3fff) << 4, rows = (operand >> 32 & 0x3fff) << 4;
+  unsigned short bits;
+  const unsigned at = from + row / 8 * rows + row % 8 * 16 + k / 8 * depth + k % 8 * 2;
+  if (at + 2 > SHARED * 16) std::abort();
+  std::memcpy(&bits, (const char*)shared_memory() + at, 2);
+  return half_number<KIND>(bits);
+}
+template <int KIND, int COUNT, class First> void multiply_rows(float (&sums)[COUNT], const First& first, unsigned long long b, bool add) {
   for (int i = 0; i < COUNT; ++i) {
-    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
     const int column = threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2;
     float sum = add ? sums[i] : 0.f;
-    for (int k = 0; k < 16; ++k) sum += number(a, row, k) * number(b, column, k);
+    for (int k = 0; k < 16; ++k) sum += first(i / 2 % 2, k) * described<KIND>(b, column, k);
     sums[i] = sum;
   }
 }
+template <int KIND, int COUNT> void multiply(float (&sums)[COUNT], unsigned long long a, unsigned long long b, bool add) {
+  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  multiply_rows<KIND>(sums, [=](int half, int k) { return described<KIND>(a, row + 8 * half, k); }, b, add);
+}
+// The same with the first operand in registers: those of a row's four threads.
+template <int KIND, int COUNT> void multiply(float (&sums)[COUNT], const unsigned (&a)[4], unsigned long long b, bool add) {
+  struct Held { unsigned a[4]; };
+  static std::vector<Held> all;
+  const unsigned me = running, quad = me / 4 * 4;
+  const Group warp = warp_of(me);
+  all.resize(threads.size());
+  all[me] = {{a[0], a[1], a[2], a[3]}};
+  wait(warp);
+  multiply_rows<KIND>(sums, [=](int half, int k) {
+    const unsigned word = all[quad + k % 8 / 2].a[half + k / 8 * 2];
+    return half_number<KIND>((unsigned short)(word >> k % 2 * 16));
+  }, b, add);
+  wait(warp);
+}
+}  // namespace emulation
 
 // What stands for units.cu of recurrent layers. A block that finds nothing new lets the others run.
 inline unsigned __shfl_sync(unsigned mask, unsigned value, int lane) {

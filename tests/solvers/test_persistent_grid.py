@@ -121,10 +121,11 @@ def test_kernels_compute_recurrent_layers(draw: st.DataObject) -> None:
     cell, dtype = draw.draw(st.sampled_from(sorted(GATES))), draw.draw(st.sampled_from(list(TOLERANCE)))
     hidden, batch = draw.draw(st.integers(1, 64)), draw.draw(st.sampled_from((1, 3, 16, 17, 33, 48, 70)))
     cluster, rows = draw.draw(st.sampled_from((1, 2, 4))), draw.draw(st.sampled_from((16, 32, 64)))
+    team = 1 if dtype is torch.float32 else draw.draw(st.sampled_from((1, 4)))
     fits = []
     for _, shape in shapes(Asked(cell, hidden, dtype, batch, True, False, MOST_BLOCKS, True)):
         ok = not program(cell, hidden, dtype, shape, True, True).problems()
-        fits += [shape] if ok and shape[2] == cluster and shape[4] == rows else []
+        fits += [shape] if ok and shape[2] == cluster and shape[4:] == (rows, team) else []
     if not fits:
         return
     flags = {name: draw.draw(st.booleans(), name) for name in ("bias", "half", "reverse", "backwards")}
@@ -139,11 +140,11 @@ def test_weights_that_registers_do_not_hold_lie_in_shared_memory(cell: str) -> N
     hidden = 200
     fits = []
     for units in range(32, 201, 8):
-        both = [program(cell, hidden, torch.float32, (units, 1, 1, 4, 16), True, backward) for backward in (False, True)]
+        both = [program(cell, hidden, torch.float32, (units, 1, 1, 4, 16, 1), True, backward) for backward in (False, True)]
         if not any(p.problems() for p in both) and any(p.words > p.held for p in both):
             fits.append(units)
     flags = {"bias": True, "half": False, "reverse": False, "backwards": False}
-    check(cell, torch.float32, 2, 2, hidden, (fits[0], 1, 1, 4, 16), flags)
+    check(cell, torch.float32, 2, 2, hidden, (fits[0], 1, 1, 4, 16, 1), flags)
 
 
 @emulated
@@ -157,7 +158,7 @@ def test_a_nan_passes_through_and_ends_no_wait() -> None:
         h0 = torch.zeros(batch, hidden, dtype=dtype, device="cpu")
         h0.view(whole)[0, 3] = -1
         y = torch.empty(time, batch, hidden, dtype=dtype, device="cpu")
-        recurrence = Emulated("rnn_relu", hidden, dtype, 0, ((8, 1, 1, 1, 16),) * 2)
+        recurrence = Emulated("rnn_relu", hidden, dtype, 0, ((8, 1, 1, 1, 16, 1),) * 2)
         recurrence.forward(gx, u, None, h0, None, y, reverse=False, keep=False)
         assert bool(y.isnan().all())  # the product of a NaN and 0 is one
 
@@ -166,11 +167,12 @@ def test_a_nan_passes_through_and_ends_no_wait() -> None:
 @pytest.mark.parametrize(
     ("cell", "dtype", "shape", "architecture"),
     [
-        ("lstm", torch.bfloat16, (16, 2, 4, 8, 32), "sm_90"),
-        ("gru", torch.float32, (8, 1, 1, 1, 16), "sm_80"),
-        ("rnn_relu", torch.float16, (24, 1, 2, 4, 64), "sm_90"),
+        ("lstm", torch.bfloat16, (16, 2, 4, 8, 32, 1), "sm_90"),
+        ("gru", torch.float32, (8, 1, 1, 1, 16, 1), "sm_80"),
+        ("rnn_relu", torch.float16, (24, 1, 2, 4, 64, 1), "sm_90"),
+        ("lstm", torch.bfloat16, (16, 1, 4, 2, 32, 4), "sm_90a"),
     ],
-    ids=("lstm", "gru", "rnn_relu"),
+    ids=("lstm", "gru", "rnn_relu", "warpgroups"),
 )
 def test_a_gpus_own_compiler_takes_them(
     cell: str, dtype: torch.dtype, shape: Shape, architecture: str, tmp_path: Path
@@ -211,7 +213,7 @@ def test_an_estimate_counts_each_kernel_by_its_own_direction() -> None:
         RecurrentProblem("lstm", 500, 16, 64, 768, task="training", device="cuda:a"),
     )
     forward = replace(trains, task="inference")
-    shape = (16, 1, 1, 1, 16)
+    shape = (16, 1, 1, 1, 16, 1)
     alone = Config(forward=shape)
     cycles = {}
     for backward in (False, True):

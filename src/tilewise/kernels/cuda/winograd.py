@@ -15,6 +15,7 @@ from tilewise.kernels.codelets import literal
 from tilewise.kernels.cook_toom import POINTS, shift, transforms
 from tilewise.kernels.cuda.launch import block_limits, read_source
 from tilewise.kernels.cuda.operands import constants
+from tilewise.kernels.cuda.warpgroup import multiply
 
 __all__ = ["CHANNELS", "DEPTH", "OUTPUTS", "Planes", "Prepare"]
 
@@ -160,7 +161,7 @@ def _planes_source(p: Planes) -> str:
     factors = f"__constant__ float POINT_VALUES[] = {{{', '.join(literal(float(value)) for value in firsts)}}};"
     texts = [
         "using i64 = long long;", constants(values),
-        read_source("barriers.cu"), read_source("matrix_units.cu"), _multiply_add(p.places),
+        read_source("barriers.cu"), read_source("matrix_units.cu"), multiply("multiply_add", p.places),
         factors, "template <int GROUP> struct Points;", *(_points(k, g, matrices.input) for k, g in enumerate(groups)),
         read_source("winograd_planes.cu"),
     ]  # fmt: skip
@@ -171,22 +172,6 @@ def _table(name: str, rows: Sequence[Sequence[Fraction]]) -> str:
     """A C++ table of fractions."""
     text = ", ".join("{" + ", ".join(literal(float(entry)) for entry in row) + "}" for row in rows)
     return f"__constant__ float {name}[{len(rows)}][{len(rows[0])}] = {{{text}}};"
-
-
-def _multiply_add(places: int) -> str:
-    """The C++ function for the instruction (64 x 16) @ (16 x places); under emulation another stands for it."""
-    count = places // 2
-    names = ", ".join(f"%{i}" for i in range(count))
-    sums = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    shape = f"m64n{places}k16.f32.f16.f16"
-    return f"""#ifndef EMULATED
-using Operand = unsigned long long;
-__device__ __forceinline__ void multiply_add(float (&sums)[{count}], Operand a, Operand b, bool add) {{
-  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; wgmma.mma_async.sync.aligned.{shape} "
-               "{{{names}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"
-               : {sums} : "l"(a), "l"(b), "r"((int)add));
-}}
-#endif"""
 
 
 def _points(number: int, group: Sequence[Sequence[int]], matrix: Sequence[Sequence[Fraction]]) -> str:

@@ -19,9 +19,13 @@ UNITS = (8, 16, 24, 32, 48, 64)
 CLUSTERS = (1, 2, 4, 8)
 COLUMNS = (1, 4, 8)
 ROWS = (16, 32, 64)
+WARPGROUP = 4
+"""Warps of a warpgroup."""
 MOST_TILES = 8
 MOST_SUMS = 12
 """Tiles of 16 x 8 sums of a warp at a time."""
+MOST_GROUP_SUMS = 96
+"""Rows of all tiles of 64 columns of a warpgroup: a thread has half as many sums."""
 MOST_WORDS = 72
 """Weights of a thread in 16 bytes, beyond which registers run out."""
 IN_CLUSTERS = 0.85
@@ -67,11 +71,11 @@ def step_cycles(p: RecurrentProgram, groups: int) -> float:
     """Cycles of a step. They rank shapes; no promise is made of them."""
     passes = (6 if p.precise else 2) if p.dtype is torch.float32 else 1
     high = p.rows // TILE
-    products = p.words * passes * PRODUCT * high
+    products = p.words * p.rows if p.team > 1 else p.words * passes * PRODUCT * high
     of_a_block = p.parts * p.rows * 4
     sums = p.cluster * of_a_block * p.sums * SUMS + (p.cluster - 1) * of_a_block * 8 * p.column_tiles * SENT
-    left = (p.words - p.held) * p.threads * 16 * LEFT
-    if p.columns == 1:
+    left = 0 if p.team > 1 else (p.words - p.held) * p.threads * 16 * LEFT
+    if p.columns == 1 and p.team == 1:
         words = 2 * -(-p.chunks // p.parts) * high
         reads = words * LOAD + math.sqrt(words) * LOADS
     else:
@@ -112,8 +116,20 @@ def _offered(asked: Asked) -> Iterator[tuple[Shape, RecurrentProgram, int]]:
             continue
         divided = sorted({-(-of_all // groups) for groups in (1, 2, 4, 8, 16)} - set(range(MOST_TILES + 1, of_all + 1)))
         clusters = CLUSTERS if asked.clusters else (1,)
-        for tiles, units, cluster, columns in itertools.product(divided, UNITS, clusters, COLUMNS):
-            shape = (units, tiles, cluster, columns, rows)
+        ways = [(columns, 1) for columns in COLUMNS]
+        if asked.clusters and asked.dtype is not torch.float32:
+            ways += [(columns, WARPGROUP) for columns in (1, 2)]
+        for tiles, units, cluster, (columns, team) in itertools.product(divided, UNITS, clusters, ways):
+            shape = (units, tiles, cluster, columns, rows, team)
             p = program(asked.cell, asked.hidden, asked.dtype, shape, asked.precise, asked.backward)
-            if columns <= cluster * p.column_tiles and p.column_tiles * cluster * rows // (columns * TILE) <= MOST_SUMS:
+            if _divided(p):
                 yield shape, p, -(-of_all // tiles)
+
+
+def _divided(p: RecurrentProgram) -> bool:
+    """Whether all groups have columns, and their sums have room in registers."""
+    if p.team > 1:
+        of_all = -(-p.cluster * p.column_tiles // 8)
+        return p.columns <= of_all and p.matrix_tiles * p.rows <= MOST_GROUP_SUMS
+    of_all = p.cluster * p.column_tiles
+    return p.columns <= of_all and of_all * p.rows // (p.columns * TILE) <= MOST_SUMS

@@ -35,8 +35,8 @@ class PersistentGrid(RecurrentSolver):
     Reading the weights anew in each step bounds what a step takes where the batch is small (Diamos et al. 2016,
     "Persistent RNNs"). Here they are read once. Multiprocessors pass the states through the second cache, and words
     that are not yet written are told by their bits. ``forward`` and ``backward`` hold the hidden units of a block,
-    tiles of batch rows, blocks of a cluster, groups of a block's warps with columns of their own, and the rows of a
-    tile.
+    tiles of batch rows, blocks of a cluster, groups of a block's teams of warps with columns of their own, the rows of
+    a tile, and the warps of a team.
 
     All blocks of a launch run at a time. It waits until the device has room for them, as a cooperative launch does.
     """
@@ -138,10 +138,10 @@ def _precise(p: RecurrentProblem) -> bool:
 def _shape(c: Config, name: str) -> Shape:
     """A config's shape. Raises ``ValueError`` for what is none."""
     value = c[name]
-    if not isinstance(value, tuple) or len(value) != 5 or not all(isinstance(each, int) for each in value):
-        raise ValueError(f"{name}={value!r}: five whole numbers would do: units, tiles, cluster, columns, rows")
-    units, tiles, cluster, columns, rows = map(int, value)
-    return units, tiles, cluster, columns, rows
+    if not isinstance(value, tuple) or len(value) != 6 or not all(isinstance(each, int) for each in value):
+        raise ValueError(f"{name}={value!r}: six whole numbers would do: units, tiles, cluster, columns, rows, team")
+    units, tiles, cluster, columns, rows, team = map(int, value)
+    return units, tiles, cluster, columns, rows, team
 
 
 def _architecture() -> tuple[int, int]:

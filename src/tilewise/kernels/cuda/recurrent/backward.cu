@@ -13,13 +13,13 @@ extern "C" __global__ void BOUNDS recurrent_backward(
   const int lane = threadIdx.x % 32;
   const Memory m = memory();
   Slice u;
-  u.load(m, [&](int owner, int column, int k) {
+  u.load(m, [&](int owner, int column, int k, int count) {
     const int unit = unit0 + (owner - place().rank) * UNITS + column;
     Words words = {{0, 0, 0, 0}};
     if (unit < HIDDEN) {
       const Real* from = weights + (i64)k * HIDDEN + unit;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
+      for (int w = 0; w < count; ++w) {
         if constexpr (REAL == 0) words.w[w] = bits_of(from[(i64)w * HIDDEN]);
         else words.w[w] = (unsigned)from[(i64)2 * w * HIDDEN] | (unsigned)from[(i64)(2 * w + 1) * HIDDEN] << 16;
       }

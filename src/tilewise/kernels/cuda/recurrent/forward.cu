@@ -3,8 +3,6 @@
 // ``gates`` (steps, batch, GATES x HIDDEN) holds the input's part of each gate, and gets the gates' values where they are
 // kept for the backward pass; ``states`` (steps, batch, HIDDEN), its rows ``row`` numbers apart, begins as EMPTY.
 
-// A unit's gates lie side by side in the sums where they are four, which are then read at once.
-constexpr bool TOGETHER = GATES == 4;
 __device__ __forceinline__ int unit_of(int column) { return TOGETHER ? column / GATES : column % UNITS; }
 __device__ __forceinline__ int gate_of(int column) { return TOGETHER ? column % GATES : column / UNITS; }
 
@@ -16,10 +14,14 @@ extern "C" __global__ void BOUNDS recurrent_forward(
   const int lane = threadIdx.x % 32;
   const Memory m = memory();
   Slice u;
-  u.load(m, [&](int owner, int column, int k) {
+  u.load(m, [&](int owner, int column, int k, int count) {
     const int unit = unit0 + (owner - place().rank) * UNITS + unit_of(column);
     Words words = {{0, 0, 0, 0}};
-    if (unit < HIDDEN) words = *(const Words*)(weights + ((i64)gate_of(column) * HIDDEN + unit) * HIDDEN + k);
+    if (unit < HIDDEN) {
+      const Real* from = weights + ((i64)gate_of(column) * HIDDEN + unit) * HIDDEN + k;
+      if (count == 4) words = *(const Words*)from;
+      else words.w[0] = *(const unsigned*)from;
+    }
     return words;
   });
   Sums sums(m);
