@@ -43,7 +43,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
   }
 
   // The input's part of a tile is asked for a tile ahead, as it may come from memory, and widened where it is needed.
-  const auto ask = [&](i64 s, int tile, Real (&to)[EACH][GATES]) {
+  const auto ask = [&](i64 s, int tile, Bits (&to)[EACH][GATES]) {
     const i64 now = backwards ? steps - 1 - s : s;
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
@@ -54,7 +54,7 @@ extern "C" __global__ void BOUNDS recurrent_forward(
       for (int g = 0; g < GATES; ++g) to[e][g] = there ? gates[((now * batch + n) * GATES + g) * HIDDEN + unit] : Real(0);
     }
   };
-  Real given[EACH][GATES];
+  Bits given[EACH][GATES];
   ask(0, 0, given);
 
   Loads loads;
@@ -74,50 +74,62 @@ extern "C" __global__ void BOUNDS recurrent_forward(
       product(m, turn, loads, source, s > 0, u, sums, [&] {
         if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
       });
+      // All sums are read and all functions computed before one result is stored, which the compiler may not move. What
+      // other blocks wait for is stored first.
+      float sum[EACH][GATES], h[EACH], shifted[EACH];
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const int output = e * THREADS + threadIdx.x;
+        if (OUTPUTS % THREADS && output >= OUTPUTS) continue;
+        if constexpr (TOGETHER) sums.total(turn, output / UNITS, output % UNITS * GATES, sum[e]);
+        else
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) sum[e][g] = sums.total(turn, output / UNITS, g * UNITS + output % UNITS);
+      }
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        float x[GATES];
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) x[g] = widen((Real)given[e][g]);
+        if constexpr (CELL == LSTM) {
+          const float in = sigmoid(x[0] + sum[e][0]), forget = sigmoid(x[1] + sum[e][1]);
+          const float fresh = hyperbolic_tangent(x[2] + sum[e][2]), out = sigmoid(x[3] + sum[e][3]);
+          cell[tile][e] = forget * cell[tile][e] + in * fresh;
+          h[e] = out * hyperbolic_tangent(cell[tile][e]);
+          sum[e][0] = in, sum[e][1] = forget, sum[e][2] = fresh, sum[e][3] = out;
+        } else if constexpr (CELL == GRU) {
+          const float reset = sigmoid(x[0] + sum[e][0]), update = sigmoid(x[1] + sum[e][1]);
+          shifted[e] = sum[e][2] + shift[e];
+          const float fresh = hyperbolic_tangent(x[2] + reset * shifted[e]);
+          h[e] = rounded((1.f - update) * fresh + update * state[tile][e]);
+          state[tile][e] = h[e];
+          sum[e][0] = reset, sum[e][1] = update, sum[e][2] = fresh;
+        } else {
+          const float z = x[0] + sum[e][0];
+          h[e] = CELL == TANH ? hyperbolic_tangent(z) : z > 0.f || z != z ? z : 0.f;
+        }
+      }
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
         const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
         if (OUTPUTS % THREADS && output - lane >= OUTPUTS) continue;  // whole warps
         const i64 n = row0 + tile * ROWS + output / UNITS;
-        const bool there = unit < HIDDEN && n < batch;
-        float sum[GATES], x[GATES], h;
-        if constexpr (TOGETHER) sums.total(turn, output / UNITS, output % UNITS * GATES, sum);
-        else
+        store_together(states + (now * batch + n) * row + unit, h[e], unit < HIDDEN && n < batch);
+      }
 #pragma unroll
-          for (int g = 0; g < GATES; ++g) sum[g] = sums.total(turn, output / UNITS, g * UNITS + output % UNITS);
+      for (int e = 0; e < EACH; ++e) {
+        const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
+        const i64 n = row0 + tile * ROWS + output / UNITS;
+        if (output >= OUTPUTS || unit >= HIDDEN || n >= batch) continue;
+        if ((CELL == LSTM || CELL == GRU) && keep) {
+          Real* to = gates + (now * batch + n) * GATES * HIDDEN + unit;
 #pragma unroll
-        for (int g = 0; g < GATES; ++g) x[g] = widen(given[e][g]);
-        Real* to = states + (now * batch + n) * row + unit;
-        Real* kept = gates + (now * batch + n) * GATES * HIDDEN + unit;
-        if constexpr (CELL == LSTM) {
-          const float in = sigmoid(x[0] + sum[0]), forget = sigmoid(x[1] + sum[1]);
-          const float fresh = hyperbolic_tangent(x[2] + sum[2]), out = sigmoid(x[3] + sum[3]);
-          const float c = forget * cell[tile][e] + in * fresh;
-          cell[tile][e] = c;
-          h = out * hyperbolic_tangent(c);
-          store_together(to, h, there);
-          if (keep && there) {
-            kept[0] = narrow(in), kept[HIDDEN] = narrow(forget), kept[2 * HIDDEN] = narrow(fresh);
-            kept[3 * HIDDEN] = narrow(out);
-            cells[(now * batch + n) * HIDDEN + unit] = c;
-          }
-        } else if constexpr (CELL == GRU) {
-          const float reset = sigmoid(x[0] + sum[0]), update = sigmoid(x[1] + sum[1]);
-          const float own = sum[2] + shift[e], fresh = hyperbolic_tangent(x[2] + reset * own);
-          h = rounded((1.f - update) * fresh + update * state[tile][e]);
-          state[tile][e] = h;
-          store_together(to, h, there);
-          if (keep && there) {
-            kept[0] = narrow(reset), kept[HIDDEN] = narrow(update), kept[2 * HIDDEN] = narrow(fresh);
-            part[(now * batch + n) * HIDDEN + unit] = narrow(own);
-          }
-        } else {
-          const float z = x[0] + sum[0];
-          h = CELL == TANH ? hyperbolic_tangent(z) : z > 0.f || z != z ? z : 0.f;
-          store_together(to, h, there);
+          for (int g = 0; g < GATES; ++g) to[g * HIDDEN] = narrow(sum[e][g]);
+          if constexpr (CELL == LSTM) cells[(now * batch + n) * HIDDEN + unit] = cell[tile][e];
+          else part[(now * batch + n) * HIDDEN + unit] = narrow(shifted[e]);
         }
-        if (s == steps - 1 && there) {
-          last[n * HIDDEN + unit] = narrow(h);
+        if (s == steps - 1) {
+          last[n * HIDDEN + unit] = narrow(h[e]);
           if constexpr (CELL == LSTM) last_cell[n * HIDDEN + unit] = narrow(cell[tile][e]);
         }
       }
