@@ -44,7 +44,7 @@ extern "C" __global__ void BOUNDS recurrent_backward(
 
   // What was kept of a tile is asked for a tile ahead, as it may come from memory, and widened where it is needed.
   constexpr int KEPT_GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
-  struct Kept { Bits gate[KEPT_GATES], given, extra[2]; float cell[2]; };
+  struct Kept { Real gate[KEPT_GATES], given, extra[2]; float cell[2]; };
   const auto ask = [&](i64 s, int tile, Kept (&to)[EACH]) {
     const i64 now = backwards ? s : steps - 1 - s, before = backwards ? now + 1 : now - 1;
     const bool at_first = s + 1 >= steps;
@@ -96,66 +96,47 @@ extern "C" __global__ void BOUNDS recurrent_backward(
           if (tile + 1 < TILES) fetch(loads, source_of(tile + 1));
         });
       }
-      // In the order of the forward: sums, then functions, then what other blocks wait for.
-      float dh[EACH], change[EACH][GATES], own[EACH];
-#pragma unroll
-      for (int e = 0; e < EACH; ++e) {
-        const int output = e * THREADS + threadIdx.x;
-        dh[e] = carry[tile][e];
-        if (s > 0 && (OUTPUTS % THREADS == 0 || output < OUTPUTS)) dh[e] += sums.total(turn, output / UNITS, output % UNITS);
-      }
-      if (s == steps) {
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-          const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
-          const i64 n = row0 + tile * ROWS + output / UNITS;
-          if (output >= OUTPUTS || unit >= HIDDEN || n >= batch) continue;
-          grad_first[n * HIDDEN + unit] = narrow(dh[e]);
-          if constexpr (CELL == LSTM) grad_first_cell[n * HIDDEN + unit] = narrow(grad_cell[tile][e]);
-        }
-        turn ^= 1;
-        continue;
-      }
-#pragma unroll
-      for (int e = 0; e < EACH; ++e) {
-        float kept[KEPT_GATES];
-#pragma unroll
-        for (int g = 0; g < KEPT_GATES; ++g) kept[g] = widen((Real)known[e].gate[g]);
-        dh[e] += widen((Real)known[e].given);
-        carry[tile][e] = 0.f;
-        if constexpr (CELL == LSTM) {
-          const float in = kept[0], forget = kept[1], fresh = kept[2], out = kept[3];
-          const float squashed = hyperbolic_tangent(known[e].cell[0]);
-          const float dc = grad_cell[tile][e] + dh[e] * out * (1.f - squashed * squashed);
-          grad_cell[tile][e] = dc * forget;
-          change[e][0] = dc * fresh * in * (1.f - in);
-          change[e][1] = dc * known[e].cell[1] * forget * (1.f - forget);
-          change[e][2] = dc * in * (1.f - fresh * fresh);
-          change[e][3] = dh[e] * squashed * out * (1.f - out);
-        } else if constexpr (CELL == GRU) {
-          const float reset = kept[0], update = kept[1], fresh = kept[2];
-          carry[tile][e] = dh[e] * update;
-          change[e][2] = dh[e] * (1.f - update) * (1.f - fresh * fresh);
-          change[e][0] = change[e][2] * widen((Real)known[e].extra[0]) * reset * (1.f - reset);
-          change[e][1] = dh[e] * (widen((Real)known[e].extra[1]) - fresh) * update * (1.f - update);
-          own[e] = change[e][2] * reset;
-        } else {
-          change[e][0] = CELL == TANH ? dh[e] * (1.f - kept[0] * kept[0]) : kept[0] > 0.f ? dh[e] : 0.f;
-        }
-      }
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
         const int output = e * THREADS + threadIdx.x, unit = unit0 + output % UNITS;
         if (OUTPUTS % THREADS && output - lane >= OUTPUTS) continue;  // whole warps
         const i64 n = row0 + tile * ROWS + output / UNITS, at = now * batch + n;
         const bool there = unit < HIDDEN && n < batch;
-        Real* to = changes + at * GATES * HIDDEN + unit;
-        constexpr int EXCHANGED = CELL == GRU ? 2 : GATES;
+        float dh = carry[tile][e];
+        if (s > 0) dh += sums.total(turn, output / UNITS, output % UNITS);
+        if (s == steps) {
+          if (there) {
+            grad_first[n * HIDDEN + unit] = narrow(dh);
+            if constexpr (CELL == LSTM) grad_first_cell[n * HIDDEN + unit] = narrow(grad_cell[tile][e]);
+          }
+          continue;
+        }
+        dh += widen(known[e].given);
+        float kept[KEPT_GATES];
 #pragma unroll
-        for (int g = 0; g < EXCHANGED; ++g) store_together(to + g * HIDDEN, change[e][g], there);
-        if constexpr (CELL == GRU) {
-          store_together(own_changes + at * HIDDEN + unit, own[e], there);
-          store_together(to + 2 * HIDDEN, change[e][2], there);
+        for (int g = 0; g < KEPT_GATES; ++g) kept[g] = widen(known[e].gate[g]);
+        carry[tile][e] = 0.f;
+        Real* to = changes + at * GATES * HIDDEN + unit;
+        if constexpr (CELL == LSTM) {
+          const float in = kept[0], forget = kept[1], fresh = kept[2], out = kept[3];
+          const float squashed = hyperbolic_tangent(known[e].cell[0]);
+          const float dc = grad_cell[tile][e] + dh * out * (1.f - squashed * squashed);
+          grad_cell[tile][e] = dc * forget;
+          store_together(to, dc * fresh * in * (1.f - in), there);
+          store_together(to + HIDDEN, dc * known[e].cell[1] * forget * (1.f - forget), there);
+          store_together(to + 2 * HIDDEN, dc * in * (1.f - fresh * fresh), there);
+          store_together(to + 3 * HIDDEN, dh * squashed * out * (1.f - out), there);
+        } else if constexpr (CELL == GRU) {
+          const float reset = kept[0], update = kept[1], fresh = kept[2];
+          const float change = dh * (1.f - update) * (1.f - fresh * fresh);
+          carry[tile][e] = dh * update;
+          store_together(to, change * widen(known[e].extra[0]) * reset * (1.f - reset), there);
+          store_together(to + HIDDEN, dh * (widen(known[e].extra[1]) - fresh) * update * (1.f - update), there);
+          store_together(own_changes + at * HIDDEN + unit, change * reset, there);
+          store_together(to + 2 * HIDDEN, change, there);
+        } else {
+          const float h = kept[0];
+          store_together(to, CELL == TANH ? dh * (1.f - h * h) : h > 0.f ? dh : 0.f, there);
         }
       }
       ask(tile + 1 < TILES ? s : s + 1, (tile + 1) % TILES, known);
