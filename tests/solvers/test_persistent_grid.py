@@ -24,7 +24,7 @@ from tilewise.problems.recurrent.checks import dense_operands
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.problems.recurrent.tensors import GATES
 from tilewise.solvers import get
-from tilewise.solvers.recurrent._grid_recurrence import TILE, GridRecurrence, Shape, program
+from tilewise.solvers.recurrent._grid_recurrence import GridRecurrence, Shape, program
 from tilewise.solvers.recurrent._grid_shapes import Asked, shapes
 from tilewise.solvers.recurrent.persistent_grid import CYCLES_A_LAUNCH, _asked
 
@@ -140,7 +140,9 @@ def test_weights_that_registers_do_not_hold_lie_in_shared_memory(cell: str) -> N
     hidden = 200
     fits = []
     for units in range(32, 201, 8):
-        both = [program(cell, hidden, torch.float32, (units, 1, 1, 4, 16, 1), True, backward) for backward in (False, True)]
+        both = [
+            program(cell, hidden, torch.float32, (units, 1, 1, 4, 16, 1), True, backward) for backward in (False, True)
+        ]
         if not any(p.problems() for p in both) and any(p.words > p.held for p in both):
             fits.append(units)
     flags = {"bias": True, "half": False, "reverse": False, "backwards": False}

@@ -21,7 +21,8 @@ MOST_LAUNCHES = 512
 TILE = 16
 """Batch rows that matrix units take at a time."""
 Shape = tuple[int, int, int, int, int, int]
-"""Units of a block, tiles, blocks of a cluster, groups of teams with columns of their own, rows of a tile, warps of a team."""
+"""Units of a block, tiles, blocks of a cluster, groups of teams with columns of their own, rows of a tile, and warps of
+a team."""
 WHOLE = {2: torch.int16, 4: torch.int32}
 """Whole numbers by their bytes, of which -1 has all bits set."""
 

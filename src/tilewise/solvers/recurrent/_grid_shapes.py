@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.kernels.cuda.recurrent.programs import GATES, RecurrentProgram
+from tilewise.kernels.cuda.recurrent.programs import GATES, MOST_READ, RecurrentProgram
+from tilewise.solvers.common.tiles import PROCESSORS
 from tilewise.solvers.recurrent._grid_recurrence import TILE, Shape, program
 
 __all__ = ["Asked", "shapes", "smallest_excess", "step_cycles"]
@@ -30,24 +31,63 @@ MOST_WORDS = 72
 """Weights of a thread in 16 bytes, beyond which registers run out."""
 IN_CLUSTERS = 0.85
 """Share of the multiprocessors that clusters of four blocks and more find: these lie in one group of them."""
-# Cycles of what makes up a step, fitted to 1,373 measured shapes of both kernels on an H100, which it predicts within
-# 6 % in the median. Of 48 kernels the fastest shape is always among the first four.
-ONCE = 484
-WITH_CLUSTER = 722
-"""What blocks of a cluster wait for each other."""
-NEXT_TILE = 234
-PRODUCT = 13.2
-"""For a warp's products with a thread's sixteen bytes of weights."""
-SUMS, SENT, LEFT = 2.82 / 128, 12 / 128, 1.37 / 128
-"""For a byte of sums that is read in shared memory, that is sent to another block, and of weights in shared memory."""
-LOAD, LOADS = 26, 455
-"""For sixteen bytes that a thread reads from the second cache and multiplies, and for the root of their number."""
-SHARED_LOAD, SHARED = 248, 791
-"""The same where several warps need the same terms, and what their way through shared memory takes."""
-CACHE = 0.97 / 3100
-"""For a byte that all blocks read from the second cache."""
-GATE = {False: 119, True: 198}
-"""For a gate of a thread's unit, in a forward and in a backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Cycles of what makes up a step, fitted to shapes that were measured on an H100. They rank shapes."""
+
+    once: float
+    cluster: float
+    """What blocks of a cluster wait for each other."""
+    gates: tuple[float, float]
+    """For a gate of a thread's unit, in a forward and in a backward."""
+    product: float
+    """For a warp's products with a thread's sixteen bytes of weights, or a warpgroup's with 64 x 16 of them."""
+    left: float
+    """For sixteen bytes of a thread's weights that registers do not hold."""
+    sent: float
+    """For 128 bytes of sums that are sent to another block."""
+    shared_load: float
+    """For sixteen bytes that a thread reads from the second cache, where several warps need the same terms."""
+    load: float = 0.0
+    """The same where a thread multiplies them itself."""
+    root_of_loads: float = 0.0
+    shared: float = 0.0
+    """For the way of terms through shared memory."""
+    terms: float = 0.0
+    """For 128 bytes of terms that warps read there."""
+    next_tile: float = 0.0
+    crowd: float = 0.0
+    """For as many blocks as an H100 has multiprocessors, each with 16 rows."""
+    product_row: float = 0.0
+    """For each batch row of a warpgroup's product with weights in registers."""
+    left_row: float = 0.0
+    """The same with others: how much more or less."""
+    sums: float = 0.0
+    """For 128 bytes of sums that are read in shared memory."""
+    second_round: float = 0.0
+    """For terms that a thread can not ask for at once."""
+    cache: float = 0.0
+    """For a byte that all blocks read from the second cache."""
+    narrow: float = 0.0
+    """For a gate whose neighbours in 32 bytes another block stores."""
+
+
+# Of 459 shapes of 15 layers in bf16, within 8 % and 6 % in the median; the fastest of each kernel is among the first
+# four or within 8 % of one of them. In fp32 of 1,373 shapes with tiles of 16 rows, before there were others.
+BY_WARPS = Costs(
+    753, 353, (135, 266), product=41.7, left=11.4, sent=11, shared_load=270, load=147, root_of_loads=27, terms=0.27,
+    next_tile=22, crowd=843, sums=0.18, narrow=26,
+)  # fmt: skip
+BY_WARPGROUPS = Costs(
+    584, 349, (153, 258), product=28.4, left=8.6, sent=11.4, shared_load=225, crowd=1111, product_row=1.285,
+    left_row=-0.836, second_round=764, narrow=45,
+)  # fmt: skip
+IN_FP32 = Costs(
+    484, 722, (119, 198), product=13.2, left=43.8, sent=12, shared_load=248, load=26, root_of_loads=455, shared=791,
+    next_tile=234, sums=2.82, cache=0.97 / 3100,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +107,35 @@ class Asked:
     clusters: bool
 
 
-def step_cycles(p: RecurrentProgram, groups: int) -> float:
-    """Cycles of a step. They rank shapes; no promise is made of them."""
+def step_cycles(p: RecurrentProgram, groups: int, batch: int) -> float:
+    """Cycles of a step of ``batch`` rows with ``groups`` of blocks. They rank shapes; no promise is made of them."""
+    costs = BY_WARPGROUPS if p.team > 1 else IN_FP32 if p.dtype is torch.float32 else BY_WARPS
     passes = (6 if p.precise else 2) if p.dtype is torch.float32 else 1
-    high = p.rows // TILE
-    products = p.words * p.rows if p.team > 1 else p.words * passes * PRODUCT * high
-    of_a_block = p.parts * p.rows * 4
-    sums = p.cluster * of_a_block * p.sums * SUMS + (p.cluster - 1) * of_a_block * 8 * p.column_tiles * SENT
-    left = 0 if p.team > 1 else (p.words - p.held) * p.threads * 16 * LEFT
-    if p.columns == 1 and p.team == 1:
-        words = 2 * -(-p.chunks // p.parts) * high
-        reads = words * LOAD + math.sqrt(words) * LOADS
+    high, left, blocks = p.rows // TILE, p.words - p.held, p.slices * groups
+    if p.team > 1:
+        products = p.words * (costs.product + p.rows * costs.product_row)
+        products += left * (costs.left + p.rows * costs.left_row)
     else:
-        reads = -(-64 * p.chunks * high // p.threads) * SHARED_LOAD + SHARED
-    reads += p.slices * groups * p.chunks * 64 * p.rows * CACHE
-    gates = -(-p.rows * p.units // p.threads) * GATES[p.cell] * GATE[p.backward]
-    once = ONCE + (WITH_CLUSTER if p.cluster > 1 else 0) + NEXT_TILE * (p.tiles - 1)
-    return once + p.tiles * (products + sums + left + reads + gates)
+        products = p.words * passes * high * costs.product + left * costs.left
+    of_a_block = p.parts * p.rows * 4 / 128
+    sums = p.cluster * of_a_block * p.sums * costs.sums + (p.cluster - 1) * of_a_block * 8 * p.column_tiles * costs.sent
+    narrow = (1 if not p.backward else 4 if p.cell == "gru" else GATES[p.cell]) * (p.units * p.dtype.itemsize < 32)
+    gates = -(-p.rows * p.units // p.threads) * GATES[p.cell] * costs.gates[p.backward] + narrow * costs.narrow
+    once = costs.once + (costs.cluster if p.cluster > 1 else 0) + costs.next_tile * (p.tiles - 1)
+    crowd = costs.crowd * blocks / PROCESSORS * min(batch, TILE) / TILE
+    return once + p.tiles * (crowd + products + sums + _reads(p, costs, blocks) + gates)
+
+
+def _reads(p: RecurrentProgram, costs: Costs, blocks: int) -> float:
+    """Cycles of the reads of a tile's terms."""
+    share = p.chunks * 64 * p.rows  # bytes of a block
+    all_blocks = blocks * share * costs.cache
+    if p.columns == 1 and p.team == 1:
+        words = 2 * -(-p.chunks // p.parts) * p.rows // TILE
+        return words * costs.load + math.sqrt(words) * costs.root_of_loads + all_blocks
+    words = -(-share // (16 * p.threads))
+    again = costs.second_round * (p.team > 1 and words > MOST_READ)
+    return words * costs.shared_load + costs.shared + p.columns * share / 128 * costs.terms + again + all_blocks
 
 
 @functools.lru_cache(maxsize=1024)
@@ -93,7 +145,7 @@ def shapes(asked: Asked) -> tuple[tuple[float, Shape], ...]:
     for shape, p, groups in _offered(asked):
         room = asked.processors if p.cluster <= 2 else int(asked.processors * IN_CLUSTERS)
         if p.slices * groups <= room and p.words <= MOST_WORDS and not p.problems():
-            found.append((step_cycles(p, groups), shape))
+            found.append((step_cycles(p, groups, asked.batch), shape))
     return tuple(sorted(found))
 
 
@@ -110,7 +162,7 @@ def smallest_excess(asked: Asked) -> int:
 
 def _offered(asked: Asked) -> Iterator[tuple[Shape, RecurrentProgram, int]]:
     """Every shape with its program and its groups of batch rows."""
-    for rows in ROWS:
+    for rows in ROWS if asked.dtype is not torch.float32 else ROWS[:1]:
         of_all = -(-asked.batch // rows)
         if rows > TILE and asked.batch <= rows // 2:
             continue

@@ -32,11 +32,11 @@ MOST_READ = 8
 class RecurrentProgram:
     """A kernel for one ``cell`` with ``hidden`` units, a multiple of the ``wide`` numbers in sixteen bytes.
 
-    A block owns ``units`` of them, a multiple of 8, for ``tiles`` tiles of ``rows`` batch rows, a multiple of 16. The ``cluster`` blocks of a
-    cluster divide the terms of their sums. Of a block's 8 warps, groups of ``columns`` compute different sums; the
-    others add different terms. ``team``: warps that multiply together, 1, or for numbers of 16 bits the 4 of a
-    warpgroup, whose groups are then meant (compute capability 9.0). ``backward``: the gradients. ``precise``: products of fp32 numbers as exact as in fp32,
-    by three of their TF32 parts.
+    A block owns ``units`` of them, a multiple of 8, for ``tiles`` tiles of ``rows`` batch rows, a multiple of 16. The
+    ``cluster`` blocks of a cluster divide the terms of their sums. Of a block's 8 warps, groups of ``columns`` compute
+    different sums; the others add different terms. ``team``: warps that multiply together, 1, or for numbers of 16 bits
+    the 4 of a warpgroup (compute capability 9.0); ``columns`` then counts warpgroups. ``backward``: the gradients.
+    ``precise``: products of fp32 numbers as exact as in fp32, by three of their TF32 parts.
     """
 
     cell: str
@@ -134,7 +134,7 @@ class RecurrentProgram:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: two tiles' sums, a tile's terms, and the weights that registers do not hold."""
+        """Bytes of shared memory of a block: two tiles' sums, a tile's terms, weights that registers do not hold."""
         barriers = 16 if self.cluster > 1 else 0
         return barriers + 8 * self.tile_sums + 16 * self.terms + (self.words - self.held) * self.threads * 16
 

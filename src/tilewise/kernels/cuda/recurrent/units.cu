@@ -7,10 +7,6 @@ using i64 = long long;
 template <int KIND> struct Reals { using type = unsigned short; };
 template <> struct Reals<0> { using type = float; };
 using Real = typename Reals<REAL>::type;
-// A number as it was read: of four bytes, for two of two bytes in one register would have to wait for both.
-template <int KIND> struct Read { using type = unsigned; };
-template <> struct Read<0> { using type = float; };
-using Bits = typename Read<REAL>::type;
 
 constexpr int WIDE = REAL == 0 ? 4 : 8;  // numbers in sixteen bytes
 constexpr int CHUNK = 4 * WIDE;          // terms of a sum that a warp multiplies at a time, in two steps of its units
