@@ -34,6 +34,8 @@ def layers(draw: st.DrawFn, **fixed: Any) -> RecurrentProblem:
     if "packed" not in fixed and draw(st.booleans(), "ends at different steps"):
         time, batch = fields["time"], fields["batch"]
         fields["packed"] = draw(st.integers(time + batch - 1, time * batch), "packed")
+    if "projection" not in fixed and fields["cell"] == "lstm" and fields["hidden"] > 1:
+        fields["projection"] = draw(st.just(0) | st.integers(1, fields["hidden"] - 1), "projection")
     return RecurrentProblem(**fields)
 
 
@@ -49,7 +51,8 @@ def called(module: torch.nn.RNNBase, x: torch.Tensor, state: Any, packing: Packi
 def module_of(p: RecurrentProblem, weights: tuple[torch.Tensor, ...], dropout: float = 0.0) -> torch.nn.RNNBase:
     """torch's module with these weights: an implementation of its own, with autograd."""
     classes: dict[str, Any] = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}
-    options = {"nonlinearity": p.cell[4:]} if p.cell.startswith("rnn") else {}
+    options: dict[str, Any] = {"nonlinearity": p.cell[4:]} if p.cell.startswith("rnn") else {}
+    options |= {"proj_size": p.projection} if p.projection else {}
     module = classes.get(p.cell, torch.nn.RNN)(
         p.inputs, p.hidden, p.layers, bias=p.biases, bidirectional=p.directions == 2, dropout=dropout,
         dtype=weights[0].dtype, device="cpu", **options,

@@ -24,7 +24,7 @@ from tilewise.problems.recurrent.problem import RecurrentProblem
 
 ALTERED: dict[str, Any] = {
     "cell": "gru", "time": 9, "batch": 9, "inputs": 9, "hidden": 9, "layers": 2, "directions": 2, "biases": False,
-    "packed": 9, "task": "training", "dtype": "bf16", "precision": "tf32", "device": "cuda:Some GPU",
+    "packed": 9, "projection": 2, "task": "training", "dtype": "bf16", "precision": "tf32", "device": "cuda:Some GPU",
 }  # fmt: skip
 PLAIN = RecurrentProblem("lstm", 4, 3, 5, 6)
 
@@ -52,6 +52,9 @@ def test_equal_keys_mean_equal_problems(first: RecurrentProblem, second: Recurre
         "rnn lstm inference bf16 tf32 t4n3i5h6l1d1 biases cpu",
         "rnn lstm inference fp32 ieee t4n3i5h6l1d1 biases packed5 cpu",
         "rnn lstm inference fp32 ieee t4n3i5h6l1d1 biases packed0 cpu",
+        "rnn lstm inference fp32 ieee t4n3i5h6l1d1 biases projection0 cpu",
+        "rnn lstm inference fp32 ieee t4n3i5h6l1d1 biases projection6 cpu",
+        "rnn gru inference fp32 ieee t4n3i5h6l1d1 biases projection3 cpu",
         "rnn lstm forward fp32 ieee t4n3i5h6l1d1 biases cpu",
         "rnn rnn inference fp32 ieee t4n3i5h6l1d1 biases cpu",
         "rnn lstm inference fp32 ieee t4n3i5h6l99999d1 biases cpu",
@@ -71,6 +74,9 @@ def test_what_is_no_key_is_refused(key: str) -> None:
     [
         ({"time": 0}, "time=0: must be at least 1"),
         ({"hidden": -1}, "hidden=-1: must be at least 1"),
+        ({"projection": 6}, "projection=6: 0, or 1 to 5 of 6 would do"),
+        ({"projection": -1}, "projection=-1: 0, or 1 to 5 of 6 would do"),
+        ({"projection": 3, "cell": "gru"}, "projection=3: of an LSTM alone; 0 would do for cell='gru'"),
         ({"packed": 13}, "packed=13: 6 to 12 rows would do, or 0 for no packed batch"),
         ({"layers": 0}, "layers=0: must be at least 1"),
         ({"directions": 3}, "directions=3: 1, or 2 for both, would do"),
@@ -106,6 +112,7 @@ def test_text_is_read_back(p: RecurrentProblem) -> None:
 def test_defaults_are_left_out_of_text() -> None:
     assert format_recurrent(PLAIN) == "lstm:t4n3i5h6"
     assert format_recurrent(replace(PLAIN, layers=2, directions=2, biases=False)) == "lstm:t4n3i5h6l2d2b0"
+    assert format_recurrent(replace(PLAIN, packed=7, projection=2)) == "lstm:t4n3i5h6p7r2"
     assert parse_recurrent(" gru:h6i5n3t4b1l1 ") == RecurrentProblem("gru", 4, 3, 5, 6)
     assert not looks_like_recurrent("alexnet")
     assert not looks_like_recurrent("16x512:512x1024")
@@ -115,12 +122,14 @@ def test_defaults_are_left_out_of_text() -> None:
     ("text", "says"),
     [
         ("lstm:t4n3i5", "has no h"),
-        ("lstm:t4n3i5h6q1", "has 'q'; one of t, n, i, h, l, d, b, p would do"),
+        ("lstm:t4n3i5h6q1", "has 'q'; one of t, n, i, h, l, d, b, p, r would do"),
         ("lstm:t4t4n3i5h6", "has 't' twice"),
         ("lstm:t4n3i5h6b2", "b2; b0 for no biases would do"),
         ("lstm:t4n3i5h6l10000", "at most 9999 layers"),
         ("lstm:t4n3i5h0", "hidden=0"),
         ("lstm:t4n3i5h6p5", "packed=5: 6 to 12 rows would do"),
+        ("lstm:t4n3i5h6r6", "projection=6: 0, or 1 to 5 of 6 would do"),
+        ("rnn_tanh:t4n3i5h6r2", "projection=2: of an LSTM alone"),
         ("lstm:t99999999999999n99999999999999i5h6", "beyond any memory"),
         ("rnn:t4n3i5h6", "not one of rnn_tanh, rnn_relu, gru, lstm"),
         ("lstm:", "not one of"),

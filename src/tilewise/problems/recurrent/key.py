@@ -12,7 +12,7 @@ __all__ = ["fields_of", "key_of"]
 _N = r"(\d{1,18})"
 KEY = re.compile(
     rf"rnn ({'|'.join(CELLS)}) ({'|'.join(TASKS)}) (\w{{4}}) (ieee|tf32) "
-    rf"t{_N}n{_N}i{_N}h{_N}l(\d{{1,4}})d([12])( biases)?(?: packed{_N})? (cpu|cuda:[^\n]+)"
+    rf"t{_N}n{_N}i{_N}h{_N}l(\d{{1,4}})d([12])( biases)?(?: packed{_N})?(?: projection{_N})? (cpu|cuda:[^\n]+)"
 )
 
 
@@ -21,7 +21,8 @@ def key_of(p: Recurrent) -> str:
     sizes = f"t{p.time}n{p.batch}i{p.inputs}h{p.hidden}l{p.layers}d{p.directions}"
     biases = ["biases"] if p.biases else []
     packed = [f"packed{p.packed}"] if p.packed else []
-    return " ".join(["rnn", p.cell, p.task, p.dtype, p.precision, sizes, *biases, *packed, p.device])
+    projection = [f"projection{p.projection}"] if p.projection else []
+    return " ".join(["rnn", p.cell, p.task, p.dtype, p.precision, sizes, *biases, *packed, *projection, p.device])
 
 
 def fields_of(text: str) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def fields_of(text: str) -> dict[str, Any]:
     match = KEY.fullmatch(text)
     if match is None:
         raise ValueError(f"problem {text[:200]!r}: not a problem's key")
-    cell, task, dtype, precision, *numbers, biases, packed, device = match.groups()
+    cell, task, dtype, precision, *numbers, biases, packed, projection, device = match.groups()
     names = ("time", "batch", "inputs", "hidden", "layers", "directions")
     sizes = dict(zip(names, map(int, numbers), strict=True))
     return {
@@ -43,5 +44,6 @@ def fields_of(text: str) -> dict[str, Any]:
         **sizes,
         "biases": bool(biases),
         "packed": int(packed or 0),
+        "projection": int(projection or 0),
         "device": device,
     }

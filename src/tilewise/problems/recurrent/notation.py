@@ -3,7 +3,7 @@
 Before the colon stands the cell: ``rnn_tanh``, ``rnn_relu``, ``gru`` or ``lstm``. Behind it each size follows its
 letter, as in oneDNN's benchdnn: ``t`` steps, ``n`` batch, ``i`` inputs, ``h`` hidden units, and where they differ from
 one layer in one direction with biases ``l`` layers, ``d`` directions and ``b0``. ``p`` is the sum of all lengths of a
-packed batch, of which ``t`` is the longest. Types and device are not part of it.
+packed batch, of which ``t`` is the longest, ``r`` the numbers of an LSTM's projection. Types and device are not part of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORM = re.compile(rf"({'|'.join(CELLS)}):((?:[a-z]\d{{1,18}})+)")
 BEGINS = re.compile(r"(rnn\w*|gru\w*|lstm\w*):")
 FIELDS = {
     "t": "time", "n": "batch", "i": "inputs", "h": "hidden", "l": "layers", "d": "directions", "b": "biases",
-    "p": "packed",
+    "p": "packed", "r": "projection",
 }  # fmt: skip
 NEEDED = "tnih"
 MOST_LAYERS = 9999
@@ -78,4 +78,5 @@ def format_recurrent(problem: RecurrentProblem) -> str:
     text += f"l{problem.layers}" if problem.layers > 1 else ""
     text += f"d{problem.directions}" if problem.directions > 1 else ""
     text += "" if problem.biases else "b0"
-    return text + (f"p{problem.packed}" if problem.packed else "")
+    text += f"p{problem.packed}" if problem.packed else ""
+    return text + (f"r{problem.projection}" if problem.projection else "")

@@ -27,5 +27,5 @@ def in_one_piece(p: Recurrent, weights: Sequence[torch.Tensor]) -> Sequence[torc
         own = [weight.detach() for weight in weights]  # these are moved
         each = len(own) // (p.layers * p.directions)
         mode, both = CUDNN_MODES[p.cell], p.directions == 2
-        torch._cudnn_rnn_flatten_weight(own, each, p.inputs, mode, p.hidden, 0, p.layers, False, both)
+        torch._cudnn_rnn_flatten_weight(own, each, p.inputs, mode, p.hidden, p.projection, p.layers, False, both)
     return own

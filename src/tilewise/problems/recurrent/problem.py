@@ -19,7 +19,16 @@ from tilewise.problems.base import ALIGNMENT, DTYPES, PRECISIONS, Part, Problem,
 from tilewise.problems.recurrent.key import fields_of, key_of
 from tilewise.problems.recurrent.one_piece import in_one_piece
 from tilewise.problems.recurrent.reference import reference
-from tilewise.problems.recurrent.tensors import CELLS, GATES, TASKS, operands_of, results_of, shapes_of, weights_of
+from tilewise.problems.recurrent.tensors import (
+    CELLS,
+    GATES,
+    TASKS,
+    operands_of,
+    results_of,
+    shapes_of,
+    weights_of,
+    width_of,
+)
 
 __all__ = ["RecurrentProblem"]
 
@@ -32,13 +41,17 @@ class RecurrentProblem(Problem):
     with ``inputs`` numbers each, the state ``hidden`` numbers. ``layers`` lie on one another, each reading the output
     of the one below. With 2 ``directions`` each layer also runs backwards in time, and its output has both states side
     by side. Without ``biases`` there are only the matrices. ``packed`` is 0 where every sequence has all steps. Else it
-    is the sum of all lengths, ``time`` is the longest one, and only steps that exist are computed. The ``task``
-    ``inference`` is the forward; ``training`` is forward and backward together, with the gradient of every operand.
+    is the sum of all lengths, ``time`` is the longest one, and only steps that exist are computed. With a
+    ``projection`` an LSTM's state h is a product of ``w_hr`` (projection, hidden) with what a plain LSTM has as h, and
+    has fewer numbers (Sak et al. 2014, "Long short-term memory recurrent neural network architectures for large scale
+    acoustic modeling", equation 7); 0 is for none. c has ``hidden`` numbers still. The ``task`` ``inference`` is the
+    forward; ``training`` is forward and backward together, with the gradient of every operand.
 
-    Tensors are dense with the time first: ``x`` (time, batch, inputs), ``y`` (time, batch, directions * hidden), states
-    (layers * directions, batch, hidden), then the weights as torch orders and shapes them. Of a packed batch ``x`` is
-    (packed, inputs) and ``y`` (packed, directions * hidden), with rows as :class:`~.packing.Packing` says: a plan is
-    made for typical lengths and runs with any. There is no dropout and no projection. ``dtype`` is that of all tensors.
+    Tensors are dense with the time first: ``x`` (time, batch, inputs), ``y`` (time, batch, directions * width), states
+    (layers * directions, batch, width), then the weights as torch orders and shapes them. ``width`` is ``hidden``, or
+    but for c the projection. Of a packed batch ``x`` is (packed, inputs) and ``y`` (packed, directions * width), with
+    rows as :class:`~.packing.Packing` says: a plan is made for typical lengths and runs with any. There is no dropout.
+    ``dtype`` is that of all tensors.
     ``precision`` is torch's for fp32 operands of recurrent layers, ``ieee`` or ``tf32``. ``device`` is ``"cpu"`` or
     ``"cuda:<name>"``.
 
@@ -59,6 +72,7 @@ class RecurrentProblem(Problem):
     directions: int = 1
     biases: bool = True
     packed: int = 0
+    projection: int = 0
     task: str = "inference"
     dtype: str = "fp32"
     precision: str = "ieee"
@@ -77,6 +91,10 @@ class RecurrentProblem(Problem):
         least, most = self.time + self.batch - 1, self.time * self.batch
         if self.packed and not least <= self.packed <= most:
             raise ValueError(f"packed={self.packed}: {least} to {most} rows would do, or 0 for no packed batch")
+        if self.projection and self.cell != "lstm":
+            raise ValueError(f"projection={self.projection}: of an LSTM alone; 0 would do for cell={self.cell!r}")
+        if not 0 <= self.projection < self.hidden:
+            raise ValueError(f"projection={self.projection}: 0, or 1 to {self.hidden - 1} of {self.hidden} would do")
         if self.dtype != "fp32" and self.precision != "ieee":
             # Only fp32 operands can be rounded to TF32, so both names would be one problem.
             object.__setattr__(self, "precision", "ieee")
@@ -85,6 +103,11 @@ class RecurrentProblem(Problem):
     def gates(self) -> int:
         """Gates of the cell: 1, 3 of a GRU, 4 of an LSTM."""
         return GATES[self.cell]
+
+    @property
+    def width(self) -> int:
+        """Numbers of the state h of one direction: ``projection``, or ``hidden`` where there is none."""
+        return width_of(self)
 
     @property
     def rows(self) -> int:
@@ -121,7 +144,8 @@ class RecurrentProblem(Problem):
     def alignment_of(self, role: str) -> int:
         """Bytes by which addresses are aligned; weights may lie behind one another in one piece of memory."""
         packed = role in self.weights
-        return math.gcd(ALIGNMENT, self.hidden * self.torch_dtype(role).itemsize) if packed else ALIGNMENT
+        numbers = math.gcd(self.hidden, self.width * self.hidden) if self.projection else self.hidden
+        return math.gcd(ALIGNMENT, numbers * self.torch_dtype(role).itemsize) if packed else ALIGNMENT
 
     def arranged(self, operands: Tensors) -> Tensors:
         """Operands with the weights in one piece, as torch's modules keep them on a GPU."""
@@ -136,9 +160,10 @@ class RecurrentProblem(Problem):
     @property
     def flops(self) -> int:
         """Floating-point operations of the matrix products, two for a multiply-add. Training has three for each."""
-        both = self.directions * self.hidden
-        columns = self.inputs + (self.layers - 1) * both + self.layers * self.hidden
+        both = self.directions * self.width
+        columns = self.inputs + (self.layers - 1) * both + self.layers * self.width
         forward = 2 * self.rows * self.directions * self.gates * self.hidden * columns
+        forward += 2 * self.rows * self.directions * self.layers * self.projection * self.hidden
         return forward if self.task == "inference" else 3 * forward
 
     @property

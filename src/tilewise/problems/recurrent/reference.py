@@ -30,7 +30,7 @@ def reference(p: Recurrent, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     named = dict(zip(operands_of(p), operands, strict=True))
     by_row, weights, shapes = ("x", "y", "dx", "dy"), weights_of(p), shapes_of(p)
     packing = packing_of(p)
-    kept = 8 * p.time * p.layers * p.directions * p.hidden * (2 * GATES[p.cell] + 3)
+    kept = 8 * p.time * p.layers * p.directions * p.hidden * (2 * GATES[p.cell] + 3 + (p.projection > 0))
     size = max(1, REFERENCE_BYTES // kept) if p.task == "training" else p.batch
     found: dict[str, Tensor] = {}
     for start in range(0, p.batch, size):
@@ -61,7 +61,9 @@ class _Direction:
     """One direction of one layer: its tensors in float64, and what its steps leave for the backward.
 
     ``gates`` (rows, gates * hidden) are the gates' values. ``states`` and ``cells`` (rows, hidden) are h and c after
-    each step, ``part`` is what a GRU's n gate gets from h. The last two are empty for other cells.
+    each step, ``part`` is what a GRU's n gate gets from h. The last two are empty for other cells. ``w_hr`` (width,
+    hidden) projects what the gates leave, and ``of_states`` are the gradients of h; both are empty where there is no
+    projection.
     """
 
     cell: str
@@ -78,6 +80,8 @@ class _Direction:
     states: Tensor
     cells: Tensor
     part: Tensor
+    w_hr: Tensor
+    of_states: Tensor
 
     @classmethod
     def of(cls, p: Recurrent, packing: Packing, named: dict[str, Tensor], index: int, x: Tensor) -> _Direction:
@@ -87,12 +91,14 @@ class _Direction:
         w, u = named[f"w_ih{end}"], named[f"w_hh{end}"]
         b_x, b_h = (named[f"b_{name}{end}"] if p.biases else w.new_zeros(len(w)) for name in ("ih", "hh"))
         h0 = named["h0"][index]
-        states = x.new_empty(len(x), p.hidden)
-        cells = torch.empty_like(states) if p.cell == "lstm" else x.new_empty(0)
+        states = x.new_empty(len(x), u.shape[1])
+        cells = x.new_empty(len(x), p.hidden) if p.cell == "lstm" else x.new_empty(0)
         part = torch.empty_like(states) if p.cell == "gru" else x.new_empty(0)
         c0 = named["c0"][index] if p.cell == "lstm" else h0
         gates = x.new_empty(len(x), len(w))
-        return cls(p.cell, end, packing, w, u, b_x, b_h, x, h0, c0, gates, states, cells, part)
+        w_hr = named[f"w_hr{end}"] if p.projection else x.new_empty(0)
+        of_states = torch.empty_like(states) if p.projection else x.new_empty(0)
+        return cls(p.cell, end, packing, w, u, b_x, b_h, x, h0, c0, gates, states, cells, part, w_hr, of_states)
 
     @property
     def reverse(self) -> bool:
@@ -119,6 +125,7 @@ class _Direction:
                 i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
                 c = f * last_c[:count] + i * g
                 h = o * torch.tanh(c)
+                h = h @ self.w_hr.T if len(self.w_hr) else h
                 self.cells[rows] = last_c[:count] = c
                 torch.cat((i, f, g, o), 1, out=self.gates[rows])
             elif self.cell == "gru":
@@ -149,6 +156,9 @@ class _Direction:
                 assert dc is not None
                 i, f, g, o = self.gates[rows].chunk(4, 1)
                 turned = torch.tanh(self.cells[rows])
+                if len(self.w_hr):
+                    self.of_states[rows] = d
+                    d = d @ self.w_hr
                 of_c = dc[:count] + d * o * (1 - turned * turned)
                 slopes = (of_c * g * i * (1 - i), of_c * before[rows] * f * (1 - f), of_c * i * (1 - g * g))
                 torch.cat((*slopes, d * turned * o * (1 - o)), 1, out=of_x[rows])
@@ -173,7 +183,10 @@ class _Direction:
         products = of_x.T @ self.x, of_h.T @ before
         sums = of_x.sum(0), of_h.sum(0)
         names = ("w_ih", "w_hh", "b_ih", "b_hh")
-        return {f"{name}{self.end}": t for name, t in zip(names, (*products, *sums), strict=True)}
+        found = {f"{name}{self.end}": t for name, t in zip(names, (*products, *sums), strict=True)}
+        if len(self.w_hr):
+            found[f"w_hr{self.end}"] = self.of_states.T @ (self.gates.chunk(4, 1)[3] * torch.tanh(self.cells))
+        return found
 
 
 def _pausing(steps: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
