@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tilewise.nn.layers.kinds import run_by_plans
@@ -17,9 +18,16 @@ from tilewise.planner import Options
 from tilewise.problems.base import Problem
 from tilewise.solvers import get
 
-__all__ = ["CLASSES", "Forced", "close", "flat", "forced", "with_gradients"]
+__all__ = ["CLASSES", "Forced", "close", "drawn_projection", "flat", "forced", "with_gradients"]
 
 CLASSES: tuple[Any, ...] = (nn.LSTM, nn.GRU, nn.RNN)
+
+
+def drawn_projection(draw: Any, kind: Any, hidden: int) -> dict[str, int]:
+    """The option of a projection for a module of this class, or none."""
+    sizes = st.integers(0, hidden - 1) if kind is nn.LSTM else st.just(0)
+    size = draw(sizes, "projection")
+    return {"proj_size": size} if size else {}
 
 
 class Forced(PlanTable):

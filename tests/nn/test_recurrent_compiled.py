@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.nn.recurrent_plans import CLASSES, close, flat, forced, with_gradients
+from tests.nn.recurrent_plans import CLASSES, close, drawn_projection, flat, forced, with_gradients
 from tests.sampling import EVERY, some
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -81,10 +81,13 @@ def in_turn(model: nn.Module, x: Tensor, hx: Any = None) -> list[Any]:
     return with_gradients(model, x, hx)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("projection", [0, 2])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=COMPILER)])
-def test_a_training_step_is_one_graph(backend: str) -> None:
-    kind = nn.GRU if backend == "inductor" else nn.LSTM
-    got, want = nets(kind(3, 5, 2, batch_first=True, bidirectional=True), "resident_rnn" if NUMBA else "stepped")
+def test_a_training_step_is_one_graph(backend: str, projection: int) -> None:
+    kind = nn.GRU if backend == "inductor" and not projection else nn.LSTM
+    options: dict[str, Any] = {"proj_size": projection} if projection else {}
+    module = kind(3, 5, 2, batch_first=True, bidirectional=True, **options)
+    got, want = nets(module, "resident_rnn" if NUMBA else "stepped")
     x = torch.randn(4, 6, 3, requires_grad=True)
     got(x)
     graphs = Graphs(backend)
@@ -106,9 +109,9 @@ def test_every_option_compiles(data: st.DataObject) -> None:
     draw = data.draw
     kind = draw(st.sampled_from(CLASSES))
     options: dict[str, Any] = {name: draw(st.booleans(), name) for name in ("bias", "batch_first", "bidirectional")}
-    module = kind(
-        3, draw(st.integers(1, 5)), draw(st.integers(1, 3)), dropout=draw(st.sampled_from((0.0, 0.5))), **options
-    )
+    hidden = draw(st.integers(1, 5))
+    options |= drawn_projection(draw, kind, hidden)
+    module = kind(3, hidden, draw(st.integers(1, 3)), dropout=draw(st.sampled_from((0.0, 0.5))), **options)
     got, want = nets(module)
     time, batch, batched = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.booleans(), "batched")
     shape = ((batch, time) if module.batch_first else (time, batch)) if batched else (time,)
@@ -116,7 +119,8 @@ def test_every_option_compiles(data: st.DataObject) -> None:
     hx: Any = None
     if draw(st.booleans(), "states"):
         rows = module.num_layers * (2 if module.bidirectional else 1)
-        states = [torch.randn(rows, *([batch] if batched else []), module.hidden_size) for _ in range(2)]
+        widths = module.proj_size or module.hidden_size, module.hidden_size
+        states = [torch.randn(rows, *([batch] if batched else []), width) for width in widths]
         hx = tuple(states) if kind is nn.LSTM else states[0]
     planned = draw(st.booleans(), "planned")
     if planned:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.nn.recurrent_plans import CLASSES, close, flat, forced, with_gradients
+from tests.nn.recurrent_plans import CLASSES, close, drawn_projection, flat, forced, with_gradients
 from torch import Tensor, nn
 
 from tilewise.nn.layers.recurrent.call import describe, given_of
@@ -32,7 +32,9 @@ def drawn_module(draw: Any, **fixed: Any) -> nn.RNNBase:
     }
     if kind is nn.RNN:
         options["nonlinearity"] = draw(st.sampled_from(("tanh", "relu")), "nonlinearity")
-    module: nn.RNNBase = kind(draw(st.integers(1, 6), "inputs"), draw(st.integers(1, 9), "hidden"), **options)
+    hidden = draw(st.integers(1, 9), "hidden")
+    options |= drawn_projection(draw, kind, hidden)
+    module: nn.RNNBase = kind(draw(st.integers(1, 6), "inputs"), hidden, **options)
     return module
 
 
@@ -47,8 +49,9 @@ def drawn_input(draw: Any, module: nn.RNNBase) -> tuple[Tensor, Any]:
     x.requires_grad_(needs)
     if not draw(st.booleans(), "states"):
         return x, None
-    state = (module.num_layers * (2 if module.bidirectional else 1), *((batch,) if batched else ()), module.hidden_size)
-    states = tuple(torch.randn(state).requires_grad_(needs) for _ in range(2))
+    state = (module.num_layers * (2 if module.bidirectional else 1), *((batch,) if batched else ()))
+    widths = module.proj_size or module.hidden_size, module.hidden_size
+    states = tuple(torch.randn(*state, width).requires_grad_(needs) for width in widths)
     return x, states if isinstance(module, nn.LSTM) else states[0]
 
 
@@ -69,9 +72,11 @@ def test_results_and_gradients_are_torchs(data: st.DataObject) -> None:
 @pytest.mark.skipif(
     bool(get("resident_rnn").why_not(RecurrentProblem("lstm", 1, 1, 1, 1))), reason="the solver needs Numba"
 )
-@pytest.mark.parametrize(("kind", "both"), [(nn.LSTM, True), (nn.GRU, False), (nn.RNN, True)])
-def test_a_compiled_kernel_keeps_what_its_backward_needs(kind: Any, both: bool) -> None:
-    module = kind(5, 9, 2, bidirectional=both)
+@pytest.mark.parametrize(
+    ("kind", "both", "projection"), [(nn.LSTM, True, 0), (nn.LSTM, True, 4), (nn.GRU, False, 0), (nn.RNN, True, 0)]
+)
+def test_a_compiled_kernel_keeps_what_its_backward_needs(kind: Any, both: bool, projection: int) -> None:
+    module = kind(5, 9, 2, bidirectional=both, **({"proj_size": projection} if projection else {}))
     twin, _ = forced(module, "resident_rnn")
     x = torch.randn(7, 3, 5, requires_grad=True)
     close(with_gradients(twin, x), with_gradients(module, x))
@@ -97,9 +102,9 @@ def test_what_is_dropped_is_what_torch_drops(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("kind", CLASSES)
-def test_gradients_of_gradients_are_torchs(kind: Any, dropout: float) -> None:
-    module = kind(3, 4, 2, dropout=dropout)
+@pytest.mark.parametrize(("kind", "projection"), [*((kind, 0) for kind in CLASSES), (nn.LSTM, 2)])
+def test_gradients_of_gradients_are_torchs(kind: Any, projection: int, dropout: float) -> None:
+    module = kind(3, 4, 2, dropout=dropout, **({"proj_size": projection} if projection else {}))
     twin, _ = forced(module)
     x = torch.randn(5, 2, 3, requires_grad=True)
 

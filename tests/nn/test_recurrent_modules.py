@@ -23,7 +23,7 @@ KERNELS = ("resident_rnn", "persistent_grid")
 
 
 class Net(nn.Module):
-    """A layer that is called twice, and one that has no plan's class."""
+    """A layer that is called twice, and one with a projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ def test_a_model_is_planned_reported_copied_and_restored(tmp_path: Path) -> None
     optimized(net, x, tmp_path)
     assert is_planned(net.first)
     assert is_planned(net.last)
-    assert not is_planned(net.projected)
+    assert is_planned(net.projected)
     close(stepped(net, x), want)
     report = tilewise.nn.report(net)
     layers = {layer.name: layer for layer in report.layers}
     assert [each.role for each in layers["first"].passes()] == ["forward"]
     assert {each.problem.task for each in layers["first"].passes()} == {"training"}
     assert layers["first"].calls[0].shape == (4, 3, 6)
-    assert "proj_size=3" in layers["projected"].reason
+    assert {each.problem.projection for each in layers["projected"].passes()} == {3}
     assert "stepped" in str(report)
     assert list(net.state_dict()) == list(state)
     for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):

@@ -45,20 +45,22 @@ def trained(module: nn.RNNBase, x: Tensor, lengths: list[int], hx: Any, *, first
 @given(
     kind=st.sampled_from(CLASSES), layers=st.integers(1, 2), both=st.booleans(), first=st.booleans(),
     bias=st.booleans(), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), states=st.booleans(),
-    dropout=st.sampled_from((0.0, 0.4)),
+    dropout=st.sampled_from((0.0, 0.4)), projection=st.integers(0, 3),
 )  # fmt: skip
 def test_packed_sequences_are_torchs(
     solver: str, kind: Any, layers: int, both: bool, first: bool, bias: bool, lengths: list[int], states: bool,
-    dropout: float,
+    dropout: float, projection: int,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
+    projected = {"proj_size": projection} if projection and kind is nn.LSTM else {}
     dropout = dropout if layers > 1 else 0.0
-    module = kind(3, 4, layers, bias=bias, bidirectional=both, batch_first=first, dropout=dropout)
+    module = kind(3, 4, layers, bias=bias, bidirectional=both, batch_first=first, dropout=dropout, **projected)
     twin, table = forced(module, solver)
     shape = (len(lengths), max(lengths), 3) if first else (max(lengths), len(lengths), 3)
     x, hx = torch.randn(shape), None
     if states:
-        state = [torch.randn(layers * (1 + both), len(lengths), 4) for _ in range(2)]
+        widths = projected.get("proj_size", 4), 4
+        state = [torch.randn(layers * (1 + both), len(lengths), width) for width in widths]
         hx = tuple(state) if kind is nn.LSTM else state[0]
     found = []
     for each in (module, twin):

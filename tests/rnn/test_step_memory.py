@@ -31,10 +31,14 @@ def test_it_predicts_a_training_step_of_other_sizes(name: str) -> None:
     assert step_bytes(module) * 90 == pytest.approx(counted_bytes(step), rel=0.25)
 
 
-@pytest.mark.parametrize("cell", ["rnn_tanh", "rnn_relu", "gru", "lstm"])
-def test_a_problem_takes_what_its_module_takes(cell: str) -> None:
-    module = {"gru": nn.GRU, "lstm": nn.LSTM}.get(cell, nn.RNN)(6, 10, num_layers=2, bidirectional=True, **DENSE)
-    problem = tilewise.RecurrentProblem(cell, 7, 5, 6, 10, layers=2, directions=2, task="training")
+@pytest.mark.parametrize(
+    ("cell", "projection"), [("rnn_tanh", 0), ("rnn_relu", 0), ("gru", 0), ("lstm", 0), ("lstm", 4)]
+)
+def test_a_problem_takes_what_its_module_takes(cell: str, projection: int) -> None:
+    options = {"num_layers": 2, "bidirectional": True, "proj_size": projection, **DENSE}
+    module = {"gru": nn.GRU, "lstm": nn.LSTM}.get(cell, nn.RNN)(6, 10, **options)
+    sizes = {"layers": 2, "directions": 2, "projection": projection}
+    problem = tilewise.RecurrentProblem(cell, 7, 5, 6, 10, **sizes, task="training")
     assert step_bytes(problem) == step_bytes(module)
 
 

@@ -59,10 +59,27 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("solver", "dtype", "device"), cases())
 def test_a_solver_computes_what_it_supports(solver: Solver, dtype: str, device: str) -> None:
     name = device if device == "cpu" else device_name(torch.device("cuda"))
+    computes(solver, dtype, layers(dtype=dtype, device=name))
+
+
+@pytest.mark.parametrize(("solver", "dtype", "device"), [each for each in cases() if each.values[0].projects])
+def test_a_solver_projects_the_states_of_an_lstm(solver: Solver, dtype: str, device: str) -> None:
+    name = device if device == "cpu" else device_name(torch.device("cuda"))
+    computes(solver, dtype, layers(dtype=dtype, device=name, cell="lstm", hidden=9, projection=4), 12)
+
+
+def test_solvers_without_projections_say_so() -> None:
+    p = RecurrentProblem("lstm", 3, 2, 4, 6, projection=2)
+    for solver in LEAVES:
+        assert solver.projects or any("projection=2" in reason for reason in solver.why_not(p)), solver.name
+
+
+def computes(solver: Solver, dtype: str, drawn_layers: st.SearchStrategy[RecurrentProblem], examples: int = 30) -> None:
+    """Compare drawn layers of a type with float64."""
     bound = []
 
-    @settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
-    @given(data=st.data(), p=layers(dtype=dtype, device=name))
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), deadline=None)
+    @given(data=st.data(), p=drawn_layers)
     def drawn(data: st.DataObject, p: RecurrentProblem) -> None:
         if solver.why_not(p):
             return
@@ -76,7 +93,7 @@ def test_a_solver_computes_what_it_supports(solver: Solver, dtype: str, device: 
         try:
             run = solver.bind_checked(p, c, *operands, *(None for _ in p.results))
         except SolverUnavailable:
-            assert device == "cuda"
+            assert p.device_type == "cuda"
             return
         bound.append(p)
 

@@ -75,13 +75,16 @@ def recurrent_layer(
 ) -> Sweep:
     """A sweep of ``problem`` over its ``hidden`` units and its ``batch``; a sample is a sequence.
 
-    Where the input is as wide as the state it stays so: layers on one another change together.
+    Where the input is as wide as the state it stays so: layers on one another change together. A projection keeps its
+    share of the units.
     """
     square = problem.inputs == problem.hidden
 
     def make(sizes: Mapping[str, int]) -> tuple[Problem, ...]:
         inputs = sizes["hidden"] if square else problem.inputs
-        return (replace(problem, hidden=sizes["hidden"], inputs=inputs, batch=sizes["batch"]),)
+        hidden, share = sizes["hidden"], problem.projection * sizes["hidden"] // problem.hidden
+        projection = max(1, share) if problem.projection else 0
+        return (replace(problem, hidden=hidden, inputs=inputs, batch=sizes["batch"], projection=projection),)
 
     axes = (Axis("hidden", problem.hidden, size_share), Axis("batch", problem.batch, batch_share))
     return Sweep(axes, "batch", make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +47,11 @@ def step_bytes(layer: RecurrentProblem | nn.RNN | nn.GRU | nn.LSTM) -> int:
 
 def _layer_of(problem: RecurrentProblem) -> nn.RNNBase:
     """torch's layer of a problem's sizes, with random weights."""
-    more = {"nonlinearity": problem.cell.removeprefix("rnn_")} if problem.cell.startswith("rnn_") else {}
+    more: dict[str, Any] = {}
+    if problem.cell.startswith("rnn_"):
+        more["nonlinearity"] = problem.cell.removeprefix("rnn_")
+    if problem.projection:
+        more["proj_size"] = problem.projection
     module: nn.RNNBase = CLASSES[problem.cell](
         problem.inputs,
         problem.hidden,

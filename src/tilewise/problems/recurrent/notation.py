@@ -3,7 +3,8 @@
 Before the colon stands the cell: ``rnn_tanh``, ``rnn_relu``, ``gru`` or ``lstm``. Behind it each size follows its
 letter, as in oneDNN's benchdnn: ``t`` steps, ``n`` batch, ``i`` inputs, ``h`` hidden units, and where they differ from
 one layer in one direction with biases ``l`` layers, ``d`` directions and ``b0``. ``p`` is the sum of all lengths of a
-packed batch, of which ``t`` is the longest, ``r`` the numbers of an LSTM's projection. Types and device are not part of it.
+packed batch, of which ``t`` is the longest. ``r`` are the numbers of an LSTM's projection. Types and device are not
+part of it.
 """
 
 from __future__ import annotations

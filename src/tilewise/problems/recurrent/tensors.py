@@ -88,7 +88,11 @@ def shapes_of(p: Recurrent) -> Mapping[str, tuple[int, ...]]:
     if p.cell == "lstm":
         shapes |= dict.fromkeys(("c0", "cn", "dc0", "dcn"), (*state[:2], p.hidden))
     for role in weights_of(p):
-        matrices = {"w_ih": (rows, both if _layer(role) else p.inputs), "w_hh": (rows, width), "w_hr": (width, p.hidden)}
+        matrices = {
+            "w_ih": (rows, both if _layer(role) else p.inputs),
+            "w_hh": (rows, width),
+            "w_hr": (width, p.hidden),
+        }
         shape = matrices.get(role[:4], (rows,))
         shapes |= {role: shape, f"d{role}": shape}
     roles = {*operands_of(p), *results_of(p)}

@@ -85,12 +85,13 @@ class Direction:
     """The steps of one direction of one layer, with the products of its input.
 
     ``recurrence`` makes what runs the steps of a span, ``linear`` computes the products with the inputs' weights as
-    ``torch.nn.functional.linear`` does. The cell has ``hidden`` units and may be a ``gru``. Its ``weights`` are in
-    torch's order, with biases or without.
+    ``torch.nn.functional.linear`` does. The cell has ``hidden`` units and may be a ``gru``, or an LSTM that is
+    ``projected``. Its ``weights`` are in torch's order, with biases or without, W_hr behind them.
     """
 
     hidden: int
     gru: bool
+    projected: bool
     reverse: bool
     recurrence: Callable[[Packing | None], Recurrence]
     linear: Linear
@@ -123,11 +124,11 @@ class Direction:
 
         States are written to ``y``, in the shape of the span.
         """
-        w, u, *biases = weights
-        b_x, b_n = self._biases(biases)
+        w, u, biases, own_weight = self._parted(weights)
+        b_x = self._bias_x(biases)
         own = x[span.part]
         gx = self.linear(own.reshape(-1, own.shape[-1]), w, b_x).view(*span.shape, -1)
-        return self.recurrence(span.packing).forward(gx, u, b_n, *first, y, reverse=self.reverse, keep=keep)
+        return self.recurrence(span.packing).forward(gx, u, own_weight, *first, y, reverse=self.reverse, keep=keep)
 
     def backward(
         self, kept: KeptSteps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], y: Tensor,
@@ -160,17 +161,20 @@ class Direction:
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         """The gradients of a span's x, first h and first c. Those of the weights are added to ``sums``."""
         span, own = kept.spans[place], _of(kept.spans[place], y)
-        w, u, *biases = weights
+        w, u, _, own_weight = self._parted(weights)
         if kept.saved:
             saved = kept.saved[place]
         else:
             own = torch.empty_like(own, memory_format=torch.contiguous_format)
             _, _, saved = self._steps(span, first, x, weights, own, keep=True)
-        dgates, dstates, dh, dc = self.recurrence(span.packing).backward(
-            saved, u, self._bias_n(biases), *first, own, _of(span, dy), dhn, dcn, reverse=self.reverse
+        dgates, of_own, dh, dc = self.recurrence(span.packing).backward(
+            saved, u, own_weight, *first, own, _of(span, dy), dhn, dcn, reverse=self.reverse
         )
         del saved
         flat = dgates.view(-1, dgates.shape[-1])
+        if self.projected and of_own is not None and needs[-1]:
+            _add(sums, len(sums) - 1, of_own)
+        dstates = of_own if self.gru else None
         self._add_weight_gradients(span, x, own, first[0], flat, dstates, needs[1:], sums)
         if not needs[0]:
             return None, dh, dc
@@ -202,7 +206,7 @@ class Direction:
         if needs[1]:
             products = [self._from_states(span, y, h0, part) for part in parts]
             _add(sums, 1, products[0] if len(products) == 1 else torch.cat(products))
-        if any(needs[2:]):
+        if any(needs[2:4]) and len(needs) > 3:
             totals = [part.sum(0) for part in parts]
             if needs[2]:
                 _add(sums, 2, totals[0] if dstates is None else flat.sum(0))
@@ -217,22 +221,28 @@ class Direction:
         n = span.count
         before, at, later = (y[1:], part[-n:], part[:-n]) if self.reverse else (y[:-1], part[:n], part[n:])
         product = at.T @ h0
-        return product if len(y) == 1 else torch.addmm(product, later.T, before.reshape(-1, self.hidden))
+        return product if len(y) == 1 else torch.addmm(product, later.T, before.reshape(-1, y.shape[-1]))
 
-    def _biases(self, biases: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to the product with the input, and what to that of a GRU's n gate with the state."""
+    def _parted(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None]:
+        """The weights of the input and of the state, both biases, and what :class:`Recurrence` takes as ``own``.
+
+        The bias of a GRU's n gate is added to the product with the state, that of others to the one with the input.
+        """
+        w, u, *biases = weights
+        if self.projected:
+            return w, u, biases[:-1], biases[-1]
+        return w, u, biases, biases[1][2 * self.hidden :] if biases and self.gru else None
+
+    def _bias_x(self, biases: Sequence[Tensor]) -> Tensor | None:
+        """What is added to the product with the input."""
         if not biases:
-            return None, None
+            return None
         of_x, of_h = biases
         if not self.gru:
-            return of_x + of_h, None
+            return of_x + of_h
         both = of_x.clone()
         both[: 2 * self.hidden] += of_h[: 2 * self.hidden]
-        return both, self._bias_n(biases)
-
-    def _bias_n(self, biases: Sequence[Tensor]) -> Tensor | None:
-        """The bias of a GRU's n gate that is added to the product with the state."""
-        return biases[1][2 * self.hidden :] if biases and self.gru else None
+        return both
 
 
 def _of(span: Span, tensor: Tensor) -> Tensor:

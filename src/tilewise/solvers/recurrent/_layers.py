@@ -106,7 +106,7 @@ class StackedLayers:
                 if layer and dropout:
                     noise = torch.nn.functional.dropout(torch.ones_like(x), dropout)
                     x = x * noise
-                y = x.new_empty((*x.shape[:-1], p.directions * p.hidden))
+                y = x.new_empty((*x.shape[:-1], p.directions * p.width))
                 for direction, half in enumerate(y.chunk(p.directions, -1)):
                     index = layer * p.directions + direction
                     c = None if c0 is None else c0[index]
@@ -165,7 +165,8 @@ class StackedLayers:
     def _direction(self, index: int) -> Direction:
         """The direction of a layer with this number."""
         p = self.p
-        return Direction(p.hidden, p.cell == "gru", index % p.directions == 1, self._recurrence, self.linear)
+        gru, projected, reverse = p.cell == "gru", p.projection > 0, index % p.directions == 1
+        return Direction(p.hidden, gru, projected, reverse, self._recurrence, self.linear)
 
     def _recurrence(self, packing: Packing | None) -> Recurrence:
         """What runs the steps of a batch, or of a part of it."""
@@ -174,7 +175,7 @@ class StackedLayers:
     @property
     def _count(self) -> int:
         """Weights of one direction of one layer."""
-        return 4 if self.p.biases else 2
+        return (4 if self.p.biases else 2) + (self.p.projection > 0)
 
     def _weights(self, weights: Sequence[Tensor], index: int) -> Sequence[Tensor]:
         """The weights of one direction of one layer."""

@@ -24,6 +24,8 @@ class RecurrentSolver(Solver):
 
     solves: ClassVar[type[Problem]] = RecurrentProblem
     own_output = True
+    projects: ClassVar[bool] = False
+    """Whether it takes LSTMs with a projection."""
     by_blocks: ClassVar[bool] = False
     """Whether it takes a config's ``block`` as steps that run at a time. A backward computes them again."""
 
@@ -33,6 +35,13 @@ class RecurrentSolver(Solver):
 
         Raises :class:`~tilewise.solvers.base.SolverUnavailable` where the config cannot run here.
         """
+
+    def undeclared(self, p: RecurrentProblem) -> list[str]:
+        """As of every solver, and a projection that it does not take."""
+        reasons = super().undeclared(p)
+        if isinstance(p, RecurrentProblem) and p.projection and not self.projects:
+            reasons.append(f"projection={p.projection}: takes no LSTM with a projection")
+        return reasons
 
     def unsupported(self, p: RecurrentProblem) -> list[str]:
         """None: it takes every layer of the declared types."""
@@ -81,13 +90,14 @@ class RecurrentSolver(Solver):
         Of steps that run in blocks only the states between blocks are kept beside the outputs.
         """
         size = p.torch_dtype("x").itemsize
-        gates, outputs = rows_at_a_time(p, c) * p.gates * p.hidden, p.rows * p.directions * p.hidden * size
+        gates, outputs = rows_at_a_time(p, c) * p.gates * p.hidden, p.rows * p.directions * p.width * size
         if p.task == "inference":
             return gates * size + outputs * min(2, p.layers - 1)
         every = p.layers * p.directions
         if not block_of(c):
             return gates * (size + 4 * every) + outputs * (p.layers - 1)
-        between = (blocks_of(p, c) - 1) * p.batch * p.hidden * (size + (4 if p.cell == "lstm" else 0)) * every
+        of_cell = p.hidden * 4 if p.cell == "lstm" else 0
+        between = (blocks_of(p, c) - 1) * p.batch * (p.width * size + of_cell) * every
         return gates * (size + 4) + outputs * (p.layers - 1) + between
 
     def bind(self, p: RecurrentProblem, c: Config, *tensors: Any, **nothing: Any) -> Run:
@@ -146,5 +156,5 @@ def recurrent_cost(p: RecurrentProblem, c: Config, kernels: int, factor: float =
     ``factor`` is the share of a product's rate that is left where other work is done between.
     """
     kernels += 8 * (blocks_of(p, c) - 1) * p.layers * p.directions
-    rate = efficiency(p.device_type, -(-p.rows // p.time), p.gates * p.hidden, p.hidden)
+    rate = efficiency(p.device_type, -(-p.rows // p.time), p.gates * p.hidden, p.width)
     return Cost(with_repeats(p, c), p.bytes, kernels, efficiency=max(rate * factor, 1e-4))

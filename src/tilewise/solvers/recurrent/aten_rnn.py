@@ -26,7 +26,7 @@ class AtenRnn(RecurrentSolver):
     """
 
     name, version = "aten_rnn", 1
-    baseline = True
+    baseline = projects = True
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products, and a few launches a step."""

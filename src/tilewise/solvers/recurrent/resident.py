@@ -10,12 +10,14 @@ import torch
 from tilewise.kernels.cpu.recurrent.told import GATES
 from tilewise.kernels.cpu.sizes import LANES
 from tilewise.plan import Config
+from tilewise.problems.recurrent.packing import Packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import Cost, SolverUnavailable
 from tilewise.solvers.common.cpu_run import numba_missing, vector_lanes, with_teams
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.recurrent._cpu_recurrence import CpuRecurrence, Shares
 from tilewise.solvers.recurrent._direction import Linear
+from tilewise.solvers.recurrent._folded import Folded
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, recurrent_cost, rows_at_a_time
 
@@ -33,11 +35,12 @@ class ResidentRnn(RecurrentSolver):
     Each of ``threads`` threads packs the recurrent weights of its units once and reads the same ones at every step, so
     that they stay in its core's cache where they fit (Diamos et al. 2016, "Persistent RNNs: stashing recurrent weights
     on-chip"). Larger ones are read from the shared cache, in the order in which they lie. Gates are computed where the
-    sums end. ``team`` says whether threads are torch's, ``lanes`` how many units a vector has.
+    sums end. A projection of an LSTM is folded into its weights (:mod:`._folded`). ``team`` says whether threads are
+    torch's, ``lanes`` how many units a vector has.
     """
 
     name, version = "resident_rnn", 2
-    by_blocks = True
+    by_blocks = projects = True
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
     compiles = True
@@ -63,6 +66,10 @@ class ResidentRnn(RecurrentSolver):
         _, to, back = _shares(p, c)
         states = rows_at_a_time(p, c) * p.hidden * 4
         size = super().hidden_workspace(p, c)
+        if p.projection:  # states before they are projected, weights with the projection in them, and a backward's
+            every = p.layers * p.directions if p.task == "training" and not block_of(c) else 1
+            size += states * every + 4 * p.gates * p.hidden**2
+            size += states + 8 * rows_at_a_time(p, c) * p.width if p.task == "training" else 0
         if p.task == "inference":
             return size + to.scratch
         kept = states * (1 if block_of(c) else p.layers * p.directions) if p.gates > 1 else 0
@@ -79,7 +86,13 @@ class ResidentRnn(RecurrentSolver):
         recurrence = CpuRecurrence(
             p.cell, p.batch, p.hidden, lanes=to.lanes, threads=threads, openmp=openmp, packed=p.packed > 0
         )
-        return StackedLayers(p, recurrence, _linear(), recurrence.of if p.packed else None, block_of(c))
+        if not p.projection:
+            return StackedLayers(p, recurrence, _linear(), recurrence.of if p.packed else None, block_of(c))
+
+        def packed(packing: Packing) -> Folded:
+            return Folded(recurrence.of(packing), packing)
+
+        return StackedLayers(p, Folded(recurrence), _linear(), packed if p.packed else None, block_of(c))
 
 
 def _linear() -> Linear:

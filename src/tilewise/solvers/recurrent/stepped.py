@@ -31,7 +31,7 @@ class Stepped(RecurrentSolver):
     """The input's products for all steps at once, then one product and a few operators a step."""
 
     name, version = "stepped", 2
-    by_blocks = True
+    by_blocks = projects = True
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products, and every operator of every step."""
@@ -59,6 +59,12 @@ def _widened(on_gpu: bool, weight: Tensor) -> tuple[Tensor, Product]:
     return weight, lambda a, w: torch.mm(a.to(w.dtype), w, out_dtype=torch.float32)
 
 
+def _by(on_gpu: bool, weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that multiplies by a weight as that of :func:`_widened`."""
+    wide, product = _widened(on_gpu, weight)
+    return lambda a: product(a, wide)
+
+
 @dataclass(frozen=True)
 class _Steps(abc.ABC):
     """What the cells have in common."""
@@ -71,47 +77,52 @@ class _Steps(abc.ABC):
         self,
         gx: Tensor,
         u: Tensor,
-        bias_n: Tensor | None,
+        own: Tensor | None,
         h0: Tensor,
         c0: Tensor | None,
         y: Tensor,
+        /,
         *,
         reverse: bool,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """As :meth:`Recurrence.forward`."""
-        return self._of(y).run(_rows(gx), u, bias_n, h0, c0, _rows(y), reverse=reverse, keep=keep)
+        return self._of(y).run(_rows(gx), u, own, h0, c0, _rows(y), reverse=reverse, keep=keep)
 
     def backward(
         self,
         saved: Saved,
         u: Tensor,
-        bias_n: Tensor | None,
+        own: Tensor | None,
         h0: Tensor,
         c0: Tensor | None,
         y: Tensor,
         dy: Tensor,
         dhn: Tensor | None,
         dcn: Tensor | None,
+        /,
         *,
         reverse: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """As :meth:`Recurrence.backward`."""
         flat = dy.reshape(-1, dy.shape[-1])
-        found = self._of(y).run_back(saved, u, bias_n, h0, c0, _rows(y), flat, dhn, dcn, reverse=reverse)
-        dgates, dstates, dh, dc = found
+        found = self._of(y).run_back(saved, u, own, h0, c0, _rows(y), flat, dhn, dcn, reverse=reverse)
+        dgates, of_own, dh, dc = found
         leading = y.shape[:-1]
-        return dgates.view(*leading, -1), None if dstates is None else dstates.view(*leading, -1), dh, dc
+        if self.cell == "gru" and of_own is not None:
+            of_own = of_own.view(*leading, -1)
+        return dgates.view(*leading, -1), of_own, dh, dc
 
     @abc.abstractmethod
     def run(
         self,
         gx: Tensor,
         u: Tensor,
-        bias_n: Tensor | None,
+        own: Tensor | None,
         h0: Tensor,
         c0: Tensor | None,
         y: Tensor,
+        /,
         *,
         reverse: bool,
         keep: bool,
@@ -123,13 +134,14 @@ class _Steps(abc.ABC):
         self,
         saved: Saved,
         u: Tensor,
-        bias_n: Tensor | None,
+        own: Tensor | None,
         h0: Tensor,
         c0: Tensor | None,
         y: Tensor,
         dy: Tensor,
         dhn: Tensor | None,
         dcn: Tensor | None,
+        /,
         *,
         reverse: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -182,6 +194,7 @@ class _Plain(_Steps):
         h0: Tensor,
         c0: Tensor | None,
         y: Tensor,
+        /,
         *,
         reverse: bool,
         keep: bool,
@@ -209,6 +222,7 @@ class _Plain(_Steps):
         dy: Tensor,
         dhn: Tensor | None,
         dcn: Tensor | None,
+        /,
         *,
         reverse: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -235,6 +249,7 @@ class _Gru(_Steps):
         h0: Tensor,
         c0: Tensor | None,
         y: Tensor,
+        /,
         *,
         reverse: bool,
         keep: bool,
@@ -267,6 +282,7 @@ class _Gru(_Steps):
         dy: Tensor,
         dhn: Tensor | None,
         dcn: Tensor | None,
+        /,
         *,
         reverse: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -291,16 +307,17 @@ class _Gru(_Steps):
 
 
 class _Lstm(_Steps):
-    """``c' = f c + i g`` and ``h' = o tanh(c')``."""
+    """``c' = f c + i g`` and ``h' = o tanh(c')``, or with a projection ``h' = W_hr (o tanh(c'))``."""
 
     def run(
         self,
         gx: Tensor,
         u: Tensor,
-        bias_n: Tensor | None,
+        w_hr: Tensor | None,
         h0: Tensor,
         c0: Tensor | None,
         y: Tensor,
+        /,
         *,
         reverse: bool,
         keep: bool,
@@ -308,14 +325,16 @@ class _Lstm(_Steps):
         """As :meth:`_Steps.forward`, on rows. Saved are the gates and c after each step, in fp32."""
         assert c0 is not None
         turned, product = _widened(self.on_gpu, u.T)
+        project = None if w_hr is None else _by(self.on_gpu, w_hr.T)
         gates = gx.new_empty(gx.shape, dtype=torch.float32) if keep else None
-        cells = y.new_empty(y.shape, dtype=torch.float32) if keep else None
+        cells = y.new_empty((len(y), c0.shape[-1]), dtype=torch.float32) if keep else None
         h, c = h0, c0.float()
         for rows, count in self.order(reverse=reverse):
             i, f, g, o = (product(h[:count], turned) + gx[rows]).chunk(4, 1)
             i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
             c = _carried(f * c[:count] + i * g, c)
-            y[rows] = o * torch.tanh(c[:count])
+            m = o * torch.tanh(c[:count])
+            y[rows] = m if project is None else project(m)
             h = _carried(y[rows], h)
             if gates is not None and cells is not None:
                 torch.cat((i, f, g, o), 1, out=gates[rows])
@@ -326,13 +345,14 @@ class _Lstm(_Steps):
         self,
         saved: Saved,
         u: Tensor,
-        bias_n: Tensor | None,
+        w_hr: Tensor | None,
         h0: Tensor,
         c0: Tensor | None,
         y: Tensor,
         dy: Tensor,
         dhn: Tensor | None,
         dcn: Tensor | None,
+        /,
         *,
         reverse: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -341,9 +361,14 @@ class _Lstm(_Steps):
         gates, cells = saved
         weight, product = _widened(self.on_gpu, u)
         dgates = y.new_empty(gates.shape)
+        project = None if w_hr is None else _by(self.on_gpu, w_hr)
+        of_states = None if w_hr is None else y.new_empty(y.shape, dtype=torch.float32)
         dh, dc = _start(dhn, h0), _start(dcn, c0)
         for rows, count, earlier in self.back(reverse=reverse):
             d = dh[:count] + dy[rows]
+            if of_states is not None and project is not None:
+                of_states[rows] = d
+                d = project(d)
             i, f, g, o = gates[rows].chunk(4, 1)
             turned = torch.tanh(cells[rows])
             of_c = dc[:count] + d * o * (1 - turned * turned)
@@ -352,7 +377,10 @@ class _Lstm(_Steps):
             dgates[rows] = torch.cat((di, df, dg, do), 1)
             dc = _carried(of_c * f, dc)
             dh = _carried(product(dgates[rows], weight), dh)
-        return dgates, None, dh.to(h0.dtype), dc.to(c0.dtype)
+        of_w = None
+        if of_states is not None:
+            of_w = torch.mm(of_states.T, gates.chunk(4, 1)[3] * torch.tanh(cells))
+        return dgates, of_w, dh.to(h0.dtype), dc.to(c0.dtype)
 
 
 def _start(gradient: Tensor | None, state: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class RecurrentCall:
     deterministic: bool
     precision: str
     packed: int = 0
+    projection: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Arguments:
     mode: str
     input_size: int
     hidden_size: int
+    proj_size: int
     num_layers: int
     bias: bool
     batch_first: bool
@@ -71,12 +73,13 @@ class Arguments:
         batch_first: bool,
     ) -> Arguments | str:
         """Those of a call of torch's function for ``cell``, or why it is left to torch."""
-        if len(weights) != layers * (2 if both else 1) * (4 if biases else 2):
-            return "called with weights of projections"
-        if any(w.dim() != 2 for w in weights[:2]):
+        each, more = divmod(len(weights), layers * (2 if both else 1))
+        plain = 4 if biases else 2
+        if more or not plain <= each <= plain + (cell == "lstm") or any(w.dim() != 2 for w in weights[:2]):
             return "called with sizes that do not fit"
-        inputs, hidden = weights[0].shape[1], weights[1].shape[1]
-        return cls(cell.upper(), inputs, hidden, layers, biases, batch_first, dropout, both, train, list(weights))
+        inputs, width, hidden = weights[0].shape[1], weights[1].shape[1], weights[0].shape[0] // GATES[cell]
+        own = inputs, hidden, width if each > plain else 0, layers
+        return cls(cell.upper(), *own, biases, batch_first, dropout, both, train, list(weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +229,15 @@ def _shapes(module: nn.RNNBase | Arguments, x: Tensor, count: int) -> list[tuple
 def _weights_and_states(module: nn.RNNBase | Arguments, batch: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
     """The shapes of first states, where they are among ``count`` tensors beside the input, and of the weights."""
     directions = 2 if module.bidirectional else 1
-    hidden, rows = module.hidden_size, GATES[module.mode.lower()] * module.hidden_size
-    state = (module.num_layers * directions, *batch, hidden)
+    width, rows = module.proj_size or module.hidden_size, GATES[module.mode.lower()] * module.hidden_size
+    state = (module.num_layers * directions, *batch)
     weights: list[tuple[int, ...]] = []
     for layer in range(module.num_layers):
-        columns = hidden * directions if layer else module.input_size
-        weights += [(rows, columns), (rows, hidden), *([(rows,)] * 2 if module.bias else [])] * directions
-    states = 2 if module.mode == "LSTM" else 1
-    given_states = [state] * states if count > 1 + len(weights) else []
-    return [*given_states, *weights]
+        columns = width * directions if layer else module.input_size
+        own = [(rows, columns), (rows, width), *([(rows,)] * 2 if module.bias else [])]
+        weights += [*own, *([(width, module.hidden_size)] if module.proj_size else [])] * directions
+    states = [(*state, width), *([(*state, module.hidden_size)] if module.mode == "LSTM" else [])]
+    return [*(states if count > 1 + len(weights) else []), *weights]
 
 
 def describe(given: Given) -> RecurrentCall:
@@ -245,6 +248,7 @@ def describe(given: Given) -> RecurrentCall:
         shape=tuple(x.shape) if packing is None else (packing.time, packing.batch, x.shape[1]),
         packed=0 if packing is None else packing.rows,
         hidden=module.hidden_size,
+        projection=module.proj_size,
         layers=module.num_layers,
         directions=2 if module.bidirectional else 1,
         biases=module.bias,
@@ -269,6 +273,7 @@ def problem_of(call: RecurrentCall) -> RecurrentProblem:
         call.directions,
         call.biases,
         call.packed,
+        call.projection,
         task="training" if any(call.needs) else "inference",
         dtype=DTYPE_NAMES[call.dtype],
         precision=call.precision,

@@ -60,6 +60,7 @@ class Known:
     needs: bool
     deterministic: bool
     precision: str
+    projection: int
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def publish(run: RecurrentRun, call: RecurrentCall, plan: Plan) -> Known | None:
     return Known(
         name, call.cell, call.shape, call.hidden, call.layers, call.directions, call.biases, call.dtype,
         call.device, any(call.needs), call.deterministic, call.precision,
+        call.projection,
     )  # fmt: skip
 
 

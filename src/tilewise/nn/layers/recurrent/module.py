@@ -36,12 +36,10 @@ class RecurrentLayers(ModuleKind):
     problems = "rnn"
 
     def obstacle(self, module: nn.Module) -> str:
-        """Why this module cannot be swapped: another class, projections, or a forward that is not torch's own."""
+        """Why this module cannot be swapped: another class, or a forward that is not torch's own."""
         kind = type(module)
         if kind not in OWN:
             return f"is a {kind.__name__}, which may compute otherwise than the class it is derived from"
-        if module.proj_size:
-            return f"has proj_size={module.proj_size}: states with projections are torch's"
         if not _runs_torch(kind):
             return f"nn.{kind.__name__}.forward or a function of torch that it calls is not torch's own"
         if "forward" in module.__dict__ and swapped(module) is None:
@@ -78,12 +76,7 @@ class RecurrentLayers(ModuleKind):
             if torch.compiler.is_dynamo_compiling():
                 traced = trace(layers, self, input, hx) if _runs_torch_in_trace(self) else NotImplemented
                 return kind.forward(self, input, hx) if traced is NotImplemented else traced
-            if (
-                not torch.compiler.is_compiling()
-                and kind in OWN
-                and not self.proj_size
-                and _runs_torch(kind, (self.mode.lower(),))
-            ):
+            if not torch.compiler.is_compiling() and kind in OWN and _runs_torch(kind, (self.mode.lower(),)):
                 self._update_flat_weights()
                 result = layers(self, input, hx)
                 if result is not NotImplemented:
@@ -114,4 +107,4 @@ def _is_torchs(cell: str) -> bool:
 def _runs_torch_in_trace(module: Any) -> bool:
     """As :func:`_runs_torch`, of what Dynamo can follow, for a module that may be of another class by now."""
     kind = type(module)
-    return kind in CLASSES and not module.proj_size and kind.forward is OWN[kind][0]
+    return kind in CLASSES and kind.forward is OWN[kind][0]

@@ -59,7 +59,7 @@ class RecurrentRun:
         h0 = self._state(x) if given.h0 is None else given.h0
         c0 = given.c0
         if self.problem.cell == "lstm" and c0 is None:
-            c0 = self._state(x)
+            c0 = self._state(x, "c0")
         if self.problem.task == "training":
             y, *last = PlannedRecurrent.apply(self, given.dropout, given.packing, x, h0, c0, *given.weights)  # type: ignore[no-untyped-call]
         else:
@@ -73,9 +73,9 @@ class RecurrentRun:
             y = y.transpose(0, 1)
         return y, tuple(last) if self.problem.cell == "lstm" else last[0]
 
-    def _state(self, x: Tensor) -> Tensor:
+    def _state(self, x: Tensor, role: str = "h0") -> Tensor:
         """A first state of zeros."""
-        return torch.zeros(self.problem.shape("h0"), dtype=x.dtype, device=x.device)
+        return torch.zeros(self.problem.shape(role), dtype=x.dtype, device=x.device)
 
     def forward(
         self,

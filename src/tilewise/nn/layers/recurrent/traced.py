@@ -39,8 +39,9 @@ def trace(layer: Any, module: nn.RNNBase, x: Any, hx: Any) -> Any:
         x = x.transpose(0, 1)
     if not states:
         rows = module.num_layers * (2 if module.bidirectional else 1)
-        zeros = torch.zeros((rows, x.shape[1], module.hidden_size), dtype=dtype, device=x.device)
-        states = [zeros, zeros] if module.mode == "LSTM" else [zeros]
+        states = [
+            torch.zeros((rows, x.shape[1], width), dtype=dtype, device=x.device) for width in _widths_of_states(module)
+        ]
     results = _called(layer, module, [t.to(dtype).contiguous() for t in (x, *states, *weights)])
     y, *last = results[: 3 if module.mode == "LSTM" else 2]
     if not batched:
@@ -72,6 +73,7 @@ def _is_like(known: Known, module: nn.RNNBase, x: Tensor, needs: bool) -> bool:
         x.shape == known.shape
         and module.mode.lower() == known.cell
         and module.hidden_size == known.hidden
+        and module.proj_size == known.projection
         and module.num_layers == known.layers
         and module.bidirectional is (known.directions == 2)
         and module.bias is known.biases
@@ -129,4 +131,10 @@ def _fits(module: nn.RNNBase, x: Tensor, states: Sequence[Tensor]) -> bool:
         return False
     batch = x.shape[:-2] if x.dim() == 2 else (x.shape[0 if module.batch_first else 1],)
     rows = module.num_layers * (2 if module.bidirectional else 1)
-    return all(tuple(state.shape) == (rows, *batch, module.hidden_size) for state in states)
+    shapes = [(rows, *batch, width) for width in _widths_of_states(module)]
+    return not states or [tuple(state.shape) for state in states] == shapes
+
+
+def _widths_of_states(module: nn.RNNBase) -> list[int]:
+    """The numbers of each of the states that a module takes."""
+    return [module.proj_size or module.hidden_size, *([module.hidden_size] if module.mode == "LSTM" else [])]
