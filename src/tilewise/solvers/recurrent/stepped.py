@@ -17,30 +17,64 @@ from torch import Tensor
 from tilewise.plan import Config
 from tilewise.problems.recurrent.packing import Packing, dense_packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
-from tilewise.solvers.base import Cost
+from tilewise.solvers.base import Cost, SolverUnavailable
+from tilewise.solvers.common.replays import Replays
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrence import Recurrence, Saved
-from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, recurrent_cost
+from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, recurrent_cost, rows_at_a_time
+from tilewise.solvers.recurrent._replayed import Replayed, bytes_of_graphs
 
 OPERATORS = {"rnn_tanh": 3, "rnn_relu": 3, "gru": 11, "lstm": 12}
 """Operators of a step of each cell, roughly."""
+REPLAYED = 4
+"""Operators of a replay that take as long as one that is launched by itself, roughly."""
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Stepped(RecurrentSolver):
-    """The input's products for all steps at once, then one product and a few operators a step."""
+    """The input's products for all steps at once, then one product and a few operators a step.
+
+    On a GPU launching all these takes the host longer than they run. With ``steps`` ``replayed`` they are recorded as
+    CUDA graphs once for each size, and a call replays them: the same kernels, so that results have the same bits. The
+    graphs' memory counts. Within a capture of the program's own the steps are launched as part of it.
+    """
 
     name, version = "stepped", 2
     by_blocks = projects = True
 
+    def configs(self, p: RecurrentProblem) -> Iterable[Config]:
+        """On a GPU replays of graphs, and launches one by one."""
+        if p.device_type == "cuda":
+            yield Config(steps="replayed")
+        yield Config()
+
+    def hidden_workspace(self, p: RecurrentProblem, c: Config) -> int:
+        """What all layers have, and what graphs hold."""
+        graphs = bytes_of_graphs(p, rows_at_a_time(p, c)) if "steps" in c else 0
+        return super().hidden_workspace(p, c) + graphs
+
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
-        """The products, and every operator of every step."""
+        """The products, and every operator of every step, of which a replayed one takes less than a launch."""
         times = 1 if p.task == "inference" else 3
-        return recurrent_cost(p, c, times * p.time * p.layers * p.directions * OPERATORS[p.cell], 0.7)
+        launches = times * p.time * p.layers * p.directions * OPERATORS[p.cell]
+        return recurrent_cost(p, c, launches // REPLAYED if "steps" in c else launches, 0.7)
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
-        """Layers around torch's operators."""
-        return StackedLayers(p, recurrence(p), packed=functools.partial(recurrence, p), block=block_of(c))
+        """Layers around torch's operators. Raises ``SolverUnavailable`` for replays on a CPU."""
+        if "steps" not in c:
+            return StackedLayers(p, recurrence(p), packed=functools.partial(recurrence, p), block=block_of(c))
+        if p.device_type != "cuda":
+            raise SolverUnavailable(f"{c} is no config of {p.key}: CUDA graphs need a GPU")
+        return replayed_layers(p, block_of(c), Replays())
+
+
+def replayed_layers(p: RecurrentProblem, block: int, replays: Replays) -> StackedLayers:
+    """Layers whose steps are replayed, ``block`` of them at a time, or all where that is 0."""
+
+    def packed(packing: Packing) -> Replayed:
+        return Replayed(recurrence(p, packing), replays, 0, packing)
+
+    return StackedLayers(p, Replayed(recurrence(p), replays, block or p.time), packed=packed, block=block)
 
 
 def recurrence(p: RecurrentProblem, packing: Packing | None = None) -> Recurrence:

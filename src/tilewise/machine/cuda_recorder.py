@@ -33,7 +33,7 @@ def _alone() -> Iterator[None]:
 
 
 class CudaRecorder:
-    """Records what runs on one CUDA device, as :class:`~tilewise.nn.graphs.recorder.Recorder` says.
+    """Records what runs on one CUDA device, as :class:`~tilewise.machine.recording.Recorder` says.
 
     Each of its graphs takes its memory from a private pool of its own. Were it one pool for all, the gradients that a
     backward leaves could lie where the forward had something for a moment, and the next forward would write there,
