@@ -35,7 +35,7 @@ def test_it_predicts_a_training_step_of_other_sizes(name: str) -> None:
     ("cell", "projection"), [("rnn_tanh", 0), ("rnn_relu", 0), ("gru", 0), ("lstm", 0), ("lstm", 4)]
 )
 def test_a_problem_takes_what_its_module_takes(cell: str, projection: int) -> None:
-    options = {"num_layers": 2, "bidirectional": True, "proj_size": projection, **DENSE}
+    options = {"num_layers": 2, "bidirectional": True, **({"proj_size": projection} if projection else {}), **DENSE}
     module = {"gru": nn.GRU, "lstm": nn.LSTM}.get(cell, nn.RNN)(6, 10, **options)
     sizes = {"layers": 2, "directions": 2, "projection": projection}
     problem = tilewise.RecurrentProblem(cell, 7, 5, 6, 10, **sizes, task="training")

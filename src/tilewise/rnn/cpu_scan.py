@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,44 @@ class CpuScan:
                 Worker.of(s, functools.partial(load_custom, lanes, cell, s.back), packed=False)
                 for s in (Shares(lanes, cell.from_h, batch, hidden, threads, back) for back in (False, True))
             ]
+
+    def run(
+        self, x: Tensor, u: Tensor, states: list[Tensor], parameters: list[Tensor], resets: Tensor | None, *,
+        reverse: bool, seed: int, keep: bool,
+    ) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:  # fmt: skip
+        """y (T, N, H), the last states, and where ``keep`` what :meth:`gradients` takes. Tensors are contiguous.
+
+        ``y`` may be what is kept.
+        """
+        steps = self.forward(x, u, states, parameters, resets, reverse=reverse, seed=seed)
+        last = [kept[0 if reverse else -1].clone() for kept in steps.kept]
+        return steps.kept[0], last, (steps.from_h, *steps.kept) if keep else ()
+
+    def gradients(
+        self, saved: Sequence[Tensor], x: Tensor, u: Tensor, states: list[Tensor], parameters: list[Tensor],
+        resets: Tensor | None, dy: Tensor | None, ends: Sequence[Tensor | None], *, reverse: bool, seed: int,
+        of_weights: bool,
+    ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]:  # fmt: skip
+        """The gradients of x, of u where ``of_weights``, of first states and parameters.
+
+        ``dy`` and ``ends`` are those of y and the last states, ``None`` for zero.
+        """
+        from_h, *kept = saved
+        steps = Steps(states, kept, from_h, _whole_words(resets), seed)
+        dy = torch.zeros_like(kept[0]) if dy is None else dy.contiguous()
+        last = [
+            torch.zeros_like(first) if end is None else end.clone(memory_format=torch.contiguous_format)
+            for first, end in zip(states, ends, strict=True)
+        ]
+        dx, dgates, firsts, of_parameters = self.backward(steps, x, u, parameters, dy, last, reverse=reverse)
+        if not of_weights:
+            return dx, None, firsts, of_parameters
+        # The gradient of u: over all steps, that of the gates times the state h before.
+        h, first = kept[0], states[0][None]
+        before = torch.cat((h[1:], first) if reverse else (first, h[:-1]))
+        if resets is not None:
+            before = before.masked_fill(resets[..., None], 0.0)
+        return dx, dgates.flatten(0, 1).T @ before.flatten(0, 1), firsts, of_parameters
 
     def forward(
         self, x: Tensor, u: Tensor, states: list[Tensor], parameters: list[Tensor], resets: Tensor | None, *,

@@ -13,7 +13,8 @@ from tilewise.kernels.cpu.recurrent.expressions import Cell
 from tilewise.machine.recent import Recent
 from tilewise.nn.layers.call import disturbed, is_plain
 from tilewise.nn.layers.recurrent.by_torch import gradients_in
-from tilewise.rnn.cpu_scan import CpuScan, Steps
+from tilewise.rnn.cpu_scan import CpuScan
+from tilewise.rnn.gpu_scan import DTYPES, GpuScan, gpu_missing
 from tilewise.rnn.noise import uniform
 from tilewise.rnn.tracing import NotTraceable, trace
 from tilewise.solvers.base import SolverUnavailable
@@ -27,7 +28,7 @@ MOST_NOISE = 16
 """Random numbers of each unit in a step."""
 MOST_RUNNERS = 64
 """Cells, by their expressions and sizes, that are kept compiled."""
-_runners: Recent[tuple[Cell, int, int, int], CpuScan] = Recent(MOST_RUNNERS)
+_runners: Recent[tuple[object, ...], CpuScan | GpuScan] = Recent(MOST_RUNNERS)
 
 CellFunction = Callable[..., Any]
 States = Tensor | tuple[Tensor, ...]
@@ -153,11 +154,8 @@ def _traced(way: _Way, tensors: Sequence[Tensor]) -> Cell | str:
     x, u, first, *_ = tensors
     if torch.compiler.is_compiling() or disturbed() or not all(map(is_plain, tensors)):
         return "something watches torch's operators, or a tensor is of a class of its own"
-    given = (*tensors, *(() if way.resets is None else (way.resets,)))
-    if any(t.device.type != "cpu" for t in given) or any(t.dtype is not torch.float32 for t in tensors):
-        return "kernels for cells are for fp32 on a CPU so far"
-    if missing := numba_missing():
-        return "; ".join(missing)
+    if reason := _why_no_kernel(way, tensors):
+        return reason
     hidden = first.shape[1]
     if len(u) // hidden > MOST_GATES:
         return f"u gives {len(u) // hidden} parts of {hidden} numbers; at most {MOST_GATES} would do"
@@ -171,76 +169,79 @@ def _traced(way: _Way, tensors: Sequence[Tensor]) -> Cell | str:
         return f"it {error}"
 
 
+def _why_no_kernel(way: _Way, tensors: Sequence[Tensor]) -> str:
+    """Why no kernels are for such tensors here; empty where there are some."""
+    x, given = tensors[0], (*tensors, *(() if way.resets is None else (way.resets,)))
+    if any(t.device != x.device for t in given):
+        return "its tensors are on several devices"
+    types = (torch.float32,) if x.device.type == "cpu" else DTYPES if x.device.type == "cuda" else ()
+    if x.dtype not in types or any(t.dtype is not x.dtype for t in tensors):
+        return "kernels for cells are for fp32 on a CPU, and for fp32, bf16 or fp16 on a GPU"
+    return "; ".join(numba_missing()) if x.device.type == "cpu" else gpu_missing()
+
+
 def _by_kernel(found: Cell, way: _Way, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """y and the last states by compiled kernels."""
-    batch, hidden = tensors[2].shape
-    key = found, batch, hidden, torch.get_num_threads()
-    runner = _runners.get(key)
-    if runner is None:
-        runner = _runners[key] = CpuScan(found, batch, hidden)
+    runner = _runner(found, tensors)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         results: tuple[Tensor, ...] = _Scan.apply(runner, way, *tensors)  # type: ignore[no-untyped-call]
         return results
     x, u, *rest = (t.detach().contiguous() for t in tensors)
-    return _results(_forward(runner, way, x, u, rest), way.reverse)
-
-
-def _forward(runner: CpuScan, way: _Way, x: Tensor, u: Tensor, rest: list[Tensor]) -> Steps:
-    """All steps by kernels; ``rest`` are the states and then the parameters."""
     states, parameters = rest[: way.states], rest[way.states :]
-    return runner.forward(x, u, states, parameters, way.resets, reverse=way.reverse, seed=way.seed)
+    with torch.no_grad():
+        y, last, _ = runner.run(
+            x, u, states, parameters, way.resets, reverse=way.reverse, seed=way.seed, keep=False
+        )  # fmt: skip
+    return y, *last
 
 
-def _results(steps: Steps, reverse: bool) -> tuple[Tensor, ...]:
-    """y and the last states."""
-    last = 0 if reverse else -1
-    return steps.kept[0], *(kept[last].clone() for kept in steps.kept)
+def _runner(found: Cell, tensors: Sequence[Tensor]) -> CpuScan | GpuScan:
+    """The compiled cell for such tensors."""
+    first = tensors[2]
+    sizes = len(first), first.shape[1]
+    key = found, sizes, first.dtype, first.device, torch.get_num_threads() if first.device.type == "cpu" else 0
+    runner = _runners.get(key)
+    if runner is None:
+        made = CpuScan(found, *sizes) if _on_cpu(first) else GpuScan(found, *sizes, first.dtype, first.device)
+        runner = _runners[key] = made
+    return runner
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    """Whether kernels for a CPU compute such tensors; else those for a GPU do."""
+    return tensor.device.type == "cpu"
 
 
 class _Scan(torch.autograd.Function):
     """A compiled cell over all steps, with its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, runner: CpuScan, way: _Way, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, runner: CpuScan | GpuScan, way: _Way, *tensors: Tensor) -> tuple[Tensor, ...]:
         x, u, *rest = (t.contiguous() for t in tensors)
-        steps = _forward(runner, way, x, u, rest)
+        states, parameters = rest[: way.states], rest[way.states :]
+        y, last, saved = runner.run(
+            x, u, states, parameters, way.resets, reverse=way.reverse, seed=way.seed, keep=True
+        )  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.scan = runner, way
-        ctx.save_for_backward(*tensors, steps.from_h, *steps.kept)
-        ctx.words = steps.resets
+        ctx.scan = runner, way, len(tensors)
+        ctx.save_for_backward(*tensors, *saved)
         # What is returned may be changed in place, what the backward reads may not.
-        y, *last = _results(steps, way.reverse)
         return y.clone(), *last
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        runner, way = ctx.scan
-        saved = ctx.saved_tensors
-        tensors, from_h, kept = saved[: -1 - way.states], saved[-1 - way.states], saved[-way.states :]
+        runner, way, count = ctx.scan
+        tensors, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             return None, None, *_gradients_by_torch(way, tensors, gradients, needs)
         x, u, *rest = (t.contiguous() for t in tensors)
-        steps = Steps(rest[: way.states], list(kept), from_h, ctx.words, way.seed)
-        dy = torch.zeros_like(kept[0]) if gradients[0] is None else gradients[0].contiguous()
-        ends = [
-            torch.zeros_like(first) if end is None else end.clone(memory_format=torch.contiguous_format)
-            for first, end in zip(steps.firsts, gradients[1:], strict=True)
-        ]
-        parameters = rest[way.states :]
-        dx, dgates, firsts, of_parameters = runner.backward(steps, x, u, parameters, dy, ends, reverse=way.reverse)
-        du = _of_weights(steps, dgates, way.resets, way.reverse) if needs[1] else None
+        dx, du, firsts, of_parameters = runner.gradients(
+            saved, x, u, rest[: way.states], rest[way.states :], way.resets, gradients[0], gradients[1:],
+            reverse=way.reverse, seed=way.seed, of_weights=needs[1],
+        )  # fmt: skip
         found = (dx, du, *firsts, *of_parameters)
         return None, None, *(each if needed else None for each, needed in zip(found, needs, strict=True))
-
-
-def _of_weights(steps: Steps, dgates: Tensor, resets: Tensor | None, reverse: bool) -> Tensor:
-    """The gradient of ``u``: over all steps, that of the gates times the state h before."""
-    h, first = steps.kept[0], steps.firsts[0][None]
-    before = torch.cat((h[1:], first) if reverse else (first, h[:-1]))
-    if resets is not None:
-        before = before.masked_fill(resets[..., None], 0.0)
-    return dgates.flatten(0, 1).T @ before.flatten(0, 1)
 
 
 def _by_torch(way: _Way, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
