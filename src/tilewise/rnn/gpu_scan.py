@@ -82,6 +82,10 @@ class GpuScan:
         self._interpreted = device.type == "cpu"
         self._kernels: dict[tuple[object, ...], _Kernel] = {}
         self._whole, self._gradients = backward_of(cell)
+        if not self._interpreted:
+            with self._on_device():
+                for name in ("step", "step_back"):
+                    self._kernel(name)
 
     def forward(
         self, x: Tensor, u: Tensor, states: list[Tensor], parameters: list[Tensor], resets: Tensor | None, *,
@@ -171,7 +175,10 @@ class GpuScan:
         h[first] = states[0]
         others[first] = states[1:]
         from_h = x.new_empty((time, batch, len(u)), dtype=torch.float32)
-        rows, further = self._rows(x), others if self.cell.states > 1 else from_h.new_empty((time + 1, 1))
+        rows, further = (
+            self._rows(x),
+            others if self.cell.states > 1 else self._unread(from_h),
+        )
         kernel = self._kernel("step")
         for t in range(time - 1, -1, -1) if reverse else range(time):
             old, new = (t + 1, t) if reverse else (t, t + 1)
@@ -194,7 +201,10 @@ class GpuScan:
         dx = torch.empty_like(x)
         gates = x.new_empty((time + 2, batch, len(u)))  # of a step t at t + 1, between zeros
         gates[0 if reverse else time + 1] = 0
-        rows, further = self._rows(x), others if self.cell.states > 1 else from_h.new_empty((time + 1, 1))
+        rows, further = (
+            self._rows(x),
+            others if self.cell.states > 1 else self._unread(from_h),
+        )
         kernel = self._kernel("step_back")
         sums = from_h.new_zeros((kernel.grid[0], self.cell.parameters, hidden))
         carry = from_h.new_empty((batch, hidden))
@@ -260,8 +270,7 @@ class GpuScan:
         from tilewise.kernels.triton.launch import Launch, Pointer
         from tilewise.kernels.triton.own_cache import own_cache
 
-        steps, size = self.batch * self.hidden, self.dtype.itemsize
-        pointers = [Pointer(0, bytes_apart, dtype) for dtype, bytes_apart in _looks(self, name, steps, size)]
+        pointers = [Pointer(0, bytes_apart, dtype) for dtype, bytes_apart in self._looks(name)]
         launch = Launch(made.kernel, made.grid, tuple(pointers), self._scalars, made.constants, warps=made.warps)
         try:
             with torch.cuda.device(self.device), own_cache(), late_launchers():
@@ -272,6 +281,20 @@ class GpuScan:
             raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
         return _Kernel(made.kernel, made.grid, made.constants, made.warps, compiled[made.grid])
 
+    def _looks(self, name: str) -> list[tuple[torch.dtype, int]]:
+        """The type of each tensor of a kernel, and bytes by which its places for single steps lie apart."""
+        steps, size = self.batch * self.hidden, self.dtype.itemsize
+        own, fp32, byte, word = self.dtype, torch.float32, torch.uint8, torch.int64
+        x, gates = steps * self.cell.from_x * size, steps * self.cell.from_h
+        state, other = (own, steps * size), (fp32, steps * 4)
+        resets, row, seed, whole = (byte, self.batch), (word, 8), (word, ALIGNED), (own, ALIGNED)
+        if name == "step":
+            return [(own, x), whole, state, other, whole, resets, row, seed, (fp32, gates * 4), state, other]
+        return [
+            (own, x), whole, state, other, (fp32, gates * 4), whole, resets, resets, row, seed, state,
+            (own, gates * size), (fp32, ALIGNED), (fp32, ALIGNED), (own, x), (own, gates * size), (fp32, ALIGNED),
+        ]  # fmt: skip
+
     @property
     def _scalars(self) -> tuple[int, int, int]:
         """Sequences, units, and the numbers of a state of all sequences."""
@@ -280,6 +303,10 @@ class GpuScan:
     def _rows(self, x: Tensor) -> Tensor:
         """The number of each step's first row, (T,)."""
         return torch.arange(0, len(x) * self.batch, self.batch, dtype=torch.int64, device=x.device)
+
+    def _unread(self, from_h: Tensor) -> Tensor:
+        """What stands for further states of a cell without any, for every step."""
+        return from_h.new_empty((1, self.batch, self.hidden)).expand(len(from_h) + 1, -1, -1)
 
     def _bytes(self, resets: Tensor | None, time: int) -> Tensor:
         """Resets as bytes (T + 2, N), those of step t at t + 1 between zeros."""
@@ -307,20 +334,6 @@ def gpu_missing() -> str:
     from tilewise.solvers.common.triton_run import has_triton
 
     return "" if has_triton() else "Triton is not installed"
-
-
-def _looks(scan: GpuScan, name: str, steps: int, size: int) -> list[tuple[torch.dtype, int]]:
-    """The type of each tensor of a kernel, and bytes by which its places for single steps lie apart."""
-    own, fp32, byte, word = scan.dtype, torch.float32, torch.uint8, torch.int64
-    x, gates = steps * scan.cell.from_x * size, steps * scan.cell.from_h
-    state, other = (own, steps * size), (fp32, steps * 4 if scan.cell.states > 1 else 4)
-    resets, row, seed, whole = (byte, scan.batch), (word, 8), (word, ALIGNED), (own, ALIGNED)
-    if name == "step":
-        return [(own, x), whole, state, other, whole, resets, row, seed, (fp32, gates * 4), state, other]
-    return [
-        (own, x), whole, state, other, (fp32, gates * 4), whole, resets, resets, row, seed, state, (own, gates * size),
-        (fp32, ALIGNED), (fp32, ALIGNED), (own, x), (own, gates * size), (fp32, ALIGNED),
-    ]  # fmt: skip
 
 
 def _aligned(tensor: Tensor) -> Tensor:
