@@ -44,7 +44,7 @@ class RecurrentProblem(Problem):
     is the sum of all lengths, ``time`` is the longest one, and only steps that exist are computed. With a
     ``projection`` an LSTM's state h is a product of ``w_hr`` (projection, hidden) with what a plain LSTM has as h, and
     has fewer numbers (Sak et al. 2014, "Long short-term memory recurrent neural network architectures for large scale
-    acoustic modeling", equation 7); 0 is for none. c has ``hidden`` numbers still. The ``task`` ``inference`` is the
+    acoustic modeling"); 0 is for none. c has ``hidden`` numbers still. The ``task`` ``inference`` is the
     forward; ``training`` is forward and backward together, with the gradient of every operand.
 
     Tensors are dense with the time first: ``x`` (time, batch, inputs), ``y`` (time, batch, directions * width), states
