@@ -26,7 +26,7 @@ def compiled() -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_for
 
-    from tilewise.rnn.gpu_scan import GpuScan
+    from tilewise.rnn.gpu_kernels import CellKernels
     from tilewise.rnn.tracing import trace
 
     name, dtype_name, fused = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
@@ -34,13 +34,11 @@ def compiled() -> None:
     cell, from_x, from_h, states, parts = CELLS[name]
     for batch, hidden in ((1, 48), (20, 33)):
         traced = trace(cell, from_x, from_h, states, parts, (batch, hidden), NOISE.get(name, 0))
-        scan = GpuScan(traced, batch, hidden, dtype, torch.device("cpu"))
-        assert scan.fused is not bool(traced.means)
-        scan.fused = fused
+        kernels = CellKernels(traced, batch, hidden, dtype, torch.device("cpu"), fused)
         for pass_name in ("step", "step_back"):
-            made: Any = scan._kernel(pass_name)
+            made: Any = kernels.made(pass_name, "ieee")
             names = made.kernel.arg_names
-            pointers = dict(zip(names, scan._looks(pass_name), strict=False))
+            pointers = dict(zip(names, kernels.looks(pass_name), strict=False))
             types = {torch.uint8: "u8", torch.int64: "i64", torch.float32: "fp32", dtype: dtype_name}
             constants = dict(made.constants)
             signature = {}

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.recurrent.expressions import Cell, backward_of
+from tilewise.kernels.cpu.recurrent.expressions import Cell
 from tilewise.machine.torch_state import read_precision
+from tilewise.rnn.gpu_kernels import ALIGNED, CellKernel, CellKernels
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.replays import Replays
 
@@ -26,11 +27,6 @@ MOST_UNITS = 8192
 """Hidden units of a cell with means, of which one program has all."""
 MOST_FUSED = 1024
 """Hidden units up to which the product with the state is computed in the cell's kernel, and not by a library."""
-ROWS, UNITS, DEPTH = 16, 32, 64
-"""Sequences and units of a program that multiplies, and the numbers of a sum that it adds at a time."""
-PLAIN_UNITS = 256
-"""Units of a program of one sequence that does not multiply."""
-ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -44,26 +40,6 @@ class Kept:
     h: Tensor
     others: Tensor
     from_h: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """A kernel for fixed sizes, as it is launched: by addresses, or in Triton's interpreter by tensors."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    constants: dict[str, Any]
-    warps: int
-    compiled: Callable[..., None] | None = None
-
-    def __call__(self, tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
-        """Launch it on the current stream."""
-        if self.compiled is None:
-            self.kernel[self.grid](*tensors, *scalars, **self.constants)
-            return
-        constants = [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
-        stream = torch.cuda.current_stream(tensors[0].device).cuda_stream
-        self.compiled(*(t.data_ptr() for t in tensors), *scalars, *constants, stream=stream)
 
 
 class GpuScan:
@@ -80,8 +56,8 @@ class GpuScan:
         self.fused = not cell.means and hidden <= MOST_FUSED
         self.replays = Replays()
         self._interpreted = device.type == "cpu"
-        self._kernels: dict[tuple[object, ...], _Kernel] = {}
-        self._whole, self._gradients = backward_of(cell)
+        self._kernels: dict[tuple[object, ...], CellKernel] = {}
+        self.kernels = CellKernels(cell, batch, hidden, dtype, device, self.fused)
         if not self._interpreted:
             with self._on_device():
                 for name in ("step", "step_back"):
@@ -188,7 +164,7 @@ class GpuScan:
                 x[t], u, h[old], further[old], parameters, resets[t + 1], rows[t : t + 1], seed, from_h[t], h[new],
                 further[new],
             )  # fmt: skip
-            kernel(tensors, self._scalars)
+            kernel(tensors, self.kernels.scalars)
         return Kept(h, others, from_h)
 
     def _backward(
@@ -217,7 +193,7 @@ class GpuScan:
                 x[t], u, h[old], further[old], from_h[t], parameters, resets[t + 1], resets[later], rows[t : t + 1],
                 seed, dy[t], gates[later], carry, ends, dx[t], gates[t + 1], given,
             )  # fmt: skip
-            kernel(tensors, self._scalars)
+            kernel(tensors, self.kernels.scalars)
         first = time if reverse else 1
         self._multiplied(gates[first], u, carry)
         ends[0] += carry.masked_fill(resets[first].bool()[:, None], 0.0)
@@ -232,73 +208,13 @@ class GpuScan:
         else:
             out.copy_(torch.mm(a, b, out_dtype=torch.float32))
 
-    def _kernel(self, name: str) -> _Kernel:
+    def _kernel(self, name: str) -> CellKernel:
         """The kernel of a pass, compiled at the first call under torch's precision of matrix products as it is."""
         precise = self.dtype is not torch.float32 or read_precision("cuda", "matmul") != "tf32"
         key = name, precise
         if key not in self._kernels:
-            self._kernels[key] = self._made(name, "ieee" if precise else "tf32")
+            self._kernels[key] = self.kernels.made(name, "ieee" if precise else "tf32")
         return self._kernels[key]
-
-    def _made(self, name: str, precision: str) -> _Kernel:
-        """Compile a kernel. Raises ``SolverUnavailable`` with Triton's reason."""
-        from tilewise.kernels.triton.recurrent import cell_steps
-
-        kernel = getattr(cell_steps, name)
-        rows, units = (ROWS, UNITS) if self.fused else (1, min(PLAIN_UNITS, _power(self.hidden)))
-        if self.cell.means:
-            units = _power(self.hidden)
-        constants: dict[str, Any] = {
-            "FUSED": self.fused, "PRECISION": precision, "BN": rows, "BH": units, "BK": DEPTH,
-            "RANDOMS": self.cell.randoms,
-        }  # fmt: skip
-        if name == "step":
-            constants |= cell_steps.encoded(self.cell) | {
-                "RESULTS": self.cell.results, "FROM_X": self.cell.from_x, "FROM_H": self.cell.from_h,
-                "STATES": self.cell.states, "PARAMETERS": self.cell.parameters,
-            }  # fmt: skip
-        else:
-            found = {f"OF_{each.upper()}": tuple(places) for each, places in self._gradients.items()}
-            constants |= cell_steps.encoded(self._whole) | found
-        grid = (-(-self.batch // rows), -(-self.hidden // units), 1)
-        made = _Kernel(kernel, grid, constants, 4 if units <= 1024 else 8)
-        return made if self._interpreted else self._compiled(made, name)
-
-    def _compiled(self, made: _Kernel, name: str) -> _Kernel:
-        """A kernel with its machine code."""
-        from tilewise.kernels.triton.driver_launch import late_launchers, made_now
-        from tilewise.kernels.triton.launch import Launch, Pointer
-        from tilewise.kernels.triton.own_cache import own_cache
-
-        pointers = [Pointer(0, bytes_apart, dtype) for dtype, bytes_apart in self._looks(name)]
-        launch = Launch(made.kernel, made.grid, tuple(pointers), self._scalars, made.constants, warps=made.warps)
-        try:
-            with torch.cuda.device(self.device), own_cache(), late_launchers():
-                compiled = launch.compile([ALIGNED])
-                made_now(compiled.run)
-        except Exception as error:  # Triton raises errors of many kinds when a kernel does not compile or fit
-            text = str(error).strip().splitlines()
-            raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
-        return _Kernel(made.kernel, made.grid, made.constants, made.warps, compiled[made.grid])
-
-    def _looks(self, name: str) -> list[tuple[torch.dtype, int]]:
-        """The type of each tensor of a kernel, and bytes by which its places for single steps lie apart."""
-        steps, size = self.batch * self.hidden, self.dtype.itemsize
-        own, fp32, byte, word = self.dtype, torch.float32, torch.uint8, torch.int64
-        x, gates = steps * self.cell.from_x * size, steps * self.cell.from_h
-        state, other = (own, steps * size), (fp32, steps * 4)
-        resets, row, seed, whole = (byte, self.batch), (word, 8), (word, ALIGNED), (own, ALIGNED)
-        if name == "step":
-            return [(own, x), whole, state, other, whole, resets, row, seed, (fp32, gates * 4), state, other]
-        return [
-            (own, x), whole, state, other, (fp32, gates * 4), whole, resets, resets, row, seed, state,
-            (own, gates * size), (fp32, ALIGNED), (fp32, ALIGNED), (own, x), (own, gates * size), (fp32, ALIGNED),
-        ]  # fmt: skip
-
-    @property
-    def _scalars(self) -> tuple[int, int, int]:
-        """Sequences, units, and the numbers of a state of all sequences."""
-        return self.batch, self.hidden, self.batch * self.hidden
 
     def _rows(self, x: Tensor) -> Tensor:
         """The number of each step's first row, (T,)."""
@@ -339,8 +255,3 @@ def gpu_missing() -> str:
 def _aligned(tensor: Tensor) -> Tensor:
     """The tensor, at a multiple of 16 bytes."""
     return tensor if tensor.data_ptr() % ALIGNED == 0 else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _power(size: int) -> int:
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
