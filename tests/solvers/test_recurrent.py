@@ -74,7 +74,7 @@ def test_solvers_without_projections_say_so() -> None:
         assert solver.projects or any("projection=2" in reason for reason in solver.why_not(p)), solver.name
 
 
-def computes(solver: Solver, dtype: str, drawn_layers: st.SearchStrategy[RecurrentProblem], examples: int = 30) -> None:
+def computes(solver: Any, dtype: str, drawn_layers: st.SearchStrategy[RecurrentProblem], examples: int = 30) -> None:
     """Compare drawn layers of a type with float64."""
     bound = []
 
@@ -89,6 +89,8 @@ def computes(solver: Solver, dtype: str, drawn_layers: st.SearchStrategy[Recurre
         c = data.draw(st.sampled_from(configs))
         if solver.by_blocks and p.time > 1 and data.draw(st.booleans(), "by blocks"):
             c = Config(**c, block=data.draw(st.integers(1, p.time - 1), "block"))
+            if solver.moves_to_host and p.device_type == "cuda" and p.task == "training" and data.draw(st.booleans()):
+                c = Config(**c, host=1)
         operands = dense_operands(p, 5)
         try:
             run = solver.bind_checked(p, c, *operands, *(None for _ in p.results))
@@ -232,6 +234,55 @@ def test_long_recurrences_stay_exact(cell: str) -> None:
     )
 
 
+def of_blocks(p: RecurrentProblem, operands: Any, block: int, **options: Any) -> list[Any]:
+    """Results and all gradients, by blocks of steps."""
+    named = dict(zip(p.operands, operands, strict=True))
+    weights = [named[role] for role in p.weights]
+    layer = StackedLayers(p, stepped.recurrence(p), block=block, **options)
+    with torch.no_grad():
+        *results, saved = layer.forward(
+            named["x"], named["h0"], named.get("c0"), weights, packing=packing_of(p) if p.packed else None, keep=True
+        )  # fmt: skip
+        ends = [named.get(role) for role in ("dy", "dhn", "dcn")]
+        for _ in range(2):  # a graph may be gone back twice
+            gradients = layer.backward(saved, weights, *ends, [True] * (3 + len(weights)))
+    return [t for t in (*results, *gradients) if t is not None]
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), p=layers(task="training"))
+def test_what_blocks_keep_on_the_host_is_what_they_compute_again(data: st.DataObject, p: RecurrentProblem) -> None:
+    block, operands = data.draw(st.integers(1, p.time), "block"), dense_operands(p, 4)
+    for got, want in zip(of_blocks(p, operands, block, on_host=True), of_blocks(p, operands, block), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [{}, {"steps": "replayed"}])
+def test_on_a_gpu_what_blocks_keep_leaves_the_device(steps: dict[str, str]) -> None:
+    p = RecurrentProblem(
+        "lstm", 600, 64, 32, 128, layers=2, task="training", device=device_name(torch.device("cuda"))
+    )  # fmt: skip
+    solver: Any = get("stepped")
+    operands = dense_operands(p, 1)
+    found, peaks = [], []
+    for c in (Config(**steps), Config(**steps, block=60, host=1), Config(**steps, block=60)):
+        run = solver.bind(p, c)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            results = run(*operands, *(None for _ in p.results), None)
+            torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        found.append(results)
+        del results, run
+    assert all(map(torch.equal, found[1], found[2]))
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    assert peaks[1] < peaks[0] / 2
+
+
 @pytest.mark.parametrize("name", ["stepped", "resident_rnn"])
 @settings(max_examples=30, deadline=None)
 @given(p=layers(dtype="fp32"), share=st.floats(0.01, 1.2))
@@ -259,3 +310,18 @@ def test_blocks_are_offered_under_a_limit(name: str, p: RecurrentProblem, share:
             assert fitting == own or own == [Config(**c, block=1)]
             sizes = [needs(Config(**c, block=n)) for n in range(1, p.time)]
             assert bool(fitting) or min(sizes) > limit or needs(own[0]) > limit
+
+
+def test_on_a_gpu_blocks_are_offered_with_what_they_keep_on_the_host() -> None:
+    p = RecurrentProblem("gru", 100, 8, 16, 64, task="training", device="cuda:Some GPU")
+    solver: Any = get("stepped")
+    limit = max(solver.hidden_workspace(p, c) for c in solver.configs(p)) - 1
+    offered = [c for c, _ in solver.offers(p, limit)]
+    moved = [c for c in offered if "host" in c]
+    assert moved
+    assert all("block" in c and solver.hidden_workspace(p, c) <= limit for c in moved)
+    assert all(is_offered(solver, p, c) for c in moved)
+    for other in (replace(p, task="inference"), replace(p, device="cpu")):
+        assert not any("host" in c for c, _ in solver.offers(other, 1000))
+        assert not any(is_offered(solver, other, c) for c in moved)
+    assert not any(is_offered(solver, p, Config(**{**c, "host": 2})) for c in moved)

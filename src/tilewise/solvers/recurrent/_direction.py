@@ -3,7 +3,8 @@
 What does not depend on the step before is one matrix product for all steps of a block (Appleyard, Kocisky and Blunsom
 2016, "Optimizing performance of recurrent neural networks on GPUs", section 3). Where a sequence is divided into
 blocks, only the states between blocks are kept, and a backward computes each block's steps again (Chen et al. 2016,
-"Training deep nets with sublinear memory cost"). So long sequences need memory for the gates of one block only.
+"Training deep nets with sublinear memory cost"). So long sequences need memory for the gates of one block only. Or what
+blocks keep is moved to the host (:mod:`._host_copies`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.problems.recurrent.packing import Packing
+from tilewise.solvers.recurrent._host_copies import HostCopies, OnHost
 from tilewise.solvers.recurrent._recurrence import Recurrence, Saved
 
 __all__ = ["Direction", "KeptSteps", "Linear", "Span", "spans_of"]
@@ -72,12 +74,12 @@ class KeptSteps:
     """What a backward takes: each span in the order of the forward, with the states that it began with.
 
     The first span began with the first states, which whoever keeps this has: ``firsts`` are those of the others.
-    ``saved`` is what its recurrence kept; nothing where its steps are computed again.
+    ``saved`` is what its recurrence kept, on the device or on the host; nothing where its steps are computed again.
     """
 
     spans: list[Span] = field(default_factory=list)
     firsts: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
+    saved: list[Saved | OnHost] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,12 @@ class Direction:
 
     def forward(
         self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], y: Tensor, spans: Sequence[Span],
-        *, keep: bool, again: bool,
+        *, keep: bool, again: bool, copies: HostCopies | None = None,
     ) -> tuple[Tensor, Tensor | None, KeptSteps]:  # fmt: skip
         """Write the states to ``y``, and return the last h and c, and what ``backward`` takes where ``keep``.
 
-        With ``again`` it will compute the steps again, and no more is kept than that takes.
+        With ``again`` it will compute the steps again, and no more is kept than that takes. With ``copies`` what the
+        spans keep is moved to the host.
         """
         kept, h, c = KeptSteps(), h0, c0
         for span in reversed(spans) if self.reverse else spans:
@@ -111,9 +114,13 @@ class Direction:
             if keep:
                 kept.firsts += [first] if kept.spans else []
                 kept.spans.append(span)
+                if copies is not None:
+                    saved = copies.put(saved, y)
                 kept.saved += [] if again else [saved]
             del saved  # before the next span has its own
             h, c = _carried(hn, h), None if cn is None else _carried(cn, c)
+        if copies is not None:
+            copies.settle()
         return h, c, kept
 
     def _steps(
@@ -164,6 +171,11 @@ class Direction:
         w, u, _, own_weight = self._parted(weights)
         if kept.saved:
             saved = kept.saved[place]
+            if isinstance(saved, OnHost):
+                saved = saved.fetched()
+                before = kept.saved[place - 1] if place else None
+                if isinstance(before, OnHost):
+                    before.begin()
         else:
             own = torch.empty_like(own, memory_format=torch.contiguous_format)
             _, _, saved = self._steps(span, first, x, weights, own, keep=True)

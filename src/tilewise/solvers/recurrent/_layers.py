@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tilewise.machine.device import is_capturing
 from tilewise.machine.torch_state import fp32_precision
 from tilewise.problems.recurrent.packing import Packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.recurrent._direction import Direction, KeptSteps, Linear, spans_of
+from tilewise.solvers.recurrent._host_copies import HostCopies
 from tilewise.solvers.recurrent._recurrence import Recurrence
 
 __all__ = ["Layer", "Outputs", "StackedLayers"]
@@ -75,7 +77,8 @@ class StackedLayers:
 
     ``linear`` computes the products with the inputs' weights, as ``torch.nn.functional.linear`` does. ``packed`` makes
     the recurrence of a packed batch; without it such a batch runs in parts in which no sequence ends. ``block`` steps
-    run at a time, 0 for all: see :mod:`._direction`.
+    run at a time, 0 for all: see :mod:`._direction`. With ``on_host`` what blocks keep is moved to the host, but in a
+    capture, which cannot: there their steps are computed again.
     """
 
     p: RecurrentProblem
@@ -83,6 +86,7 @@ class StackedLayers:
     linear: Linear = torch._C._nn.linear
     packed: Callable[[Packing], Recurrence] | None = None
     block: int = 0
+    on_host: bool = False
 
     def forward(
         self,
@@ -98,6 +102,8 @@ class StackedLayers:
         """As :meth:`Layer.forward`. Tensors are contiguous; dropout draws from torch's generator."""
         p, kept = self.p, _Kept(h0, c0)
         spans = spans_of(len(x), len(h0[0]), packing, self.block, level=self.packed is None)
+        moves = self.on_host and keep and not is_capturing(x.device)
+        copies = HostCopies(x.device) if moves else None
         states: list[Tensor] = []
         cells: list[Tensor] = []
         with self._precision():
@@ -111,7 +117,15 @@ class StackedLayers:
                     index = layer * p.directions + direction
                     c = None if c0 is None else c0[index]
                     hn, cn, steps = self._direction(index).forward(
-                        x, h0[index], c, self._weights(weights, index), half, spans, keep=keep, again=self.block > 0
+                        x,
+                        h0[index],
+                        c,
+                        self._weights(weights, index),
+                        half,
+                        spans,
+                        keep=keep,
+                        again=self.block > 0 and not moves,
+                        copies=copies,
                     )
                     states.append(hn)
                     if cn is not None:

@@ -16,7 +16,11 @@ from tilewise.solvers.base import Cost, Run, Solver
 from tilewise.solvers.common.costs import efficiency
 from tilewise.solvers.recurrent._layers import Layer
 
-__all__ = ["RecurrentSolver", "block_of", "blocks_of", "recurrent_cost", "rows_at_a_time", "with_repeats"]
+__all__ = ["RecurrentSolver", "block_of", "blocks_of", "is_on_host", "recurrent_cost", "rows_at_a_time", "with_repeats"]
+
+
+HOST = 50
+"""Times that a byte takes between host and GPU what it takes in the GPU's memory, roughly."""
 
 
 class RecurrentSolver(Solver):
@@ -27,7 +31,11 @@ class RecurrentSolver(Solver):
     projects: ClassVar[bool] = False
     """Whether it takes LSTMs with a projection."""
     by_blocks: ClassVar[bool] = False
-    """Whether it takes a config's ``block`` as steps that run at a time. A backward computes them again."""
+    """Whether it takes a config's ``block`` as steps that run at a time. A backward computes them again, or on a GPU
+    with ``host`` finds what they kept in the host's memory."""
+    moves_to_host: ClassVar[bool] = False
+    """Whether it takes a config's ``host``."""
+    amounts: ClassVar[frozenset[str]] = Solver.amounts | {"host"}
 
     @abc.abstractmethod
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
@@ -60,9 +68,15 @@ class RecurrentSolver(Solver):
         fits, blocks of one step are offered, so that their loss says what is needed.
         """
         for c in self.configs(p):
-            blocked = [Config(**c, block=block) for block in self._blocks(p, c, ceiling)] if only is None else []
+            blocked = []
+            for block in self._blocks(p, c, ceiling) if only is None else ():
+                blocked.append(Config(**c, block=block))
+                if self._may_move(p) and (
+                    ceiling is None or self._needs(p, Config(**c, block=block, host=1)) <= ceiling
+                ):
+                    blocked.append(Config(**c, block=block, host=1))
             if only is not None:
-                blocked = [each for each in only if self.by_blocks and self.like(each) == c and _is_block(p, each)]
+                blocked = [each for each in only if self.by_blocks and self.like(each) == c and self._is_block(p, each)]
             if only is None or c in only:
                 yield c, self.workspace(p, c)
             for each in blocked:
@@ -79,6 +93,14 @@ class RecurrentSolver(Solver):
             sizes.append(block)
         fitting = [block for block in sizes if self._needs(p, Config(**c, block=block)) <= ceiling]
         return [*fitting[:2], *fitting[3:4]] or sizes[-1:]
+
+    def _is_block(self, p: RecurrentProblem, c: Config) -> bool:
+        """Whether the steps of a config that run at a time are some of the problem's, kept where they may be."""
+        return 1 <= block_of(c) < p.time and ("host" not in c or (c["host"] == 1 and self._may_move(p)))
+
+    def _may_move(self, p: RecurrentProblem) -> bool:
+        """Whether what steps keep may be moved to the host: from a GPU, where there is a backward."""
+        return self.moves_to_host and p.device_type == "cuda" and p.task == "training"
 
     def _needs(self, p: RecurrentProblem, c: Config) -> int:
         """All bytes that a run takes."""
@@ -98,7 +120,8 @@ class RecurrentSolver(Solver):
             return gates * (size + 4 * every) + outputs * (p.layers - 1)
         of_cell = p.hidden * 4 if p.cell == "lstm" else 0
         between = (blocks_of(p, c) - 1) * p.batch * (p.width * size + of_cell) * every
-        return gates * (size + 4) + outputs * (p.layers - 1) + between
+        at_a_time = 2 if is_on_host(c) else 1
+        return gates * (size + 4) * at_a_time + outputs * (p.layers - 1) + between
 
     def bind(self, p: RecurrentProblem, c: Config, *tensors: Any, **nothing: Any) -> Run:
         """A run of the layer into new tensors."""
@@ -130,9 +153,9 @@ def block_of(c: Config) -> int:
     return block if isinstance(block, int) else 0
 
 
-def _is_block(p: RecurrentProblem, c: Config) -> bool:
-    """Whether the steps of a config that run at a time are some of the problem's."""
-    return 1 <= block_of(c) < p.time
+def is_on_host(c: Config) -> bool:
+    """Whether what blocks keep is moved to the host."""
+    return "host" in c
 
 
 def blocks_of(p: RecurrentProblem, c: Config) -> int:
@@ -147,7 +170,7 @@ def rows_at_a_time(p: RecurrentProblem, c: Config) -> int:
 
 def with_repeats(p: RecurrentProblem, c: Config) -> int:
     """Floating-point operations with those of a backward that computes its forward again."""
-    return p.flops if p.task == "inference" or not block_of(c) else p.flops * 4 // 3
+    return p.flops if p.task == "inference" or not block_of(c) or is_on_host(c) else p.flops * 4 // 3
 
 
 def recurrent_cost(p: RecurrentProblem, c: Config, kernels: int, factor: float = 1.0) -> Cost:
@@ -157,4 +180,5 @@ def recurrent_cost(p: RecurrentProblem, c: Config, kernels: int, factor: float =
     """
     kernels += 8 * (blocks_of(p, c) - 1) * p.layers * p.directions
     rate = efficiency(p.device_type, -(-p.rows // p.time), p.gates * p.hidden, p.width)
-    return Cost(with_repeats(p, c), p.bytes, kernels, efficiency=max(rate * factor, 1e-4))
+    moved = p.rows * p.layers * p.directions * (p.gates + 1) * p.hidden * 8 if is_on_host(c) else 0
+    return Cost(with_repeats(p, c), p.bytes + moved * HOST, kernels, efficiency=max(rate * factor, 1e-4))

@@ -21,7 +21,7 @@ from tilewise.solvers.base import Cost, SolverUnavailable
 from tilewise.solvers.common.replays import Replays
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrence import Recurrence, Saved
-from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, recurrent_cost, rows_at_a_time
+from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, is_on_host, recurrent_cost, rows_at_a_time
 from tilewise.solvers.recurrent._replayed import Replayed, bytes_of_graphs
 
 OPERATORS = {"rnn_tanh": 3, "rnn_relu": 3, "gru": 11, "lstm": 12}
@@ -40,7 +40,7 @@ class Stepped(RecurrentSolver):
     """
 
     name, version = "stepped", 2
-    by_blocks = projects = True
+    by_blocks = projects = moves_to_host = True
 
     def configs(self, p: RecurrentProblem) -> Iterable[Config]:
         """On a GPU replays of graphs, and launches one by one."""
@@ -62,19 +62,23 @@ class Stepped(RecurrentSolver):
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
         """Layers around torch's operators. Raises ``SolverUnavailable`` for replays on a CPU."""
         if "steps" not in c:
-            return StackedLayers(p, recurrence(p), packed=functools.partial(recurrence, p), block=block_of(c))
+            return StackedLayers(
+                p, recurrence(p), packed=functools.partial(recurrence, p), block=block_of(c), on_host=is_on_host(c)
+            )
         if p.device_type != "cuda":
             raise SolverUnavailable(f"{c} is no config of {p.key}: CUDA graphs need a GPU")
-        return replayed_layers(p, block_of(c), Replays())
+        return replayed_layers(p, block_of(c), Replays(), on_host=is_on_host(c))
 
 
-def replayed_layers(p: RecurrentProblem, block: int, replays: Replays) -> StackedLayers:
+def replayed_layers(p: RecurrentProblem, block: int, replays: Replays, *, on_host: bool = False) -> StackedLayers:
     """Layers whose steps are replayed, ``block`` of them at a time, or all where that is 0."""
 
     def packed(packing: Packing) -> Replayed:
         return Replayed(recurrence(p, packing), replays, 0, packing)
 
-    return StackedLayers(p, Replayed(recurrence(p), replays, block or p.time), packed=packed, block=block)
+    return StackedLayers(
+        p, Replayed(recurrence(p), replays, block or p.time), packed=packed, block=block, on_host=on_host
+    )
 
 
 def recurrence(p: RecurrentProblem, packing: Packing | None = None) -> Recurrence:
