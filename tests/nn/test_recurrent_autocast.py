@@ -35,6 +35,20 @@ def like(got: list[Any], want: list[Any]) -> None:
         torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_projection_is_torchs_where_it_computes_in_several_types(traced: bool) -> None:
+    """As on a CPU, where c stays fp32."""
+    module = nn.LSTM(3, 5, proj_size=2)
+    twin, table = forced(module)
+    called = torch.compile(twin, backend="eager") if traced else twin
+    x = torch.randn(4, 3, 3)
+    with under():
+        got, want = flat(called(x)), flat(module(x))
+    assert [t.dtype for t in got] == [t.dtype for t in want] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert all(map(torch.equal, got, want))
+    assert not table.asked
+
+
 @ONEDNN
 @settings(max_examples=some(20), deadline=None)
 @given(data=st.data())

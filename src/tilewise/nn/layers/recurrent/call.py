@@ -148,7 +148,7 @@ def given_of(module: nn.RNNBase | Arguments, x: object, hx: object) -> Given | s
     elif module.batch_first:
         first = first.transpose(0, 1)
     h0, c0 = (*states, None, None)[:2]
-    lower = lower_type(module.mode.lower(), first.device) if is_on(first.device.type) else None
+    lower = _lower(module, first.device) if is_on(first.device.type) else None
     return Given(module, first, h0, c0, weights, batched, lower or first.dtype)
 
 
@@ -174,7 +174,7 @@ def _given_packed(module: nn.RNNBase | Arguments, x: PackedSequence, hx: object)
     if x.sorted_indices is not None:
         states = [state.index_select(1, x.sorted_indices) for state in states]
     h0, c0 = (*states, None, None)[:2]
-    lower = lower_type(module.mode.lower(), x.data.device) if is_on(x.data.device.type) else None
+    lower = _lower(module, x.data.device) if is_on(x.data.device.type) else None
     return Given(module, x.data, h0, c0, weights, True, lower or x.data.dtype, packing, x)
 
 
@@ -210,7 +210,7 @@ def _why_types_are_torchs(module: nn.RNNBase | Arguments, given: list[Tensor]) -
     """Why the call is left to torch for the types of its tensors; empty where it may be planned."""
     x = given[0]
     if is_on(x.device.type):
-        lower = lower_type(module.mode.lower(), x.device)
+        lower = _lower(module, x.device)
         if lower is None:
             return "called under autocast, where torch computes such a layer in several types"
         if any(t.dtype not in (torch.float32, lower) for t in given):
@@ -218,6 +218,11 @@ def _why_types_are_torchs(module: nn.RNNBase | Arguments, given: list[Tensor]) -
     elif x.dtype not in DTYPE_NAMES or any(t.dtype is not x.dtype for t in given):
         return f"computes in {x.dtype}, or in several types"
     return ""
+
+
+def _lower(module: nn.RNNBase | Arguments, device: torch.device) -> torch.dtype | None:
+    """The 16-bit type in which torch computes the module under autocast; ``None`` where there is no one type."""
+    return lower_type(module.mode.lower(), device, projected=module.proj_size > 0)
 
 
 def _shapes(module: nn.RNNBase | Arguments, x: Tensor, count: int) -> list[tuple[int, ...]]:

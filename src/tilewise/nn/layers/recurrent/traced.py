@@ -92,7 +92,7 @@ def _computed_in(module: nn.RNNBase, tensors: Sequence[Any]) -> torch.dtype | No
     x: Tensor = tensors[0]
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
-        dtype = LOWER[_lower_name(module.mode.lower(), x.device.type)]
+        dtype = LOWER[_lower_name(module.mode.lower(), x.device.type, module.proj_size > 0)]
         if dtype is None or any(t.dtype not in (torch.float32, dtype) for t in tensors):
             return None
     elif any(t.dtype != dtype for t in tensors):
@@ -103,9 +103,9 @@ def _computed_in(module: nn.RNNBase, tensors: Sequence[Any]) -> torch.dtype | No
 LOWER: dict[str, Any] = {"fp16": torch.float16, "bf16": torch.bfloat16, "": None}
 
 
-def _lower_name(cell: str, device_type: str) -> str:
+def _lower_name(cell: str, device_type: str, projected: bool) -> str:
     """The name of :func:`lower_type`. Dynamo calls it while it traces, and keeps the answer."""
-    found = lower_type(cell, torch.device(device_type))
+    found = lower_type(cell, torch.device(device_type), projected=projected)
     return next(name for name, dtype in LOWER.items() if dtype is found)
 
 
