@@ -32,7 +32,7 @@ def compiled() -> None:
     name, dtype_name, fused = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype_name]
     cell, from_x, from_h, states, parts = CELLS[name]
-    for batch, hidden in ((1, 48), (20, 33)):
+    for batch, hidden in ((1, 1), (1, 48), (20, 33)):
         traced = trace(cell, from_x, from_h, states, parts, (batch, hidden), NOISE.get(name, 0))
         kernels = CellKernels(traced, batch, hidden, dtype, torch.device("cpu"), fused)
         for pass_name in ("step", "step_back"):
@@ -46,8 +46,9 @@ def compiled() -> None:
                 signature[each] = f"*{types[pointers[each][0]]}" if each in pointers else "i32"
                 if each in constants:
                     signature[each] = "constexpr"
-            if batch == 1:
-                constants["batch"], signature["batch"] = 1, "constexpr"
+            for each, value in zip(("batch", "hidden", "between"), kernels.scalars, strict=True):
+                if value == 1:  # Triton takes it for a constant
+                    constants[each], signature[each] = 1, "constexpr"
             source = ASTSource(made.kernel, signature, {(names.index(n),): v for n, v in constants.items()}, {})
             kernel = compile_for(source, GPUTarget("cuda", 90, 32), {"num_warps": made.warps, "num_stages": 2})
             assert "cubin" in kernel.asm
