@@ -117,6 +117,10 @@ def test_without_time_it_says_so(planner: Planner) -> None:
 def test_sizes_of_a_layer_change_together() -> None:
     (square,) = recurrent_layer(parse_recurrent("gru:t2n4i80h80")).problems((84, 5))
     assert (square.hidden, square.inputs, square.batch) == (84, 84, 5)
+    (narrow,) = recurrent_layer(parse_recurrent("lstm:t2n4i30h80r20")).problems((84, 5))
+    assert (narrow.hidden, narrow.projection) == (84, 21)  # type: ignore[attr-defined]
+    (least,) = recurrent_layer(parse_recurrent("lstm:t2n4i30h80r1")).problems((40, 5))
+    assert least.projection == 1  # type: ignore[attr-defined]
     (wide,) = recurrent_layer(parse_recurrent("gru:t2n4i30h80")).problems((84, 5))
     assert (wide.hidden, wide.inputs) == (84, 30)
     depthwise = convolution([parse_layer("g32mb4ic32ih12iw24oc32kh3kw3ph1pw1")])

@@ -83,7 +83,7 @@ def recurrent_layer(
     def make(sizes: Mapping[str, int]) -> tuple[Problem, ...]:
         inputs = sizes["hidden"] if square else problem.inputs
         hidden, share = sizes["hidden"], problem.projection * sizes["hidden"] // problem.hidden
-        projection = max(1, share) if problem.projection else 0
+        projection = min(max(1, share), hidden - 1) if problem.projection else 0
         return (replace(problem, hidden=hidden, inputs=inputs, batch=sizes["batch"], projection=projection),)
 
     axes = (Axis("hidden", problem.hidden, size_share), Axis("batch", problem.batch, batch_share))
