@@ -62,10 +62,11 @@ def test_a_solver_computes_what_it_supports(solver: Solver, dtype: str, device: 
     computes(solver, dtype, layers(dtype=dtype, device=name))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("solver", "dtype", "device"), [each for each in cases() if each.values[0].projects])
 def test_a_solver_projects_the_states_of_an_lstm(solver: Solver, dtype: str, device: str) -> None:
     name = device if device == "cpu" else device_name(torch.device("cuda"))
-    computes(solver, dtype, layers(dtype=dtype, device=name, cell="lstm", hidden=9, projection=4), 12)
+    computes(solver, dtype, layers(dtype=dtype, device=name, cell="lstm", batch=3, hidden=9, projection=4), 4)
 
 
 def test_solvers_without_projections_say_so() -> None:
@@ -249,7 +250,7 @@ def of_blocks(p: RecurrentProblem, operands: Any, block: int, **options: Any) ->
     return [t for t in (*results, *gradients) if t is not None]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data(), p=layers(task="training"))
 def test_what_blocks_keep_on_the_host_is_what_they_compute_again(data: st.DataObject, p: RecurrentProblem) -> None:
     block, operands = data.draw(st.integers(1, p.time), "block"), dense_operands(p, 4)
