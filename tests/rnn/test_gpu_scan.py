@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,6 +126,8 @@ def test_on_a_gpu_cells_are_those_of_float64(
     name: str, time: int, batch: int, hidden: int, dtype: torch.dtype, resets: bool, reverse: bool, fused: bool
 ) -> None:
     cell, x, state, u, parameters = tensors_of(name, time, batch, hidden, 5)
+    if name in NOISE or name == "three":  # rounded numbers may fall on the other side of a threshold, or of a ReLU's
+        dtype = torch.float32
     anew = torch.rand(time, batch, generator=torch.Generator().manual_seed(5)) < 0.3 if resets else None
     narrow = [t.to("cuda", dtype) for t in (x, *state, u, *parameters)]
     anew = None if anew is None else anew.cuda()
@@ -137,6 +140,7 @@ def test_on_a_gpu_cells_are_those_of_float64(
 
     with fp32_precision("cuda", "matmul", "ieee"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_scan, "MOST_FUSED", 1024 if fused else 0)
+        importlib.import_module("tilewise.rnn.scan")._runners.clear()  # which may have been made for the other way
         results = [run(narrow, compiled=True) for _ in range(3)]  # singly, recorded, and replayed
     want = run([t.double() for t in narrow])
     for got in results:
