@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from tilewise.problems.base import ALIGNMENT
+from tilewise.problems.gemm.activations import activated
 from tilewise.problems.gemm.layouts import OPS
 from tilewise.problems.gemm.problem import ROLES, GemmProblem
 
@@ -65,10 +66,13 @@ def fill(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu"))
 
 
-def check_launches(launches: Callable[..., Any], tiles: Any, place: str, offset: int = 0, *, bound: float) -> None:
+def check_launches(
+    launches: Callable[..., Any], tiles: Any, place: str, offset: int = 0, *, size: int, bound: float
+) -> None:
     """Compute into memory full of NaN by Triton's ``launches`` of ``tiles``, and compare.
 
-    ``bound`` is for a difference over the root of the number of terms. Nothing outside the result is written.
+    ``size`` is that of the workspace in bytes, ``bound`` is for a difference over the root of the number of terms.
+    Nothing outside the result is written.
     """
     from tilewise.kernels.triton.launch import Program
 
@@ -81,9 +85,9 @@ def check_launches(launches: Callable[..., Any], tiles: Any, place: str, offset:
         want += fill(out, 4).double()
     if p.bias:
         want += bias.double()
+    want = activated(want, p.activation)
     outside = torch.ones_like(base, dtype=torch.bool)
     outside.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(False)
-    size = 0 if tiles.sums is None else tiles.sums.bytes
     workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device=place)
     alignment = [*(p.alignment_of(role) for role in p.roles), 256, 2]
     Program(launches(tiles, a, b, out), alignment, torch.device(place))((a, b, out, workspace, bias))

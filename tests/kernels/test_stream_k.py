@@ -12,9 +12,12 @@ from tests.interpreter import interpreted
 from tests.products import check_launches, with_gaps
 
 from tilewise.plan import Config
+from tilewise.problems.gemm.activations import ACTIVATIONS
+from tilewise.problems.gemm.layouts import OPS
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers import SolverUnavailable, get
-from tilewise.solvers.gemm._stream_k import Work, configs, launches, unsupported, work_of
+from tilewise.solvers.gemm._stream_k import Work, launches, unsupported, work_of, workspace
+from tilewise.solvers.gemm._stream_k_configs import config_of, configs
 
 PLACES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 ROUNDING = {"fp32": 2e-6, "fp16": 2e-3}
@@ -23,7 +26,7 @@ PRODUCT = {"fp32": "tf32x3", "fp16": "native"}
 
 def run(work: Work, place: str, offset: int = 0) -> None:
     """Compute into memory full of NaN, and compare; nothing outside the result is written."""
-    check_launches(launches, work, place, offset, bound=ROUNDING[work.p.dtype] * 4)
+    check_launches(launches, work, place, offset, size=workspace(work), bound=ROUNDING[work.p.dtype] * 4)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -32,15 +35,34 @@ def run(work: Work, place: str, offset: int = 0) -> None:
 @given(
     sizes=st.sampled_from([(1, 40, 70), (17, 33, 200), (50, 3, 129), (65, 16, 64), (5, 130, 31), (40, 40, 300)]),
     programs=st.sampled_from([1, 2, 3, 5, 7, 40]), gaps=st.tuples(*[st.sampled_from((0, 3, 8))] * 3),
-    bias=st.booleans(), accumulate=st.booleans(), dtype=st.sampled_from(["fp32", "fp16"]),
+    batch=st.sampled_from([0, 1, 3]), pack=st.sampled_from(["", "a", "b", "ab"]), bias=st.booleans(),
+    accumulate=st.booleans(), dtype=st.sampled_from(["fp32", "fp16"]), activation=st.sampled_from(ACTIVATIONS),
 )  # fmt: skip
 def test_stream_k_products(
-    place: str, op: str, sizes: tuple[int, int, int], programs: int, gaps: tuple[int, int, int], bias: bool,
-    accumulate: bool, dtype: str,
+    place: str, op: str, sizes: tuple[int, int, int], programs: int, gaps: tuple[int, int, int], batch: int, pack: str,
+    bias: bool, accumulate: bool, dtype: str, activation: str,
 ) -> None:  # fmt: skip
-    p = GemmProblem(*sizes, op, dtype=dtype, bias=bias, accumulate=accumulate, out_dtype="fp32" if accumulate else "")
+    p = GemmProblem(*sizes, op, batch, dtype=dtype, bias=bias, activation="none" if accumulate else activation,
+                    accumulate=accumulate, out_dtype="fp32" if accumulate else "")  # fmt: skip
     p = with_gaps(p, *gaps, align=2)
-    run(Work(p, (32, 16, 32), programs, PRODUCT[dtype], 4, 2), place, offset=1)
+    run(Work(p, (32, 16, 32), programs, PRODUCT[dtype], 4, 2, pack=pack), place, offset=1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@settings(max_examples=8, deadline=None)
+@given(
+    sizes=st.sampled_from([(1, 40, 170), (17, 33, 200), (50, 3, 129), (65, 16, 64)]), op=st.sampled_from(OPS),
+    splits=st.integers(2, 5), batch=st.sampled_from([0, 2]), pack=st.sampled_from(["", "a", "b", "ab"]),
+    last=st.booleans(), dtype=st.sampled_from(["fp32", "fp16"]),
+)  # fmt: skip
+def test_tiles_in_equal_parts(
+    place: str, sizes: tuple[int, int, int], op: str, splits: int, batch: int, pack: str, last: bool, dtype: str
+) -> None:
+    """The sums of parts are added up by a second kernel, or by the program that ends last."""
+    p = with_gaps(GemmProblem(*sizes, op, batch, dtype=dtype, bias=True, activation="silu"), 0, 3, 3, align=2)
+    steps = -(-p.k // 32)
+    work = Work(p, (32, 16, 32), 0, PRODUCT[dtype], 4, 2, min(splits, steps), pack, last and pack != "")
+    run(work, place, offset=1)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -89,16 +111,16 @@ def test_configs_are_read_back(dtype: str, precision: str) -> None:
         assert found
         for c in found:
             work = work_of(p, c)
-            assert (work.tile, work.programs) == (c["tile"], c["programs"])
-            assert solver.workspace(p, c) == (0 if work.sums is None else work.sums.bytes)
+            assert (work.tile, work.programs or work.splits) == (c["tile"], c.get("programs") or c["splits"])
+            assert config_of(work) == c
             assert solver.cost(p, c).flops >= p.flops
         products = {"ieee": ["tf32x3 ", "bf16x6 "], "tf32": ["tf32 "]}[precision] if dtype == "fp32" else [""]
-        known = {f"stream_k_gemm {product}{share}" for product in products for share in ("tiles", "steps")}
-        assert {solver.family(c) for c in found} <= known
+        known = {f"stream_k_gemm {product}{share}" for product in products for share in ("tiles", "steps", "parts")}
+        assert {solver.family(c) for c in found if "pack" not in c} <= known
 
 
 def test_what_is_not_taken_is_said() -> None:
-    assert any("not a batch" in reason for reason in unsupported(GemmProblem(4, 5, 6, batch=2)))
+    assert not unsupported(GemmProblem(4, 5, 6, batch=2))
     assert any("counts to" in reason for reason in unsupported(GemmProblem(4, 2**28, 2**10)))
     assert get("stream_k_gemm").why_not(GemmProblem(4, 5, 6)) == ["runs on cuda, not cpu"]
 
@@ -107,7 +129,8 @@ def test_what_is_not_taken_is_said() -> None:
     "change",
     [
         {"tile": (16, 64)}, {"tile": (16, 64, 5)}, {"tile": (256, 256, 32)}, {"programs": 4097}, {"programs": 0},
-        {"warps": 3}, {"stages": 9}, {"product": "tf32"}, {"share": "steps"}, {"more": 1},
+        {"warps": 3}, {"stages": 9}, {"product": "tf32"}, {"share": "steps"}, {"more": 1}, {"share": "parts"},
+        {"pack": "c"}, {"adds": "last"}, {"adds": "first"},
     ],
 )  # fmt: skip
 def test_configs_that_are_none_are_refused(change: dict[str, object]) -> None:

@@ -12,6 +12,7 @@ from tests.interpreter import interpreted
 from tests.products import check_launches, with_gaps
 
 from tilewise.plan import Config
+from tilewise.problems.gemm.activations import ACTIVATIONS
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers import SolverUnavailable, get
 from tilewise.solvers.gemm._thin_gpu import Tiles, configs, launches, unsupported
@@ -22,7 +23,8 @@ ROUNDING = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1.6e-2}
 
 def run(tiles: Tiles, place: str, offset: int = 0) -> None:
     """Compute into memory full of NaN by these tiles, and compare; nothing outside the result is written."""
-    check_launches(launches, tiles, place, offset, bound=ROUNDING[tiles.p.dtype] * 4)
+    size = 0 if tiles.sums is None else tiles.sums.bytes
+    check_launches(launches, tiles, place, offset, size=size, bound=ROUNDING[tiles.p.dtype] * 4)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -32,12 +34,14 @@ def run(tiles: Tiles, place: str, offset: int = 0) -> None:
     sizes=st.sampled_from([(1, 40, 70), (17, 33, 200), (50, 3, 129), (65, 16, 64), (5, 130, 31)]),
     parts=st.sampled_from([1, 2, 3]), gaps=st.tuples(*[st.sampled_from((0, 3, 8))] * 3), bias=st.booleans(),
     accumulate=st.booleans(), dtype=st.sampled_from(["fp32", "fp16"]),  # the interpreter multiplies no bf16
+    activation=st.sampled_from(ACTIVATIONS),
 )  # fmt: skip
 def test_thin_products(
     place: str, op: str, sizes: tuple[int, int, int], parts: int, gaps: tuple[int, int, int], bias: bool,
-    accumulate: bool, dtype: str,
+    accumulate: bool, dtype: str, activation: str,
 ) -> None:  # fmt: skip
-    p = GemmProblem(*sizes, op, dtype=dtype, bias=bias, accumulate=accumulate, out_dtype="fp32" if accumulate else "")
+    p = GemmProblem(*sizes, op, dtype=dtype, bias=bias, activation="none" if accumulate else activation,
+                    accumulate=accumulate, out_dtype="fp32" if accumulate else "")  # fmt: skip
     p = with_gaps(p, *gaps, align=2)
     run(Tiles(p, 16, 32, 32, parts, 4, 2), place, offset=1)
     run(Tiles(p, 32, 16, 64, parts, 4, 2), place)

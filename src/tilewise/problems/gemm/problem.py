@@ -16,6 +16,7 @@ import torch
 
 from tilewise.machine.torch_state import framework_flags
 from tilewise.problems.base import ALIGNMENT, DTYPES, PRECISIONS, Part, Problem, dense_strides
+from tilewise.problems.gemm.activations import ACTIVATIONS
 from tilewise.problems.gemm.cuts import SIZES, cut
 from tilewise.problems.gemm.key import fields_of, key_of
 from tilewise.problems.gemm.layouts import (
@@ -45,7 +46,9 @@ class GemmProblem(Problem):
     ``leading`` has, for a, b and c, the elements from one stored row to the next; 0 where the tensor is dense.
     ``alignment`` is in bytes, at most 16. ``dtype`` is the operands', ``out_dtype`` the result's: sums over parts are
     kept in fp32. ``precision`` is torch's precision of matrix products for fp32 operands, ``ieee`` or ``tf32``.
-    ``bias`` adds a vector of ``n`` numbers to every row. ``accumulate`` adds into the result. ``device`` is ``"cpu"``
+    ``bias`` adds a vector of ``n`` numbers to every row. ``activation`` is applied to every number of the result, after
+    the bias: ``relu``, ``gelu`` by the error function or ``gelu_tanh``, ``silu``, ``tanh``, ``sigmoid`` or ``none``.
+    ``accumulate`` adds into the result, without an activation. ``device`` is ``"cpu"``
     or ``"cuda:<name>"``.
 
     Raises ``ValueError`` naming the field for values that make no product. For example
@@ -65,6 +68,7 @@ class GemmProblem(Problem):
     out_dtype: str = ""
     precision: str = "ieee"
     bias: bool = False
+    activation: str = "none"
     accumulate: bool = False
     leading: tuple[int, int, int] = (0, 0, 0)
     alignment: tuple[int, int, int] = (ALIGNMENT, ALIGNMENT, ALIGNMENT)
@@ -73,8 +77,16 @@ class GemmProblem(Problem):
     def __post_init__(self) -> None:
         if not self.out_dtype:
             object.__setattr__(self, "out_dtype", self.dtype)
-        known = {"op": OPS, "dtype": tuple(DTYPES), "out_dtype": tuple(DTYPES), "precision": PRECISIONS}
+        known = {
+            "op": OPS,
+            "dtype": tuple(DTYPES),
+            "out_dtype": tuple(DTYPES),
+            "precision": PRECISIONS,
+            "activation": ACTIVATIONS,
+        }
         require_product(self, known)
+        if self.accumulate and self.activation != "none":
+            raise ValueError(f"activation={self.activation!r}: none would do for a product that accumulates")
         if self.dtype != "fp32" and self.precision != "ieee":
             # Only fp32 operands can be rounded to TF32, so both names would be one problem.
             object.__setattr__(self, "precision", "ieee")

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.gemm.layouts import dense_row
 from tilewise.problems.gemm.problem import ROLES, GemmProblem
-from tilewise.solvers.base import Cost
 from tilewise.solvers.common.buffers import Arena, Slot
-from tilewise.solvers.common.tiles import PROCESSORS, integer
+from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.common.triton_run import has_triton
 from tilewise.solvers.common.views import at, launch
 
 if TYPE_CHECKING:
-    from tilewise.kernels.triton.launch import Launch
+    from tilewise.kernels.triton.launch import Launch, Pointer
 
-__all__ = ["PRODUCTS", "Work", "configs", "cost", "launches", "unsupported", "work_of"]
+__all__ = ["PRODUCTS", "Work", "launches", "unsupported", "wide", "work_of", "workspace"]
 
 MOST = 2**31 - 2**20
 """Most numbers of a matrix: kernels count them in 32 bits."""
@@ -30,30 +29,31 @@ PRODUCTS = {"ieee": ("tf32x3", "bf16x6"), "tf32": ("tf32",)}
 parts, both with fp32's accuracy (Ootomo and Yokota 2022, section 3), or in one of TF32."""
 NATIVE = "native"
 """How 16-bit operands are multiplied."""
-TIMES = {"tf32x3": 3, "bf16x6": 6, "tf32": 1, NATIVE: 1}
-"""Products of matrix units for one."""
 PROMOTE = 1024
 """Terms of a sum of fp32 accuracy that matrix units add up before it is added to another outside of them."""
-SHARE = {False: "tiles", True: "steps"}
-"""What programs have equal numbers of, by whether tiles are shared."""
 MOST_PROGRAMS = 4096
-LINES = 16
-"""Lines of a tile that a program adds up."""
-MEMORY, CACHE, ONE_READS = 3e6, 5.5e6, 1e5
-"""Bytes a microsecond from an H100's memory, from its second cache, and that one of its multiprocessors can read."""
-RATES = {"tf32x3": 2e6, "bf16x6": 4e6, "tf32": 2e6, NATIVE: 4e6}
-"""Operations a microsecond that the matrix units of one multiprocessor reach in kernels like these."""
-FIRST_US, LAUNCH_US = 1.0, 1.5
-"""Microseconds until the first tiles are there, and that a second kernel takes at least."""
+MOST_SPLITS = 32
+MOST_COUNTERS = 1024
+"""Most tiles that are counted by the programs that share them."""
+LINES, LAST_LINES = 16, 32
+"""Lines of a tile that a program adds up, and at a time where one program adds up all of them."""
+PACKED_OUTERS, PACKED_DEPTHS = 32, 32
+"""The part of an operand that a program packs: rows or columns, and terms of sums."""
+GRAIN, WIDEST = 16, 16
+"""Numbers by whose multiples Triton knows sizes, and bytes of the widest access."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A config's tiles and the stretches of its programs.
+    """A config's tiles and what its programs do.
 
     The long side of the result is the kernel's rows: matrix units take 64 of them at a time. Where that is the
     problem's columns the product is ``turned``: the transposed result from the operands in the other order. ``tile`` is
     a tile's rows, columns and step of the sums.
+
+    ``programs`` have equal stretches of all steps; with ``splits``, which is 0 else, every tile is divided among so
+    many programs instead. Operands named in ``pack`` are copied first, with depth contiguous and rows of whole steps.
+    With ``last`` the program that ends last in a tile adds up its parts.
     """
 
     p: GemmProblem
@@ -62,6 +62,9 @@ class Work:
     product: str
     warps: int
     stages: int
+    splits: int = 0
+    pack: str = ""
+    last: bool = False
 
     @property
     def turned(self) -> bool:
@@ -75,6 +78,11 @@ class Work:
         return -(-rows // self.tile[0]), -(-columns // self.tile[1])
 
     @property
+    def tiles(self) -> int:
+        """Tiles of all matrices of the batch."""
+        return self.grid[0] * self.grid[1] * max(1, self.p.batch)
+
+    @property
     def steps(self) -> int:
         """Steps of a tile."""
         return -(-self.p.k // self.tile[2])
@@ -82,162 +90,177 @@ class Work:
     @property
     def total(self) -> int:
         """Steps of all tiles."""
-        return self.grid[0] * self.grid[1] * self.steps
+        return self.tiles * self.steps
 
     @property
     def used(self) -> int:
         """Programs that have any steps."""
-        return min(self.programs, self.total)
+        return self.tiles * self.splits if self.splits else min(self.programs, self.total)
 
     @property
     def shared(self) -> bool:
         """Whether any tile is shared by programs: all stretches are whole tiles otherwise."""
+        if self.splits:
+            return True
         quotient, remainder = divmod(self.total, self.used)
         return self.steps > 1 and (remainder > 0 or quotient % self.steps > 0)
 
     @property
-    def sums(self) -> Slot | None:
-        """Where sums of parts of tiles lie in the workspace; ``None`` where no tile is shared."""
-        rows, columns, _ = self.tile
-        return Arena().add((self.used, 2, rows, columns), torch.float32) if self.shared else None
+    def share(self) -> str:
+        """What programs have equal numbers of: whole ``tiles``, ``steps``, or ``parts`` of each tile."""
+        return "parts" if self.splits else "steps" if self.shared else "tiles"
+
+    @functools.cached_property
+    def places(self) -> dict[str, Slot]:
+        """What lies in the workspace: ``sums`` of parts of tiles, ``counters`` of tiles, and packed operands."""
+        arena, found = Arena(), {}
+        rows, columns, depth = self.tile
+        if self.shared:
+            found["sums"] = arena.add((self.used, 1 if self.splits else 2, rows, columns), torch.float32)
+        if self.last:
+            found["counters"] = arena.add((self.tiles,), torch.int32)
+        for role in self.pack:
+            outers = self.p.m if role == "a" else self.p.n
+            width = self.steps * depth
+            found[role] = arena.add((max(1, self.p.batch), outers, width), self.p.torch_dtype(role))
+        return found
+
+
+def wide(p: GemmProblem, role: str) -> bool:
+    """Whether a GPU's widest accesses can read the operand of ``role`` as it lies, also at its edges."""
+    row = dense_row(p, role)
+    itemsize = p.torch_dtype(role).itemsize
+    leading = p.leading["abc".index(role)] or row
+    return row % GRAIN == 0 and leading * itemsize % WIDEST == 0 and p.alignment_of(role) == WIDEST
 
 
 def unsupported(p: GemmProblem) -> list[str]:
-    """Reasons: no Triton, a batch, or too many numbers for 32 bits."""
+    """Reasons: no Triton, or too many numbers for 32 bits."""
     reasons = [] if has_triton() else ["needs the package triton"]
-    if p.batch:
-        reasons.append("takes one product, not a batch of them")
     largest = max(p.nbytes(role) // p.torch_dtype(role).itemsize for role in ROLES)
     if largest > MOST:
         reasons.append(f"counts to {MOST}; one of the matrices has {largest} numbers")
     return reasons
 
 
-@functools.cache
-def _processors() -> int:
-    """Multiprocessors of the current GPU; those of an H100 where there is none."""
-    if not torch.cuda.is_available():
-        return PROCESSORS
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
-
-
-def configs(p: GemmProblem) -> Iterable[Config]:
-    """Tiles of each shape with one or two programs for each multiprocessor, or one for each tile, the best first."""
-    products = PRODUCTS[p.precision] if p.dtype == "fp32" else (NATIVE,)
-    found = []
-    for product in products:
-        for tile, warps, stages in _tiles(p):
-            whole = Work(p, tile, 1, product, warps, stages)
-            tiles = whole.grid[0] * whole.grid[1]
-            most = min(whole.total, 2 * _processors())
-            counts = dict.fromkeys((min(most, _processors()), most, tiles))
-            found += [replace(whole, programs=programs) for programs in counts if programs <= most]
-    found.sort(key=lambda work: _expected_us(work) + (LAUNCH_US if work.shared else 0))
-    return [_config(work) for work in found]
-
-
-def _tiles(p: GemmProblem) -> Iterable[tuple[tuple[int, int, int], int, int]]:
-    """Tiles with all of the short side up to 128, warps and stages."""
-    wide = p.torch_dtype("a").itemsize == 4
-    long, short = max(p.m, p.n), min(p.m, p.n)
-    columns = min(128, max(16, 1 << (short - 1).bit_length()))
-    for rows in (64, 128) if long > 64 else (64,):
-        for side in (columns, columns // 2) if columns == 128 else (columns,):
-            depth = 32 if wide else 64
-            held = (rows + side) * depth * (4 if wide else 2)
-            stages = max(2, min(5, 2**17 // held))
-            yield (rows, side, depth), 8 if rows * side >= 2**14 else 4, stages
-
-
-def _config(work: Work) -> Config:
-    """The config of some work."""
-    named = {} if work.product == NATIVE else {"product": work.product}
-    share = SHARE[work.shared]
-    return Config(
-        tile=work.tile, programs=work.programs, share=share, warps=work.warps, stages=work.stages, **named
-    )  # fmt: skip
-
-
-def _expected_us(work: Work) -> float:
-    """Microseconds that the kernels take of an H100, without their launches: what orders configs.
-
-    A program reads the tiles of its steps, at its share of the memory's rate or its own limit, while matrix units
-    work on others. The first tiles are waited for.
-    """
-    rows, columns, depth = work.tile
-    size = work.p.torch_dtype("a").itemsize
-    active = min(work.used, _processors())
-    read = (rows + columns) * depth * size / min(CACHE / active, ONE_READS)
-    multiplied = 2 * rows * columns * depth * TIMES[work.product] / RATES[work.product]
-    steps = -(-work.total // work.used) * (work.used / active)
-    summed = 2 * 4 * rows * columns * min(2 * work.used, work.used + work.grid[0] * work.grid[1])
-    return FIRST_US + steps * max(read, multiplied) + (summed / CACHE if work.shared else 0)
-
-
 def workspace(work: Work) -> int:
-    """Bytes of the sums of parts of tiles."""
-    return 0 if work.sums is None else work.sums.bytes
-
-
-def cost(work: Work) -> Cost:
-    """The product as the device can do it at best, and beside that what tiles and shared sums take longer."""
-    p = work.p
-    late_us = _expected_us(work) - p.bytes / MEMORY
-    return Cost(p.flops, p.bytes, 1 + work.shared, apart=max(0, int(MEMORY * late_us)))
+    """Bytes of the sums of parts of tiles, of counters, and of packed operands."""
+    return max((slot.offset + slot.bytes for slot in work.places.values()), default=0)
 
 
 def launches(work: Work, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Launch]:
-    """The product, and the sums of shared tiles where there are any."""
+    """The copies of packed operands, the product, and the sums of shared tiles where there are any."""
     from tilewise.kernels.triton.gemm.stream_k import add_stretches, stream_k_product
     from tilewise.kernels.triton.launch import Pointer
 
-    p, sums, (rows, columns, depth) = work.p, work.sums, work.tile
-    left, right, result = (Pointer(place, 0, t.dtype) for place, t in enumerate((a, b, out)))
+    p, places, (rows, columns, depth) = work.p, work.places, work.tile
+    result = Pointer(2, 0, out.dtype)
     bias = Pointer(4, 0, out.dtype) if p.bias else result
-    sizes, strides, places = (p.m, p.n), (a.stride(0), b.stride(0)), (out.stride(0), 1)
-    inner = p.op[0] == "N", p.op[1] == "T"
+    sums = at(places["sums"]) if work.shared else result
+    counters = at(places["counters"]) if work.last else result
+    sides = _operand(work, "a", a), _operand(work, "b", b)
+    sizes, strides = (p.m, p.n), (out.stride(-2), 1)
     if work.turned:
-        left, right, sizes, strides, places, inner = right, left, sizes[::-1], strides[::-1], places[::-1], inner[::-1]
+        sides, sizes, strides = sides[::-1], sizes[::-1], strides[::-1]
+    left, right = sides
     quotient, remainder = divmod(work.total, work.used)
-    along = work.grid[1]
+    down, along = work.grid
     exact = p.dtype == "fp32" and p.precision == "ieee"
-    common = {"BIAS": p.bias, "BIAS_ALONG_ROWS": work.turned, "ACCUMULATE": p.accumulate}
+    cut = (down, along, work.steps, quotient, remainder, work.splits)
+    batch = out.stride(0) if p.batch else 0
+    common: dict[str, Any] = {
+        "BIAS": p.bias, "BIAS_ALONG_ROWS": work.turned, "ACCUMULATE": p.accumulate, "ACTIVATION": p.activation,
+        "PARTS": work.splits > 0, "BLOCK_M": rows, "BLOCK_N": columns,
+    }  # fmt: skip
+    queued = [_packing(work, role, tensor) for role, tensor in (("a", a), ("b", b)) if role in work.pack]
     product = launch(
-        stream_k_product, (work.used,), (left, right, result, bias, result if sums is None else at(sums)),
-        (*sizes, p.k, along, work.steps, quotient, remainder, *strides, *places), work.warps, work.stages,
-        LEFT_DEPTH_INNER=inner[0], RIGHT_DEPTH_INNER=inner[1],
-        PRECISION="ieee" if work.product == NATIVE else work.product, EVEN=p.k % depth == 0,
-        PROMOTE=PROMOTE // depth if exact and p.k > PROMOTE else 0,
-        BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, **common,
+        stream_k_product, (work.used,), (left.pointer, right.pointer, result, bias, sums, counters),
+        (*sizes, p.k, *cut, left.stride, right.stride, left.batch, right.batch, batch, *strides),
+        work.warps, work.stages, LEFT_DEPTH_INNER=left.inner, RIGHT_DEPTH_INNER=right.inner,
+        PRECISION="ieee" if work.product == NATIVE else work.product, LEFT_EVEN=left.even, RIGHT_EVEN=right.even,
+        PROMOTE=PROMOTE // depth if exact and p.k > PROMOTE else 0, LAST=work.last, BLOCK_K=depth,
+        LINES=min(LAST_LINES, rows), **common,
     )  # fmt: skip
-    if sums is None:
-        return [product]
-    lines = min(LINES, rows)
-    addition = launch(
-        add_stretches, (work.grid[0] * along, rows // lines), (at(sums), result, bias),
-        (*sizes, along, work.steps, quotient, remainder, *places),
-        BLOCK_M=rows, BLOCK_N=columns, LINES=lines, **common,
+    queued.append(product)
+    if work.shared and not work.last:
+        lines = min(LINES, rows)
+        grid = (work.tiles, rows // lines)
+        queued.append(
+            launch(add_stretches, grid, (sums, result, bias), (*sizes, *cut, batch, *strides), LINES=lines, **common)
+        )
+    return queued
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """An operand as the product reads it: where it begins, its stride and that of its batch, and how it lies."""
+
+    pointer: Pointer
+    stride: int
+    batch: int
+    inner: bool
+    even: bool
+
+
+def _operand(work: Work, role: str, tensor: torch.Tensor) -> _Operand:
+    """The tensor of ``role``, or its packed copy."""
+    from tilewise.kernels.triton.launch import Pointer
+
+    if role in work.pack:
+        slot = work.places[role]
+        _, outers, width = slot.sizes
+        return _Operand(at(slot), width, outers * width, True, True)
+    inner = work.p.op["ab".index(role)] == "NT"["ab".index(role)]
+    batch = tensor.stride(0) if work.p.batch else 0
+    pointer = Pointer("ab".index(role), 0, tensor.dtype)
+    return _Operand(pointer, tensor.stride(-2), batch, inner, work.p.k % work.tile[2] == 0)
+
+
+def _packing(work: Work, role: str, tensor: torch.Tensor) -> Launch:
+    """The launch that packs the operand of ``role``, and sets counters to 0 where it is the first one."""
+    from tilewise.kernels.triton.gemm.pack import pack_operand
+    from tilewise.kernels.triton.launch import Pointer
+
+    p, slot = work.p, work.places[role]
+    batch, outers, width = slot.sizes
+    lies = p.op["ab".index(role)] == "NT"["ab".index(role)]
+    source = Pointer("ab".index(role), 0, tensor.dtype)
+    counts = work.last and role == work.pack[0]
+    counters = at(work.places["counters"]) if counts else at(slot)
+    grid = (-(-width // PACKED_DEPTHS), -(-outers // PACKED_OUTERS), batch)
+    return launch(
+        pack_operand, grid, (source, at(slot), counters),
+        (outers, p.k, width, tensor.stride(-2), tensor.stride(0) if p.batch else 0, work.tiles),
+        DEPTH_INNER=lies, COUNTERS=1 << (work.tiles - 1).bit_length() if counts else 0,
+        OUTERS=PACKED_OUTERS, DEPTHS=PACKED_DEPTHS,
     )  # fmt: skip
-    return [product, addition]
 
 
 @functools.lru_cache(maxsize=1024)
 def work_of(p: GemmProblem, c: Config) -> Work:
     """The work of a config. Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``."""
-    tile, names = c["tile"], {"tile", "programs", "share", "warps", "stages"}
-    exact = p.dtype == "fp32"
-    if set(c) != names | ({"product"} if exact else set()) or not isinstance(tile, tuple) or len(tile) != 3:
-        raise ValueError("a tile of three sizes, programs, share, warps, stages and for fp32 a product would do")
+    exact, share, tile = p.dtype == "fp32", c["share"], c["tile"]
+    counted = "splits" if share == "parts" else "programs"
+    names = {"tile", counted, "share", "warps", "stages", *({"product"} if exact else ())}
+    if not names <= set(c) <= names | {"pack", "adds"} or not isinstance(tile, tuple) or len(tile) != 3:
+        raise ValueError(f"a tile of three sizes, {', '.join(sorted(names - {'tile'}))} would do, pack and adds may be")
     rows, columns, depth = tile
     if rows not in EDGES or columns not in EDGES or depth not in EDGES or rows * columns > 2**15:
         raise ValueError(f"tile={tile!r}: powers of two from 16 to 256, of which two are at most 2^15, would do")
     product = c["product"] if exact else NATIVE
     if exact and product not in PRODUCTS[p.precision]:
         raise ValueError(f"product={product!r}: one of {', '.join(PRODUCTS[p.precision])} would do")
-    numbers = {name: integer(c, name) for name in ("programs", "warps", "stages")}
-    if numbers["programs"] > MOST_PROGRAMS or numbers["warps"] not in (1, 2, 4, 8) or numbers["stages"] > 8:
-        raise ValueError(f"{c}: at most {MOST_PROGRAMS} programs, 1, 2, 4 or 8 warps and 8 stages would do")
-    work = Work(p, (rows, columns, depth), numbers["programs"], str(product), numbers["warps"], numbers["stages"])
-    if c["share"] != SHARE[work.shared]:
-        raise ValueError(f"share={c['share']!r}: these programs have equal numbers of {SHARE[work.shared]}")
+    count, warps, stages = integer(c, counted), integer(c, "warps"), integer(c, "stages")
+    most = MOST_SPLITS if share == "parts" else MOST_PROGRAMS
+    if count > most or warps not in (1, 2, 4, 8) or stages > 8:
+        raise ValueError(f"{c}: at most {most} {counted}, 1, 2, 4 or 8 warps and 8 stages would do")
+    pack, adds = c.get("pack", ""), c.get("adds", "after")
+    if pack not in ("", "a", "b", "ab") or adds not in ("after", "last"):
+        raise ValueError(f"pack={pack!r}, adds={adds!r}: a, b or ab, and after or last, would do")
+    programs, splits = (0, count) if share == "parts" else (count, 0)
+    work = Work(p, (rows, columns, depth), programs, str(product), warps, stages, splits, str(pack), adds == "last")
+    if share != work.share or not (splits == 0 or 2 <= splits <= work.steps) or work.used > MOST_PROGRAMS:
+        raise ValueError(f"share={share!r}, {counted}={count}: programs would have equal numbers of {work.share}")
+    if work.last and not (splits and pack and work.tiles <= MOST_COUNTERS):
+        raise ValueError(f"adds={adds!r}: for at most {MOST_COUNTERS} tiles in parts, behind a copy, would do")
     return work

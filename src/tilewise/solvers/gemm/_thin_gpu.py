@@ -147,7 +147,8 @@ def launches(tiles: Tiles, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) 
         thin_product, (down * along, tiles.used), (left, right, target, bias),
         (p.m, p.n, p.k, along, steps, a.stride(0), b.stride(0), stride, between), tiles.warps, tiles.stages,
         A_DEPTH_INNER=p.op[0] == "N", B_DEPTH_INNER=p.op[1] == "T", BIAS=p.bias and alone,
-        ACCUMULATE=p.accumulate and alone, PRECISION=PRECISION[p.precision], EVEN=p.k % tiles.depth == 0,
+        ACCUMULATE=p.accumulate and alone, ACTIVATION=p.activation if alone else "none",
+        PRECISION=PRECISION[p.precision], EVEN=p.k % tiles.depth == 0,
         BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_K=tiles.depth,
     )  # fmt: skip
     if alone:
@@ -155,7 +156,7 @@ def launches(tiles: Tiles, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) 
     count = p.m * p.n
     addition = launch(
         add_parts, (-(-count // BLOCK),), (target, result, bias), (p.n, count, tiles.used, out.stride(0)),
-        BIAS=p.bias, ACCUMULATE=p.accumulate, BLOCK=BLOCK,
+        BIAS=p.bias, ACCUMULATE=p.accumulate, ACTIVATION=p.activation, BLOCK=BLOCK,
     )  # fmt: skip
     return [product, addition]
 

@@ -11,6 +11,7 @@ from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.triton_run import compiled
 from tilewise.solvers.gemm import _stream_k as stream_k
+from tilewise.solvers.gemm import _stream_k_configs as tried
 from tilewise.solvers.gemm._product import ProductSolver
 
 __all__ = ["StreamKGemm"]
@@ -23,11 +24,15 @@ class StreamKGemm(ProductSolver):
     parts of tiles go through the workspace and are added up in order by a second kernel: nothing waits, and the result
     has the same bits every time.
 
+    With ``share=parts`` every tile is divided among ``splits`` programs instead, which begin and end with it. Operands
+    named in ``pack`` are copied first, with the sums contiguous: rows at odd places would be read number by number.
+    With ``adds=last`` the program that ends last in a tile adds up its parts.
+
     fp32 is multiplied by ``product``: ``tf32``, or with fp32's accuracy ``tf32x3`` or ``bf16x6`` on matrix units, in
     three products of TF32 parts or six of bf16 parts (Ootomo and Yokota 2022, section 3).
     """
 
-    name, version = "stream_k_gemm", 1
+    name, version = "stream_k_gemm", 2
     devices = frozenset({"cuda"})
     compiles = True
     adds_bias = True
@@ -36,24 +41,25 @@ class StreamKGemm(ProductSolver):
     error_bound = {"ieee": 5e-6, "tf32": 5e-3}  # noqa: RUF012 (matrix units cut the last bits off)
 
     def unsupported(self, p: GemmProblem) -> list[str]:
-        """Reasons: no Triton, a batch, or too many numbers for 32 bits."""
+        """Reasons: no Triton, or too many numbers for 32 bits."""
         return stream_k.unsupported(p)
 
     def family(self, c: Config) -> str:
-        """One for each way to multiply fp32, and for whole tiles and parts of them."""
-        return " ".join(str(word) for word in (self.name, c.get("product"), c.get("share")) if word)
+        """One for each way to multiply fp32, to share tiles, to pack operands and to add up parts."""
+        words = (self.name, c.get("product"), c.get("share"), c.get("pack"), c.get("adds"))
+        return " ".join(str(word) for word in words if word)
 
     def configs(self, p: GemmProblem) -> Iterable[Config]:
         """Tiles of each shape, those that leave the least work to a program first."""
-        return stream_k.configs(p)
+        return tried.configs(p)
 
     def workspace(self, p: GemmProblem, c: Config) -> int:
-        """Bytes of the sums of parts of tiles."""
+        """Bytes of the sums of parts of tiles, and of copied operands."""
         return stream_k.workspace(stream_k.work_of(p, c))
 
     def cost(self, p: GemmProblem, c: Config) -> Cost:
-        """The arithmetic of full tiles, and the sums of parts written and read."""
-        return stream_k.cost(stream_k.work_of(p, c))
+        """The arithmetic of full tiles, copies of operands, and the sums of parts written and read."""
+        return tried.cost(stream_k.work_of(p, c))
 
     def bind(self, p: GemmProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
@@ -62,6 +68,6 @@ class StreamKGemm(ProductSolver):
             work = stream_k.work_of(p, c)
         except (KeyError, ValueError) as error:
             raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
-        if any(t.stride(1) != 1 and t.shape[1] > 1 for t in (a, b, out)):
+        if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in (a, b, out)):
             raise SolverUnavailable("takes matrices whose rows are contiguous")
         return compiled(p, stream_k.launches(work, a, b, out), a.device)

@@ -4,6 +4,9 @@ The steps of all tiles of the result lie one after the other, tile by tile, and 
 them. So a stretch may begin and end within a tile. Sums of a part of a tile's depth go to the workspace, two places a
 program: for the tile in which its stretch begins, and for the one in which it ends. A second kernel adds them up in
 order, so that the result has the same bits every time and no program ever waits for another.
+
+Where every tile is divided into equally many parts (split-K, section 2.3 there), a program has one place. Then the
+program that ends last in a tile may add up the parts itself, in order as well: the bits are the same whichever it is.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.gemm.activations import activated
 from tilewise.kernels.triton.gemm.thin import operand_tile
 
 __all__ = ["add_stretches", "stream_k_product"]
@@ -30,10 +34,20 @@ def _program(step, quotient, remainder):
 
 
 @triton.jit
+def _place(tile, tiles_m, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where a tile lies: its matrix of the batch, its rows and its columns."""
+    inside = tile % (tiles_m * tiles_n)
+    m = (inside // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (inside % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return (tile // (tiles_m * tiles_n)).to(tl.int64), m, n
+
+
+@triton.jit
 def _sums(
     left, right, m, n, rows, columns, depth, first, last, left_stride, right_stride,
-    LEFT_DEPTH_INNER: tl.constexpr, RIGHT_DEPTH_INNER: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-    PROMOTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LEFT_DEPTH_INNER: tl.constexpr, RIGHT_DEPTH_INNER: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT_EVEN: tl.constexpr, RIGHT_EVEN: tl.constexpr, PROMOTE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sums of one tile over the steps from ``first`` to ``last``.
 
@@ -46,15 +60,15 @@ def _sums(
             part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for step in range(begin, tl.minimum(begin + PROMOTE, last)):
                 k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-                x = operand_tile(left, m, rows, k, depth, left_stride, LEFT_DEPTH_INNER, EVEN)
-                y = operand_tile(right, n, columns, k, depth, right_stride, RIGHT_DEPTH_INNER, EVEN)
+                x = operand_tile(left, m, rows, k, depth, left_stride, LEFT_DEPTH_INNER, LEFT_EVEN)
+                y = operand_tile(right, n, columns, k, depth, right_stride, RIGHT_DEPTH_INNER, RIGHT_EVEN)
                 part = tl.dot(x, y.T, part, input_precision=PRECISION)
             acc += part
     else:
         for step in range(first, last):
             k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            x = operand_tile(left, m, rows, k, depth, left_stride, LEFT_DEPTH_INNER, EVEN)
-            y = operand_tile(right, n, columns, k, depth, right_stride, RIGHT_DEPTH_INNER, EVEN)
+            x = operand_tile(left, m, rows, k, depth, left_stride, LEFT_DEPTH_INNER, LEFT_EVEN)
+            y = operand_tile(right, n, columns, k, depth, right_stride, RIGHT_DEPTH_INNER, RIGHT_EVEN)
             acc = tl.dot(x, y.T, acc, input_precision=PRECISION)
     return acc
 
@@ -62,9 +76,9 @@ def _sums(
 @triton.jit
 def _write(
     total, out, bias, m, n, rows, columns, row_stride, column_stride,
-    BIAS: tl.constexpr, BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BIAS: tl.constexpr, BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Write sums of a tile into the result, with the bias and what the result holds."""
+    """Write sums of a tile into the result, with the bias, what the result holds, and the activation."""
     mask = (m < rows)[:, None] & (n < columns)[None, :]
     if BIAS:
         if BIAS_ALONG_ROWS:
@@ -74,63 +88,134 @@ def _write(
     pointers = out + (m.to(tl.int64) * row_stride)[:, None] + (n.to(tl.int64) * column_stride)[None, :]
     if ACCUMULATE:
         total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    total = activated(total, ACTIVATION)
     tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tiles_n", "steps", "quotient", "remainder"])
-def stream_k_product(
-    left, right, out, bias, sums, rows, columns, depth, tiles_n, steps, quotient, remainder,
-    left_stride, right_stride, row_stride, column_stride,
-    LEFT_DEPTH_INNER: tl.constexpr, RIGHT_DEPTH_INNER: tl.constexpr, BIAS: tl.constexpr,
-    BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-    PROMOTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit
+def _add_parts(
+    sums, out, bias, first, splits, begin, m0, n, rows, columns, row_stride, column_stride,
+    BIAS: tl.constexpr, BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """``out (+)= left right (+ bias)`` for whole tiles, and sums of parts of the others.
+    """Add up lines of a tile from ``begin`` on, whose parts are dense tiles from number ``first`` on.
+
+    ``m0`` is the first row of the tile. Parts were written by other multiprocessors, so they are read past the first
+    cache.
+    """
+    line = begin + tl.arange(0, LINES)
+    m = m0 + line
+    mask = (m < rows)[:, None] & (n < columns)[None, :]
+    inside = line[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros([LINES, BLOCK_N], tl.float32)
+    for i in tl.range(0, splits, loop_unroll_factor=4):
+        place = (first + i).to(tl.int64) * (BLOCK_M * BLOCK_N)
+        total += tl.load(sums + place + inside, mask=mask, other=0.0, cache_modifier=".cg")
+    _write(
+        total, out, bias, m, n, rows, columns, row_stride, column_stride, BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION
+    )
+
+
+@triton.jit(do_not_specialize=["tiles_m", "tiles_n", "steps", "quotient", "remainder", "splits"])
+def stream_k_product(
+    left, right, out, bias, sums, counters, rows, columns, depth, tiles_m, tiles_n, steps, quotient, remainder, splits,
+    left_stride, right_stride, left_batch, right_batch, out_batch, row_stride, column_stride,
+    LEFT_DEPTH_INNER: tl.constexpr, RIGHT_DEPTH_INNER: tl.constexpr, BIAS: tl.constexpr,
+    BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT_EVEN: tl.constexpr, RIGHT_EVEN: tl.constexpr, PROMOTE: tl.constexpr, PARTS: tl.constexpr, LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """``out (+)= left right (+ bias)`` after ``ACTIVATION`` for whole tiles, and sums of parts of the others.
 
     ``left`` is rows x depth, ``right`` depth x columns. ``*_DEPTH_INNER``: the operand is contiguous along depth, else
-    along its other dimension; ``*_stride`` is the other stride. ``row_stride`` and ``column_stride`` are the result's.
-    A tile has ``steps`` steps of ``BLOCK_K``. ``EVEN``: depth is whole steps. ``sums`` has two dense tiles of fp32
-    numbers for each program. Grid: programs.
+    along its other dimension; ``*_stride`` is the other stride, ``*_batch`` lies between matrices. ``row_stride`` and
+    ``column_stride`` are the result's. A tile has ``steps`` steps of ``BLOCK_K``. ``*_EVEN``: all steps of the operand
+    are whole. ``sums`` has two dense tiles of fp32 numbers for each program, of which only numbers of the result are
+    used. Grid: programs.
+
+    With ``PARTS`` every tile is divided among ``splits`` programs, which have one dense tile each. With ``LAST`` the
+    program that ends last in a tile adds them up, ``LINES`` lines at a time: ``counters`` has a number for
+    each tile, 0 at the beginning.
     """
     program = tl.program_id(0)
-    start = _start(program, quotient, remainder)
-    end = _start(program + 1, quotient, remainder)
-    began = start // steps
-    for tile in range(began, (end - 1) // steps + 1):
-        first = tl.maximum(start - tile * steps, 0)
-        last = tl.minimum(end - tile * steps, steps)
-        m = (tile // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
-        n = (tile % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PARTS:
+        tile = program // splits
+        part = program % splits
+        z, m, n = _place(tile, tiles_m, tiles_n, BLOCK_M, BLOCK_N)
         acc = _sums(
-            left, right, m, n, rows, columns, depth, first, last, left_stride, right_stride,
-            LEFT_DEPTH_INNER, RIGHT_DEPTH_INNER, PRECISION, EVEN, PROMOTE, BLOCK_M, BLOCK_N, BLOCK_K,
+            left + z * left_batch, right + z * right_batch, m, n, rows, columns, depth,
+            part * steps // splits, (part + 1) * steps // splits, left_stride, right_stride,
+            LEFT_DEPTH_INNER, RIGHT_DEPTH_INNER, PRECISION, LEFT_EVEN, RIGHT_EVEN, PROMOTE, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        if last - first == steps:
-            _write(acc, out, bias, m, n, rows, columns, row_stride, column_stride, BIAS, BIAS_ALONG_ROWS, ACCUMULATE)
-        else:
-            place = (2 * program + (tile > began)).to(tl.int64) * (BLOCK_M * BLOCK_N)
-            inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            tl.store(sums + place + inside, acc)
+        mask = (m < rows)[:, None] & (n < columns)[None, :]
+        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(sums + program.to(tl.int64) * (BLOCK_M * BLOCK_N) + inside, acc, mask=mask)
+        if LAST:
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+            if arrived == splits - 1:
+                for begin in range(0, BLOCK_M, LINES):
+                    _add_parts(
+                        sums, out + z * out_batch, bias, tile * splits, splits, begin,
+                        (tile % (tiles_m * tiles_n)) // tiles_n * BLOCK_M, n, rows, columns, row_stride, column_stride,
+                        BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION, BLOCK_M, BLOCK_N, LINES,
+                    )  # fmt: skip
+    else:
+        start = _start(program, quotient, remainder)
+        end = _start(program + 1, quotient, remainder)
+        began = start // steps
+        for tile in range(began, (end - 1) // steps + 1):
+            first = tl.maximum(start - tile * steps, 0)
+            last = tl.minimum(end - tile * steps, steps)
+            z, m, n = _place(tile, tiles_m, tiles_n, BLOCK_M, BLOCK_N)
+            acc = _sums(
+                left + z * left_batch, right + z * right_batch, m, n, rows, columns, depth, first, last,
+                left_stride, right_stride, LEFT_DEPTH_INNER, RIGHT_DEPTH_INNER, PRECISION, LEFT_EVEN, RIGHT_EVEN,
+                PROMOTE, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            if last - first == steps:
+                _write(
+                    acc, out + z * out_batch, bias, m, n, rows, columns, row_stride, column_stride,
+                    BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION,
+                )  # fmt: skip
+            else:
+                place = (2 * program + (tile > began)).to(tl.int64) * (BLOCK_M * BLOCK_N)
+                mask = (m < rows)[:, None] & (n < columns)[None, :]
+                inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                tl.store(sums + place + inside, acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["tiles_n", "steps", "quotient", "remainder"])
+@triton.jit(do_not_specialize=["tiles_m", "tiles_n", "steps", "quotient", "remainder", "splits"])
 def add_stretches(
-    sums, out, bias, rows, columns, tiles_n, steps, quotient, remainder, row_stride, column_stride,
-    BIAS: tl.constexpr, BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr,
+    sums, out, bias, rows, columns, tiles_m, tiles_n, steps, quotient, remainder, splits, out_batch,
+    row_stride, column_stride,
+    BIAS: tl.constexpr, BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Add up the sums of the tiles that several programs share, in order. Grid: tiles, ``LINES`` lines of each."""
     tile, part = tl.program_id(0), tl.program_id(1)
-    first = _program(tile * steps, quotient, remainder)
-    last = _program(tile * steps + steps - 1, quotient, remainder)
+    if PARTS:
+        first = tile * splits
+        last = first + splits - 1
+    else:
+        first = _program(tile * steps, quotient, remainder)
+        last = _program(tile * steps + steps - 1, quotient, remainder)
     if first < last:
+        z, _, n = _place(tile, tiles_m, tiles_n, BLOCK_M, BLOCK_N)
         line = part * LINES + tl.arange(0, LINES)
+        m = ((tile % (tiles_m * tiles_n)) // tiles_n) * BLOCK_M + line
+        mask = (m < rows)[:, None] & (n < columns)[None, :]
         inside = line[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         total = tl.zeros([LINES, BLOCK_N], tl.float32)
-        for program in range(first, last + 1):
-            began = _start(program, quotient, remainder) // steps
-            place = (2 * program + (tile > began)).to(tl.int64) * (BLOCK_M * BLOCK_N)
-            total += tl.load(sums + place + inside)
-        m = (tile // tiles_n) * BLOCK_M + line
-        n = (tile % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-        _write(total, out, bias, m, n, rows, columns, row_stride, column_stride, BIAS, BIAS_ALONG_ROWS, ACCUMULATE)
+        for i in tl.range(0, last - first + 1, loop_unroll_factor=4):
+            program = first + i
+            if PARTS:
+                place = program.to(tl.int64) * (BLOCK_M * BLOCK_N)
+            else:
+                began = _start(program, quotient, remainder) // steps
+                place = (2 * program + (tile > began)).to(tl.int64) * (BLOCK_M * BLOCK_N)
+            total += tl.load(sums + place + inside, mask=mask, other=0.0)
+        _write(
+            total, out + z * out_batch, bias, m, n, rows, columns, row_stride, column_stride,
+            BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION,
+        )  # fmt: skip

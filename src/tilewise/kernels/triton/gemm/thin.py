@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.gemm.activations import activated
+
 __all__ = ["add_parts", "operand_tile", "thin_product"]
 
 
@@ -34,14 +36,15 @@ def operand_tile(base, outer, outers, k, end, stride, DEPTH_INNER: tl.constexpr,
 def thin_product(
     a, b, out, bias, rows, columns, depth, tiles_n, steps, a_stride, b_stride, out_stride, out_part,
     A_DEPTH_INNER: tl.constexpr, B_DEPTH_INNER: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``out (+)= a b (+ bias)``, or each program row's part of the sums, ``steps`` steps of ``BLOCK_K`` terms long.
+    """``out (+)= a b (+ bias)`` after ``ACTIVATION``, or each program row's part of the sums.
 
-    ``a`` is rows x depth, ``b`` depth x columns, ``out`` rows x columns with columns contiguous. ``*_DEPTH_INNER``: the
-    operand is contiguous along depth, else along its other dimension; ``*_stride`` is the other stride. ``out_part`` is
-    the distance between the results of parts. ``EVEN``: steps of depth end with the part. Grid: tiles, parts of sums.
+    A part has ``steps`` steps of ``BLOCK_K`` terms. ``a`` is rows x depth, ``b`` depth x columns, ``out`` rows
+    x columns with columns contiguous. ``*_DEPTH_INNER``: the operand is contiguous along depth, else along its other
+    dimension; ``*_stride`` is the other stride. ``out_part`` is the distance between the results of parts. ``EVEN``:
+    steps of depth end with the part. Grid: tiles, parts of sums.
     """
     tile, which = tl.program_id(0), tl.program_id(1)
     m = (tile // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -60,13 +63,14 @@ def thin_product(
     mask = (m < rows)[:, None] & (n < columns)[None, :]
     if ACCUMULATE:
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    acc = activated(acc, ACTIVATION)
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def add_parts(
     sums, out, bias, columns, count, parts, out_stride,
-    BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr,
+    BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``out (+)= the sum of ``parts`` dense matrices of ``count`` fp32 numbers (+ bias)``, in order. Grid: blocks."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -80,4 +84,5 @@ def add_parts(
     pointers = out + row.to(tl.int64) * out_stride + column
     if ACCUMULATE:
         total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    total = activated(total, ACTIVATION)
     tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)

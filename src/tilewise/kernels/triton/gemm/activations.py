@@ -1,0 +1,37 @@
+"""Activations of results within Triton kernels, in fp32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["activated"]
+
+
+@triton.jit
+def _sigmoid(x):
+    """``1 / (1 + exp(-x))``."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """``x`` after the activation of a problem, by its name. NaN stays NaN.
+
+    Both forms of GELU are those of Hendrycks and Gimpel 2016, section 2.
+    """
+    if ACTIVATION == "relu":
+        x = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # half of 1 + tanh(u) is the sigmoid of 2 u
+        x = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "silu":
+        x = x * _sigmoid(x)
+    elif ACTIVATION == "sigmoid":
+        x = _sigmoid(x)
+    elif ACTIVATION == "tanh":
+        shrunk = tl.exp(-2.0 * tl.abs(x))
+        size = (1.0 - shrunk) / (1.0 + shrunk)
+        x = tl.where(x < 0, -size, size)
+    return x

@@ -1,0 +1,31 @@
+"""Functions that are applied to every number of a product's result: their values in torch, and their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+__all__ = ["ACTIVATIONS", "activated"]
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid")
+"""The names of activations. ``gelu`` is that of the error function, ``gelu_tanh`` its approximation by tanh (both:
+Hendrycks and Gimpel 2016, section 2); ``silu`` is x times its sigmoid."""
+
+
+def activated(x: torch.Tensor, name: str) -> torch.Tensor:
+    """``x`` after the activation ``name``, in its own type; ``x`` itself for ``none``.
+
+    Raises ``KeyError`` for a name that is not in :data:`ACTIVATIONS`.
+    """
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "none": lambda x: x,
+        "relu": torch.relu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+        "silu": functional.silu,
+        "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
+    }
+    return functions[name](x)

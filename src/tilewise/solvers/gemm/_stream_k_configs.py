@@ -1,0 +1,159 @@
+"""Which configs of stream-K are worth trying, by a model of their times on an H100."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problems.gemm.problem import GemmProblem
+from tilewise.solvers.base import Cost
+from tilewise.solvers.common.tiles import PROCESSORS
+from tilewise.solvers.gemm._stream_k import MOST_COUNTERS, NATIVE, PRODUCTS, Work, wide
+
+__all__ = ["config_of", "configs", "cost", "expected_us"]
+
+TIMES = {"tf32x3": 3, "bf16x6": 6, "tf32": 1, NATIVE: 1}
+"""Products of matrix units for one."""
+MEMORY, CACHE, ONE_READS = 3e6, 5.5e6, 1e5
+"""Bytes a microsecond from an H100's memory, from its second cache, and that one of its multiprocessors can read."""
+RATES = {"tf32x3": 2e6, "bf16x6": 4e6, "tf32": 2e6, NATIVE: 4e6}
+"""Operations a microsecond that the matrix units of one multiprocessor reach in kernels like these."""
+FIRST_US, LAUNCH_US = 1.0, 1.5
+"""Microseconds until the first tiles are there, and that another kernel takes at least."""
+NARROW_US = 1.5e-4
+"""Microseconds for each number of a tile that is read by itself: nothing is read ahead then."""
+LAST_US = 0.7
+"""Microseconds from the last part of a tile until its sums have been read."""
+MOST_PARTS = 16
+SMALLER = 8
+"""An operand that has so many times fewer bytes than the other is copied in no time beside the product."""
+
+
+def configs(p: GemmProblem) -> Iterable[Config]:
+    """Tiles of each shape: whole, in equal stretches for one or two programs a multiprocessor, or in equal parts.
+
+    Operands that cannot be read by wide accesses are also packed first. The best by the model come first.
+    """
+    found: list[Work] = []
+    for product in PRODUCTS[p.precision] if p.dtype == "fp32" else (NATIVE,):
+        for pack in _packs(p):
+            for tile, warps, stages in _tiles(p):
+                found += _divided(Work(p, tile, 1, product, warps, stages, 0, pack))
+    found.sort(key=expected_us)
+    return list(dict.fromkeys(map(config_of, found)))
+
+
+def _divided(whole: Work) -> Iterator[Work]:
+    """The ways to divide the work of tiles among programs."""
+    processors = _processors()
+    tiles = replace(whole, programs=whole.tiles)
+    if whole.tiles <= 2 * processors or not whole.p.batch:
+        most = min(whole.total, 2 * processors)
+        for programs in dict.fromkeys((min(most, processors), most)):
+            yield replace(whole, programs=programs)
+    if whole.tiles <= 4 * processors:
+        yield tiles
+    for programs in (processors, 2 * processors):
+        splits = min(programs // whole.tiles, MOST_PARTS, whole.steps)
+        if splits > 1:
+            parts = replace(whole, programs=0, splits=splits)
+            yield parts
+            if whole.pack and whole.tiles <= MOST_COUNTERS:
+                yield replace(parts, last=True)
+
+
+def _packs(p: GemmProblem) -> list[str]:
+    """The operands that are packed: none, or those that lie awkwardly, the small one or both.
+
+    Matrix units take fp32 numbers with the sums contiguous alone. A large operand is not packed for that.
+    """
+    awkward = "".join(role for role in "ab" if not wide(p, role) or _across(p, role))
+    if not awkward:
+        return [""]
+    small = min(awkward, key=p.nbytes)
+    return list(dict.fromkeys(("", small, awkward)))
+
+
+def _across(p: GemmProblem, role: str) -> bool:
+    """Whether an fp32 operand that is much the smaller one lies with its sums across rows."""
+    place = "ab".index(role)
+    return p.dtype == "fp32" and p.op[place] == "TN"[place] and SMALLER * p.nbytes(role) <= p.nbytes("ba"[place])
+
+
+@functools.cache
+def _processors() -> int:
+    """Multiprocessors of the current GPU; those of an H100 where there is none."""
+    if not torch.cuda.is_available():
+        return PROCESSORS
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+
+
+def _tiles(p: GemmProblem) -> Iterator[tuple[tuple[int, int, int], int, int]]:
+    """Tiles with all of the short side up to 128, warps and stages."""
+    itemsize = p.torch_dtype("a").itemsize
+    long, short = max(p.m, p.n), min(p.m, p.n)
+    columns = min(128, max(16, 1 << (short - 1).bit_length()))
+    for rows in (32, 64, 128) if long > 64 else (64,):
+        for side in (columns, columns // 2) if columns == 128 else (columns,):
+            for depth in (64, 128) if itemsize == 2 else (32,):
+                held = (rows + side) * depth * itemsize
+                stages = max(2, min(5, 200 * 2**10 // held))
+                yield (rows, side, depth), 8 if rows * side >= 2**14 else 4, stages
+
+
+def config_of(work: Work) -> Config:
+    """The config of some work."""
+    named: dict[str, str | int] = {} if work.product == NATIVE else {"product": work.product}
+    if work.pack:
+        named["pack"] = work.pack
+    if work.last:
+        named["adds"] = "last"
+    if work.splits:
+        named["splits"] = work.splits
+    else:
+        named["programs"] = work.programs
+    return Config(tile=work.tile, share=work.share, warps=work.warps, stages=work.stages, **named)
+
+
+def expected_us(work: Work) -> float:
+    """Microseconds that the kernels take of an H100, without the first launch: what orders configs.
+
+    A program reads the tiles of its steps, at its share of the second cache's rate or its own limit, while matrix units
+    work on others. The first tiles are waited for, once in each tile that a program begins.
+    """
+    rows, columns, depth = work.tile
+    p = work.p
+    size = p.torch_dtype("a").itemsize
+    active = min(work.used, _processors())
+    left, right = ("b", "a") if work.turned else ("a", "b")
+    short = min(columns, min(p.m, p.n))
+    read = (rows + short) * depth * size / min(CACHE / active, ONE_READS)
+    multiplied = 2 * rows * columns * depth * TIMES[work.product] / RATES[work.product]
+    alone = sum(
+        numbers * depth * NARROW_US
+        for role, numbers in ((left, rows), (right, columns))
+        if role not in work.pack and not wide(p, role)
+    )
+    steps = -(-work.total // work.used) * (work.used / active)
+    begun = 1 if work.splits else -(-work.tiles // work.used) + (work.share == "steps")
+    summed = 2 * 4 * rows * short * (work.used if work.splits else min(2 * work.used, work.used + work.tiles))
+    took = begun * FIRST_US + steps * (max(read, multiplied) + alone)
+    for role in work.pack:
+        took += LAUNCH_US + 2 * p.nbytes(role) / MEMORY
+    if work.last:
+        took += LAST_US + 4 * rows * short * work.splits / ONE_READS
+    elif work.shared:
+        took += LAUNCH_US + summed / CACHE
+    return took
+
+
+def cost(work: Work) -> Cost:
+    """The product as the device can do it at best, and beside that what tiles, copies and sums take longer."""
+    p = work.p
+    kernels = 1 + len(work.pack) + (work.shared and not work.last)
+    late_us = expected_us(work) - LAUNCH_US * (kernels - 1) - p.bytes / MEMORY
+    return Cost(p.flops, p.bytes, kernels, apart=max(0, int(MEMORY * late_us)))
