@@ -76,6 +76,7 @@ def test_parts_tell_the_layout_rows_and_alignment_of_their_views(data: st.DataOb
 
 ALTERED: dict[str, Any] = {
     "m": 9, "n": 9, "k": 9, "op": "TN", "batch": 3, "dtype": "bf16", "out_dtype": "fp16", "precision": "tf32",
+    "activation": "silu",
     "bias": True, "accumulate": True, "leading": (0, 12, 0), "alignment": (16, 4, 16), "device": "cuda:Some GPU",
 }  # fmt: skip
 

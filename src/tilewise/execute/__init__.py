@@ -1,6 +1,14 @@
 """Runs plans: every leaf is bound to its tensors once, then called with no decision left to take."""
 
-from tilewise.execute.bound import Bound, adds_bias, bind, compile_only, release_workspaces, touch_workspace
+from tilewise.execute.bound import (
+    Bound,
+    activates,
+    adds_bias,
+    bind,
+    compile_only,
+    release_workspaces,
+    touch_workspace,
+)
 from tilewise.execute.node import PlanMismatch
 from tilewise.execute.nodes import parts_of
 from tilewise.execute.places import carved
@@ -8,6 +16,7 @@ from tilewise.execute.places import carved
 __all__ = [
     "Bound",
     "PlanMismatch",
+    "activates",
     "adds_bias",
     "bind",
     "carved",

@@ -10,16 +10,17 @@ from torch import Tensor
 
 from tilewise import solvers
 from tilewise.execute.elsewhere import release_elsewhere
+from tilewise.execute.finished import Finished
 from tilewise.execute.node import Addressed, Node, PlanMismatch
 from tilewise.execute.nodes import Leaf, node_of, parts_of
 from tilewise.kernels.native.sequence import Kernels, LaunchSequence, addressed_of, kernels_of, pass_call
 from tilewise.machine.workspaces import Workspaces
-from tilewise.plan import Plan
-from tilewise.problems.base import Problem, Write, as_tuple, dense_strides
+from tilewise.plan import Config, Plan
+from tilewise.problems.base import Problem, Tensors, Write, as_tuple, dense_strides
 from tilewise.problems.operands import described
-from tilewise.solvers import Split, mismatch
+from tilewise.solvers import Solver, Split, mismatch
 
-__all__ = ["Bound", "adds_bias", "bind", "compile_only", "release_workspaces", "touch_workspace"]
+__all__ = ["Bound", "activates", "adds_bias", "bind", "compile_only", "release_workspaces", "touch_workspace"]
 
 _workspaces = Workspaces()
 
@@ -80,7 +81,7 @@ class Bound:
         self._bias_dim = problem.bias_dim
         self._bias_shape = _along(problem.bias_dim, len(self._shape))
         self._adds = node.adds
-        self._fresh = isinstance(node, Leaf) and node.returns_new
+        self._fresh = isinstance(node, Leaf | Finished) and node.returns_new
         self.pins = node.pins
         self._run = node.shortest()
         self._addressed = node.addressed()
@@ -158,7 +159,9 @@ class Bound:
         )
 
     def _add(self, out: Tensor, bias: Tensor) -> Tensor:
-        """Add a bias in a pass of its own."""
+        """Add a bias in a pass of its own. Raises ``ValueError`` where the activation has been applied before it."""
+        if self.problem.activation != "none":
+            raise ValueError(f"bias of {tuple(bias.shape)}: none would do for {self.problem.key}")
         return out.add_(bias.view(self._bias_shape))
 
     def _fitting_like(self, bias: Tensor | None, operand: Tensor) -> Tensor:
@@ -242,8 +245,7 @@ def bind(plan: Plan, problem: Problem, *tensors: Tensor | None) -> Bound:
             _check(problem, role, tensor)
         bound_to.append(tensor)
     inputs, outputs = tuple(bound_to[: len(operands)]), tuple(bound_to[len(operands) :])
-    as_solved = problem.changed(bias=problem.bias and adds_bias(plan, problem))
-    node = node_of(plan, as_solved, inputs, outputs)
+    node = _node(plan, problem, inputs, outputs)
     pair = len(problem.operands) == 2 and len(problem.results) == 1
     bound = (Bound if pair else BoundMany)(plan, problem, node, tuple(tuple(out.stride()) for out in outputs))
     if pair:
@@ -258,7 +260,17 @@ def compile_only(plan: Plan, problem: Problem) -> None:
     :func:`~tilewise.kernels.building.target.compiling_for`. Raises as :func:`bind`.
     """
     operands, results = described(problem)
-    node_of(plan, problem.changed(bias=problem.bias and adds_bias(plan, problem)), operands, results)
+    _node(plan, problem, operands, results)
+
+
+def _node(plan: Plan, problem: Problem, operands: Tensors, results: Tensors) -> Node:
+    """The node of a whole plan, with a pass behind it where its solvers do not apply the activation."""
+    if problem.activation == "none":
+        return node_of(plan, problem.changed(bias=problem.bias and adds_bias(plan, problem)), operands, results)
+    if activates(plan, problem):
+        return node_of(plan, problem, operands, results)
+    plain = problem.changed(activation="none", bias=problem.bias and adds_bias(plan, problem))
+    return Finished(node_of(plan, plain, operands, results), problem, operands, results)
 
 
 def _along(dim: int, dims: int) -> tuple[int, ...]:
@@ -268,12 +280,22 @@ def _along(dim: int, dims: int) -> tuple[int, ...]:
 
 def adds_bias(plan: Plan, problem: Problem) -> bool:
     """Whether solvers add the bias themselves: each part of the result gets it from the one leaf that writes it."""
+    return _by_leaves(plan, problem, lambda solver, p, c: solver.does_add_bias(p, c))
+
+
+def activates(plan: Plan, problem: Problem) -> bool:
+    """Whether solvers apply the activation themselves, after they have added the bias."""
+    return _by_leaves(plan, problem, lambda solver, p, c: solver.does_activate(p, c))
+
+
+def _by_leaves(plan: Plan, problem: Problem, does: Callable[[Solver, Any, Config], bool]) -> bool:
+    """Whether every number of the result is written by one leaf that ``does`` something, of whole sums."""
     try:
         solver = solvers.get(plan.solver)
     except KeyError:
         return False  # which is said where the plan is bound
     if not isinstance(solver, Split):
-        return solver.does_add_bias(problem, plan.config)
+        return does(solver, problem, plan.config)
     if solver.at_once:
         return False
     parts, plans = parts_of(plan, problem, solver)
@@ -284,7 +306,11 @@ def adds_bias(plan: Plan, problem: Problem) -> bool:
         for part in parts
     )
     distinct = {(id(child), part.problem): child for part, child in zip(parts, plans, strict=True)}
-    return whole and all(adds_bias(child, part) for (_, part), child in distinct.items() if part is not None)
+    return whole and all(
+        _by_leaves(child, part.changed(bias=problem.bias, activation=problem.activation), does)
+        for (_, part), child in distinct.items()
+        if part is not None
+    )
 
 
 def _check(problem: Problem, role: str, tensor: Tensor) -> None:

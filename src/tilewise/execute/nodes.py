@@ -187,8 +187,7 @@ class Parts(_Split):
             child = part.problem
             if sets_results and (part.write is Write.SET or (index == 0 and first_sets)):
                 child = child.changed(accumulate=False)
-            if self.adds:
-                child = child.changed(bias=True)
+            child = child.changed(bias=self.adds or None, activation=problem.activation)
             step = _bound_step(nodes, (plan, child), problem, part, operands, results)
             self._steps.append(step)
         self._firsts = _firsts(self._steps)

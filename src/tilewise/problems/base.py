@@ -160,6 +160,8 @@ class Problem(abc.ABC):
         @property
         def bias(self) -> bool: ...
         @property
+        def activation(self) -> str: ...
+        @property
         def bias_dim(self) -> int: ...
         @property
         def flops(self) -> int: ...
@@ -169,6 +171,8 @@ class Problem(abc.ABC):
         def cut_axes(self) -> tuple[str, ...]: ...
     else:
         bias = False
+        activation = "none"
+        """The function that is applied to every number of the result, after the bias."""
         bias_dim = 1
         """The dimension of the result along which a ``bias``, one number for each of its elements, is added."""
 
@@ -191,7 +195,7 @@ class Problem(abc.ABC):
 
     @abc.abstractmethod
     def reference(self, *operands: torch.Tensor) -> torch.Tensor | Tensors:
-        """The results in float64, without bias or accumulation: a tensor, or several in a tuple."""
+        """The results in float64, without bias, activation or accumulation: a tensor, or several in a tuple."""
 
     @property
     def result(self) -> str:
@@ -287,10 +291,15 @@ class Problem(abc.ABC):
         return replace(self, device=device)  # type: ignore[type-var]
 
     def changed(
-        self, *, accumulate: bool | None = None, bias: bool | None = None, out_dtype: str | None = None
+        self,
+        *,
+        accumulate: bool | None = None,
+        bias: bool | None = None,
+        activation: str | None = None,
+        out_dtype: str | None = None,
     ) -> Self:
         """The problem with the given properties changed. A kind must have every property that is asked for."""
-        asked = {"accumulate": accumulate, "bias": bias, "out_dtype": out_dtype}
+        asked = {"accumulate": accumulate, "bias": bias, "activation": activation, "out_dtype": out_dtype}
         changes = {name: value for name, value in asked.items() if value not in (None, getattr(self, name))}
         return replace(self, **changes) if changes else self  # type: ignore[type-var]
 

@@ -93,6 +93,8 @@ class Solver(abc.ABC):
     deterministic: ClassVar[bool] = True
     adds_bias: ClassVar[bool] = False
     """Whether it adds a vector over the result's channels as it writes. After other solvers a separate pass adds it."""
+    activations: ClassVar[frozenset[str]] = frozenset()
+    """Activations that it applies as it writes. After other solvers a separate pass applies them."""
     accumulates: ClassVar[bool] = False
     """Whether it can add into ``out`` where ``problem.accumulate``. It can then also overwrite ``out``."""
     own_output: ClassVar[bool] = False
@@ -204,6 +206,10 @@ class Solver(abc.ABC):
     def does_add_bias(self, p: Solved, c: Config) -> bool:
         """Whether this config adds a bias as it writes."""
         return self.adds_bias
+
+    def does_activate(self, p: Solved, c: Config) -> bool:
+        """Whether this config applies the activation as it writes, after the bias where there is one."""
+        return p.activation in self.activations and (not p.bias or self.does_add_bias(p, c))
 
     def is_deterministic(self, p: Solved, c: Config) -> bool:
         """Whether this config gives the same bits every time."""

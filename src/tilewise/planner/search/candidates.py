@@ -106,8 +106,11 @@ class Candidates:
         return over and not self.root.options.excludes(solvers.baseline(self.root.problem))
 
     def _with_bias(self, division: Plan) -> Plan:
-        """``division`` with the times of adding the bias afterwards, where its parts do not add it."""
-        if not self.root.problem.bias or execute.adds_bias(division, self.root.problem):
+        """``division`` with the times of adding the bias and applying the activation afterwards, where its parts do
+        not."""
+        problem = self.root.problem
+        biased = not problem.bias or execute.adds_bias(division, problem)
+        if biased and (problem.activation == "none" or execute.activates(division, problem)):
             return division
         bias_ms = estimate_ms(
             self.root.problem,

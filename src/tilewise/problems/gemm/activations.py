@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-__all__ = ["ACTIVATIONS", "activated"]
+__all__ = ["ACTIVATIONS", "activate", "activated"]
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid")
 """The names of activations. ``gelu`` is that of the error function, ``gelu_tanh`` its approximation by tanh (both:
@@ -27,5 +27,19 @@ def activated(x: torch.Tensor, name: str) -> torch.Tensor:
         "silu": functional.silu,
         "tanh": torch.tanh,
         "sigmoid": torch.sigmoid,
+    }
+    return functions[name](x)
+
+
+def activate(x: torch.Tensor, name: str) -> torch.Tensor:
+    """As :func:`activated`, in place: ``x`` holds the result and is returned."""
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "none": lambda x: x,
+        "relu": torch.relu_,
+        "gelu": torch.ops.aten.gelu_,
+        "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
+        "silu": lambda x: functional.silu(x, inplace=True),
+        "tanh": torch.tanh_,
+        "sigmoid": torch.sigmoid_,
     }
     return functions[name](x)

@@ -16,6 +16,7 @@ from tilewise.machine.turns import pause
 from tilewise.problems.base import WHOLE, Compute, Seams, as_tuple
 from tilewise.problems.checks import distance, operands_of_all_kinds
 from tilewise.problems.error import Error
+from tilewise.problems.gemm.activations import activated
 from tilewise.problems.gemm.layouts import matrix_axes
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.problems.operands import make_bias, make_result
@@ -88,6 +89,7 @@ def _errors(
         if bias is not None:
             added = bias.double() if axis == "rows" else bias.double()[lines]
             want, scale = want + added, scale + added.abs()
+        want = activated(want, problem.activation)
         error = distance(_lines(problem, "c", got, axis, lines), want, scale)
         worst = Error(max(worst.l2, error.l2), max(worst.spread, error.spread))
     return worst

@@ -34,6 +34,7 @@ def cut(p: Product, axis: str, start: int, length: int) -> tuple[dict[str, tuple
     changes = {
         SIZES[axis]: length,
         "bias": False,
+        "activation": "none",
         "accumulate": p.accumulate or sums,
         "out_dtype": "fp32" if sums else p.out_dtype,
         "leading": tuple(leading),

@@ -190,6 +190,6 @@ class GemmProblem(Problem):
         return int(getattr(self, SIZES[axis]))
 
     def reference(self, *operands: torch.Tensor) -> torch.Tensor:
-        """The result in float64, without bias or accumulation, from ``a`` and ``b`` as they are stored."""
+        """The result in float64, without bias, activation or accumulation, from ``a`` and ``b`` as they are stored."""
         a, b = (operand.double() for operand in operands)
         return (a if self.op[0] == "N" else a.mT) @ (b if self.op[1] == "N" else b.mT)

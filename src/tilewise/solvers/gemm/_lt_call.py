@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
     BLAS reads rows as columns, so it computes the transposed result from the transposed operands in the other order:
     the first factor is the problem's ``b``, the second its ``a``. ``alignment`` has bytes of the first factor, the
-    second and the result. ``batch`` is 1 where there is none.
+    second and the result. ``batch`` is 1 where there is none. ``activation`` is one of the library's epilogues.
     """
 
     operations: tuple[int, int]
@@ -54,6 +54,7 @@ class Call(NamedTuple):
     batch: int
     compute: int
     bias: bool
+    activation: str
     alignment: tuple[int, int, int]
 
 
@@ -78,6 +79,7 @@ def call_of(p: GemmProblem, strides: tuple[Strides, Strides, Strides]) -> Call:
         batch=max(1, p.batch),
         compute=COMPUTE_32F_FAST_TF32 if tf32 else COMPUTE_32F,
         bias=p.bias,
+        activation=p.activation,
         alignment=(p.alignment_of("b"), p.alignment_of("a"), p.alignment_of("c")),
     )
 
@@ -114,8 +116,11 @@ class Descriptors:
         made.append((True, operation))
         for attribute, value in zip((lt.TRANSPOSE_FIRST, lt.TRANSPOSE_SECOND), call.operations, strict=True):
             set_attribute(library.set_operation, operation, attribute, value)
+        epilogue = lt.EPILOGUES[call.activation]
         if call.bias:
-            set_attribute(library.set_operation, operation, lt.EPILOGUE, lt.WITH_BIAS)
+            epilogue = epilogue | lt.WITH_BIAS if call.activation != "none" else lt.WITH_BIAS
+        if epilogue != lt.EPILOGUES["none"]:
+            set_attribute(library.set_operation, operation, lt.EPILOGUE, epilogue)
         matrices = []
         for m in call.matrices:
             matrix = c_void_p()

@@ -21,7 +21,8 @@ from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.cublas import STATUS
 
 __all__ = [
-    "ATTRIBUTES", "Algorithm", "Heuristic", "Library", "called", "handle_for", "load", "missing", "set_attribute",
+    "ATTRIBUTES", "EPILOGUES", "Algorithm", "Heuristic", "Library", "called", "handle_for", "load", "missing",
+    "set_attribute",
 ]  # fmt: skip
 
 
@@ -75,7 +76,9 @@ MOST_WORKSPACE = Attribute(1, c_uint64)
 LEAST_ALIGNMENT = tuple(Attribute(number, c_uint32) for number in (5, 6, 7, 8))
 """Attributes of a search (``cublasLtMatmulPreferenceAttributes_t``); alignment of A, B, C and D, in bytes."""
 WITH_BIAS = 4
-"""``CUBLASLT_EPILOGUE_BIAS``: adds a vector along the rows of a column-major result."""
+"""``CUBLASLT_EPILOGUE_BIAS``: adds a vector along the rows of a column-major result. It is a bit of the others too."""
+EPILOGUES = {"none": 1, "relu": 2, "gelu_tanh": 32}
+"""What is applied to the result (``cublasLtEpilogue_t``): nothing, ``RELU`` or ``GELU``, which is the form by tanh."""
 
 
 class Library(NamedTuple):

@@ -48,6 +48,8 @@ class CublasLtGemm(ProductSolver):
     algorithms with equal numbers the later ones are told apart by ``twin``. The numbers mean the same in one version of
     the library: another one says so, and the config is lost.
 
+    An activation is the library's epilogue where it has it: ReLU, and GELU by tanh.
+
     The heuristic is asked for 200 algorithms, with workspace and without, and for the sizes of larger neighbours, whose
     algorithms can compute sizes at which it has worse ideas of its own.
 
@@ -57,6 +59,7 @@ class CublasLtGemm(ProductSolver):
     name, version = "cublaslt_gemm", 1
     devices = frozenset({"cuda"})
     adds_bias = True
+    activations = frozenset(lt.EPILOGUES)
     accumulates = True
     most_configs = 12
     while_it_pays = True
@@ -125,8 +128,8 @@ def _index(p: GemmProblem) -> int:
 
 
 def _summed(p: GemmProblem) -> GemmProblem:
-    """The problem without what the heuristic is not told of: whether a result is added to."""
-    return replace(p, accumulate=False)
+    """The problem without what the heuristic is not told of: whether a result is added to, and other activations."""
+    return replace(p, accumulate=False, activation=p.activation if p.activation in lt.EPILOGUES else "none")
 
 
 def _library() -> lt.Library:

@@ -9,9 +9,20 @@ from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Run
 from tilewise.solvers.gemm._product import ProductSolver, multiplied
 
+POINTWISE = {
+    "none": ("none", ""),
+    "relu": ("relu", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", ""),
+    "tanh": ("tanh", ""),
+    "sigmoid": ("sigmoid", ""),
+}
+"""Activations by the names that the operator has for them: the operation, and its algorithm."""
+
 
 class OneDNNGemm(ProductSolver):
-    """``mkldnn::_linear_pointwise`` without a pointwise operation: oneDNN's own matrix product.
+    """``mkldnn::_linear_pointwise``: oneDNN's own matrix product, with the activation as its pointwise operation.
 
     It takes operands with either dimension contiguous. torch's products of 16-bit types are oneDNN's already.
     """
@@ -21,6 +32,7 @@ class OneDNNGemm(ProductSolver):
     dtypes = frozenset({"fp32"})
     own_output = True
     adds_bias = True
+    activations = frozenset(POINTWISE)
 
     def unsupported(self, p: GemmProblem) -> list[str]:
         """Reasons: a batch, or a torch without oneDNN's operator."""
@@ -31,6 +43,7 @@ class OneDNNGemm(ProductSolver):
 
     def bind(self, p: GemmProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """A run that calls the operator."""
+        operation, algorithm = POINTWISE[p.activation]
         views, product = multiplied(p), torch.ops.mkldnn._linear_pointwise.default
 
         def run(
@@ -41,7 +54,7 @@ class OneDNNGemm(ProductSolver):
             bias: torch.Tensor | None = None,
         ) -> torch.Tensor:
             left, right = views(a, b)
-            result: torch.Tensor = product(left, right.mT, bias, "none", [], "")
+            result: torch.Tensor = product(left, right.mT, bias, operation, [], algorithm)
             return result
 
         return run

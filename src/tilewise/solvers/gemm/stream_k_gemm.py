@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.gemm.activations import ACTIVATIONS
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.triton_run import compiled
@@ -36,6 +37,7 @@ class StreamKGemm(ProductSolver):
     devices = frozenset({"cuda"})
     compiles = True
     adds_bias = True
+    activations = frozenset(ACTIVATIONS)
     accumulates = True
     most_configs = 4
     error_bound = {"ieee": 5e-6, "tf32": 5e-3}  # noqa: RUF012 (matrix units cut the last bits off)

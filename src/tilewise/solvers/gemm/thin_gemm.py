@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.gemm.activations import ACTIVATIONS
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Run
 from tilewise.solvers.gemm import _thin_cpu as cpu
@@ -33,6 +34,7 @@ class ThinGemm(ProductSolver):
     name, version = "thin_gemm", 1
     compiles = True
     adds_bias = True
+    activations = frozenset(ACTIVATIONS)
     accumulates = True
     exact_memory = True
     most_configs = 4
@@ -45,6 +47,10 @@ class ThinGemm(ProductSolver):
     def does_add_bias(self, p: GemmProblem, c: Config) -> bool:
         """On a CPU not where it adds to the result already: sums begin with one of both."""
         return p.device_type == "cuda" or not p.accumulate
+
+    def does_activate(self, p: GemmProblem, c: Config) -> bool:
+        """On a GPU alone."""
+        return p.device_type == "cuda"
 
     def configs(self, p: GemmProblem) -> Iterable[Config]:
         """Tiles that fill the registers."""
