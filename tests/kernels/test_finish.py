@@ -47,7 +47,7 @@ def test_the_ends_of_the_range_and_nan(place: str, activation: str) -> None:
     from tilewise.solvers.common.views import launch
 
     values = [0.0, -0.0, 1e-20, -1e-6, 88.0, -88.0, 1e4, -1e4, 1e30, float("nan")]
-    if activation != "gelu":  # torch gives NaN or infinity there, as vectors happen to end
+    if activation != "gelu":  # of which torch makes NaN
         values.append(float("inf"))
     out = torch.tensor([values], dtype=torch.float32, device=place)
     want = activated(out.clone(), activation)

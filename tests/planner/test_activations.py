@@ -48,7 +48,7 @@ def check(plan: Plan, p: GemmProblem, *, new: bool = False) -> None:
 
 
 @pytest.mark.parametrize("name", [solver.name for solver in solvers.solving(GemmProblem)])
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), p=products(thin=True), activation=st.sampled_from(ACTIVATIONS[1:]), new=st.booleans())
 def test_every_solver_computes_an_activation(
     name: str, data: st.DataObject, p: GemmProblem, activation: str, new: bool

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.products import fill, memory_of, products
 
 from tilewise.problems.base import Part, Problem, Seams, Write, layout_of, narrow
+from tilewise.problems.gemm.activations import ACTIVATIONS
 from tilewise.problems.gemm.checks import compared_lines, errors_of
 from tilewise.problems.gemm.notation import format_product, looks_like_product, parse_product, product_name
 from tilewise.problems.gemm.problem import ROLES, GemmProblem
@@ -183,6 +184,36 @@ def test_notation_is_read_back(p: GemmProblem) -> None:
 def test_notation_that_is_no_product(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse_product(text)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_notation_of_bias_and_activation(activation: str, bias: bool) -> None:
+    words = "+bias" * bias + f"+{activation}" * (activation != "none")
+    p = parse_product(f'2x3:3x4{words}n"a name"')
+    assert p == GemmProblem(2, 4, 3, bias=bias, activation=activation)
+    assert product_name(format_product(p, "a name")) == "a name"
+    assert parse_product(format_product(p)).activation == activation
+    assert parse_product("2x3:3x4", bias=bias, activation=activation) == p
+    with pytest.raises(ValueError, match="one activation would do"):
+        parse_product("2x3:3x4+relu+gelu")
+    with pytest.raises(ValueError, match=r"with \+bias or an activation"):
+        parse_product("2x3:3x4+softmax")
+
+
+def test_a_product_that_accumulates_has_no_activation() -> None:
+    with pytest.raises(ValueError, match="activation='relu': none would do"):
+        GemmProblem(2, 3, 4, activation="relu", accumulate=True)
+    with pytest.raises(ValueError, match="activation='softmax': one of none, relu"):
+        GemmProblem(2, 3, 4, activation="softmax")
+
+
+def test_keys_without_an_activation_are_as_they_were() -> None:
+    key = "gemm NT fp32 ieee b0m2n3k4 a:0,16b:0,16c:0,16 bias cpu"
+    assert GemmProblem(2, 3, 4, "NT", bias=True).key == key
+    assert GemmProblem.from_key(key).activation == "none"
+    with pytest.raises(ValueError, match="not a problem's key"):
+        GemmProblem.from_key(key.replace("bias", "bias none"))
 
 
 def test_notation_of_batches_and_names() -> None:

@@ -27,6 +27,7 @@ from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.recurrent.layer import RecurrentLayer
 from tilewise.nn.layers.traced import trace
 from tilewise.planner import Options, Planner
+from tilewise.problems.gemm.activations import ACTIVATIONS, FROM_RESULT, activated
 from tilewise.settings import DefaultOptions, Settings
 
 __all__ = [
@@ -62,6 +63,7 @@ class Table:
     def __init__(self, plan_table: PlanTable) -> None:
         self._plan_table = plan_table
         self.linear = LinearLayer(plan_table)
+        self.activated = {name: LinearLayer(plan_table, activation=name) for name in ACTIVATIONS[1:]}
         self.bilinear = BilinearLayer(plan_table)
         self.recurrent = RecurrentLayer(plan_table)
         self.lrn = LrnLayer(plan_table)
@@ -91,7 +93,8 @@ class Table:
 
     def forget(self) -> None:
         """Let every layer look its plans up anew."""
-        self.linear.forget()
+        for linear in (self.linear, *self.activated.values()):
+            linear.forget()
         self.bilinear.forget()
         self.recurrent.forget()
         self.lrn.forget()
@@ -226,7 +229,9 @@ conv_transpose1d, conv_transpose2d, conv_transpose3d = (
 )
 
 
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str = "none"
+) -> torch.Tensor:
     """As :func:`torch.nn.functional.linear`, by planned matrix products where these are faster.
 
     ``input`` is (..., in_features), ``weight`` (out_features, in_features) and ``bias`` (out_features); the result is
@@ -235,9 +240,19 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     tensors are cast as torch casts them. Within ``torch.compile`` calls run by plans that were
     made before, and are torch's otherwise.
 
-    Raises what torch raises for its arguments, and ``NoPlanError`` when no solver keeps a memory limit. For example
-    ``linear(torch.ones(2, 3), torch.ones(4, 3)).shape`` is (2, 4).
+    ``activation`` is applied to the result: ``relu``, ``gelu`` (by the error function) or ``gelu_tanh``, ``silu``,
+    ``tanh`` or ``sigmoid``. The forward's plan applies it, in the product's own kernel where that can. In backward the
+    derivatives of ``relu``, ``tanh`` and ``sigmoid`` follow from the result, which is kept. Those of ``gelu``,
+    ``gelu_tanh`` and ``silu`` need the numbers before the activation. So where gradients are needed a product without
+    activation computes these, they are kept, and torch applies the activation. It does so within ``torch.compile``,
+    too, where the compiler fuses it with what follows.
+
+    Raises what torch raises for its arguments, ``ValueError`` for another activation, and ``NoPlanError`` when no
+    solver keeps a memory limit. For example ``linear(torch.ones(2, 3), torch.ones(4, 3), activation="relu").shape`` is
+    (2, 4).
     """
+    if activation != "none":
+        return _activated_linear(input, weight, bias, activation)
     if torch.compiler.is_dynamo_compiling():
         y = trace_linear(_defaults.linear, input, weight, bias)
     else:
@@ -246,3 +261,19 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         return y
     result: torch.Tensor = LINEAR_BY_TORCH(input, weight, bias)
     return result
+
+
+def _activated_linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """The linear layer and its activation: by one plan where backward needs nothing that this would not keep."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}: one of {', '.join(ACTIVATIONS)} would do")
+    if not torch.compiler.is_dynamo_compiling() and (activation in FROM_RESULT or not _needs_gradients(x, w, b)):
+        y = _defaults.activated[activation](x, w, b)
+        if y is not NotImplemented:
+            return y  # type: ignore[no-any-return]
+    return activated(linear(x, w, b), activation)
+
+
+def _needs_gradients(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd follows what is computed of these tensors."""
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)

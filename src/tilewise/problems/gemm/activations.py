@@ -7,11 +7,14 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-__all__ = ["ACTIVATIONS", "activate", "activated"]
+__all__ = ["ACTIVATIONS", "FROM_RESULT", "activate", "activated", "gradient_from_result"]
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid")
 """The names of activations. ``gelu`` is that of the error function, ``gelu_tanh`` its approximation by tanh (both:
 Hendrycks and Gimpel 2016, section 2); ``silu`` is x times its sigmoid."""
+
+FROM_RESULT = ("relu", "tanh", "sigmoid")
+"""Activations whose derivative follows from their result, so that no other tensor need be kept for it."""
 
 
 def activated(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -43,3 +46,17 @@ def activate(x: torch.Tensor, name: str) -> torch.Tensor:
         "sigmoid": torch.sigmoid_,
     }
     return functions[name](x)
+
+
+def gradient_from_result(dy: torch.Tensor, y: torch.Tensor, name: str) -> torch.Tensor:
+    """The gradient before the activation ``name``, of which ``y`` is the result and ``dy`` the gradient after it.
+
+    All have one shape. It has gradients itself. Raises ``KeyError`` for a name that is not in :data:`FROM_RESULT`.
+    """
+    aten = torch.ops.aten
+    functions: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "relu": lambda dy, y: aten.threshold_backward(dy, y, 0),
+        "tanh": aten.tanh_backward,
+        "sigmoid": aten.sigmoid_backward,
+    }
+    return functions[name](dy, y)

@@ -25,7 +25,7 @@ class LinearCall:
     ``shape`` is the input's, ``outputs`` the number of rows of the weight. ``needs`` says which of input, weight and
     bias need gradients. ``turned`` says that the weight is the transpose of a contiguous matrix. ``alignment`` is that
     of input and weight in bytes, 16 at the most. ``autocast`` is the dtype to which autocast casts the tensors.
-    ``copied`` says that input or bias are not contiguous and are copied first.
+    ``copied`` says that input or bias are not contiguous and are copied first. ``activation`` is applied to the result.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +40,7 @@ class LinearCall:
     alignment: tuple[int, int] = (ALIGNMENT, ALIGNMENT)
     autocast: torch.dtype | None = None
     copied: bool = False
+    activation: str = "none"
 
     @property
     def rows(self) -> int:
@@ -126,7 +127,8 @@ def problems_of(call: LinearCall) -> dict[str, GemmProblem]:
             device=device_name(call.device),
         )
 
-    problems = {"forward": product(rows, out, into, "NN" if call.turned else "NT", (of_x, of_w), call.bias)}
+    forward = product(rows, out, into, "NN" if call.turned else "NT", (of_x, of_w), call.bias)
+    problems = {"forward": forward.changed(activation=call.activation)}
     if call.needs[0]:
         problems["grad_input"] = product(rows, into, out, "NT" if call.turned else "NN", (ALIGNMENT, of_w))
     if call.needs[1] and call.turned:

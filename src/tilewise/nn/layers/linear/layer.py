@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from tilewise.nn.layers.linear.compiled import KnownLinear, publish
 from tilewise.nn.layers.linear.run import BY_TORCH, LinearRun
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.problems.base import ALIGNMENT
+from tilewise.problems.gemm.activations import activated
 from tilewise.problems.gemm.problem import GemmProblem
 
 __all__ = ["Entry", "LinearLayer"]
@@ -75,20 +76,21 @@ class Adapted:
         x, w, b = self.change(x, w, b)
         with torch._C._DisableAutocast():
             y = self.layer(x, w, b)
-            return BY_TORCH(x, w, b) if y is NotImplemented else y  # type: ignore[no-any-return]
+            return activated(BY_TORCH(x, w, b), self.layer.activation) if y is NotImplemented else y
 
 
 class LinearLayer:
     """Linear layers with plans in one table: ``layer(x, w, b)`` is the result, or ``NotImplemented`` for torch's.
 
-    Copies of a module share it. It holds no tensor. ``latest`` is the entry of the latest call, and ``known`` has the
-    planned calls as ``torch.compile`` finds them.
+    Copies of a module share it. It holds no tensor. Results are after ``activation``, whose derivative must follow from
+    them where calls need gradients; such a layer is not known to ``torch.compile``. ``latest`` is the entry of the
+    latest call, and ``known`` has the planned calls as ``torch.compile`` finds them.
     """
 
-    __slots__ = ("__weakref__", "_entries", "_inner", "_runs", "known", "latest", "plan_table")
+    __slots__ = ("__weakref__", "_entries", "_inner", "_runs", "activation", "known", "latest", "plan_table")
 
-    def __init__(self, plan_table: PlanTable, known: list[KnownLinear] | None = None) -> None:
-        self.plan_table = plan_table
+    def __init__(self, plan_table: PlanTable, known: list[KnownLinear] | None = None, activation: str = "none") -> None:
+        self.plan_table, self.activation = plan_table, activation
         self.known: list[KnownLinear] = [] if known is None else known
         self._runs: Recent[LinearCall, LinearRun] = Recent(MOST_CALLS)
         self._entries: Recent[LinearCall, Entry] = Recent(MOST_CALLS)
@@ -109,7 +111,7 @@ class LinearLayer:
         if disturbed():
             self.leave(x, w, b)
             return None
-        call = describe(x, w, b)
+        call = self._described(x, w, b)
         if call is None:
             self.leave(x, w, b)
             plain = is_plain(x) and is_plain(w) and (b is None or is_plain(b))
@@ -120,6 +122,11 @@ class LinearLayer:
             if entry is not None:
                 self._entries[call] = entry
         return entry
+
+    def _described(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> LinearCall | None:
+        """The call of these tensors, with the layer's activation; ``None`` where it is left to torch."""
+        call = describe(x, w, b)
+        return call if call is None or self.activation == "none" else replace(call, activation=self.activation)
 
     def leave(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> None:
         """Take note of a call that is left to torch. Nothing is done here; subclasses may."""
@@ -152,12 +159,12 @@ class LinearLayer:
         change = Change(call.autocast, call.copied)
         inner = self._inner.get(change)
         if inner is None:
-            inner = self._inner.setdefault(change, LinearLayer(self.plan_table, self.known))
+            inner = self._inner.setdefault(change, LinearLayer(self.plan_table, self.known, self.activation))
         return Adapted(inner, change)
 
     def visit(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> tuple[LinearLayer, LinearCall] | None:
         """The layer and call that a call becomes in the end, without planning; ``None`` where it is left to torch."""
-        call = describe(x, w, b)
+        call = self._described(x, w, b)
         adapted = None if call is None else self.adapted(call)
         if call is None or adapted is None:
             return None if call is None else (self, call)
@@ -184,7 +191,7 @@ class LinearLayer:
         run = LinearRun(call, bound["forward"], bound.get("grad_input"), bound.get("grad_weight"), several)
         self._runs[call] = run
         when_there(self)
-        if run.planned and self.plan_table.traced and len(self.known) < MOST_CALLS:
+        if run.planned and self.activation == "none" and self.plan_table.traced and len(self.known) < MOST_CALLS:
             known = publish(run)
             if known is not None and known not in self.known:
                 self.known.append(known)

@@ -14,6 +14,7 @@ from tilewise.nn.layers.bound_pass import BoundPass
 from tilewise.nn.layers.call import disturbed, is_plain
 from tilewise.nn.layers.linear.call import LinearCall
 from tilewise.problems.base import ALIGNMENT, dense_strides
+from tilewise.problems.gemm.activations import activate, gradient_from_result
 
 __all__ = ["BY_TORCH", "LinearRun"]
 
@@ -62,6 +63,8 @@ class LinearRun:
             return None
         if autocast is None and not (any(call.needs) or launched):  # then this object is as short
             return None
+        if call.activation != "none" and (any(call.needs) or self.forward is None):
+            return None  # native code knows no gradients of activations, and torch's product has none
         into, out = call.shape[-1], call.outputs
         of_y = (*call.shape[:-1], out)
         of_x, of_w = dense_strides(call.shape, "contiguous"), (1, out) if call.turned else (into, 1)
@@ -100,8 +103,7 @@ class LinearRun:
     def result(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         """The layer's result, without autograd."""
         if self.forward is None:
-            y: torch.Tensor = BY_TORCH(x, w, b)
-            return y
+            return activate(BY_TORCH(x, w, b), self.call.activation)
         if self.several:
             with torch.cuda.device(self.call.device):
                 return self._by_plan(x, w, b)
@@ -176,12 +178,17 @@ class PlannedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: LinearRun, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         # The input is needed for the weight's gradient alone, and the weight for the input's.
-        ctx.save_for_backward(x if run.call.needs[1] else None, w if run.call.needs[0] else None)
+        # The derivative of an activation follows from the result.
+        y = run.result(x, w, b)
+        kept = y if run.call.activation != "none" else None
+        ctx.save_for_backward(x if run.call.needs[1] else None, w if run.call.needs[0] else None, kept)
         ctx.linear_run = run
-        return run.result(x, w, b)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         run: LinearRun = ctx.linear_run
-        x, w = ctx.saved_tensors
+        x, w, y = ctx.saved_tensors
+        if y is not None:
+            dy = gradient_from_result(dy, y, run.call.activation)
         return None, *run.backward(dy, x, w, ctx.needs_input_grad[1:])
