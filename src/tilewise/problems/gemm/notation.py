@@ -96,7 +96,7 @@ def format_product(problem: GemmProblem, name: str = "") -> str:
 
 
 def _scan(text: str) -> tuple[tuple[int, ...], tuple[int, ...], list[str], str]:
-    """The sizes of both operands, the words behind them and the name. Raises ``ValueError`` for what has another form."""
+    """The sizes of both operands, the words behind them, and the name. Raises ``ValueError`` for other forms."""
     match = FORM.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"product {text!r}: not MxK:KxN with +bias or an activation (+relu) behind; {EXAMPLE}")
