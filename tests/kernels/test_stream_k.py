@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
-from tests.products import check_launches, with_gaps
+from tests.products import check_launches, fill, memory_of, with_gaps
 
+from tilewise.machine.device import device_name
 from tilewise.plan import Config
 from tilewise.problems.gemm.activations import ACTIVATIONS
 from tilewise.problems.gemm.layouts import OPS
@@ -69,6 +71,34 @@ def test_tiles_in_equal_parts(
 def test_long_sums_are_added_up_outside_of_matrix_units(place: str) -> None:
     for programs in (1, 3):
         run(Work(GemmProblem(17, 20, 2500, "NT"), (32, 32, 64), programs, "tf32x3", 4, 2), place)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["stream_k_gemm", "thin_gemm"])
+def test_kernels_that_start_early_wait_for_what_they_read(name: str, dtype: str) -> None:
+    """Replays of a graph in which the workspace is full of NaN before each product."""
+    device = device_name(torch.device("cuda"))
+    for m, n, op in ((512, 33, "NN"), (33, 512, "NT"), (512, 9, "NN")):
+        p = GemmProblem(m, n, 2048, op, dtype=dtype, device=device)
+        solver = get(name)
+        a, b = (fill(memory_of(p, role)[0], i) for i, role in enumerate("ab"))
+        want = p.reference(a, b)
+        for c in list(solver.configs(p))[:8]:
+            out = torch.empty(p.shape("c"), dtype=p.torch_dtype("c"), device="cuda")
+            run = solver.bind(p, c, a, b, out)
+            workspace = torch.empty(max(1, solver.workspace(p, c)), dtype=torch.uint8, device="cuda")
+            run(a, b, out, workspace)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(10):
+                    workspace.fill_(0xFF)
+                    out.fill_(math.nan)
+                    run(a, b, out, workspace)
+            for _ in range(5):
+                graph.replay()
+                gap = (out.double() - want).abs().max() / math.sqrt(p.k)
+                assert float(gap) < (0.02 if dtype == "bf16" else 1e-5), c
 
 
 @given(

@@ -53,6 +53,8 @@ class Launch:
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 2
+    overlaps: bool = False
+    """Whether it may start while the launch before it still runs: the kernel waits for that itself."""
 
     def compile(self, alignment: Sequence[int]) -> Any:
         """The kernel compiled for the current device; ``alignment`` is that of each source tensor in bytes.
@@ -61,6 +63,8 @@ class Launch:
         """
         stand_ins = [_Address(p.dtype, p.promised(alignment)) for p in self.pointers]
         options = {"num_warps": self.warps, "num_stages": self.stages}
+        if self.overlaps:
+            options["launch_pdl"] = True
         pause()
         settle(self.kernel)
         with own_cache():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,6 +152,7 @@ def launches(work: Work, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) ->
     """The copies of packed operands, the product, and the sums of shared tiles where there are any."""
     from tilewise.kernels.triton.gemm.stream_k import add_stretches, stream_k_product
     from tilewise.kernels.triton.launch import Pointer
+    from tilewise.kernels.triton.overlap import may_overlap
 
     p, places, (rows, columns, depth) = work.p, work.places, work.tile
     result = Pointer(2, 0, out.dtype)
@@ -172,22 +173,26 @@ def launches(work: Work, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) ->
         "BIAS": p.bias, "BIAS_ALONG_ROWS": work.turned, "ACCUMULATE": p.accumulate, "ACTIVATION": p.activation,
         "PARTS": work.splits > 0, "BLOCK_M": rows, "BLOCK_N": columns,
     }  # fmt: skip
-    queued = [_packing(work, role, tensor) for role, tensor in (("a", a), ("b", b)) if role in work.pack]
+    overlap = may_overlap(a.device)
+    adds = work.shared and not work.last
+    queued = [_packing(work, role, tensor, overlap) for role, tensor in (("a", a), ("b", b)) if role in work.pack]
     product = launch(
         stream_k_product, (work.used,), (left.pointer, right.pointer, result, bias, sums, counters),
         (*sizes, p.k, *cut, left.stride, right.stride, left.batch, right.batch, batch, *strides),
         work.warps, work.stages, LEFT_DEPTH_INNER=left.inner, RIGHT_DEPTH_INNER=right.inner,
         PRECISION="ieee" if work.product == NATIVE else work.product, LEFT_EVEN=left.even, RIGHT_EVEN=right.even,
         PROMOTE=PROMOTE // depth if exact and p.k > PROMOTE else 0, LAST=work.last, BLOCK_K=depth,
-        LINES=min(LAST_LINES, rows), **common,
+        LINES=min(LAST_LINES, rows), WAITS=overlap and work.pack != "", LEADS=overlap and adds, **common,
     )  # fmt: skip
-    queued.append(product)
-    if work.shared and not work.last:
+    queued.append(replace(product, overlaps=overlap and work.pack != ""))
+    if adds:
         lines = min(LINES, rows)
         grid = (work.tiles, rows // lines)
-        queued.append(
-            launch(add_stretches, grid, (sums, result, bias), (*sizes, *cut, batch, *strides), LINES=lines, **common)
-        )
+        addition = launch(
+            add_stretches, grid, (sums, result, bias), (*sizes, *cut, batch, *strides),
+            LINES=lines, WAITS=overlap, **common,
+        )  # fmt: skip
+        queued.append(replace(addition, overlaps=overlap))
     return queued
 
 
@@ -216,7 +221,7 @@ def _operand(work: Work, role: str, tensor: torch.Tensor) -> _Operand:
     return _Operand(pointer, tensor.stride(-2), batch, inner, work.p.k % work.tile[2] == 0)
 
 
-def _packing(work: Work, role: str, tensor: torch.Tensor) -> Launch:
+def _packing(work: Work, role: str, tensor: torch.Tensor, overlap: bool) -> Launch:
     """The launch that packs the operand of ``role``, and sets counters to 0 where it is the first one."""
     from tilewise.kernels.triton.gemm.pack import pack_operand
     from tilewise.kernels.triton.launch import Pointer
@@ -228,12 +233,14 @@ def _packing(work: Work, role: str, tensor: torch.Tensor) -> Launch:
     counts = work.last and role == work.pack[0]
     counters = at(work.places["counters"]) if counts else at(slot)
     grid = (-(-width // PACKED_DEPTHS), -(-outers // PACKED_OUTERS), batch)
-    return launch(
+    waits = overlap and role != work.pack[0]
+    packing = launch(
         pack_operand, grid, (source, at(slot), counters),
         (outers, p.k, width, tensor.stride(-2), tensor.stride(0) if p.batch else 0, work.tiles),
         DEPTH_INNER=lies, COUNTERS=1 << (work.tiles - 1).bit_length() if counts else 0,
-        OUTERS=PACKED_OUTERS, DEPTHS=PACKED_DEPTHS,
+        OUTERS=PACKED_OUTERS, DEPTHS=PACKED_DEPTHS, WAITS=waits, LEADS=overlap,
     )  # fmt: skip
+    return replace(packing, overlaps=waits)
 
 
 @functools.lru_cache(maxsize=1024)

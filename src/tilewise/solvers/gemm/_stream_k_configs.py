@@ -22,11 +22,11 @@ MEMORY, CACHE, ONE_READS = 3e6, 5.5e6, 1e5
 """Bytes a microsecond from an H100's memory, from its second cache, and that one of its multiprocessors can read."""
 RATES = {"tf32x3": 2e6, "bf16x6": 4e6, "tf32": 2e6, NATIVE: 4e6}
 """Operations a microsecond that the matrix units of one multiprocessor reach in kernels like these."""
-FIRST_US, LAUNCH_US = 1.0, 1.5
-"""Microseconds until the first tiles are there, and that another kernel takes at least."""
+FIRST_US, LAUNCH_US = 1.0, 1.0
+"""Microseconds until the first tiles are there, and that another kernel takes at least that may start before."""
 NARROW_US = 1.5e-4
 """Microseconds for each number of a tile that is read by itself: nothing is read ahead then."""
-LAST_US = 0.7
+LAST_US = 1.5
 """Microseconds from the last part of a tile until its sums have been read."""
 MOST_PARTS = 16
 SMALLER = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -135,11 +135,13 @@ def launches(tiles: Tiles, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) 
     """The product, and the sum of its parts where there are several."""
     from tilewise.kernels.triton.gemm.thin import add_parts, thin_product
     from tilewise.kernels.triton.launch import Pointer
+    from tilewise.kernels.triton.overlap import may_overlap
 
     p, sums = tiles.p, tiles.sums
     left, right, result = (Pointer(place, 0, t.dtype) for place, t in enumerate((a, b, out)))
     bias = Pointer(4, 0, out.dtype) if p.bias else result
     down, along = tiles.grid
+    overlaps = sums is not None and may_overlap(a.device)
     alone, steps = sums is None, tiles.part // tiles.depth
     target = result if sums is None else at(sums)
     stride, between = (out.stride(0), 0) if alone else (p.n, p.m * p.n)
@@ -148,7 +150,7 @@ def launches(tiles: Tiles, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) 
         (p.m, p.n, p.k, along, steps, a.stride(0), b.stride(0), stride, between), tiles.warps, tiles.stages,
         A_DEPTH_INNER=p.op[0] == "N", B_DEPTH_INNER=p.op[1] == "T", BIAS=p.bias and alone,
         ACCUMULATE=p.accumulate and alone, ACTIVATION=p.activation if alone else "none",
-        PRECISION=PRECISION[p.precision], EVEN=p.k % tiles.depth == 0,
+        PRECISION=PRECISION[p.precision], EVEN=p.k % tiles.depth == 0, LEADS=overlaps,
         BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_K=tiles.depth,
     )  # fmt: skip
     if alone:
@@ -157,8 +159,9 @@ def launches(tiles: Tiles, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) 
     addition = launch(
         add_parts, (-(-count // BLOCK),), (target, result, bias), (p.n, count, tiles.used, out.stride(0)),
         BIAS=p.bias, ACCUMULATE=p.accumulate, ACTIVATION=p.activation, BLOCK=BLOCK,
+        WAITS=overlaps,
     )  # fmt: skip
-    return [product, addition]
+    return [product, replace(addition, overlaps=overlaps)]
 
 
 @functools.lru_cache(maxsize=1024)

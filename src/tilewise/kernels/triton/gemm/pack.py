@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.gemm.thin import operand_tile
+from tilewise.kernels.triton.overlap import begin
 
 __all__ = ["pack_operand"]
 
@@ -14,6 +15,7 @@ __all__ = ["pack_operand"]
 def pack_operand(
     source, target, counters, outers, depth, width, stride, batch_stride, count,
     DEPTH_INNER: tl.constexpr, COUNTERS: tl.constexpr, OUTERS: tl.constexpr, DEPTHS: tl.constexpr,
+    WAITS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """Copy matrices of ``outers`` rows (or columns) by ``depth`` into dense ones of ``outers`` by ``width``.
 
@@ -22,6 +24,7 @@ def pack_operand(
     not 0, is a power of two of at least ``count`` numbers, which are set to 0. Grid: blocks of depth, of the other
     dimension, matrices.
     """
+    begin(WAITS, LEADS)
     z = tl.program_id(2).to(tl.int64)
     outer = tl.program_id(1) * OUTERS + tl.arange(0, OUTERS)
     k = tl.program_id(0) * DEPTHS + tl.arange(0, DEPTHS)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from tilewise.kernels.triton.gemm.activations import activated
 from tilewise.kernels.triton.gemm.thin import operand_tile
+from tilewise.kernels.triton.overlap import begin as starting
 
 __all__ = ["add_stretches", "stream_k_product"]
 
@@ -124,6 +125,7 @@ def stream_k_product(
     BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     LEFT_EVEN: tl.constexpr, RIGHT_EVEN: tl.constexpr, PROMOTE: tl.constexpr, PARTS: tl.constexpr, LAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
+    WAITS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """``out (+)= left right (+ bias)`` after ``ACTIVATION`` for whole tiles, and sums of parts of the others.
 
@@ -135,8 +137,10 @@ def stream_k_product(
 
     With ``PARTS`` every tile is divided among ``splits`` programs, which have one dense tile each. With ``LAST`` the
     program that ends last in a tile adds them up, ``LINES`` lines at a time: ``counters`` has a number for
-    each tile, 0 at the beginning.
+    each tile, 0 at the beginning. ``WAITS`` and ``LEADS`` are those of
+    :func:`~tilewise.kernels.triton.overlap.begin`.
     """
+    starting(WAITS, LEADS)
     program = tl.program_id(0)
     if PARTS:
         tile = program // splits
@@ -190,9 +194,10 @@ def add_stretches(
     sums, out, bias, rows, columns, tiles_m, tiles_n, steps, quotient, remainder, splits, out_batch,
     row_stride, column_stride,
     BIAS: tl.constexpr, BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Add up the sums of the tiles that several programs share, in order. Grid: tiles, ``LINES`` lines of each."""
+    starting(WAITS, False)
     tile, part = tl.program_id(0), tl.program_id(1)
     if PARTS:
         first = tile * splits

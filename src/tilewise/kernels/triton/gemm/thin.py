@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.gemm.activations import activated
+from tilewise.kernels.triton.overlap import begin
 
 __all__ = ["add_parts", "operand_tile", "thin_product"]
 
@@ -36,7 +37,7 @@ def operand_tile(base, outer, outers, k, end, stride, DEPTH_INNER: tl.constexpr,
 def thin_product(
     a, b, out, bias, rows, columns, depth, tiles_n, steps, a_stride, b_stride, out_stride, out_part,
     A_DEPTH_INNER: tl.constexpr, B_DEPTH_INNER: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, LEADS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``out (+)= a b (+ bias)`` after ``ACTIVATION``, or each program row's part of the sums.
@@ -46,6 +47,7 @@ def thin_product(
     dimension; ``*_stride`` is the other stride. ``out_part`` is the distance between the results of parts. ``EVEN``:
     steps of depth end with the part. Grid: tiles, parts of sums.
     """
+    begin(False, LEADS)
     tile, which = tl.program_id(0), tl.program_id(1)
     m = (tile // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tile % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -71,8 +73,10 @@ def thin_product(
 def add_parts(
     sums, out, bias, columns, count, parts, out_stride,
     BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """``out (+)= the sum of ``parts`` dense matrices of ``count`` fp32 numbers (+ bias)``, in order. Grid: blocks."""
+    begin(WAITS, False)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     row, column = place // columns, place % columns
