@@ -14,7 +14,9 @@ The whole grid takes longer than one session on a GPU: ``modes``, ``ops`` and ``
 ``seconds`` ends a run in time with what it has.
 
 A cliff is a size whose product takes longer than that of a larger one, or runs at a much lower rate than that of a
-smaller one. Bars are those of an H100.
+smaller one. Cliffs are those of the planned times, and reported for every mode, operation and state of the caches, with
+the sizes where the worst is. Larger sizes are planned first, so that smaller ones can be computed as they are. Bars are
+those of an H100.
 """
 
 from __future__ import annotations
@@ -97,12 +99,12 @@ def run(settings: Settings) -> Result:
 
 def curve(settings: Settings, planner: Planner, mode: str, op: str, hidden: int) -> list[Row]:
     """The rows of one operation and weight."""
-    rows: list[Row] = []
-    for short in settings.integers("short"):
+    found: dict[int, list[Row]] = {}
+    for short in sorted(settings.integers("short"), reverse=True):
         p = problem_of(mode, op, hidden, short, settings.device)
         details = {"mode": mode, "op": op, "hidden": hidden, "short": short}
-        rows += rows_of(settings, planner, p, f"H={hidden} N={short}", f"{mode} {op}", details)
-    return rows
+        found[short] = list(rows_of(settings, planner, p, f"H={hidden} N={short}", f"{mode} {op}", details))
+    return [row for short in settings.integers("short") for row in found[short]]
 
 
 def problem_of(mode: str, op: str, hidden: int, short: int, device: torch.device) -> GemmProblem:
@@ -182,9 +184,15 @@ def bars(settings: Settings, rows: list[Row]) -> list[Bar]:
             found.append(Bar(f"geometric mean over torch, N <= {MOST_SHORT}, {what}", mean, least=1.3, applies=applies))
         found.append(Bar(f"least over torch, {what}", min(row.ratio for row in some), least=0.97, applies=applies))
         found += bars_of_own(some, what)
-        longer, slower = cliffs(some)
-        found.append(Bar(f"time over that of a larger N, {what}", longer, most=LONGER, applies=applies))
-        found.append(Bar(f"rate over the best of a smaller N, {what}", slower, least=SLOWER, applies=applies))
+        for op in dict.fromkeys(str(row.details["op"]) for row in some):
+            longer, slower = cliffs([row for row in some if row.details["op"] == op])
+            where = f"{mode}, {op}, {cache}"
+            found.append(
+                Bar(f"time over that of a larger N, {where}{longer[1]}", longer[0], most=LONGER, applies=applies)
+            )
+            found.append(
+                Bar(f"rate over the best of a smaller N, {where}{slower[1]}", slower[0], least=SLOWER, applies=applies)
+            )
         corner = [
             row.ratio for row in some if mode == "bf16" and (row.name, row.details["op"]) == ("H=2560 N=65", CORNER)
         ]
@@ -208,17 +216,23 @@ def bars_of_own(rows: list[Row], what: str) -> list[Bar]:
     return found
 
 
-def cliffs(rows: list[Row]) -> tuple[float, float]:
-    """The worst time in units of that of a larger N, and the worst rate in units of the best one of a smaller N."""
-    longer, slower = 0.0, math.inf
-    curves: dict[tuple[str, int], list[Row]] = {}
+def cliffs(rows: list[Row]) -> tuple[tuple[float, str], tuple[float, str]]:
+    """The worst planned time in units of that of a larger N, and the worst rate in units of the best of a smaller N.
+
+    Behind each stands in words where it is. A plan that keeps torch's own call takes as long as that.
+    """
+    longer, slower = (0.0, ""), (math.inf, "")
+    curves: dict[int, list[Row]] = {}
     for row in rows:
-        curves.setdefault((str(row.details["op"]), int(row.details["hidden"])), []).append(row)
-    for curve in curves.values():
+        curves.setdefault(int(row.details["hidden"]), []).append(row)
+    for hidden, curve in curves.items():
         curve.sort(key=lambda row: int(row.details["short"]))
+        sizes = [int(row.details["short"]) for row in curve]
         times = [row.ours.value if row.replaced else row.baseline.value for row in curve]
         rates = [float(row.details["gflops"]) for row in curve]
         for i in range(len(curve) - 1):
-            longer = max(longer, times[i] / min(times[i + 1 :]))
-            slower = min(slower, rates[i + 1] / max(rates[: i + 1]))
-    return longer or math.nan, slower if slower < math.inf else math.nan
+            least = min(range(i + 1, len(curve)), key=times.__getitem__)
+            most = max(range(i + 1), key=rates.__getitem__)
+            longer = max(longer, (times[i] / times[least], f" (H={hidden}, N={sizes[i]} and {sizes[least]})"))
+            slower = min(slower, (rates[i + 1] / rates[most], f" (H={hidden}, N={sizes[i + 1]} and {sizes[most]})"))
+    return longer if longer[1] else (math.nan, ""), slower if slower[1] else (math.nan, "")

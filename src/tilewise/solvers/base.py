@@ -172,6 +172,14 @@ class Solver(abc.ABC):
         """
         return ((c, self.workspace(p, c)) for c in self.configs(p) if only is None or c in only)
 
+    def computed_instead(self, p: Solved) -> Iterable[tuple[Problem, Config]]:
+        """Other problems that it may compute in the place of ``p``, with its config but for who computes them.
+
+        What is known to be good for one of them, another solver with its config, is offered too: the config with
+        ``solver`` and the other solver's parameters added.
+        """
+        return ()
+
     def most(self, p: Solved) -> int:
         """How many configs of each :meth:`family` are measured on ``p`` when planning is not ``patient``."""
         return self.most_configs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,12 +15,17 @@ from tilewise.planner.experience import Experience
 from tilewise.planner.measuring.times import NOISE
 from tilewise.planner.options import EXCLUDED, Options, first_line
 from tilewise.planner.search.estimate import Profile, estimate_ms
+from tilewise.planner.search.known import Known
 from tilewise.planner.search.leaves import needed_beside
 from tilewise.planner.search.rates import Key
 from tilewise.problems.base import Problem
-from tilewise.solvers import Solver, Split
+from tilewise.solvers import Solver, SolverUnavailable, Split
 
 __all__ = ["Offer", "Offers", "loss_of"]
+
+
+MOST_BORROWED = 3
+"""Candidates that are taken from each problem that may be computed instead."""
 
 
 class Offer(NamedTuple):
@@ -65,6 +70,8 @@ class Offers:
     """Whether a part is worth trying for candidates that block the batch themselves: a tile is, a micro-batch not."""
     beside: Sequence[Measurement] = ()
     """For a front, the measurements under other limits."""
+    known_of: Callable[[Problem], Known] | None = None
+    """The measurements of any problem on the same device."""
     experience: Experience | None = None
     """What estimates were worth for problems before."""
     lost: list[Measurement] = field(default_factory=list)
@@ -111,7 +118,7 @@ class Offers:
         offers = []
         lost_before, limit = len(self.lost), self.options.workspace
         only = None if self.only is None else [c for name, c in self.only if name == solver.name]
-        for rank, (config, workspace) in enumerate(solver.offers(self.problem, limit, only)):
+        for rank, (config, workspace) in enumerate(self._offered(solver, limit, only)):
             if reason := self._unwanted(solver, config):
                 self.lost.append(loss_of(solver, config, reason, workspace))
                 continue
@@ -132,6 +139,21 @@ class Offers:
             within = "" if limit is None else f" in {format_bytes(limit)} of workspace"
             self.lost.append(loss_of(solver, Config(), f"offers no config{within}"))
         return offers
+
+    def _offered(
+        self, solver: Solver, limit: int | None, only: Collection[Config] | None
+    ) -> Iterable[tuple[Config, int]]:
+        """What ``solver`` offers, and then what is known to be good for the problems that it may compute instead."""
+        offered = dict(solver.offers(self.problem, limit, only))
+        if only is None and self.known_of is not None:
+            for other, form in solver.computed_instead(self.problem):
+                for m in _best(self.known_of(other)):
+                    config = Config(**form, solver=m.solver, **m.config)
+                    try:
+                        offered.setdefault(config, solver.workspace(self.problem, config))
+                    except (KeyError, ValueError, SolverUnavailable) as error:
+                        self.lost.append(loss_of(solver, config, f"taken from {other.key}: {first_line(error)}"))
+        return offered.items()
 
     def _unwanted(self, solver: Solver, config: Config) -> str:
         """Why the options, or an earlier check, rule a config out; empty where they do not."""
@@ -165,3 +187,18 @@ class Offers:
                 solver = by_name[m.solver]
                 shares[m.solver, solver.like(m.config)] = m.time_ms / max(self._by_cost(solver, m.config), 1e-9)
         return shares
+
+
+def _best(known: Known) -> list[Measurement]:
+    """The fastest candidates of a problem that was measured, by solvers of this version."""
+    by_name = {solver.name: solver for solver in solvers.all_solvers()}
+    usable = []
+    for m in known.values():
+        solver = by_name.get(m.solver)
+        if solver is None or solver.version != m.version or isinstance(solver, Split):
+            continue
+        if solver.own_output or solver.computes_with(m.config):
+            continue  # it cannot write where it is told to, or hands on itself what is known of another problem
+        if m.time_ms is not None and not m.reason:
+            usable.append(m)
+    return sorted(usable, key=lambda m: m.time_ms or 0.0)[:MOST_BORROWED]

@@ -160,6 +160,7 @@ class Root:
             loses=self.loses_by_launches if root else None,
             for_front=self.for_front,
             experience=self.experience,
+            known_of=self.store.of,
             watched=self.for_front or self.options.workspace is not None,
         )
 

@@ -42,7 +42,7 @@ class Trial:
     root problem that adds one. For a front slower candidates with less workspace are wanted, too. Without ``watched``
     nobody asks how much memory a candidate takes, so that its finalists alone are watched for hidden memory. What
     ``loses`` says yes to will not be chosen because of its launches, however fast it is. On a GPU ``experience``
-    corrects estimates, and takes what is measured.
+    corrects estimates, and takes what is measured. ``known_of`` has what is known of other problems.
 
     Which candidates there are is said by :attr:`offers`, which of them are not worth a measurement by :attr:`pruning`,
     and what one takes by :attr:`benchmark`.
@@ -66,12 +66,13 @@ class Trial:
         watched: bool = True,
         loses: Callable[[Measurement], bool] | None = None,
         experience: Experience | None = None,
+        known_of: Callable[[Problem], Known] | None = None,
     ) -> None:
         self.problem, self.tensors, self.options, self.is_root = problem, tensors, options, is_root
         self.known, self.foreign, self.judge, self._loses = known, foreign, judge, loses
         narrows = options.rigor == "measure" and problem.device_type == "cuda"
         self._experience = experience if narrows else None
-        self.offers = Offers(problem, options, profile, wrong, is_root, experience=self._experience)
+        self.offers = Offers(problem, options, profile, wrong, is_root, known_of=known_of, experience=self._experience)
         self.pruning = Pruning(problem, known, options.rigor == "patient", for_front)
         self.pruning.narrows = narrows
         self.benchmark = Benchmark(problem, tensors, options, timer, is_root, bias, watched)

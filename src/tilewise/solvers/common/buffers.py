@@ -52,6 +52,10 @@ class Slot(NamedTuple):
         """Size of the tensor in bytes."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
+    def example(self, device: torch.device) -> torch.Tensor:
+        """A tensor like it to bind to. On a CPU it has no memory (device ``meta``); solvers ask which GPU it is."""
+        return torch.empty(self.sizes, dtype=self.dtype, device="meta" if device.type == "cpu" else device)
+
     def of(self, workspace: torch.Tensor | None) -> torch.Tensor:
         """The tensor inside ``workspace``. Raises ``ValueError`` when there is none."""
         if workspace is None:
