@@ -63,7 +63,7 @@ def test_tiles_in_equal_parts(
     """The sums of parts are added up by a second kernel, or by the program that ends last."""
     p = with_gaps(GemmProblem(*sizes, op, batch, dtype=dtype, bias=True, activation="silu"), 0, 3, 3, align=2)
     steps = -(-p.k // 32)
-    work = Work(p, (32, 16, 32), 0, PRODUCT[dtype], 4, 2, min(splits, steps), pack, last and pack != "")
+    work = Work(p, (32, 16, 32), 0, PRODUCT[dtype], 4, 2, min(splits, steps), pack, last)
     run(work, place, offset=1)
 
 
@@ -145,7 +145,11 @@ def test_configs_are_read_back(dtype: str, precision: str) -> None:
             assert config_of(work) == c
             assert solver.cost(p, c).flops >= p.flops
         products = {"ieee": ["tf32x3 ", "bf16x6 "], "tf32": ["tf32 "]}[precision] if dtype == "fp32" else [""]
-        known = {f"stream_k_gemm {product}{share}" for product in products for share in ("tiles", "steps", "parts")}
+        known = {
+            f"stream_k_gemm {product}{share}"
+            for product in products
+            for share in ("tiles", "steps", "parts", "parts last")
+        }
         assert {solver.family(c) for c in found if "pack" not in c} <= known
 
 
@@ -160,7 +164,7 @@ def test_what_is_not_taken_is_said() -> None:
     [
         {"tile": (16, 64)}, {"tile": (16, 64, 5)}, {"tile": (256, 256, 32)}, {"programs": 4097}, {"programs": 0},
         {"warps": 3}, {"stages": 9}, {"product": "tf32"}, {"share": "steps"}, {"more": 1}, {"share": "parts"},
-        {"pack": "c"}, {"adds": "last"}, {"adds": "first"},
+        {"pack": "c"}, {"adds": "last"}, {"adds": "first"}, {"share": "parts", "splits": 40},
     ],
 )  # fmt: skip
 def test_configs_that_are_none_are_refused(change: dict[str, object]) -> None:

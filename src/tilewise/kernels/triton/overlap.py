@@ -27,7 +27,7 @@ LEAST = 9
 def begin(WAITS: tl.constexpr, LEADS: tl.constexpr):
     """Let the kernel behind this one start if it ``LEADS`` one, and if it ``WAITS``, wait for the one before it.
 
-    All blocks must call it before anything else.
+    All blocks must call it, before they touch what other kernels of the chain read or write.
     """
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()

@@ -176,15 +176,19 @@ def launches(work: Work, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) ->
     overlap = may_overlap(a.device)
     adds = work.shared and not work.last
     queued = [_packing(work, role, tensor, overlap) for role, tensor in (("a", a), ("b", b)) if role in work.pack]
+    clears = work.last and not work.pack
+    if clears:
+        queued.append(_clearing(work, overlap))
     product = launch(
         stream_k_product, (work.used,), (left.pointer, right.pointer, result, bias, sums, counters),
         (*sizes, p.k, *cut, left.stride, right.stride, left.batch, right.batch, batch, *strides),
         work.warps, work.stages, LEFT_DEPTH_INNER=left.inner, RIGHT_DEPTH_INNER=right.inner,
         PRECISION="ieee" if work.product == NATIVE else work.product, LEFT_EVEN=left.even, RIGHT_EVEN=right.even,
         PROMOTE=PROMOTE // depth if exact and p.k > PROMOTE else 0, LAST=work.last, BLOCK_K=depth,
-        LINES=min(LAST_LINES, rows), WAITS=overlap and work.pack != "", LEADS=overlap and adds, **common,
+        LINES=min(LAST_LINES, rows), WAITS=overlap and work.pack != "",
+        WAITS_LATE=overlap and clears, LEADS=overlap and adds, **common,
     )  # fmt: skip
-    queued.append(replace(product, overlaps=overlap and work.pack != ""))
+    queued.append(replace(product, overlaps=overlap and len(queued) > 0))
     if adds:
         lines = min(LINES, rows)
         grid = (work.tiles, rows // lines)
@@ -237,10 +241,23 @@ def _packing(work: Work, role: str, tensor: torch.Tensor, overlap: bool) -> Laun
     packing = launch(
         pack_operand, grid, (source, at(slot), counters),
         (outers, p.k, width, tensor.stride(-2), tensor.stride(0) if p.batch else 0, work.tiles),
-        DEPTH_INNER=lies, COUNTERS=1 << (work.tiles - 1).bit_length() if counts else 0,
+        DEPTH_INNER=lies, COUNTERS=_counters(work) if counts else 0,
         OUTERS=PACKED_OUTERS, DEPTHS=PACKED_DEPTHS, WAITS=waits, LEADS=overlap,
     )  # fmt: skip
     return replace(packing, overlaps=waits)
+
+
+def _clearing(work: Work, overlap: bool) -> Launch:
+    """The launch that sets counters to 0 where no operand is packed."""
+    from tilewise.kernels.triton.gemm.pack import clear_counters
+
+    counters = at(work.places["counters"])
+    return launch(clear_counters, (1,), (counters,), (work.tiles,), COUNTERS=_counters(work), LEADS=overlap)
+
+
+def _counters(work: Work) -> int:
+    """The power of two of counters that one program sets to 0."""
+    return 1 << (work.tiles - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -268,6 +285,6 @@ def work_of(p: GemmProblem, c: Config) -> Work:
     work = Work(p, (rows, columns, depth), programs, str(product), warps, stages, splits, str(pack), adds == "last")
     if share != work.share or not (splits == 0 or 2 <= splits <= work.steps) or work.used > MOST_PROGRAMS:
         raise ValueError(f"share={share!r}, {counted}={count}: programs would have equal numbers of {work.share}")
-    if work.last and not (splits and pack and work.tiles <= MOST_COUNTERS):
-        raise ValueError(f"adds={adds!r}: for at most {MOST_COUNTERS} tiles in parts, behind a copy, would do")
+    if work.last and not (splits and work.tiles <= MOST_COUNTERS):
+        raise ValueError(f"adds={adds!r}: for at most {MOST_COUNTERS} tiles in parts would do")
     return work

@@ -28,6 +28,10 @@ NARROW_US = 1.5e-4
 """Microseconds for each number of a tile that is read by itself: nothing is read ahead then."""
 LAST_US = 1.5
 """Microseconds from the last part of a tile until its sums have been read."""
+CLEAR_US = 0.5
+"""Microseconds of setting counters to 0 beside the product."""
+HOPELESS = 2.0
+"""A config that is expected to take so many times as long as the best is not offered."""
 MOST_PARTS = 16
 SMALLER = 8
 """An operand that has so many times fewer bytes than the other is copied in no time beside the product."""
@@ -43,8 +47,8 @@ def configs(p: GemmProblem) -> Iterable[Config]:
         for pack in _packs(p):
             for tile, warps, stages in _tiles(p):
                 found += _divided(Work(p, tile, 1, product, warps, stages, 0, pack))
-    found.sort(key=expected_us)
-    return list(dict.fromkeys(map(config_of, found)))
+    times = sorted(((expected_us(work), place) for place, work in enumerate(found)))
+    return list(dict.fromkeys(config_of(found[place]) for us, place in times if us <= HOPELESS * times[0][0]))
 
 
 def _divided(whole: Work) -> Iterator[Work]:
@@ -62,7 +66,7 @@ def _divided(whole: Work) -> Iterator[Work]:
         if splits > 1:
             parts = replace(whole, programs=0, splits=splits)
             yield parts
-            if whole.pack and whole.tiles <= MOST_COUNTERS:
+            if whole.tiles <= MOST_COUNTERS:
                 yield replace(parts, last=True)
 
 
@@ -145,7 +149,7 @@ def expected_us(work: Work) -> float:
     for role in work.pack:
         took += LAUNCH_US + 2 * p.nbytes(role) / MEMORY
     if work.last:
-        took += LAST_US + 4 * rows * short * work.splits / ONE_READS
+        took += LAST_US + (0 if work.pack else CLEAR_US) + 4 * rows * short * work.splits / ONE_READS
     elif work.shared:
         took += LAUNCH_US + summed / CACHE
     return took

@@ -8,7 +8,7 @@ import triton.language as tl
 from tilewise.kernels.triton.gemm.thin import operand_tile
 from tilewise.kernels.triton.overlap import begin
 
-__all__ = ["pack_operand"]
+__all__ = ["clear_counters", "pack_operand"]
 
 
 @triton.jit
@@ -36,3 +36,11 @@ def pack_operand(
         first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
         place = tl.arange(0, COUNTERS)
         tl.store(counters + place, tl.zeros([COUNTERS], tl.int32), mask=(place < count) & first)
+
+
+@triton.jit
+def clear_counters(counters, count, COUNTERS: tl.constexpr, LEADS: tl.constexpr):
+    """Set ``count`` counters to 0; ``COUNTERS`` is a power of two of at least as many. One program."""
+    begin(False, LEADS)
+    place = tl.arange(0, COUNTERS)
+    tl.store(counters + place, tl.zeros([COUNTERS], tl.int32), mask=place < count)

@@ -125,7 +125,7 @@ def stream_k_product(
     BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     LEFT_EVEN: tl.constexpr, RIGHT_EVEN: tl.constexpr, PROMOTE: tl.constexpr, PARTS: tl.constexpr, LAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
-    WAITS: tl.constexpr, LEADS: tl.constexpr,
+    WAITS: tl.constexpr, WAITS_LATE: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """``out (+)= left right (+ bias)`` after ``ACTIVATION`` for whole tiles, and sums of parts of the others.
 
@@ -138,7 +138,8 @@ def stream_k_product(
     With ``PARTS`` every tile is divided among ``splits`` programs, which have one dense tile each. With ``LAST`` the
     program that ends last in a tile adds them up, ``LINES`` lines at a time: ``counters`` has a number for
     each tile, 0 at the beginning. ``WAITS`` and ``LEADS`` are those of
-    :func:`~tilewise.kernels.triton.overlap.begin`.
+    :func:`~tilewise.kernels.triton.overlap.begin`; with ``WAITS_LATE`` the launch before is waited for only before
+    counters are read.
     """
     starting(WAITS, LEADS)
     program = tl.program_id(0)
@@ -156,6 +157,7 @@ def stream_k_product(
         tl.store(sums + program.to(tl.int64) * (BLOCK_M * BLOCK_N) + inside, acc, mask=mask)
         if LAST:
             tl.debug_barrier()  # all threads have stored before one of them says so
+            starting(WAITS_LATE, False)
             arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:
                 for begin in range(0, BLOCK_M, LINES):
