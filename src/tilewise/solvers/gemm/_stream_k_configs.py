@@ -20,8 +20,13 @@ TIMES = {"tf32x3": 3, "bf16x6": 6, "tf32": 1, NATIVE: 1}
 """Products of matrix units for one."""
 MEMORY, CACHE, ONE_READS = 3e6, 5.5e6, 1e5
 """Bytes a microsecond from an H100's memory, from its second cache, and that one of its multiprocessors can read."""
-RATES = {"tf32x3": 2e6, "bf16x6": 4e6, "tf32": 2e6, NATIVE: 4e6}
+RATES = {"tf32x3": 1.1e6, "bf16x6": 1.9e6, "tf32": 2e6, NATIVE: 4e6}
 """Operations a microsecond that the matrix units of one multiprocessor reach in kernels like these."""
+LOW, LOWER = 64, 0.5
+"""Tiles of fewer rows take older instructions, which reach such a share of these rates. So do products of TF32 with an
+operand whose sums lie across rows."""
+LARGE, FASTER = 2**14, 1.3
+"""Numbers from which on a tile's products in parts are so many times faster."""
 FIRST_US, LAUNCH_US = 1.0, 1.0
 """Microseconds until the first tiles are there, and that another kernel takes at least that may start before."""
 NARROW_US = 1.5e-4
@@ -32,6 +37,8 @@ CLEAR_US = 0.5
 """Microseconds of setting counters to 0 beside the product."""
 HOPELESS = 2.0
 """A config that is expected to take so many times as long as the best is not offered."""
+NARROW = 32
+"""Columns of a tile up to which steps of 16-bit numbers are longer: they hold little otherwise."""
 MOST_PARTS = 16
 SMALLER = 8
 """An operand that has so many times fewer bytes than the other is copied in no time beside the product."""
@@ -84,8 +91,13 @@ def _packs(p: GemmProblem) -> list[str]:
 
 def _across(p: GemmProblem, role: str) -> bool:
     """Whether an fp32 operand that is much the smaller one lies with its sums across rows."""
-    place = "ab".index(role)
-    return p.dtype == "fp32" and p.op[place] == "TN"[place] and SMALLER * p.nbytes(role) <= p.nbytes("ba"[place])
+    other = "b" if role == "a" else "a"
+    return p.dtype == "fp32" and _is_across(p, role) and SMALLER * p.nbytes(role) <= p.nbytes(other)
+
+
+def _is_across(p: GemmProblem, role: str) -> bool:
+    """Whether the sums lie across the rows of an operand."""
+    return p.op["ab".index(role)] == "TN"["ab".index(role)]
 
 
 @functools.cache
@@ -103,10 +115,9 @@ def _tiles(p: GemmProblem) -> Iterator[tuple[tuple[int, int, int], int, int]]:
     columns = min(128, max(16, 1 << (short - 1).bit_length()))
     for rows in (32, 64, 128) if long > 64 else (64,):
         for side in (columns, columns // 2) if columns == 128 else (columns,):
-            for depth in (64, 128) if itemsize == 2 else (32,):
-                held = (rows + side) * depth * itemsize
-                stages = max(2, min(5, 200 * 2**10 // held))
-                yield (rows, side, depth), 8 if rows * side >= 2**14 else 4, stages
+            depth = 32 if itemsize == 4 else 64 if side > NARROW else 128
+            stages = max(2, min(5, 200 * 2**10 // ((rows + side) * depth * itemsize)))
+            yield (rows, side, depth), 8 if rows * side >= 2**14 else 4, stages
 
 
 def config_of(work: Work) -> Config:
@@ -134,9 +145,14 @@ def expected_us(work: Work) -> float:
     size = p.torch_dtype("a").itemsize
     active = min(work.used, _processors())
     left, right = ("b", "a") if work.turned else ("a", "b")
-    short = min(columns, min(p.m, p.n))
+    short = min(p.m, p.n) / work.grid[1]  # the last tile may have a few columns only
     read = (rows + short) * depth * size / min(CACHE / active, ONE_READS)
-    multiplied = 2 * rows * columns * depth * TIMES[work.product] / RATES[work.product]
+    rate = RATES[work.product]
+    if rows < LOW or (work.product == "tf32" and any(_is_across(p, role) for role in "ab" if role not in work.pack)):
+        rate *= LOWER
+    elif TIMES[work.product] > 1 and rows * columns >= LARGE:
+        rate *= FASTER
+    multiplied = 2 * rows * columns * depth * TIMES[work.product] / rate
     alone = sum(
         numbers * depth * NARROW_US
         for role, numbers in ((left, rows), (right, columns))
