@@ -68,7 +68,7 @@ def _divided(whole: Work) -> Iterator[Work]:
             yield replace(whole, programs=programs)
     if whole.tiles <= 4 * processors:
         yield tiles
-    for programs in (processors, 2 * processors):
+    for programs in (processors // 2, processors, 2 * processors):  # half of them may read as fast as all
         splits = min(programs // whole.tiles, MOST_PARTS, whole.steps)
         if splits > 1:
             parts = replace(whole, programs=0, splits=splits)
