@@ -19,6 +19,7 @@ from tilewise.plan import Config, Plan
 from tilewise.planner import Options
 from tilewise.problems.base import Problem
 from tilewise.problems.gemm.activations import ACTIVATIONS, FROM_RESULT, activated
+from tilewise.solvers import get
 
 Linear = Callable[..., torch.Tensor]
 
@@ -131,3 +132,39 @@ def test_compiled(table: Given) -> None:
     x, w = torch.randn(3, 8), torch.randn(4, 8)
     compiled = torch.compile(lambda x, w: tilewise.linear(x, w, activation="relu"), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x, w), torch.relu(x @ w.t()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("solver", ["thin_gemm", "cublaslt_gemm", "split_k_gemm", "stream_k_gemm"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_on_a_gpu(solver: str, activation: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By solvers that apply an activation and others that do not, called again as native code recognises calls."""
+
+    class By(Given):
+        def plan(self, problems: Any, deterministic: bool) -> None:
+            for p in self.missing(problems, deterministic):
+                found = get(solver)
+                self.learn(
+                    p, deterministic, Plan(p.key, solver, found.version, next(iter(found.configs(p))), time_ms=1.0)
+                )
+
+    monkeypatch.setattr(functional, "_defaults", functional.Table(By()))
+    g = torch.Generator("cuda").manual_seed(1)
+    for dtype, near in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
+        x = torch.randn(32, 512, generator=g, dtype=dtype, device="cuda")
+        w = torch.randn(256, 512, generator=g, dtype=dtype, device="cuda") / 20
+        b = torch.randn(256, generator=g, dtype=dtype, device="cuda") if bias else None
+        for _ in range(3):
+            got = tilewise.linear(x, w, b, activation=activation)
+            torch.testing.assert_close(got, by_torch(activation)(x, w, b), rtol=near, atol=near)
+    x, w = (torch.randn(shape, generator=g, dtype=torch.float32, device="cuda").requires_grad_()
+            for shape in ((48, 512), (320, 512)))  # fmt: skip
+    if solver in ("cublaslt_gemm", "stream_k_gemm"):  # the others are not for all three products
+        for _ in range(2):
+            got, want = (
+                torch.autograd.grad(f(x, w).square().sum(), (x, w))
+                for f in (lambda x, w: tilewise.linear(x, w, activation=activation), by_torch(activation))
+            )
+            for one, other in zip(got, want, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-2 * float(other.abs().max()))
