@@ -39,15 +39,16 @@ def run(work: Work, place: str, offset: int = 0) -> None:
     programs=st.sampled_from([1, 2, 3, 5, 7, 40]), gaps=st.tuples(*[st.sampled_from((0, 3, 8))] * 3),
     batch=st.sampled_from([0, 1, 3]), pack=st.sampled_from(["", "a", "b", "ab"]), bias=st.booleans(),
     accumulate=st.booleans(), dtype=st.sampled_from(["fp32", "fp16"]), activation=st.sampled_from(ACTIVATIONS),
+    width=st.sampled_from([16, 48]),
 )  # fmt: skip
 def test_stream_k_products(
     place: str, op: str, sizes: tuple[int, int, int], programs: int, gaps: tuple[int, int, int], batch: int, pack: str,
-    bias: bool, accumulate: bool, dtype: str, activation: str,
+    bias: bool, accumulate: bool, dtype: str, activation: str, width: int,
 ) -> None:  # fmt: skip
     p = GemmProblem(*sizes, op, batch, dtype=dtype, bias=bias, activation="none" if accumulate else activation,
                     accumulate=accumulate, out_dtype="fp32" if accumulate else "")  # fmt: skip
     p = with_gaps(p, *gaps, align=2)
-    run(Work(p, (32, 16, 32), programs, PRODUCT[dtype], 4, 2, pack=pack), place, offset=1)
+    run(Work(p, (32, width, 32), programs, PRODUCT[dtype], 4, 2, pack=pack), place, offset=1)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -55,22 +56,31 @@ def test_stream_k_products(
 @given(
     sizes=st.sampled_from([(1, 40, 170), (17, 33, 200), (50, 3, 129), (65, 16, 64)]), op=st.sampled_from(OPS),
     splits=st.integers(2, 5), batch=st.sampled_from([0, 2]), pack=st.sampled_from(["", "a", "b", "ab"]),
-    last=st.booleans(), dtype=st.sampled_from(["fp32", "fp16"]),
+    last=st.booleans(), dtype=st.sampled_from(["fp32", "fp16"]), width=st.sampled_from([16, 48, 96]),
 )  # fmt: skip
 def test_tiles_in_equal_parts(
-    place: str, sizes: tuple[int, int, int], op: str, splits: int, batch: int, pack: str, last: bool, dtype: str
+    place: str,
+    sizes: tuple[int, int, int],
+    op: str,
+    splits: int,
+    batch: int,
+    pack: str,
+    last: bool,
+    dtype: str,
+    width: int,
 ) -> None:
     """The sums of parts are added up by a second kernel, or by the program that ends last."""
     p = with_gaps(GemmProblem(*sizes, op, batch, dtype=dtype, bias=True, activation="silu"), 0, 3, 3, align=2)
     steps = -(-p.k // 32)
-    work = Work(p, (32, 16, 32), 0, PRODUCT[dtype], 4, 2, min(splits, steps), pack, last)
+    work = Work(p, (32, width, 32), 0, PRODUCT[dtype], 4, 2, min(splits, steps), pack, last)
     run(work, place, offset=1)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_long_sums_are_added_up_outside_of_matrix_units(place: str) -> None:
     for programs in (1, 3):
-        run(Work(GemmProblem(17, 20, 2500, "NT"), (32, 32, 64), programs, "tf32x3", 4, 2), place)
+        for width in (32, 48):
+            run(Work(GemmProblem(17, 40, 2500, "NT"), (32, width, 64), programs, "tf32x3", 4, 2), place)
 
 
 @pytest.mark.gpu

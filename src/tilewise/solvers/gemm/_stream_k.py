@@ -19,11 +19,13 @@ from tilewise.solvers.common.views import at, launch
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch, Pointer
 
-__all__ = ["PRODUCTS", "Work", "launches", "unsupported", "wide", "work_of", "workspace"]
+__all__ = ["COLUMNS", "PRODUCTS", "Work", "launches", "unsupported", "wide", "work_of", "workspace"]
 
 MOST = 2**31 - 2**20
 """Most numbers of a matrix: kernels count them in 32 bits."""
 EDGES = (16, 32, 64, 128, 256)
+COLUMNS = (16, 32, 48, 64, 80, 96, 128, 256)
+"""Columns of a tile: a power of two, and 16 or 32 more. A row of 65 numbers then is no tile of 128."""
 PRODUCTS = {"ieee": ("tf32x3", "bf16x6"), "tf32": ("tf32",)}
 """How fp32 operands are multiplied, by the problem's precision: in three products of TF32 parts, or in six of bf16
 parts, both with fp32's accuracy (Ootomo and Yokota 2022, section 3), or in one of TF32."""
@@ -167,11 +169,13 @@ def launches(work: Work, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) ->
     quotient, remainder = divmod(work.total, work.used)
     down, along = work.grid
     exact = p.dtype == "fp32" and p.precision == "ieee"
+    main = 1 << (columns.bit_length() - 1)
     cut = (down, along, work.steps, quotient, remainder, work.splits)
     batch = out.stride(0) if p.batch else 0
     common: dict[str, Any] = {
         "BIAS": p.bias, "BIAS_ALONG_ROWS": work.turned, "ACCUMULATE": p.accumulate, "ACTIVATION": p.activation,
-        "PARTS": work.splits > 0, "BLOCK_M": rows, "BLOCK_N": columns,
+        "PARTS": work.splits > 0, "BLOCK_M": rows, "BLOCK_N": main, "MORE": columns - main,
+        "SPAN": 1 << (columns - 1).bit_length(),
     }  # fmt: skip
     overlap = may_overlap(a.device)
     adds = work.shared and not work.last
@@ -269,8 +273,9 @@ def work_of(p: GemmProblem, c: Config) -> Work:
     if not names <= set(c) <= names | {"pack", "adds"} or not isinstance(tile, tuple) or len(tile) != 3:
         raise ValueError(f"a tile of three sizes, {', '.join(sorted(names - {'tile'}))} would do, pack and adds may be")
     rows, columns, depth = tile
-    if rows not in EDGES or columns not in EDGES or depth not in EDGES or rows * columns > 2**15:
-        raise ValueError(f"tile={tile!r}: powers of two from 16 to 256, of which two are at most 2^15, would do")
+    if rows not in EDGES or columns not in COLUMNS or depth not in EDGES or rows * columns > 2**15:
+        words = f"rows and depth {', '.join(map(str, EDGES))}, columns {', '.join(map(str, COLUMNS))}"
+        raise ValueError(f"tile={tile!r}: {words}, of at most 2^15 numbers, would do")
     product = c["product"] if exact else NATIVE
     if exact and product not in PRODUCTS[p.precision]:
         raise ValueError(f"product={product!r}: one of {', '.join(PRODUCTS[p.precision])} would do")

@@ -12,7 +12,7 @@ from tilewise.plan import Config
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost
 from tilewise.solvers.common.tiles import PROCESSORS
-from tilewise.solvers.gemm._stream_k import MOST_COUNTERS, NATIVE, PRODUCTS, Work, wide
+from tilewise.solvers.gemm._stream_k import COLUMNS, MOST_COUNTERS, NATIVE, PRODUCTS, Work, wide
 
 __all__ = ["config_of", "configs", "cost", "expected_us"]
 
@@ -112,12 +112,13 @@ def _tiles(p: GemmProblem) -> Iterator[tuple[tuple[int, int, int], int, int]]:
     """Tiles with all of the short side up to 128, warps and stages."""
     itemsize = p.torch_dtype("a").itemsize
     long, short = max(p.m, p.n), min(p.m, p.n)
-    columns = min(128, max(16, 1 << (short - 1).bit_length()))
+    least = -(-short // -(-short // 128))  # of as few tiles as there can be, as equal as they can be
+    columns = next(width for width in COLUMNS if width >= least)
     for rows in (32, 64, 128) if long > 64 else (64,):
-        for side in (columns, columns // 2) if columns == 128 else (columns,):
+        for side in dict.fromkeys((columns, min(columns, 64))):
             depth = 32 if itemsize == 4 else 64 if side > NARROW else 128
             stages = max(2, min(5, 200 * 2**10 // ((rows + side) * depth * itemsize)))
-            yield (rows, side, depth), 8 if rows * side >= 2**14 else 4, stages
+            yield (rows, side, depth), 8 if rows * side > 2**13 else 4, stages
 
 
 def config_of(work: Work) -> Config:

@@ -35,43 +35,66 @@ def _program(step, quotient, remainder):
 
 
 @triton.jit
-def _place(tile, tiles_m, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where a tile lies: its matrix of the batch, its rows and its columns."""
+def _place(tile, tiles_m, tiles_n, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a tile of ``WIDTH`` columns lies: its matrix of the batch, its first row and its first column."""
     inside = tile % (tiles_m * tiles_n)
-    m = (inside // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (inside % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    return (tile // (tiles_m * tiles_n)).to(tl.int64), m, n
+    return (tile // (tiles_m * tiles_n)).to(tl.int64), (inside // tiles_n) * BLOCK_M, (inside % tiles_n) * WIDTH
 
 
 @triton.jit
 def _sums(
-    left, right, m, n, rows, columns, depth, first, last, left_stride, right_stride,
+    left, right, m, n, n_more, rows, columns, depth, first, last, left_stride, right_stride,
     LEFT_DEPTH_INNER: tl.constexpr, RIGHT_DEPTH_INNER: tl.constexpr, PRECISION: tl.constexpr,
     LEFT_EVEN: tl.constexpr, RIGHT_EVEN: tl.constexpr, PROMOTE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one tile over the steps from ``first`` to ``last``.
+    """The sums of one tile over the steps from ``first`` to ``last``: of columns ``n``, and of ``n_more`` if ``MORE``.
 
     Matrix units cut off the last bits of their sums, always downwards. After ``PROMOTE`` steps a sum is added to
     another outside of them; 0 for never.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    more = tl.zeros([BLOCK_M, MORE if MORE else 16], tl.float32)
     if PROMOTE:
         for begin in range(first, last, PROMOTE):
             part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            part_more = tl.zeros([BLOCK_M, MORE if MORE else 16], tl.float32)
             for step in range(begin, tl.minimum(begin + PROMOTE, last)):
                 k = step * BLOCK_K + tl.arange(0, BLOCK_K)
                 x = operand_tile(left, m, rows, k, depth, left_stride, LEFT_DEPTH_INNER, LEFT_EVEN)
                 y = operand_tile(right, n, columns, k, depth, right_stride, RIGHT_DEPTH_INNER, RIGHT_EVEN)
                 part = tl.dot(x, y.T, part, input_precision=PRECISION)
+                if MORE:
+                    y = operand_tile(right, n_more, columns, k, depth, right_stride, RIGHT_DEPTH_INNER, RIGHT_EVEN)
+                    part_more = tl.dot(x, y.T, part_more, input_precision=PRECISION)
             acc += part
+            if MORE:
+                more += part_more
     else:
         for step in range(first, last):
             k = step * BLOCK_K + tl.arange(0, BLOCK_K)
             x = operand_tile(left, m, rows, k, depth, left_stride, LEFT_DEPTH_INNER, LEFT_EVEN)
             y = operand_tile(right, n, columns, k, depth, right_stride, RIGHT_DEPTH_INNER, RIGHT_EVEN)
             acc = tl.dot(x, y.T, acc, input_precision=PRECISION)
-    return acc
+            if MORE:
+                z = operand_tile(right, n_more, columns, k, depth, right_stride, RIGHT_DEPTH_INNER, RIGHT_EVEN)
+                more = tl.dot(x, z.T, more, input_precision=PRECISION)
+    return acc, more
+
+
+@triton.jit
+def _keep(
+    sums, place, acc, more, m, n, n_more, rows, columns,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of a part of a tile to the dense tile number ``place``."""
+    start = sums + place * (BLOCK_M * (BLOCK_N + MORE))
+    line = tl.arange(0, BLOCK_M)[:, None] * (BLOCK_N + MORE)
+    within = (m < rows)[:, None]
+    tl.store(start + line + tl.arange(0, BLOCK_N)[None, :], acc, mask=within & (n < columns)[None, :])
+    if MORE:
+        column = BLOCK_N + tl.arange(0, MORE)
+        tl.store(start + line + column[None, :], more, mask=within & (n_more < columns)[None, :])
 
 
 @triton.jit
@@ -94,10 +117,17 @@ def _write(
 
 
 @triton.jit
+def _columns(first, columns, WIDTH: tl.constexpr, SPAN: tl.constexpr):
+    """The columns of a tile of ``WIDTH`` from ``first`` on, in ``SPAN`` numbers; beyond all where there are none."""
+    column = tl.arange(0, SPAN)
+    return tl.where(column < WIDTH, first + column, columns)
+
+
+@triton.jit
 def _add_parts(
     sums, out, bias, first, splits, begin, m0, n, rows, columns, row_stride, column_stride,
     BIAS: tl.constexpr, BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Add up lines of a tile from ``begin`` on, whose parts are dense tiles from number ``first`` on.
 
@@ -107,10 +137,10 @@ def _add_parts(
     line = begin + tl.arange(0, LINES)
     m = m0 + line
     mask = (m < rows)[:, None] & (n < columns)[None, :]
-    inside = line[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    total = tl.zeros([LINES, BLOCK_N], tl.float32)
+    inside = line[:, None] * WIDTH + tl.arange(0, SPAN)[None, :]
+    total = tl.zeros([LINES, SPAN], tl.float32)
     for i in tl.range(0, splits, loop_unroll_factor=4):
-        place = (first + i).to(tl.int64) * (BLOCK_M * BLOCK_N)
+        place = (first + i).to(tl.int64) * (BLOCK_M * WIDTH)
         total += tl.load(sums + place + inside, mask=mask, other=0.0, cache_modifier=".cg")
     _write(
         total, out, bias, m, n, rows, columns, row_stride, column_stride, BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION
@@ -124,16 +154,16 @@ def stream_k_product(
     LEFT_DEPTH_INNER: tl.constexpr, RIGHT_DEPTH_INNER: tl.constexpr, BIAS: tl.constexpr,
     BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     LEFT_EVEN: tl.constexpr, RIGHT_EVEN: tl.constexpr, PROMOTE: tl.constexpr, PARTS: tl.constexpr, LAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
-    WAITS: tl.constexpr, WAITS_LATE: tl.constexpr, LEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr, SPAN: tl.constexpr, BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr, WAITS: tl.constexpr, WAITS_LATE: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """``out (+)= left right (+ bias)`` after ``ACTIVATION`` for whole tiles, and sums of parts of the others.
 
     ``left`` is rows x depth, ``right`` depth x columns. ``*_DEPTH_INNER``: the operand is contiguous along depth, else
     along its other dimension; ``*_stride`` is the other stride, ``*_batch`` lies between matrices. ``row_stride`` and
-    ``column_stride`` are the result's. A tile has ``steps`` steps of ``BLOCK_K``. ``*_EVEN``: all steps of the operand
-    are whole. ``sums`` has two dense tiles of fp32 numbers for each program, of which only numbers of the result are
-    used. Grid: programs.
+    ``column_stride`` are the result's. A tile has ``BLOCK_N`` columns and ``MORE`` (powers of two, or 0), which fit into
+    ``SPAN``, and ``steps`` steps of ``BLOCK_K``. ``*_EVEN``: all steps of the operand are whole. ``sums`` has two dense
+    tiles of fp32 numbers for each program, of which only numbers of the result are used. Grid: programs.
 
     With ``PARTS`` every tile is divided among ``splits`` programs, which have one dense tile each. With ``LAST`` the
     program that ends last in a tile adds them up, ``LINES`` lines at a time: ``counters`` has a number for
@@ -146,25 +176,27 @@ def stream_k_product(
     if PARTS:
         tile = program // splits
         part = program % splits
-        z, m, n = _place(tile, tiles_m, tiles_n, BLOCK_M, BLOCK_N)
-        acc = _sums(
-            left + z * left_batch, right + z * right_batch, m, n, rows, columns, depth,
-            part * steps // splits, (part + 1) * steps // splits, left_stride, right_stride,
-            LEFT_DEPTH_INNER, RIGHT_DEPTH_INNER, PRECISION, LEFT_EVEN, RIGHT_EVEN, PROMOTE, BLOCK_M, BLOCK_N, BLOCK_K,
+        z, m0, n0 = _place(tile, tiles_m, tiles_n, BLOCK_M, BLOCK_N + MORE)
+        m = m0 + tl.arange(0, BLOCK_M)
+        n = n0 + tl.arange(0, BLOCK_N)
+        n_more = n0 + BLOCK_N + tl.arange(0, MORE if MORE else 16)
+        acc, more = _sums(
+            left + z * left_batch, right + z * right_batch, m, n, n_more, rows, columns, depth,
+            part * steps // splits, (part + 1) * steps // splits, left_stride, right_stride, LEFT_DEPTH_INNER,
+            RIGHT_DEPTH_INNER, PRECISION, LEFT_EVEN, RIGHT_EVEN, PROMOTE, BLOCK_M, BLOCK_N, MORE, BLOCK_K,
         )  # fmt: skip
-        mask = (m < rows)[:, None] & (n < columns)[None, :]
-        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(sums + program.to(tl.int64) * (BLOCK_M * BLOCK_N) + inside, acc, mask=mask)
+        _keep(sums, program.to(tl.int64), acc, more, m, n, n_more, rows, columns, BLOCK_M, BLOCK_N, MORE)
         if LAST:
             tl.debug_barrier()  # all threads have stored before one of them says so
             starting(WAITS_LATE, False)
             arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:
+                every = _columns(n0, columns, BLOCK_N + MORE, SPAN)
                 for begin in range(0, BLOCK_M, LINES):
                     _add_parts(
-                        sums, out + z * out_batch, bias, tile * splits, splits, begin,
-                        (tile % (tiles_m * tiles_n)) // tiles_n * BLOCK_M, n, rows, columns, row_stride, column_stride,
-                        BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION, BLOCK_M, BLOCK_N, LINES,
+                        sums, out + z * out_batch, bias, tile * splits, splits, begin, m0, every, rows, columns,
+                        row_stride, column_stride, BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION,
+                        BLOCK_M, BLOCK_N + MORE, SPAN, LINES,
                     )  # fmt: skip
     else:
         start = _start(program, quotient, remainder)
@@ -173,22 +205,28 @@ def stream_k_product(
         for tile in range(began, (end - 1) // steps + 1):
             first = tl.maximum(start - tile * steps, 0)
             last = tl.minimum(end - tile * steps, steps)
-            z, m, n = _place(tile, tiles_m, tiles_n, BLOCK_M, BLOCK_N)
-            acc = _sums(
-                left + z * left_batch, right + z * right_batch, m, n, rows, columns, depth, first, last,
+            z, m0, n0 = _place(tile, tiles_m, tiles_n, BLOCK_M, BLOCK_N + MORE)
+            m = m0 + tl.arange(0, BLOCK_M)
+            n = n0 + tl.arange(0, BLOCK_N)
+            n_more = n0 + BLOCK_N + tl.arange(0, MORE if MORE else 16)
+            acc, more = _sums(
+                left + z * left_batch, right + z * right_batch, m, n, n_more, rows, columns, depth, first, last,
                 left_stride, right_stride, LEFT_DEPTH_INNER, RIGHT_DEPTH_INNER, PRECISION, LEFT_EVEN, RIGHT_EVEN,
-                PROMOTE, BLOCK_M, BLOCK_N, BLOCK_K,
+                PROMOTE, BLOCK_M, BLOCK_N, MORE, BLOCK_K,
             )  # fmt: skip
             if last - first == steps:
                 _write(
                     acc, out + z * out_batch, bias, m, n, rows, columns, row_stride, column_stride,
                     BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION,
                 )  # fmt: skip
+                if MORE:
+                    _write(
+                        more, out + z * out_batch, bias, m, n_more, rows, columns, row_stride, column_stride,
+                        BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION,
+                    )  # fmt: skip
             else:
-                place = (2 * program + (tile > began)).to(tl.int64) * (BLOCK_M * BLOCK_N)
-                mask = (m < rows)[:, None] & (n < columns)[None, :]
-                inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                tl.store(sums + place + inside, acc, mask=mask)
+                place = (2 * program + (tile > began)).to(tl.int64)
+                _keep(sums, place, acc, more, m, n, n_more, rows, columns, BLOCK_M, BLOCK_N, MORE)
 
 
 @triton.jit(do_not_specialize=["tiles_m", "tiles_n", "steps", "quotient", "remainder", "splits"])
@@ -196,7 +234,8 @@ def add_stretches(
     sums, out, bias, rows, columns, tiles_m, tiles_n, steps, quotient, remainder, splits, out_batch,
     row_stride, column_stride,
     BIAS: tl.constexpr, BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, WAITS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr, SPAN: tl.constexpr,
+    LINES: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Add up the sums of the tiles that several programs share, in order. Grid: tiles, ``LINES`` lines of each."""
     starting(WAITS, False)
@@ -208,20 +247,22 @@ def add_stretches(
         first = _program(tile * steps, quotient, remainder)
         last = _program(tile * steps + steps - 1, quotient, remainder)
     if first < last:
-        z, _, n = _place(tile, tiles_m, tiles_n, BLOCK_M, BLOCK_N)
+        z, m0, n0 = _place(tile, tiles_m, tiles_n, BLOCK_M, BLOCK_N + MORE)
         line = part * LINES + tl.arange(0, LINES)
-        m = ((tile % (tiles_m * tiles_n)) // tiles_n) * BLOCK_M + line
+        m = m0 + line
+        n = _columns(n0, columns, BLOCK_N + MORE, SPAN)
         mask = (m < rows)[:, None] & (n < columns)[None, :]
-        inside = line[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        total = tl.zeros([LINES, BLOCK_N], tl.float32)
+        inside = line[:, None] * (BLOCK_N + MORE) + tl.arange(0, SPAN)[None, :]
+        total = tl.zeros([LINES, SPAN], tl.float32)
         for i in tl.range(0, last - first + 1, loop_unroll_factor=4):
             program = first + i
             if PARTS:
-                place = program.to(tl.int64) * (BLOCK_M * BLOCK_N)
+                place = program.to(tl.int64)
             else:
                 began = _start(program, quotient, remainder) // steps
-                place = (2 * program + (tile > began)).to(tl.int64) * (BLOCK_M * BLOCK_N)
-            total += tl.load(sums + place + inside, mask=mask, other=0.0)
+                place = (2 * program + (tile > began)).to(tl.int64)
+            where = sums + place * (BLOCK_M * (BLOCK_N + MORE))
+            total += tl.load(where + inside, mask=mask, other=0.0)
         _write(
             total, out + z * out_batch, bias, m, n, rows, columns, row_stride, column_stride,
             BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION,
