@@ -161,7 +161,7 @@ def stream_k_product(
 
     ``left`` is rows x depth, ``right`` depth x columns. ``*_DEPTH_INNER``: the operand is contiguous along depth, else
     along its other dimension; ``*_stride`` is the other stride, ``*_batch`` lies between matrices. ``row_stride`` and
-    ``column_stride`` are the result's. A tile has ``BLOCK_N`` columns and ``MORE`` (powers of two, or 0), which fit into
+    ``column_stride`` are the result's. A tile has ``BLOCK_N`` columns and ``MORE`` (powers of two or 0), which fit into
     ``SPAN``, and ``steps`` steps of ``BLOCK_K``. ``*_EVEN``: all steps of the operand are whole. ``sums`` has two dense
     tiles of fp32 numbers for each program, of which only numbers of the result are used. Grid: programs.
 
