@@ -115,7 +115,7 @@ def _tiles(p: GemmProblem) -> Iterator[tuple[tuple[int, int, int], int, int]]:
     least = -(-short // -(-short // 128))  # of as few tiles as there can be, as equal as they can be
     columns = next(width for width in COLUMNS if width >= least)
     for rows in (32, 64, 128) if long > 64 else (64,):
-        for side in dict.fromkeys((columns, min(columns, 64))):
+        for side in dict.fromkeys((columns, 1 << (columns - 1).bit_length(), min(columns, 64))):
             depth = 32 if itemsize == 4 else 64 if side > NARROW else 128
             stages = max(2, min(5, 200 * 2**10 // ((rows + side) * depth * itemsize)))
             yield (rows, side, depth), 8 if rows * side > 2**13 else 4, stages
