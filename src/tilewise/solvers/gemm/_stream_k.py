@@ -35,10 +35,8 @@ PROMOTE = 1024
 """Terms of a sum of fp32 accuracy that matrix units add up before it is added to another outside of them."""
 MOST_PROGRAMS = 4096
 MOST_SPLITS = 32
-MOST_COUNTERS = 1024
-"""Most tiles that are counted by the programs that share them."""
-LINES, LAST_LINES = 16, 32
-"""Lines of a tile that a program adds up, and at a time where one program adds up all of them."""
+LINES = 16
+"""Lines of a tile that a program adds up."""
 PACKED_OUTERS, PACKED_DEPTHS = 32, 32
 """The part of an operand that a program packs: rows or columns, and terms of sums."""
 GRAIN, WIDEST = 16, 16
@@ -55,7 +53,6 @@ class Work:
 
     ``programs`` have equal stretches of all steps; with ``splits``, which is 0 else, every tile is divided among so
     many programs instead. Operands named in ``pack`` are copied first, with depth contiguous and rows of whole steps.
-    With ``last`` the program that ends last in a tile adds up its parts.
     """
 
     p: GemmProblem
@@ -66,7 +63,6 @@ class Work:
     stages: int
     splits: int = 0
     pack: str = ""
-    last: bool = False
 
     @property
     def turned(self) -> bool:
@@ -114,13 +110,11 @@ class Work:
 
     @functools.cached_property
     def places(self) -> dict[str, Slot]:
-        """What lies in the workspace: ``sums`` of parts of tiles, ``counters`` of tiles, and packed operands."""
+        """What lies in the workspace: ``sums`` of parts of tiles, and packed operands."""
         arena, found = Arena(), {}
         rows, columns, depth = self.tile
         if self.shared:
             found["sums"] = arena.add((self.used, 1 if self.splits else 2, rows, columns), torch.float32)
-        if self.last:
-            found["counters"] = arena.add((self.tiles,), torch.int32)
         for role in self.pack:
             outers = self.p.m if role == "a" else self.p.n
             width = self.steps * depth
@@ -146,7 +140,7 @@ def unsupported(p: GemmProblem) -> list[str]:
 
 
 def workspace(work: Work) -> int:
-    """Bytes of the sums of parts of tiles, of counters, and of packed operands."""
+    """Bytes of the sums of parts of tiles and of packed operands."""
     return max((slot.offset + slot.bytes for slot in work.places.values()), default=0)
 
 
@@ -160,7 +154,6 @@ def launches(work: Work, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) ->
     result = Pointer(2, 0, out.dtype)
     bias = Pointer(4, 0, out.dtype) if p.bias else result
     sums = at(places["sums"]) if work.shared else result
-    counters = at(places["counters"]) if work.last else result
     sides = _operand(work, "a", a), _operand(work, "b", b)
     sizes, strides = (p.m, p.n), (out.stride(-2), 1)
     if work.turned:
@@ -175,30 +168,24 @@ def launches(work: Work, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) ->
     common: dict[str, Any] = {
         "BIAS": p.bias, "BIAS_ALONG_ROWS": work.turned, "ACCUMULATE": p.accumulate, "ACTIVATION": p.activation,
         "PARTS": work.splits > 0, "BLOCK_M": rows, "BLOCK_N": main, "MORE": columns - main,
-        "SPAN": 1 << (columns - 1).bit_length(),
     }  # fmt: skip
     overlap = may_overlap(a.device)
-    adds = work.shared and not work.last
     queued = [_packing(work, role, tensor, overlap) for role, tensor in (("a", a), ("b", b)) if role in work.pack]
-    clears = work.last and not work.pack
-    if clears:
-        queued.append(_clearing(work, overlap))
     product = launch(
-        stream_k_product, (work.used,), (left.pointer, right.pointer, result, bias, sums, counters),
+        stream_k_product, (work.used,), (left.pointer, right.pointer, result, bias, sums),
         (*sizes, p.k, *cut, left.stride, right.stride, left.batch, right.batch, batch, *strides),
         work.warps, work.stages, LEFT_DEPTH_INNER=left.inner, RIGHT_DEPTH_INNER=right.inner,
         PRECISION="ieee" if work.product == NATIVE else work.product, LEFT_EVEN=left.even, RIGHT_EVEN=right.even,
-        PROMOTE=PROMOTE // depth if exact and p.k > PROMOTE else 0, LAST=work.last, BLOCK_K=depth,
-        LINES=min(LAST_LINES, rows), WAITS=overlap and work.pack != "",
-        WAITS_LATE=overlap and clears, LEADS=overlap and adds, **common,
+        PROMOTE=PROMOTE // depth if exact and p.k > PROMOTE else 0, BLOCK_K=depth,
+        WAITS=overlap and work.pack != "", LEADS=overlap and work.shared, **common,
     )  # fmt: skip
     queued.append(replace(product, overlaps=overlap and len(queued) > 0))
-    if adds:
+    if work.shared:
         lines = min(LINES, rows)
         grid = (work.tiles, rows // lines)
         addition = launch(
             add_stretches, grid, (sums, result, bias), (*sizes, *cut, batch, *strides),
-            LINES=lines, WAITS=overlap, **common,
+            SPAN=1 << (columns - 1).bit_length(), LINES=lines, WAITS=overlap, **common,
         )  # fmt: skip
         queued.append(replace(addition, overlaps=overlap))
     return queued
@@ -230,7 +217,7 @@ def _operand(work: Work, role: str, tensor: torch.Tensor) -> _Operand:
 
 
 def _packing(work: Work, role: str, tensor: torch.Tensor, overlap: bool) -> Launch:
-    """The launch that packs the operand of ``role``, and sets counters to 0 where it is the first one."""
+    """The launch that packs the operand of ``role``. The first one waits for all that was queued before."""
     from tilewise.kernels.triton.gemm.pack import pack_operand
     from tilewise.kernels.triton.launch import Pointer
 
@@ -238,30 +225,14 @@ def _packing(work: Work, role: str, tensor: torch.Tensor, overlap: bool) -> Laun
     batch, outers, width = slot.sizes
     lies = p.op["ab".index(role)] == "NT"["ab".index(role)]
     source = Pointer("ab".index(role), 0, tensor.dtype)
-    counts = work.last and role == work.pack[0]
-    counters = at(work.places["counters"]) if counts else at(slot)
     grid = (-(-width // PACKED_DEPTHS), -(-outers // PACKED_OUTERS), batch)
     waits = overlap and role != work.pack[0]
     packing = launch(
-        pack_operand, grid, (source, at(slot), counters),
-        (outers, p.k, width, tensor.stride(-2), tensor.stride(0) if p.batch else 0, work.tiles),
-        DEPTH_INNER=lies, COUNTERS=_counters(work) if counts else 0,
+        pack_operand, grid, (source, at(slot)),
+        (outers, p.k, width, tensor.stride(-2), tensor.stride(0) if p.batch else 0), DEPTH_INNER=lies,
         OUTERS=PACKED_OUTERS, DEPTHS=PACKED_DEPTHS, WAITS=waits, LEADS=overlap,
     )  # fmt: skip
     return replace(packing, overlaps=waits)
-
-
-def _clearing(work: Work, overlap: bool) -> Launch:
-    """The launch that sets counters to 0 where no operand is packed."""
-    from tilewise.kernels.triton.gemm.pack import clear_counters
-
-    counters = at(work.places["counters"])
-    return launch(clear_counters, (1,), (counters,), (work.tiles,), COUNTERS=_counters(work), LEADS=overlap)
-
-
-def _counters(work: Work) -> int:
-    """The power of two of counters that one program sets to 0."""
-    return 1 << (work.tiles - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,8 +241,8 @@ def work_of(p: GemmProblem, c: Config) -> Work:
     exact, share, tile = p.dtype == "fp32", c["share"], c["tile"]
     counted = "splits" if share == "parts" else "programs"
     names = {"tile", counted, "share", "warps", "stages", *({"product"} if exact else ())}
-    if not names <= set(c) <= names | {"pack", "adds"} or not isinstance(tile, tuple) or len(tile) != 3:
-        raise ValueError(f"a tile of three sizes, {', '.join(sorted(names - {'tile'}))} would do, pack and adds may be")
+    if not names <= set(c) <= names | {"pack"} or not isinstance(tile, tuple) or len(tile) != 3:
+        raise ValueError(f"a tile of three sizes, {', '.join(sorted(names - {'tile'}))} would do, and pack may be")
     rows, columns, depth = tile
     if rows not in EDGES or columns not in COLUMNS or depth not in EDGES or rows * columns > 2**15:
         words = f"rows and depth {', '.join(map(str, EDGES))}, columns {', '.join(map(str, COLUMNS))}"
@@ -283,13 +254,11 @@ def work_of(p: GemmProblem, c: Config) -> Work:
     most = MOST_SPLITS if share == "parts" else MOST_PROGRAMS
     if count > most or warps not in (1, 2, 4, 8) or stages > 8:
         raise ValueError(f"{c}: at most {most} {counted}, 1, 2, 4 or 8 warps and 8 stages would do")
-    pack, adds = c.get("pack", ""), c.get("adds", "after")
-    if pack not in ("", "a", "b", "ab") or adds not in ("after", "last"):
-        raise ValueError(f"pack={pack!r}, adds={adds!r}: a, b or ab, and after or last, would do")
+    pack = c.get("pack", "")
+    if pack not in ("", "a", "b", "ab"):
+        raise ValueError(f"pack={pack!r}: a, b or ab would do")
     programs, splits = (0, count) if share == "parts" else (count, 0)
-    work = Work(p, (rows, columns, depth), programs, str(product), warps, stages, splits, str(pack), adds == "last")
+    work = Work(p, (rows, columns, depth), programs, str(product), warps, stages, splits, str(pack))
     if share != work.share or not (splits == 0 or 2 <= splits <= work.steps) or work.used > MOST_PROGRAMS:
         raise ValueError(f"share={share!r}, {counted}={count}: programs would have equal numbers of {work.share}")
-    if work.last and not (splits and work.tiles <= MOST_COUNTERS):
-        raise ValueError(f"adds={adds!r}: for at most {MOST_COUNTERS} tiles in parts would do")
     return work

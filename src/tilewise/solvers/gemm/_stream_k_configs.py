@@ -12,7 +12,7 @@ from tilewise.plan import Config
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost
 from tilewise.solvers.common.tiles import PROCESSORS
-from tilewise.solvers.gemm._stream_k import COLUMNS, MOST_COUNTERS, NATIVE, PRODUCTS, Work, wide
+from tilewise.solvers.gemm._stream_k import COLUMNS, NATIVE, PRODUCTS, Work, wide
 
 __all__ = ["config_of", "configs", "cost", "expected_us"]
 
@@ -31,10 +31,8 @@ FIRST_US, LAUNCH_US = 1.0, 1.0
 """Microseconds until the first tiles are there, and that another kernel takes at least that may start before."""
 NARROW_US = 1.5e-4
 """Microseconds for each number of a tile that is read by itself: nothing is read ahead then."""
-LAST_US = 1.5
-"""Microseconds from the last part of a tile until its sums have been read."""
-CLEAR_US = 0.5
-"""Microseconds of setting counters to 0 beside the product."""
+MOST_BATCH = 65535
+"""Matrices that one launch packs."""
 HOPELESS = 2.0
 """A config that is expected to take so many times as long as the best is not offered."""
 NARROW = 32
@@ -71,10 +69,7 @@ def _divided(whole: Work) -> Iterator[Work]:
     for programs in (processors // 2, processors, 2 * processors):  # half of them may read as fast as all
         splits = min(programs // whole.tiles, MOST_PARTS, whole.steps)
         if splits > 1:
-            parts = replace(whole, programs=0, splits=splits)
-            yield parts
-            if whole.tiles <= MOST_COUNTERS:
-                yield replace(parts, last=True)
+            yield replace(whole, programs=0, splits=splits)
 
 
 def _packs(p: GemmProblem) -> list[str]:
@@ -83,7 +78,7 @@ def _packs(p: GemmProblem) -> list[str]:
     Matrix units take fp32 numbers with the sums contiguous alone. A large operand is not packed for that.
     """
     awkward = "".join(role for role in "ab" if not wide(p, role) or _across(p, role))
-    if not awkward:
+    if not awkward or p.batch > MOST_BATCH:
         return [""]
     small = min(awkward, key=p.nbytes)
     return list(dict.fromkeys(("", small, awkward)))
@@ -126,8 +121,6 @@ def config_of(work: Work) -> Config:
     named: dict[str, str | int] = {} if work.product == NATIVE else {"product": work.product}
     if work.pack:
         named["pack"] = work.pack
-    if work.last:
-        named["adds"] = "last"
     if work.splits:
         named["splits"] = work.splits
     else:
@@ -165,9 +158,7 @@ def expected_us(work: Work) -> float:
     took = begun * FIRST_US + steps * (max(read, multiplied) + alone)
     for role in work.pack:
         took += LAUNCH_US + 2 * p.nbytes(role) / MEMORY
-    if work.last:
-        took += LAST_US + (0 if work.pack else CLEAR_US) + 4 * rows * short * work.splits / ONE_READS
-    elif work.shared:
+    if work.shared:
         took += LAUNCH_US + summed / CACHE
     return took
 
@@ -175,6 +166,6 @@ def expected_us(work: Work) -> float:
 def cost(work: Work) -> Cost:
     """The product as the device can do it at best, and beside that what tiles, copies and sums take longer."""
     p = work.p
-    kernels = 1 + len(work.pack) + (work.shared and not work.last)
+    kernels = 1 + len(work.pack) + work.shared
     late_us = expected_us(work) - LAUNCH_US * (kernels - 1) - p.bytes / MEMORY
     return Cost(p.flops, p.bytes, kernels, apart=max(0, int(MEMORY * late_us)))

@@ -27,7 +27,6 @@ class StreamKGemm(ProductSolver):
 
     With ``share=parts`` every tile is divided among ``splits`` programs instead, which begin and end with it. Operands
     named in ``pack`` are copied first, with the sums contiguous: rows at odd places would be read number by number.
-    With ``adds=last`` the program that ends last in a tile adds up its parts.
 
     fp32 is multiplied by ``product``: ``tf32``, or with fp32's accuracy ``tf32x3`` or ``bf16x6`` on matrix units, in
     three products of TF32 parts or six of bf16 parts (Ootomo and Yokota 2022, section 3).
@@ -47,8 +46,10 @@ class StreamKGemm(ProductSolver):
         return stream_k.unsupported(p)
 
     def family(self, c: Config) -> str:
-        """One for each way to multiply fp32, to share tiles, to pack operands and to add up parts."""
-        words = (self.name, c.get("product"), c.get("share"), c.get("pack"), c.get("adds"))
+        """One for each way to multiply fp32, to share tiles and to pack operands, for uneven tiles and others."""
+        tile = c.get("tile")
+        uneven = "uneven" if isinstance(tile, tuple) and tile[1] & (tile[1] - 1) else ""
+        words = (self.name, c.get("product"), c.get("share"), c.get("pack"), uneven)
         return " ".join(str(word) for word in words if word)
 
     def configs(self, p: GemmProblem) -> Iterable[Config]:

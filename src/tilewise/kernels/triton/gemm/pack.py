@@ -8,21 +8,20 @@ import triton.language as tl
 from tilewise.kernels.triton.gemm.thin import operand_tile
 from tilewise.kernels.triton.overlap import begin
 
-__all__ = ["clear_counters", "pack_operand"]
+__all__ = ["pack_operand"]
 
 
 @triton.jit
 def pack_operand(
-    source, target, counters, outers, depth, width, stride, batch_stride, count,
-    DEPTH_INNER: tl.constexpr, COUNTERS: tl.constexpr, OUTERS: tl.constexpr, DEPTHS: tl.constexpr,
+    source, target, outers, depth, width, stride, batch_stride,
+    DEPTH_INNER: tl.constexpr, OUTERS: tl.constexpr, DEPTHS: tl.constexpr,
     WAITS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """Copy matrices of ``outers`` rows (or columns) by ``depth`` into dense ones of ``outers`` by ``width``.
 
     In the copy depth is contiguous, and zeros follow from ``depth`` to ``width``. ``stride`` is that of
-    :func:`~tilewise.kernels.triton.gemm.thin.operand_tile`, ``batch_stride`` lies between matrices. ``COUNTERS``, if
-    not 0, is a power of two of at least ``count`` numbers, which are set to 0. Grid: blocks of depth, of the other
-    dimension, matrices.
+    :func:`~tilewise.kernels.triton.gemm.thin.operand_tile`, ``batch_stride`` lies between matrices.
+    Grid: blocks of depth, of the other dimension, matrices.
     """
     begin(WAITS, LEADS)
     z = tl.program_id(2).to(tl.int64)
@@ -32,15 +31,3 @@ def pack_operand(
     rows = z * outers + outer
     mask = (outer < outers)[:, None] & (k < width)[None, :]
     tl.store(target + (rows * width)[:, None] + k[None, :], value, mask=mask)
-    if COUNTERS:
-        first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
-        place = tl.arange(0, COUNTERS)
-        tl.store(counters + place, tl.zeros([COUNTERS], tl.int32), mask=(place < count) & first)
-
-
-@triton.jit
-def clear_counters(counters, count, COUNTERS: tl.constexpr, LEADS: tl.constexpr):
-    """Set ``count`` counters to 0; ``COUNTERS`` is a power of two of at least as many. One program."""
-    begin(False, LEADS)
-    place = tl.arange(0, COUNTERS)
-    tl.store(counters + place, tl.zeros([COUNTERS], tl.int32), mask=place < count)

@@ -5,8 +5,7 @@ them. So a stretch may begin and end within a tile. Sums of a part of a tile's d
 program: for the tile in which its stretch begins, and for the one in which it ends. A second kernel adds them up in
 order, so that the result has the same bits every time and no program ever waits for another.
 
-Where every tile is divided into equally many parts (split-K, section 2.3 there), a program has one place. Then the
-program that ends last in a tile may add up the parts itself, in order as well: the bits are the same whichever it is.
+Where every tile is divided into equally many parts (split-K, section 2.3 there), a program has one place.
 """
 
 from __future__ import annotations
@@ -123,53 +122,26 @@ def _columns(first, columns, WIDTH: tl.constexpr, SPAN: tl.constexpr):
     return tl.where(column < WIDTH, first + column, columns)
 
 
-@triton.jit
-def _add_parts(
-    sums, out, bias, first, splits, begin, m0, n, rows, columns, row_stride, column_stride,
-    BIAS: tl.constexpr, BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """Add up lines of a tile from ``begin`` on, whose parts are dense tiles from number ``first`` on.
-
-    ``m0`` is the first row of the tile. Parts were written by other multiprocessors, so they are read past the first
-    cache.
-    """
-    line = begin + tl.arange(0, LINES)
-    m = m0 + line
-    mask = (m < rows)[:, None] & (n < columns)[None, :]
-    inside = line[:, None] * WIDTH + tl.arange(0, SPAN)[None, :]
-    total = tl.zeros([LINES, SPAN], tl.float32)
-    for i in tl.range(0, splits, loop_unroll_factor=4):
-        place = (first + i).to(tl.int64) * (BLOCK_M * WIDTH)
-        total += tl.load(sums + place + inside, mask=mask, other=0.0, cache_modifier=".cg")
-    _write(
-        total, out, bias, m, n, rows, columns, row_stride, column_stride, BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION
-    )
-
-
 @triton.jit(do_not_specialize=["tiles_m", "tiles_n", "steps", "quotient", "remainder", "splits"])
 def stream_k_product(
-    left, right, out, bias, sums, counters, rows, columns, depth, tiles_m, tiles_n, steps, quotient, remainder, splits,
+    left, right, out, bias, sums, rows, columns, depth, tiles_m, tiles_n, steps, quotient, remainder, splits,
     left_stride, right_stride, left_batch, right_batch, out_batch, row_stride, column_stride,
     LEFT_DEPTH_INNER: tl.constexpr, RIGHT_DEPTH_INNER: tl.constexpr, BIAS: tl.constexpr,
     BIAS_ALONG_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    LEFT_EVEN: tl.constexpr, RIGHT_EVEN: tl.constexpr, PROMOTE: tl.constexpr, PARTS: tl.constexpr, LAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr, SPAN: tl.constexpr, BLOCK_K: tl.constexpr,
-    LINES: tl.constexpr, WAITS: tl.constexpr, WAITS_LATE: tl.constexpr, LEADS: tl.constexpr,
+    LEFT_EVEN: tl.constexpr, RIGHT_EVEN: tl.constexpr, PROMOTE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr, BLOCK_K: tl.constexpr,
+    WAITS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """``out (+)= left right (+ bias)`` after ``ACTIVATION`` for whole tiles, and sums of parts of the others.
 
     ``left`` is rows x depth, ``right`` depth x columns. ``*_DEPTH_INNER``: the operand is contiguous along depth, else
     along its other dimension; ``*_stride`` is the other stride, ``*_batch`` lies between matrices. ``row_stride`` and
-    ``column_stride`` are the result's. A tile has ``BLOCK_N`` columns and ``MORE`` (powers of two or 0), which fit into
-    ``SPAN``, and ``steps`` steps of ``BLOCK_K``. ``*_EVEN``: all steps of the operand are whole. ``sums`` has two dense
-    tiles of fp32 numbers for each program, of which only numbers of the result are used. Grid: programs.
+    ``column_stride`` are the result's. A tile has ``BLOCK_N`` columns and ``MORE`` (powers of two or 0), and ``steps``
+    steps of ``BLOCK_K``. ``*_EVEN``: all steps of the operand are whole. ``sums`` has two dense tiles of fp32 numbers
+    for each program, of which only numbers of the result are used. Grid: programs.
 
-    With ``PARTS`` every tile is divided among ``splits`` programs, which have one dense tile each. With ``LAST`` the
-    program that ends last in a tile adds them up, ``LINES`` lines at a time: ``counters`` has a number for
-    each tile, 0 at the beginning. ``WAITS`` and ``LEADS`` are those of
-    :func:`~tilewise.kernels.triton.overlap.begin`; with ``WAITS_LATE`` the launch before is waited for only before
-    counters are read.
+    With ``PARTS`` every tile is divided among ``splits`` programs, which have one dense tile each. ``WAITS`` and
+    ``LEADS`` are those of :func:`~tilewise.kernels.triton.overlap.begin`.
     """
     starting(WAITS, LEADS)
     program = tl.program_id(0)
@@ -186,18 +158,6 @@ def stream_k_product(
             RIGHT_DEPTH_INNER, PRECISION, LEFT_EVEN, RIGHT_EVEN, PROMOTE, BLOCK_M, BLOCK_N, MORE, BLOCK_K,
         )  # fmt: skip
         _keep(sums, program.to(tl.int64), acc, more, m, n, n_more, rows, columns, BLOCK_M, BLOCK_N, MORE)
-        if LAST:
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            starting(WAITS_LATE, False)
-            arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-            if arrived == splits - 1:
-                every = _columns(n0, columns, BLOCK_N + MORE, SPAN)
-                for begin in range(0, BLOCK_M, LINES):
-                    _add_parts(
-                        sums, out + z * out_batch, bias, tile * splits, splits, begin, m0, every, rows, columns,
-                        row_stride, column_stride, BIAS, BIAS_ALONG_ROWS, ACCUMULATE, ACTIVATION,
-                        BLOCK_M, BLOCK_N + MORE, SPAN, LINES,
-                    )  # fmt: skip
     else:
         start = _start(program, quotient, remainder)
         end = _start(program + 1, quotient, remainder)
@@ -237,7 +197,10 @@ def add_stretches(
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr, SPAN: tl.constexpr,
     LINES: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the sums of the tiles that several programs share, in order. Grid: tiles, ``LINES`` lines of each."""
+    """Add up the sums of the tiles that several programs share, in order. Grid: tiles, ``LINES`` lines of each.
+
+    The columns of a tile, ``BLOCK_N`` and ``MORE``, fit into ``SPAN``, a power of two.
+    """
     starting(WAITS, False)
     tile, part = tl.program_id(0), tl.program_id(1)
     if PARTS:
