@@ -35,7 +35,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 struct Index { unsigned x; };
 static thread_local Index threadIdx, blockIdx;
-constexpr unsigned SHARED = 232448 / 16, MOST_CLUSTER = 8;
+constexpr unsigned SHARED = 232448 / 16, MOST_CLUSTER = 16;
 alignas(16) float4 shared[SHARED * MOST_CLUSTER];  // of the blocks of a cluster one after another
 
 template <class T> T __ldcs(const T* p) {
@@ -96,8 +96,8 @@ inline void wait(unsigned number, unsigned first, unsigned last) {
   moved = true;
 }
 
-// Threads of a block; blocks of a cluster come one after another.
-static unsigned each;
+// Threads of a block; blocks of a cluster come one after another, from block ``origin`` of the grid on.
+static unsigned each, origin;
 
 struct Group { unsigned number, first, last; };  // a barrier and its threads
 inline Group block_of(unsigned i) {
@@ -124,7 +124,7 @@ static void start() {
 
 // Blocks ``number`` to ``number + blocks`` of ``count`` threads, at a time.
 inline void block(unsigned number, unsigned count, unsigned blocks, bool backwards) {
-  each = count;
+  each = count, origin = number;
   for (unsigned i = 0; i < SHARED * blocks; ++i) shared[i] = {NAN, NAN, NAN, NAN};
   threads.resize(count * blocks);
   barriers.assign(((count + 31) / 32 + 1) * blocks + 1, {0, 0});
@@ -228,6 +228,12 @@ inline void send_cluster(unsigned address, float4 value, unsigned barrier) {
   phase(there).expected -= 2;
   barrier_done(there);
 }
+inline void send_words(unsigned address, uint4 value, unsigned barrier) {
+  store_cluster(address, value);
+  unsigned long long* there = (unsigned long long*)((char*)shared + barrier);
+  phase(there).expected -= 2;
+  barrier_done(there);
+}
 inline void copy_or_zero(float* to, const float* from, bool wanted) { *to = wanted ? __ldcs(from) : 0.f; }
 inline void fence_for_units() {}
 inline void units_begin() {}
@@ -310,7 +316,7 @@ inline uint4 load_relaxed(const void* p) {
 inline void store_relaxed(void* p, uint4 a) { __stcs((uint4*)p, a); emulation::moved = true; }
 // Of a grid all of whose blocks run at a time, clusters of SIZE blocks follow each other.
 template <int SIZE> unsigned peer_address(const void* p, int rank) {
-  return cluster_address(p, blockIdx.x / SIZE * SIZE + rank);
+  return cluster_address(p, (blockIdx.x - emulation::origin) / SIZE * SIZE + rank);
 }
 inline unsigned opaque(unsigned bits) { return bits; }
 inline void look_again() { emulation::pause(); }

@@ -19,6 +19,7 @@ from tilewise.kernels.native import building
 from tilewise.kernels.native.sequence import Address, KernelLaunch
 
 __all__ = [
+    "MOST_PORTABLE",
     "Bound",
     "Kernel",
     "Launch",
@@ -36,6 +37,8 @@ __all__ = [
 MOST_THREADS = 1024
 SHARED_LIMIT = 227 * 1024
 """Most bytes of shared memory of a block (compute capability 9.0)."""
+MOST_PORTABLE = 8
+"""Blocks of a cluster that every GPU with clusters runs. A kernel that is compiled for more has to ask for them."""
 
 
 def compile_cubin(source: str, architecture: str) -> Any:
@@ -97,6 +100,23 @@ class Kernel:
         function = self._driver.CUfunction(self.function)
         return int(self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared))
 
+    def clusters(self, size: int, threads: int, shared: int) -> int:
+        """How many clusters of ``size`` blocks, for which it is compiled, the device runs at a time.
+
+        A cluster lies in one group of the multiprocessors, so they may be fewer than the multiprocessors suggest.
+        """
+        self._allow(size)
+        self.reserve(shared)
+        driver = self._driver
+        config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimensions = attribute.value.clusterDim
+        dimensions.x, dimensions.y, dimensions.z = size, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.attrs, config.numAttrs = shared, [attribute], 1
+        return int(self._call("cuOccupancyMaxActiveClusters", driver.CUfunction(self.function), config))
+
     def launch(
         self,
         grid: int,
@@ -105,10 +125,21 @@ class Kernel:
         pointers: int,
         scalars: Sequence[int | float],
         together: bool = False,
+        cluster: int = 1,
     ) -> Launch:
-        """A launch of ``grid`` blocks of ``threads`` threads with ``shared`` bytes each; see :class:`Launch`."""
+        """A launch of ``grid`` blocks of ``threads`` threads with ``shared`` bytes each; see :class:`Launch`.
+
+        ``cluster`` blocks at a time run together; the kernel is compiled for that.
+        """
+        self._allow(cluster)
         self.reserve(shared)
         return Launch(self, (grid, threads, shared), pointers, scalars, together)
+
+    def _allow(self, cluster: int) -> None:
+        """Allow clusters of so many blocks where not every GPU with clusters runs them."""
+        if cluster > MOST_PORTABLE:
+            attribute = self._attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            self._call("cuFuncSetAttribute", self._driver.CUfunction(self.function), attribute, 1)
 
     def _attribute(self, name: str) -> int:
         """An attribute of the compiled function."""

@@ -11,9 +11,9 @@ import torch
 from tilewise.kernels.building.target import sought
 from tilewise.plan import Config
 from tilewise.problems.recurrent.problem import RecurrentProblem
-from tilewise.solvers.base import Cost, SolverUnavailable
+from tilewise.solvers.base import Cost
 from tilewise.solvers.common.costs import efficiency
-from tilewise.solvers.common.tiles import PROCESSORS
+from tilewise.solvers.recurrent._gpu import CYCLES_A_LAUNCH, architecture, precise, processors, unavailable_by
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, blocks_of, with_repeats
 
@@ -25,8 +25,6 @@ MOST = 12
 """Configs of a forward alone that are offered."""
 PAIRED = 4
 """Shapes of each kernel that are tried with each of the other for training."""
-CYCLES_A_LAUNCH = 12_500
-"""Cycles that count as one launch in estimates, of some 7 microseconds."""
 
 
 class PersistentGrid(RecurrentSolver):
@@ -53,9 +51,9 @@ class PersistentGrid(RecurrentSolver):
         from tilewise.kernels.cuda.launch import unavailable
 
         reasons = [reason] if (reason := unavailable()) else []
-        architecture = _architecture()
-        if architecture < (8, 0):
-            reasons.append(f"needs compute capability 8.0 or later, not {architecture[0]}.{architecture[1]}")
+        major, minor = architecture()
+        if (major, minor) < (8, 0):
+            reasons.append(f"needs compute capability 8.0 or later, not {major}.{minor}")
         for backward in (False, True) if p.task == "training" else (False,):
             if not self._shapes(p, backward):
                 from tilewise.solvers.recurrent._grid_shapes import smallest_excess
@@ -99,21 +97,20 @@ class PersistentGrid(RecurrentSolver):
         from tilewise.kernels.cuda.launch import compile_cubin
         from tilewise.solvers.recurrent._grid_recurrence import GridRecurrence, program
 
-        forward, architecture = _shape(c, "forward"), sought()
+        forward, elsewhere = _shape(c, "forward"), sought()
         shapes = (forward, _shape(c, "backward") if "backward" in c else forward)
-        dtype, precise = p.torch_dtype("x"), _precise(p)
-        index = torch.cuda.current_device() if architecture is None else 0
-        recurrence = GridRecurrence(p.cell, p.hidden, dtype, index, shapes, precise)
+        dtype, exact = p.torch_dtype("x"), precise(p)
+        index = torch.cuda.current_device() if elsewhere is None else 0
+        recurrence = GridRecurrence(p.cell, p.hidden, dtype, index, shapes, exact)
         try:
             for backward in (False, True) if p.task == "training" else (False,):
-                made = program(p.cell, p.hidden, dtype, shapes[backward], precise, backward)
-                if architecture is None:
+                made = program(p.cell, p.hidden, dtype, shapes[backward], exact, backward)
+                if elsewhere is None:
                     recurrence.compile(made)
                 else:  # for another machine's GPU
-                    compile_cubin(made.source(), architecture.instructions)
+                    compile_cubin(made.source(), elsewhere.instructions)
         except Exception as error:  # NVRTC and the driver raise errors of their own
-            text = str(error).strip().splitlines()
-            raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
+            raise unavailable_by(error) from error
         return StackedLayers(p, recurrence, block=block_of(c))
 
     def _shapes(self, p: RecurrentProblem, backward: bool) -> tuple[tuple[float, Shape], ...]:
@@ -126,13 +123,8 @@ def _asked(p: RecurrentProblem, backward: bool) -> Asked:
     """What shapes are asked for."""
     from tilewise.solvers.recurrent._grid_shapes import Asked
 
-    clusters = _architecture() >= (9, 0)
-    return Asked(p.cell, p.hidden, p.torch_dtype("x"), p.batch, _precise(p), backward, _processors(), clusters)
-
-
-def _precise(p: RecurrentProblem) -> bool:
-    """Whether products of fp32 numbers are as exact as in fp32."""
-    return p.dtype == "fp32" and p.precision != "tf32"
+    clusters = architecture() >= (9, 0)
+    return Asked(p.cell, p.hidden, p.torch_dtype("x"), p.batch, precise(p), backward, processors(), clusters)
 
 
 def _shape(c: Config, name: str) -> Shape:
@@ -142,18 +134,3 @@ def _shape(c: Config, name: str) -> Shape:
         raise ValueError(f"{name}={value!r}: six whole numbers would do: units, tiles, cluster, columns, rows, team")
     units, tiles, cluster, columns, rows, team = map(int, value)
     return units, tiles, cluster, columns, rows, team
-
-
-def _architecture() -> tuple[int, int]:
-    """The compute capability of the GPUs that kernels are for; Hopper's where there is none."""
-    architecture = sought()
-    if architecture is not None:
-        return architecture.major, architecture.minor
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-
-
-def _processors() -> int:
-    """Multiprocessors of the GPU, of an H100 where there is none."""
-    if sought() is not None or not torch.cuda.is_available():
-        return PROCESSORS
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)

@@ -1,0 +1,145 @@
+"""All steps of one recurrent layer in all its directions, in clusters of blocks (``cluster_forward.cu`` and beside).
+
+The weights stay on the chip for all steps, in registers and shared memory (Diamos et al. 2016, "Persistent RNNs:
+stashing recurrent weights on-chip", section 3). Each direction and each slice of the batch has a cluster of its own,
+whose blocks exchange states through their shared memory alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.kernels.cuda.launch import SHARED_LIMIT, block_limits, read_source
+from tilewise.kernels.cuda.operands import REALS, constants
+from tilewise.kernels.cuda.recurrent.programs import CELLS, MOST_HELD, WARPS
+from tilewise.problems.recurrent.tensors import GATES
+
+__all__ = ["ClusterProgram"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterProgram:
+    """A kernel for one ``cell`` with ``hidden`` units, a multiple of the ``wide`` numbers in sixteen bytes.
+
+    A cluster of ``cluster`` blocks, 2 or more, has all units for ``rows`` batch rows, a multiple of 8. Of a block's
+    8 warps ``columns`` groups compute different sums; the others add different terms. ``backward``: the gradients.
+    ``precise``: products of fp32 numbers as exact as in fp32, by three of their TF32 parts.
+    """
+
+    cell: str
+    hidden: int
+    dtype: torch.dtype
+    cluster: int
+    rows: int
+    columns: int = WARPS
+    backward: bool = False
+    precise: bool = True
+
+    @property
+    def name(self) -> str:
+        """The kernel's function."""
+        return "cluster_backward" if self.backward else "cluster_forward"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * WARPS
+
+    @property
+    def wide(self) -> int:
+        """Numbers in sixteen bytes."""
+        return 16 // self.dtype.itemsize
+
+    @property
+    def units(self) -> int:
+        """Units of a block, a multiple of 8."""
+        return -(-self.hidden // (8 * self.cluster)) * 8
+
+    @property
+    def depth(self) -> int:
+        """Terms of the sums that a block multiplies: all states, or the gradients of its own units' gates."""
+        return GATES[self.cell] * self.units if self.backward else self.hidden
+
+    @property
+    def sums(self) -> int:
+        """Sums of a batch row that a block computes: of its own units' gates, or terms of every unit's."""
+        return self.cluster * self.units if self.backward else GATES[self.cell] * self.units
+
+    @property
+    def parts(self) -> int:
+        """Groups of warps that add different terms."""
+        return WARPS // self.columns
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 sums of a warp."""
+        return -(-self.sums // (16 * self.columns))
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the terms, 64 bytes of each row."""
+        return -(-self.depth // (4 * self.wide))
+
+    @property
+    def words(self) -> int:
+        """Weights that a thread holds, in 16 bytes."""
+        return 2 * self.tiles * -(-self.chunks // self.parts)
+
+    @property
+    def held(self) -> int:
+        """Those that stay in registers."""
+        return min(self.words, MOST_HELD // 4)
+
+    @property
+    def floats(self) -> int:
+        """Numbers of sums in a block's shared memory: those of its groups of warps, or of all blocks in two turns."""
+        if self.backward:
+            return 2 * self.cluster * self.parts * self.rows * (self.units + 4)
+        return self.parts * self.rows * (16 * -(-self.sums // 16) + 4)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: barriers, two turns' terms, sums, and what registers do not hold."""
+        terms = 2 * self.chunks * self.rows * 64
+        return 16 + terms + 4 * self.floats + (self.words - self.held) * self.threads * 16
+
+    @property
+    def excess(self) -> int:
+        """Bytes of shared memory beyond what a block can have, 0 where it fits."""
+        return max(0, self.shared - SHARED_LIMIT)
+
+    def problems(self) -> list[str]:
+        """Reasons why it cannot run; empty where it can."""
+        reasons = []
+        if self.hidden % self.wide:
+            reasons.append(f"hidden={self.hidden}: not a multiple of {self.wide}, the numbers in 16 bytes")
+        if self.units * (self.cluster - 1) >= self.hidden:
+            reasons.append(f"cluster={self.cluster}: its last block has none of {self.hidden} units")
+        if self.excess:
+            reasons.append(f"weights of {self.units} units are {self.excess} bytes more than a multiprocessor holds")
+        return reasons or block_limits(f"cluster={self.cluster}", self.threads, self.shared)
+
+    def source(self) -> str:
+        """The CUDA C++; :func:`~tilewise.kernels.cuda.launch.compile_cubin` puts ``ptx.cu`` before it."""
+        return _source(self)
+
+
+@functools.lru_cache(maxsize=256)
+def _source(p: ClusterProgram) -> str:
+    """The CUDA C++ of a program."""
+    values = {
+        "CELL": CELLS[p.cell], "TANH": 0, "RELU": 1, "GRU": 2, "LSTM": 3, "GATES": GATES[p.cell],
+        "REAL": REALS[p.dtype], "PRECISE": p.precise, "HIDDEN": p.hidden, "UNITS": p.units, "ROWS": p.rows,
+        "CLUSTER": p.cluster, "WC": p.columns, "WK": p.parts, "DEPTH": p.depth, "COLUMNS": p.sums, "KEPT": p.held,
+        "SUMS": p.floats,
+    }  # fmt: skip
+    texts = [
+        constants(values),
+        f"#define BOUNDS __cluster_dims__({p.cluster}, 1, 1) __launch_bounds__({p.threads}, 1)",
+        read_source("barriers.cu"), read_source("recurrent/units.cu"), read_source("recurrent/cluster.cu"),
+        read_source(f"recurrent/{'cluster_backward' if p.backward else 'cluster_forward'}.cu"),
+    ]  # fmt: skip
+    return "\n".join(texts)

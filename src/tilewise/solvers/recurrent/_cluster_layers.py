@@ -1,0 +1,169 @@
+"""The layers around clusters of blocks: all directions of a layer in one launch, its input's products before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.machine.torch_state import fp32_precision
+from tilewise.problems.recurrent.packing import Packing
+from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.solvers.recurrent._cluster_recurrence import ClusterKept, ClusterRecurrence
+from tilewise.solvers.recurrent._direction import Direction, Span
+from tilewise.solvers.recurrent._layers import Outputs
+
+__all__ = ["ClusterLayers"]
+
+
+class _Products(Direction):
+    """The products around the steps of a direction."""
+
+    def input_part(self, x: Tensor, weights: Sequence[Tensor], out: Tensor) -> Tensor | None:
+        """Write what the input gives each gate to ``out`` (T, N, G*H), and return the bias of a GRU's n gate."""
+        w, _, *biases = weights
+        b_x, b_n = self._biases(biases)
+        rows, to = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        if b_x is None:
+            torch.mm(rows, w.T, out=to)
+        else:
+            torch.addmm(b_x, rows, w.T, out=to)
+        return b_n
+
+    def gradients(
+        self, x: Tensor, y: Tensor, h0: Tensor, weights: Sequence[Tensor], changes: Tensor, own: Tensor | None,
+        dx: Tensor | None, needs: Sequence[bool],
+    ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
+        """The gradients of x, added to ``dx`` where there is one, and of the weights, from those of the gates."""
+        time, batch, _ = x.shape
+        sums: list[Tensor | None] = [None] * len(weights)
+        span, flat = Span(slice(0, time), (time, batch), batch), changes.reshape(-1, changes.shape[-1])
+        self._add_weight_gradients(span, x, y, h0, flat, own, needs[1:], sums)
+        found = [t if t is None else t.to(weight.dtype) for t, weight in zip(sums, weights, strict=True)]
+        if not needs[0]:
+            return None, found
+        w = weights[0]
+        if dx is None:
+            return (flat @ w).view(x.shape), found
+        return torch.addmm(dx.view(-1, w.shape[1]), flat, w).view(x.shape), found
+
+
+@dataclass
+class _Kept:
+    """What backward needs: first states, and of each layer its input, output, dropout and steps."""
+
+    h0: Tensor
+    c0: Tensor | None
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    noises: list[Tensor | None] = field(default_factory=list)
+    steps: list[ClusterKept] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ClusterLayers:
+    """All layers of ``p`` one after the other, of each both directions at once by ``recurrence``."""
+
+    p: RecurrentProblem
+    recurrence: ClusterRecurrence
+
+    def forward(
+        self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *, dropout: float = 0.0,
+        packing: Packing | None = None, keep: bool,
+    ) -> Outputs:  # fmt: skip
+        """As :meth:`~tilewise.solvers.recurrent._layers.Layer.forward`. Raises ``ValueError`` for a packed batch."""
+        if packing is not None:
+            raise ValueError(f"packing={packing!r}: clusters take sequences of one length only")
+        p, kept, states, cells = self.p, _Kept(h0, c0), list[Tensor](), list[Tensor]()
+        with self._precision():
+            for layer in range(p.layers):
+                noise = None
+                if layer and dropout:
+                    noise = torch.nn.functional.dropout(torch.ones_like(x), dropout)
+                    x = x * noise
+                y = x.new_empty((*x.shape[:-1], p.directions * p.hidden))
+                gx = x.new_empty((p.directions, *x.shape[:-1], p.gates * p.hidden))
+                own = [self._weights(weights, layer, direction) for direction in range(p.directions)]
+                biases = [self._direction(i).input_part(x, own[i], gx[i]) for i in range(p.directions)]
+                part = slice(layer * p.directions, (layer + 1) * p.directions)
+                hn, cn, steps = self.recurrence.forward(
+                    gx, [each[1] for each in own], biases, h0[part], None if c0 is None else c0[part], y, keep=keep
+                )
+                states.append(hn)
+                cells += [] if cn is None else [cn]
+                if keep:
+                    kept.inputs.append(x)
+                    kept.outputs.append(y)
+                    kept.noises.append(noise)
+                    kept.steps.append(steps)
+                x = y
+        return x, _joined(states), _joined(cells) if cells else None, kept if keep else None
+
+    def backward(
+        self, saved: Any, weights: Sequence[Tensor], dy: Tensor | None, dhn: Tensor | None, dcn: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """As :meth:`~tilewise.solvers.recurrent._layers.Layer.backward`."""
+        p, kept = self.p, saved
+        gradients: list[Tensor | None] = [None] * len(weights)
+        firsts, first_cells = list[Tensor](), list[Tensor]()
+        dout = torch.zeros_like(kept.outputs[-1]) if dy is None else dy
+        dx: Tensor | None = None
+        with self._precision():
+            for layer in range(p.layers - 1, -1, -1):
+                part = slice(layer * p.directions, (layer + 1) * p.directions)
+                own = [self._weights(weights, layer, direction) for direction in range(p.directions)]
+                h0 = kept.h0[part]
+                c0, last, last_cell = (None if t is None else t[part] for t in (kept.c0, dhn, dcn))
+                changes, by_weights, dh, dc = self.recurrence.backward(
+                    kept.steps[layer], [each[1] for each in own], h0, c0, dout, last, last_cell
+                )
+                firsts.insert(0, dh)
+                first_cells[:0] = [] if dc is None else [dc]
+                dx, halves = None, kept.outputs[layer].chunk(p.directions, -1)
+                for i, half in enumerate(halves):
+                    places = slice((part.start + i) * self._count, (part.start + i + 1) * self._count)
+                    needed = layer > 0 or needs[0], *needs[3:][places]
+                    dx, gradients[places] = self._direction(i).gradients(
+                        kept.inputs[layer], half, h0[i], own[i], changes[i],
+                        None if by_weights is None else by_weights[i], dx, needed,
+                    )  # fmt: skip
+                noise = kept.noises[layer]
+                if layer:
+                    assert dx is not None
+                    dout = dx if noise is None else dx * noise
+        dc0 = _joined(first_cells) if first_cells and needs[2] else None
+        return dx, _joined(firsts) if needs[1] else None, dc0, *gradients
+
+    def _direction(self, number: int) -> _Products:
+        """What computes the products of a direction; its steps are not run by it."""
+        return _Products(self.p.hidden, self.p.cell == "gru", number == 1, _none, torch._C._nn.linear)
+
+    @property
+    def _count(self) -> int:
+        """Weights of one direction of one layer."""
+        return 4 if self.p.biases else 2
+
+    def _weights(self, weights: Sequence[Tensor], layer: int, direction: int) -> Sequence[Tensor]:
+        """The weights of one direction of one layer."""
+        first = (layer * self.p.directions + direction) * self._count
+        return weights[first : first + self._count]
+
+    def _precision(self) -> AbstractContextManager[None]:
+        """A context with the problem's precision of matrix products."""
+        p = self.p
+        return fp32_precision(p.device_type, "matmul", p.precision if p.device_type == "cuda" else "ieee")
+
+
+def _none(packing: Packing | None) -> Any:
+    """In place of what runs steps. Raises ``RuntimeError``: clusters run all directions at once."""
+    raise RuntimeError(f"packing={packing!r}: a direction of clusters runs no steps by itself")
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts of each layer as one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,0 +1,103 @@
+"""Shapes of clusters: which hold a layer's weights, and how long a step takes with each, roughly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.kernels.cuda.recurrent.cluster_programs import ClusterProgram
+from tilewise.problems.recurrent.tensors import GATES
+from tilewise.solvers.recurrent._cluster_recurrence import ClusterShape, cluster_program
+from tilewise.solvers.recurrent._grid_shapes import IN_CLUSTERS, LEFT, PRODUCT
+
+__all__ = ["Wanted", "cluster_excess", "cluster_shapes"]
+
+CLUSTERS = (16, 8, 4, 2)
+ROWS = (8, 16, 32)
+"""Batch rows of a cluster. With more a block has more work in each step than the exchange costs."""
+COLUMNS = (8, 4, 2)
+MOST_WORDS = 72
+"""Weights of a thread in 16 bytes: more do not fit into registers and shared memory."""
+MOST_SUMS = 64
+"""Numbers of sums in a thread's registers, beside its weights."""
+# Cycles of what makes up a step, by arithmetic: not yet fitted to measurements.
+ONCE = 700
+"""Until states sent to another block are there, the gates' functions, and a barrier of the block."""
+READ = 4
+"""For 512 bytes that a warp reads in shared memory."""
+SENT = 6 / 128
+"""For a byte that a block sends to another one."""
+GATE = {False: 60, True: 100}
+"""For a gate of a thread's unit, in a forward and in a backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What shapes are asked for: a kernel of a layer, and a GPU with so many multiprocessors.
+
+    ``precise``: products of fp32 numbers as exact as in fp32.
+    """
+
+    cell: str
+    hidden: int
+    dtype: torch.dtype
+    batch: int
+    directions: int
+    precise: bool
+    backward: bool
+    processors: int
+
+
+def step_cycles(p: ClusterProgram) -> float:
+    """Cycles of a step. They rank shapes; no promise is made of them."""
+    passes = (6 if p.precise else 2) if p.dtype is torch.float32 else 1
+    tiles, size = p.rows // 8, p.dtype.itemsize
+    cycles = ONCE + p.words * tiles * passes * PRODUCT / 2
+    cycles += (p.words - p.held) * p.threads * 16 * LEFT
+    cycles += p.columns * p.chunks * tiles * READ
+    outputs = -(-p.rows * p.units // p.threads)
+    cycles += outputs * GATES[p.cell] * GATE[p.backward]
+    if p.backward:
+        sums = p.cluster * p.parts * p.rows * p.units * 4
+        return cycles + sums * (SENT + 1 / 128)
+    return cycles + 2 * p.floats * 4 / 128 + p.cluster * p.rows * p.units * size * SENT
+
+
+@functools.lru_cache(maxsize=1024)
+def cluster_shapes(wanted: Wanted) -> tuple[tuple[float, ClusterShape], ...]:
+    """Shapes that hold the weights, with the cycles of a step, the fastest first.
+
+    Clusters that do not fit on the device at a time follow each other, which counts as cycles of a step.
+    """
+    found = []
+    for shape, p in _offered(wanted):
+        if p.words <= MOST_WORDS and not p.problems():
+            count = -(-wanted.batch // p.rows) * wanted.directions
+            room = max(1, int(wanted.processors * IN_CLUSTERS) // p.cluster)
+            found.append((step_cycles(p) * -(-count // room), shape))
+    return tuple(sorted(found))
+
+
+def cluster_excess(wanted: Wanted) -> int:
+    """The fewest bytes of weights by which a block's share of them is too large, of all shapes; 0 where one fits."""
+    over = [max((p.words - MOST_WORDS) * p.threads * 16, p.excess) for _, p in _offered(wanted)]
+    return max(0, min(over, default=0))
+
+
+def _offered(wanted: Wanted) -> Iterator[tuple[ClusterShape, ClusterProgram]]:
+    """Every shape with its program: no larger cluster than has units for each block, no more rows than the batch."""
+    for cluster in CLUSTERS:
+        for rows in ROWS:
+            if rows > ROWS[0] and rows >= 2 * wanted.batch:
+                continue
+            for columns in COLUMNS:
+                shape = (cluster, rows, columns)
+                p = cluster_program(
+                    wanted.cell, wanted.hidden, wanted.dtype, shape, wanted.precise, wanted.backward
+                )  # fmt: skip
+                several = p.units * (cluster - 1) < p.hidden
+                if several and p.tiles * rows // 8 * 4 <= MOST_SUMS and p.parts <= max(1, p.chunks):
+                    yield shape, p

@@ -1,0 +1,144 @@
+"""Recurrent layers on a GPU whose directions and slices of the batch run at a time, each in a cluster of blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise.kernels.building.target import sought
+from tilewise.plan import Config
+from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.solvers.base import Cost
+from tilewise.solvers.common.costs import efficiency
+from tilewise.solvers.recurrent._gpu import CYCLES_A_LAUNCH, architecture, precise, processors, unavailable_by
+from tilewise.solvers.recurrent._layers import Layer
+from tilewise.solvers.recurrent._recurrent import RecurrentSolver
+
+if TYPE_CHECKING:
+    from tilewise.solvers.recurrent._cluster_shapes import Wanted
+
+MOST = 6
+"""Configs of a forward alone that are offered."""
+PAIRED = 3
+"""Shapes of each kernel that are tried with each of the other for training."""
+AROUND = {False: 4, True: 8}
+"""Launches around the steps of a direction, and for training those of its backward too."""
+
+
+class PersistentCluster(RecurrentSolver):
+    """One launch for all steps of a layer in both directions, its recurrent weights on the chip.
+
+    As in :class:`PersistentGrid` recurrent weights are read once (Diamos et al. 2016, "Persistent RNNs", section 3).
+    Each direction, and each slice of the batch, is in a cluster of up to 16 multiprocessors, whose blocks exchange
+    states through their shared memory. That takes about half the time of an exchange through the second cache. In
+    return the weights must fit into one cluster. ``forward`` and ``backward`` hold the blocks of a cluster, its batch
+    rows, and groups of a block's warps with sums of their own.
+
+    Clusters do not wait for each other. Those that find no room on the device follow the first ones.
+    """
+
+    name, version = "persistent_cluster", 1
+    devices = frozenset({"cuda"})
+    compiles = True
+    most_configs = most_compiled = PAIRED**2
+    error_bound = {"ieee": 1e-5, "tf32": 5e-3}  # noqa: RUF012
+
+    def unsupported(self, p: RecurrentProblem) -> list[str]:
+        """Reasons: no compiler for CUDA, a GPU without clusters, a packed batch, or weights that do not fit."""
+        from tilewise.kernels.cuda.launch import unavailable
+
+        reasons = [reason] if (reason := unavailable()) else []
+        major, minor = architecture()
+        if (major, minor) < (9, 0):
+            reasons.append(f"needs compute capability 9.0 or later, not {major}.{minor}")
+        if p.packed:
+            reasons.append("packed batches, whose sequences end at different steps, are not supported")
+        for backward in (False, True) if p.task == "training" else (False,):
+            if not _shapes(p, backward):
+                from tilewise.solvers.recurrent._cluster_shapes import cluster_excess
+
+                which, over = "backward" if backward else "forward", cluster_excess(_wanted(p, backward))
+                reasons.append(
+                    f"{which}: a block's share of the weights is {over} bytes too large for a cluster"
+                    if over
+                    else f"{which}: {p.hidden} hidden units are too few for the blocks of a cluster"
+                )
+        return reasons
+
+    def configs(self, p: RecurrentProblem) -> Iterable[Config]:
+        """Shapes of both kernels, the fastest by a model of a step first."""
+        forward = _shapes(p, False)
+        if p.task == "inference":
+            return [Config(forward=shape) for _, shape in forward[:MOST]]
+        backward = _shapes(p, True)
+        pairs = itertools.product(enumerate(forward[:PAIRED]), enumerate(backward[:PAIRED]))
+        ranked = sorted((i + j, f, g) for (i, (_, f)), (j, (_, g)) in pairs)
+        return [Config(forward=f, backward=g) for _, f, g in ranked]
+
+    def most(self, p: RecurrentProblem) -> int:
+        """As many kernels of a direction, where there is one."""
+        return PAIRED if p.task == "inference" else self.most_configs
+
+    def cost(self, p: RecurrentProblem, c: Config) -> Cost:
+        """The products of all steps at once, and the cycles of each step as launches."""
+        cycles = 0.0
+        for name, backward in (("forward", False), ("backward", True)):
+            if name in c:
+                cycles += {shape: count for count, shape in _shapes(p, backward)}.get(_shape(c, name), 0.0)
+        training = p.task == "training"
+        launches = int(p.time * p.layers * cycles / CYCLES_A_LAUNCH) + AROUND[training] * p.layers * p.directions
+        rows, gates = p.time * p.batch, p.gates * p.hidden
+        of_states = 2 * rows * p.layers * p.directions * gates * p.hidden
+        # A step's products are in its cycles. The weights' gradients have one product for all steps.
+        flops = p.flops - of_states * (2 if training else 1)
+        return Cost(flops, p.bytes, launches, efficiency=efficiency(p.device_type, rows, gates, p.inputs))
+
+    def layer(self, p: RecurrentProblem, c: Config) -> Layer:
+        """Layers around the kernels. Raises ``SolverUnavailable`` with the compiler's or the driver's reason."""
+        from tilewise.kernels.cuda.launch import compile_cubin
+        from tilewise.solvers.recurrent._cluster_layers import ClusterLayers
+        from tilewise.solvers.recurrent._cluster_recurrence import ClusterRecurrence, cluster_program
+
+        forward, elsewhere = _shape(c, "forward"), sought()
+        shapes = (forward, _shape(c, "backward") if "backward" in c else forward)
+        dtype, exact = p.torch_dtype("x"), precise(p)
+        index = torch.cuda.current_device() if elsewhere is None else 0
+        recurrence = ClusterRecurrence(p.cell, p.hidden, dtype, index, shapes, exact)
+        try:
+            for backward in (False, True) if p.task == "training" else (False,):
+                made = cluster_program(p.cell, p.hidden, dtype, shapes[backward], exact, backward)
+                if elsewhere is None:
+                    recurrence.compile(made)
+                else:  # for another machine's GPU
+                    compile_cubin(made.source(), elsewhere.instructions)
+        except Exception as error:  # NVRTC and the driver raise errors of their own
+            raise unavailable_by(error) from error
+        return ClusterLayers(p, recurrence)
+
+
+def _wanted(p: RecurrentProblem, backward: bool) -> Wanted:
+    """What shapes are asked for."""
+    from tilewise.solvers.recurrent._cluster_shapes import Wanted
+
+    return Wanted(
+        p.cell, p.hidden, p.torch_dtype("x"), p.batch, p.directions, precise(p), backward, processors()
+    )  # fmt: skip
+
+
+def _shapes(p: RecurrentProblem, backward: bool) -> tuple[tuple[float, tuple[int, int, int]], ...]:
+    """Shapes that fit, with the cycles of a step, the fastest first."""
+    from tilewise.solvers.recurrent._cluster_shapes import cluster_shapes
+
+    return cluster_shapes(_wanted(p, backward))
+
+
+def _shape(c: Config, name: str) -> tuple[int, int, int]:
+    """A config's shape. Raises ``ValueError`` for what is none."""
+    value = c[name]
+    if not isinstance(value, tuple) or len(value) != 3 or not all(isinstance(each, int) for each in value):
+        raise ValueError(f"{name}={value!r}: three whole numbers would do: cluster, rows, columns")
+    cluster, rows, columns = value
+    return int(cluster), int(rows), int(columns)
