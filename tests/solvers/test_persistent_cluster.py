@@ -192,7 +192,7 @@ def test_one_direction_may_run_backwards_in_time() -> None:
     [
         ("lstm", "bf16", 512, ((16, 8, 4), (16, 8, 8))),
         ("gru", "fp32", 256, ((16, 16, 2), (8, 8, 8))),
-        ("rnn_relu", "fp16", 512, ((4, 32, 4), (4, 16, 8))),
+        ("rnn_relu", "fp16", 512, ((8, 16, 4), (16, 32, 8))),
     ],
     ids=("lstm", "gru", "rnn_relu"),
 )

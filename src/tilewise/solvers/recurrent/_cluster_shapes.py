@@ -21,8 +21,8 @@ ROWS = (8, 16, 32)
 COLUMNS = (8, 4, 2)
 MOST_WORDS = 72
 """Weights of a thread in 16 bytes: more do not fit into registers and shared memory."""
-MOST_SUMS = 64
-"""Numbers of sums in a thread's registers, beside its weights."""
+MOST_SUMS, MOST_OUTPUTS = 64, 4
+"""Registers of a thread with sums, and units of batch rows whose gates it computes: more leave too few for weights."""
 # Cycles of what makes up a step, by arithmetic: not yet fitted to measurements.
 ONCE = 700
 """Until states sent to another block are there, the gates' functions, and a barrier of the block."""
@@ -58,8 +58,7 @@ def step_cycles(p: ClusterProgram) -> float:
     cycles = ONCE + p.words * tiles * passes * PRODUCT / 2
     cycles += (p.words - p.held) * p.threads * 16 * LEFT
     cycles += p.columns * p.chunks * tiles * READ
-    outputs = -(-p.rows * p.units // p.threads)
-    cycles += outputs * GATES[p.cell] * GATE[p.backward]
+    cycles += p.outputs * GATES[p.cell] * GATE[p.backward]
     if p.backward:
         sums = p.cluster * p.parts * p.rows * p.units * 4
         return cycles + sums * (SENT + 1 / 128)
@@ -99,5 +98,6 @@ def _offered(wanted: Wanted) -> Iterator[tuple[ClusterShape, ClusterProgram]]:
                     wanted.cell, wanted.hidden, wanted.dtype, shape, wanted.precise, wanted.backward
                 )  # fmt: skip
                 several = p.units * (cluster - 1) < p.hidden
-                if several and p.tiles * rows // 8 * 4 <= MOST_SUMS and p.parts <= max(1, p.chunks):
+                few = p.accumulators <= MOST_SUMS and p.outputs <= MOST_OUTPUTS
+                if several and few and p.parts <= p.chunks:
                     yield shape, p

@@ -72,7 +72,7 @@ __device__ __forceinline__ int place_of(int row, int term) {
 
 // WEIGHT(sum, term) reads sixteen bytes: WIDE terms from ``term`` on of a sum.
 struct Slice {
-  Words held[HELD];
+  Words held[HELD ? HELD : 1];
   const Words* left;
 
   template <class Weight> __device__ __forceinline__ void load(const Memory& m, const Weight& weight) {

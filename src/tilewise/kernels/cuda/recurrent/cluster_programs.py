@@ -19,6 +19,9 @@ from tilewise.problems.recurrent.tensors import GATES
 
 __all__ = ["ClusterProgram"]
 
+FREE = 154
+"""Registers of a thread, of 255, for weights, sums and a step's data. Parts of fp32 numbers take some of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterProgram:
@@ -89,9 +92,23 @@ class ClusterProgram:
         return 2 * self.tiles * -(-self.chunks // self.parts)
 
     @property
+    def outputs(self) -> int:
+        """Units of batch rows whose gates a thread computes."""
+        return -(-self.rows * self.units // self.threads)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread with sums: several of a tile where few tiles would wait for each other."""
+        tiles = self.tiles * self.rows // 8
+        return 4 * tiles * (1 if tiles >= 4 else 2 if tiles >= 2 else 4)
+
+    @property
     def held(self) -> int:
-        """Those that stay in registers."""
-        return min(self.words, MOST_HELD // 4)
+        """Weights that stay in registers: as many as the compiler finds room for beside all else."""
+        exact = self.dtype is torch.float32
+        of_outputs = self.outputs * (GATES[self.cell] * self.dtype.itemsize // 4 + (6 if self.backward else 4))
+        room = (FREE - (16 if exact else 0)) - self.accumulators - of_outputs
+        return max(0, min(self.words, room // 4, MOST_HELD // 4))
 
     @property
     def floats(self) -> int:
