@@ -313,6 +313,13 @@ inline uint4 load_relaxed(const void* p) {
   emulation::moved |= found.w != ~0u;  // else it is not there yet
   return found;
 }
+template <class T> T load_exchanged(const T* p) {
+  const T found = __ldcs(p);
+  unsigned bits = ~0u;
+  std::memcpy(&bits, &found, sizeof(T));
+  emulation::moved |= bits != ~0u;  // else it is not there yet
+  return found;
+}
 inline void store_relaxed(void* p, uint4 a) { __stcs((uint4*)p, a); emulation::moved = true; }
 // Of a grid all of whose blocks run at a time, clusters of SIZE blocks follow each other.
 template <int SIZE> unsigned peer_address(const void* p, int rank) {

@@ -25,19 +25,30 @@ from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.problems.recurrent.tensors import GATES
 from tilewise.solvers import get
 from tilewise.solvers.recurrent._cluster_layers import ClusterLayers
-from tilewise.solvers.recurrent._cluster_recurrence import ClusterRecurrence, ClusterShape, cluster_program
+from tilewise.solvers.recurrent._cluster_recurrence import (
+    WAVE_POINTERS,
+    ClusterRecurrence,
+    ClusterShape,
+    cluster_program,
+    wave_clusters,
+)
 from tilewise.solvers.recurrent._cluster_shapes import Wanted, cluster_shapes
 
 # torch lays the weights of its bf16 layers in one piece nowhere, and warns of that once.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 TOLERANCE = {"fp32": 3e-6, "fp16": 4e-3, "bf16": 3e-2}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+MOST_BLOCKS = 16
+"""Blocks that are emulated at a time."""
 EMULATED_BLOCKS = 4
 """Blocks of a cluster that generated tests emulate: each is 256 coroutines."""
 
 
 class Emulated(ClusterRecurrence):
-    """The steps by kernels that run on the CPU, their threads in ascending or descending order."""
+    """The steps by kernels that run on the CPU, their threads in ascending or descending order.
+
+    Clusters of a wave run all at a time, others one after the other.
+    """
 
     backwards = False
 
@@ -49,6 +60,19 @@ class Emulated(ClusterRecurrence):
         def run(*addresses: int) -> None:
             whole = [time, batch, *map(int, scalars)]
             emulate(p.source(), p.name, grid, p.threads, addresses, whole, self.backwards, cluster=p.cluster)
+
+        return run
+
+    def _wave(self, layers: int, time: int, batch: int, keep: bool) -> Callable[..., None]:
+        p = cluster_program(self.cell, self.hidden, self.dtype, self.shapes[0], self.precise, False, wave=True)
+        assert not p.problems()
+        grid = p.cluster * wave_clusters(layers, batch, p.rows)
+        assert grid <= MOST_BLOCKS
+
+        def run(*addresses: int) -> None:
+            assert len(addresses) == WAVE_POINTERS
+            whole = [time, batch, layers, int(keep)]
+            emulate(p.source(), p.name, grid, p.threads, addresses, whole, self.backwards, cluster=grid)
 
         return run
 
@@ -113,6 +137,45 @@ def test_clusters_compute_recurrent_layers(draw: st.DataObject) -> None:
     bound = 0.5 if p.cell == "rnn_relu" and p.dtype != "fp32" else TOLERANCE[p.dtype]
     for number, gap in enumerate(distances(got, by_autograd(p, operands))):
         assert gap <= bound, f"result {number}: {gap:.1e}"
+
+
+@emulated
+@settings(max_examples=some(20), deadline=None, suppress_health_check=list(HealthCheck))
+@given(draw=st.data())
+def test_layers_run_behind_each_other(draw: st.DataObject) -> None:
+    p = RecurrentProblem(
+        draw.draw(st.sampled_from(sorted(GATES)), "cell"), draw.draw(st.integers(1, 5), "time"),
+        draw.draw(st.sampled_from((1, 3, 8, 11)), "batch"), draw.draw(st.integers(1, 5), "inputs"),
+        8 * draw.draw(st.integers(2, 6), "hidden"), draw.draw(st.integers(2, 4), "layers"), task="training",
+        dtype=draw.draw(st.sampled_from(list(TOLERANCE)), "dtype"), biases=draw.draw(st.booleans(), "biases"),
+    )  # fmt: skip
+    forward = [s for s in fitting(p, False) if s[0] * wave_clusters(p.layers, p.batch, s[1]) <= MOST_BLOCKS]
+    if not forward:
+        return
+    shapes = draw.draw(st.sampled_from(forward), "forward"), draw.draw(st.sampled_from(fitting(p, True)), "backward")
+    recurrence = Emulated(p.cell, p.hidden, p.torch_dtype("x"), 0, shapes)
+    recurrence.backwards = draw.draw(st.booleans(), "threads in descending order")
+    operands = dense_operands(p, 7)
+    got = by_layer(ClusterLayers(p, recurrence, wave=True), p, operands)
+    bound = 0.5 if p.cell == "rnn_relu" and p.dtype != "fp32" else TOLERANCE[p.dtype]
+    for number, gap in enumerate(distances(got, by_autograd(p, operands))):
+        assert gap <= bound, f"result {number}: {gap:.1e}"
+
+
+@emulated
+def test_a_nan_passes_from_layer_to_layer() -> None:
+    """What is not yet written is told by its bits. No NaN, of whatever bits, may be taken for that."""
+    for dtype, whole in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float16, torch.int16)):
+        time, batch, hidden = 3, 2, 16
+        gx = torch.zeros(2, time, batch, hidden, dtype=dtype, device="cpu")
+        gx.view(whole)[0, 0, 1] = -1
+        u = torch.eye(hidden, dtype=dtype, device="cpu")
+        h0 = torch.zeros(2, batch, hidden, dtype=dtype, device="cpu")
+        h0.view(whole)[0, 0, 3] = -1
+        y = torch.zeros(time, batch, hidden, dtype=dtype, device="cpu")
+        recurrence = Emulated("rnn_relu", hidden, dtype, 0, ((2, 8, 8), (2, 8, 8)))
+        recurrence.wave(gx, [u, u], [u], [None, None], [None], h0, None, y, keep=False)
+        assert bool(y.isnan().all())  # the product of a NaN and 0 is one
 
 
 @pytest.mark.slow
@@ -323,3 +386,50 @@ def test_a_graph_replays_what_the_launch_computes() -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(y, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE))
+@pytest.mark.parametrize("cell", sorted(GATES))
+def test_layers_run_behind_each_other_on_a_gpu(cell: str, dtype: str) -> None:
+    name, solver = device_name(torch.device("cuda")), get("persistent_cluster")
+    for batch, hidden, layers in ((1, 128, 2), (16, 256, 3), (24, 96, 4)):
+        p = RecurrentProblem(cell, 50, batch, 20, hidden, layers=layers, task="training", dtype=dtype, device=name)
+        waves = [c for c in solver.configs(p) if "wave" in c]
+        assert waves
+        operands = dense_operands(p.on("cpu"), 7)
+        want = by_autograd(p, operands)
+        bound = 0.5 if cell == "rnn_relu" and dtype != "fp32" else 2 * TOLERANCE[dtype]
+        for c in waves:
+            gaps = distances(on_gpu(p, c, operands), want)
+            assert max(gaps) <= bound, f"{p.key} {c}: {gaps}"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_waves_on_two_streams_compute_the_same() -> None:
+    """Clusters that wait for each other, of two launches that have no room at a time, beside products."""
+    device = device_name(torch.device("cuda"))
+    p = RecurrentProblem("lstm", 64, 8, 64, 512, layers=4, dtype="bf16", device=device)
+    solver = get("persistent_cluster")
+    c = next(c for c in solver.configs(p) if "wave" in c)
+    layer = solver.layer(p, c)
+    x, h0, c0, *weights = [t.cuda() for t in dense_operands(p.on("cpu"), 3)]
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            return layer.forward(x, h0, c0, weights, keep=False)[0]
+
+    alone = step()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    large = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    found = []
+    for _ in range(8):
+        for stream in streams[:2]:
+            with torch.cuda.stream(stream):
+                found.append(step())
+        with torch.cuda.stream(streams[2]):
+            large @ large
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, alone) for each in found)

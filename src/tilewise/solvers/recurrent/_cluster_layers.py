@@ -1,4 +1,4 @@
-"""The layers around clusters of blocks: all directions of a layer in one launch, its input's products before it."""
+"""The layers around clusters of blocks: all directions or all layers in one launch, the input's products before it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ class _Products(Direction):
 
     def input_part(self, x: Tensor, weights: Sequence[Tensor], out: Tensor) -> Tensor | None:
         """Write what the input gives each gate to ``out`` (T, N, G*H), and return the bias of a GRU's n gate."""
-        w, _, *biases = weights
-        b_x, b_n = self._biases(biases)
+        w, (b_x, b_n) = weights[0], self.biases(weights)
         rows, to = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
         if b_x is None:
             torch.mm(rows, w.T, out=to)
         else:
             torch.addmm(b_x, rows, w.T, out=to)
         return b_n
+
+    def biases(self, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to the product with the input, and what to that of a GRU's n gate with the state."""
+        return self._biases(weights[2:])
 
     def gradients(
         self, x: Tensor, y: Tensor, h0: Tensor, weights: Sequence[Tensor], changes: Tensor, own: Tensor | None,
@@ -63,13 +66,25 @@ class _Kept:
     noises: list[Tensor | None] = field(default_factory=list)
     steps: list[ClusterKept] = field(default_factory=list)
 
+    def add(self, x: Tensor, y: Tensor, noise: Tensor | None, steps: ClusterKept) -> None:
+        """Keep the next layer."""
+        self.inputs.append(x)
+        self.outputs.append(y)
+        self.noises.append(noise)
+        self.steps.append(steps)
+
 
 @dataclass(frozen=True)
 class ClusterLayers:
-    """All layers of ``p`` one after the other, of each both directions at once by ``recurrence``."""
+    """All layers of ``p`` one after the other, of each both directions at once by ``recurrence``.
+
+    With ``wave`` all layers run at once forward, each a few steps behind the one below it, but with dropout between
+    them.
+    """
 
     p: RecurrentProblem
     recurrence: ClusterRecurrence
+    wave: bool = False
 
     def forward(
         self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *, dropout: float = 0.0,
@@ -78,30 +93,55 @@ class ClusterLayers:
         """As :meth:`~tilewise.solvers.recurrent._layers.Layer.forward`. Raises ``ValueError`` for a packed batch."""
         if packing is not None:
             raise ValueError(f"packing={packing!r}: clusters take sequences of one length only")
-        p, kept, states, cells = self.p, _Kept(h0, c0), list[Tensor](), list[Tensor]()
+        kept = _Kept(h0, c0)
         with self._precision():
-            for layer in range(p.layers):
-                noise = None
-                if layer and dropout:
-                    noise = torch.nn.functional.dropout(torch.ones_like(x), dropout)
-                    x = x * noise
-                y = x.new_empty((*x.shape[:-1], p.directions * p.hidden))
-                gx = x.new_empty((p.directions, *x.shape[:-1], p.gates * p.hidden))
-                own = [self._weights(weights, layer, direction) for direction in range(p.directions)]
-                biases = [self._direction(i).input_part(x, own[i], gx[i]) for i in range(p.directions)]
-                part = slice(layer * p.directions, (layer + 1) * p.directions)
-                hn, cn, steps = self.recurrence.forward(
-                    gx, [each[1] for each in own], biases, h0[part], None if c0 is None else c0[part], y, keep=keep
-                )
-                states.append(hn)
-                cells += [] if cn is None else [cn]
-                if keep:
-                    kept.inputs.append(x)
-                    kept.outputs.append(y)
-                    kept.noises.append(noise)
-                    kept.steps.append(steps)
-                x = y
-        return x, _joined(states), _joined(cells) if cells else None, kept if keep else None
+            run = self._all_layers if self.wave and not dropout else self._each_layer
+            y, hn, cn = run(x, kept, weights, dropout, keep)
+        return y, hn, cn, kept if keep else None
+
+    def _each_layer(
+        self, x: Tensor, kept: _Kept, weights: Sequence[Tensor], dropout: float, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One layer after the other: y, hn and cn."""
+        p, states, cells = self.p, list[Tensor](), list[Tensor]()
+        for layer in range(p.layers):
+            noise = None
+            if layer and dropout:
+                noise = torch.nn.functional.dropout(torch.ones_like(x), dropout)
+                x = x * noise
+            y = x.new_empty((*x.shape[:-1], p.directions * p.hidden))
+            gx = x.new_empty((p.directions, *x.shape[:-1], p.gates * p.hidden))
+            own = [self._weights(weights, layer, direction) for direction in range(p.directions)]
+            biases = [self._direction(i).input_part(x, own[i], gx[i]) for i in range(p.directions)]
+            part = slice(layer * p.directions, (layer + 1) * p.directions)
+            c0 = None if kept.c0 is None else kept.c0[part]
+            us = [each[1] for each in own]
+            hn, cn, steps = self.recurrence.forward(gx, us, biases, kept.h0[part], c0, y, keep=keep)
+            states.append(hn)
+            cells += [] if cn is None else [cn]
+            if keep:
+                kept.add(x, y, noise, steps)
+            x = y
+        return x, _joined(states), _joined(cells) if cells else None
+
+    def _all_layers(
+        self, x: Tensor, kept: _Kept, weights: Sequence[Tensor], dropout: float, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """All layers at once: y, hn and cn."""
+        p = self.p
+        y = x.new_empty((*x.shape[:-1], p.hidden))
+        gx = x.new_empty((p.layers, *x.shape[:-1], p.gates * p.hidden))
+        own = [self._weights(weights, layer, 0) for layer in range(p.layers)]
+        first, shifts = self._direction(0).input_part(x, own[0], gx[0]), [self._direction(0).biases(w) for w in own[1:]]
+        hn, cn, steps = self.recurrence.wave(
+            gx, [w[1] for w in own], [w[0] for w in own[1:]], [first, *(of_h for _, of_h in shifts)],
+            [of_x for of_x, _ in shifts], kept.h0, kept.c0, y, keep=keep,
+        )  # fmt: skip
+        if keep:
+            for each in steps:
+                kept.add(x, each.states, None, each)
+                x = each.states
+        return y, hn, cn
 
     def backward(
         self, saved: Any, weights: Sequence[Tensor], dy: Tensor | None, dhn: Tensor | None, dcn: Tensor | None,

@@ -14,12 +14,16 @@ from tilewise.kernels.cuda.launch import Kernel, kernel
 from tilewise.kernels.cuda.recurrent.cluster_programs import ClusterProgram
 from tilewise.machine.recent import Recent
 from tilewise.problems.recurrent.tensors import GATES
-from tilewise.solvers.recurrent._grid_recurrence import padded
+from tilewise.solvers.recurrent._grid_recurrence import WHOLE, padded
 
-__all__ = ["ClusterKept", "ClusterRecurrence", "ClusterShape", "cluster_program"]
+__all__ = ["MOST_LAYERS", "ClusterKept", "ClusterRecurrence", "ClusterShape", "cluster_program", "wave_clusters"]
 
 MOST_LAUNCHES = 128
 """Launches, by their sizes, that are remembered."""
+MOST_LAYERS = 4
+"""Layers that the kernel of all layers has places for."""
+WAVE_POINTERS = 4 * MOST_LAYERS - 2 + 9
+"""Weights and biases of all layers, and what there is one of."""
 ClusterShape = tuple[int, int, int]
 """Blocks of a cluster, its batch rows, groups of warps with sums of their own: see the program."""
 
@@ -85,6 +89,38 @@ class ClusterRecurrence:
             None if last_cell is None else self._narrow(last_cell),
             ClusterKept(gx, cells, part, states),
         )
+
+    def wave(
+        self, gx: Tensor, us: Sequence[Tensor], ws: Sequence[Tensor], biases: Sequence[Tensor | None],
+        input_biases: Sequence[Tensor | None], h0: Tensor, c0: Tensor | None, y: Tensor, *, keep: bool,
+    ) -> tuple[Tensor, Tensor | None, list[ClusterKept]]:  # fmt: skip
+        """All steps of L layers in one direction: write ``y`` (T, N, H), and return hn and cn (L, N, H).
+
+        ``gx`` (L, T, N, G*H) holds what the input gives the gates of layer 0. ``us`` has L matrices, and ``ws``
+        (G*H, H) and ``input_biases`` (G*H) those of the layers above layer 0. Also returned is what :meth:`backward`
+        needs of each layer, in which ``states`` are its output. Raises ``ValueError`` where units would have to be padded.
+        """
+        layers, time, batch, _ = gx.shape
+        if padded(self.hidden, self.dtype) != self.hidden:
+            raise ValueError(f"hidden={self.hidden}: a multiple of {16 // self.dtype.itemsize} would do")
+        between = _new(y, layers - 1, time, batch, self.hidden)
+        for exchanged in (gx[1:], between):
+            exchanged.view(WHOLE[self.dtype.itemsize]).fill_(-1)
+        us, ws, h0 = [self._weights(u) for u in us], [self._weights(w) for w in ws], _aligned(h0.contiguous())
+        lstm = self.cell == "lstm"
+        cells = _new(y, layers, time, batch, self.hidden, dtype=torch.float32) if lstm and keep else None
+        part = _new(y, layers, time, batch, self.hidden) if self.cell == "gru" and keep else None
+        last, last_cell = torch.empty_like(h0), torch.empty_like(h0) if lstm else None
+        matrices = (*_filled(us, MOST_LAYERS), *_filled(ws, MOST_LAYERS - 1))
+        shifts = (*_filled(biases, MOST_LAYERS), *_filled(input_biases, MOST_LAYERS - 1))
+        run = self._wave(layers, time, batch, keep)
+        run(*map(_address, (gx, *matrices, *shifts, h0, c0, between, y, cells, part, last, last_cell)))
+        outputs = [*between, y]
+        kept = []
+        for i, output in enumerate(outputs):
+            own = None if cells is None else cells[i : i + 1], None if part is None else part[i : i + 1]
+            kept.append(ClusterKept(gx[i : i + 1], *own, output))
+        return last, last_cell, kept
 
     def backward(
         self, saved: ClusterKept, us: Sequence[Tensor], h0: Tensor, c0: Tensor | None, dy: Tensor, dhn: Tensor | None,
@@ -157,14 +193,38 @@ class ClusterRecurrence:
             self._launches[key] = found
         return found
 
+    def _wave(self, layers: int, time: int, batch: int, keep: bool) -> Callable[..., None]:
+        """The launch of all layers. Their clusters wait for each other, so it starts only when the device has room."""
+        key = (-1, layers, time, batch, int(keep))
+        found = self._launches.get(key)
+        if found is None:
+            p = cluster_program(self.cell, self.hidden, self.dtype, self.shapes[0], self.precise, False, wave=True)
+            grid = p.cluster * wave_clusters(layers, batch, p.rows)
+            scalars = (time, batch, layers, int(keep))
+            found = self.compile(p).launch(
+                grid, p.threads, p.shared, WAVE_POINTERS, scalars, together=True, cluster=p.cluster
+            )
+            self._launches[key] = found
+        return found
+
 
 @functools.lru_cache(maxsize=256)
 def cluster_program(
-    cell: str, hidden: int, dtype: torch.dtype, shape: ClusterShape, precise: bool, backward: bool
+    cell: str, hidden: int, dtype: torch.dtype, shape: ClusterShape, precise: bool, backward: bool, wave: bool = False
 ) -> ClusterProgram:
-    """The program of all directions of a layer, with its units padded."""
+    """The program of all directions of a layer, or with ``wave`` of all layers, with its units padded."""
     cluster, rows, columns = shape
-    return ClusterProgram(cell, padded(hidden, dtype), dtype, cluster, rows, columns, backward, precise)
+    return ClusterProgram(cell, padded(hidden, dtype), dtype, cluster, rows, columns, backward, precise, wave)
+
+
+def wave_clusters(layers: int, batch: int, rows: int) -> int:
+    """Clusters of ``rows`` batch rows that all layers take at a time: for their steps, and inputs of all but one."""
+    return (2 * layers - 1) * -(-batch // rows)
+
+
+def _filled(tensors: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
+    """So many tensors, ``None`` for layers that do not exist."""
+    return (*tensors, *(None for _ in range(count - len(tensors))))
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -13,7 +13,7 @@ from tilewise.problems.recurrent.tensors import GATES
 from tilewise.solvers.recurrent._cluster_recurrence import ClusterShape, cluster_program
 from tilewise.solvers.recurrent._grid_shapes import IN_CLUSTERS, LEFT, PRODUCT
 
-__all__ = ["Wanted", "cluster_excess", "cluster_shapes"]
+__all__ = ["Wanted", "at_a_time", "cluster_excess", "cluster_shapes"]
 
 CLUSTERS = (16, 8, 4, 2)
 ROWS = (8, 16, 32)
@@ -75,9 +75,13 @@ def cluster_shapes(wanted: Wanted) -> tuple[tuple[float, ClusterShape], ...]:
     for shape, p in _offered(wanted):
         if p.words <= MOST_WORDS and not p.problems():
             count = -(-wanted.batch // p.rows) * wanted.directions
-            room = max(1, int(wanted.processors * IN_CLUSTERS) // p.cluster)
-            found.append((step_cycles(p) * -(-count // room), shape))
+            found.append((step_cycles(p) * -(-count // at_a_time(p.cluster, wanted.processors)), shape))
     return tuple(sorted(found))
+
+
+def at_a_time(cluster: int, processors: int) -> int:
+    """Clusters that run at a time, roughly: the driver tells of a kernel, when it is compiled."""
+    return max(1, int(processors * IN_CLUSTERS) // cluster)
 
 
 def cluster_excess(wanted: Wanted) -> int:

@@ -11,7 +11,7 @@ import torch
 from tilewise.kernels.building.target import sought
 from tilewise.plan import Config
 from tilewise.problems.recurrent.problem import RecurrentProblem
-from tilewise.solvers.base import Cost
+from tilewise.solvers.base import Cost, SolverUnavailable
 from tilewise.solvers.common.costs import efficiency
 from tilewise.solvers.recurrent._gpu import CYCLES_A_LAUNCH, architecture, precise, processors, unavailable_by
 from tilewise.solvers.recurrent._layers import Layer
@@ -37,7 +37,13 @@ class PersistentCluster(RecurrentSolver):
     return the weights must fit into one cluster. ``forward`` and ``backward`` hold the blocks of a cluster, its batch
     rows, and groups of a block's warps with sums of their own.
 
-    Clusters do not wait for each other. Those that find no room on the device follow the first ones.
+    Clusters of directions and slices do not wait for each other. Those that find no room on the device follow the first
+    ones.
+
+    A ``wave`` runs all layers of one direction at a time, as Appleyard, Kocisky and Blunsom (2016, "Optimizing
+    performance of recurrent neural networks on GPUs", section 3.4) run theirs on streams. A layer's steps follow those
+    of the layer below, and other clusters between them multiply what they pass on. All these clusters have to fit on
+    the device at a time. Backward the layers follow each other.
     """
 
     name, version = "persistent_cluster", 1
@@ -70,13 +76,15 @@ class PersistentCluster(RecurrentSolver):
 
     def configs(self, p: RecurrentProblem) -> Iterable[Config]:
         """Shapes of both kernels, the fastest by a model of a step first."""
-        forward = _shapes(p, False)
+        forward = [Config(forward=shape) for _, shape in _shapes(p, False)[:MOST]]
+        waves = [Config(forward=shape, wave=1) for _, shape in _shapes(p, False) if _is_wave(p, shape)]
+        forward = [*waves[:PAIRED], *forward]
         if p.task == "inference":
-            return [Config(forward=shape) for _, shape in forward[:MOST]]
+            return forward
         backward = _shapes(p, True)
         pairs = itertools.product(enumerate(forward[:PAIRED]), enumerate(backward[:PAIRED]))
-        ranked = sorted((i + j, f, g) for (i, (_, f)), (j, (_, g)) in pairs)
-        return [Config(forward=f, backward=g) for _, f, g in ranked]
+        ranked = sorted(((i + j, i), f, g) for (i, f), (j, (_, g)) in pairs)
+        return [Config(**f, backward=g) for _, f, g in ranked]
 
     def most(self, p: RecurrentProblem) -> int:
         """As many kernels of a direction, where there is one."""
@@ -87,9 +95,10 @@ class PersistentCluster(RecurrentSolver):
         cycles = 0.0
         for name, backward in (("forward", False), ("backward", True)):
             if name in c:
-                cycles += {shape: count for count, shape in _shapes(p, backward)}.get(_shape(c, name), 0.0)
+                each = {shape: count for count, shape in _shapes(p, backward)}.get(_shape(c, name), 0.0)
+                cycles += each * (1 if "wave" in c and not backward else p.layers)
         training = p.task == "training"
-        launches = int(p.time * p.layers * cycles / CYCLES_A_LAUNCH) + AROUND[training] * p.layers * p.directions
+        launches = int(p.time * cycles / CYCLES_A_LAUNCH) + AROUND[training] * p.layers * p.directions
         rows, gates = p.time * p.batch, p.gates * p.hidden
         of_states = 2 * rows * p.layers * p.directions * gates * p.hidden
         # A step's products are in its cycles. The weights' gradients have one product for all steps.
@@ -100,23 +109,48 @@ class PersistentCluster(RecurrentSolver):
         """Layers around the kernels. Raises ``SolverUnavailable`` with the compiler's or the driver's reason."""
         from tilewise.kernels.cuda.launch import compile_cubin
         from tilewise.solvers.recurrent._cluster_layers import ClusterLayers
-        from tilewise.solvers.recurrent._cluster_recurrence import ClusterRecurrence, cluster_program
+        from tilewise.solvers.recurrent._cluster_recurrence import ClusterRecurrence, cluster_program, wave_clusters
 
         forward, elsewhere = _shape(c, "forward"), sought()
         shapes = (forward, _shape(c, "backward") if "backward" in c else forward)
         dtype, exact = p.torch_dtype("x"), precise(p)
         index = torch.cuda.current_device() if elsewhere is None else 0
         recurrence = ClusterRecurrence(p.cell, p.hidden, dtype, index, shapes, exact)
+        wave, training = "wave" in c, p.task == "training"
+        kinds = [(False, True)] if wave else []  # backward, wave
+        # Layers with dropout between them, of which a problem says nothing, follow each other.
+        kinds += [(False, False)] if training or not wave else []
+        kinds += [(True, False)] if training else []
         try:
-            for backward in (False, True) if p.task == "training" else (False,):
-                made = cluster_program(p.cell, p.hidden, dtype, shapes[backward], exact, backward)
+            for backward, all_layers in kinds:
+                made = cluster_program(p.cell, p.hidden, dtype, shapes[backward], exact, backward, all_layers)
                 if elsewhere is None:
-                    recurrence.compile(made)
+                    count = recurrence.compile(made).clusters(made.cluster, made.threads, made.shared)
+                    needed = wave_clusters(p.layers, p.batch, made.rows)
+                    if all_layers and count < needed:
+                        raise SolverUnavailable(f"needs {needed} clusters of {made.cluster} blocks, not {count}")
                 else:  # for another machine's GPU
                     compile_cubin(made.source(), elsewhere.instructions)
+        except SolverUnavailable:
+            raise
         except Exception as error:  # NVRTC and the driver raise errors of their own
             raise unavailable_by(error) from error
-        return ClusterLayers(p, recurrence)
+        return ClusterLayers(p, recurrence, wave)
+
+    def hidden_workspace(self, p: RecurrentProblem, c: Config) -> int:
+        """Bytes of what steps give the gates, of outputs between layers, and for training of all that is kept."""
+        from tilewise.solvers.recurrent._grid_recurrence import padded
+
+        size, every = p.torch_dtype("x").itemsize, p.layers * p.directions
+        units = p.rows * padded(p.hidden, p.torch_dtype("x"))
+        outputs = units * p.directions * size
+        if p.task == "inference":
+            at_once = p.layers if "wave" in c else p.directions
+            between = p.layers - 1 if "wave" in c else min(2, p.layers - 1)
+            return units * p.gates * size * at_once + outputs * (between + 1)  # one more where units are padded
+        beside = {"lstm": 4, "gru": size}.get(p.cell, 0)
+        changes = units * (p.gates + (p.cell == "gru")) * size * p.directions
+        return units * (p.gates * size + beside) * every + changes + outputs * (p.layers + 2)
 
 
 def _wanted(p: RecurrentProblem, backward: bool) -> Wanted:
@@ -126,6 +160,17 @@ def _wanted(p: RecurrentProblem, backward: bool) -> Wanted:
     return Wanted(
         p.cell, p.hidden, p.torch_dtype("x"), p.batch, p.directions, precise(p), backward, processors()
     )  # fmt: skip
+
+
+def _is_wave(p: RecurrentProblem, shape: tuple[int, int, int]) -> bool:
+    """Whether all layers can run at a time, and all their clusters fit."""
+    from tilewise.solvers.recurrent._cluster_recurrence import MOST_LAYERS, wave_clusters
+    from tilewise.solvers.recurrent._cluster_shapes import at_a_time
+    from tilewise.solvers.recurrent._grid_recurrence import padded
+
+    cluster, rows, _ = shape
+    one = p.directions == 1 and 1 < p.layers <= MOST_LAYERS and padded(p.hidden, p.torch_dtype("x")) == p.hidden
+    return one and wave_clusters(p.layers, p.batch, rows) <= at_a_time(cluster, processors())
 
 
 def _shapes(p: RecurrentProblem, backward: bool) -> tuple[tuple[float, tuple[int, int, int]], ...]:

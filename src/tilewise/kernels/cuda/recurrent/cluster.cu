@@ -27,7 +27,21 @@ __device__ __forceinline__ void send_words(unsigned address, uint4 a, unsigned b
       "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(barrier)
       : "memory"));
 }
+// A number that another cluster writes meanwhile, in the cache that all share.
+__device__ __forceinline__ float load_exchanged(const float* p) {
+  float a;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(a) : "l"(p) : "memory");
+  return a;
+}
+__device__ __forceinline__ unsigned short load_exchanged(const unsigned short* p) {
+  unsigned short a;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(a) : "l"(p) : "memory");
+  return a;
+}
 #endif
+// Whether it has not written it yet: no result has these bits, see ``bits_to_store``.
+__device__ __forceinline__ bool is_missing(float a) { return bits_of(a) == EMPTY; }
+__device__ __forceinline__ bool is_missing(unsigned short a) { return a == 0xffffu; }
 
 // Shared memory: a barrier for each of two turns, terms of two turns, sums, the weights that registers do not hold.
 struct Memory {
@@ -51,8 +65,8 @@ __device__ __forceinline__ Place place() {
   return {(int)(blockIdx.x % CLUSTER), warp % WC, warp / WC, (int)(threadIdx.x % 32)};
 }
 
-// A cluster's direction and batch rows. Clusters of a direction lie side by side.
-struct Part { i64 direction, row0, rows; };
+// Which direction or layer a cluster is for, and which batch rows. Clusters of one of them lie side by side.
+struct Part { i64 number, row0, rows; };
 __device__ __forceinline__ Part part_of(i64 batch) {
   const i64 slices = (batch + ROWS - 1) / ROWS, cluster = blockIdx.x / CLUSTER;
   const i64 row0 = cluster % slices * ROWS;

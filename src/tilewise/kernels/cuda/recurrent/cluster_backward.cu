@@ -25,12 +25,12 @@ extern "C" __global__ void BOUNDS cluster_backward(
     const Real* grad_last_cell, Real* changes, Real* own_changes, Real* grad_first, Real* grad_first_cell, i64 steps,
     i64 batch, i64 row, i64 grad_row, i64 backwards) {
   const Part own = part_of(batch);
-  const bool back = own.direction ? true : backwards != 0;
+  const bool back = own.number ? true : backwards != 0;
   const int unit0 = place().rank * UNITS;
   const Memory m = memory();
   Slice u;
   {
-    const Real* all = own.direction ? weights_back : weights;
+    const Real* all = own.number ? weights_back : weights;
     u.load(m, [&](int sum, int term) {
       const int unit = unit0 + term % UNITS;
       Words words = {{0, 0, 0, 0}};
@@ -46,10 +46,10 @@ extern "C" __global__ void BOUNDS cluster_backward(
     });
   }
   Turns turns(m, (unsigned)(PARTS * own.rows * UNITS * 4));
-  const i64 rows = own.direction * steps * batch + own.row0, ends = (own.direction * batch + own.row0) * HIDDEN;
+  const i64 rows = own.number * steps * batch + own.row0, ends = (own.number * batch + own.row0) * HIDDEN;
   gates += rows * GATES * HIDDEN, changes += rows * GATES * HIDDEN;
   cells += rows * HIDDEN, part += rows * HIDDEN, own_changes += rows * HIDDEN;
-  states += own.row0 * row + own.direction * HIDDEN, grad += own.row0 * grad_row + own.direction * HIDDEN;
+  states += own.row0 * row + own.number * HIDDEN, grad += own.row0 * grad_row + own.number * HIDDEN;
   first += ends, first_cell += ends, grad_first += ends, grad_first_cell += ends;
 
   // Rows and terms that do not exist stay zero.

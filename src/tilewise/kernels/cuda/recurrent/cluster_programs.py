@@ -29,7 +29,8 @@ class ClusterProgram:
 
     A cluster of ``cluster`` blocks, 2 or more, has all units for ``rows`` batch rows, a multiple of 8. Of a block's
     8 warps ``columns`` groups compute different sums; the others add different terms. ``backward``: the gradients.
-    ``precise``: products of fp32 numbers as exact as in fp32, by three of their TF32 parts.
+    ``precise``: products of fp32 numbers as exact as in fp32, by three of their TF32 parts. ``wave``: all layers at a
+    time, forward in one direction.
     """
 
     cell: str
@@ -40,11 +41,12 @@ class ClusterProgram:
     columns: int = WARPS
     backward: bool = False
     precise: bool = True
+    wave: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's function."""
-        return "cluster_backward" if self.backward else "cluster_forward"
+        return "cluster_wave" if self.wave else "cluster_backward" if self.backward else "cluster_forward"
 
     @property
     def threads(self) -> int:
@@ -157,6 +159,6 @@ def _source(p: ClusterProgram) -> str:
         constants(values),
         f"#define BOUNDS __cluster_dims__({p.cluster}, 1, 1) __launch_bounds__({p.threads}, 1)",
         read_source("barriers.cu"), read_source("recurrent/units.cu"), read_source("recurrent/cluster.cu"),
-        read_source(f"recurrent/{'cluster_backward' if p.backward else 'cluster_forward'}.cu"),
+        *(() if p.backward else (read_source("recurrent/cluster_steps.cu"),)), read_source(f"recurrent/{p.name}.cu"),
     ]  # fmt: skip
     return "\n".join(texts)
