@@ -57,7 +57,10 @@ class _Products(Direction):
 
 @dataclass
 class _Kept:
-    """What backward needs: first states, and of each layer its input, output, dropout and steps."""
+    """What backward needs: first states, and of each layer its input, output, dropout and steps.
+
+    Of layers that ran at once there are the input of the first one, the output of the last one, and all steps.
+    """
 
     h0: Tensor
     c0: Tensor | None
@@ -67,7 +70,7 @@ class _Kept:
     steps: list[ClusterKept] = field(default_factory=list)
 
     def add(self, x: Tensor, y: Tensor, noise: Tensor | None, steps: ClusterKept) -> None:
-        """Keep the next layer."""
+        """Keep the next layer, or all."""
         self.inputs.append(x)
         self.outputs.append(y)
         self.noises.append(noise)
@@ -138,9 +141,7 @@ class ClusterLayers:
             [of_x for of_x, _ in shifts], kept.h0, kept.c0, y, keep=keep,
         )  # fmt: skip
         if keep:
-            for each in steps:
-                kept.add(x, each.states, None, each)
-                x = each.states
+            kept.add(x, y, None, steps)
         return y, hn, cn
 
     def backward(
@@ -148,36 +149,69 @@ class ClusterLayers:
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """As :meth:`~tilewise.solvers.recurrent._layers.Layer.backward`."""
-        p, kept = self.p, saved
-        gradients: list[Tensor | None] = [None] * len(weights)
-        firsts, first_cells = list[Tensor](), list[Tensor]()
+        kept, gradients = saved, list[Tensor | None]([None] * len(weights))
         dout = torch.zeros_like(kept.outputs[-1]) if dy is None else dy
-        dx: Tensor | None = None
         with self._precision():
-            for layer in range(p.layers - 1, -1, -1):
-                part = slice(layer * p.directions, (layer + 1) * p.directions)
-                own = [self._weights(weights, layer, direction) for direction in range(p.directions)]
-                h0 = kept.h0[part]
-                c0, last, last_cell = (None if t is None else t[part] for t in (kept.c0, dhn, dcn))
-                changes, by_weights, dh, dc = self.recurrence.backward(
-                    kept.steps[layer], [each[1] for each in own], h0, c0, dout, last, last_cell
+            run = self._each_layer_back if len(kept.steps) == self.p.layers else self._all_layers_back
+            dx, dh0, dc0 = run(kept, weights, dout, dhn, dcn, needs, gradients)
+        return dx, dh0 if needs[1] else None, dc0 if needs[2] else None, *gradients
+
+    def _each_layer_back(
+        self, kept: _Kept, weights: Sequence[Tensor], dout: Tensor, dhn: Tensor | None, dcn: Tensor | None,
+        needs: Sequence[bool], gradients: list[Tensor | None],
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+        """One layer after the other: the gradients of x, h0 and c0. Those of the weights are put into ``gradients``."""
+        p, dx = self.p, None
+        firsts, first_cells = list[Tensor](), list[Tensor]()
+        for layer in range(p.layers - 1, -1, -1):
+            part = slice(layer * p.directions, (layer + 1) * p.directions)
+            own = [self._weights(weights, layer, direction) for direction in range(p.directions)]
+            h0 = kept.h0[part]
+            c0, last, last_cell = (None if t is None else t[part] for t in (kept.c0, dhn, dcn))
+            changes, by_weights, dh, dc = self.recurrence.backward(
+                kept.steps[layer], [each[1] for each in own], h0, c0, dout, last, last_cell
+            )
+            firsts.insert(0, dh)
+            first_cells[:0] = [] if dc is None else [dc]
+            dx = None
+            for i, half in enumerate(kept.outputs[layer].chunk(p.directions, -1)):
+                places, needed = self._needed(layer, i, needs)
+                of_u = None if by_weights is None else by_weights[i]
+                dx, gradients[places] = self._direction(i).gradients(
+                    kept.inputs[layer], half, h0[i], own[i], changes[i], of_u, dx, needed
                 )
-                firsts.insert(0, dh)
-                first_cells[:0] = [] if dc is None else [dc]
-                dx, halves = None, kept.outputs[layer].chunk(p.directions, -1)
-                for i, half in enumerate(halves):
-                    places = slice((part.start + i) * self._count, (part.start + i + 1) * self._count)
-                    needed = layer > 0 or needs[0], *needs[3:][places]
-                    dx, gradients[places] = self._direction(i).gradients(
-                        kept.inputs[layer], half, h0[i], own[i], changes[i],
-                        None if by_weights is None else by_weights[i], dx, needed,
-                    )  # fmt: skip
-                noise = kept.noises[layer]
-                if layer:
-                    assert dx is not None
-                    dout = dx if noise is None else dx * noise
-        dc0 = _joined(first_cells) if first_cells and needs[2] else None
-        return dx, _joined(firsts) if needs[1] else None, dc0, *gradients
+            noise = kept.noises[layer]
+            if layer:
+                assert dx is not None
+                dout = dx if noise is None else dx * noise
+        return dx, _joined(firsts), _joined(first_cells) if first_cells else None
+
+    def _all_layers_back(
+        self, kept: _Kept, weights: Sequence[Tensor], dout: Tensor, dhn: Tensor | None, dcn: Tensor | None,
+        needs: Sequence[bool], gradients: list[Tensor | None],
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+        """All layers at once, as :meth:`_each_layer_back`."""
+        (steps,), (x,), (y,) = kept.steps, kept.inputs, kept.outputs
+        own = [self._weights(weights, layer, 0) for layer in range(self.p.layers)]
+        changes, by_weights, dh0, dc0 = self.recurrence.wave_backward(
+            steps, y, [w[1] for w in own], [w[0] for w in own[1:]], kept.h0, kept.c0, dout, dhn, dcn
+        )
+        dx, outputs = None, [*steps.states, y]
+        for layer, below in enumerate((x, *steps.states)):
+            places, needed = self._needed(layer, 0, needs)
+            of_u = None if by_weights is None else by_weights[layer]
+            needed = needed[0] and not layer, *needed[1:]  # the other layers' inputs have theirs
+            found, gradients[places] = self._direction(0).gradients(
+                below, outputs[layer], kept.h0[layer], own[layer], changes[layer], of_u, None, needed
+            )
+            dx = dx if layer else found
+        return dx, dh0, dc0
+
+    def _needed(self, layer: int, direction: int, needs: Sequence[bool]) -> tuple[slice, tuple[bool, ...]]:
+        """The places of a direction's weights, and whether the gradients of its input and of each are needed."""
+        first = (layer * self.p.directions + direction) * self._count
+        places = slice(first, first + self._count)
+        return places, (layer > 0 or needs[0], *needs[3:][places])
 
     def _direction(self, number: int) -> _Products:
         """What computes the products of a direction; its steps are not run by it."""

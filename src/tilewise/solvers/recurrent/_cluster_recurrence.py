@@ -22,8 +22,8 @@ MOST_LAUNCHES = 128
 """Launches, by their sizes, that are remembered."""
 MOST_LAYERS = 4
 """Layers that the kernel of all layers has places for."""
-WAVE_POINTERS = 4 * MOST_LAYERS - 2 + 9
-"""Weights and biases of all layers, and what there is one of."""
+WAVE_POINTERS = {False: 4 * MOST_LAYERS - 2 + 9, True: 2 * MOST_LAYERS - 1 + 15}
+"""Weights and for the forward biases of all layers, and what there is one of."""
 ClusterShape = tuple[int, int, int]
 """Blocks of a cluster, its batch rows, groups of warps with sums of their own: see the program."""
 
@@ -93,12 +93,13 @@ class ClusterRecurrence:
     def wave(
         self, gx: Tensor, us: Sequence[Tensor], ws: Sequence[Tensor], biases: Sequence[Tensor | None],
         input_biases: Sequence[Tensor | None], h0: Tensor, c0: Tensor | None, y: Tensor, *, keep: bool,
-    ) -> tuple[Tensor, Tensor | None, list[ClusterKept]]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, ClusterKept]:  # fmt: skip
         """All steps of L layers in one direction: write ``y`` (T, N, H), and return hn and cn (L, N, H).
 
         ``gx`` (L, T, N, G*H) holds what the input gives the gates of layer 0. ``us`` has L matrices, and ``ws``
-        (G*H, H) and ``input_biases`` (G*H) those of the layers above layer 0. Also returned is what :meth:`backward`
-        needs of each layer, in which ``states`` are its output. Raises ``ValueError`` where units would have to be padded.
+        (G*H, H) and ``input_biases`` (G*H) those of the layers above layer 0. Also returned is what
+        :meth:`wave_backward` needs beside ``y``: its ``states`` (L-1, T, N, H) are those of the other layers. Raises
+        ``ValueError`` where units would be padded.
         """
         layers, time, batch, _ = gx.shape
         if padded(self.hidden, self.dtype) != self.hidden:
@@ -113,14 +114,33 @@ class ClusterRecurrence:
         last, last_cell = torch.empty_like(h0), torch.empty_like(h0) if lstm else None
         matrices = (*_filled(us, MOST_LAYERS), *_filled(ws, MOST_LAYERS - 1))
         shifts = (*_filled(biases, MOST_LAYERS), *_filled(input_biases, MOST_LAYERS - 1))
-        run = self._wave(layers, time, batch, keep)
+        run = self._wave(False, layers, time, batch, keep)
         run(*map(_address, (gx, *matrices, *shifts, h0, c0, between, y, cells, part, last, last_cell)))
-        outputs = [*between, y]
-        kept = []
-        for i, output in enumerate(outputs):
-            own = None if cells is None else cells[i : i + 1], None if part is None else part[i : i + 1]
-            kept.append(ClusterKept(gx[i : i + 1], *own, output))
-        return last, last_cell, kept
+        return last, last_cell, ClusterKept(gx, cells, part, between)
+
+    def wave_backward(
+        self, saved: ClusterKept, y: Tensor, us: Sequence[Tensor], ws: Sequence[Tensor], h0: Tensor, c0: Tensor | None,
+        dy: Tensor, dhn: Tensor | None, dcn: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+        """The gradients of all layers' gates (L, T, N, G*H), of U_n h + b_hn of a GRU (L, T, N, H), of h0 and of c0.
+
+        ``dy`` (T, N, H), and ``dhn`` and ``dcn`` (L, N, H), which may be ``None`` for zero.
+        """
+        layers, time, batch, _ = saved.gates.shape
+        us, ws = [self._weights(u) for u in us], [self._weights(w) for w in ws]
+        h0, dy = h0.contiguous(), dy.contiguous()
+        c0, dhn, dcn = (None if t is None else t.contiguous() for t in (c0, dhn, dcn))
+        changes, between = torch.empty_like(saved.gates), torch.empty_like(saved.states)
+        for exchanged in (changes[1:], between):
+            exchanged.view(WHOLE[self.dtype.itemsize]).fill_(-1)
+        own = _new(y, layers, time, batch, self.hidden) if self.cell == "gru" else None
+        dh0, dc0 = torch.empty_like(h0), torch.empty_like(h0) if self.cell == "lstm" else None
+        matrices = (*_filled(us, MOST_LAYERS), *_filled(ws, MOST_LAYERS - 1))
+        kept = saved.states, y, saved.cells, saved.part, h0, c0
+        run = self._wave(True, layers, time, batch, dy.stride(1))
+        results = between, changes, own, dh0, dc0
+        run(*map(_address, (saved.gates, *matrices, *kept, dy, dhn, dcn, *results)))
+        return changes, own, dh0, dc0
 
     def backward(
         self, saved: ClusterKept, us: Sequence[Tensor], h0: Tensor, c0: Tensor | None, dy: Tensor, dhn: Tensor | None,
@@ -193,16 +213,16 @@ class ClusterRecurrence:
             self._launches[key] = found
         return found
 
-    def _wave(self, layers: int, time: int, batch: int, keep: bool) -> Callable[..., None]:
+    def _wave(self, backward: bool, layers: int, time: int, batch: int, scalar: int) -> Callable[..., None]:
         """The launch of all layers. Their clusters wait for each other, so it starts only when the device has room."""
-        key = (-1, layers, time, batch, int(keep))
+        key = (2 + backward, layers, time, batch, int(scalar))
         found = self._launches.get(key)
         if found is None:
-            p = cluster_program(self.cell, self.hidden, self.dtype, self.shapes[0], self.precise, False, wave=True)
+            p = cluster_program(self.cell, self.hidden, self.dtype, self.shapes[backward], self.precise, backward, True)
             grid = p.cluster * wave_clusters(layers, batch, p.rows)
-            scalars = (time, batch, layers, int(keep))
+            scalars = (time, batch, layers, int(scalar))
             found = self.compile(p).launch(
-                grid, p.threads, p.shared, WAVE_POINTERS, scalars, together=True, cluster=p.cluster
+                grid, p.threads, p.shared, WAVE_POINTERS[backward], scalars, together=True, cluster=p.cluster
             )
             self._launches[key] = found
         return found

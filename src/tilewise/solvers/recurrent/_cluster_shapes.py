@@ -16,20 +16,23 @@ from tilewise.solvers.recurrent._grid_shapes import IN_CLUSTERS, LEFT, PRODUCT
 __all__ = ["Wanted", "at_a_time", "cluster_excess", "cluster_shapes"]
 
 CLUSTERS = (16, 8, 4, 2)
-ROWS = (8, 16, 32)
-"""Batch rows of a cluster. With more a block has more work in each step than the exchange costs."""
+ROWS = (4, 8, 16, 32)
+"""Batch rows of a cluster. Fewer are sent sooner, and more take fewer clusters, of which the device runs few at a time.
+
+With more than 32 products and sums take longer than the exchange that a cluster saves.
+"""
 COLUMNS = (8, 4, 2)
 MOST_WORDS = 72
 """Weights of a thread in 16 bytes: more do not fit into registers and shared memory."""
 MOST_SUMS, MOST_OUTPUTS = 64, 4
 """Registers of a thread with sums, and units of batch rows whose gates it computes: more leave too few for weights."""
-# Cycles of what makes up a step, by arithmetic: not yet fitted to measurements.
-ONCE = 700
+# Cycles of what makes up a step, by arithmetic and a first look at measurements on an H100.
+ONCE = 1000
 """Until states sent to another block are there, the gates' functions, and a barrier of the block."""
 READ = 4
 """For 512 bytes that a warp reads in shared memory."""
-SENT = 6 / 128
-"""For a byte that a block sends to another one."""
+SENT = 0.165
+"""For a byte that a block sends: the blocks of a cluster pass six in a cycle, which bounds large layers and slices."""
 GATE = {False: 60, True: 100}
 """For a gate of a thread's unit, in a forward and in a backward."""
 
@@ -51,18 +54,18 @@ class Wanted:
     processors: int
 
 
-def step_cycles(p: ClusterProgram) -> float:
-    """Cycles of a step. They rank shapes; no promise is made of them."""
+def step_cycles(p: ClusterProgram, rows: int) -> float:
+    """Cycles of a step with so many batch rows in a cluster. They rank shapes; no promise is made of them."""
     passes = (6 if p.precise else 2) if p.dtype is torch.float32 else 1
-    tiles, size = p.rows // 8, p.dtype.itemsize
+    tiles, size = p.filled // 8, p.dtype.itemsize
     cycles = ONCE + p.words * tiles * passes * PRODUCT / 2
     cycles += (p.words - p.held) * p.threads * 16 * LEFT
     cycles += p.columns * p.chunks * tiles * READ
     cycles += p.outputs * GATES[p.cell] * GATE[p.backward]
     if p.backward:
-        sums = p.cluster * p.parts * p.rows * p.units * 4
+        sums = p.cluster * p.parts * rows * p.units * 4
         return cycles + sums * (SENT + 1 / 128)
-    return cycles + 2 * p.floats * 4 / 128 + p.cluster * p.rows * p.units * size * SENT
+    return cycles + 2 * p.floats * 4 / 128 + p.cluster * rows * p.units * size * SENT
 
 
 @functools.lru_cache(maxsize=1024)
@@ -75,7 +78,12 @@ def cluster_shapes(wanted: Wanted) -> tuple[tuple[float, ClusterShape], ...]:
     for shape, p in _offered(wanted):
         if p.words <= MOST_WORDS and not p.problems():
             count = -(-wanted.batch // p.rows) * wanted.directions
-            found.append((step_cycles(p) * -(-count // at_a_time(p.cluster, wanted.processors)), shape))
+            found.append(
+                (
+                    step_cycles(p, min(p.rows, wanted.batch)) * -(-count // at_a_time(p.cluster, wanted.processors)),
+                    shape,
+                )
+            )
     return tuple(sorted(found))
 
 
@@ -94,7 +102,7 @@ def _offered(wanted: Wanted) -> Iterator[tuple[ClusterShape, ClusterProgram]]:
     """Every shape with its program: no larger cluster than has units for each block, no more rows than the batch."""
     for cluster in CLUSTERS:
         for rows in ROWS:
-            if rows > ROWS[0] and rows >= 2 * wanted.batch:
+            if rows > ROWS[0] and rows >= 2 * wanted.batch:  # a smaller slice has as many rows that exist
                 continue
             for columns in COLUMNS:
                 shape = (cluster, rows, columns)

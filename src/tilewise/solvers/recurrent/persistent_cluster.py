@@ -42,8 +42,8 @@ class PersistentCluster(RecurrentSolver):
 
     A ``wave`` runs all layers of one direction at a time, as Appleyard, Kocisky and Blunsom (2016, "Optimizing
     performance of recurrent neural networks on GPUs", section 3.4) run theirs on streams. A layer's steps follow those
-    of the layer below, and other clusters between them multiply what they pass on. All these clusters have to fit on
-    the device at a time. Backward the layers follow each other.
+    of the layer below, and other clusters between them multiply what they pass on; backward the other way round. All
+    these clusters have to fit on the device at a time.
     """
 
     name, version = "persistent_cluster", 1
@@ -76,15 +76,19 @@ class PersistentCluster(RecurrentSolver):
 
     def configs(self, p: RecurrentProblem) -> Iterable[Config]:
         """Shapes of both kernels, the fastest by a model of a step first."""
-        forward = [Config(forward=shape) for _, shape in _shapes(p, False)[:MOST]]
-        waves = [Config(forward=shape, wave=1) for _, shape in _shapes(p, False) if _is_wave(p, shape)]
-        forward = [*waves[:PAIRED], *forward]
-        if p.task == "inference":
-            return forward
-        backward = _shapes(p, True)
-        pairs = itertools.product(enumerate(forward[:PAIRED]), enumerate(backward[:PAIRED]))
-        ranked = sorted(((i + j, i), f, g) for (i, f), (j, (_, g)) in pairs)
-        return [Config(**f, backward=g) for _, f, g in ranked]
+        found = []
+        for wave in (True, False):
+            forward, backward = (
+                [shape for _, shape in _shapes(p, back) if not wave or _is_wave(p, shape)] for back in (False, True)
+            )
+            more = {"wave": 1} if wave else {}
+            if p.task == "inference":
+                found += [Config(forward=shape, **more) for shape in forward[: PAIRED if wave else MOST]]
+                continue
+            pairs = itertools.product(enumerate(forward[:PAIRED]), enumerate(backward[:PAIRED]))
+            ranked = sorted((i + j, f, g) for (i, f), (j, g) in pairs)
+            found += [Config(forward=f, backward=g, **more) for _, f, g in ranked]
+        return found
 
     def most(self, p: RecurrentProblem) -> int:
         """As many kernels of a direction, where there is one."""
@@ -96,7 +100,7 @@ class PersistentCluster(RecurrentSolver):
         for name, backward in (("forward", False), ("backward", True)):
             if name in c:
                 each = {shape: count for count, shape in _shapes(p, backward)}.get(_shape(c, name), 0.0)
-                cycles += each * (1 if "wave" in c and not backward else p.layers)
+                cycles += each * (1 if "wave" in c else p.layers)
         training = p.task == "training"
         launches = int(p.time * cycles / CYCLES_A_LAUNCH) + AROUND[training] * p.layers * p.directions
         rows, gates = p.time * p.batch, p.gates * p.hidden
@@ -117,10 +121,9 @@ class PersistentCluster(RecurrentSolver):
         index = torch.cuda.current_device() if elsewhere is None else 0
         recurrence = ClusterRecurrence(p.cell, p.hidden, dtype, index, shapes, exact)
         wave, training = "wave" in c, p.task == "training"
-        kinds = [(False, True)] if wave else []  # backward, wave
+        kinds = [(False, True), (True, True)][: 1 + training] if wave else []  # backward, wave
         # Layers with dropout between them, of which a problem says nothing, follow each other.
-        kinds += [(False, False)] if training or not wave else []
-        kinds += [(True, False)] if training else []
+        kinds += [(False, False), (True, False)][: 1 + training] if training or not wave else []
         try:
             for backward, all_layers in kinds:
                 made = cluster_program(p.cell, p.hidden, dtype, shapes[backward], exact, backward, all_layers)
@@ -149,8 +152,9 @@ class PersistentCluster(RecurrentSolver):
             between = p.layers - 1 if "wave" in c else min(2, p.layers - 1)
             return units * p.gates * size * at_once + outputs * (between + 1)  # one more where units are padded
         beside = {"lstm": 4, "gru": size}.get(p.cell, 0)
-        changes = units * (p.gates + (p.cell == "gru")) * size * p.directions
-        return units * (p.gates * size + beside) * every + changes + outputs * (p.layers + 2)
+        changes = units * (p.gates + (p.cell == "gru")) * size * (p.layers if "wave" in c else p.directions)
+        between = 2 * p.layers if "wave" in c else p.layers + 2
+        return units * (p.gates * size + beside) * every + changes + outputs * between
 
 
 def _wanted(p: RecurrentProblem, backward: bool) -> Wanted:

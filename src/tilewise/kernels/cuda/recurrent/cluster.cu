@@ -1,9 +1,10 @@
 // What the kernels of one cluster for each direction and slice of the batch share: the weights of a block, and their
 // product with what the block has in its shared memory.
 //
-// A cluster of CLUSTER blocks has all hidden units for ROWS batch rows, a block UNITS of them. Nothing is exchanged but
+// A cluster of CLUSTER blocks has all hidden units for SLICE batch rows, a block UNITS of them. Nothing is exchanged but
 // through the shared memory of the cluster's blocks. Weights are the left operand of the matrix units: 16 of their rows
-// meet 8 batch rows at a time, so a small batch wastes little. Within a block WC groups of warps have different rows of
+// meet 8 batch rows at a time, so a small batch wastes little. ROWS are the batch rows with those that do not exist; they
+// are not sent. Within a block WC groups of warps have different rows of
 // weights, WK groups different terms of the sums.
 
 constexpr int THREADS = 32 * WC * WK;
@@ -14,7 +15,7 @@ constexpr int CK = (DEPTH + CHUNK - 1) / CHUNK;    // chunks of terms
 constexpr int CW = (CK + WK - 1) / WK;             // of a warp
 constexpr int TERMS = CK * ROWS * 4;               // of sixteen bytes, that a product reads
 constexpr int CHAINS = CT * RT >= 4 ? 1 : CT * RT >= 2 ? 2 : 4;  // sums that do not wait for each other, of a tile
-constexpr int OUTPUTS = ROWS * UNITS;
+constexpr int OUTPUTS = SLICE * UNITS;              // a multiple of a warp's threads
 constexpr int EACH = (OUTPUTS + THREADS - 1) / THREADS;
 constexpr int WORDS = 2 * CW * CT;                 // of weights, of a thread
 constexpr int HELD = WORDS < KEPT ? WORDS : KEPT;  // those in registers
@@ -68,10 +69,17 @@ __device__ __forceinline__ Place place() {
 // Which direction or layer a cluster is for, and which batch rows. Clusters of one of them lie side by side.
 struct Part { i64 number, row0, rows; };
 __device__ __forceinline__ Part part_of(i64 batch) {
-  const i64 slices = (batch + ROWS - 1) / ROWS, cluster = blockIdx.x / CLUSTER;
-  const i64 row0 = cluster % slices * ROWS;
-  return {cluster / slices, row0, batch - row0 < ROWS ? batch - row0 : ROWS};
+  const i64 slices = (batch + SLICE - 1) / SLICE, cluster = blockIdx.x / CLUSTER;
+  const i64 row0 = cluster % slices * SLICE;
+  return {cluster / slices, row0, batch - row0 < SLICE ? batch - row0 : SLICE};
 }
+
+// Of four layers' tensors that of one.
+template <class T> __device__ __forceinline__ T* chosen(int number, T* a, T* b, T* c, T* d) {
+  return number == 0 ? a : number == 1 ? b : number == 2 ? c : d;
+}
+// A tensor that there may not be, from a number on.
+__device__ __forceinline__ const Real* offset(const Real* p, i64 by) { return p == nullptr ? p : p + by; }
 
 // All blocks of the cluster have come here.
 __device__ __forceinline__ void meet_cluster() {

@@ -1,4 +1,4 @@
-// All steps of one layer in all its directions. Grid: a cluster for each ROWS batch rows of each direction.
+// All steps of one layer in all its directions. Grid: a cluster for each SLICE batch rows of each direction.
 //
 // ``gates`` (directions, steps, batch, GATES x HIDDEN) holds the input's part of each gate. ``states`` (steps, batch,
 // directions x HIDDEN) has rows ``row`` numbers apart. Where there are two directions, the second one runs backwards in

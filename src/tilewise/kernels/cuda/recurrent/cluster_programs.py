@@ -27,10 +27,10 @@ FREE = 154
 class ClusterProgram:
     """A kernel for one ``cell`` with ``hidden`` units, a multiple of the ``wide`` numbers in sixteen bytes.
 
-    A cluster of ``cluster`` blocks, 2 or more, has all units for ``rows`` batch rows, a multiple of 8. Of a block's
-    8 warps ``columns`` groups compute different sums; the others add different terms. ``backward``: the gradients.
-    ``precise``: products of fp32 numbers as exact as in fp32, by three of their TF32 parts. ``wave``: all layers at a
-    time, forward in one direction.
+    A cluster of ``cluster`` blocks, 2 or more, has all units for ``rows`` batch rows, 4 or a multiple of 8. Of the 8
+    warps of a block ``columns`` groups compute different sums; the others add different terms. ``backward``: the
+    gradients. ``precise``: products of fp32 numbers as exact as in fp32, by three of their TF32 parts. ``wave``: all layers at a
+    time, in one direction.
     """
 
     cell: str
@@ -46,7 +46,9 @@ class ClusterProgram:
     @property
     def name(self) -> str:
         """The kernel's function."""
-        return "cluster_wave" if self.wave else "cluster_backward" if self.backward else "cluster_forward"
+        if self.wave:
+            return "cluster_wave_back" if self.backward else "cluster_wave"
+        return "cluster_backward" if self.backward else "cluster_forward"
 
     @property
     def threads(self) -> int:
@@ -62,6 +64,11 @@ class ClusterProgram:
     def units(self) -> int:
         """Units of a block, a multiple of 8."""
         return -(-self.hidden // (8 * self.cluster)) * 8
+
+    @property
+    def filled(self) -> int:
+        """Batch rows with those that fill tiles of 8."""
+        return -(-self.rows // 8) * 8
 
     @property
     def depth(self) -> int:
@@ -101,7 +108,7 @@ class ClusterProgram:
     @property
     def accumulators(self) -> int:
         """Registers of a thread with sums: several of a tile where few tiles would wait for each other."""
-        tiles = self.tiles * self.rows // 8
+        tiles = self.tiles * self.filled // 8
         return 4 * tiles * (1 if tiles >= 4 else 2 if tiles >= 2 else 4)
 
     @property
@@ -116,13 +123,13 @@ class ClusterProgram:
     def floats(self) -> int:
         """Numbers of sums in a block's shared memory: those of its groups of warps, or of all blocks in two turns."""
         if self.backward:
-            return 2 * self.cluster * self.parts * self.rows * (self.units + 4)
-        return self.parts * self.rows * (16 * -(-self.sums // 16) + 4)
+            return 2 * self.cluster * self.parts * self.filled * (self.units + 4)
+        return self.parts * self.filled * (16 * -(-self.sums // 16) + 4)
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block: barriers, two turns' terms, sums, and what registers do not hold."""
-        terms = 2 * self.chunks * self.rows * 64
+        terms = 2 * self.chunks * self.filled * 64
         return 16 + terms + 4 * self.floats + (self.words - self.held) * self.threads * 16
 
     @property
@@ -151,14 +158,15 @@ def _source(p: ClusterProgram) -> str:
     """The CUDA C++ of a program."""
     values = {
         "CELL": CELLS[p.cell], "TANH": 0, "RELU": 1, "GRU": 2, "LSTM": 3, "GATES": GATES[p.cell],
-        "REAL": REALS[p.dtype], "PRECISE": p.precise, "HIDDEN": p.hidden, "UNITS": p.units, "ROWS": p.rows,
+        "REAL": REALS[p.dtype], "PRECISE": p.precise, "HIDDEN": p.hidden, "UNITS": p.units, "SLICE": p.rows,
         "CLUSTER": p.cluster, "WC": p.columns, "WK": p.parts, "DEPTH": p.depth, "COLUMNS": p.sums, "KEPT": p.held,
-        "SUMS": p.floats,
+        "ROWS": p.filled, "SUMS": p.floats,
     }  # fmt: skip
     texts = [
         constants(values),
         f"#define BOUNDS __cluster_dims__({p.cluster}, 1, 1) __launch_bounds__({p.threads}, 1)",
         read_source("barriers.cu"), read_source("recurrent/units.cu"), read_source("recurrent/cluster.cu"),
-        *(() if p.backward else (read_source("recurrent/cluster_steps.cu"),)), read_source(f"recurrent/{p.name}.cu"),
+        read_source(f"recurrent/{'cluster_back_steps' if p.backward else 'cluster_steps'}.cu"),
+        read_source(f"recurrent/{p.name}.cu"),
     ]  # fmt: skip
     return "\n".join(texts)

@@ -1,5 +1,5 @@
 // All steps of all layers in one direction: a layer runs behind the one below it, a few steps later. Grid: clusters for each
-// ROWS batch rows of the steps of layer 0, of the input's part of layer 1, of the steps of layer 1 and so on. All run at a
+// SLICE batch rows of the steps of layer 0, of the input's part of layer 1, of the steps of layer 1 and so on. All run at a
 // time.
 //
 // Layers exchange states and the input's part of gates through the tensors that hold them anyway: ``between`` (layers - 1,
@@ -72,10 +72,6 @@ __device__ __forceinline__ void run_inputs(const Memory& m, Slice& w, const Real
     }
   }
   meet_cluster();
-}
-
-template <class T> __device__ __forceinline__ T* chosen(int number, T* a, T* b, T* c, T* d) {
-  return number == 0 ? a : number == 1 ? b : number == 2 ? c : d;
 }
 
 extern "C" __global__ void BOUNDS cluster_wave(
