@@ -29,8 +29,8 @@ class ClusterProgram:
 
     A cluster of ``cluster`` blocks, 2 or more, has all units for ``rows`` batch rows, 4 or a multiple of 8. Of the 8
     warps of a block ``columns`` groups compute different sums; the others add different terms. ``backward``: the
-    gradients. ``precise``: products of fp32 numbers as exact as in fp32, by three of their TF32 parts. ``wave``: all layers at a
-    time, in one direction.
+    gradients. ``precise``: products of fp32 numbers as exact as in fp32, by three of their TF32 parts. ``wave``: all
+    layers at a time, in one direction.
     """
 
     cell: str
