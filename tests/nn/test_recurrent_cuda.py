@@ -19,7 +19,7 @@ pytestmark = [
     # A copy's weights are not in one piece, of which torch warns where it computes.
     pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk"),
 ]
-SOLVERS = ("persistent_grid", "stepped")
+SOLVERS = ("persistent_grid", "persistent_cluster", "stepped")
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kernels.emulator import emulate, emulated
 from tests.recurrent import module_of
-from tests.sampling import some
+from tests.sampling import EVERY
 
 from tilewise.kernels.cuda.launch import Kernel, read_source
 from tilewise.machine.device import device_name
@@ -27,12 +27,14 @@ from tilewise.solvers import get
 from tilewise.solvers.recurrent._cluster_layers import ClusterLayers
 from tilewise.solvers.recurrent._cluster_recurrence import (
     WAVE_POINTERS,
+    ClusterKept,
     ClusterRecurrence,
     ClusterShape,
     cluster_program,
     wave_clusters,
 )
 from tilewise.solvers.recurrent._cluster_shapes import Wanted, cluster_shapes
+from tilewise.solvers.recurrent._grid_recurrence import WHOLE
 
 # torch lays the weights of its bf16 layers in one piece nowhere, and warns of that once.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
@@ -119,7 +121,7 @@ def by_layer(layer: Any, p: RecurrentProblem, operands: Any) -> list[torch.Tenso
 
 
 @emulated
-@settings(max_examples=some(30), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30 if EVERY else 1, deadline=None, suppress_health_check=list(HealthCheck))
 @given(draw=st.data())
 def test_clusters_compute_recurrent_layers(draw: st.DataObject) -> None:
     p = RecurrentProblem(
@@ -140,7 +142,7 @@ def test_clusters_compute_recurrent_layers(draw: st.DataObject) -> None:
 
 
 @emulated
-@settings(max_examples=some(20), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20 if EVERY else 1, deadline=None, suppress_health_check=list(HealthCheck))
 @given(draw=st.data())
 def test_layers_run_behind_each_other(draw: st.DataObject) -> None:
     p = RecurrentProblem(
@@ -166,19 +168,27 @@ def test_layers_run_behind_each_other(draw: st.DataObject) -> None:
 
 
 @emulated
-def test_a_nan_passes_from_layer_to_layer() -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE))
+def test_a_nan_passes_from_layer_to_layer(dtype: str) -> None:
     """What is not yet written is told by its bits. No NaN, of whatever bits, may be taken for that."""
-    for dtype, whole in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float16, torch.int16)):
-        time, batch, hidden = 3, 2, 16
-        gx = torch.zeros(2, time, batch, hidden, dtype=dtype, device="cpu")
-        gx.view(whole)[0, 0, 1] = -1
-        u = torch.eye(hidden, dtype=dtype, device="cpu")
-        h0 = torch.zeros(2, batch, hidden, dtype=dtype, device="cpu")
-        h0.view(whole)[0, 0, 3] = -1
-        y = torch.zeros(time, batch, hidden, dtype=dtype, device="cpu")
-        recurrence = Emulated("rnn_relu", hidden, dtype, 0, ((2, 8, 8), (2, 8, 8)))
-        recurrence.wave(gx, [u, u], [u], [None, None], [None], h0, None, y, keep=False)
-        assert bool(y.isnan().all())  # the product of a NaN and 0 is one
+    time, batch, hidden, real = 3, 2, 16, DTYPES[dtype]
+    gx = torch.zeros(2, time, batch, hidden, dtype=real, device="cpu")
+    gx.view(WHOLE[real.itemsize])[0, 0, 1] = -1
+    u = torch.eye(hidden, dtype=real, device="cpu")
+    h0 = torch.zeros(2, batch, hidden, dtype=real, device="cpu")
+    h0.view(WHOLE[real.itemsize])[0, 0, 3] = -1
+    y = torch.zeros(time, batch, hidden, dtype=real, device="cpu")
+    recurrence = Emulated("rnn_relu", hidden, real, 0, ((2, 8, 8), (2, 8, 8)))
+    recurrence.wave(gx, [u, u], [u], [None, None], [None], h0, None, y, keep=False)
+    assert bool(y.isnan().all())  # the product of a NaN and 0 is one
+    y.zero_()
+    dy = torch.full_like(y, float("nan"))
+    made = torch.ones(2, time, batch, hidden, dtype=real, device="cpu")
+    saved = ClusterKept(made, None, None, made[:1, ...].clone())
+    changes, _, dh0, _ = recurrence.wave_backward(saved, made[0], [u, u], [u], h0, None, dy, None, None)
+    assert bool(changes.isnan().all())
+    assert bool(dh0.isnan().all())
 
 
 @pytest.mark.slow
@@ -210,6 +220,7 @@ def test_weights_that_registers_do_not_hold_lie_in_shared_memory(cell: str) -> N
 
 
 @emulated
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", sorted(GATES))
 def test_no_steps_end_in_the_first_states(cell: str) -> None:
     made = torch.Generator().manual_seed(3)
@@ -253,6 +264,7 @@ def test_one_direction_may_run_backwards_in_time() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("cell", "dtype", "hidden", "shapes"),
     [
@@ -265,8 +277,8 @@ def test_one_direction_may_run_backwards_in_time() -> None:
 def test_a_gpus_own_compiler_takes_them(
     cell: str, dtype: str, hidden: int, shapes: tuple[ClusterShape, ClusterShape], tmp_path: Path
 ) -> None:
-    for backward in (False, True):
-        p = cluster_program(cell, hidden, DTYPES[dtype], shapes[backward], True, backward)
+    for backward, wave in ((False, True), (True, True)):  # waves have all code of the others
+        p = cluster_program(cell, hidden, DTYPES[dtype], shapes[backward], True, backward, wave)
         assert not p.problems()
         (tmp_path / "kernel.cu").write_text(read_source("ptx.cu") + p.source())
         command = ["nvcc", "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", "kernel.cu"]
