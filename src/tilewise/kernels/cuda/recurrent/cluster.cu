@@ -154,9 +154,10 @@ __device__ __forceinline__ void multiply_terms(const Words* terms, const Slice& 
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         unsigned a[4] = {above.w[2 * s], below.w[2 * s], above.w[2 * s + 1], below.w[2 * s + 1]};
-        if constexpr (REAL == 0)
+        if constexpr (REAL == 0) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) a[k] = opaque(a[k]);
+        }
 #pragma unroll
         for (int r = 0; r < RT; ++r) multiply(sums[j][r][(2 * i + s) % CHAINS], a, b[r].w[2 * s], b[r].w[2 * s + 1]);
       }

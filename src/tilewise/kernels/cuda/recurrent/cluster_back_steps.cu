@@ -143,11 +143,12 @@ template <bool EXCHANGED> __device__ __forceinline__ void run_back_steps(const M
         continue;
       }
       const i64 at = now * batch + n;
-      if constexpr (EXCHANGED)
+      if constexpr (EXCHANGED) {
         while (there && is_missing(known[e].given)) {
           known[e].given = load_exchanged(own.grad + at * own.grad_row + unit);
           if (is_missing(known[e].given)) look_again();
         }
+      }
       dh += widen(known[e].given);
       float kept[KEPT_GATES], change[GATES], own_change = 0.f;
 #pragma unroll

@@ -118,15 +118,16 @@ template <bool EXCHANGED> __device__ __forceinline__ void run_steps(const Memory
       const bool there = unit < HIDDEN && n < own.rows;
       float x[GATES], sum[GATES] = {}, h, in, forget, fresh, out, own_part;
       if (there) sums_of(m.sums, n, output % UNITS, sum);
-      if constexpr (EXCHANGED)
 #pragma unroll
-        for (int g = 0; g < GATES; ++g)
+      for (int g = 0; g < GATES; ++g) {
+        if constexpr (EXCHANGED) {
           while (there && is_missing(given[e][g])) {
             given[e][g] = load_exchanged(own.gates + ((now * batch + n) * GATES + g) * HIDDEN + unit);
             if (is_missing(given[e][g])) look_again();
           }
-#pragma unroll
-      for (int g = 0; g < GATES; ++g) x[g] = widen(given[e][g]);
+        }
+        x[g] = widen(given[e][g]);
+      }
       if constexpr (CELL == LSTM) {
         in = sigmoid(x[0] + sum[0]), forget = sigmoid(x[1] + sum[1]);
         fresh = hyperbolic_tangent(x[2] + sum[2]), out = sigmoid(x[3] + sum[3]);
