@@ -19,6 +19,7 @@ from tests.sampling import EVERY
 
 from tilewise.kernels.cuda.launch import Kernel, read_source
 from tilewise.machine.device import device_name
+from tilewise.notation import parse_recurrent
 from tilewise.plan import Config
 from tilewise.problems.recurrent.checks import dense_operands
 from tilewise.problems.recurrent.problem import RecurrentProblem
@@ -298,6 +299,26 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert whole - 500e3 < over < whole
     few = RecurrentProblem("lstm", 10, 16, 64, 8, device="cuda:any")
     assert any("too few" in r for r in solver.unsupported(few))
+
+
+@pytest.mark.parametrize(
+    ("layer", "cluster_is_faster"),
+    [
+        ("lstm:t500n16i256h256d2", True),
+        ("gru:t500n1i512h512d2", True),
+        ("lstm:t500n16i128h128l3", True),
+        ("lstm:t500n64i512h512", False),
+    ],
+)
+def test_estimates_tell_it_from_the_whole_grid(layer: str, cluster_is_faster: bool) -> None:
+    """Layers of which one is far faster than the other on an H100."""
+    for task in ("inference", "training"):
+        p = parse_recurrent(layer, task=task, dtype="bf16", device="cuda:any")
+        clusters, grid = (
+            min(solver.cost(p, c).kernels for c in solver.configs(p))
+            for solver in (get("persistent_cluster"), get("persistent_grid"))
+        )
+        assert (clusters < grid) == cluster_is_faster, (clusters, grid)
 
 
 def test_packed_batches_are_left_to_others() -> None:

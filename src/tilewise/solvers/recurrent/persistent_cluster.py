@@ -24,6 +24,8 @@ MOST = 6
 """Configs of a forward alone that are offered."""
 PAIRED = 3
 """Shapes of each kernel that are tried with each of the other for training."""
+WAVES = 2
+"""Shapes of each kernel with which all layers run at a time; then they are tried one after another."""
 AROUND = {False: 4, True: 8}
 """Launches around the steps of a direction, and for training those of its backward too."""
 
@@ -41,7 +43,7 @@ class PersistentCluster(RecurrentSolver):
     ones.
 
     A ``wave`` runs all layers of one direction at a time, as Appleyard, Kocisky and Blunsom (2016, "Optimizing
-    performance of recurrent neural networks on GPUs", section 3.4) run theirs on streams. A layer's steps follow those
+    performance of recurrent neural networks on GPUs", section 3) run theirs on streams. A layer's steps follow those
     of the layer below, and other clusters between them multiply what they pass on; backward the other way round. All
     these clusters have to fit on the device at a time.
     """
@@ -83,16 +85,17 @@ class PersistentCluster(RecurrentSolver):
             )
             more = {"wave": 1} if wave else {}
             if p.task == "inference":
-                found += [Config(forward=shape, **more) for shape in forward[: PAIRED if wave else MOST]]
+                found += [Config(forward=shape, **more) for shape in forward[: WAVES if wave else MOST]]
                 continue
-            pairs = itertools.product(enumerate(forward[:PAIRED]), enumerate(backward[:PAIRED]))
+            count = WAVES if wave else PAIRED
+            pairs = itertools.product(enumerate(forward[:count]), enumerate(backward[:count]))
             ranked = sorted((i + j, f, g) for (i, f), (j, g) in pairs)
             found += [Config(forward=f, backward=g, **more) for _, f, g in ranked]
         return found
 
     def most(self, p: RecurrentProblem) -> int:
         """As many kernels of a direction, where there is one."""
-        return PAIRED if p.task == "inference" else self.most_configs
+        return WAVES + PAIRED if p.task == "inference" else self.most_configs
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products of all steps at once, and the cycles of each step as launches."""
