@@ -234,14 +234,6 @@ inline void send_words(unsigned address, uint4 value, unsigned barrier) {
   phase(there).expected -= 2;
   barrier_done(there);
 }
-inline void copy_cluster(unsigned address, const void* from, unsigned bytes, unsigned barrier) {
-  if (bytes % 16 || address % 16 || (std::uintptr_t)from % 16) std::abort();
-  std::memcpy((char*)shared + address, from, bytes);
-  unsigned long long* there = (unsigned long long*)((char*)shared + barrier);
-  phase(there).expected -= bytes / 8;
-  barrier_done(there);
-}
-inline void fence_for_copies() {}
 inline void copy_or_zero(float* to, const float* from, bool wanted) { *to = wanted ? __ldcs(from) : 0.f; }
 inline void fence_for_units() {}
 inline void units_begin() {}

@@ -26,13 +26,13 @@ MOST_WORDS = 72
 """Weights of a thread in 16 bytes: more do not fit into registers and shared memory."""
 MOST_SUMS, MOST_OUTPUTS = 64, 4
 """Registers of a thread with sums, and units of batch rows whose gates it computes: more leave too few for weights."""
-# Cycles of what makes up a step, by arithmetic and a first look at measurements on an H100.
-ONCE = 1000
+# Cycles of what makes up a step, by arithmetic and a hundred measured forward kernels on an H100.
+ONCE = 800
 """Until states sent to another block are there, the gates' functions, and a barrier of the block."""
 READ = 4
 """For 512 bytes that a warp reads in shared memory."""
-SENT = 0.165
-"""For a byte that a block sends: the blocks of a cluster pass six in a cycle, which bounds large layers and slices."""
+SENT = 0.12
+"""For a byte that a block sends: it sends some eight in a cycle, which bounds large layers and slices."""
 GATE = {False: 60, True: 100}
 """For a gate of a thread's unit, in a forward and in a backward."""
 

@@ -28,17 +28,6 @@ __device__ __forceinline__ void send_words(unsigned address, uint4 a, unsigned b
       "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(barrier)
       : "memory"));
 }
-// ``bytes``, a multiple of 16, from this block's shared memory to another's, whose barrier counts them. The block's threads
-// have called ``fence_for_copies`` since they wrote them, and have met.
-__device__ __forceinline__ void copy_cluster(unsigned address, const void* from, unsigned bytes, unsigned barrier) {
-  ON_CLUSTERS(asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address),
-      "r"(shared_address(from)), "r"(bytes), "r"(barrier)
-      : "memory"));
-}
-__device__ __forceinline__ void fence_for_copies() {
-  ON_CLUSTERS(asm volatile("fence.proxy.async.shared::cta;" ::: "memory"));
-}
 // A number that another cluster writes meanwhile, in the cache that all share.
 __device__ __forceinline__ float load_exchanged(const float* p) {
   float a;
@@ -98,14 +87,10 @@ __device__ __forceinline__ void meet_cluster() {
   wait_cluster();
 }
 
-// Where four words of a batch row's terms from ``term`` on lie, among the terms of a turn. Terms of neighbouring units lie
-// together for all rows. Rows change places so that the threads of a warp read different banks.
+// Where four words of a batch row's terms from ``term`` on lie, among the terms of a turn.
 __device__ __forceinline__ int place_of(int row, int term) {
-  const int word = term / WIDE;
-  return word * ROWS + (row ^ word % 4 * 2);
+  return (term / CHUNK * ROWS + row) * 4 + term % CHUNK / WIDE;
 }
-__device__ __forceinline__ int row_at(int place) { return place % ROWS ^ place / ROWS % 4 * 2; }
-__device__ __forceinline__ int term_at(int place) { return place / ROWS * WIDE; }
 
 // WEIGHT(sum, term) reads sixteen bytes: WIDE terms from ``term`` on of a sum.
 struct Slice {
@@ -147,7 +132,7 @@ __device__ __forceinline__ void multiply_terms(const Words* terms, const Slice& 
     if (CW * WK != CK && chunk >= CK) break;
     Words b[RT];
 #pragma unroll
-    for (int r = 0; r < RT; ++r) b[r] = terms[place_of(r * 8 + at.lane / 4, chunk * CHUNK + at.lane % 4 * WIDE)];
+    for (int r = 0; r < RT; ++r) b[r] = terms[(chunk * ROWS + r * 8) * 4 + at.lane];
 #pragma unroll
     for (int j = 0; j < CT; ++j) {
       const Words above = u.at((i * CT + j) * 2), below = u.at((i * CT + j) * 2 + 1);

@@ -42,7 +42,6 @@ class ClusterProgram:
     backward: bool = False
     precise: bool = True
     wave: bool = False
-    bulk: bool = False
 
     @property
     def name(self) -> str:
@@ -161,7 +160,7 @@ def _source(p: ClusterProgram) -> str:
         "CELL": CELLS[p.cell], "TANH": 0, "RELU": 1, "GRU": 2, "LSTM": 3, "GATES": GATES[p.cell],
         "REAL": REALS[p.dtype], "PRECISE": p.precise, "HIDDEN": p.hidden, "UNITS": p.units, "SLICE": p.rows,
         "CLUSTER": p.cluster, "WC": p.columns, "WK": p.parts, "DEPTH": p.depth, "COLUMNS": p.sums, "KEPT": p.held,
-        "BULK": p.bulk, "ROWS": p.filled, "SUMS": p.floats,
+        "ROWS": p.filled, "SUMS": p.floats,
     }  # fmt: skip
     texts = [
         constants(values),

@@ -57,12 +57,11 @@ template <bool EXCHANGED> __device__ __forceinline__ void run_steps(const Memory
     if (unit < HIDDEN) words = *(const Words*)(own.weights + ((i64)gate_of(sum) * HIDDEN + unit) * HIDDEN + term);
     return words;
   });
-  const int mine = (HIDDEN - unit0 < UNITS ? HIDDEN - unit0 : UNITS) / WIDE;  // words of a row that this block sends
-  Turns turns(m, BULK ? (HIDDEN / WIDE - mine) * ROWS * 16 : (unsigned)own.rows * HIDDEN * sizeof(Real));
+  Turns turns(m, (unsigned)own.rows * HIDDEN * sizeof(Real));
 
   // The first states of all units. Rows and terms that do not exist stay zero.
   for (int i = threadIdx.x; i < 2 * TERMS; i += THREADS) {
-    const int n = row_at(i), term = term_at(i);
+    const int n = i / 4 % ROWS, term = i / 4 / ROWS * CHUNK + i % 4 * WIDE;
     Words words = {{0, 0, 0, 0}};
     if (i < TERMS && n < own.rows && term < HIDDEN) words = *(const Words*)(own.first + (i64)n * HIDDEN + term);
     m.terms[i] = words;
@@ -143,9 +142,7 @@ template <bool EXCHANGED> __device__ __forceinline__ void run_steps(const Memory
         h = CELL == TANH ? hyperbolic_tangent(z) : z > 0.f || z != z ? z : 0.f;
       }
       const Words all = together(h);
-      if constexpr (BULK) {
-        if (there && leads()) m.terms[(turn ^ 1) * TERMS + place_of(n, unit)] = all;
-      } else if (there && s + 1 < steps) {
+      if (there && s + 1 < steps) {
         Words* to = m.terms + (turn ^ 1) * TERMS + place_of(n, unit / WIDE * WIDE);
         for (int rank = unit % WIDE; rank < CLUSTER; rank += WIDE)
           send_words(peer_address<CLUSTER>(to, rank), make_uint4(all.w[0], all.w[1], all.w[2], all.w[3]),
@@ -170,15 +167,6 @@ template <bool EXCHANGED> __device__ __forceinline__ void run_steps(const Memory
         own.last[n * HIDDEN + unit] = narrow(h);
         if constexpr (CELL == LSTM) own.last_cell[n * HIDDEN + unit] = narrow(cell[e]);
       }
-    }
-    if (BULK && s + 1 < steps) {
-      fence_for_copies();
-      __syncthreads();
-      const Place at = place();
-      const Words* from = m.terms + (turn ^ 1) * TERMS + unit0 / WIDE * ROWS;
-      if (threadIdx.x < CLUSTER && at.lane != at.rank)
-        copy_cluster(peer_address<CLUSTER>(from, at.lane), from, mine * ROWS * 16,
-                     peer_address<CLUSTER>(m.arrived + (turn ^ 1), at.lane));
     }
     ask(s + 1, given);
   }

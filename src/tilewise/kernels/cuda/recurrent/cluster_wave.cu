@@ -20,7 +20,7 @@ __device__ __forceinline__ void run_inputs(const Memory& m, Slice& w, const Real
     return words;
   });
   const auto source = [&](i64 s, int i) -> const Real* {
-    const int word = i * THREADS + threadIdx.x, n = row_at(word), term = term_at(word);
+    const int word = i * THREADS + threadIdx.x, n = word / 4 % ROWS, term = word / 4 / ROWS * CHUNK + word % 4 * WIDE;
     return word < TERMS && n < rows && term < HIDDEN && s < steps ? input + (s * batch + n) * HIDDEN + term : nullptr;
   };
   const auto is_missing_in = [](const Words& a) {
