@@ -35,7 +35,8 @@ class _Products(Direction):
 
     def biases(self, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """What is added to the product with the input, and what to that of a GRU's n gate with the state."""
-        return self._biases(weights[2:])
+        *_, biases, of_n = self._parted(weights)
+        return self._bias_x(biases), of_n
 
     def gradients(
         self, x: Tensor, y: Tensor, h0: Tensor, weights: Sequence[Tensor], changes: Tensor, own: Tensor | None,
@@ -215,7 +216,7 @@ class ClusterLayers:
 
     def _direction(self, number: int) -> _Products:
         """What computes the products of a direction; its steps are not run by it."""
-        return _Products(self.p.hidden, self.p.cell == "gru", number == 1, _none, torch._C._nn.linear)
+        return _Products(self.p.hidden, self.p.cell == "gru", False, number == 1, _none, torch._C._nn.linear)
 
     @property
     def _count(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from tilewise.kernels.cuda.recurrent.cluster_programs import ClusterProgram
 from tilewise.problems.recurrent.tensors import GATES
 from tilewise.solvers.recurrent._cluster_recurrence import ClusterShape, cluster_program
-from tilewise.solvers.recurrent._grid_shapes import IN_CLUSTERS, LEFT, PRODUCT
+from tilewise.solvers.recurrent._grid_shapes import IN_CLUSTERS
 
 __all__ = ["Wanted", "at_a_time", "cluster_excess", "cluster_shapes"]
 
@@ -34,6 +34,10 @@ READ = 4
 SENT = 0.12
 """For a byte that a block sends: it sends some eight in a cycle, which bounds large layers and slices."""
 GATE = {False: 60, True: 100}
+PRODUCT = 13.2
+"""For a warp's products with a thread's sixteen bytes of weights."""
+LEFT = 1.37 / 128
+"""For a byte of weights that registers do not hold."""
 """For a gate of a thread's unit, in a forward and in a backward."""
 
 
