@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,10 +60,14 @@ class Layer(Protocol):
 
 @dataclass
 class _Kept:
-    """What backward needs: first states, and of each layer its input, output, dropout and steps."""
+    """What backward needs: first states of each direction, and of each layer its input, output, dropout and steps.
 
-    h0: Tensor
-    c0: Tensor | None
+    ``zero`` says that first states are zeros which nobody gave: they add nothing to gradients and have none themselves.
+    """
+
+    h0: Sequence[Tensor]
+    c0: Sequence[Tensor] | None
+    zero: bool
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     noises: list[Tensor | None] = field(default_factory=list)
@@ -87,7 +92,7 @@ class StackedLayers:
     def forward(
         self,
         x: Tensor,
-        h0: Tensor,
+        h0: Tensor | None,
         c0: Tensor | None,
         weights: Sequence[Tensor],
         *,
@@ -95,9 +100,12 @@ class StackedLayers:
         packing: Packing | None = None,
         keep: bool,
     ) -> Outputs:
-        """As :meth:`Layer.forward`. Tensors are contiguous; dropout draws from torch's generator."""
-        p, kept = self.p, _Kept(h0, c0)
-        spans = spans_of(len(x), len(h0[0]), packing, self.block, level=self.packed is None)
+        """As :meth:`Layer.forward`. Tensors are contiguous; dropout draws from torch's generator.
+
+        Without ``h0`` all first states are zeros, which makes the layer and its backward shorter.
+        """
+        p, kept = self.p, self._firsts(x, h0, c0, packing)
+        spans = spans_of(x.shape[0], kept.h0[0].shape[0], packing, self.block, level=self.packed is None)
         states: list[Tensor] = []
         cells: list[Tensor] = []
         with self._precision():
@@ -107,12 +115,13 @@ class StackedLayers:
                     noise = torch.nn.functional.dropout(torch.ones_like(x), dropout)
                     x = x * noise
                 y = x.new_empty((*x.shape[:-1], p.directions * p.hidden))
-                for direction, half in enumerate(y.chunk(p.directions, -1)):
+                for direction, half in enumerate(_halves(y, p.directions)):
                     index = layer * p.directions + direction
-                    c = None if c0 is None else c0[index]
-                    hn, cn, steps = self._direction(index).forward(
-                        x, h0[index], c, self._weights(weights, index), half, spans, keep=keep, again=self.block > 0
-                    )
+                    c = None if kept.c0 is None else kept.c0[index]
+                    hn, cn, steps = self._directions[direction].forward(
+                        x, kept.h0[index], c, self._weights(weights, index), half, spans,
+                        keep=keep, again=self.block > 0,
+                    )  # fmt: skip
                     states.append(hn)
                     if cn is not None:
                         cells.append(cn)
@@ -122,7 +131,7 @@ class StackedLayers:
                     kept.outputs.append(y)
                     kept.noises.append(noise)
                 x = y
-        return x, torch.stack(states), torch.stack(cells) if cells else None, kept if keep else None
+        return x, _stacked(states), _stacked(cells) if cells else None, kept if keep else None
 
     def backward(
         self,
@@ -136,36 +145,50 @@ class StackedLayers:
         """As :meth:`Layer.backward`."""
         p, kept = self.p, saved
         gradients: list[Tensor | None] = [None] * len(weights)
-        dh0 = torch.empty_like(kept.h0)
-        dc0 = None if kept.c0 is None else torch.empty_like(kept.c0)
+        first_h: list[Tensor | None] = [None] * len(kept.h0)
+        first_c: list[Tensor | None] = [None] * len(kept.h0)
         dout = torch.zeros_like(kept.outputs[-1]) if dy is None else dy
         with self._precision():
             for layer in range(p.layers - 1, -1, -1):
                 dx: Tensor | None = None
-                halves = kept.outputs[layer].chunk(p.directions, -1)
-                for direction, dhalf in enumerate(dout.chunk(p.directions, -1)):
+                halves = _halves(kept.outputs[layer], p.directions)
+                for direction, dhalf in enumerate(_halves(dout, p.directions)):
                     index = layer * p.directions + direction
                     places = slice(index * self._count, (index + 1) * self._count)
                     last_h, last_c = (None if end is None else end[index] for end in (dhn, dcn))
                     needed = layer > 0 or needs[0], *needs[3:][places]
-                    dx, dh, dc, gradients[places] = self._direction(index).backward(
+                    dx, first_h[index], first_c[index], gradients[places] = self._directions[direction].backward(
                         kept.steps[index], kept.inputs[layer], kept.h0[index],
                         None if kept.c0 is None else kept.c0[index], weights[places], halves[direction], dhalf, last_h,
-                        last_c, dx, needed,
+                        last_c, dx, needed, zero=kept.zero,
                     )  # fmt: skip
-                    dh0[index].copy_(dh)
-                    if dc0 is not None and dc is not None:
-                        dc0[index].copy_(dc)
                 if layer:
                     assert dx is not None
                     noise = kept.noises[layer]
                     dout = dx if noise is None else dx * noise
-        return dx, dh0 if needs[1] else None, dc0 if needs[2] else None, *gradients
+        dh0, dc0 = (
+            _stacked([d for d in of if d is not None]) if needed and of[0] is not None else None
+            for of, needed in ((first_h, needs[1]), (first_c, needs[2]))
+        )
+        return dx, dh0, dc0, *gradients
 
-    def _direction(self, index: int) -> Direction:
-        """The direction of a layer with this number."""
+    def _firsts(self, x: Tensor, h0: Tensor | None, c0: Tensor | None, packing: Packing | None) -> _Kept:
+        """The first states of each direction."""
+        if h0 is not None:
+            return _Kept(h0.unbind(), None if c0 is None else c0.unbind(), zero=False)
         p = self.p
-        return Direction(p.hidden, p.cell == "gru", index % p.directions == 1, self._recurrence, self.linear)
+        zeros = x.new_zeros((x.shape[1] if packing is None else packing.batch, p.hidden))
+        every = [zeros] * (p.layers * p.directions)
+        return _Kept(every, every if p.cell == "lstm" else None, zero=True)
+
+    @functools.cached_property
+    def _directions(self) -> tuple[Direction, ...]:
+        """The directions, forward in time and then back."""
+        p = self.p
+        return tuple(
+            Direction(p.hidden, p.cell == "gru", reverse, self._recurrence, self.linear)
+            for reverse in (False, True)[: p.directions]
+        )
 
     def _recurrence(self, packing: Packing | None) -> Recurrence:
         """What runs the steps of a batch, or of a part of it."""
@@ -183,4 +206,22 @@ class StackedLayers:
     def _precision(self) -> AbstractContextManager[None]:
         """A context with the problem's precision of matrix products."""
         p = self.p
+        if p.dtype != "fp32":
+            return nullcontext()
         return fp32_precision(p.device_type, "matmul", p.precision if p.device_type == "cuda" else "ieee")
+
+
+def _halves(tensor: Tensor, directions: int) -> Sequence[Tensor]:
+    """The part of each direction along the last dimension."""
+    return (tensor,) if directions == 1 else tensor.chunk(directions, -1)
+
+
+def _stacked(states: list[Tensor]) -> Tensor:
+    """States of all directions in one tensor, which has the memory of a single one.
+
+    It is no view for autograd, so that a caller may change it in place.
+    """
+    if len(states) > 1 or not states[0].is_contiguous():
+        return torch.stack(states)
+    whole: Tensor = torch.ops.aten._unsafe_view.default(states[0], (1, *states[0].shape))
+    return whole
