@@ -34,7 +34,17 @@ __all__ = [
 EXTENSION = Extension(
     "planned_call",
     "planned_call.cpp",
-    ("backward_node.h", "launch_api.h", "linear_call.h", "module_call.h", "operators.h", "passes.h", "plan_pass.h"),
+    (
+        "backward_node.h",
+        "launch_api.h",
+        "linear_call.h",
+        "module_call.h",
+        "operators.h",
+        "passes.h",
+        "plan_pass.h",
+        "recurrent_call.h",
+        "recurrent_plan.h",
+    ),
     flags=("-std=c++20", "-O1", "-shared", "-fPIC"),
     language="C++",
     variable="CXX",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tilewise.nn.layers.bound_pass import Slot
 from tilewise.nn.layers.call import disturbed, is_plain
 from tilewise.nn.layers.recurrent.by_torch import ByTorch, Dropped, Gradients
 from tilewise.nn.layers.recurrent.call import Given
+from tilewise.nn.layers.recurrent.native import NEVER, recurrent_native
 from tilewise.nn.layers.recurrent.saved import apart, together
 from tilewise.plan import Config
 from tilewise.problems.recurrent.packing import Packing
@@ -40,6 +41,8 @@ class RecurrentRun:
     several: bool
     solver: RecurrentSolver | None = None
     config: Config | None = None
+    _native: list[Any] = field(default_factory=list, init=False)
+    """The call in native code, once it is known whether there is one."""
 
     @property
     def planned(self) -> bool:
@@ -55,8 +58,11 @@ class RecurrentRun:
 
     def _result(self, given: Given) -> Any:
         """As a call of it, for tensors of the problem's type without autocast."""
-        x, module = given.x, given.module
+        x = given.x
         h0, c0 = given.h0, given.c0
+        results = None if given.dropout or given.packing is not None else self._by_native(x, h0, c0, given.weights)
+        if results is not None:
+            return self._as_returned(given, results[0], list(results[1:]))
         if h0 is None and not isinstance(self.layer, StackedLayers):
             h0, c0 = self._zeros(x)
         if self.problem.task == "training":
@@ -64,6 +70,27 @@ class RecurrentRun:
         else:
             y, hn, cn, _, _ = self.forward(given.dropout, x, h0, c0, given.weights, given.packing, keep=False)
             last = [hn] if cn is None else [hn, cn]
+        return self._as_returned(given, y, last)
+
+    def _by_native(self, x: Tensor, h0: Tensor | None, c0: Tensor | None, weights: tuple[Tensor, ...]) -> Any:
+        """y and the last states by native code; ``None`` where it does not compute such a call."""
+        if not self._native:
+            found = recurrent_native(self.problem, self.layer, self.device, self._gradients)
+            if found is None:
+                return None
+            self._native.append(found)
+        call = self._native[0]
+        return None if call is NEVER else call(x, h0, c0, weights)
+
+    def _gradients(
+        self, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Gradients:
+        """As :meth:`by_torch`, of a layer without dropout."""
+        return self.by_torch(tensors, gradients, needs, Dropped(0.0, self.device, None))
+
+    def _as_returned(self, given: Given, y: Tensor, last: list[Tensor]) -> Any:
+        """y and the last states as the module returns them."""
+        module = given.module
         if given.source is not None:
             return _packed_again(y, last, given.source)
         if not given.batched:
