@@ -22,6 +22,7 @@ from tests.nn.test_native_calls import _on_a_cpu  # noqa: F401 (a fixture)
 from tests.sampling import some
 from torch import Tensor, nn
 
+from tilewise.kernels.native import autograd
 from tilewise.nn.layers.recurrent import compiled
 from tilewise.nn.layers.recurrent.native import NEVER
 from tilewise.nn.layers.recurrent.run import PlannedRecurrent, RecurrentRun
@@ -78,7 +79,7 @@ def same(got: list[Tensor | None], want: list[Tensor | None]) -> None:
         assert mine is None or its is None or (torch.equal(mine, its) and mine.stride() == its.stride())
 
 
-@settings(max_examples=some(50), deadline=None)
+@settings(max_examples=some(30), deadline=None)
 @given(draw=st.data())
 def test_results_and_gradients_are_those_from_python_and_torchs(draw: st.DataObject) -> None:
     kind, directions = draw.draw(st.sampled_from(CLASSES)), draw.draw(st.integers(1, 2), "directions")
@@ -257,8 +258,6 @@ def test_compiled_autograd_traces_torchs_backward(kind: Any) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(changed: dict[str, Any], message: str) -> None:
-    from tilewise.kernels.native import autograd
-
     module = autograd.native_calls("cpu")
     assert module is not None
     steps = ((print, None, None, -1),)
@@ -271,3 +270,92 @@ def test_what_makes_no_sense_is_refused(changed: dict[str, Any], message: str) -
         call(None)
     with pytest.raises((ValueError, TypeError), match=message):
         module.RecurrentCall(**usual | changed)
+
+
+def test_a_call_like_the_one_before_is_asked_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.LSTM(8, 8, batch_first=True)
+    twin, _ = forced(module)
+    calls = [(torch.randn(*shape, requires_grad=True), hx) for shape in ((2, 3, 8), (3, 8)) for hx in (True, False)]
+    for x, with_states in calls:
+        state = torch.randn(1, *x.shape[:-2], 8)
+        hx = (state, 2 * state) if with_states else None
+        want = with_gradients(twin, x, hx)
+        with monkeypatch.context() as patch:
+            patch.setattr("tilewise.nn.layers.recurrent.layer.given_of", None)
+            same(with_gradients(twin, x, hx), want)
+        close(want, with_gradients(module, x, hx))
+
+
+def _replaced(module: nn.RNNBase) -> None:
+    module.weight_hh_l0 = nn.Parameter(module.weight_hh_l0.detach() * 2)
+
+
+def _in_the_parameters_place(module: nn.RNNBase) -> None:
+    module.__dict__["weight_hh_l0"] = module.weight_hh_l0.detach() * 2
+
+
+CHANGES: dict[str, Any] = {
+    "another order": lambda module: setattr(module, "batch_first", True),
+    "frozen weights": lambda module: module.requires_grad_(requires_grad=False),
+    "another mode": lambda module: setattr(module, "mode", "RNN_RELU"),
+    "training": lambda module: module.train(),
+    "a weight replaced": _replaced,
+    "a tensor in a weight's place": _in_the_parameters_place,
+    "another type": lambda module: module.double(),
+    "a weight's memory replaced": lambda module: setattr(module.weight_ih_l0, "data", torch.ones(8, 8)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_changed_between_calls_is_asked_again(change: str) -> None:
+    module = nn.RNN(8, 8).eval()
+    twin, _ = forced(module)
+    x = torch.randn(3, 3, 8, requires_grad=True)
+    for _ in range(2):
+        close(with_gradients(twin, x), with_gradients(module, x))
+    for each in (twin, module):
+        CHANGES[change](each)
+    x = x.detach().to(module.weight_ih_l0.dtype).requires_grad_()
+    for _ in range(2):
+        close(flat(twin(x)), flat(module(x)))
+
+
+def test_tensors_and_settings_that_changed_between_calls_are_noticed() -> None:
+    module = nn.GRU(8, 8)
+    twin, _ = forced(module)
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    for other in (x, torch.randn(4, 2, 8), torch.randn(3, 5, 8), x.detach().transpose(0, 1), x):
+        twin(x)
+        close(flat(twin(other)), flat(module(other)))
+    with torch.no_grad():
+        assert not twin(x)[0].requires_grad
+    assert twin(x)[0].requires_grad
+    packed = nn.utils.rnn.pack_padded_sequence(x.detach(), torch.tensor([3, 1]))
+    close(twin(packed)[0].data, module(packed)[0].data)
+    weights = {name: p.detach() * 2 for name, p in twin.named_parameters()}
+    for _ in range(2):
+        close(*(flat(torch.func.functional_call(each, weights, x)) for each in (twin, module)))
+        close(flat(twin(x)), flat(module(x)))
+    with pytest.raises((RuntimeError, TypeError, AttributeError)):
+        twin("no tensor")
+
+
+def test_tensors_are_alike_that_differ_in_numbers_alone() -> None:
+    module = autograd.native_calls("cpu")
+    assert module is not None
+    x, w = torch.randn(3, 4), nn.Parameter(torch.randn(2))
+    alike = module.AlikeTensors(x, w)
+    assert alike(x, w)
+    assert alike(torch.randn(3, 4), nn.Parameter(torch.zeros(2)))
+    others = (
+        torch.randn(4, 3).t(), x.double(), x.to("meta"), x.clone().requires_grad_(), nn.Parameter(x), x.to_sparse(),
+        torch._neg_view(x), None, 3,
+    )  # fmt: skip
+    for other in others:
+        assert not alike(other, w)
+    assert not alike(x)
+    assert not alike(x, w, x)
+    with torch.inference_mode():
+        assert not alike(x, w)
+    with pytest.raises(TypeError, match="argument 1 is a int: a tensor would do"):
+        module.AlikeTensors(x, 1)

@@ -35,6 +35,7 @@ EXTENSION = Extension(
     "planned_call",
     "planned_call.cpp",
     (
+        "alike_tensors.h",
         "backward_node.h",
         "launch_api.h",
         "linear_call.h",

@@ -5,6 +5,7 @@
 // own calls. Whatever is unusual is handed to the functions in Python that it is given. LinearCall is the same for
 // linear layers.
 
+#include "alike_tensors.h"
 #include "backward_node.h"
 #include "linear_call.h"
 #include "module_call.h"
@@ -145,7 +146,7 @@ PyMODINIT_FUNC PyInit_planned_call() {
   parameters_name = PyUnicode_InternFromString("_parameters");
   weight_name = PyUnicode_InternFromString("weight");
   bias_name = PyUnicode_InternFromString("bias");
-  if (!parameters_name || !weight_name || !bias_name || PyType_Ready(&ModuleCallType) || PyType_Ready(&PlannedCallType) || PyType_Ready(&LinearCallType) || PyType_Ready(&RecurrentCallType) || !torch::autograd::_initFunctionPyTypeObject(node, "PlannedConvBackward", nullptr, nullptr) ||
+  if (!parameters_name || !weight_name || !bias_name || PyType_Ready(&ModuleCallType) || PyType_Ready(&PlannedCallType) || PyType_Ready(&LinearCallType) || PyType_Ready(&RecurrentCallType) || PyType_Ready(&AlikeTensorsType) || !torch::autograd::_initFunctionPyTypeObject(node, "PlannedConvBackward", nullptr, nullptr) ||
       !torch::autograd::_initFunctionPyTypeObject(linear_node, "PlannedLinearBackward", nullptr, nullptr) ||
       !torch::autograd::_initFunctionPyTypeObject(recurrent_node, "PlannedRecurrentBackward", nullptr, nullptr))
     return nullptr;
@@ -156,6 +157,7 @@ PyMODINIT_FUNC PyInit_planned_call() {
   if (made_module && (PyModule_AddObjectRef(made_module, "PlannedCall", reinterpret_cast<PyObject*>(&PlannedCallType)) ||
                       PyModule_AddObjectRef(made_module, "LinearCall", reinterpret_cast<PyObject*>(&LinearCallType)) ||
                       PyModule_AddObjectRef(made_module, "RecurrentCall", reinterpret_cast<PyObject*>(&RecurrentCallType)) ||
+                      PyModule_AddObjectRef(made_module, "AlikeTensors", reinterpret_cast<PyObject*>(&AlikeTensorsType)) ||
                       PyModule_AddObjectRef(made_module, "ModuleCall", reinterpret_cast<PyObject*>(&ModuleCallType))))
     Py_CLEAR(made_module);
   return made_module;

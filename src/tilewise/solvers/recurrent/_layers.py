@@ -60,13 +60,14 @@ class Layer(Protocol):
 
 @dataclass
 class _Kept:
-    """What backward needs: first states of each direction, and of each layer its input, output, dropout and steps.
+    """What backward needs: first states, and of each layer its input, output, dropout and steps.
 
     ``zero`` says that first states are zeros which nobody gave: they add nothing to gradients and have none themselves.
+    Those of one direction (batch, hidden) then serve for all, and for c as well.
     """
 
-    h0: Sequence[Tensor]
-    c0: Sequence[Tensor] | None
+    h0: Tensor
+    c0: Tensor | None
     zero: bool
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -105,7 +106,8 @@ class StackedLayers:
         Without ``h0`` all first states are zeros, which makes the layer and its backward shorter.
         """
         p, kept = self.p, self._firsts(x, h0, c0, packing)
-        spans = spans_of(x.shape[0], kept.h0[0].shape[0], packing, self.block, level=self.packed is None)
+        first_h, first_c = self._each(kept)
+        spans = spans_of(x.shape[0], first_h[0].shape[0], packing, self.block, level=self.packed is None)
         states: list[Tensor] = []
         cells: list[Tensor] = []
         with self._precision():
@@ -117,9 +119,8 @@ class StackedLayers:
                 y = x.new_empty((*x.shape[:-1], p.directions * p.hidden))
                 for direction, half in enumerate(_halves(y, p.directions)):
                     index = layer * p.directions + direction
-                    c = None if kept.c0 is None else kept.c0[index]
                     hn, cn, steps = self._directions[direction].forward(
-                        x, kept.h0[index], c, self._weights(weights, index), half, spans,
+                        x, first_h[index], first_c[index], self._weights(weights, index), half, spans,
                         keep=keep, again=self.block > 0,
                     )  # fmt: skip
                     states.append(hn)
@@ -145,8 +146,8 @@ class StackedLayers:
         """As :meth:`Layer.backward`."""
         p, kept = self.p, saved
         gradients: list[Tensor | None] = [None] * len(weights)
-        first_h: list[Tensor | None] = [None] * len(kept.h0)
-        first_c: list[Tensor | None] = [None] * len(kept.h0)
+        (first_h, first_c), ends = self._each(kept), p.layers * p.directions
+        of_h, of_c = list[Tensor | None]([None] * ends), list[Tensor | None]([None] * ends)
         dout = torch.zeros_like(kept.outputs[-1]) if dy is None else dy
         with self._precision():
             for layer in range(p.layers - 1, -1, -1):
@@ -157,10 +158,9 @@ class StackedLayers:
                     places = slice(index * self._count, (index + 1) * self._count)
                     last_h, last_c = (None if end is None else end[index] for end in (dhn, dcn))
                     needed = layer > 0 or needs[0], *needs[3:][places]
-                    dx, first_h[index], first_c[index], gradients[places] = self._directions[direction].backward(
-                        kept.steps[index], kept.inputs[layer], kept.h0[index],
-                        None if kept.c0 is None else kept.c0[index], weights[places], halves[direction], dhalf, last_h,
-                        last_c, dx, needed, zero=kept.zero,
+                    dx, of_h[index], of_c[index], gradients[places] = self._directions[direction].backward(
+                        kept.steps[index], kept.inputs[layer], first_h[index], first_c[index], weights[places],
+                        halves[direction], dhalf, last_h, last_c, dx, needed, zero=kept.zero,
                     )  # fmt: skip
                 if layer:
                     assert dx is not None
@@ -168,18 +168,23 @@ class StackedLayers:
                     dout = dx if noise is None else dx * noise
         dh0, dc0 = (
             _stacked([d for d in of if d is not None]) if needed and of[0] is not None else None
-            for of, needed in ((first_h, needs[1]), (first_c, needs[2]))
+            for of, needed in ((of_h, needs[1]), (of_c, needs[2]))
         )
         return dx, dh0, dc0, *gradients
 
     def _firsts(self, x: Tensor, h0: Tensor | None, c0: Tensor | None, packing: Packing | None) -> _Kept:
-        """The first states of each direction."""
+        """The first states, with no layer's steps yet."""
         if h0 is not None:
-            return _Kept(h0.unbind(), None if c0 is None else c0.unbind(), zero=False)
-        p = self.p
-        zeros = x.new_zeros((x.shape[1] if packing is None else packing.batch, p.hidden))
-        every = [zeros] * (p.layers * p.directions)
-        return _Kept(every, every if p.cell == "lstm" else None, zero=True)
+            return _Kept(h0, c0, zero=False)
+        zeros = x.new_zeros((x.shape[1] if packing is None else packing.batch, self.p.hidden))
+        return _Kept(zeros, zeros if self.p.cell == "lstm" else None, zero=True)
+
+    def _each(self, kept: _Kept) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """The first h of each direction, and the first c, ``None`` for cells without one."""
+        count = self.p.layers * self.p.directions
+        if kept.zero:
+            return [kept.h0] * count, [kept.c0] * count
+        return kept.h0.unbind(), [None] * count if kept.c0 is None else kept.c0.unbind()
 
     @functools.cached_property
     def _directions(self) -> tuple[Direction, ...]:
