@@ -12,7 +12,9 @@ import torch
 from tests.nn.recurrent_plans import CLASSES, flat, forced, with_gradients
 from torch import nn
 
+from tilewise.kernels.native import autograd
 from tilewise.machine.torch_state import fp32_precision
+from tilewise.nn.layers.recurrent.native import NEVER
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,3 +107,50 @@ def test_a_copy_has_weights_of_its_own() -> None:
         for p in other.parameters():
             p.mul_(2)
     assert not torch.allclose(other(x)[0], twin(x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "bias": False}])
+def test_calls_from_cpp_have_the_bits_of_those_from_python(kind: Any, options: dict[str, Any], dtype: Any) -> None:
+    if reason := autograd.why_not():
+        pytest.skip(reason)
+    module = kind(24, 48, **options).to("cuda", dtype)
+    x = torch.randn(5, 7, 24, device="cuda", dtype=dtype, requires_grad=True)
+    states = module.num_layers * (2 if module.bidirectional else 1)
+    h0 = torch.randn(states, 7, 48, device="cuda", dtype=dtype, requires_grad=True)
+    for hx in (None, (h0, h0.detach().clone().requires_grad_()) if kind is nn.LSTM else h0):
+        twin, _ = forced(module, "persistent_grid")
+        assert not hasattr(twin(x, hx)[0].grad_fn, "saved_tensors")  # which nodes of Python have
+        got = with_gradients(twin, x, hx)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tilewise.nn.layers.recurrent.run.recurrent_native", lambda *_: NEVER)
+            other, _ = forced(module, "persistent_grid")
+            assert hasattr(other(x, hx)[0].grad_fn, "saved_tensors")
+            want = with_gradients(other, x, hx)
+        for mine, its in zip(got, want, strict=True):
+            assert (mine is None) == (its is None)
+            assert mine is None or torch.equal(mine, its)
+        with torch.no_grad():
+            for mine, its in zip(flat(twin(x, hx)), flat(other(x, hx)), strict=True):
+                assert torch.equal(mine, its)
+
+
+def test_calls_from_cpp_are_captured_and_replayed() -> None:
+    if reason := autograd.why_not():
+        pytest.skip(reason)
+    twin, _ = forced(nn.LSTM(24, 48).cuda(), "persistent_grid")
+    x = torch.randn(5, 7, 24, device="cuda", requires_grad=True)
+    want = with_gradients(twin, x)
+    twin.zero_grad()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        with_gradients(twin, x)  # makes what a library keeps for good
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        got = with_gradients(twin, x)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    close(got, want)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 
 from tilewise.machine.device import device_name, environment
 from tilewise.planner import Options, Planner
+from tilewise.planner.measuring.copies import Copies
 from tilewise.planner.measuring.samples import sample_of
 from tilewise.planner.measuring.times import Timer, lead_ms, rounds
 from tilewise.problems.conv.notation import parse_layer
+from tilewise.problems.gemm.problem import GemmProblem
+from tilewise.problems.operands import Tensors, make_operands, make_results
 from tilewise.wisdom import Wisdom
 
 pytestmark = pytest.mark.gpu
@@ -72,3 +76,35 @@ def test_a_plan_and_what_wisdom_keeps_have_both_times(tmp_path: Path) -> None:
     assert kept["aten"].dispersion is not None
     replayed = Planner(wisdom).plan(problem, Options(batch_sizes="undivided", cuda_graphs=True))
     assert replayed.host_ms == 0.0
+
+
+def test_short_calls_on_copies_find_nothing_in_the_second_cache() -> None:
+    """Several at once on copies read memory, as one alone does over a cold cache; on one tensor they read the cache."""
+    a = torch.randn(1 << 20, dtype=torch.float32, device="cuda")
+    others = [a.clone() for _ in range(15)]
+    out = torch.zeros((), dtype=torch.float32, device="cuda")
+
+    def reading(t: torch.Tensor) -> Callable[[], object]:
+        return lambda: torch.amax(t, dim=0, out=out)
+
+    def on_copies(count: int) -> list[Callable[[], object]]:
+        return [reading(t) for t in (a, *others)][:count]
+
+    def on_one(count: int) -> list[Callable[[], object]]:
+        return [reading(a)] * count
+
+    cold, warm = (
+        sample_of(rounds([reading(a)], a.device, repeats=15, alike=[alike])[0]).device_ms
+        for alike in (on_copies, on_one)
+    )
+    assert warm < cold
+
+
+def test_copies_of_a_problem_on_a_gpu_lie_as_its_tensors_do() -> None:
+    problem = GemmProblem(64, 256, 128, device=device_name(torch.device("cuda")))
+    tensors = Tensors(make_operands(problem), make_results(problem))
+    for each in Copies(problem, tensors).of(6)[1:]:
+        for t, other in zip(tensors.operands, each.operands, strict=True):
+            assert t.data_ptr() != other.data_ptr()
+            assert (t.stride(), t.data_ptr() % 512) == (other.stride(), other.data_ptr() % 512)
+            assert torch.equal(t, other)

@@ -16,7 +16,7 @@ from tilewise.kernels.building.noted import note
 from tilewise.kernels.building.target import Architecture, sought
 from tilewise.kernels.cuda.nvrtc import compile_text, compiler, core, read_source, unavailable
 from tilewise.kernels.native import building
-from tilewise.kernels.native.sequence import Address, KernelLaunch
+from tilewise.kernels.native.sequence import Address, KernelLaunch, LaunchSequence, launch_list
 
 __all__ = [
     "MOST_PORTABLE",
@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 MOST_THREADS = 1024
+COOPERATIVE = (2, (1).to_bytes(4, "little"))
+"""``CU_LAUNCH_ATTRIBUTE_COOPERATIVE`` and its value: all blocks of a launch run at a time."""
 SHARED_LIMIT = 227 * 1024
 """Most bytes of shared memory of a block (compute capability 9.0)."""
 MOST_PORTABLE = 8
@@ -163,7 +165,7 @@ class Launch:
 
     __slots__ = (
         "_arguments", "_current", "_device", "_dimensions", "_driver", "_extra", "_function", "_lock", "_run",
-        "_scalars", "_stream", "_values",
+        "_scalars", "_stream", "_together", "_values",
     )  # fmt: skip
 
     def __init__(
@@ -185,6 +187,7 @@ class Launch:
         self._function = self._driver.CUfunction(kernel.function)
         self._run: Callable[..., tuple[Any]] = self._driver.cuLaunchKernel
         self._extra: tuple[int, ...] = (0,)
+        self._together = together
         if together:
             self._run, self._extra = self._driver.cuLaunchCooperativeKernel, ()
         self._device = kernel.device
@@ -219,7 +222,18 @@ class Launch:
         scalars = (self._scalars[i : i + 8] for i in range(0, len(self._scalars), 8))
         parameters: list[Address | bytes] = [Address(source, offset) for source, offset in pointers]
         parameters += scalars
-        return KernelLaunch(int(self._function), (grid, 1, 1), (threads, 1, 1), shared, (), tuple(parameters))
+        attributes = (COOPERATIVE,) if self._together else ()
+        return KernelLaunch(int(self._function), (grid, 1, 1), (threads, 1, 1), shared, attributes, tuple(parameters))
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU."""
+        return self._device
+
+    def listed(self, pointers: int) -> Any:
+        """The launch as a ``LaunchList`` in C that takes its addresses; ``None`` where launches stay in Python."""
+        told = self.told([(source, 0) for source in range(pointers)])
+        return launch_list(LaunchSequence((told,), self._device), self)
 
 
 class Unloaded:

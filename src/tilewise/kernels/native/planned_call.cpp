@@ -5,11 +5,13 @@
 // own calls. Whatever is unusual is handed to the functions in Python that it is given. LinearCall is the same for
 // linear layers.
 
+#include "alike_tensors.h"
 #include "backward_node.h"
 #include "linear_call.h"
 #include "module_call.h"
 #include "operators.h"
 #include "passes.h"
+#include "recurrent_call.h"
 
 #include <torch/csrc/autograd/python_cpp_function.h>
 
@@ -140,18 +142,22 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "planned_call", "Calls of planned l
 } // namespace
 
 PyMODINIT_FUNC PyInit_planned_call() {
-  static PyTypeObject node, linear_node;
+  static PyTypeObject node, linear_node, recurrent_node;
   parameters_name = PyUnicode_InternFromString("_parameters");
   weight_name = PyUnicode_InternFromString("weight");
   bias_name = PyUnicode_InternFromString("bias");
-  if (!parameters_name || !weight_name || !bias_name || PyType_Ready(&ModuleCallType) || PyType_Ready(&PlannedCallType) || PyType_Ready(&LinearCallType) || !torch::autograd::_initFunctionPyTypeObject(node, "PlannedConvBackward", nullptr, nullptr) ||
-      !torch::autograd::_initFunctionPyTypeObject(linear_node, "PlannedLinearBackward", nullptr, nullptr))
+  if (!parameters_name || !weight_name || !bias_name || PyType_Ready(&ModuleCallType) || PyType_Ready(&PlannedCallType) || PyType_Ready(&LinearCallType) || PyType_Ready(&RecurrentCallType) || PyType_Ready(&AlikeTensorsType) || !torch::autograd::_initFunctionPyTypeObject(node, "PlannedConvBackward", nullptr, nullptr) ||
+      !torch::autograd::_initFunctionPyTypeObject(linear_node, "PlannedLinearBackward", nullptr, nullptr) ||
+      !torch::autograd::_initFunctionPyTypeObject(recurrent_node, "PlannedRecurrentBackward", nullptr, nullptr))
     return nullptr;
   torch::autograd::registerCppFunction(typeid(PlannedConvBackward), &node); // what grad_fn shows of one
   torch::autograd::registerCppFunction(typeid(PlannedLinearBackward), &linear_node);
+  torch::autograd::registerCppFunction(typeid(PlannedRecurrentBackward), &recurrent_node);
   PyObject* made_module = PyModule_Create(&module);
   if (made_module && (PyModule_AddObjectRef(made_module, "PlannedCall", reinterpret_cast<PyObject*>(&PlannedCallType)) ||
                       PyModule_AddObjectRef(made_module, "LinearCall", reinterpret_cast<PyObject*>(&LinearCallType)) ||
+                      PyModule_AddObjectRef(made_module, "RecurrentCall", reinterpret_cast<PyObject*>(&RecurrentCallType)) ||
+                      PyModule_AddObjectRef(made_module, "AlikeTensors", reinterpret_cast<PyObject*>(&AlikeTensorsType)) ||
                       PyModule_AddObjectRef(made_module, "ModuleCall", reinterpret_cast<PyObject*>(&ModuleCallType))))
     Py_CLEAR(made_module);
   return made_module;

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from tilewise.planner.measuring.times import Took
+from tilewise.planner.measuring.took import Took
 
-__all__ = ["GIVE_UP", "LOSES", "counted", "repeats_of"]
+__all__ = ["GIVE_UP", "LOSES", "counted", "launches_of", "repeats_of"]
 
 REPEATS = 3
 LONG_MS = 1.0
@@ -23,6 +24,22 @@ LOSES = {"cuda": 1.2, "cpu": GIVE_UP}
 """A candidate is not repeated further after two runs that were both this many times slower than the best.
 
 What disturbs one run seldom disturbs two."""
+
+SHORT_MS, TOGETHER_MS, MOST_LAUNCHES = 0.05, 0.1, 16
+"""Launches on a GPU below so many ms are timed several at once, which take so many ms, and at most so many of them."""
+
+
+def launches_of(took_ms: float, device: str) -> int:
+    """How many launches of ``took_ms`` on the device are timed between two events.
+
+    Events tell time to a part of a microsecond, and what they add does not depend on what is between them.
+
+    >>> [launches_of(ms, "cuda") for ms in (0.006, 0.02, 0.06)], launches_of(0.006, "cpu")
+    ([16, 5, 1], 1)
+    """
+    if device != "cuda" or took_ms >= SHORT_MS:
+        return 1
+    return min(MOST_LAUNCHES, math.ceil(TOGETHER_MS / max(took_ms, 1e-3)))
 
 
 def counted(times: Sequence[Took], device: str) -> Sequence[Took]:

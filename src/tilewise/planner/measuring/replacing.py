@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tilewise.planner.measuring.times import Took
+from tilewise.planner.measuring.times import Alike, Took
 from tilewise.planner.measuring.times import rounds as timed
 
 __all__ = [
@@ -45,17 +45,20 @@ def rounds(
     compared: bool,
     launched: bool,
     written: torch.Tensor | None = None,
+    alike: Sequence[Alike] = (),
 ) -> list[list[Took]]:
     """Time ``calls`` in turns. Where plans are ``compared``, the last call is torch's choice and rounds end early.
 
     Without ``launched`` the host's times count as zero, as in replays of CUDA graphs. On a GPU the second cache holds
-    what it can of ``written``, an operand. Returns a list for each call.
+    what it can of ``written``, an operand, and short calls are timed several at once, which ``alike`` gives for each.
+    Returns a list for each call.
     """
     if device.type == "cuda":
         decided = decided_on_gpu if compared else None
         return timed(
-            calls, device, budget_ms=25.0, least=ROUNDS, most=31, decided=decided, launched=launched, written=written
-        )
+            calls, device, budget_ms=25.0, least=ROUNDS, most=31, decided=decided, launched=launched, written=written,
+            alike=alike,
+        )  # fmt: skip
     decided = decided_on_cpu if compared else None
     return timed(calls, device, budget_ms=600.0, least=5, most=11, decided=decided, launched=launched)
 

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -25,6 +24,8 @@ from tilewise.machine.threads import at_once
 from tilewise.machine.turns import in_turns, pause, whole
 from tilewise.plan import format_bytes
 from tilewise.planner.measuring.cold import other_data
+from tilewise.planner.measuring.repeats import launches_of
+from tilewise.planner.measuring.took import Took
 
 __all__ = [
     "NOISE",
@@ -40,6 +41,8 @@ __all__ = [
 ]
 
 Call = Callable[[], object]
+Alike = Callable[[int], Sequence[Call]]
+"""Gives as many calls as are asked for, or fewer, at least one, that do the same on copies of their operands."""
 LEAD_MS, MOST_LEAD_MS = 0.1, 10.0
 """Milliseconds for which a GPU is kept busy while a call is launched: the usual and the most.
 
@@ -57,26 +60,6 @@ MEETING_S = 0.1
 LONG_MS = 50.0
 """A first run above so many ms tells how many rounds fit: loading took little of it."""
 UNKNOWN = "a workspace limit cannot be checked here, workspace=None would do"
-
-
-class Took(NamedTuple):
-    """Milliseconds of one run: on the device that computes, and on the host to launch it."""
-
-    device_ms: float
-    host_ms: float
-
-    @property
-    def ms(self) -> float:
-        """The longer of both: what the run takes by itself, with nothing queued before it."""
-        return max(self)
-
-    def replayed(self) -> Took:
-        """The times of a replay from a CUDA graph, which takes nothing to launch."""
-        return self._replace(host_ms=0.0)
-
-    def with_host(self, factor: float) -> float:
-        """Milliseconds if the host were ``factor`` times slower, as a busy one may be."""
-        return max(self.device_ms, factor * self.host_ms)
 
 
 class Timer:
@@ -117,11 +100,34 @@ class Timer:
             start = time.perf_counter()
             call()
             return Took((time.perf_counter() - start) * 1e3, 0.0)
+        self._prepare(lead_ms, written)
+        return self._run(call)
+
+    def time_each(self, calls: Sequence[Call], lead_ms: float = LEAD_MS, written: torch.Tensor | None = None) -> Took:
+        """Time one run of each of ``calls``, one after the other: what one of them takes.
+
+        They should read different copies of what is not ``written``: the L2 cache is filled once, before the first.
+        ``lead_ms`` is that of one call, as :meth:`time` has it.
+        """
+        if len(calls) == 1:
+            return self.time(calls[0], lead_ms, written)
+        pause()
+        if self._cuda:
+            self._prepare(lead_ms * len(calls), written)
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        took = self._run(run)
+        return Took(took.device_ms / len(calls), took.host_ms / len(calls))
+
+    def _prepare(self, lead_ms: float, written: torch.Tensor | None) -> None:
+        """Keep the GPU busy for a while, after which its L2 cache is cold but for what is ``written``."""
         for _ in range(math.ceil(min(lead_ms, MOST_LEAD_MS) / self._flush_ms)):
             self._flush()
         if written is not None:
             written.mul_(1.0)
-        return self._run(call)
 
     def _flush(self) -> None:
         """Fill the caches with unrelated data that need not be written back."""
@@ -183,30 +189,49 @@ def rounds(
     decided: Callable[[list[list[Took]]], bool] | None = None,
     launched: bool = True,
     written: torch.Tensor | None = None,
+    alike: Sequence[Alike] = (),
 ) -> list[list[Took]]:
     """What each call took in each round, run in turns so that a drift of clocks or load meets all alike; caches cold.
 
     One round warms up. ``repeats`` rounds follow, or as many as ``budget_ms`` holds within ``least`` and ``most``, or
     fewer where after a round what was found so far is ``decided``. Where nothing is ``launched``, as in replays of CUDA
     graphs, the host's times are none. On a GPU the caches hold what they can of ``written``, all else is cold.
+
+    ``alike`` has for each call what gives several such calls, on copies of their operands. With it short calls on a GPU
+    are timed several at once, all calls as many: see :func:`.repeats.launches_of`.
     """
     timer = Timer(device, cold=True)
     warm = [timer.time(call) for call in calls]
+    if not repeats and max(took.ms for took in warm) < LONG_MS:
+        again = [timer.time(call, lead_ms(took)) for call, took in zip(calls, warm, strict=True)]
+        warm = [min(pair, key=lambda took: took.ms) for pair in zip(warm, again, strict=True)]
+    several = _several(calls, alike, warm, device)
     if not repeats:
-        if max(took.ms for took in warm) < LONG_MS:
-            again = [timer.time(call, lead_ms(took)) for call, took in zip(calls, warm, strict=True)]
-            warm = [min(pair, key=lambda took: took.ms) for pair in zip(warm, again, strict=True)]
-        repeats = max(least, min(most, int(budget_ms / max(sum(took.ms for took in warm), 1e-3))))
+        turn_ms = sum(len(each) * took.ms for each, took in zip(several, warm, strict=True))
+        repeats = max(least, min(most, int(budget_ms / max(turn_ms, 1e-3))))
     times: list[list[Took]] = [[] for _ in calls]
     last = list(warm)
     for turn in range(repeats):
         order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
         for index in order:
-            last[index] = timer.time(calls[index], lead_ms(last[index]), written)
+            last[index] = timer.time_each(several[index], lead_ms(last[index]), written)
             times[index].append(last[index] if launched else last[index].replayed())
         if decided is not None and decided(times):
             break
     return times
+
+
+def _several(
+    calls: Sequence[Call], alike: Sequence[Alike], warm: Sequence[Took], device: torch.device
+) -> list[Sequence[Call]]:
+    """The calls that are timed at once in place of each: as many for all, as the fastest of them needs."""
+    count = launches_of(min((took.device_ms for took in warm), default=math.inf), device.type) if alike else 1
+    if count == 1:
+        return [(call,) for call in calls]
+    made = [each(count) for each in alike]
+    for each in made:  # a call allocates less the second time
+        each[-1]()
+    return [each[: min(map(len, made))] for each in made]
 
 
 def peak_bytes(

@@ -16,9 +16,11 @@ from tilewise.machine import load
 from tilewise.machine.allocations import countable
 from tilewise.machine.turns import pause
 from tilewise.plan import Measurement, Plan
-from tilewise.planner.measuring.repeats import LOSES, counted, repeats_of
+from tilewise.planner.measuring.copies import Copies
+from tilewise.planner.measuring.repeats import LOSES, counted, launches_of, repeats_of
 from tilewise.planner.measuring.samples import sample_of
-from tilewise.planner.measuring.times import NOISE, Timer, Took, counted_bytes, lead_ms, peak_bytes, peak_is_known
+from tilewise.planner.measuring.times import NOISE, Timer, counted_bytes, lead_ms, peak_bytes, peak_is_known
+from tilewise.planner.measuring.took import Took
 from tilewise.planner.options import Options, first_line
 from tilewise.planner.search.leaves import OverLimit, check_declared, has_exact_memory
 from tilewise.problems.base import Problem, narrow
@@ -141,13 +143,30 @@ class Benchmark:
             if self.shows_more(workspace, bound.workspace, exact=exact):
                 # A first run also makes what a library keeps for good.
                 workspace = self.peak(call, bound.workspace, new, exact=exact)
+            calls = self._several(call, bound, times, new=new) if repeats else (call,)
             for _ in range(repeats):
-                timed()
+                times.append(self.timer.time_each(calls, lead_ms(times[-1])))
                 if min(took.device_ms for took in times) > LOSES[device] * best_ms:
                     break
         counting = as_counted(plan, self.problem, counted(times, device))
         workspace += kept_beside(bound)
         return [took.replayed() for took in counting] if self.options.cuda_graphs else counting, workspace
+
+    def _several(self, call: Call, bound: execute.Bound, times: list[Took], *, new: bool) -> Sequence[Call]:
+        """What is timed at once in place of ``call``: several calls on copies of the operands, where it is short.
+
+        How short it is says a second run, which takes the place of the first one's time: that one waited for the host.
+        """
+        device = self.timer.device.type
+        if launches_of(times[-1].device_ms, device) == 1 or bound.pins:
+            return (call,)
+        times[-1] = self.timer.time(call, lead_ms(times[-1]))
+        return self._copies.calls(bound, self.bias, launches_of(times[-1].device_ms, device), new=new)
+
+    @functools.cached_property
+    def _copies(self) -> Copies:
+        """Copies of all operands, of which no launch finds any in the second cache."""
+        return Copies(self.problem, self.tensors)
 
     def _run_on_few(self, plan: Plan, best_ms: float, workspace: int) -> None:
         """Run a candidate on a few images first. Raises :class:`TooSlow` for one that would take far too long for all.

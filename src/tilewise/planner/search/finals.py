@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +16,11 @@ from tilewise.machine import load
 from tilewise.machine.turns import beside
 from tilewise.plan import Config, Measurement, Plan
 from tilewise.planner.measuring import replacing
+from tilewise.planner.measuring.copies import Copies
 from tilewise.planner.measuring.replacing import rounds
 from tilewise.planner.measuring.samples import sample_of
-from tilewise.planner.measuring.times import Took
+from tilewise.planner.measuring.times import Alike
+from tilewise.planner.measuring.took import Took
 from tilewise.planner.options import NoPlanError, first_line, no_plan_text
 from tilewise.planner.search.benchmark import as_counted, kept_beside
 from tilewise.planner.search.divisions import choice_of
@@ -90,7 +93,7 @@ class Finals:
         """The plans with their own measured times; one that takes too much memory or raises is dropped."""
         tensors, device = self.root.tensors, self.root.tensors.device
         within_limit: list[Plan] = []
-        calls: list[Callable[[], object]] = []
+        bounds: list[execute.Bound] = []
         for plan in plans:
             try:
                 bound, workspace = self.run_whole(plan)
@@ -105,20 +108,19 @@ class Finals:
                 self.root.drop(replace(plan, workspace=workspace), over)
                 self._note_torchs_parts(plan, workspace)
                 continue
-            # Timed as a layer runs it: like torch, each call allocates its result.
-            calls.append(tensors.call(bound, self.root.bias, new=True))
+            bounds.append(bound)
             within_limit.append(replace(plan, workspace=workspace))
         if not within_limit:
             return []
         if self.root.baseline is not None:
             baseline = leaf_plan(self.root.problem, self.root.baseline)
-            calls.append(
-                tensors.call(execute.bind(baseline, self.root.problem, *tensors.operands), self.root.bias, new=True)
-            )
+            bounds.append(execute.bind(baseline, self.root.problem, *tensors.operands))
+        # Timed as a layer runs it: like torch, each call allocates its result.
+        calls = [tensors.call(bound, self.root.bias, new=True) for bound in bounds]
         try:
             begun = load.begin()
             launched, compared = not self.root.options.cuda_graphs, self.root.baseline is not None
-            times = rounds(calls, device, compared, launched, self._written_last())
+            times = rounds(calls, device, compared, launched, self._written_last(), self._alike(bounds))
             share = load.others_since(begun)
         except Exception as error:
             if len(within_limit) > 1:
@@ -128,6 +130,15 @@ class Finals:
         for index, plan in enumerate(within_limit):
             times[index] = list(as_counted(plan, self.root.problem, times[index]))
         return self._with_times(within_limit, times, share)
+
+    def _alike(self, bounds: Sequence[execute.Bound]) -> list[Alike]:
+        """What gives calls of each plan on copies of its operands, on a GPU. What a step has just written is shared."""
+        problem, tensors = self.root.problem, self.root.tensors
+        if tensors.device.type != "cuda":
+            return []
+        shared = None if self._written_last() is None else problem.written_last
+        copies = Copies(problem, tensors, shared)
+        return [functools.partial(copies.calls, bound, self.root.bias, new=True) for bound in bounds]
 
     def _written_last(self) -> torch.Tensor | None:
         """The operand that a step has just written before, on a GPU, where it lies so that it may be written."""

@@ -109,7 +109,7 @@ class Direction:
         """
         kept, h, c = KeptSteps(), h0, c0
         for span in reversed(spans) if self.reverse else spans:
-            first = h[: span.count], None if c is None else c[: span.count]
+            first = _first(h, span.count), None if c is None else _first(c, span.count)
             hn, cn, saved = self._steps(span, first, x, weights, _of(span, y), keep=keep and not again)
             if keep:
                 kept.firsts += [first] if kept.spans else []
@@ -133,38 +133,45 @@ class Direction:
         """
         w, u, biases, own_weight = self._parted(weights)
         b_x = self._bias_x(biases)
-        own = x[span.part]
-        gx = self.linear(own.reshape(-1, own.shape[-1]), w, b_x).view(*span.shape, -1)
+        gx = self.linear(_rows(_part(span, x)), w, b_x).view(*span.shape, -1)
         return self.recurrence(span.packing).forward(gx, u, own_weight, *first, y, reverse=self.reverse, keep=keep)
 
     def backward(
         self, kept: KeptSteps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], y: Tensor,
-        dy: Tensor, dhn: Tensor | None, dcn: Tensor | None, dx: Tensor | None, needs: Sequence[bool],
+        dy: Tensor, dhn: Tensor | None, dcn: Tensor | None, dx: Tensor | None, needs: Sequence[bool], *,
+        zero: bool = False,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, list[Tensor | None]]:  # fmt: skip
         """The gradients of x, h0, c0 and the weights.
 
         The first of ``needs`` says whether that of x is needed, the others which of the weights' are. ``dx`` is what
-        it is added to; ``None`` for nothing.
+        it is added to; ``None`` for nothing. With ``zero`` first states are zeros.
         """
         sums: list[Tensor | None] = [None] * len(weights)
         dh, dc, parts = dhn, dcn, list[tuple[Span, Tensor]]()
-        batch = max(span.count for span in kept.spans)
+        batch = kept.spans[0].count if len(kept.spans) == 1 else max(span.count for span in kept.spans)
         for place in reversed(range(len(kept.spans))):
             span = kept.spans[place]
-            first = kept.firsts[place - 1] if place else (h0[: span.count], None if c0 is None else c0[: span.count])
-            last_h, last_c = (None if end is None else end[: span.count].contiguous() for end in (dh, dc))
-            d_x, d_h, d_c = self._steps_back(kept, place, first, x, weights, y, dy, last_h, last_c, dx, needs, sums)
-            dh = _carried(d_h, _zeros(d_h, batch) if dh is None else dh)
-            dc = None if d_c is None else _carried(d_c, _zeros(d_c, batch) if dc is None else dc)
+            first = kept.firsts[place - 1] if place else (
+                _first(h0, span.count), None if c0 is None else _first(c0, span.count)
+            )  # fmt: skip
+            last_h, last_c = (None if end is None else _first(end, span.count).contiguous() for end in (dh, dc))
+            d_x, d_h, d_c = self._steps_back(
+                kept, place, first, x, weights, y, dy, last_h, last_c, dx, needs, sums, zero=zero and not place
+            )
+            dh = _carried(d_h, _zeros(d_h, batch) if dh is None and span.count < batch else dh)
+            dc = None if d_c is None else _carried(d_c, _zeros(d_c, batch) if dc is None and span.count < batch else dc)
             parts += [] if d_x is None else [(span, d_x)]
         assert dh is not None
-        found = [t if t is None else t.to(weight.dtype) for t, weight in zip(sums, weights, strict=True)]
+        found = [
+            t if t is None or t.dtype is weight.dtype else t.to(weight.dtype)
+            for t, weight in zip(sums, weights, strict=True)
+        ]
         return self._joined(parts, x, dx), dh, dc, found
 
     def _steps_back(
         self, kept: KeptSteps, place: int, first: tuple[Tensor, Tensor | None], x: Tensor, weights: Sequence[Tensor],
         y: Tensor, dy: Tensor, dhn: Tensor | None, dcn: Tensor | None, dx: Tensor | None, needs: Sequence[bool],
-        sums: list[Tensor | None],
+        sums: list[Tensor | None], *, zero: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         """The gradients of a span's x, first h and first c. Those of the weights are added to ``sums``."""
         span, own = kept.spans[place], _of(kept.spans[place], y)
@@ -186,8 +193,8 @@ class Direction:
         flat = dgates.view(-1, dgates.shape[-1])
         if self.projected and of_own is not None and needs[-1]:
             _add(sums, len(sums) - 1, of_own)
-        dstates = of_own if self.gru else None
-        self._add_weight_gradients(span, x, own, first[0], flat, dstates, needs[1:], sums)
+        dstates, before = of_own if self.gru else None, None if zero else first[0]
+        self._add_weight_gradients(span, x, own, before, flat, dstates, needs[1:], sums)
         if not needs[0]:
             return None, dh, dc
         if dx is None:
@@ -206,13 +213,12 @@ class Direction:
         return whole
 
     def _add_weight_gradients(
-        self, span: Span, x: Tensor, y: Tensor, h0: Tensor, flat: Tensor, dstates: Tensor | None,
+        self, span: Span, x: Tensor, y: Tensor, h0: Tensor | None, flat: Tensor, dstates: Tensor | None,
         needs: Sequence[bool], sums: list[Tensor | None],
     ) -> None:  # fmt: skip
         """Add the gradients of the weights by a span to ``sums``; ``flat`` (R, G*H) are those of its gates."""
         if needs[0]:
-            own = x[span.part]
-            _add(sums, 0, flat.T @ own.reshape(-1, own.shape[-1]))
+            _add(sums, 0, flat.T @ _rows(_part(span, x)))
         # Gradients of what the state gives each gate.
         parts = [flat] if dstates is None else [flat[:, : 2 * self.hidden], dstates.view(-1, self.hidden)]
         if needs[1]:
@@ -225,15 +231,22 @@ class Direction:
             if needs[3]:
                 _add(sums, 3, totals[0].clone() if len(totals) == 1 else torch.cat(totals))
 
-    def _from_states(self, span: Span, y: Tensor, h0: Tensor, part: Tensor) -> Tensor:
-        """The sum over steps of ``part`` (rows, R), transposed, times the state before the step: (R, H)."""
+    def _from_states(self, span: Span, y: Tensor, h0: Tensor | None, part: Tensor) -> Tensor:
+        """The sum over steps of ``part`` (rows, R), transposed, times the state before the step: (R, H).
+
+        Without ``h0`` the first states are zeros.
+        """
         if span.packing is not None:
+            h0 = y.new_zeros((span.count, y.shape[-1])) if h0 is None else h0
             rows = span.packing.rows_before(reverse=self.reverse).to(y.device)
             return part.T @ torch.cat((h0, y))[rows]
         n = span.count
         before, at, later = (y[1:], part[-n:], part[:-n]) if self.reverse else (y[:-1], part[:n], part[n:])
+        if h0 is None:
+            rows = before.reshape(-1, y.shape[-1])
+            return later.T @ rows if rows.shape[0] else part.new_zeros((part.shape[1], self.hidden))
         product = at.T @ h0
-        return product if len(y) == 1 else torch.addmm(product, later.T, before.reshape(-1, y.shape[-1]))
+        return product if y.shape[0] == 1 else torch.addmm(product, later.T, before.reshape(-1, y.shape[-1]))
 
     def _parted(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None]:
         """The weights of the input and of the state, both biases, and what :class:`Recurrence` takes as ``own``.
@@ -259,13 +272,28 @@ class Direction:
 
 def _of(span: Span, tensor: Tensor) -> Tensor:
     """A span's part of a tensor of all steps, as a view."""
-    part = tensor[span.part]
-    return part if part.shape[:-1] == span.shape else part.unflatten(0, span.shape)
+    part = _part(span, tensor)
+    return part if part.dim() == len(span.shape) + 1 else part.unflatten(0, span.shape)
+
+
+def _part(span: Span, tensor: Tensor) -> Tensor:
+    """A span's part of a tensor of all steps, in the tensor's dimensions."""
+    return tensor if span.part.stop - span.part.start == tensor.shape[0] else tensor[span.part]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """A tensor as a matrix of rows."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _first(states: Tensor, count: int) -> Tensor:
+    """The states of the first ``count`` sequences."""
+    return states if states.shape[0] == count else states[:count]
 
 
 def _carried(new: Tensor, old: Tensor | None) -> Tensor:
     """A state after steps in which the first sequences took part."""
-    return new if old is None or len(new) == len(old) else torch.cat((new, old[len(new) :]))
+    return new if old is None or new.shape[0] == old.shape[0] else torch.cat((new, old[len(new) :]))
 
 
 def _zeros(like: Tensor, batch: int) -> Tensor:

@@ -103,6 +103,17 @@ class GridRecurrence:
             own = None if own is None else _narrow(own, hidden)
         return changes, own, _narrow(dh0, hidden), None if dc0 is None else _narrow(dc0, hidden)
 
+    def by_address(self, backward: bool, time: int, batch: int, *scalars: int) -> Callable[..., None] | None:
+        """What runs the steps of tensors of these sizes by their addresses, in the order of ``forward``'s launch.
+
+        Of a backward it is the order of that launch. ``scalars`` are a row's elements and whether steps run back in
+        time, and whether all is kept, or for a backward the elements of a row of the states and of their gradients,
+        and whether steps run back in time. ``None`` where tensors are padded for the kernels.
+        """
+        if padded(self.hidden, self.dtype) != self.hidden:
+            return None
+        return self._launch(backward, time, batch, *scalars)
+
     def compile(self, p: RecurrentProgram) -> Kernel:
         """The kernel of a program. Raises ``RuntimeError`` where it cannot be compiled or loaded."""
         return kernel(p.source(), p.name, self.device)

@@ -15,8 +15,9 @@ from tilewise.machine.recent import Recent
 from tilewise.nn.layers.bound_pass import Slot
 from tilewise.nn.layers.call import disturbed
 from tilewise.nn.layers.plan_table import PlanTable
-from tilewise.nn.layers.recurrent.call import RecurrentCall, describe, given_of, problem_of
+from tilewise.nn.layers.recurrent.call import Given, RecurrentCall, describe, given_of, problem_of
 from tilewise.nn.layers.recurrent.compiled import Known, publish
+from tilewise.nn.layers.recurrent.repeated import RepeatedCall
 from tilewise.nn.layers.recurrent.run import RecurrentRun
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers import SolverUnavailable
@@ -40,11 +41,13 @@ class RecurrentLayer:
     The latter means that torch computes it. Copies of a module share it. It holds no tensor.
     """
 
-    __slots__ = ("__weakref__", "_runs", "known", "plan_table")
+    __slots__ = ("__weakref__", "_latest", "_runs", "known", "plan_table")
 
     def __init__(self, plan_table: PlanTable) -> None:
         self.plan_table = plan_table
         self._runs: Recent[RecurrentCall, RecurrentRun] = Recent(MOST_CALLS)
+        self._latest: RepeatedCall | None = None
+        """The latest call, in the hope that the next one is like it."""
         self.known: list[Known] = []
         """The planned calls as ``torch.compile`` finds them."""
 
@@ -55,10 +58,17 @@ class RecurrentLayer:
     def __call__(self, module: nn.RNNBase, x: object, hx: object) -> Any:
         if disturbed():
             return NotImplemented
-        given = given_of(module, x, hx)
-        if isinstance(given, str):
-            return NotImplemented
-        run = self.resolve(describe(given))
+        latest = self._latest
+        given: Given | str | None = None if latest is None else latest.given(module, x, hx)
+        if latest is not None and isinstance(given, Given):
+            run = latest.run
+        else:
+            given = given_of(module, x, hx)
+            if isinstance(given, str):
+                return NotImplemented
+            call = describe(given)
+            run = self.resolve(call)
+            self._latest = RepeatedCall.of(x, hx, given, call, run)
         return NotImplemented if run is None or not run.planned else run(given)
 
     def problems(self, call: RecurrentCall) -> dict[str, RecurrentProblem]:
@@ -137,6 +147,7 @@ class RecurrentLayer:
     def forget(self) -> None:
         """Forget all resolved calls, as the plan table's plans have changed."""
         self._runs.clear()
+        self._latest = None
         self.known.clear()
 
 

@@ -16,6 +16,7 @@ from tilewise.nn.layers.recurrent.autocast import OPERATORS
 from tilewise.nn.layers.recurrent.call import describe, given_of
 from tilewise.nn.layers.recurrent.dynamo import let_dynamo_trace_planned
 from tilewise.nn.layers.recurrent.layer import RecurrentLayer
+from tilewise.nn.layers.recurrent.repeated import update_weights
 from tilewise.nn.layers.recurrent.traced import trace
 from tilewise.nn.layers.swaps import copies_itself, swapped
 from tilewise.nn.layers.weights import Weights
@@ -77,7 +78,7 @@ class RecurrentLayers(ModuleKind):
                 traced = trace(layers, self, input, hx) if _runs_torch_in_trace(self) else NotImplemented
                 return kind.forward(self, input, hx) if traced is NotImplemented else traced
             if not torch.compiler.is_compiling() and kind in OWN and _runs_torch(kind, (self.mode.lower(),)):
-                self._update_flat_weights()
+                update_weights(self)
                 result = layers(self, input, hx)
                 if result is not NotImplemented:
                     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from tilewise.nn.layers.bound_pass import Slot
 from tilewise.nn.layers.call import disturbed, is_plain
 from tilewise.nn.layers.recurrent.by_torch import ByTorch, Dropped, Gradients
 from tilewise.nn.layers.recurrent.call import Given
+from tilewise.nn.layers.recurrent.native import NEVER, recurrent_native
 from tilewise.nn.layers.recurrent.saved import apart, together
 from tilewise.plan import Config
 from tilewise.problems.recurrent.packing import Packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
-from tilewise.solvers.recurrent._layers import Layer
+from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver
 
 __all__ = ["RecurrentRun"]
@@ -40,6 +41,8 @@ class RecurrentRun:
     several: bool
     solver: RecurrentSolver | None = None
     config: Config | None = None
+    _native: list[Any] = field(default_factory=list, init=False)
+    """The call in native code, once it is known whether there is one."""
 
     @property
     def planned(self) -> bool:
@@ -55,16 +58,39 @@ class RecurrentRun:
 
     def _result(self, given: Given) -> Any:
         """As a call of it, for tensors of the problem's type without autocast."""
-        x, module = given.x, given.module
-        h0 = self._state(x) if given.h0 is None else given.h0
-        c0 = given.c0
-        if self.problem.cell == "lstm" and c0 is None:
-            c0 = self._state(x, "c0")
+        x = given.x
+        h0, c0 = given.h0, given.c0
+        results = None if given.dropout or given.packing is not None else self._by_native(x, h0, c0, given.weights)
+        if results is not None:
+            return self._as_returned(given, results[0], list(results[1:]))
+        if h0 is None and not isinstance(self.layer, StackedLayers):
+            h0, c0 = self._zeros(x)
         if self.problem.task == "training":
             y, *last = PlannedRecurrent.apply(self, given.dropout, given.packing, x, h0, c0, *given.weights)  # type: ignore[no-untyped-call]
         else:
             y, hn, cn, _, _ = self.forward(given.dropout, x, h0, c0, given.weights, given.packing, keep=False)
             last = [hn] if cn is None else [hn, cn]
+        return self._as_returned(given, y, last)
+
+    def _by_native(self, x: Tensor, h0: Tensor | None, c0: Tensor | None, weights: tuple[Tensor, ...]) -> Any:
+        """y and the last states by native code; ``None`` where it does not compute such a call."""
+        if not self._native:
+            found = recurrent_native(self.problem, self.layer, self.device, self._gradients)
+            if found is None:
+                return None
+            self._native.append(found)
+        call = self._native[0]
+        return None if call is NEVER else call(x, h0, c0, weights)
+
+    def _gradients(
+        self, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Gradients:
+        """As :meth:`by_torch`, of a layer without dropout."""
+        return self.by_torch(tensors, gradients, needs, Dropped(0.0, self.device, None))
+
+    def _as_returned(self, given: Given, y: Tensor, last: list[Tensor]) -> Any:
+        """y and the last states as the module returns them."""
+        module = given.module
         if given.source is not None:
             return _packed_again(y, last, given.source)
         if not given.batched:
@@ -73,15 +99,16 @@ class RecurrentRun:
             y = y.transpose(0, 1)
         return y, tuple(last) if self.problem.cell == "lstm" else last[0]
 
-    def _state(self, x: Tensor, role: str = "h0") -> Tensor:
-        """A first state of zeros."""
-        return torch.zeros(self.problem.shape(role), dtype=x.dtype, device=x.device)
+    def _zeros(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """First states of zeros."""
+        h0, c0 = (torch.zeros(self.problem.shape(role), dtype=x.dtype, device=x.device) for role in ("h0", "c0"))
+        return h0, c0 if self.problem.cell == "lstm" else None
 
     def forward(
         self,
         dropout: float,
         x: Tensor,
-        h0: Tensor,
+        h0: Tensor | None,
         c0: Tensor | None,
         weights: Sequence[Tensor],
         packing: Packing | None = None,
@@ -89,18 +116,17 @@ class RecurrentRun:
         keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Any, list[Tensor]]:
         """y, hn and cn without autograd; where ``keep``, also what backward takes, and the weights for it."""
-        assert self.layer is not None
+        layer: Any = self.layer  # layers that do not start at zeros by themselves are given first states
         x, h0, c0, *taken = self.taken(x, h0, c0, weights)
         with self._on_device():
-            y, hn, cn, saved = self.layer.forward(x, h0, c0, taken, dropout=dropout, packing=packing, keep=keep)
+            y, hn, cn, saved = layer.forward(x, h0, c0, taken, dropout=dropout, packing=packing, keep=keep)
         return y, hn, cn, saved, taken
 
-    def taken(self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor]) -> list[Any]:
-        """The operands as the plan expects them: x, h0, c0 and the weights."""
-        if c0 is None:
-            x, h0, *own = (slot.take(t) for slot, t in zip(self.slots, (x, h0, *weights), strict=False))
-            return [x, h0, None, *own]
-        return [slot.take(t) for slot, t in zip(self.slots, (x, h0, c0, *weights), strict=False)]
+    def taken(self, x: Tensor, h0: Tensor | None, c0: Tensor | None, weights: Sequence[Tensor]) -> list[Any]:
+        """The operands as the plan expects them: x, h0, c0 and the weights. Those that are ``None`` stay it."""
+        states = [h0, c0] if self.problem.cell == "lstm" else [h0]
+        own = [None if t is None else slot.take(t) for slot, t in zip(self.slots, (x, *states, *weights), strict=False)]
+        return own if len(states) == 2 else [*own[:2], None, *own[2:]]
 
     def backward(
         self, saved: Any, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], needs: Sequence[bool]
@@ -128,6 +154,9 @@ class RecurrentRun:
         The forward is computed again, from ``tensors``: x, h0, c0 and the weights.
         """
         p = self.problem
+        if tensors[1] is None:  # first states that nobody gave
+            assert tensors[0] is not None
+            tensors = [tensors[0], *self._zeros(tensors[0]), *tensors[3:]]
         layer = ByTorch(p.cell, p.biases, p.layers, p.directions, None if packing is None else packing.sizes)
         with torch._C._DisableAutocast(), self._on_device():
             return layer.gradients(tensors, gradients, needs, dropped)
@@ -155,7 +184,7 @@ class PlannedRecurrent(torch.autograd.Function):
         dropout: float,
         packing: Packing | None,
         x: Tensor,
-        h0: Tensor,
+        h0: Tensor | None,
         c0: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, contiguous_format
 
 from tilewise.problems.recurrent.packing import Packing
+from tilewise.solvers.recurrent._direction import Span
 
 __all__ = ["apart", "apart_in_memory", "together"]
+
+WHOLE: frozenset[type] = frozenset({Packing, Span, type(None), bool, int, float, str, slice})
+"""Types of values that are kept as they are: they hold no tensor of a layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ def apart(value: Any, tensors: list[Tensor | None], *, views: bool = False) -> A
     """
     if isinstance(value, Tensor):
         return _placed(value, tensors, views)
-    return _mapped(value, lambda each: apart(each, tensors, views=views))
+    return _mapped(value, functools.partial(apart, tensors=tensors, views=views))
 
 
 def _placed(value: Tensor, tensors: list[Tensor | None], views: bool) -> _Place | _View:
@@ -70,7 +74,7 @@ def together(value: Any, tensors: Sequence[Tensor | None]) -> Any:
         base = tensors[value.number]
         assert base is not None
         return base.as_strided(value.shape, value.strides, base.storage_offset() + value.offset)
-    return _mapped(value, lambda each: together(each, tensors))
+    return _mapped(value, functools.partial(together, tensors=tensors))
 
 
 def apart_in_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -85,20 +89,25 @@ def apart_in_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _mapped(value: Any, function: Any) -> Any:
-    """A copy of a tuple, list or dataclass with ``function`` of each entry; anything else itself.
-
-    A packing is no tensor of a layer: it stays as it is.
-    """
-    if isinstance(value, Packing):
+    """A copy of a tuple, list or dataclass with ``function`` of each entry; anything else itself."""
+    kind: Any = type(value)
+    if kind in WHOLE:
         return value
-    if isinstance(value, list):
+    if kind is list:
         return [function(each) for each in value]
     if isinstance(value, tuple):
         entries = [function(each) for each in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(twin, field.name, function(getattr(value, field.name)))
-        return twin
-    return value
+        return kind(*entries) if hasattr(value, "_fields") else tuple(entries)
+    names = _fields_of(kind)
+    if not names:
+        return value
+    twin = object.__new__(kind)
+    for name in names:
+        object.__setattr__(twin, name, function(getattr(value, name)))
+    return twin
+
+
+@functools.cache
+def _fields_of(kind: Any) -> tuple[str, ...]:
+    """The names of a dataclass's fields; none for another type."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
