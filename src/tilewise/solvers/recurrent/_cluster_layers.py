@@ -107,26 +107,34 @@ class ClusterLayers:
         self, x: Tensor, kept: _Kept, weights: Sequence[Tensor], dropout: float, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One layer after the other: y, hn and cn."""
-        p, states, cells = self.p, list[Tensor](), list[Tensor]()
-        for layer in range(p.layers):
+        states, cells = list[Tensor](), list[Tensor]()
+        for layer in range(self.p.layers):
             noise = None
             if layer and dropout:
                 noise = torch.nn.functional.dropout(torch.ones_like(x), dropout)
                 x = x * noise
-            y = x.new_empty((*x.shape[:-1], p.directions * p.hidden))
-            gx = x.new_empty((p.directions, *x.shape[:-1], p.gates * p.hidden))
-            own = [self._weights(weights, layer, direction) for direction in range(p.directions)]
-            biases = [self._direction(i).input_part(x, own[i], gx[i]) for i in range(p.directions)]
-            part = slice(layer * p.directions, (layer + 1) * p.directions)
-            c0 = None if kept.c0 is None else kept.c0[part]
-            us = [each[1] for each in own]
-            hn, cn, steps = self.recurrence.forward(gx, us, biases, kept.h0[part], c0, y, keep=keep)
+            y, hn, cn, steps = self._layer(layer, x, kept, weights, keep)
             states.append(hn)
             cells += [] if cn is None else [cn]
-            if keep:
+            if steps is not None:
                 kept.add(x, y, noise, steps)
             x = y
         return x, _joined(states), _joined(cells) if cells else None
+
+    def _layer(
+        self, layer: int, x: Tensor, kept: _Kept, weights: Sequence[Tensor], keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, ClusterKept | None]:
+        """One layer: y, hn, cn, and what is kept. All else is released before the next one has its own."""
+        p = self.p
+        y = x.new_empty((*x.shape[:-1], p.directions * p.hidden))
+        gx = x.new_empty((p.directions, *x.shape[:-1], p.gates * p.hidden))
+        own = [self._weights(weights, layer, direction) for direction in range(p.directions)]
+        biases = [self._direction(i).input_part(x, own[i], gx[i]) for i in range(p.directions)]
+        part = slice(layer * p.directions, (layer + 1) * p.directions)
+        c0 = None if kept.c0 is None else kept.c0[part]
+        us = [each[1] for each in own]
+        hn, cn, steps = self.recurrence.forward(gx, us, biases, kept.h0[part], c0, y, keep=keep)
+        return y, hn, cn, steps if keep else None
 
     def _all_layers(
         self, x: Tensor, kept: _Kept, weights: Sequence[Tensor], dropout: float, keep: bool
@@ -162,30 +170,37 @@ class ClusterLayers:
         needs: Sequence[bool], gradients: list[Tensor | None],
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         """One layer after the other: the gradients of x, h0 and c0. Those of the weights are put into ``gradients``."""
-        p, dx = self.p, None
-        firsts, first_cells = list[Tensor](), list[Tensor]()
-        for layer in range(p.layers - 1, -1, -1):
-            part = slice(layer * p.directions, (layer + 1) * p.directions)
-            own = [self._weights(weights, layer, direction) for direction in range(p.directions)]
-            h0 = kept.h0[part]
-            c0, last, last_cell = (None if t is None else t[part] for t in (kept.c0, dhn, dcn))
-            changes, by_weights, dh, dc = self.recurrence.backward(
-                kept.steps[layer], [each[1] for each in own], h0, c0, dout, last, last_cell
-            )
+        dx, firsts, first_cells = None, list[Tensor](), list[Tensor]()
+        for layer in range(self.p.layers - 1, -1, -1):
+            dx, dh, dc = self._layer_back(layer, kept, weights, dout, dhn, dcn, needs, gradients)
             firsts.insert(0, dh)
             first_cells[:0] = [] if dc is None else [dc]
-            dx = None
-            for i, half in enumerate(kept.outputs[layer].chunk(p.directions, -1)):
-                places, needed = self._needed(layer, i, needs)
-                of_u = None if by_weights is None else by_weights[i]
-                dx, gradients[places] = self._direction(i).gradients(
-                    kept.inputs[layer], half, h0[i], own[i], changes[i], of_u, dx, needed
-                )
             noise = kept.noises[layer]
             if layer:
                 assert dx is not None
                 dout = dx if noise is None else dx * noise
         return dx, _joined(firsts), _joined(first_cells) if first_cells else None
+
+    def _layer_back(
+        self, layer: int, kept: _Kept, weights: Sequence[Tensor], dout: Tensor, dhn: Tensor | None, dcn: Tensor | None,
+        needs: Sequence[bool], gradients: list[Tensor | None],
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+        """One layer of :meth:`_each_layer_back`. All else is released before the next one has its own."""
+        p, dx = self.p, None
+        part = slice(layer * p.directions, (layer + 1) * p.directions)
+        own = [self._weights(weights, layer, direction) for direction in range(p.directions)]
+        h0 = kept.h0[part]
+        c0, last, last_cell = (None if t is None else t[part] for t in (kept.c0, dhn, dcn))
+        changes, by_weights, dh, dc = self.recurrence.backward(
+            kept.steps[layer], [each[1] for each in own], h0, c0, dout, last, last_cell
+        )
+        for i, half in enumerate(kept.outputs[layer].chunk(p.directions, -1)):
+            places, needed = self._needed(layer, i, needs)
+            of_u = None if by_weights is None else by_weights[i]
+            dx, gradients[places] = self._direction(i).gradients(
+                kept.inputs[layer], half, h0[i], own[i], changes[i], of_u, dx, needed
+            )
+        return dx, dh, dc
 
     def _all_layers_back(
         self, kept: _Kept, weights: Sequence[Tensor], dout: Tensor, dhn: Tensor | None, dcn: Tensor | None,

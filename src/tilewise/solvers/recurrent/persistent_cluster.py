@@ -147,17 +147,19 @@ class PersistentCluster(RecurrentSolver):
         """Bytes of what steps give the gates, of outputs between layers, and for training of all that is kept."""
         from tilewise.solvers.recurrent._grid_recurrence import padded
 
-        size, every = p.torch_dtype("x").itemsize, p.layers * p.directions
-        units = p.rows * padded(p.hidden, p.torch_dtype("x"))
-        outputs = units * p.directions * size
+        size, every, wave = p.torch_dtype("x").itemsize, p.layers * p.directions, "wave" in c
+        wide = padded(p.hidden, p.torch_dtype("x"))
+        units, at_once = p.rows * wide, p.layers if wave else p.directions
+        gates, outputs = units * p.gates * size, units * p.directions * size
+        copies = 0  # where units are padded: of the gates, the states and the weights
+        if wide != p.hidden:
+            copies = (gates + p.gates * wide**2 * size) * p.directions + 2 * outputs
         if p.task == "inference":
-            at_once = p.layers if "wave" in c else p.directions
-            between = p.layers - 1 if "wave" in c else min(2, p.layers - 1)
-            return units * p.gates * size * at_once + outputs * (between + 1)  # one more where units are padded
-        beside = {"lstm": 4, "gru": size}.get(p.cell, 0)
-        changes = units * (p.gates + (p.cell == "gru")) * size * (p.layers if "wave" in c else p.directions)
-        between = 2 * p.layers if "wave" in c else p.layers + 2
-        return units * (p.gates * size + beside) * every + changes + outputs * between
+            return gates * at_once + outputs * (p.layers - 1 if wave else min(2, p.layers - 1)) + copies
+        kept = units * {"lstm": 4, "gru": size}.get(p.cell, 0)
+        changes = (gates + (units * size if p.cell == "gru" else 0)) * at_once
+        # Outputs of all layers, their gradients, and in a wave those between layers.
+        return (gates + kept) * every + changes + outputs * (2 * p.layers + 1) + copies
 
 
 def _wanted(p: RecurrentProblem, backward: bool) -> Wanted:
