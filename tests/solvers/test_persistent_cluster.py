@@ -243,6 +243,7 @@ def test_no_steps_end_in_the_first_states(cell: str) -> None:
     assert dc0 is dcn or torch.equal(dc0, dcn)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @emulated
 def test_one_direction_may_run_backwards_in_time() -> None:
     made = torch.Generator().manual_seed(4)
@@ -264,8 +265,8 @@ def test_one_direction_may_run_backwards_in_time() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("cell", "dtype", "hidden", "shapes"),
     [
