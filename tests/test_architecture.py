@@ -12,7 +12,7 @@ SOLVERS = Path(__file__).parent.parent / "src" / "tilewise" / "solvers"
 PACKAGE = "tilewise.solvers"
 SHARED = {"base", "common", "conv"}
 """What every family may import."""
-ASKING = {"rewrites"}
+ASKING = {"gemm", "rewrites"}
 """Families that ask the registry for other solvers to leave the work to."""
 
 

@@ -14,8 +14,7 @@ from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable, Split
 from tilewise.solvers.common.buffers import ALIGNMENT, Slot
 from tilewise.solvers.common.matmul import at_precision
-from tilewise.solvers.gemm._product import multiplied
-from tilewise.solvers.gemm._scratch import ScratchSolver, product_into
+from tilewise.solvers.gemm._product import ScratchSolver, multiplied, product_into
 
 __all__ = ["Inner", "NestedSolver"]
 

@@ -12,8 +12,9 @@ from tilewise.problems.base import Problem
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Solver, Split
 from tilewise.solvers.common.costs import efficiency
+from tilewise.solvers.common.matmul import library_scratch
 
-__all__ = ["ProductSolver", "ProductSplit", "multiplied", "product_cost"]
+__all__ = ["ProductSolver", "ProductSplit", "ScratchSolver", "multiplied", "product_cost", "product_into", "widening"]
 
 
 class ProductSolver(Solver):
@@ -62,3 +63,32 @@ def multiplied(p: GemmProblem) -> Callable[[torch.Tensor, torch.Tensor], tuple[t
     }
     views: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = turns[p.op]
     return views
+
+
+class ScratchSolver(ProductSolver):
+    """A product by the library over operands or sums that lie otherwise than the problem says."""
+
+    def unsupported(self, p: GemmProblem) -> list[str]:
+        """A reason on a CPU where the result is wider than the operands, which torch's products there cannot give."""
+        if p.device_type == "cpu" and p.dtype != p.out_dtype:
+            return [f"on a CPU gives results of the operands' type, not {p.out_dtype} of {p.dtype}"]
+        return []
+
+    def hidden_workspace(self, p: GemmProblem, c: Config) -> int:
+        """The library's scratch."""
+        return library_scratch(p)
+
+
+def widening(p: GemmProblem) -> dict[str, Any]:
+    """What torch's products are told where the result is wider than the operands."""
+    return {} if p.dtype == p.out_dtype else {"out_dtype": p.torch_dtype("c")}
+
+
+def product_into(p: GemmProblem) -> Any:
+    """``product(left, right, out)`` of operands as they are multiplied, one or a batch of them."""
+    multiply, told = torch.bmm if p.batch else torch.mm, widening(p)
+
+    def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        multiply(left, right, **told, out=out)
+
+    return product

@@ -14,8 +14,7 @@ from tilewise.solvers.common.buffers import Arena, Slot
 from tilewise.solvers.common.costs import efficiency
 from tilewise.solvers.common.matmul import at_precision
 from tilewise.solvers.common.tiles import integer
-from tilewise.solvers.gemm._product import multiplied
-from tilewise.solvers.gemm._scratch import ScratchSolver
+from tilewise.solvers.gemm._product import ScratchSolver, multiplied
 
 SPLITS = (2, 4, 8, 16, 32)
 LEAST = 128
