@@ -33,11 +33,11 @@ READ = 4
 """For 512 bytes that a warp reads in shared memory."""
 SENT = 0.12
 """For a byte that a block sends: it sends some eight in a cycle, which bounds large layers and slices."""
-GATE = {False: 60, True: 100}
 PRODUCT = 13.2
 """For a warp's products with a thread's sixteen bytes of weights."""
 LEFT = 1.37 / 128
 """For a byte of weights that registers do not hold."""
+GATE = {False: 60, True: 100}
 """For a gate of a thread's unit, in a forward and in a backward."""
 
 
