@@ -31,7 +31,7 @@ def recurrent_native(p: RecurrentProblem, layer: Any, device: torch.device, by_t
     ``by_torch(operands, gradients, needs)`` computes gradients that have gradients. Returns ``None`` while the module
     is not there, and :data:`NEVER` for a layer whose steps are not one launch on addresses each.
     """
-    by_address = getattr(layer.recurrence, "by_address", None) if isinstance(layer, StackedLayers) else None
+    by_address = getattr(layer.recurrence, "by_address", None) if type(layer) is StackedLayers else None
     if by_address is None or p.packed or layer.block or layer.linear is not torch._C._nn.linear or why_never():
         return NEVER
     module = native_calls(device.type)

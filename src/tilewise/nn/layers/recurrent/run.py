@@ -63,7 +63,7 @@ class RecurrentRun:
         results = None if given.dropout or given.packing is not None else self._by_native(x, h0, c0, given.weights)
         if results is not None:
             return self._as_returned(given, results[0], list(results[1:]))
-        if h0 is None and not isinstance(self.layer, StackedLayers):
+        if h0 is None and type(self.layer) is not StackedLayers:
             h0, c0 = self._zeros(x)
         if self.problem.task == "training":
             y, *last = PlannedRecurrent.apply(self, given.dropout, given.packing, x, h0, c0, *given.weights)  # type: ignore[no-untyped-call]
