@@ -68,6 +68,50 @@ def test_training_is_that_of_one_device(devices: tuple[str, ...], home: str, gra
             assert ("replayed from" in text) == device.startswith("cuda"), text
 
 
+def dense(device: str) -> nn.Module:
+    """More weights than one stage of the backward sends, and linear layers that are worth dividing."""
+    return nn.Sequential(
+        convolutional(device)[:-1],  # type: ignore[index]
+        nn.Linear(72, 2000, dtype=F64, device=device),
+        nn.ReLU(inplace=True),
+        nn.Linear(2000, 2100, dtype=F64, device=device),
+        nn.Tanh(),
+        nn.Linear(2100, 5, dtype=F64, device=device),
+    )
+
+
+@pytest.mark.parametrize("graphs", ["auto", "never"])
+@pytest.mark.parametrize("linear", ["always", "never"])
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), TWO, ("cuda:1", "cuda:0"), ("cuda:1",)], ids="+".join)
+def test_divided_layers_and_early_sums(devices: tuple[str, ...], linear: str, graphs: str) -> None:
+    need(devices)
+    twin, model = twins(dense("cuda:0"))
+    shared = tilewise.shared(model, devices=devices, graphs=graphs, shares=(1,) * len(devices), linear=linear)
+    trained(twin, shared, [images(n, "cuda:0") for n in (8, 8, 8, 5, 8, 5, 2, 1)], 1e-8)
+    report = shared.report()
+    assert bool(report.rows) == (linear == "always" and len(devices) > 1), report
+    if graphs == "auto":
+        assert all("replayed from" in text for text in report.graphs), report
+
+
+@pytest.mark.parametrize("graphs", ["auto", "never"])
+@pytest.mark.parametrize("devices", [TWO, ("cuda:1",), ("cuda:0", "cpu"), ("cuda:0", "cuda:1", "cpu")], ids="+".join)
+def test_early_sums_are_the_same_bits_as_late_ones(devices: tuple[str, ...], graphs: str) -> None:
+    need(devices)
+    models = twins(dense("cuda:0"))
+    both = [
+        tilewise.shared(model, devices=devices, graphs=graphs, shares=(1,) * len(devices), linear="never", sums=sums)
+        for model, sums in zip(models, ("early", "late"), strict=True)
+    ]
+    for step in range(6):
+        x = images(8, "cuda:0")
+        for each in both:
+            each.zero_grad(set_to_none=step % 2 == 0)
+            loss_of(each(x)).backward()
+        for (name, a), b in zip(both[0].named_parameters(), both[1].parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), (step, name)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("devices", DEVICES, ids="+".join)
 def test_measured_shares_compute_the_same(devices: tuple[str, ...]) -> None:
     need(devices)

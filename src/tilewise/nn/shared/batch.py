@@ -15,6 +15,9 @@ CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, tor
 """Types of arguments and results that are the same for every part."""
 
 
+_ONE = tree_flatten(((0,), {}))[1]
+
+
 def ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The first sample of each part, and the one after its last."""
     start = 0
@@ -63,6 +66,11 @@ class Batch:
         if not tensors[0].shape[0]:
             raise ValueError("the model was called with a batch of 0 samples: one or more would do")
         return cls(tensors, tensors[0].shape[0], tuple(leaves), structure)
+
+    @property
+    def single(self) -> bool:
+        """Whether the call has one plain tensor as its only argument."""
+        return len(self._leaves) == 1 and type(self.tensors[0]) is torch.Tensor and self._structure == _ONE
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments like these, with ``tensors`` in place of their own."""

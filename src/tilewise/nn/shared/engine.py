@@ -16,10 +16,14 @@ from tilewise.nn.layers.call import disturbed
 from tilewise.nn.shared.balance import Balance
 from tilewise.nn.shared.batch import Batch
 from tilewise.nn.shared.captures import NewRecorder
+from tilewise.nn.shared.chain import Untraceable
+from tilewise.nn.shared.division import Division
+from tilewise.nn.shared.part import Modes
 from tilewise.nn.shared.rates import first_rates
-from tilewise.nn.shared.replica import Replica
+from tilewise.nn.shared.replica import Replica, Stages
 from tilewise.nn.shared.report import SharedReport
-from tilewise.nn.shared.step import Joined, Modes, Step
+from tilewise.nn.shared.step import Joined, Step
+from tilewise.nn.shared.trial import Trial
 from tilewise.nn.shared.watch import Watch
 
 __all__ = ["Engine"]
@@ -31,8 +35,9 @@ MOST_PENDING = 64
 class Engine:
     """Replicas of ``model`` on ``devices``, and how batches are divided among them.
 
-    ``shares`` fixes the division. ``recorder`` makes what captures replicas on a device, or says ``None`` for one on
-    which they are not captured.
+    ``shares`` fixes the division of batches. ``recorders`` make what captures replicas on a device; on one without
+    they are not captured. ``linear`` says whether linear layers are divided by their outputs, and ``early`` whether
+    gradients travel during the backward.
     """
 
     def __init__(
@@ -41,6 +46,8 @@ class Engine:
         devices: Sequence[torch.device],
         shares: Sequence[float] | None,
         recorders: Mapping[torch.device, NewRecorder],
+        linear: str = "auto",
+        early: bool = True,
     ) -> None:
         self._model, self.devices, self._recorders = model, tuple(devices), recorders
         if shares is None:
@@ -48,6 +55,9 @@ class Engine:
             self._balances = {kind: Balance(rates, why=why) for kind in (True, False)}
         else:
             self._balances = {kind: Balance(shares, fixed=True, why="shares as given") for kind in (True, False)}
+        self._early = early
+        self._division = Division(model, self.devices, self._balances[True].rates, linear, early)
+        self._trial: Trial | None = None
         self._lock = threading.Lock()
         self._ended: deque[Step] = deque(maxlen=MOST_PENDING)
         self._alone: Counter[str] = Counter()
@@ -62,12 +72,15 @@ class Engine:
         """Make the replicas of the model as it is."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._home = tensors[0].device if tensors else self.devices[0]
-        elsewhere = any(device != self._home for device in self.devices)
-        self._side = torch.cuda.Stream(self._home) if self._home.type == "cuda" and elsewhere else None
+        gpus = {device for device in (self._home, *self.devices) if device.type == "cuda"}
+        self._side = {device: torch.cuda.Stream(device) for device in gpus}
+        self._ended.clear()
         self._buffers = list(self._model.buffers())
         self.replicas: list[Replica] = []
         for number, device in enumerate(self.devices):
-            self.replicas.append(Replica(self._model, self._home, device, number, self._recorders.get(device)))
+            self.replicas.append(
+                Replica(self._model, self._home, device, number, self._recorders.get(device), self._division.of(number))
+            )
         self._watch = Watch(self._model)
         self._take_modes()
         self._buffer_versions: list[int] | None = None
@@ -114,7 +127,8 @@ class Engine:
             self._warn()
         random_states.tell_apart(self.devices)
         modes = Modes.now(self.devices, gradients=gradients)
-        step = Step(self.replicas, sizes, batch, modes, self._side, self._ended.append)
+        how = self._stages(batch, sizes, trained=trained)
+        step = Step(self.replicas, sizes, batch, modes, how, self._side, self._early, self._ended.append)
         try:
             if trained:
                 apply: Any = Joined.apply
@@ -135,12 +149,44 @@ class Engine:
         maybe, reason = self._watch.look()
         if reason:
             self._rebuilt[reason] += 1
-            self._ended.clear()
+            self._division, self._trial = self._division.again(), None
             self._build()
         elif maybe:
             self._take_modes()
         if [b._version for b in self._buffers] != self._buffer_versions:
             self._give_buffers()
+
+    def _stages(self, batch: Batch, sizes: Sequence[int], *, trained: bool) -> Stages | None:
+        """In which stages a call runs. Replicas are made anew where that divides layers, or may no longer."""
+        division = self._division
+        if trained and not division.decided and division.decide(batch, sizes):
+            if division.compared:
+                self._trial = Trial("linear layers by outputs", "by samples")
+                self._rows = dict(division.rows)
+            self._anew()
+        try:
+            return division.how(batch, trained=trained)
+        except Untraceable as error:
+            self._trial = None
+            division.drop(str(error))
+            self._anew()
+            return division.how(batch, trained=trained)
+
+    def _anew(self) -> None:
+        """Make the replicas anew, as the division has changed."""
+        self._build()
+        self._give_buffers()
+
+    def _compare(self, step: Step) -> None:
+        """Let a step that has ended count in the comparison of divided layers."""
+        trial = self._trial
+        if trial is None or trial.over() or not any(step.requires):
+            return
+        if trial.note(sum(step.sizes), step.clock.seconds()):
+            self._division.use({} if trial.way else self._rows)
+            self._anew()
+        if trial.over():
+            self._division.say(str(trial))
 
     def _give_buffers(self) -> None:
         """Copy the model's buffers to the replicas."""
@@ -151,12 +197,14 @@ class Engine:
 
     def _harvest(self) -> None:
         """Take the times of steps that the devices have finished."""
-        while self._ended and all(part.clock.ready() for part in self._ended[0].parts):
+        while self._ended and all(clock.ready() for clock in self._ended[0].clocks):
             step = self._ended.popleft()
             seconds = [0.0] * len(self.replicas)
             for part in step.parts:
                 seconds[part.replica.number] = part.clock.seconds()
-            self._balances[any(step.requires)].note(step.sizes, seconds)
+            if self._trial is None or self._trial.over():
+                self._balances[any(step.requires)].note(step.sizes, seconds)
+            self._compare(step)
 
     def _warn(self) -> None:
         self._warned = True
@@ -177,7 +225,9 @@ class Engine:
             rates=balance.measured,
             reasons=tuple(balance.reasons),
             steps=self._steps,
-            graphs=tuple("no graphs" if r.captures is None else r.captures.summary() for r in self.replicas),
+            graphs=tuple(replica.summary() for replica in self.replicas),
+            rows={name: tuple(b - a for a, b in rows) for name, rows in self._division.rows.items()},
+            division=(*self._division.reasons, *([str(self._trial)] if self._trial and not self._trial.over() else [])),
             alone=dict(self._alone),
             rebuilt=dict(self._rebuilt),
         )

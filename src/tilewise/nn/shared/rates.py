@@ -10,11 +10,13 @@ import torch
 
 from tilewise.machine.device import device_name
 
-__all__ = ["first_rates"]
+__all__ = ["copy_rate", "first_rates"]
 
 SIZE = 1024
 """Rows and columns of the product that is timed."""
 RUNS = 5
+COPIED = 32 << 20
+"""Bytes of a copy that is timed."""
 
 
 def first_rates(devices: Sequence[torch.device]) -> tuple[tuple[float, ...], str]:
@@ -30,6 +32,27 @@ def first_rates(devices: Sequence[torch.device]) -> tuple[tuple[float, ...], str
                   for name, device in zip(names, devices, strict=True))  # fmt: skip
     told = ", ".join(f"{device} {rate / 1e9:.3g}" for device, rate in zip(devices, rates, strict=True))
     return rates, f"shares by GFLOP/s of a matrix product: {told}"
+
+
+@functools.cache
+def copy_rate(source: torch.device, target: torch.device) -> float:
+    """Bytes a second of a copy from one device to another, or within one; measured once."""
+    a = torch.zeros(COPIED, dtype=torch.uint8, device=source, pin_memory=_pinned(source, target))
+    b = torch.zeros(COPIED, dtype=torch.uint8, device=target, pin_memory=_pinned(target, source))
+    best = float("inf")
+    for _ in range(RUNS):
+        _finish(source)
+        _finish(target)
+        start = time.perf_counter()
+        b.copy_(a, non_blocking=True)
+        _finish(source)
+        _finish(target)
+        best = min(best, time.perf_counter() - start)
+    return COPIED / best
+
+
+def _pinned(device: torch.device, other: torch.device) -> bool:
+    return device.type == "cpu" and other.type == "cuda"
 
 
 @functools.cache

@@ -16,7 +16,8 @@ class SharedReport:
     that is left out. ``rates`` are the measured samples a second of each device, ``None`` before enough steps were
     seen. ``reasons`` tell where the shares come from, the first guess first. ``steps`` counts calls that were shared,
     ``alone`` those that ran on the model itself, by reason, and ``rebuilt`` how often replicas were made anew because
-    the model had changed. ``graphs`` tells for each device what became of CUDA graphs.
+    the model had changed. ``graphs`` tells for each device what became of CUDA graphs. ``rows`` are the outputs that
+    each device has of the linear layers that are divided by outputs, and ``division`` tells why these and no others.
     """
 
     devices: tuple[str, ...]
@@ -26,6 +27,8 @@ class SharedReport:
     reasons: tuple[str, ...]
     steps: int
     graphs: tuple[str, ...]
+    rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    division: tuple[str, ...] = ()
     alone: Mapping[str, int] = field(default_factory=dict)
     rebuilt: Mapping[str, int] = field(default_factory=dict)
 
@@ -39,6 +42,8 @@ class SharedReport:
                 told += f", {self.rates[index]:.4g} samples/s" if self.rates[index] else ", not measured"
             lines.append(f"{told}; {self.graphs[index]}")
         lines += [f"shares: {reason}" for reason in self.reasons]
+        lines += [f"{name}: {'+'.join(map(str, rows))} outputs by device" for name, rows in self.rows.items()]
+        lines += [f"linear layers: {reason}" for reason in self.division]
         lines += [f"{count} calls on the model alone: {reason}" for reason, count in self.alone.items()]
         lines += [f"replicas made anew {count} times: {reason}" for reason, count in self.rebuilt.items()]
         return "\n".join(lines)

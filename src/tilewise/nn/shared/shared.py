@@ -11,12 +11,14 @@ from torch import nn
 
 from tilewise.nn.arguments import check_model
 from tilewise.nn.graphs.recorder import recorder_of
+from tilewise.nn.shared.division import LINEAR
 from tilewise.nn.shared.engine import Engine
 from tilewise.nn.shared.report import SharedReport
 
 __all__ = ["SharedModel", "shared"]
 
 GRAPHS = ("auto", "never")
+SUMS = ("early", "late")
 
 
 def shared(
@@ -26,6 +28,8 @@ def shared(
     parts: int | None = None,
     shares: Sequence[float] | None = None,
     graphs: str = "auto",
+    linear: str = "auto",
+    sums: str = "early",
 ) -> SharedModel:
     """Let several devices of this process compute every batch of ``model`` together, each a part of it.
 
@@ -51,6 +55,12 @@ def shared(
       begin equal, or in proportion to the devices' FLOPS where these differ (section 2.3), and follow the rates that
       are measured in the program's own steps.
     - ``graphs``: ``"auto"`` captures the copies on GPUs in CUDA graphs where they can be, ``"never"`` does not.
+    - ``linear``: whether fully connected layers are divided by their outputs (section 3.3), so that each device has
+      some rows of the weight and computes them for the whole batch. ``"auto"`` divides those whose gradients cost more
+      to move than what the layer reads and returns, and keeps that if the program's steps get faster. ``"always"``
+      divides all that can be, ``"never"`` none.
+    - ``sums``: ``"early"`` sends gradients from GPUs and adds them while the backward goes on, ``"late"`` after it.
+      Results are the same bits.
 
     Each copy computes a batch norm's statistics of its own part; running statistics are the mean of all, weighted by
     samples. Raises ``ValueError`` for anything but a module on one device, for devices that are not here, and for
@@ -64,7 +74,11 @@ def shared(
     places = _devices(devices, parts, home)
     if graphs not in GRAPHS:
         raise ValueError(f"graphs={graphs!r}: one of {', '.join(map(repr, GRAPHS))} would do")
-    return SharedModel(model, places, _shares(shares, len(places)), graphs)
+    if linear not in LINEAR:
+        raise ValueError(f"linear={linear!r}: one of {', '.join(map(repr, LINEAR))} would do")
+    if sums not in SUMS:
+        raise ValueError(f"sums={sums!r}: one of {', '.join(map(repr, SUMS))} would do")
+    return SharedModel(model, places, _shares(shares, len(places)), graphs, linear, sums)
 
 
 class SharedModel(nn.Module):
@@ -75,12 +89,19 @@ class SharedModel(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, devices: tuple[torch.device, ...], shares: tuple[float, ...] | None, graphs: str
+        self,
+        model: nn.Module,
+        devices: tuple[torch.device, ...],
+        shares: tuple[float, ...] | None,
+        graphs: str,
+        linear: str,
+        sums: str,
     ) -> None:
         super().__init__()
         self.module = model
         self.training = model.training
         self._devices, self._shares, self._graphs = devices, shares, graphs
+        self._linear, self._sums = linear, sums
         self._engine: Engine | None = None
         self.register_load_state_dict_pre_hook(_named_as_inside)  # type: ignore[no-untyped-call]
 
@@ -104,7 +125,9 @@ class SharedModel(nn.Module):
     def _ready(self) -> Engine:
         if self._engine is None:
             recorders = {d: recorder_of for d in self._devices if d.type == "cuda" and self._graphs == "auto"}
-            self._engine = Engine(self.module, self._devices, self._shares, recorders)
+            self._engine = Engine(
+                self.module, self._devices, self._shares, recorders, self._linear, self._sums == "early"
+            )
         return self._engine
 
     def extra_repr(self) -> str:

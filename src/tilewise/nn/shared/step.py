@@ -1,94 +1,35 @@
-"""One call of a shared model: every part's forward, and later its backward, at once."""
+"""One call of a shared model: every part's forward, and later its backward, at once.
+
+The model runs in stages, often a single one. Where a linear layer is divided by its outputs, the stage before it ends
+on all devices, what they made is exchanged, and so it is after the layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tilewise.machine.threads import at_once
+from tilewise.nn.shared import exchange
+from tilewise.nn.shared.backward import Backward
 from tilewise.nn.shared.batch import Batch, Results, joined, ranges
 from tilewise.nn.shared.clock import Clock
-from tilewise.nn.shared.replica import Replica, ReplicaError
-from tilewise.nn.shared.sums import Gradients, averaged_into, summed
+from tilewise.nn.shared.part import Modes, Part, mark
+from tilewise.nn.shared.replica import Replica, ReplicaError, Stages
+from tilewise.nn.shared.sums import Gradients, Sums, averaged_into, in_order
 
-__all__ = ["Joined", "Modes", "Step"]
-
-
-@dataclass(frozen=True)
-class Modes:
-    """What of the caller's thread other threads do not know.
-
-    That is whether there are ``gradients``, autocast by kind of device, whether the caller has set a default device,
-    the current streams, and the number of threads.
-    """
-
-    gradients: bool
-    autocast: dict[str, torch.dtype | None]
-    cache: bool
-    default_device: bool
-    streams: tuple[Any, ...]
-    threads: int
-
-    @classmethod
-    def now(cls, devices: Sequence[torch.device], *, gradients: bool) -> Modes:
-        """Those of this thread for work on ``devices``."""
-        kinds = {device.type for device in devices}
-        autocast = {kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds}
-        streams = tuple(torch.cuda.current_stream(device) for device in devices if device.type == "cuda")
-        default_device = torch._C._is_torch_function_mode_enabled()
-        cache, threads = torch.is_autocast_cache_enabled(), torch.get_num_threads()
-        return cls(gradients, autocast, cache, default_device, streams, threads)
-
-    def entered(self, device: torch.device, *, backward: bool = False) -> ExitStack:
-        """A context in which a thread works on ``device`` under these modes; a ``backward`` without autocast."""
-        stack = ExitStack()
-        for stream in self.streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        if self.default_device:
-            stack.enter_context(device)
-        stack.enter_context(torch.set_grad_enabled(self.gradients and not backward))
-        for kind, dtype in self.autocast.items():
-            enabled = dtype is not None and not backward
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
-        return stack
-
-
-@dataclass
-class Part:
-    """What one replica does of a step: samples ``start`` to ``stop``."""
-
-    replica: Replica
-    start: int
-    stop: int
-    clock: Clock
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    arrived: torch.cuda.Event | None = None
-    replayed: bool = False
-    results: Results | None = None
-
-    @property
-    def size(self) -> int:
-        """How many samples it has."""
-        return self.stop - self.start
-
-    @property
-    def name(self) -> str:
-        """As messages name it."""
-        return f"{self.replica.name}, samples {self.start} to {self.stop}"
+__all__ = ["Joined", "Step"]
 
 
 class Step:
     """One call with the arguments ``batch``, of which each of ``replicas`` takes as many samples as ``sizes`` say.
 
-    ``side`` is a stream on the GPU of the model, on which what other devices need is sent while the GPU computes.
-    ``ended(step)`` is called when nothing more is to come of a step: after a forward without gradients, or after its
-    backward.
+    ``how`` says in which stages. ``side`` has a stream on GPUs, on which what other devices need is sent while they
+    compute; ``early`` says that gradients are, too. ``ended(step)`` is called when nothing more is to come of a step:
+    after a forward without gradients, or after its backward.
     """
 
     def __init__(
@@ -97,18 +38,37 @@ class Step:
         sizes: Sequence[int],
         batch: Batch,
         modes: Modes,
-        side: torch.cuda.Stream | None,
+        how: Stages | None,
+        side: Mapping[torch.device, torch.cuda.Stream],
+        early: bool,
         ended: Callable[[Step], None],
     ) -> None:
-        self.batch, self.modes, self._side, self._ended = batch, modes, side, ended
+        self.batch, self.modes, self._ended = batch, modes, ended
+        self.home = replicas[0].home
         self.sizes = tuple(sizes)
-        self.parts = [
-            Part(replica, start, stop, Clock(replica.device))
-            for replica, (start, stop) in zip(replicas, ranges(sizes), strict=True)
-            if stop > start
-        ]
+        self.parts: list[Part] = []
+        """Those with samples, and those with rows of a divided layer."""
+        for replica, (start, stop) in zip(replicas, ranges(sizes), strict=True):
+            if stop > start or (how is not None and any(first < last for first, last in replica.rows.values())):
+                self.parts.append(Part(replica, start, stop, replica.stages(how), Clock(replica.device)))
+        self._own = [part for part in self.parts if part.size]
+        queued = sorted(self.parts, key=lambda part: in_order(part.replica, self.home))
+        self._gpus = [part for part in queued if part.replica.queues]
+        self._hosts = [part for part in queued if not part.replica.queues]
+        self._blocks = _blocks([stage.layer for stage in self.parts[0].stages])
+        elsewhere = any(part.replica.device != self.home for part in self.parts)
+        self._sender = side.get(self.home) if elsewhere else None
+        self._side = side if early and elsewhere else None
+        self.clock = Clock(self.home)
+        """Times the whole step, on the model's device."""
+        self._over = False
         self.requires: tuple[bool, ...] = ()
         """Which of the tensors that the model returns have a gradient."""
+
+    @property
+    def clocks(self) -> list[Clock]:
+        """Those of the parts, and that of the step."""
+        return [*(part.clock for part in self.parts), self.clock]
 
     def forward(self, buffers: Sequence[torch.Tensor], *, keep: bool) -> list[torch.Tensor]:
         """What the model returns for the batch, on the device of its first tensor, without autograd.
@@ -119,101 +79,84 @@ class Step:
         self._start()
         try:
             self._send()
-            self._compute()
+            for block in self._blocks:
+                self._compute(block)
         finally:
-            if self._side is not None:  # what comes next may write to what is being sent
-                torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+            if self._sender is not None:  # what comes next may write to what is being sent
+                torch.cuda.current_stream(self._sender.device).wait_stream(self._sender)
         first = self._first()
-        for part in self.parts[1:]:
+        for part in self._own[1:]:
             assert part.results is not None
             first.agree(part.results)
         if keep and buffers:
-            averaged_into(buffers, [part.replica for part in self.parts], [part.size for part in self.parts])
+            averaged_into(buffers, [part.replica for part in self._own], [part.size for part in self._own])
         outputs = self._joined()
+        self.clock.stop()
         if not any(self.requires):
+            self._end()
             self._ended(self)
         return outputs
 
+    def returned(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the model returns, with these tensors."""
+        return self._first().value(tensors)
+
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor], *, keep: bool
+    ) -> tuple[Gradients, Gradients]:
+        """The gradients of the batch's tensors, and of the model's parameters ``weights``, which need one.
+
+        ``gradients`` are those of the tensors that the model returned. With ``keep`` the backward can be repeated.
+        """
+        if self._over:
+            raise RuntimeError(
+                "a shared model is asked for the backward of one forward a second time: "
+                "backward(retain_graph=True) would do the first time"
+            )
+        self._start()
+        for part in self.parts:
+            part.clear()
+            if part.size:
+                self._give_heads(part, gradients)
+        foreign = {g.untyped_storage().data_ptr() for g in gradients if g is not None}
+        sums = Sums(weights, self.home, foreign, self._side)
+        backward = Backward(self._gpus, self._hosts, self.modes, sums, keep=keep)
+        for block in reversed(self._blocks):
+            backward.run(block)
+        found = self._gathered(sums)
+        self.clock.stop()
+        if not keep:
+            self._end()
+        self._ended(self)
+        return found
+
+    def _end(self) -> None:
+        """Let go of tensors."""
+        self._over = True
+        for part in self.parts:
+            part.release()
+
     def _start(self) -> None:
         """Start the clock of each GPU, when those before have done what it will need. It runs while data travels."""
-        home, seen = self.parts[0].replica.home, set[torch.device]()
+        seen = set[torch.device]()
+        self.clock.start()
         for part in self.parts:
             device = part.replica.device
             if device.type == "cuda" and device not in seen:
-                if home.type == "cuda" and home != device:
-                    torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(home))
+                if self.home.type == "cuda" and self.home != device:
+                    torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(self.home))
                 part.clock.start()
                 seen.add(device)
 
     def _send(self) -> None:
         """Send every part its parameters and samples."""
         with ExitStack() as stack:
-            if self._side is not None:
-                self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-                stack.enter_context(torch.cuda.stream(self._side))
+            if self._sender is not None:
+                self._sender.wait_stream(torch.cuda.current_stream(self._sender.device))
+                stack.enter_context(torch.cuda.stream(self._sender))
             for part in self.parts:
                 part.replica.refresh()
                 self._bring(part)
-
-    def _compute(self) -> None:
-        """Run the forward of every part."""
-        for part in self.parts:
-            if part.replica.captures is not None:
-                with self.modes.entered(part.replica.device):
-                    part.replayed = part.replica.captures.prepare(*self.batch.arguments(part.inputs))
-        for part in self.parts:
-            if part.replayed:
-                self._run(part)  # queued, and the device works while others begin
-        rest = [part for part in self.parts if not part.replayed]
-        if rest:
-            at_once(lambda index: self._run(rest[index]), len(rest), max(1, self.modes.threads))
-
-    def returned(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the model returns, with these tensors."""
-        return self._first().value(tensors)
-
-    def backward(self, gradients: Sequence[torch.Tensor | None], *, keep: bool) -> tuple[Gradients, Gradients]:
-        """The gradients of the batch's tensors, and of the model's parameters that need one.
-
-        ``gradients`` are those of the tensors that the model returned. With ``keep`` the backward can be repeated.
-        """
-        self._start()
-        heads = [self._heads(part, gradients) for part in self.parts]
-        found: list[Gradients] = [[] for _ in self.parts]
-        gpus = [i for i, part in enumerate(self.parts) if part.replica.device.type == "cuda"]
-        hosts = [i for i in range(len(self.parts)) if i not in gpus]
-        # One graph for all GPUs: autograd has a thread for each, and this one may be one of them, for which a thread of
-        # ours would wait for ever.
-        self._differentiate([self.parts[i] for i in gpus], [heads[i] for i in gpus], found, gpus, keep)
-
-        def host(index: int) -> None:
-            i = hosts[index]
-            with self.modes.entered(self.parts[i].replica.device, backward=True):
-                self._differentiate([self.parts[i]], [heads[i]], found, [i], keep)
-
-        if hosts:
-            at_once(host, len(hosts), max(1, self.modes.threads))
-        return self._gathered(found, gradients)
-
-    def _gathered(self, found: list[Gradients], given: Sequence[torch.Tensor | None]) -> tuple[Gradients, Gradients]:
-        """The gradients of tensors and parameters from those of the parts."""
-        count = len(self.batch.tensors)
-        home = self.parts[0].replica.home
-        foreign = {g.untyped_storage().data_ptr() for g in given if g is not None}
-        replicas, there = [part.replica for part in self.parts], list[Gradients]()
-        for part, each in zip(self.parts, found, strict=True):
-            there.append(part.replica.send_gradients(each[count:]))
-            part.clock.stop()
-        for replica in replicas:
-            replica.wait_for_gradients()
-        weights = summed(replicas, there, home, foreign)
-        sizes = [part.size for part in self.parts]
-        inputs = [
-            joined([each[i] for each in found], sizes, tensor.device) if tensor.requires_grad else None
-            for i, tensor in enumerate(self.batch.tensors)
-        ]
-        self._ended(self)
-        return inputs, weights
 
     def _bring(self, part: Part) -> None:
         """Copy a part's samples to its device; on a CPU they are there once ``arrived`` has happened."""
@@ -222,32 +165,67 @@ class Step:
             with torch.no_grad():
                 own = tensor.detach()[part.start : part.stop].to(device, non_blocking=True)
             part.inputs.append(own.requires_grad_(tensor.requires_grad and self.modes.gradients))
-        part.arrived = _mark(self.batch.tensors, device)
+        part.given[0] = part.inputs
+        part.arrived = mark(self.batch.tensors, device)
 
-    def _run(self, part: Part) -> None:
-        """A part's forward."""
+    def _compute(self, block: range) -> None:
+        """Run stages of every part's forward, with no exchange between them. A divided layer is a block of its own."""
+        layer = bool(self.parts[0].stages[block[0]].layer)
+        if layer:
+            exchange.gather(self.parts, block[0], gradients=self.modes.gradients)
+        hosts = [part for part in self._hosts if part.has(block[0])]
+        for stage in block:
+            gpus, rest = [part for part in self._gpus if part.has(stage)], list[tuple[Part, range]]()
+            for part in gpus:
+                with self.modes.entered(part.replica.device):
+                    args, kwargs = self._arguments(part, stage)
+                    if not part.stages[stage].prepare(args, kwargs):
+                        rest.append((part, range(stage, stage + 1)))
+            for part in gpus:
+                if all(part is not other for other, _ in rest):
+                    self._run(part, range(stage, stage + 1))  # queued, and the device works while others begin
+            rest += [(part, block) for part in hosts if stage == block[-1]]
+            if rest:
+                at_once(lambda index, rest=rest: self._run(*rest[index]), len(rest), max(1, self.modes.threads))  # type: ignore[misc]
+        if layer:
+            exchange.scatter(self.parts, block[0], gradients=self.modes.gradients)
+
+    def _arguments(self, part: Part, stage: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments of one stage of a part."""
+        return (tuple(part.given[stage]), {}) if stage else self.batch.arguments(part.inputs)
+
+    def _run(self, part: Part, stages: range) -> None:
+        """Stages of a part's forward."""
         try:
             with self.modes.entered(part.replica.device):
-                _wait(part)
-                args, kwargs = self.batch.arguments(part.inputs)
+                part.wait()
                 if not part.clock.runs:
                     part.clock.start()
-                value = part.replica.call(args, kwargs)
+                for stage in stages:
+                    args, kwargs = self._arguments(part, stage)
+                    value = part.stages[stage].call(args, kwargs)
+                    last = stage == len(part.stages) - 1
+                    if not last:
+                        part.made[stage] = [value]
+                        if not part.stages[stage].layer and not part.stages[stage + 1].layer:
+                            part.given[stage + 1] = [value.detach().requires_grad_(value.requires_grad)]
                 part.clock.stop()
         except Exception as error:
             raise ReplicaError(f"{part.name}: {type(error).__name__}: {error}") from error
-        part.results = Results.of(value, part.size)
+        if last:
+            part.results = Results.of(value, part.size)
+            part.made[-1] = list(part.results.tensors)
 
     def _first(self) -> Results:
-        results = self.parts[0].results
+        results = self._own[0].results
         assert results is not None
         return results
 
     def _joined(self) -> list[torch.Tensor]:
         """The tensors that the model returned, joined."""
-        columns = list(zip(*[part.results.tensors for part in self.parts if part.results is not None], strict=True))
+        columns = list(zip(*[part.results.tensors for part in self._own if part.results is not None], strict=True))
         self.requires = tuple(any(t.requires_grad for t in column) for column in columns)
-        sizes, device = [part.size for part in self.parts], self.batch.tensors[0].device
+        sizes, device = [part.size for part in self._own], self.batch.tensors[0].device
         outputs = []
         for column in columns:
             output = joined([t.detach() for t in column], sizes, device)
@@ -255,49 +233,30 @@ class Step:
             outputs.append(output)
         return outputs
 
-    def _heads(self, part: Part, gradients: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """A part's results that have a gradient, each with that."""
-        assert part.results is not None
+    def _give_heads(self, part: Part, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Note a part's results that have a gradient, each with that."""
         device = part.replica.device
-        heads = [
+        part.heads[-1] = [
             (tensor, gradient.detach()[part.start : part.stop].to(device, non_blocking=True))
-            for tensor, gradient in zip(part.results.tensors, gradients, strict=True)
+            for tensor, gradient in zip(part.made[-1], gradients, strict=True)
             if gradient is not None and tensor.requires_grad
         ]
-        part.arrived = _mark([gradient for gradient in gradients if gradient is not None], device)
-        return heads
+        part.arrived = mark([gradient for gradient in gradients if gradient is not None], device)
 
-    def _differentiate(
-        self,
-        parts: Sequence[Part],
-        heads: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
-        found: list[Gradients],
-        places: Sequence[int],
-        keep: bool,
-    ) -> None:
-        """Put the gradients of the parts' inputs and weights into their places of ``found``."""
-        leaves = [[*part.inputs, *part.replica.leaves] for part in parts]
-        wanted = [leaf for each in leaves for leaf in each if leaf.requires_grad]
-        pairs = [pair for each in heads for pair in each]
-        gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
-        if pairs and wanted:
-            try:
-                for part in parts:
-                    _wait(part)
-                    if not part.clock.runs:
-                        part.clock.start()
-                gradients = torch.autograd.grad(
-                    [head for head, _ in pairs], wanted, [g for _, g in pairs], retain_graph=keep, allow_unused=True
-                )
-                for part in parts:
-                    if part.replica.device.type == "cpu":
-                        part.clock.stop()
-            except Exception as error:
-                names = "; ".join(part.name for part in parts)
-                raise ReplicaError(f"backward of {names}: {type(error).__name__}: {error}") from error
-        rest = iter(gradients)
-        for place, each in zip(places, leaves, strict=True):
-            found[place] = [next(rest) if leaf.requires_grad else None for leaf in each]
+    def _gathered(self, sums: Sums) -> tuple[Gradients, Gradients]:
+        """The gradients of tensors and parameters from those of the parts."""
+        for part in self.parts:
+            if part.replica.device == self.home:
+                part.clock.stop()
+        weights = sums.finish()
+        for part in self.parts:
+            part.clock.stop()
+        sizes = [part.size for part in self._own]
+        inputs = [
+            joined([part.gradients[i] for part in self._own], sizes, tensor.device) if tensor.requires_grad else None
+            for i, tensor in enumerate(self.batch.tensors)
+        ]
+        return inputs, weights
 
 
 class Joined(torch.autograd.Function):
@@ -309,6 +268,7 @@ class Joined(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         outputs = step.forward(buffers, keep=keep)
         ctx.step = step
+        ctx.weights = tensors[len(step.batch.tensors) :]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for o, requires in zip(outputs, step.requires, strict=True) if not requires])
         return tuple(outputs)
@@ -317,23 +277,15 @@ class Joined(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        inputs, weights = ctx.step.backward(gradients, keep=keep)
+        inputs, weights = ctx.step.backward(gradients, ctx.weights, keep=keep)
         return None, None, None, *inputs, *weights
 
 
-def _mark(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.cuda.Event | None:
-    """An event after what is queued on the GPU of ``tensors``, where ``device`` is a CPU that has to wait for it."""
-    gpus = [tensor.device for tensor in tensors if tensor.device.type == "cuda"]
-    if device.type == "cuda" or not gpus:
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(gpus[0]))
-    return event
-
-
-def _wait(part: Part) -> None:
-    """Wait for what a part on a CPU reads."""
-    if part.arrived is not None:
-        part.arrived.synchronize()
-    if part.replica.device.type == "cpu":
-        part.replica.wait()
+def _blocks(layers: Sequence[str]) -> list[range]:
+    """The stages between exchanges; a divided layer, which has a name, is a block of its own."""
+    blocks, first = list[range](), 0
+    for index, layer in enumerate(layers):
+        if layer:
+            blocks += [range(first, index)] * (index > first) + [range(index, index + 1)]
+            first = index + 1
+    return [*blocks, range(first, len(layers))] if first < len(layers) else blocks
