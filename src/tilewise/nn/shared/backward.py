@@ -24,6 +24,7 @@ class Backward:
     def __init__(self, gpus: Sequence[Part], hosts: Sequence[Part], modes: Modes, sums: Sums, *, keep: bool) -> None:
         self._gpus, self._hosts, self._modes, self._sums, self._keep = gpus, hosts, modes, sums, keep
         self._parts = sorted([*gpus, *hosts], key=lambda part: part.replica.number)
+        self._divided = any(stage.layer for stage in self._parts[0].stages)
 
     def run(self, block: range) -> None:
         """Run the backward of stages with no exchange between them, and give ``sums`` what they lead to."""
@@ -37,6 +38,9 @@ class Backward:
             self._gradients(gpus, stage)
             for part in gpus:
                 self._sum(part, stage)
+        if self._divided:
+            for part in gpus:  # what follows includes waiting for other devices
+                part.clock.stop()
 
         def host(index: int) -> None:
             with self._modes.entered(hosts[index].replica.device, backward=True):

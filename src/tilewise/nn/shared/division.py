@@ -28,8 +28,6 @@ from tilewise.plan import format_bytes
 __all__ = ["LINEAR", "Division", "Layer", "cuts_for_sums"]
 
 LINEAR = ("auto", "never", "always")
-TRIED = 4
-"""Samples on which a chain is compared with its model."""
 MOST_KINDS = 16
 """Modes of a model whose chains are kept."""
 LEAST_BYTES = 8 << 20
@@ -167,7 +165,8 @@ class Division:
             hooked = next((what for what, hooks in hooks_of(self._model) if hooks), "")
             if hooked:
                 raise Untraceable(hooked)
-            return chain_of(self._model, names, batch.tensors[0].detach()[:TRIED].to(self._home))
+            tried = -(-batch.size // sum(share > 0 for share in self._shares))  # as one device has: no new shapes
+            return chain_of(self._model, names, batch.tensors[0].detach()[:tried].to(self._home))
         except Untraceable as error:
             self.say(f"the model runs whole: {error}")
         except Exception as error:  # the model's own, which the call itself will meet

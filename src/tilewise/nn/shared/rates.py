@@ -34,7 +34,7 @@ def first_rates(devices: Sequence[torch.device]) -> tuple[tuple[float, ...], str
     return rates, f"shares by GFLOP/s of a matrix product: {told}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def copy_rate(source: torch.device, target: torch.device) -> float:
     """Bytes a second of a copy from one device to another, or within one; measured once."""
     a = torch.zeros(COPIED, dtype=torch.uint8, device=source, pin_memory=_pinned(source, target))
