@@ -1,10 +1,11 @@
 """Caffe con Troll Figure 3, end to end on a CPU: a network's training step with its batch in parts at once.
 
 Hadjis et al. 2015, section 2.2: the batch is cut into p parts, all layers run on each part at once with n / p of the n
-threads, and gradients are summed. p = 1 is the whole batch on all threads, and the paper's "None" is Caffe's way:
-convolutions lower and multiply one image after the other. Each part has a replica of the network, on a thread of its
-own, whose parameters share memory. ``way`` says how convolutions are computed: ``torch`` by the framework, ``lowered``
-by one lowering of the part's images (type 1) and one product, as in the paper. All sides run in turns.
+threads, and gradients are summed, which is ``tilewise.shared`` with equal shares. p = 1 is the whole batch on all
+threads, and the paper's "None" is Caffe's way: convolutions lower and multiply one image after the other. ``linear`` is
+that of ``tilewise.shared``: in the paper all layers are divided by images, ``never`` by outputs. ``way`` says how
+convolutions are computed: ``torch`` by the framework, ``lowered`` by one lowering of the part's images (type 1) and one
+product, as in the paper. All sides run in turns.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ from harness.result import Result, Row, Side
 from harness.settings import BadInput, NothingToMeasure, Settings
 from torch import nn
 
+import tilewise
 from tilewise.frontends.networks import load_network
 from tilewise.machine.torch_state import framework_flags
 from tilewise.planner.measuring.times import interleaved
 
 DEFAULTS = {
     "network": "alexnet", "batch": "256", "ways": "torch,lowered", "threads": "", "partitions": "", "steps": "3",
-    "budget_ms": "30000",
+    "linear": "never", "budget_ms": "30000",
 }  # fmt: skip
 QUICK = {"batch": "4", "threads": "2", "steps": "1", "budget_ms": "20"}
 WAYS = ("torch", "lowered")
@@ -68,32 +69,6 @@ def lowered(module: nn.Module) -> nn.Module:
     return module
 
 
-def parts_step(module: nn.Module, inputs: torch.Tensor, count: int, threads: int) -> Callable[[], torch.Tensor]:
-    """A training step in ``count`` parts at once; the gradients of ``module``'s parameters are those of the whole."""
-    sizes = [len(part) for part in inputs.tensor_split(count)]
-    replicas = [copy.deepcopy(module) for _ in range(count)]
-    for replica in replicas:
-        for mine, its in zip(replica.parameters(), module.parameters(), strict=True):
-            mine.data = its.data
-    steps = [
-        step_of(replica, part) for replica, part in zip(replicas, inputs.tensor_split(count), strict=True)
-    ]  # fmt: skip
-    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(max(1, threads // count),))
-
-    def step() -> torch.Tensor:
-        losses = list(pool.map(lambda one: one(), steps))
-        shares = [size / len(inputs) for size in sizes]
-        for parameter, *parts in zip(module.parameters(), *(each.parameters() for each in replicas), strict=True):
-            total = torch.zeros_like(parameter)
-            for part, share in zip(parts, shares, strict=True):
-                assert part.grad is not None
-                total.add_(part.grad, alpha=share)
-            parameter.grad = total
-        return torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
-
-    return step
-
-
 def run(settings: Settings) -> Result:
     """A row for each way and number of parts, over one image at a time. Raises ``NothingToMeasure`` on a GPU."""
     if settings.device.type != "cpu":
@@ -115,7 +90,9 @@ def run(settings: Settings) -> Result:
     for way in settings.chosen("ways", {way: way for way in WAYS}):
         module = copy.deepcopy(own) if way == "torch" else lowered(copy.deepcopy(own))
         for count in counts:
-            steps[way, count] = step_of(module, inputs) if count == 1 else parts_step(module, inputs, count, threads)
+            shares, linear = (1,) * count, settings.text("linear")
+            shared = module if count == 1 else tilewise.shared(module, parts=count, shares=shares, linear=linear)
+            steps[way, count] = step_of(shared, inputs)
     torch.set_num_threads(threads)
     try:
         with framework_flags("cpu", "ieee", deterministic=False):

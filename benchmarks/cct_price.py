@@ -2,8 +2,12 @@
 
 Hadjis et al. 2015 find an iteration on a CPU instance 2.6 times as expensive as on a GPU instance. Prices change, so
 they are options: ``price`` for an hour of this machine, in any currency, and ``other_price`` for an hour of another one
-on which an iteration takes ``other_ms``. A row holds the price of a thousand iterations by torch against planned; with
-another machine given, its price against that of the planned iteration here.
+on which an iteration takes ``other_ms``. A row holds the price of a thousand iterations by torch against planned. With
+``devices``, such as ``cuda:0,cpu``, which a machine with a GPU has by default, a second row holds it by torch against
+that of ``tilewise.shared`` on these. With another machine given, a row holds its price against the least one here.
+
+The paper prints no prices. Its two ratios, 1.86 in time and 2.6 in price, imply that an hour of its CPU instance cost
+1.40 times as much as one of its GPU instance. ``other_price=1 other_ms=1000 price=1.4`` are prices like that.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from tilewise.planner.measuring.times import interleaved
 
 DEFAULTS = {
     "network": "alexnet", "batch": "256", "rigor": "measure", "steps": "3", "budget_ms": "30000", "price": "",
-    "other_price": "", "other_ms": "", "other": "another machine",
+    "devices": "", "other_price": "", "other_ms": "", "other": "another machine",
 }  # fmt: skip
 QUICK = {"batch": "1", "rigor": "estimate", "steps": "1", "budget_ms": "50", "price": "0.68", "other_price": "0.65",
          "other_ms": "100"}  # fmt: skip
@@ -32,30 +36,45 @@ ITERATIONS = 1000
 
 
 def run(settings: Settings) -> Result:
-    """A row for this machine, and one for both where another one's price and time are given."""
+    """A row for each way here, and one for both machines where another one's price and time are given."""
     here = positive(settings, "price")
     if here is None:
         raise BadInput("price='': what an hour of this machine costs would do")
     other = (positive(settings, "other_price"), positive(settings, "other_ms"))
     if (other[0] is None) != (other[1] is None):
         raise BadInput("other_price and other_ms: both or neither would do")
-    torch_ms, planned_ms = times(settings)
+    devices = [name for name in settings.text("devices").split(",") if name]
+    if not devices and settings.device.type == "cuda":
+        devices = [str(settings.device), "cpu"]
+    return Result(rows_of(settings, times(settings, devices), here, other))
+
+
+def rows_of(
+    settings: Settings, took: dict[str, float], here: float, other: tuple[float | None, float | None]
+) -> list[Row]:
+    """The prices of iterations that ``took`` so many milliseconds here, and of one on another machine.
+
+    ``here`` is the price of an hour; ``other`` has the price and the milliseconds of the other machine, if any.
+    """
     batch = settings.integer("batch")
-    details = {"batch": batch, "price_of_an_hour": here, "torch_ms": torch_ms, "planned_ms": planned_ms}
+    details: dict[str, Any] = {"batch": batch, "price_of_an_hour": here}
+    details |= {f"{name.partition(' ')[0]}_ms": ms for name, ms in took.items()}
     name = f"{settings.text('network')}, batch {batch}"
-    planned = Side("planned, here", price_of(planned_ms, here))
+    prices = {side: price_of(ms, here) for side, ms in took.items()}
     rows = [
-        Row(f"{name}: here", "here", Side("torch, here", price_of(torch_ms, here)), planned,
+        Row(f"{name}: {side}", "here", Side("torch, here", prices["torch"]), Side(f"{side}, here", prices[side]),
             unit="a thousand iterations", details=details)
+        for side in took if side != "torch"
     ]  # fmt: skip
     if other[0] is not None and other[1] is not None:
         there = Side(settings.text("other"), price_of(other[1], other[0]))
         more = {"other_ms": other[1], "other_price_of_an_hour": other[0]}
+        least = min(prices, key=lambda side: prices[side])
         rows.append(
-            Row(f"{name}: {settings.text('other')}", "both", there, planned, unit="a thousand iterations",
-                details={**details, **more})
+            Row(f"{name}: {settings.text('other')}", "both", there, Side(f"{least}, here", prices[least]),
+                unit="a thousand iterations", details={**details, **more})
         )  # fmt: skip
-    return Result(rows)
+    return rows
 
 
 def price_of(ms: float, hour: float) -> float:
@@ -77,8 +96,8 @@ def positive(settings: Settings, name: str) -> float | None:
     return value
 
 
-def times(settings: Settings) -> tuple[float, float]:
-    """Milliseconds of a training step by torch and planned, in turns."""
+def times(settings: Settings, devices: list[str]) -> dict[str, float]:
+    """Milliseconds of a training step by torch, planned, and shared among ``devices`` if any, in turns."""
     network: Any = load_network(settings.text("network"))
     inputs = network.example_inputs(settings.integer("batch"), settings.device)
     own = network.module.to(settings.device).train()
@@ -86,10 +105,15 @@ def times(settings: Settings) -> tuple[float, float]:
         planned = tilewise.optimize(
             copy.deepcopy(own), inputs, rigor=settings.text("rigor"), planner=settings.planner()
         )
-        torch_ms, planned_ms = interleaved(
-            [step_of(own, inputs), step_of(planned, inputs)], settings.device,
-            budget_ms=float(settings.integer("budget_ms")), least=settings.integer("steps"),
+        steps = {"torch": step_of(own, inputs), "planned": step_of(planned, inputs)}
+        if devices:
+            steps[f"shared by {' and '.join(devices)}"] = step_of(
+                tilewise.shared(copy.deepcopy(own), devices=devices), inputs
+            )
+        found = interleaved(
+            list(steps.values()), settings.device, budget_ms=float(settings.integer("budget_ms")),
+            least=settings.integer("steps"),
         )  # fmt: skip
     if settings.device.type == "cuda":
         torch.cuda.synchronize()
-    return torch_ms, planned_ms
+    return dict(zip(steps, found, strict=True))

@@ -1,6 +1,6 @@
-"""Caffe con Troll Figures 3 and 5 end to end: training steps of a network shared among devices, or parts of a CPU.
+"""Caffe con Troll Figure 5 end to end: training steps of a network shared among GPUs (section 3.3).
 
-On GPUs (section 3.3, Figure 5) a row holds the step of one GPU, captured as a CUDA graph in torch's better layout,
+A row holds the step of one GPU, captured as a CUDA graph in torch's better layout,
 against that of ``tilewise.shared`` on as many GPUs as ``gpus`` says. With ``busy``, a percentage of multiprocessors, a
 second row has the last GPU with these kept busy by another kernel; its baseline is the time that the measured rates of
 all GPUs alone would give together, so that its ratio is the part of the summed rates that is reached. On a CPU (section
@@ -35,16 +35,16 @@ DEFAULTS = {
     "cases": "",
     "gpus": "2",
     "busy": "50",
-    "parts": "",
     "graphs": "auto",
+    "linear": "auto",
+    "sums": "early",
     "warm_up": "40",
     "rounds": "15",
     "round_ms": "400",
     "seconds": "0",
 }
-QUICK = {"cases": "photonet@4@fp32", "parts": "2", "warm_up": "1", "rounds": "1", "round_ms": "1"}
+QUICK = {"cases": "photonet@4@fp32", "warm_up": "1", "rounds": "1", "round_ms": "1"}
 GPU_CASES = "alexnet@512@fp32,resnet50@256@fp32,alexnet@512@tf32,resnet50@256@tf32"
-CPU_CASES = "alexnet@256@fp32"
 LEAST, LEAST_OF_RATES = 1.8, 0.9
 RATE = 1e-6
 """Learning rate: weights change in every step, and hardly."""
@@ -52,20 +52,21 @@ Step = Callable[[], None]
 
 
 def run(settings: Settings) -> Result:
-    """One row a case and number of parts, or a case with its GPUs free and busy."""
-    on_gpus = settings.device.type == "cuda"
-    if on_gpus and torch.cuda.device_count() < settings.integer("gpus"):
+    """A row for each case with its GPUs free, and one with the last of them busy."""
+    if settings.device.type != "cuda":
+        raise NothingToMeasure(f"device {settings.device}: this is about GPUs; cct_fig3_network has parts of a CPU")
+    if torch.cuda.device_count() < settings.integer("gpus"):
         raise NothingToMeasure(f"{torch.cuda.device_count()} GPUs here, gpus={settings.text('gpus')}")
     if not 0 <= settings.integer("busy") <= 100:
         raise BadInput(f"busy={settings.text('busy')}: a percentage would do")
     deadline, rows, notes = settings.deadline(), list[Row](), list[str]()
-    for text in (settings.text("cases") or (GPU_CASES if on_gpus else CPU_CASES)).split(","):
+    for text in (settings.text("cases") or GPU_CASES).split(","):
         if deadline.passed:
             notes.append(f"out of time before {text}")
             continue
         case = case_of(text)
         with framework_flags(settings.device.type, "tf32" if case.mode == "tf32" else "ieee", deterministic=False):
-            found = gpu_rows(settings, case) if on_gpus else cpu_rows(settings, case)
+            found = gpu_rows(settings, case)
         rows += found
         for row in found:
             settings.say(
@@ -103,7 +104,8 @@ def gpu_rows(settings: Settings, case: Case) -> list[Row]:
     steps = {str(device): captured(step_of(case, *built(case, layout, device)), device) for device in devices}
     model, images = built(case, layout, devices[0])
     twin = copy.deepcopy(model)
-    shared = tilewise.shared(model, devices=devices, graphs=settings.text("graphs"))
+    options = {name: settings.text(name) for name in ("graphs", "linear", "sums")}
+    shared = tilewise.shared(model, devices=devices, **options)
     steps["shared"] = step_of(case, shared, images)
     rows = []
     for busy in [0, settings.integer("busy")] if settings.integer("busy") else [0]:
@@ -130,31 +132,6 @@ def gpu_rows(settings: Settings, case: Case) -> list[Row]:
         else:
             one = Side(f"one GPU, a graph, {layout}", alone[0])
             rows.append(Row(case.name, "free", one, Side(f"shared, {count} GPUs", took["shared"]), details=details))
-    return rows
-
-
-def cpu_rows(settings: Settings, case: Case) -> list[Row]:
-    """The whole batch at once against parts of it."""
-    threads = torch.get_num_threads()
-    counts = settings.integers("parts") or sorted({2**n for n in range(1, threads.bit_length())} | {threads} - {1})
-    if any(count < 1 for count in counts):
-        raise BadInput(f"parts={settings.text('parts')}: numbers of one or more would do")
-    layout = faster_layout(settings, case, settings.device)
-    model, images = built(case, layout, settings.device)
-    steps = {"whole": step_of(case, model, images)}
-    shared = {count: tilewise.shared(copy.deepcopy(model), parts=count) for count in counts}
-    steps |= {str(count): step_of(case, each, images) for count, each in shared.items()}
-    repeat(steps["whole"], 1)
-    took = in_turns(steps, settings, [settings.device])
-    rows = []
-    for count, each in shared.items():
-        details = {
-            "layer": case.name, "parts": count, "threads": threads, "layout": layout, "batch": case.batch,
-            "report": str(each.report()), "apart": apart(case, each, copy.deepcopy(each.module), images),
-        }  # fmt: skip
-        what = f"{count} part{'s' if count > 1 else ''} at once"
-        whole, ours = Side("the whole batch", took["whole"]), Side(what, took[str(count)])
-        rows.append(Row(f"{case.name}, {what}", f"{threads} threads", whole, ours, details=details))
     return rows
 
 
@@ -259,6 +236,6 @@ def apart(case: Case, shared: nn.Module, twin: nn.Module, images: torch.Tensor) 
 
 
 def draw(document: dict[str, Any]) -> Figure:
-    """Speed-up over the number of parts, on a CPU."""
+    """Speed-up over the number of GPUs."""
     groups = list(dict.fromkeys(row["group"] for row in document["rows"]))
-    return speedup_lines(document, groups, "parts" if "parts" in document["rows"][0]["details"] else "gpus", "batch")
+    return speedup_lines(document, groups, "gpus", "batch")

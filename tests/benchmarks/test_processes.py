@@ -23,9 +23,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = [entry.name for entry in entries()]
 LONG = {
     "call_overhead",
+    "cct_fig3_network",
     "cct_fig4",
     "cct_fig5",
     "cct_fig9",
+    "cct_price",
     "fbfft_figures",
     "fbfft_table3",
     "fbfft_table4",
@@ -39,7 +41,6 @@ LONG = {
     "planner_time",
     "planning_wait",
     "spatial_scaling",
-    "shared_net",
     "spatial_tables",
     "step_memory",
     "steps",
@@ -52,6 +53,7 @@ NOTHING_ON_A_CPU = {
     "fft_own_vs_library": "transform=own",
     "host_in_place": "the host computes there",
     "mucudnn_fig12": "legacy algorithms",
+    "shared_net": "GPUs",
     "spatial_halos": "fused kernels",
     "spatial_norms": "SyncBatchNorm",
 }
