@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests import interpreter as interpreter  # before anything imports Triton: what is defined without it compiles
-from tests.sampling import EVERY, is_narrowed, sample
+from tests.sampling import EVERY, fewer_examples, is_narrowed, sample
 from tests.seeds import SEED, SEEDS, seed_all, use_profile
 
 from tilewise.machine import load
@@ -58,6 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
+        for item in items:
+            test = getattr(item, "obj", None)
+            fewer_examples(getattr(test, "__func__", test))
     # What takes a minute goes first, so that no worker is alone with it at the end.
     items.sort(key=lambda item: item.path.name != "test_demo.py")
     if torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """How much of what is drawn or listed runs: a sample, or everything where ``TILEWISE_EVERY_TEST`` is set.
 
-A test marked ``slow`` runs only with everything.
+A test marked ``slow`` runs only with everything. Of a generated test :data:`MOST_DRAWN` examples are drawn at most.
 
 A test marked ``sampled(n)`` runs n of its cases that together meet as many values of its parameters as n can. With
 ``each=("solver", "pass_")`` it runs, whatever n is, the first case of every combination of these, and within each value
@@ -15,10 +15,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
-__all__ = ["EVERY", "is_narrowed", "sample", "some"]
+__all__ = ["EVERY", "MOST_DRAWN", "fewer_examples", "is_narrowed", "sample", "some"]
 
 EVERY = bool(os.environ.get("TILEWISE_EVERY_TEST"))
+
+
+MOST_DRAWN = 15
+"""Examples of a generated test in a run that is neither narrowed nor of everything."""
+
+
+def fewer_examples(test: object) -> None:
+    """Let a test that hypothesis generates draw no more than :data:`MOST_DRAWN` examples; any other is left alone."""
+    drawn = getattr(test, "_hypothesis_internal_use_settings", None)
+    if drawn is not None and drawn.max_examples > MOST_DRAWN:
+        test._hypothesis_internal_use_settings = settings(drawn, max_examples=MOST_DRAWN)  # type: ignore[attr-defined]
 
 
 def some(count: int) -> int:
