@@ -147,7 +147,9 @@ def test_terms_are_those_of_float64(device: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "bound"),
     [
-        pytest.param("cpu", torch.float16, 1e-3, marks=interpreted),  # the interpreter has no products of bfloat16
+        pytest.param(
+            "cpu", torch.float16, 1e-3, marks=(interpreted, pytest.mark.slow)
+        ),  # the interpreter has no products of bfloat16
         pytest.param("cuda", torch.float16, 1e-3, marks=pytest.mark.gpu),
         pytest.param("cuda", torch.bfloat16, 6e-3, marks=pytest.mark.gpu),
     ],
@@ -165,7 +167,7 @@ def test_tf32(seed: int) -> None:
 ORDERS = list(itertools.product((torch.contiguous_format, torch.channels_last), repeat=2))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("orders", "blocks", "stride", "shift", "far"),

@@ -200,6 +200,7 @@ def all_to_all() -> None:
             assert torch.equal(tensor, out[o, link.index]), (turn, o)
 
 
+@pytest.mark.slow
 @interpreted
 def test_more_neighbours_than_a_launch_has_messages() -> None:
     run(4, all_to_all, timeout=120)

@@ -177,7 +177,7 @@ ENDS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ENDS)
 def test_what_ends_a_program_between_steps_is_told(kind: str, tmp_path: Any) -> None:
     ours, theirs = server().Pipe(duplex=False)

@@ -116,7 +116,7 @@ def with_gradients(
 
 
 @compiles
-@settings(max_examples=some(36), deadline=None)
+@settings(max_examples=some(20), deadline=None)
 @given(
     name=st.sampled_from(tuple(CELLS)), time=st.integers(1, 7), batch=st.integers(1, 9),
     hidden=st.sampled_from((1, 7, 16, 33)), seed=st.integers(0, 99), resets=st.booleans(), reverse=st.booleans(),
