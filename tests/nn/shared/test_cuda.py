@@ -81,12 +81,15 @@ def dense(device: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("graphs", ["auto", "never"])
+@pytest.mark.parametrize("sums", ["early", "late"])
 @pytest.mark.parametrize("linear", ["always", "never"])
 @pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), TWO, ("cuda:1", "cuda:0"), ("cuda:1",)], ids="+".join)
-def test_divided_layers_and_early_sums(devices: tuple[str, ...], linear: str, graphs: str) -> None:
+def test_divided_layers_and_early_sums(devices: tuple[str, ...], linear: str, sums: str, graphs: str) -> None:
     need(devices)
     twin, model = twins(dense("cuda:0"))
-    shared = tilewise.shared(model, devices=devices, graphs=graphs, shares=(1,) * len(devices), linear=linear)
+    shared = tilewise.shared(
+        model, devices=devices, graphs=graphs, shares=(1,) * len(devices), linear=linear, sums=sums
+    )
     trained(twin, shared, [images(n, "cuda:0") for n in (8, 8, 8, 5, 8, 5, 2, 1)], 1e-8)
     report = shared.report()
     assert bool(report.rows) == (linear == "always" and len(devices) > 1), report
@@ -94,20 +97,40 @@ def test_divided_layers_and_early_sums(devices: tuple[str, ...], linear: str, gr
         assert all("replayed from" in text for text in report.graphs), report
 
 
+@pytest.mark.parametrize("home", ["cuda:0", "cpu"])
+@pytest.mark.parametrize("devices", [("cuda:0", "cpu"), TWO, ("cuda:1", "cuda:0", "cpu")], ids="+".join)
+def test_early_sums_of_gpus_and_the_cpu(devices: tuple[str, ...], home: str) -> None:
+    need(devices)
+    twin, model = twins(dense(home))
+    shared = tilewise.shared(model, devices=devices, shares=(1,) * len(devices), sums="early")
+    trained(twin, shared, [images(n, home) for n in (8, 8, 8, 5, 2)], 1e-8)
+
+
+class Wide(nn.Module):
+    """Many weights of which each sample's gradient is exact, for activations of eight numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 150_000, dtype=F64, device="cuda:0") / 400)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.sum(1)
+
+
 @pytest.mark.parametrize("graphs", ["auto", "never"])
-@pytest.mark.parametrize("devices", [TWO, ("cuda:1",), ("cuda:0", "cpu"), ("cuda:0", "cuda:1", "cpu")], ids="+".join)
+@pytest.mark.parametrize("devices", [TWO, ("cuda:0", "cuda:1", "cuda:0"), ("cuda:1", "cuda:0", "cpu")], ids="+".join)
 def test_early_sums_are_the_same_bits_as_late_ones(devices: tuple[str, ...], graphs: str) -> None:
     need(devices)
-    models = twins(dense("cuda:0"))
+    models = twins(nn.Sequential(Wide(), nn.Tanh(), Wide(), nn.Tanh(), Wide()))
     both = [
-        tilewise.shared(model, devices=devices, graphs=graphs, shares=(1,) * len(devices), linear="never", sums=sums)
+        tilewise.shared(model, devices=devices, graphs=graphs, shares=(1,) * len(devices), sums=sums)
         for model, sums in zip(models, ("early", "late"), strict=True)
     ]
     for step in range(6):
-        x = images(8, "cuda:0")
+        x = torch.randn(len(devices), 8, dtype=F64, device="cuda:0")
         for each in both:
             each.zero_grad(set_to_none=step % 2 == 0)
-            loss_of(each(x)).backward()
+            each(x).sum().backward()
         for (name, a), b in zip(both[0].named_parameters(), both[1].parameters(), strict=True):
             assert torch.equal(a.grad, b.grad), (step, name)  # type: ignore[arg-type]
 

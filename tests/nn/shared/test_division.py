@@ -344,7 +344,7 @@ def test_hooks_and_more_arguments_keep_a_model_whole() -> None:
 
 def test_the_programs_steps_decide_whether_a_division_is_kept() -> None:
     model, twin = twins(nn.Sequential(linear(64, 200), nn.ReLU(inplace=True), linear(200, 3)))
-    shared = tilewise.shared(model, parts=2)
+    shared = tilewise.shared(model, parts=2, linear="auto")
     for step in range(2 * (SKIPPED + WINDOW) + 4):
         x = torch.randn(4, 64, dtype=F64, device="cpu")
         for each in (shared, twin):

@@ -132,8 +132,9 @@ def joined(parts: Sequence[torch.Tensor | None], sizes: Sequence[int], device: t
     there = [part for part in parts if part is not None]
     if not there:
         return None
+    queued = device.type == "cuda"  # what is on a CPU is read at once, so that it has to be there
     if len(parts) == 1:
-        return there[0].to(device, non_blocking=True)
+        return there[0].to(device, non_blocking=queued)
     first = there[0]
     whole = torch.empty((sum(sizes), *first.shape[1:]), dtype=first.dtype, device=device)
     if first.dim() == 4 and first.is_contiguous(memory_format=torch.channels_last) and not first.is_contiguous():
@@ -142,5 +143,5 @@ def joined(parts: Sequence[torch.Tensor | None], sizes: Sequence[int], device: t
         if part is None:
             whole[start:stop].zero_()
         else:
-            whole[start:stop].copy_(part, non_blocking=True)
+            whole[start:stop].copy_(part, non_blocking=queued)
     return whole

@@ -60,7 +60,7 @@ def shared(
       to move than what the layer reads and returns, and keeps that if the program's steps get faster. ``"always"``
       divides all that can be, ``"never"`` none.
     - ``sums``: ``"early"`` sends gradients from GPUs and adds them while the backward goes on, ``"late"`` after it.
-      Results are the same bits.
+      They are added in the same order.
 
     Each copy computes a batch norm's statistics of its own part; running statistics are the mean of all, weighted by
     samples. Raises ``ValueError`` for anything but a module on one device, for devices that are not here, and for
