@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.sampling import EVERY, is_narrowed, sample
+from tests.sampling import EVERY, MOST_DRAWN, fewer_examples, is_narrowed, sample
 
 ROOT = Path(__file__).parents[1]
 values = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
@@ -45,6 +45,20 @@ def test_without_combinations_as_many_as_asked_for(cases: list[dict[str, object]
     if count >= 12:
         for name in ("solver", "pass_", "dtype"):
             assert {case[name] for case in kept} == {case[name] for case in cases}
+
+
+@pytest.mark.parametrize(("asked", "drawn"), [(4 * MOST_DRAWN, MOST_DRAWN), (3, 3)])
+def test_a_generated_test_draws_no_more_than_the_most(asked: int, drawn: int) -> None:
+    seen: list[int] = []
+
+    @settings(max_examples=asked)
+    @given(st.integers())
+    def generated(number: int) -> None:
+        seen.append(number)
+
+    fewer_examples(generated)
+    generated()
+    assert len(seen) == drawn
 
 
 def test_a_diagonal_meets_all() -> None:
