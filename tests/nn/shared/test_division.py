@@ -395,7 +395,9 @@ def test_cuts_for_sums_have_weights_that_are_worth_it(
 
 
 @pytest.mark.parametrize(
-    ("make", "shape"), [(network, (3, 3, 6, 6)), (normed, (3, 3, 6, 6)), (Late, (3, 6, 2, 4))], ids=str
+    ("make", "shape"),
+    [(network, (3, 3, 6, 6)), (normed, (3, 3, 6, 6)), (Late, (3, 6, 2, 4))],
+    ids=("network", "normed", "late"),
 )
 def test_pieces_one_after_the_other_are_the_model(make: Any, shape: tuple[int, ...]) -> None:
     model, x = make().eval(), torch.randn(shape, dtype=F64, device="cpu")

@@ -71,18 +71,18 @@ class Costs:
     cache: float = 0.0
     """For a byte that all blocks read from the second cache."""
     narrow: float = 0.0
-    """For a gate whose neighbours in 32 bytes another block stores."""
+    """Where another block stores the other half of 32 bytes of the state, with 16 rows."""
 
 
 # Of 459 shapes of 15 layers in bf16, within 8 % and 6 % in the median; the fastest of each kernel is among the first
 # four or within 8 % of one of them. In fp32 of 1,373 shapes with tiles of 16 rows, before there were others.
 BY_WARPS = Costs(
     753, 353, (135, 266), product=41.7, left=11.4, sent=11, shared_load=270, load=147, root_of_loads=27, terms=0.27,
-    next_tile=22, crowd=843, sums=0.18, narrow=26,
+    next_tile=22, crowd=843, sums=0.18, narrow=1000,
 )  # fmt: skip
 BY_WARPGROUPS = Costs(
     584, 349, (153, 258), product=28.4, left=8.6, sent=11.4, shared_load=225, crowd=1111, product_row=1.285,
-    left_row=-0.836, second_round=764, narrow=45,
+    left_row=-0.836, second_round=764, narrow=700,
 )  # fmt: skip
 IN_FP32 = Costs(
     484, 722, (119, 198), product=13.2, left=43.8, sent=12, shared_load=248, load=26, root_of_loads=455, shared=791,
@@ -119,10 +119,11 @@ def step_cycles(p: RecurrentProgram, groups: int, batch: int) -> float:
         products = p.words * passes * high * costs.product + left * costs.left
     of_a_block = p.parts * p.rows * 4 / 128
     sums = p.cluster * of_a_block * p.sums * costs.sums + (p.cluster - 1) * of_a_block * 8 * p.column_tiles * costs.sent
-    narrow = (1 if not p.backward else 4 if p.cell == "gru" else GATES[p.cell]) * (p.units * p.dtype.itemsize < 32)
-    gates = -(-p.rows * p.units // p.threads) * GATES[p.cell] * costs.gates[p.backward] + narrow * costs.narrow
+    full = min(batch, TILE) / TILE
+    gates = -(-p.rows * p.units // p.threads) * GATES[p.cell] * costs.gates[p.backward]
+    gates += costs.narrow * full if p.units * p.dtype.itemsize < 32 else 0
     once = costs.once + (costs.cluster if p.cluster > 1 else 0) + costs.next_tile * (p.tiles - 1)
-    crowd = costs.crowd * blocks / PROCESSORS * min(batch, TILE) / TILE
+    crowd = costs.crowd * blocks / PROCESSORS * full
     return once + p.tiles * (crowd + products + sums + _reads(p, costs, blocks) + gates)
 
 
