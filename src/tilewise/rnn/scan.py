@@ -66,11 +66,12 @@ def scan(
 
     On a CPU in fp32 the cell is compiled with its derivative, and all steps run in one call, in which threads keep
     their share of ``u`` in their caches (as :doc:`recurrent` layers do). On a GPU in fp32, bf16 or fp16 each step is
-    one Triton kernel, and all steps are replayed as a CUDA graph where calls of a size come again. For this the cell is
-    called once with placeholders: it may use arithmetic, torch's elementwise functions, comparisons with
-    ``torch.where``, and means, variances and norms over units, and must not depend on values. ``compiled=True`` raises
-    ``ValueError`` with the reason where it cannot be compiled. ``None`` then runs it step by step by torch, and
-    ``False`` always does. Gradients of gradients are torch's.
+    one Triton kernel with ``compiled=True``, and all steps are replayed as a CUDA graph where calls of a size come
+    again. For this the cell is called once with placeholders: it may use arithmetic, torch's elementwise functions,
+    comparisons with ``torch.where``, and means, variances and norms over units, and must not depend on values.
+    ``compiled=True`` raises ``ValueError`` with the reason where it cannot be compiled. ``None`` compiles on a CPU
+    where it can, and runs step by step by torch on a GPU, where these kernels were not measured yet. ``False`` always
+    does. Gradients of gradients are torch's.
 
     Raises ``ValueError`` for tensors that do not fit, also for states that the cell returns, and for a ``noise`` or
     ``seed`` out of range.
@@ -139,7 +140,8 @@ def _check(x: Tensor, states: Sequence[Tensor], u: Tensor, parameters: Sequence[
 
 def _scanned(way: _Way, tensors: Sequence[Tensor], compiled: bool | None) -> tuple[Tensor, ...]:
     """y and the last states, by kernels where they can. Raises ``ValueError`` where they cannot and must."""
-    found: Cell | str = "compiled=False" if compiled is False else _traced(way, tensors)
+    wanted = not tensors[0].is_cuda if compiled is None else compiled
+    found: Cell | str = _traced(way, tensors) if wanted else "it was not asked for"
     if isinstance(found, Cell):
         try:
             return _by_kernel(found, way, tensors)

@@ -40,6 +40,9 @@ NARROW = 32
 MOST_PARTS = 16
 SMALLER = 8
 """An operand that has so many times fewer bytes than the other is copied in no time beside the product."""
+UNEVEN = False
+"""Whether tiles of 48, 80 and 96 columns are offered. They are right in the interpreter, but a planning that could try
+them stopped on an H100 with an illegal access, whose cause is not known yet."""
 
 
 def configs(p: GemmProblem) -> Iterable[Config]:
@@ -108,7 +111,7 @@ def _tiles(p: GemmProblem) -> Iterator[tuple[tuple[int, int, int], int, int]]:
     itemsize = p.torch_dtype("a").itemsize
     long, short = max(p.m, p.n), min(p.m, p.n)
     least = -(-short // -(-short // 128))  # of as few tiles as there can be, as equal as they can be
-    columns = next(width for width in COLUMNS if width >= least)
+    columns = next(width for width in COLUMNS if width >= least and (UNEVEN or not width & (width - 1)))
     for rows in (32, 64, 128) if long > 64 else (64,):
         for side in dict.fromkeys((columns, 1 << (columns - 1).bit_length(), min(columns, 64))):
             depth = 32 if itemsize == 4 else 64 if side > NARROW else 128

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from tilewise.solvers.recurrent._grid_recurrence import Shape
     from tilewise.solvers.recurrent._grid_shapes import Asked
 
-MOST = 12
-"""Configs of a forward alone that are offered."""
-PAIRED = 4
-"""Shapes of each kernel that are tried with each of the other for training."""
+MOST = 4
+"""Shapes of a kernel that are offered for products by warps, and for those by warpgroups."""
+PAIRED = 3
+"""The same where each is tried with each of the other kernel, for training."""
 
 
 class PersistentGrid(RecurrentSolver):
@@ -43,7 +43,7 @@ class PersistentGrid(RecurrentSolver):
     by_blocks = True
     devices = frozenset({"cuda"})
     compiles = True
-    most_configs = most_compiled = PAIRED**2  # of few kernels: each direction has as many as PAIRED
+    most_configs = most_compiled = PAIRED**2  # of few kernels: each direction has as many as PAIRED of a kind
     error_bound = {"ieee": 1e-5, "tf32": 5e-3}  # noqa: RUF012
 
     def unsupported(self, p: RecurrentProblem) -> list[str]:
@@ -65,17 +65,20 @@ class PersistentGrid(RecurrentSolver):
 
     def configs(self, p: RecurrentProblem) -> Iterable[Config]:
         """Shapes of both kernels, the fastest by a model of a step first."""
-        forward = self._shapes(p, False)
         if p.task == "inference":
-            return [Config(forward=shape) for _, shape in forward[:MOST]]
-        backward = self._shapes(p, True)
-        pairs = itertools.product(enumerate(forward[:PAIRED]), enumerate(backward[:PAIRED]))
-        ranked = sorted((i + j, f, g) for (i, (_, f)), (j, (_, g)) in pairs)
+            return [Config(forward=shape) for _, shape in self._best(p, False, MOST)]
+        pairs = itertools.product(*(self._best(p, backward, PAIRED) for backward in (False, True)))
+        ranked = sorted((a + b, f, g) for (a, f), (b, g) in pairs)
         return [Config(forward=f, backward=g) for _, f, g in ranked]
+
+    def family(self, c: Config) -> str:
+        """One for each way to multiply: their estimates are off by other factors."""
+        teams = (str(_shape(c, name)[-1]) for name in ("forward", "backward") if name in c)
+        return " ".join((self.name, *teams))
 
     def most(self, p: RecurrentProblem) -> int:
         """As many kernels of a direction, where there is one."""
-        return PAIRED if p.task == "inference" else self.most_configs
+        return MOST if p.task == "inference" else self.most_configs
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products of all steps at once, and the cycles of each step as launches."""
@@ -112,6 +115,14 @@ class PersistentGrid(RecurrentSolver):
         except Exception as error:  # NVRTC and the driver raise errors of their own
             raise unavailable_by(error) from error
         return StackedLayers(p, recurrence, block=block_of(c))
+
+    def _best(self, p: RecurrentProblem, backward: bool, most: int) -> list[tuple[float, Shape]]:
+        """The first shapes with their cycles, so many for each way to multiply."""
+        from tilewise.solvers.recurrent._grid_shapes import WARPGROUP
+
+        found = self._shapes(p, backward)
+        of_each = ([one for one in found if one[1][-1] == team][:most] for team in (1, WARPGROUP))
+        return sorted(itertools.chain(*of_each))
 
     def _shapes(self, p: RecurrentProblem, backward: bool) -> tuple[tuple[float, Shape], ...]:
         from tilewise.solvers.recurrent._grid_shapes import shapes
