@@ -197,9 +197,10 @@ SOURCES = Path(layer.__file__).parents[1].rglob("*.py")
 FEW = {
     "_precision_flag", "on_end",
     "_gpu_name", "_cpu_environment", "_gpu_environment", "last_level_bytes", "_cache_bytes", "transforms", "_constants",
-    "_stream", "read_source", "_asset", "_flops",
+    "_stream", "read_source", "_asset", "_flops", "_fields_of",
 }  # fmt: skip
-"""Cached for ever by what there are few of: devices, threads, tiles of Winograd's, files of this package, streams."""
+"""Cached for ever by what there are few of: devices, threads, tiles of Winograd's, files of this package, streams,
+classes of what plans keep."""
 
 
 def test_no_cache_is_without_bound() -> None:

@@ -101,8 +101,9 @@ class RecurrentRun:
 
     def _zeros(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """First states of zeros."""
-        h0, c0 = (torch.zeros(self.problem.shape(role), dtype=x.dtype, device=x.device) for role in ("h0", "c0"))
-        return h0, c0 if self.problem.cell == "lstm" else None
+        p = self.problem
+        h0 = torch.zeros(p.shape("h0"), dtype=x.dtype, device=x.device)
+        return h0, torch.zeros(p.shape("c0"), dtype=x.dtype, device=x.device) if p.cell == "lstm" else None
 
     def forward(
         self,
