@@ -90,8 +90,10 @@ def rows_of(settings: Settings, size: str, mode: str, task: str) -> list[Row]:
     p = problem_of(size, mode, task, settings.device)
     with p.flags(deterministic=False):
         with tempfile.TemporaryDirectory(prefix="recurrent-") as folder:
-            plan = Planner(Wisdom(Path(folder, "wisdom.sqlite3"))).plan(p, Options(rigor=settings.text("rigor")))
-        solver = solvers.get(plan.solver)
+            planner, options = Planner(Wisdom(Path(folder, "wisdom.sqlite3"))), Options(rigor=settings.text("rigor"))
+            plan = planner.plan(p, options)
+            solver = solvers.get(plan.solver)
+            lost = reasons(planner, p, options) if solver.baseline else []
         assert isinstance(solver, RecurrentSolver)
         with on_a_stream(settings.device):
             calls = calls_of(p, solver.layer(p, plan.config))
@@ -101,6 +103,7 @@ def rows_of(settings: Settings, size: str, mode: str, task: str) -> list[Row]:
                 ways["graph"] = {"torch": torchs, "planned": ours}
             took = {way: in_turns(both, settings) for way, both in ways.items()}
     details = {"task": task, "mode": mode, "batch": p.batch, "error": None if plan.error is None else str(plan.error)}
+    details |= {"lost": lost} if lost else {}
     rows = []
     for way, both in took.items():
         torchs, ours = (statistics.median(both[side]) * 1e3 / p.time for side in ("torch", "planned"))
@@ -108,6 +111,11 @@ def rows_of(settings: Settings, size: str, mode: str, task: str) -> list[Row]:
         rows.append(Row(f"{size} {mode}", f"{task}, {way}", Side("torch", torchs),
                         Side(ran, ours), unit="us a step", replaced=not solver.baseline, details=details))  # fmt: skip
     return rows
+
+
+def reasons(planner: Planner, p: RecurrentProblem, options: Options) -> list[str]:
+    """Why others than torch's own choice are not used. What was measured is not measured again."""
+    return [f"{m.solver} {m.config}: {m.reason}" for m in planner.explain(p, options) if m.reason and m.config]
 
 
 @contextlib.contextmanager
