@@ -10,7 +10,7 @@ timed in turns; times are medians.
 Beside torch's call and the plan there is the vendor's best: the fastest of torch's call and of all that cuBLASLt's
 heuristic returns. Where the plan runs kernels of our own, their gain over it is reported apart.
 
-The whole grid takes longer than one session on a GPU: ``modes``, ``ops`` and ``hidden`` choose a part of it, and
+The whole grid takes long: ``modes``, ``ops`` and ``hidden`` choose a part of it, and
 ``seconds`` ends a run in time with what it has.
 
 A cliff is a size whose product takes longer than that of a larger one, or runs at a much lower rate than that of a
