@@ -244,7 +244,7 @@ class Direction:
         before, at, later = (y[1:], part[-n:], part[:-n]) if self.reverse else (y[:-1], part[:n], part[n:])
         if h0 is None:
             rows = before.reshape(-1, y.shape[-1])
-            return later.T @ rows if rows.shape[0] else part.new_zeros((part.shape[1], self.hidden))
+            return later.T @ rows if rows.shape[0] else part.new_zeros((part.shape[1], y.shape[-1]))
         product = at.T @ h0
         return product if y.shape[0] == 1 else torch.addmm(product, later.T, before.reshape(-1, y.shape[-1]))
 
