@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.kernels.cuda.launch import SHARED_LIMIT, block_limits, read_source
-from tilewise.kernels.cuda.operands import REALS, constants
-from tilewise.kernels.cuda.recurrent.programs import CELLS, MOST_HELD, WARPS
+from tilewise.kernels.cuda.operands import constants
+from tilewise.kernels.cuda.recurrent.programs import MOST_HELD, WARPS, cell_values
 from tilewise.problems.recurrent.tensors import GATES
 
 __all__ = ["ClusterProgram"]
@@ -157,8 +157,7 @@ class ClusterProgram:
 def _source(p: ClusterProgram) -> str:
     """The CUDA C++ of a program."""
     values = {
-        "CELL": CELLS[p.cell], "TANH": 0, "RELU": 1, "GRU": 2, "LSTM": 3, "GATES": GATES[p.cell],
-        "REAL": REALS[p.dtype], "PRECISE": p.precise, "HIDDEN": p.hidden, "UNITS": p.units, "SLICE": p.rows,
+        **cell_values(p.cell, p.dtype, p.precise), "HIDDEN": p.hidden, "UNITS": p.units, "SLICE": p.rows,
         "CLUSTER": p.cluster, "WC": p.columns, "WK": p.parts, "DEPTH": p.depth, "COLUMNS": p.sums, "KEPT": p.held,
         "ROWS": p.filled, "SUMS": p.floats,
     }  # fmt: skip

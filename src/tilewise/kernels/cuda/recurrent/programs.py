@@ -17,7 +17,7 @@ from tilewise.kernels.cuda.operands import REALS, constants
 from tilewise.kernels.cuda.warpgroup import multiply
 from tilewise.problems.recurrent.tensors import GATES
 
-__all__ = ["CELLS", "GATES", "RecurrentProgram"]
+__all__ = ["CELLS", "GATES", "RecurrentProgram", "cell_values"]
 
 CELLS = {"rnn_tanh": 0, "rnn_relu": 1, "gru": 2, "lstm": 3}
 """Numbers of the cells in the C++ source."""
@@ -159,12 +159,19 @@ class RecurrentProgram:
         return _source(self)
 
 
+def cell_values(cell: str, dtype: torch.dtype, precise: bool) -> dict[str, int | bool]:
+    """The constants by which the C++ source knows a cell, the type of its numbers and how exact products are."""
+    return {
+        "CELL": CELLS[cell], "TANH": 0, "RELU": 1, "GRU": 2, "LSTM": 3, "GATES": GATES[cell], "REAL": REALS[dtype],
+        "PRECISE": precise,
+    }  # fmt: skip
+
+
 @functools.lru_cache(maxsize=256)
 def _source(p: RecurrentProgram) -> str:
     """The CUDA C++ of a program."""
     values = {
-        "CELL": CELLS[p.cell], "TANH": 0, "RELU": 1, "GRU": 2, "LSTM": 3, "GATES": GATES[p.cell],
-        "REAL": REALS[p.dtype], "PRECISE": p.precise, "HIDDEN": p.hidden, "UNITS": p.units, "TILES": p.tiles,
+        **cell_values(p.cell, p.dtype, p.precise), "HIDDEN": p.hidden, "UNITS": p.units, "TILES": p.tiles,
         "SLICES": p.slices, "CLUSTER": p.cluster, "WC": p.columns, "WK": p.parts, "DEPTH": p.depth,
         "COLUMNS": p.sums, "KEPT": p.held, "HIGH": p.rows // 16, "THREADS": p.threads, "TEAM": 32 * p.team,
         "SUMS": p.tile_sums, "TERMS": p.terms, "STRIDE": p.stride, "MOST_READ": MOST_READ,
