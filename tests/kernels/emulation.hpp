@@ -4,7 +4,9 @@
 // Stands for ptx.cu, before a kernel's own source. Shared memory starts as NaN in every block. Threads run in ascending
 // or descending order, so that a barrier that is missing shows in one of them.
 
+#include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #define EMULATED
 
@@ -64,9 +66,11 @@ inline unsigned short bfloat16_of_float(float value) {
 
 namespace emulation {
 constexpr std::size_t STACK = 1 << 16;
-struct Thread { ucontext_t context; bool done; std::vector<char> stack; };
+struct Thread { ucontext_t context; bool done; };
 struct Barrier { unsigned arrived, passed; };
 static std::vector<Thread> threads;
+static char* stacks;  // of all threads, in memory that takes room where it was written
+static std::size_t room;
 static std::vector<Barrier> barriers;  // of each warp, then of the block
 static std::vector<float> lanes;
 static ucontext_t scheduler;
@@ -122,6 +126,27 @@ static void start() {
   pause();
 }
 
+// What a launch held. Every kernel is a library of its own that stays loaded, so that all of them would add up.
+static void release() {
+  if (stacks) munmap(stacks, room);
+  stacks = nullptr, room = 0;
+  std::vector<Thread>().swap(threads);
+  std::vector<float>().swap(lanes);
+  const auto page = (std::uintptr_t)sysconf(_SC_PAGESIZE), first = ((std::uintptr_t)shared + page - 1) / page * page;
+  const std::uintptr_t end = ((std::uintptr_t)shared + sizeof(shared)) / page * page;
+  madvise((void*)first, end - first, MADV_DONTNEED);
+}
+
+// Room for the stacks of ``count`` threads.
+static void reserve(unsigned count) {
+  if (room >= count * STACK) return;
+  if (stacks) munmap(stacks, room);
+  room = count * STACK;
+  void* found = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (found == MAP_FAILED) std::abort();
+  stacks = (char*)found;
+}
+
 // Blocks ``number`` to ``number + blocks`` of ``count`` threads, at a time.
 inline void block(unsigned number, unsigned count, unsigned blocks, bool backwards) {
   each = count, origin = number;
@@ -129,11 +154,12 @@ inline void block(unsigned number, unsigned count, unsigned blocks, bool backwar
   threads.resize(count * blocks);
   barriers.assign(((count + 31) / 32 + 1) * blocks + 1, {0, 0});
   lanes.assign(count * blocks, NAN);
-  for (auto& thread : threads) {
+  reserve(count * blocks);
+  for (std::size_t i = 0; i < threads.size(); ++i) {
+    Thread& thread = threads[i];
     thread.done = false;
-    thread.stack.resize(STACK);
     getcontext(&thread.context);
-    thread.context.uc_stack = {thread.stack.data(), 0, STACK};
+    thread.context.uc_stack = {stacks + i * STACK, 0, STACK};
     makecontext(&thread.context, start, 0);
   }
   for (bool any = true; any;) {

@@ -65,6 +65,7 @@ extern "C" void emulate(void** a, const long long* w, const double* r, unsigned 
   emulation::body = call;
   for (unsigned b = 0; b < grid; b += cluster)
     emulation::block(backwards ? grid - cluster - b : b, count, cluster, backwards);
+  emulation::release();
 }}
 """
     text = f'#include "{HEADER.name}"\n{source}\n{driver}'

@@ -52,9 +52,9 @@ class Emulated(GridRecurrence):
 
 
 def states(
-    cell: str, gx: Any, u: Any, bias: Any, h: Any, c: Any, reverse: bool
+    cell: str, gx: Any, u: Any, bias: Any, h: Any, c: Any, reverse: bool, above: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """All states, the last one and the last cell, step by step in float64."""
+    """All states, the last one and the last cell, step by step in float64; ``above`` says where ReLU passes a value."""
     found: list[Any] = [None] * len(gx)
     for t in range(len(gx) - 1, -1, -1) if reverse else range(len(gx)):
         z = h @ u.T
@@ -68,7 +68,8 @@ def states(
             fresh = (xn + (xr + hr).sigmoid() * (hn + (0 if bias is None else bias))).tanh()
             h = (1 - update) * fresh + update * h
         else:
-            h = (gx[t] + z).tanh() if cell == "rnn_tanh" else (gx[t] + z).relu()
+            z = gx[t] + z
+            h = z.tanh() if cell == "rnn_tanh" else z.relu() if above is None else z * above[t]
         found[t] = h
     return torch.stack(found), h, c
 
@@ -100,7 +101,9 @@ def check(
         data(batch, hidden),
         None if cn is None else data(batch, hidden),
     )
-    ends = [want, last, *([] if last_cell is None else [last_cell])]
+    # Where a sum is 0 but for its rounding, ReLU has the slope of the side it was rounded to.
+    *ends, last_cell = states(cell, *wide, flags["reverse"], above=y.detach() > 0)
+    ends += [] if last_cell is None else [last_cell]
     starts = [dy.double(), dhn.double(), *([] if dcn is None else [dcn.double()])]
     leaves = [wide[0], wide[3], *([] if c0 is None else [wide[4]])]
     gradients = torch.autograd.grad(ends, leaves, starts)
