@@ -24,8 +24,10 @@ from tilewise.problems.recurrent.checks import dense_operands
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.problems.recurrent.tensors import GATES
 from tilewise.solvers import get
+from tilewise.solvers.recurrent._folded import Folded
 from tilewise.solvers.recurrent._grid_recurrence import GridRecurrence, Shape, program
 from tilewise.solvers.recurrent._grid_shapes import Asked, shapes
+from tilewise.solvers.recurrent._layers import StackedLayers
 from tilewise.solvers.recurrent.persistent_grid import CYCLES_A_LAUNCH, _asked
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -133,6 +135,28 @@ def test_kernels_compute_recurrent_layers(draw: st.DataObject) -> None:
         return
     flags = {name: draw.draw(st.booleans(), name) for name in ("bias", "half", "reverse", "backwards")}
     check(cell, dtype, draw.draw(st.integers(1, 4)), batch, hidden, draw.draw(st.sampled_from(fits)), flags)
+
+
+@emulated
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("block", "on_host"), [(0, False), (2, False), (2, True)])
+def test_projections_fold_into_the_weights(dtype: str, block: int, on_host: bool) -> None:
+    p = RecurrentProblem("lstm", 5, 3, 4, 9, directions=2, projection=4, dtype=dtype, precision="ieee", task="training")
+    shape = (16, 1, 1, 1, 16, 1)
+    layer = StackedLayers(
+        p, Folded(Emulated("lstm", 9, p.torch_dtype("x"), 0, (shape, shape))), block=block, on_host=on_host
+    )
+    named = dict(zip(p.operands, dense_operands(p, 3), strict=True))
+    weights = [named[role] for role in p.weights]
+    with torch.no_grad():
+        *results, saved = layer.forward(named["x"], named["h0"], named["c0"], weights, keep=True)
+        ends = named["dy"], named["dhn"], named["dcn"]
+        results += layer.backward(saved, weights, *ends, [True] * (3 + len(weights)))
+    want = p.reference(*named.values())
+    for role, got, expected in zip(p.results, results, want, strict=True):
+        gap = float((got.double() - expected).norm() / (expected.norm() + 1e-3))
+        assert gap <= TOLERANCE[p.torch_dtype("x")], f"{role}: {gap:.1e}"
 
 
 @pytest.mark.slow

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from tilewise.problems.recurrent.packing import Packing
+from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.recurrent._recurrence import Recurrence, Saved
 
-__all__ = ["Folded"]
+__all__ = ["Folded", "folded_bytes"]
 
 
 @dataclass(frozen=True)
@@ -91,3 +92,18 @@ class Folded:
         if not reverse:
             return places
         return torch.where(places < rows - batch, places + 2 * batch, places - (rows - batch))
+
+
+def folded_bytes(p: RecurrentProblem, rows: int, *, kept: bool) -> int:
+    """Bytes that a projection takes beside what a plain layer does, 0 without one.
+
+    That is m of ``rows`` at a time (of all directions where it is ``kept`` for training), and the folded weights. A
+    backward has m's gradient and the states that each row reads as well.
+    """
+    if not p.projection:
+        return 0
+    size = p.torch_dtype("x").itemsize
+    states, training = rows * p.hidden * size, p.task == "training"
+    every = p.layers * p.directions if training and kept else 1
+    backward = states + 2 * size * rows * p.width if training else 0
+    return states * every + p.gates * p.hidden**2 * size + backward

@@ -39,15 +39,18 @@ class HostCopies:
         """
         self.settle()
         leaving: list[Tensor] = []
+        gone: dict[int, _Away] = {}  # by the tensor, which may be kept in two places
         address = stays.untyped_storage().data_ptr()
 
         def moved(t: Tensor) -> Any:
             if t.untyped_storage().data_ptr() == address or not t.numel():
                 return t
-            leaving.append(t)
-            host = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=self._stream is not None)
-            host.copy_(t, non_blocking=True)
-            return _Away(host, t.device)
+            if id(t) not in gone:
+                leaving.append(t)
+                host = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=self._stream is not None)
+                host.copy_(t, non_blocking=True)
+                gone[id(t)] = _Away(host, t.device)
+            return gone[id(t)]
 
         if self._stream is None:
             return OnHost(_mapped(value, moved), None)
@@ -77,11 +80,13 @@ class OnHost:
         if self._coming is not None:
             return
         made: list[tuple[Tensor, Tensor]] = []
+        back: dict[int, Tensor] = {}
 
         def target(away: _Away) -> Tensor:
-            t = torch.empty_like(away.host, device=away.device, pin_memory=False)
-            made.append((t, away.host))
-            return t
+            if id(away) not in back:
+                back[id(away)] = torch.empty_like(away.host, device=away.device, pin_memory=False)
+                made.append((back[id(away)], away.host))
+            return back[id(away)]
 
         # The memory is the current stream's, on which it will be read and given back.
         value = _mapped(self._kept, lambda t: t, target)

@@ -13,9 +13,17 @@ from tilewise.plan import Config
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import Cost
 from tilewise.solvers.common.costs import efficiency
+from tilewise.solvers.recurrent._folded import Folded, folded_bytes
 from tilewise.solvers.recurrent._gpu import CYCLES_A_LAUNCH, architecture, precise, processors, unavailable_by
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
-from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, blocks_of, with_repeats
+from tilewise.solvers.recurrent._recurrent import (
+    RecurrentSolver,
+    block_of,
+    blocks_of,
+    is_on_host,
+    rows_at_a_time,
+    with_repeats,
+)
 
 if TYPE_CHECKING:
     from tilewise.solvers.recurrent._grid_recurrence import Shape
@@ -34,13 +42,13 @@ class PersistentGrid(RecurrentSolver):
     "Persistent RNNs"). Here they are read once. Multiprocessors pass the states through the second cache, and words
     that are not yet written are told by their bits. ``forward`` and ``backward`` hold the hidden units of a block,
     tiles of batch rows, blocks of a cluster, groups of a block's teams of warps with columns of their own, the rows of
-    a tile, and the warps of a team.
+    a tile, and the warps of a team. A projection of an LSTM is folded into its weights (:mod:`._folded`).
 
     All blocks of a launch run at a time. It waits until the device has room for them, as a cooperative launch does.
     """
 
     name, version = "persistent_grid", 3
-    by_blocks = True
+    by_blocks = projects = moves_to_host = True
     devices = frozenset({"cuda"})
     compiles = True
     most_configs = most_compiled = PAIRED**2  # of few kernels: each direction has as many as PAIRED of a kind
@@ -80,6 +88,10 @@ class PersistentGrid(RecurrentSolver):
         """As many kernels of a direction, where there is one."""
         return MOST if p.task == "inference" else self.most_configs
 
+    def hidden_workspace(self, p: RecurrentProblem, c: Config) -> int:
+        """What all layers have, and what a projection takes beside."""
+        return super().hidden_workspace(p, c) + folded_bytes(p, rows_at_a_time(p, c), kept=not block_of(c))
+
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
         """The products of all steps at once, and the cycles of each step as launches."""
         each = 0.0
@@ -114,7 +126,8 @@ class PersistentGrid(RecurrentSolver):
                     compile_cubin(made.source(), elsewhere.instructions)
         except Exception as error:  # NVRTC and the driver raise errors of their own
             raise unavailable_by(error) from error
-        return StackedLayers(p, recurrence, block=block_of(c))
+        steps = Folded(recurrence) if p.projection else recurrence
+        return StackedLayers(p, steps, block=block_of(c), on_host=is_on_host(c))
 
     def _best(self, p: RecurrentProblem, backward: bool, most: int) -> list[tuple[float, Shape]]:
         """The first shapes with their cycles, so many for each way to multiply."""

@@ -17,7 +17,7 @@ from tilewise.solvers.common.cpu_run import numba_missing, vector_lanes, with_te
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.recurrent._cpu_recurrence import CpuRecurrence, Shares
 from tilewise.solvers.recurrent._direction import Linear
-from tilewise.solvers.recurrent._folded import Folded
+from tilewise.solvers.recurrent._folded import Folded, folded_bytes
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver, block_of, recurrent_cost, rows_at_a_time
 
@@ -66,10 +66,7 @@ class ResidentRnn(RecurrentSolver):
         _, to, back = _shares(p, c)
         states = rows_at_a_time(p, c) * p.hidden * 4
         size = super().hidden_workspace(p, c)
-        if p.projection:  # states before they are projected, weights with the projection in them, and a backward's
-            every = p.layers * p.directions if p.task == "training" and not block_of(c) else 1
-            size += states * every + 4 * p.gates * p.hidden**2
-            size += states + 8 * rows_at_a_time(p, c) * p.width if p.task == "training" else 0
+        size += folded_bytes(p, rows_at_a_time(p, c), kept=not block_of(c))
         if p.task == "inference":
             return size + to.scratch
         kept = states * (1 if block_of(c) else p.layers * p.directions) if p.gates > 1 else 0
