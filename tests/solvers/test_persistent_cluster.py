@@ -376,6 +376,7 @@ def test_the_driver_tells_how_many_clusters_run_at_a_time() -> None:
     for cluster in (2, 4, 8, 16):
         p = cluster_program("lstm", 256, torch.bfloat16, (cluster, 8, 8), True, False)
         made = Kernel(p.source(), p.name, 0)
+        made.reserve(p.shared)
         blocks = torch.cuda.get_device_properties(0).multi_processor_count * made.resident(p.threads, p.shared)
         assert 1 <= made.clusters(p.cluster, p.threads, p.shared) <= blocks // cluster
 

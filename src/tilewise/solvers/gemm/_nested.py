@@ -22,9 +22,6 @@ VENDOR = "cublaslt_gemm"
 """The solver whose algorithms are tried on the product of the copies, where it can compute that."""
 MOST_INNER = 2
 """The first of its algorithms that are tried for each form of the product."""
-ON_GPUS = False
-"""Whether other solvers than torch compute the copies' product on GPUs. A planning that could try them stopped on an
-H100 with an illegal access, whose cause is not known yet."""
 
 Slots = dict[str, Slot]
 Inner = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], object]
@@ -63,14 +60,12 @@ class NestedSolver(ScratchSolver):
         for form in self.forms(p):
             yield form
             other = self.child(p, form)
-            if ON_GPUS and p.device_type == "cuda" and not vendor.why_not(other):
+            if p.device_type == "cuda" and not vendor.why_not(other):
                 for _, inner in zip(range(MOST_INNER), vendor.configs(other), strict=False):
                     yield Config(**form, solver=vendor.name, **inner)
 
     def computed_instead(self, p: GemmProblem) -> Iterator[tuple[GemmProblem, Config]]:
         """The other product of every form."""
-        if p.device_type == "cuda" and not ON_GPUS:
-            return
         yield from ((self.child(p, form), form) for form in self.forms(p))
 
     def computes_with(self, c: Config) -> str:

@@ -12,7 +12,7 @@ from tilewise.plan import Config
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost
 from tilewise.solvers.common.tiles import PROCESSORS
-from tilewise.solvers.gemm._stream_k import COLUMNS, NATIVE, PRODUCTS, Work, wide
+from tilewise.solvers.gemm._stream_k import COLUMNS, NATIVE, PRODUCTS, Work, uneven_columns, wide
 
 __all__ = ["config_of", "configs", "cost", "expected_us"]
 
@@ -40,9 +40,6 @@ NARROW = 32
 MOST_PARTS = 16
 SMALLER = 8
 """An operand that has so many times fewer bytes than the other is copied in no time beside the product."""
-UNEVEN = False
-"""Whether tiles of 48, 80 and 96 columns are offered. They are right in the interpreter, but a planning that could try
-them stopped on an H100 with an illegal access, whose cause is not known yet."""
 
 
 def configs(p: GemmProblem) -> Iterable[Config]:
@@ -54,7 +51,9 @@ def configs(p: GemmProblem) -> Iterable[Config]:
     for product in PRODUCTS[p.precision] if p.dtype == "fp32" else (NATIVE,):
         for pack in _packs(p):
             for tile, warps, stages in _tiles(p):
-                found += _divided(Work(p, tile, 1, product, warps, stages, 0, pack))
+                whole = Work(p, tile, 1, product, warps, stages, 0, pack)
+                if not (uneven_columns(tile[1]) and product == NATIVE and whole.awkward):
+                    found += _divided(whole)
     times = sorted(((expected_us(work), place) for place, work in enumerate(found)))
     return list(dict.fromkeys(config_of(found[place]) for us, place in times if us <= HOPELESS * times[0][0]))
 
@@ -111,7 +110,7 @@ def _tiles(p: GemmProblem) -> Iterator[tuple[tuple[int, int, int], int, int]]:
     itemsize = p.torch_dtype("a").itemsize
     long, short = max(p.m, p.n), min(p.m, p.n)
     least = -(-short // -(-short // 128))  # of as few tiles as there can be, as equal as they can be
-    columns = next(width for width in COLUMNS if width >= least and (UNEVEN or not width & (width - 1)))
+    columns = next(width for width in COLUMNS if width >= least)
     for rows in (32, 64, 128) if long > 64 else (64,):
         for side in dict.fromkeys((columns, 1 << (columns - 1).bit_length(), min(columns, 64))):
             depth = 32 if itemsize == 4 else 64 if side > NARROW else 128
