@@ -30,7 +30,7 @@ def _factory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _rates(_own_cache: None) -> None:
     """The machine's rates are known, so that nothing is measured."""
-    rates = {"copy": 1e6, "fp32": 1e7, "tf32": 1e7, "bf16": 1e7, "fp16": 1e7, "launch": 0.001}
+    rates = {"copy": 1e6, "fp32": 1e7, "tf32": 1e7, "bf16": 1e7, "fp16": 1e7, "launch": 0.001, "kernel": 0.001}
     Wisdom().remember_profile(environment("cpu").key, rates)
 
 

@@ -18,7 +18,7 @@ from tilewise.plan import Plan
 from tilewise.planner import Options, Planner
 from tilewise.problems.conv.problem import ConvProblem
 
-RATES = {"copy": 1e6, "fp32": 1e7, "tf32": 1e8, "bf16": 2e8, "fp16": 2e8, "launch": 0.001}
+RATES = {"copy": 1e6, "fp32": 1e7, "tf32": 1e8, "bf16": 2e8, "fp16": 2e8, "launch": 0.001, "kernel": 0.001}
 
 
 def network() -> nn.Module:

@@ -23,7 +23,7 @@ from tilewise.planner.search.search import Search
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import Cost, Run, Solver
 
-PROFILE = {"copy": 1.0, "launch": 0.0, "fp32": 1.0, "tf32": 1.0, "bf16": 1.0, "fp16": 1.0}
+PROFILE = {"copy": 1.0, "launch": 0.0, "kernel": 0.0, "fp32": 1.0, "tf32": 1.0, "bf16": 1.0, "fp16": 1.0}
 """With these rates an estimate in ms is what a solver's cost names in flops."""
 Table = Callable[[ConvProblem, Config], float]
 

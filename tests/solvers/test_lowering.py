@@ -70,7 +70,7 @@ def test_cost_counts_what_the_paper_counts(size: int, kernel: int, inputs: int, 
 
 def test_an_estimate_chooses_by_the_channel_ratio() -> None:
     """Appendix A: many inputs and few outputs favour lifting, the reverse lowering."""
-    profile = {"copy": 25e6, "fp32": 150e6, "tf32": 150e6, "bf16": 150e6, "fp16": 150e6, "launch": 1e-3}
+    profile = {"copy": 25e6, "fp32": 150e6, "tf32": 150e6, "bf16": 150e6, "fp16": 150e6, "kernel": 1e-3}
     axis = Axis(27, 5, before=2, after=2)
     for inputs, outputs, best in ((256, 4, "lowering_type3"), (4, 256, "lowering_type1")):
         p = ConvProblem(Pass.FPROP, 16, inputs, outputs, (axis, axis))

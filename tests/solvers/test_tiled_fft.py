@@ -37,7 +37,7 @@ from tilewise.solvers.fourier.tiled_fft import TiledFFT
 SOLVER = TiledFFT()
 DENSE = (("contiguous", 0),) * 3
 GPU = "cuda:some GPU"
-PROFILE = {"copy": 3e9, "fp32": 5e10, "tf32": 4e11, "bf16": 7e11, "fp16": 7e11, "launch": 3e-3}
+PROFILE = {"copy": 3e9, "fp32": 5e10, "tf32": 4e11, "bf16": 7e11, "fp16": 7e11, "kernel": 3e-3}
 """Rates of a GPU whose matrix units are much faster than its memory."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable, Mapping
 
 import torch
@@ -12,6 +13,7 @@ from tilewise.machine.device import device_name, torch_device
 from tilewise.machine.torch_state import fp32_precision, undisturbed
 from tilewise.machine.turns import pause
 from tilewise.plan import Config
+from tilewise.planner.measuring.repeats import MOST_LAUNCHES
 from tilewise.planner.measuring.times import Timer
 from tilewise.problems.base import Problem
 from tilewise.problems.kinds import kinds
@@ -21,7 +23,8 @@ from tilewise.solvers import Cost
 __all__ = ["Profile", "estimate_ms", "is_profile", "measure_profile", "rate_name"]
 
 Profile = dict[str, float]
-"""``copy`` in bytes/ms (read and written), ``fp32``, ``tf32``, ``bf16``, ``fp16`` in flop/ms, ``launch`` in ms."""
+"""``copy`` in bytes/ms (read and written), ``fp32``, ``tf32``, ``bf16``, ``fp16`` in flop/ms, and in ms ``launch``, a
+tiny kernel launched and waited for, and ``kernel``, one among many that are queued, as short candidates are timed."""
 
 RATES = ("fp32", "tf32", "bf16", "fp16")
 SLOWEST, FASTEST = 1e-3, 1e18
@@ -41,13 +44,13 @@ def estimate_ms(problem: Problem, cost: Cost, profile: Profile) -> float:
     """Milliseconds for ``cost``: the larger of arithmetic and its traffic, plus other traffic, plus launches."""
     arithmetic = cost.flops / (profile[rate_name(problem)] * cost.efficiency)
     traffic = max(arithmetic, cost.bytes / profile["copy"]) + cost.apart / profile["copy"]
-    return traffic + cost.kernels * profile["launch"]
+    return traffic + cost.kernels * profile["kernel"]
 
 
 def is_profile(rates: Mapping[str, float]) -> bool:
     """Whether ``rates``, which may come from a file, has sound values for all that estimates use."""
     sound = all(SLOWEST <= rates.get(name, 0.0) <= FASTEST for name in ("copy", *RATES))
-    return sound and 0.0 <= rates.get("launch", -1.0) <= FASTEST
+    return sound and all(0.0 <= rates.get(name, -1.0) <= FASTEST for name in ("launch", "kernel"))
 
 
 def measure_profile(device_name: str) -> Profile:
@@ -78,6 +81,8 @@ def _measured(device: torch.device) -> Profile:
     tiny: Callable[[], object] = functools.partial(small.fill_, 1)
     tiny()
     profile["launch"] = timer.median_ms(tiny, 9)
+    queued = [timer.time_each([tiny] * MOST_LAUNCHES) for _ in range(9)] if on_gpu else []
+    profile["kernel"] = statistics.median(took.device_ms for took in queued) if on_gpu else profile["launch"]
     if on_gpu:
         return profile | {name: _product_rate(timer, name, 4096) for name in RATES}
     return profile | _product_rates_of_a_cpu(timer)

@@ -30,8 +30,8 @@ from tilewise.solvers import Split
 __all__ = ["TYPICAL", "compile_all", "foreseen", "of_first_parts", "to_compile"]
 
 TYPICAL: dict[str, Profile] = {
-    "cuda": {"copy": 2.5e9, "fp32": 5e10, "tf32": 4e11, "bf16": 7e11, "fp16": 7e11, "launch": 0.003},
-    "cpu": {"copy": 1e7, "fp32": 1e8, "tf32": 1e8, "bf16": 1e8, "fp16": 1e8, "launch": 0.001},
+    "cuda": {"copy": 2.5e9, "fp32": 5e10, "tf32": 4e11, "bf16": 7e11, "fp16": 7e11, "launch": 0.006, "kernel": 0.002},
+    "cpu": {"copy": 1e7, "fp32": 1e8, "tf32": 1e8, "bf16": 1e8, "fp16": 1e8, "launch": 0.001, "kernel": 0.001},
 }
 """Rates that estimates are made with, as nothing is measured: of one H100, and of a few cores. Estimates are compared
 with each other, so only the ratios matter."""
