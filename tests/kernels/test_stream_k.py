@@ -82,6 +82,34 @@ def test_long_sums_are_added_up_outside_of_matrix_units(place: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("width", [48, 80, 96])
+def test_tiles_of_every_width_by_the_instructions_of_warpgroups(rows: int, width: int) -> None:
+    for dtype in ("fp16", "fp32"):
+        depth = 64 if dtype == "fp16" else 32
+        for op, pack in (("NN", "b"), ("NN", "ab"), ("TN", "ab")):
+            p = GemmProblem(1280, 65, 1025, op, dtype=dtype)
+            run(Work(p, (rows, width, depth), 0, PRODUCT[dtype], 4, 3, 2, pack), "cuda")
+
+
+def test_uneven_tiles_are_refused_where_numbers_are_read_by_themselves() -> None:
+    for n, pack, right in ((65, "", False), (65, "b", True), (64, "", True)):
+        p = GemmProblem(256, n, 128, "NN", dtype="bf16", device="cuda:any")
+        packed = {"pack": pack} if pack else {}
+        c = Config(tile=(64, 80, 64), programs=4, share="tiles", warps=4, stages=3, **packed)
+        if right:
+            assert work_of(p, c).tile == (64, 80, 64)
+        else:
+            with pytest.raises(ValueError, match="a power of two as columns, or pack=b would do"):
+                work_of(p, c)
+        assert all(tile[1] & (tile[1] - 1) == 0 or pack for tile, pack in _tiles_of(p)) or n % 8 == 0
+
+
+def _tiles_of(p: GemmProblem) -> list[tuple[tuple[int, int, int], str]]:
+    return [(work.tile, work.pack) for work in (work_of(p, c) for c in configs(p))]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["stream_k_gemm", "thin_gemm"])
 def test_kernels_that_start_early_wait_for_what_they_read(name: str, dtype: str) -> None:

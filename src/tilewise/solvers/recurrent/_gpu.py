@@ -11,8 +11,8 @@ from tilewise.solvers.common.tiles import PROCESSORS
 
 __all__ = ["CYCLES_A_LAUNCH", "architecture", "precise", "processors", "unavailable_by"]
 
-CYCLES_A_LAUNCH = 12_500
-"""Cycles that count as one launch in estimates, of some 7 microseconds."""
+CYCLES_A_LAUNCH = 3_500
+"""Cycles that count as one kernel in estimates, of some 2 microseconds."""
 
 
 def precise(p: RecurrentProblem) -> bool:

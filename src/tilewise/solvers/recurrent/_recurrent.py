@@ -16,7 +16,16 @@ from tilewise.solvers.base import Cost, Run, Solver
 from tilewise.solvers.common.costs import efficiency
 from tilewise.solvers.recurrent._layers import Layer
 
-__all__ = ["RecurrentSolver", "block_of", "blocks_of", "is_on_host", "recurrent_cost", "rows_at_a_time", "with_repeats"]
+__all__ = [
+    "RecurrentSolver",
+    "block_of",
+    "blocks_of",
+    "is_on_host",
+    "moved_bytes",
+    "recurrent_cost",
+    "rows_at_a_time",
+    "with_repeats",
+]
 
 
 HOST = 50
@@ -173,6 +182,11 @@ def with_repeats(p: RecurrentProblem, c: Config) -> int:
     return p.flops if p.task == "inference" or not block_of(c) or is_on_host(c) else p.flops * 4 // 3
 
 
+def moved_bytes(p: RecurrentProblem, c: Config) -> int:
+    """Bytes of memory traffic that take as long as what ``c`` moves to pinned host memory and back; 0 if nothing."""
+    return p.rows * p.layers * p.directions * (p.gates + 1) * p.hidden * 8 * HOST if is_on_host(c) else 0
+
+
 def recurrent_cost(p: RecurrentProblem, c: Config, kernels: int, factor: float = 1.0) -> Cost:
     """The products' arithmetic, of which a step's has few rows, in ``kernels`` launches and some more a block.
 
@@ -180,5 +194,4 @@ def recurrent_cost(p: RecurrentProblem, c: Config, kernels: int, factor: float =
     """
     kernels += 8 * (blocks_of(p, c) - 1) * p.layers * p.directions
     rate = efficiency(p.device_type, -(-p.rows // p.time), p.gates * p.hidden, p.width)
-    moved = p.rows * p.layers * p.directions * (p.gates + 1) * p.hidden * 8 if is_on_host(c) else 0
-    return Cost(with_repeats(p, c), p.bytes + moved * HOST, kernels, efficiency=max(rate * factor, 1e-4))
+    return Cost(with_repeats(p, c), p.bytes + moved_bytes(p, c), kernels, efficiency=max(rate * factor, 1e-4))

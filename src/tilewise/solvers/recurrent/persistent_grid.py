@@ -21,6 +21,7 @@ from tilewise.solvers.recurrent._recurrent import (
     block_of,
     blocks_of,
     is_on_host,
+    moved_bytes,
     rows_at_a_time,
     with_repeats,
 )
@@ -105,7 +106,9 @@ class PersistentGrid(RecurrentSolver):
         of_states = 2 * rows * p.layers * p.directions * gates * p.hidden
         # A step's products are in its cycles. The weights' gradients have one product for all steps.
         flops = with_repeats(p, c) - of_states if p.task == "inference" else with_repeats(p, c) - 2 * of_states
-        return Cost(flops, p.bytes, launches, efficiency=efficiency(p.device_type, rows, gates, p.inputs))
+        return Cost(
+            flops, p.bytes + moved_bytes(p, c), launches, efficiency=efficiency(p.device_type, rows, gates, p.inputs)
+        )
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
         """Layers around the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
