@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from tilewise.problems.activations import activated
 from tilewise.problems.base import ALIGNMENT
-from tilewise.problems.gemm.activations import activated
 from tilewise.problems.gemm.layouts import OPS
 from tilewise.problems.gemm.problem import ROLES, GemmProblem
 

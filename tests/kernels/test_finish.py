@@ -7,7 +7,7 @@ import torch
 from tests.interpreter import interpreted
 from tests.products import fill
 
-from tilewise.problems.gemm.activations import ACTIVATIONS, activated
+from tilewise.problems.activations import ACTIVATIONS, activated
 
 PLACES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -14,7 +14,7 @@ from tests.products import check_launches, fill, memory_of, with_gaps
 
 from tilewise.machine.device import device_name
 from tilewise.plan import Config
-from tilewise.problems.gemm.activations import ACTIVATIONS
+from tilewise.problems.activations import ACTIVATIONS
 from tilewise.problems.gemm.layouts import OPS
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers import SolverUnavailable, get

@@ -12,7 +12,7 @@ from tests.interpreter import interpreted
 from tests.products import check_launches, with_gaps
 
 from tilewise.plan import Config
-from tilewise.problems.gemm.activations import ACTIVATIONS
+from tilewise.problems.activations import ACTIVATIONS
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers import SolverUnavailable, get
 from tilewise.solvers.gemm._thin_gpu import Tiles, configs, launches, unsupported

@@ -17,8 +17,8 @@ from tilewise.nn import functional
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options
+from tilewise.problems.activations import ACTIVATIONS, FROM_RESULT, activated
 from tilewise.problems.base import Problem
-from tilewise.problems.gemm.activations import ACTIVATIONS, FROM_RESULT, activated
 from tilewise.solvers import get
 
 Linear = Callable[..., torch.Tensor]

@@ -16,7 +16,7 @@ from tilewise import execute, solvers
 from tilewise.machine.device import device_name
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options, Planner
-from tilewise.problems.gemm.activations import ACTIVATIONS, activate, activated
+from tilewise.problems.activations import ACTIVATIONS, activate, activated
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers import Split, get
 from tilewise.wisdom import Wisdom

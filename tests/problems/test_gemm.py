@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.products import fill, memory_of, products
 
+from tilewise.problems.activations import ACTIVATIONS
 from tilewise.problems.base import Part, Problem, Seams, Write, layout_of, narrow
-from tilewise.problems.gemm.activations import ACTIVATIONS
 from tilewise.problems.gemm.checks import compared_lines, errors_of
 from tilewise.problems.gemm.notation import format_product, looks_like_product, parse_product, product_name
 from tilewise.problems.gemm.problem import ROLES, GemmProblem

@@ -125,6 +125,8 @@ ALTERED: dict[str, object] = {
     "out_dtype": "fp16",
     "precision": "tf32",
     "bias": True,
+    "activation": "leaky_relu:0.01",
+    "residual": True,
     "accumulate": True,
     "constant_weight": True,
     "checked_weight": True,

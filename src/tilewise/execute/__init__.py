@@ -6,6 +6,7 @@ from tilewise.execute.bound import (
     adds_bias,
     bind,
     compile_only,
+    finishes,
     release_workspaces,
     touch_workspace,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "bind",
     "carved",
     "compile_only",
+    "finishes",
     "parts_of",
     "release_workspaces",
     "touch_workspace",

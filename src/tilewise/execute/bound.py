@@ -20,7 +20,17 @@ from tilewise.problems.base import Problem, Tensors, Write, as_tuple, dense_stri
 from tilewise.problems.operands import described
 from tilewise.solvers import Solver, Split, mismatch
 
-__all__ = ["Bound", "activates", "adds_bias", "bind", "compile_only", "release_workspaces", "touch_workspace"]
+__all__ = [
+    "Bound",
+    "activates",
+    "adds_bias",
+    "adds_residual",
+    "bind",
+    "compile_only",
+    "finishes",
+    "release_workspaces",
+    "touch_workspace",
+]
 
 _workspaces = Workspaces()
 
@@ -40,11 +50,13 @@ def release_workspaces() -> None:
 class Bound:
     """A plan bound to tensors of fixed shapes and strides.
 
-    ``bound(a, b, bias=None, out=None)`` computes the problem from operands in the order of ``problem.operands`` and
-    returns the result. ``workspace`` is in bytes; what libraries allocate inside is not counted. ``workspaces`` has it
-    by the name of the device, for parts on other devices, too; a GPU that a plan names by its number has that, as in
-    ``cuda:1``. Where the plan's solvers add the bias, a bias of another length or device raises ``ValueError``.
-    ``pins`` says that results on the host are allocated in pinned memory, to which GPUs copy directly.
+    ``bound(a, b, bias=None, out=None, residual=None)`` computes the problem from operands in the order of
+    ``problem.operands`` and returns the result. A ``residual``, which a problem that has one needs, has the result's
+    shape, type and device and shares no memory with it; one that lies otherwise than the result is copied first.
+    Another one raises ``ValueError``. ``workspace`` is in bytes; what libraries allocate inside is not counted.
+    ``workspaces`` has it by the name of the device, for parts on other devices, too; a GPU that a plan names by its
+    number has that, as in ``cuda:1``. Where the plan's solvers add the bias, a bias of another length or device raises
+    ``ValueError``. ``pins`` says that results on the host are allocated in pinned memory, to which GPUs copy directly.
     ``kernels`` is what native code needs to launch them itself, or to call the plan by addresses; ``None`` where the
     plan does more than that.
     """
@@ -52,6 +64,7 @@ class Bound:
     __slots__ = (
         "_addressed",
         "_adds",
+        "_alignment",
         "_bias_dim",
         "_bias_shape",
         "_dtype",
@@ -81,6 +94,7 @@ class Bound:
         self._bias_dim = problem.bias_dim
         self._bias_shape = _along(problem.bias_dim, len(self._shape))
         self._adds = node.adds
+        self._alignment = problem.alignment_of(first) if problem.residual else 0
         self._fresh = isinstance(node, Leaf | Finished) and node.returns_new
         self.pins = node.pins
         self._run = node.shortest()
@@ -96,16 +110,36 @@ class Bound:
 
     if TYPE_CHECKING:  # as all kinds of problems are called: operands, a bias or None, results
 
-        def __call__(self, *tensors: Tensor | None, bias: Tensor | None = None, out: Tensor | None = None) -> Any: ...
+        def __call__(
+            self,
+            *tensors: Tensor | None,
+            bias: Tensor | None = None,
+            out: Tensor | None = None,
+            residual: Tensor | None = None,
+        ) -> Any: ...
 
     else:
 
-        def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-            if self._native is not None:
+        def __call__(
+            self,
+            a: Tensor,
+            b: Tensor,
+            bias: Tensor | None = None,
+            out: Tensor | None = None,
+            residual: Tensor | None = None,
+        ) -> Tensor:
+            if self._native is not None and residual is None:
                 return self._native(a, b, bias, out)
-            return self._from_python(a, b, bias, out)
+            return self._from_python(a, b, bias, out, residual)
 
-    def _from_python(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def _from_python(
+        self,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """Compute without native code for the whole."""
         size = self.workspace
         workspace = _workspaces.take(size, a.device) if size else None
@@ -118,14 +152,16 @@ class Bound:
                 out = a.new_empty_strided(self._shape, self._strides)
             else:
                 out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=a.device)
-        added = (self._fitting(bias, a.device),) if self._adds else ()
+        added: tuple[Tensor, ...] = (self._fitting(bias, a.device),) if self._adds else ()
+        if residual is not None or self._alignment:
+            added = (*added, self._like_result(residual, a.device, out))
         if self._addressed is not None and out is not None:
             address = 0 if workspace is None else workspace.data_ptr()
             self._addressed(a.data_ptr(), b.data_ptr(), out.data_ptr(), address, *map(Tensor.data_ptr, added))
         else:
             computed = self._run(a, b, out, workspace, *added)
             out = computed if out is None else out
-        return out if bias is None or added else self._add(out, bias)
+        return out if bias is None or self._adds else self._add(out, bias)
 
     def use_native(self, node: Node, device: torch.device) -> None:
         """From now on compute by one call into native code, where ``node`` does nothing else than launch kernels.
@@ -133,7 +169,7 @@ class Bound:
         Native code is told as well of a node that runs on addresses on a GPU. On a CPU workspaces are kept by Python.
         """
         sequence, addressed = node.launches(), node.addressed()
-        if addressed is None or device.type == "meta":
+        if addressed is None or device.type == "meta" or self.problem.residual:
             return
         if sequence is not None:
             self._native = self._pass_call(sequence, addressed, device)
@@ -163,6 +199,26 @@ class Bound:
         if self.problem.activation != "none":
             raise ValueError(f"bias of {tuple(bias.shape)}: none would do for {self.problem.key}")
         return out.add_(bias.view(self._bias_shape))
+
+    def _like_result(self, residual: Tensor | None, device: torch.device, out: Tensor | None) -> Tensor:
+        """The residual as solvers take it, with the result's strides and alignment.
+
+        Raises ``ValueError`` for one that is missing, that the problem does not add, or that does not fit.
+        """
+        wanted = f"one of {self._shape}, {self._dtype} on {device} would do"
+        if residual is None or not self.problem.residual:
+            given = "none" if residual is None else "one"
+            raise ValueError(f"residual: {given} given, {wanted if residual is None else 'none would do'}")
+        if residual.shape != self._shape or residual.dtype is not self._dtype or residual.device != device:
+            raise ValueError(f"residual of {tuple(residual.shape)}, {residual.dtype} on {residual.device}: {wanted}")
+        if out is not None and residual.data_ptr() == out.data_ptr():
+            raise ValueError("residual: its memory is the result's; memory of its own would do")
+        strides = zip(self._shape, residual.stride(), self._strides, strict=True)
+        is_like = all(n == 1 or have == want for n, have, want in strides)
+        if is_like and residual.data_ptr() % self._alignment == 0:
+            return residual
+        like = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=device)
+        return like.copy_(residual)
 
     def _fitting_like(self, bias: Tensor | None, operand: Tensor) -> Tensor:
         """:meth:`_fitting` for the device of an operand."""
@@ -194,7 +250,15 @@ class BoundMany(Bound):
             for role, stride in zip(problem.results, strides, strict=True)
         ]
 
-    def __call__(self, *tensors: Tensor | None, bias: Tensor | None = None, out: Tensor | None = None) -> Any:
+    def __call__(
+        self,
+        *tensors: Tensor | None,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Any:
+        if residual is not None:
+            raise ValueError(f"residual: one given, none would do for {self.problem.key}")
         operands, given = tensors[: self._count], tensors[self._count + 1 :]
         if bias is None and len(tensors) > self._count:
             bias = tensors[self._count]
@@ -259,17 +323,19 @@ def compile_only(plan: Plan, problem: Problem) -> None:
     Kernels for a GPU are compiled for the one that is sought: see
     :func:`~tilewise.kernels.building.target.compiling_for`. Raises as :func:`bind`.
     """
-    operands, results = described(problem)
+    operands, results, _ = described(problem)
     _node(plan, problem, operands, results)
 
 
 def _node(plan: Plan, problem: Problem, operands: Tensors, results: Tensors) -> Node:
-    """The node of a whole plan, with a pass behind it where its solvers do not apply the activation."""
-    if problem.activation == "none":
-        return node_of(plan, problem.changed(bias=problem.bias and adds_bias(plan, problem)), operands, results)
-    if activates(plan, problem):
+    """The node of a whole plan, with a pass behind it for what its solvers do not do of residual and activation."""
+    if finishes(plan, problem):
         return node_of(plan, problem, operands, results)
-    plain = problem.changed(activation="none", bias=problem.bias and adds_bias(plan, problem))
+    bias = problem.bias and adds_bias(plan, problem)
+    if problem.activation == "none" and not problem.residual:
+        return node_of(plan, problem.changed(bias=bias), operands, results)
+    residual = problem.residual and adds_residual(plan, problem)
+    plain = problem.changed(activation="none", bias=bias, residual=residual)
     return Finished(node_of(plan, plain, operands, results), problem, operands, results)
 
 
@@ -284,8 +350,22 @@ def adds_bias(plan: Plan, problem: Problem) -> bool:
 
 
 def activates(plan: Plan, problem: Problem) -> bool:
-    """Whether solvers apply the activation themselves, after they have added the bias."""
+    """Whether solvers apply the activation themselves, after they have added bias and residual."""
     return _by_leaves(plan, problem, lambda solver, p, c: solver.does_activate(p, c))
+
+
+def adds_residual(plan: Plan, problem: Problem) -> bool:
+    """Whether solvers add the residual themselves, after they have added the bias."""
+    return _by_leaves(plan, problem, lambda solver, p, c: solver.does_add_residual(p, c))
+
+
+def finishes(plan: Plan, problem: Problem) -> bool:
+    """Whether solvers do all of the bias, the residual and the activation, so that no pass is needed behind them."""
+    return (
+        (not problem.bias or adds_bias(plan, problem))
+        and (not problem.residual or adds_residual(plan, problem))
+        and (problem.activation == "none" or activates(plan, problem))
+    )
 
 
 def _by_leaves(plan: Plan, problem: Problem, does: Callable[[Solver, Any, Config], bool]) -> bool:
@@ -296,7 +376,7 @@ def _by_leaves(plan: Plan, problem: Problem, does: Callable[[Solver, Any, Config
         return False  # which is said where the plan is bound
     if not isinstance(solver, Split):
         return does(solver, problem, plan.config)
-    if solver.at_once:
+    if solver.across and (problem.residual or problem.activation != "none"):
         return False
     parts, plans = parts_of(plan, problem, solver)
     whole = all(
@@ -307,10 +387,15 @@ def _by_leaves(plan: Plan, problem: Problem, does: Callable[[Solver, Any, Config
     )
     distinct = {(id(child), part.problem): child for part, child in zip(parts, plans, strict=True)}
     return whole and all(
-        _by_leaves(child, part.changed(bias=problem.bias, activation=problem.activation), does)
+        _by_leaves(child, _with_epilogue(part, problem), does)
         for (_, part), child in distinct.items()
         if part is not None
     )
+
+
+def _with_epilogue(part: Problem, whole: Problem) -> Problem:
+    """``part`` with what the ``whole`` adds and applies."""
+    return part.changed(bias=whole.bias, residual=whole.residual, activation=whole.activation)
 
 
 def _check(problem: Problem, role: str, tensor: Tensor) -> None:

@@ -71,7 +71,7 @@ class Elsewhere(Node):
         self._accumulate = problem.accumulate
         self._device = torch_device(problem.device)
         self._call = node.shortest()
-        self.adds, self.constant, self.workspace = node.adds, -1, 0
+        self.adds, self.adds_residual, self.constant, self.workspace = node.adds, False, -1, 0
         copies = sum(problem.nbytes(role) for role in problem.roles)
         self.elsewhere = dict(node.elsewhere)
         self.elsewhere[problem.device] = self.elsewhere.get(problem.device, 0) + node.workspace + copies

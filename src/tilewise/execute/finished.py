@@ -1,4 +1,4 @@
-"""A pass over a result for what its plan's solvers do not do as they write: the activation, and before it the bias."""
+"""A pass over a result for what its plan's solvers do not do as they write: bias, residual and activation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from tilewise.execute.node import Addressed, Node, Results, flat_call
 from tilewise.kernels.building import target
 from tilewise.kernels.native.sequence import LaunchSequence, joined
+from tilewise.problems.activations import activate
 from tilewise.problems.base import Problem, Tensors
-from tilewise.problems.gemm.activations import activate
 from tilewise.solvers import Run
 from tilewise.solvers.common.buffers import ALIGNMENT
 from tilewise.solvers.common.triton_run import has_triton, program
@@ -28,21 +28,22 @@ MOST = 2**31 - 2**20
 class Finished(Node):
     """A node with one pass over its result behind it.
 
-    On a GPU with Triton that is one kernel for bias and activation. Elsewhere, and where the solver allocates the
-    result itself, torch does both in place.
+    On a GPU with Triton that is one kernel for bias and activation of a product. Elsewhere, and where the solver
+    allocates the result itself, torch does all in place.
     """
 
     __slots__ = ("_bias_shape", "_inner", "_problem", "_program", "returns_new")
 
     def __init__(self, inner: Node, problem: Problem, operands: Tensors, results: Tensors) -> None:
         self._inner, self._problem = inner, problem
-        self.adds, self.constant = problem.bias, inner.constant
+        self.adds, self.adds_residual, self.constant = problem.bias, problem.residual, inner.constant
         self.workspace, self.elsewhere = inner.workspace, inner.elsewhere
         self.returns_new = bool(getattr(inner, "returns_new", False))
         (out,) = results
         self._bias_shape = tuple(-1 if dim == problem.bias_dim else 1 for dim in range(out.dim()))
         on_gpu = problem.device_type == "cuda" and operands[0].device.type != "cpu" and has_triton()
-        compiles = on_gpu and not self.returns_new and out.stride(-1) == 1 and out.numel() <= MOST
+        last = problem.bias_dim == out.dim() - 1 and not problem.residual
+        compiles = on_gpu and last and not self.returns_new and out.stride(-1) == 1 and out.numel() <= MOST
         there = operands[0].device.type == "cuda" or target.sought() is not None
         self._program = self._compiled(out, operands[0].device) if compiles and there else None
 
@@ -66,15 +67,19 @@ class Finished(Node):
         """As the inner node."""
         return self._inner.taken(operand, workspace)
 
-    def run(self, operands: Tensors, results: Results, workspace: Tensor | None, *bias: Tensor) -> Tensors:
+    def run(self, operands: Tensors, results: Results, workspace: Tensor | None, *added: Tensor) -> Tensors:
         """Compute the result and finish it."""
         inner = self._inner
-        (out,) = inner.run(operands, results, workspace, *(bias if inner.adds else ()))
+        bias, residual = added[: self.adds], added[self.adds :]
+        own = (*(bias if inner.adds else ()), *(residual if inner.adds_residual else ()))
+        (out,) = inner.run(operands, results, workspace, *own)
         if self._program is not None:
             self._program((*operands, out, workspace, *bias))
             return (out,)
         if bias and not inner.adds:
             out.add_(bias[0].view(self._bias_shape))
+        if residual and not inner.adds_residual:
+            out.add_(residual[0])
         return (activate(out, self._problem.activation),)
 
     def shortest(self) -> Run:

@@ -14,8 +14,8 @@ from tilewise.solvers import Run
 __all__ = ["Addressed", "Flat", "FlatPair", "Node", "PlanMismatch", "Results", "allocating_call", "flat_call"]
 
 Addressed = Callable[..., None]
-"""``run(*operands, *results, workspace)`` on addresses of memory; the bias's address follows where the node adds
-one."""
+"""``run(*operands, *results, workspace)`` on addresses of memory; the addresses of bias and residual follow where the
+node adds them."""
 
 Results = tuple[Tensor | None, ...]
 """The tensors that results are written to; ``None`` stands for one that the solver allocates."""
@@ -29,20 +29,22 @@ class Node:
     """One node of a bound plan tree, called as ``run(operands, results, workspace)``.
 
     ``workspace`` is the bytes of scratch memory that a call needs. Where ``adds`` is true, a call takes the bias as
-    well and adds it. ``constant`` is the index of the operand that may stay the same between calls, -1 for none.
+    well and adds it; where ``adds_residual`` is, it takes the residual behind that. ``constant`` is the index of the
+    operand that may stay the same between calls, -1 for none.
     ``elsewhere`` has the bytes that parts on other devices take there, by the name of the device.
     """
 
-    __slots__ = ("adds", "constant", "elsewhere", "workspace")
+    __slots__ = ("adds", "adds_residual", "constant", "elsewhere", "workspace")
     adds: bool
+    adds_residual: bool
     constant: int
     elsewhere: Mapping[str, int]
     workspace: int
     pins = False
     """Whether results on the host are best allocated in pinned memory, to which GPUs copy directly."""
 
-    def run(self, operands: Tensors, results: Results, workspace: Tensor | None, *bias: Tensor) -> Tensors:
-        """Compute the results and return them."""
+    def run(self, operands: Tensors, results: Results, workspace: Tensor | None, *added: Tensor) -> Tensors:
+        """Compute the results and return them. ``added`` are a bias and a residual, those that the node adds."""
         raise NotImplementedError
 
     def taken(self, operand: Tensor, workspace: Tensor | None) -> Tensor:
@@ -53,7 +55,7 @@ class Node:
         return operand
 
     def shortest(self) -> Run:
-        """The node's run as ``call(*operands, *results, workspace, *bias)``, with as few Python frames as possible."""
+        """The node's run as ``call(*operands, *results, workspace, *added)``, with as few Python frames as possible."""
         raise NotImplementedError
 
     def addressed(self) -> Addressed | None:

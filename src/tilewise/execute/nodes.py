@@ -59,7 +59,7 @@ class Leaf(Node):
             targets = tuple(place.described() for place in self._places)
         elif self._own:
             targets = (None,) * len(results)
-        self.adds, self.elsewhere = problem.bias, {}
+        self.adds, self.adds_residual, self.elsewhere = problem.bias, problem.residual, {}
         self.constant = _constant_index(problem)
         inner = problem.changed(accumulate=problem.accumulate and not self._accumulate)
         self._call = solver.bind_checked(inner, plan.config, *operands, *targets)
@@ -144,6 +144,10 @@ class _Split(Node):
         """The run as a flat call. Each part takes its constant operand by itself."""
         return flat_call(self, self._problem)
 
+    def _added(self, step: Step, added: Tensors) -> Tensors:
+        """What a step adds of bias and residual: the residual is cut as the result is."""
+        return (*added[:-1], narrow(added[-1], step.results[-1])) if self.adds_residual else added
+
     def _used(self, index: int, operands: Tensors, workspace: Tensor | None, before: list[Tensors]) -> Tensors:
         """The operands of step ``index``. The constant one is prepared once for all steps that share it.
 
@@ -167,7 +171,7 @@ class Parts(_Split):
         self, problem: Problem, parts: Sequence[Part[Any]], plans: Sequence[Plan], operands: Tensors, results: Tensors
     ) -> None:
         self._problem = problem
-        self.adds, self.constant = problem.bias, -1
+        self.adds, self.adds_residual, self.constant = problem.bias, problem.residual, -1
         sums = any(part.write is not Write.SET for part in parts)
         sums_are_apart = sums and problem.out_dtype != "fp32"
         self._places = [Place(problem, role, torch.float32) for role in problem.results] if sums_are_apart else []
@@ -187,7 +191,9 @@ class Parts(_Split):
             child = part.problem
             if sets_results and (part.write is Write.SET or (index == 0 and first_sets)):
                 child = child.changed(accumulate=False)
-            child = child.changed(bias=self.adds or None, activation=problem.activation)
+            child = child.changed(
+                bias=self.adds or None, residual=self.adds_residual or None, activation=problem.activation
+            )
             step = _bound_step(nodes, (plan, child), problem, part, operands, results)
             self._steps.append(step)
         self._firsts = _firsts(self._steps)
@@ -195,7 +201,7 @@ class Parts(_Split):
         self._launches = self._all_launches() if self._by is not None and not self._zero else None
         self._calls: list[tuple[Ranges, Run]] | None = None
         """Where no operand is kept: the ranges that each part uses of all tensors, and its shortest call."""
-        if all(step.node.constant < 0 for step in self._steps):
+        if all(step.node.constant < 0 for step in self._steps) and not self.adds_residual:
             self._calls = [((*step.operands, *step.results), step.node.shortest()) for step in self._steps]
         temporary_bytes = sum(place.size for place in self._places)
         self.workspace = temporary_bytes + max((step.node.workspace for step in self._steps), default=0)
@@ -235,15 +241,19 @@ class Parts(_Split):
         """A call of all parts by address; ``None`` where something must be zeroed, or summed beside the results."""
         if self._by is None or self._zero:
             return None
-        return self._run_three_by_address if len(self._problem.roles) == 3 else self._run_by_address
+        three = len(self._problem.roles) == 3 and not self.adds_residual
+        return self._run_three_by_address if three else self._run_by_address
 
     def _run_by_address(self, *addresses: int) -> None:
-        """Run all parts, given the addresses of operands, results, workspace and bias."""
+        """Run all parts, given the addresses of operands, results, workspace, bias and residual."""
         assert self._by is not None
         for offsets, call in self._by:
             count = len(offsets)
-            moved = (address + offset for address, offset in zip(addresses, offsets, strict=False))
-            call(*moved, *addresses[count:])
+            moved = [address + offset for address, offset in zip(addresses, offsets, strict=False)]
+            others = list(addresses[count:])
+            if self.adds_residual:
+                others[-1] += offsets[-1]  # it lies as the result does
+            call(*moved, *others)
 
     def _run_three_by_address(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
         """Like :meth:`_run_by_address`, but faster, for two operands and one result: there may be hundreds of parts."""
@@ -284,7 +294,7 @@ class Parts(_Split):
         for index, step in enumerate(self._steps):
             taken.append(self._used(index, operands, workspace, taken))
             into = tuple(narrow(t, r) for t, r in zip(targets, step.results, strict=True))
-            step.node.run(taken[index], into, workspace, *bias)
+            step.node.run(taken[index], into, workspace, *self._added(step, bias))
 
 
 class AtOnce(_Split):
@@ -302,7 +312,7 @@ class AtOnce(_Split):
         self._problem = problem
         self._places = [Place(problem, role, torch.float32) for role in problem.results]
         self._add_back = problem.accumulate
-        self.adds, self.constant = False, -1
+        self.adds, self.adds_residual, self.constant = problem.bias, problem.residual, -1
         sums = any(part.write is not Write.SET for part in parts)
         self._apart = sums and problem.out_dtype != "fp32"
         self._steps = []
@@ -317,6 +327,9 @@ class AtOnce(_Split):
                 targets = tuple(place.described() for place in self._places)
             if is_apart or not problem.accumulate:
                 child = child.changed(accumulate=False)
+            child = child.changed(
+                bias=self.adds or None, residual=self.adds_residual or None, activation=problem.activation
+            )
             bound = _bound_step(nodes, (plan, child), problem, part, operands, targets, whole=is_apart)
             start = self.workspace + size * is_apart
             self._steps.append(bound._replace(term=self.workspace if is_apart else None, start=start))
@@ -339,7 +352,7 @@ class AtOnce(_Split):
             else:
                 into = self._term(workspace, step.term)
             space = None if workspace is None else workspace[step.start :]
-            step.node.run(taken[index], into, space)
+            step.node.run(taken[index], into, space, *self._added(step, bias))
 
         at_once(run_part, len(steps), torch.get_num_threads())
         terms = [self._term(workspace, step.term) for step in steps if step.term is not None]

@@ -62,7 +62,7 @@ class Shared(Node):
         if self._home.type == "meta":
             self._home = torch_device(problem.device)
         sums = any(part.write is not Write.SET for part in parts)
-        self.adds, self.constant = problem.bias and not sums, -1
+        self.adds, self.adds_residual, self.constant = problem.bias and not sums, False, -1
         self._places = [Place(problem, role, torch.float32) for role in problem.results] if sums else []
         self._direct = HERE in self._shares.places and (not sums or problem.out_dtype == "fp32")
         self._own: Node | None = None

@@ -27,7 +27,7 @@ from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.recurrent.layer import RecurrentLayer
 from tilewise.nn.layers.traced import trace
 from tilewise.planner import Options, Planner
-from tilewise.problems.gemm.activations import ACTIVATIONS, FROM_RESULT, activated
+from tilewise.problems.activations import ACTIVATIONS, FROM_RESULT, activated
 from tilewise.settings import DefaultOptions, Settings
 
 __all__ = [

@@ -107,7 +107,8 @@ Tensors = tuple[torch.Tensor, ...]
 Compute = Callable[..., torch.Tensor | Tensors]
 """``compute(*operands, bias, *results)`` gives the problem's results by what is to be checked.
 
-That is a tensor, or several in a tuple. ``bias`` is ``None`` where the problem adds none.
+That is a tensor, or several in a tuple. ``bias`` is ``None`` where the problem adds none. Of a problem with a residual
+it takes that too, as the keyword ``residual``.
 """
 
 
@@ -162,6 +163,8 @@ class Problem(abc.ABC):
         @property
         def activation(self) -> str: ...
         @property
+        def residual(self) -> bool: ...
+        @property
         def bias_dim(self) -> int: ...
         @property
         def flops(self) -> int: ...
@@ -172,7 +175,9 @@ class Problem(abc.ABC):
     else:
         bias = False
         activation = "none"
-        """The function that is applied to every number of the result, after the bias."""
+        """The function that is applied to every number of the result, after bias and residual."""
+        residual = False
+        """Whether a tensor with the result's shape, type and strides is added, after the bias."""
         bias_dim = 1
         """The dimension of the result along which a ``bias``, one number for each of its elements, is added."""
 
@@ -195,7 +200,10 @@ class Problem(abc.ABC):
 
     @abc.abstractmethod
     def reference(self, *operands: torch.Tensor) -> torch.Tensor | Tensors:
-        """The results in float64, without bias, activation or accumulation: a tensor, or several in a tuple."""
+        """The results in float64, without bias, residual, activation or accumulation.
+
+        That is a tensor, or several in a tuple.
+        """
 
     @property
     def result(self) -> str:
@@ -296,10 +304,14 @@ class Problem(abc.ABC):
         accumulate: bool | None = None,
         bias: bool | None = None,
         activation: str | None = None,
+        residual: bool | None = None,
         out_dtype: str | None = None,
     ) -> Self:
         """The problem with the given properties changed. A kind must have every property that is asked for."""
-        asked = {"accumulate": accumulate, "bias": bias, "activation": activation, "out_dtype": out_dtype}
+        asked = {
+            "accumulate": accumulate, "bias": bias, "activation": activation, "residual": residual,
+            "out_dtype": out_dtype,
+        }  # fmt: skip
         changes = {name: value for name, value in asked.items() if value not in (None, getattr(self, name))}
         return replace(self, **changes) if changes else self  # type: ignore[type-var]
 

@@ -22,6 +22,7 @@ __all__ = [
     "make_bias",
     "make_operand",
     "make_operands",
+    "make_residual",
     "make_result",
     "make_results",
     "plant_outlier",
@@ -29,14 +30,18 @@ __all__ = [
 
 
 class Tensors(NamedTuple):
-    """All tensors of a problem: operands in the order of ``problem.operands``, and results."""
+    """All tensors of a problem: operands in the order of ``problem.operands``, and results.
+
+    ``residual`` is the one that is added, where the problem has one.
+    """
 
     operands: tuple[torch.Tensor, ...]
     results: tuple[torch.Tensor, ...]
+    residual: torch.Tensor | None = None
 
     @property
     def all(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, operands before results."""
+        """Operands and results, in this order."""
         return (*self.operands, *self.results)
 
     @property
@@ -46,11 +51,14 @@ class Tensors(NamedTuple):
 
     def call(self, bound: Callable[..., T], bias: torch.Tensor | None = None, *, new: bool = False) -> Callable[[], T]:
         """A function that calls ``bound`` with these tensors; with ``new`` the call allocates its results."""
-        return functools.partial(bound, *self.operands, bias, *(() if new else self.results))
+        added = {} if self.residual is None else {"residual": self.residual}
+        return functools.partial(bound, *self.operands, bias, *(() if new else self.results), **added)
 
 
 T = TypeVar("T")
 
+RESIDUAL_SEED = 1 << 20
+"""What is added to the seed of a residual, so that its values are not those of an operand."""
 OCTAVES, RARE, OUTLIER = 4.0, 1e-3, 10.0
 """Wide-range data has magnitudes from 2^-4 to 2^4, and one value in a thousand of 2^10."""
 CONSTANT = 0.7
@@ -98,6 +106,14 @@ def make_bias(problem: Problem, seed: int = 0) -> torch.Tensor | None:
         problem.shape(result)[problem.bias_dim], dtype=problem.torch_dtype(result), device=generator.device
     )
     return bias.normal_(generator=generator)
+
+
+def make_residual(problem: Problem, seed: int = 0) -> torch.Tensor | None:
+    """A standard normal residual that lies as the result does; ``None`` where the problem adds none."""
+    if not problem.residual:
+        return None
+    generator = torch.Generator(torch_device(problem.device)).manual_seed(RESIDUAL_SEED + seed)
+    return _allocate(problem, problem.result, generator.device).normal_(generator=generator)
 
 
 def make_results(problem: Problem) -> tuple[torch.Tensor, ...]:

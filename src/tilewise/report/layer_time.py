@@ -13,9 +13,10 @@ from tilewise.machine import load
 from tilewise.plan import Config, Plan
 from tilewise.planner.measuring.samples import sample_of
 from tilewise.planner.measuring.times import rounds
+from tilewise.problems.activations import activate
 from tilewise.problems.base import Problem
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.problems.operands import make_operands
+from tilewise.problems.operands import make_operands, make_residual
 from tilewise.report.values import PassResult
 
 __all__ = ["time_pass"]
@@ -36,11 +37,14 @@ def time_pass(result: PassResult, deterministic: bool = False, iterations: int |
         bias = None
         if problem.bias:
             bias = operands[0].new_zeros(problem.shape(problem.result)[problem.bias_dim])
+        residual = make_residual(problem)
         calls: dict[str, Call] = {}
         if not solvers.baseline(problem).why_not(problem):
-            calls["framework"] = framework_call(problem, operands, bias)
+            calls["framework"] = framework_call(problem, operands, bias, residual)
         if result.plan is not None and result.replaced:
-            calls["planned"] = functools.partial(execute.bind(result.plan, problem, *operands), *operands, bias)
+            added = {} if residual is None else {"residual": residual}
+            bound = execute.bind(result.plan, problem, *operands)
+            calls["planned"] = functools.partial(bound, *operands, bias, **added)
         if not calls:
             return result
         begun = load.begin()
@@ -58,9 +62,18 @@ def time_pass(result: PassResult, deterministic: bool = False, iterations: int |
     )
 
 
-def framework_call(problem: Problem, operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None) -> Call:
-    """What torch runs for ``problem``: for a layer's forward its operator, which knows how to add the bias."""
-    if bias is None or not isinstance(problem, ConvProblem):
+def framework_call(
+    problem: Problem,
+    operands: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+) -> Call:
+    """What torch runs for ``problem``: for a layer's forward its operator, which knows how to add the bias.
+
+    A residual and an activation are operators of their own, which work in place.
+    """
+    alone = bias is None and residual is None and problem.activation == "none"
+    if alone or not isinstance(problem, ConvProblem):
         solver = solvers.baseline(problem)
         plan = Plan(problem.key, solver.name, solver.version, Config())
         return functools.partial(execute.bind(plan, problem, *operands), *operands, bias)
@@ -71,6 +84,14 @@ def framework_call(problem: Problem, operands: tuple[torch.Tensor, ...], bias: t
     extra = (
         [x.size - ((x.out - 1) * x.stride - 2 * x.before + x.reach) for x in axes] if transposed else [0] * len(axes)
     )
-    return functools.partial(
+    convolution = functools.partial(
         torch.convolution, a, b, bias, stride, padding, dilation, transposed, extra, problem.groups
     )
+    if residual is None and problem.activation == "none":
+        return convolution
+
+    def operators() -> torch.Tensor:
+        y = convolution()
+        return activate(y if residual is None else y.add_(residual), problem.activation)
+
+    return operators

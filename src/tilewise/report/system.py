@@ -83,6 +83,8 @@ def _solver(solver: Solver) -> dict[str, Any]:
         "deterministic": solver.deterministic,
         "accumulates": solver.accumulates,
         "adds_bias": solver.adds_bias,
+        "adds_residual": solver.adds_residual,
+        "activations": sorted(solver.activations),
         "error_bound": dict(solver.error_bound),
     }
 

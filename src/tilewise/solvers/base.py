@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.activations import activation_kind
 from tilewise.problems.base import Part, Problem
 from tilewise.problems.kinds import kind_of, kinds
 
@@ -44,7 +45,9 @@ Run = Callable[..., torch.Tensor]
 It writes the results and returns the one, or several in a tuple; with ``own_output`` it ignores those given (they may
 be ``None``) and returns new tensors. ``workspace`` is a uint8 tensor of at least ``workspace(p, c)`` bytes, 256-byte
 aligned, or ``None`` where that is 0. Where ``problem.bias``, to which only what ``does_add_bias`` is bound, a further
-argument is the vector that is added, contiguous and of the result's dtype. It follows the current stream and never
+argument is the vector that is added, contiguous and of the result's dtype. Where ``problem.residual``, to which only
+what ``does_add_residual`` is bound, the last argument is the tensor that is added: it has the shape and dtype of
+``out``, lies as ``out`` does where one is given, and shares no memory with it. It follows the current stream and never
 synchronises or measures."""
 
 
@@ -93,8 +96,12 @@ class Solver(abc.ABC):
     deterministic: ClassVar[bool] = True
     adds_bias: ClassVar[bool] = False
     """Whether it adds a vector over the result's channels as it writes. After other solvers a separate pass adds it."""
+    adds_residual: ClassVar[bool] = False
+    """Whether it adds a tensor like the result as it writes, after the bias. After other solvers a separate pass does.
+    """
     activations: ClassVar[frozenset[str]] = frozenset()
-    """Activations that it applies as it writes. After other solvers a separate pass applies them."""
+    """Activations that it applies as it writes, without their parameters. After other solvers a separate pass applies
+    them."""
     accumulates: ClassVar[bool] = False
     """Whether it can add into ``out`` where ``problem.accumulate``. It can then also overwrite ``out``."""
     own_output: ClassVar[bool] = False
@@ -215,9 +222,21 @@ class Solver(abc.ABC):
         """Whether this config adds a bias as it writes."""
         return self.adds_bias
 
+    def does_add_residual(self, p: Solved, c: Config) -> bool:
+        """Whether this config adds a residual as it writes, after the bias where there is one.
+
+        It lies as the result does, so that a solver which cannot write the result's memory cannot read it either.
+        """
+        writes = self.own_output or self.writes_views or all(p.layout(role) != "view" for role in p.results)
+        return self.adds_residual and writes and (not p.bias or self.does_add_bias(p, c))
+
     def does_activate(self, p: Solved, c: Config) -> bool:
-        """Whether this config applies the activation as it writes, after the bias where there is one."""
-        return p.activation in self.activations and (not p.bias or self.does_add_bias(p, c))
+        """Whether this config applies the activation as it writes, after bias and residual where there are such."""
+        return (
+            activation_kind(p.activation) in self.activations
+            and (not p.bias or self.does_add_bias(p, c))
+            and (not p.residual or self.does_add_residual(p, c))
+        )
 
     def is_deterministic(self, p: Solved, c: Config) -> bool:
         """Whether this config gives the same bits every time."""

@@ -106,17 +106,15 @@ class Candidates:
         return over and not self.root.options.excludes(solvers.baseline(self.root.problem))
 
     def _with_bias(self, division: Plan) -> Plan:
-        """``division`` with the times of adding the bias and applying the activation afterwards, where its parts do
-        not."""
+        """``division`` with the time of the pass behind it that adds bias and residual and applies the activation.
+
+        Where its parts do all of that themselves there is no such pass.
+        """
         problem = self.root.problem
-        biased = not problem.bias or execute.adds_bias(division, problem)
-        if biased and (problem.activation == "none" or execute.activates(division, problem)):
+        if execute.finishes(division, problem):
             return division
-        bias_ms = estimate_ms(
-            self.root.problem,
-            Cost(0, 2 * self.root.problem.nbytes(self.root.problem.result)),
-            self.root.profile,
-        )
+        moved = (3 if problem.residual else 2) * problem.nbytes(problem.result)
+        bias_ms = estimate_ms(problem, Cost(0, moved), self.root.profile)
         launch_ms = self.root.profile["launch"] if self.root.problem.device_type == "cuda" else 0.0
         host_ms = sum_known((division.host_ms, launch_ms))
         return replace(division, time_ms=division.time_ms + bias_ms, host_ms=host_ms)

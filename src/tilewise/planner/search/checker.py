@@ -74,13 +74,13 @@ def _computing(plan: Plan, problem: Problem) -> Compute:
 
     count = len(problem.operands)
 
-    def compute(*tensors: Any) -> torch.Tensor | Tensors:
-        """Takes all operands, a bias or ``None``, and all results."""
+    def compute(*tensors: Any, **residual: torch.Tensor) -> torch.Tensor | Tensors:
+        """Takes all operands, a bias or ``None``, all results, and a residual where the problem adds one."""
         pause()
         operands, bias, results = tensors[:count], tensors[count], tensors[count + 1 :]
         with beside(short=True):
             bound = execute.bind(plan, problem, *operands, *results)
-        computed: torch.Tensor | Tensors = bound(*operands, bias, *results)
+        computed: torch.Tensor | Tensors = bound(*operands, bias, *results, **residual)
         pause()
         return computed
 

@@ -32,7 +32,7 @@ from tilewise.planner.search.partitions import told_as
 from tilewise.planner.search.rates import Key
 from tilewise.planner.search.trial import UNKNOWN, Trial
 from tilewise.problems.base import Problem
-from tilewise.problems.operands import Tensors, make_bias, make_operands, make_results
+from tilewise.problems.operands import Tensors, make_bias, make_operands, make_residual, make_results
 from tilewise.solvers import Split
 
 __all__ = ["Root"]
@@ -67,7 +67,7 @@ class Root:
         """For each plan, its time divided by torch's in every round, the least first."""
         self._timers: dict[str, Timer] = {}
         self.timer = self.timer_of(self.problem)  # before anything is allocated: refuses in a capture
-        self.tensors = Tensors(make_operands(self.problem), make_results(self.problem))
+        self.tensors = Tensors(make_operands(self.problem), make_results(self.problem), make_residual(self.problem))
         self.bias = make_bias(self.problem)
         self.checker = Checker(self.problem, self.options, lambda: self.baseline)
         self.for_front = False

@@ -16,6 +16,7 @@ import torch
 
 from tilewise.machine.torch_state import without_benchmark
 from tilewise.machine.turns import pause
+from tilewise.problems.activations import activate, activated
 from tilewise.problems.base import WHOLE, Compute, Range, Seams, narrow
 from tilewise.problems.checks import floor_of
 from tilewise.problems.conv import samples
@@ -35,7 +36,7 @@ from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.conv.reference import convolve_by_transform
 from tilewise.problems.conv.samples import MOST_RANKS, Sample, few_samples, first_images, samples_of
 from tilewise.problems.error import Error
-from tilewise.problems.operands import make_bias, make_operands, make_result
+from tilewise.problems.operands import make_bias, make_operands, make_residual, make_result
 
 __all__ = ["errors_of"]
 
@@ -170,6 +171,7 @@ class _Run:
         self._operands = draw.operands(problem)
         pause()
         self._bias = make_bias(problem, draw.seed)
+        self._residual = make_residual(problem, draw.seed)
         self._start = 1.0 if problem.accumulate else 0.0  # a solver that sets where it should add is seen
         self._codes = pairs_of(problem, plain(problem) if draw.mixed is None else draw.mixed)
         self._expected: dict[int, _Expected] = {}
@@ -182,7 +184,8 @@ class _Run:
         result = make_result(problem)
         if problem.accumulate:
             result.fill_(self._start)
-        computed = compute(*self._operands, self._bias, result)
+        added = {} if self._residual is None else {"residual": self._residual}
+        computed = compute(*self._operands, self._bias, result, **added)
         assert isinstance(computed, torch.Tensor)
         result = computed
         pause()
@@ -218,6 +221,13 @@ class _Run:
             channels = narrow(self._bias, [Range(0, r.start, r.length) for r in ranges if r.dim == 1])
             added = channels.double().view(-1, *[1] * problem.dims)
             want, scale = want.add_(added), scale.add_(added.abs())
+        if self._residual is not None:
+            added = narrow(self._residual, sample.ranges[problem.result]).double()
+            want, scale = want.add_(added), scale.add_(added.abs())
+        if problem.activation != "none":
+            pause()
+            want = activate(want, problem.activation)
+            scale.add_(activated(torch.zeros_like(scale[:1, :1]), problem.activation).abs_())
         codes = _codes(problem, self._codes, sample).flatten()
         present = torch.bincount(codes, minlength=len(KINDS) ** 2).nonzero().flatten().to(like.device)
         return _Expected(want, scale, present, codes.to(like.device) == present[:, None])
@@ -228,7 +238,7 @@ class _Expected(NamedTuple):
 
     want: torch.Tensor
     scale: torch.Tensor
-    """|a| conv |b|."""
+    """|a| conv |b|, with the magnitudes of what is added, and of the activation of 0."""
     codes: torch.Tensor
     """The pairs of kinds that are in it."""
     blocks: torch.Tensor

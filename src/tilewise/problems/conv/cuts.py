@@ -97,6 +97,8 @@ def _cut(
     sums = write is not Write.SET
     changes = {
         "bias": False,
+        "activation": "none",
+        "residual": False,
         "accumulate": p.accumulate or sums,
         "out_dtype": "fp32" if sums else p.out_dtype,
         "layouts": layouts,

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from tilewise.problems.activations import require_activation
 from tilewise.problems.base import DTYPES, LAYOUTS, PRECISIONS
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.passes import SPACE, Pass
@@ -39,6 +40,10 @@ class Convolution(Protocol):
     def precision(self) -> str: ...
     @property
     def bias(self) -> bool: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def residual(self) -> bool: ...
     @property
     def accumulate(self) -> bool: ...
     @property
@@ -77,6 +82,20 @@ def require_convolution(p: Convolution) -> None:
         value = getattr(p, name)
         if value not in known:
             raise ValueError(f"{name}={value!r}: one of {', '.join(known)} would do")
+    _require_epilogue(p)
     for layout in p.layouts:
         if layout not in LAYOUTS:
             raise ValueError(f"layouts has {layout!r}: one of {', '.join(LAYOUTS)} would do")
+
+
+def _require_epilogue(p: Convolution) -> None:
+    """Raise ``ValueError`` for an activation or a residual that ``p`` cannot have."""
+    require_activation(p.activation)
+    for name, none in (("activation", "none"), ("residual", False)):
+        value = getattr(p, name)
+        if value == none:
+            continue
+        if p.pass_ is not Pass.FPROP:
+            raise ValueError(f"{name}={value!r}: {none!r} would do for {p.pass_.value}; only fprop has one")
+        if p.accumulate:
+            raise ValueError(f"{name}={value!r}: {none!r} would do for a convolution that accumulates")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.base import LAYOUTS
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.fields import Convolution
@@ -16,8 +17,9 @@ _N = r"(\d{1,18})"
 _AXES = r"((?:i[dhw]\d{1,18}k[dhw]\d{1,18}s[dhw]\d{1,18}d[dhw]\d{1,18}p[dhw]-?\d{1,18},-?\d{1,18}){1,3})"
 KEY = re.compile(
     rf"conv (fprop|dgrad|wgrad) (\w{{4}})(?:>(\w{{4}}))? (ieee|tf32) g{_N}mb{_N}ic{_N}oc{_N}{_AXES} "
-    r"x:(co|ch|vi)(\d{1,2})w:(co|ch|vi)(\d{1,2})y:(co|ch|vi)(\d{1,2})( bias)?( accumulate)?( constant_weight)?"
-    r"( checked_weight)? (cpu|cuda:[^\n]+)"
+    r"x:(co|ch|vi)(\d{1,2})w:(co|ch|vi)(\d{1,2})y:(co|ch|vi)(\d{1,2})( bias)?( residual)?"
+    rf"(?: ({'|'.join(CONV_ACTIVATIONS[1:])})((?::[-+.0-9a-z]{{1,32}}){{0,2}}))?"
+    r"( accumulate)?( constant_weight)?( checked_weight)? (cpu|cuda:[^\n]+)"
 )
 """The form of a key."""
 AXIS = re.compile(r"i[dhw](\d+)k[dhw](\d+)s[dhw](\d+)d[dhw](\d+)p[dhw](-?\d+),(-?\d+)")
@@ -30,7 +32,9 @@ def key_of(p: Convolution) -> str:
     for name, a in zip(p.space, p.axes, strict=True):
         sizes.append(f"i{name}{a.size}k{name}{a.kernel}s{name}{a.stride}d{name}{a.dilation - 1}")
         sizes.append(f"p{name}{a.before},{a.after}")
-    flags = [name for name in ("bias", "accumulate", "constant_weight", "checked_weight") if getattr(p, name)]
+    flags = [name for name in ("bias", "residual") if getattr(p, name)]
+    flags += [p.activation] * (p.activation != "none")
+    flags += [name for name in ("accumulate", "constant_weight", "checked_weight") if getattr(p, name)]
     dtypes = p.dtype if p.dtype == p.out_dtype else f"{p.dtype}>{p.out_dtype}"
     tensors = "".join(
         f"{role}:{layout}{align}"
@@ -48,7 +52,8 @@ def fields_of(text: str) -> dict[str, Any]:
     if match is None:
         raise ValueError(f"problem {text[:200]!r}: not a problem's key")
     pass_, dtype, out_dtype, precision, groups, batch, into, outof, axes, *rest = match.groups()
-    lx, ax, lw, aw, ly, ay, bias, accumulate, constant_weight, checked_weight, device = rest
+    lx, ax, lw, aw, ly, ay, bias, residual, activation, parameters, *rest = rest
+    accumulate, constant_weight, checked_weight, device = rest
     layouts = {name[:2]: name for name in LAYOUTS}
     return {
         "pass_": Pass(pass_),
@@ -64,6 +69,8 @@ def fields_of(text: str) -> dict[str, Any]:
         "out_dtype": out_dtype or "",
         "precision": precision,
         "bias": bool(bias),
+        "activation": f"{activation}{parameters}" if activation else "none",
+        "residual": bool(residual),
         "accumulate": bool(accumulate),
         "constant_weight": bool(constant_weight),
         "checked_weight": bool(checked_weight),

@@ -2,11 +2,13 @@
 
 An entry is a name and a whole number: ``g`` groups, ``mb`` mini-batch, ``ic`` ``oc`` channels (all groups together),
 and per spatial axis ``d``, ``h``, ``w`` the input ``i``, output ``o``, kernel ``k``, stride ``s``, dilation ``d``
-(0 is dense) and leading padding ``p``. ``_`` may stand between entries; ``n"name"`` ends the text. What may be left out
-follows benchdnn's driver for convolutions: ``g`` is 1, ``mb`` 2, strides 1, dilations 0; axes given as ``h`` alone are
-square, as ``d`` alone cubic; an output left out follows from padding (0 when left out too), padding left out from the
-output. Trailing padding is never written: it is the leading padding where that gives the output, as in torch, and else
-the least that does.
+(0 is dense) and leading padding ``p``. ``_`` may stand between entries. What the forward pass adds and applies
+follows as words, where benchdnn has options: ``+bias``, ``+res`` for a residual, and an activation as in ``+relu`` or
+``+leaky_relu:0.1`` (:mod:`tilewise.problems.activations`). ``n"name"`` ends the text. What may be left out follows
+benchdnn's driver for convolutions: ``g`` is 1, ``mb`` 2, strides 1, dilations 0; axes given as ``h`` alone are square,
+as ``d`` alone cubic; an output left out follows from padding (0 when left out too), padding left out from the output.
+Trailing padding is never written: it is the leading padding where that gives the output, as in torch, and else the
+least that does.
 """
 
 from __future__ import annotations
@@ -15,6 +17,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tilewise.problems.activations import (
+    CONV_ACTIVATIONS,
+    activation_kind,
+    activation_name,
+    activation_parameters,
+)
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ROLES, SPACE, ConvProblem, Pass
 from tilewise.problems.limits import INT64_MAX
@@ -27,6 +35,9 @@ NAMES = (*PLAIN, *(quantity + axis for quantity in QUANTITIES for axis in "dhw")
 DEFAULT_BATCH = 2
 ENTRY = re.compile(rf"({'|'.join(sorted(NAMES, key=len, reverse=True))})(-?\d+)")
 FIRST = re.compile(rf"_*(?:{'|'.join(NAMES)})[-\d]")
+_NUMBER = r"[-+]?(?:inf|\d[\d.]*(?:e[-+]?\d+)?)"
+_APPLIED = "|".join(sorted(CONV_ACTIVATIONS[1:], key=len, reverse=True))
+WORD = re.compile(rf"\+(bias|res|(?:{_APPLIED})(?::{_NUMBER})*)")
 WORDS = {"g": "groups", "mb": "mini-batch", "ic": "input channels", "oc": "output channels"}
 
 
@@ -37,7 +48,7 @@ def looks_like_layer(text: str) -> bool:
 
 def layer_name(text: str) -> str:
     """What stands after ``n`` in a layer's text, without its quotes; empty when there is none."""
-    return _scan(text)[1]
+    return _scan(text)[2]
 
 
 def parse_layer(
@@ -53,11 +64,12 @@ def parse_layer(
 ) -> ConvProblem:
     """The problem that one pass of the layer ``text`` is.
 
-    ``batch`` replaces the text's ``mb``, as benchdnn's ``--mb`` does; ``layout`` is that of all three tensors.
+    ``batch`` replaces the text's ``mb``, as benchdnn's ``--mb`` does; ``layout`` is that of all three tensors. Words
+    such as ``+bias`` are of the forward pass: problems of other passes are without them.
 
     Raises ``ValueError`` naming the entry at fault, its value and what would do.
     """
-    values = _scan(text)[0]
+    values, words, _ = _scan(text)
     for name in ("ic", "oc"):
         if name not in values:
             raise ValueError(f"{name}: missing from {text!r}; {name}N gives its {WORDS[name]}")
@@ -66,7 +78,7 @@ def parse_layer(
     for name in PLAIN:
         if values.get(name, 1) < 1:
             raise ValueError(f"{name}{values[name]}: a layer needs at least 1 ({WORDS[name]})")
-    groups = values.get("g", 1)
+    groups, forward = values.get("g", 1), pass_ is Pass.FPROP
     for name in ("ic", "oc"):
         if values[name] % groups:
             raise ValueError(f"{name}{values[name]}: not a multiple of g{groups}; channels are cut evenly into groups")
@@ -79,7 +91,9 @@ def parse_layer(
         groups=groups,
         dtype=dtype,
         precision=precision,
-        bias=bias,
+        bias=bias or (forward and "bias" in words),
+        residual=forward and "res" in words,
+        activation=_activation(words, text) if forward else "none",
         layouts=(layout, layout, layout),
         device=device,
     )
@@ -92,8 +106,9 @@ def parse_layer(
 def format_layer(problem: ConvProblem, name: str = "") -> str:
     """The text of a problem's layer, as short as benchdnn writes it; :func:`parse_layer` reads it back.
 
-    Pass, types, layouts and device are not part of a layer. Raises ``ValueError`` for padding that the notation has no
-    text for: negative in front, or a trailing one that is not what the outputs need.
+    A residual and an activation are part of it; pass, types, layouts, bias and device are not. Raises ``ValueError``
+    for padding that the notation has no text for: negative in front, or a trailing one that is not what the outputs
+    need.
     """
     for axis_name, axis in zip(problem.space, problem.axes, strict=True):
         _check_writable(axis_name, axis)
@@ -112,14 +127,16 @@ def format_layer(problem: ConvProblem, name: str = "") -> str:
     words += [f"p{n}{a.before}" for n, a in axes.items()]
     if any(a.dilation > 1 for a in problem.axes):
         words += [f"d{n}{a.dilation - 1}" for n, a in axes.items()]
+    words += ["+res"] if problem.residual else []
+    words += [f"+{problem.activation}"] if problem.activation != "none" else []
     return "".join(words) + (f'n"{name}"' if name else "")
 
 
-def _scan(text: str) -> tuple[dict[str, int], str]:
-    """Entries of ``text`` in the order given, and its name."""
+def _scan(text: str) -> tuple[dict[str, int], list[str], str]:
+    """Entries of ``text`` in the order given, the words behind them, and its name."""
     values: dict[str, int] = {}
     rest = text.strip().lstrip("_")
-    while rest and not rest.startswith("n"):
+    while rest and not rest.startswith(("n", "+")):
         entry = ENTRY.match(rest)
         if entry is None:
             raise ValueError(f"layer {text!r}: cannot read {rest[:24]!r}; {_expected(rest)}")
@@ -132,7 +149,32 @@ def _scan(text: str) -> tuple[dict[str, int], str]:
         rest = rest[entry.end() :].lstrip("_")
     if not values:
         raise ValueError(f"layer {text!r}: has no entries; text such as 'mb256ic64ih27oc192oh27kh5ph2' would do")
-    return values, rest[1:].strip("\"'")
+    words = []
+    while rest.startswith("+"):
+        word = WORD.match(rest)
+        if word is None:
+            raise ValueError(
+                f"layer {text!r}: cannot read {rest[:24]!r}; +bias, +res or an activation such as +relu would do"
+            )
+        words.append(word[1])
+        rest = rest[word.end() :].lstrip("_")
+    if rest and not rest.startswith("n"):
+        raise ValueError(f"layer {text!r}: cannot read {rest[:24]!r}; words such as +relu stand behind all entries")
+    return values, words, rest[1:].strip("\"'")
+
+
+def _activation(words: list[str], text: str) -> str:
+    """The activation among the words of a layer, ``none`` where there is none. Raises ``ValueError`` for several."""
+    applied = [word for word in words if word not in ("bias", "res")]
+    if len(applied) > 1:
+        raise ValueError(f"layer {text!r}: one activation would do, not {', '.join(applied)}")
+    if not applied:
+        return "none"
+    try:
+        parameters = activation_parameters(applied[0])
+    except ValueError as error:
+        raise ValueError(f"layer {text!r}: numbers behind the colons of {applied[0]!r} would do") from error
+    return activation_name(activation_kind(applied[0]), *parameters)
 
 
 def _expected(rest: str) -> str:

@@ -39,7 +39,10 @@ class ConvProblem(Problem):
 
     ``dtype`` is the operands', ``out_dtype`` the result's (sums over parts are kept in fp32 whatever the operands);
     ``precision`` is torch's convolution precision for fp32 operands: ``ieee`` or ``tf32``. ``bias`` adds a vector over
-    the result's channels (FPROP, DGRAD). ``accumulate`` adds into the result. ``layouts`` and ``alignment`` (bytes, at
+    the result's channels (FPROP, DGRAD). FPROP may go on: ``residual`` adds a tensor with the shape, type and layout of
+    y, and ``activation``, a name of :mod:`tilewise.problems.activations`, is applied last. So
+    y = activation(conv + bias + residual). A batch norm of inference needs no field: it is folded into weight and bias.
+    ``accumulate`` adds into the result, with neither of the two. ``layouts`` and ``alignment`` (bytes, at
     most 16) describe x, w, y; exact strides are bound later, so that all tiles of one size are one problem.
     ``device`` is ``"cpu"`` or ``"cuda:<name>"``.
 
@@ -63,6 +66,8 @@ class ConvProblem(Problem):
     out_dtype: str = ""
     precision: str = "ieee"
     bias: bool = False
+    activation: str = "none"
+    residual: bool = False
     accumulate: bool = False
     constant_weight: bool = False
     checked_weight: bool = False
@@ -195,9 +200,10 @@ class ConvProblem(Problem):
 
     @property
     def bytes(self) -> int:
-        """Least memory traffic: operands read once, the result written once (and read, when accumulated into)."""
+        """Least memory traffic: operands and residual read once, the result written once (and read, when accumulated
+        into)."""
         moved = sum(self.nbytes(role) for role in ROLES)
-        return moved + (self.nbytes(self.result) if self.accumulate else 0)
+        return moved + (self.nbytes(self.result) if self.accumulate or self.residual else 0)
 
     @property
     def key(self) -> str:
@@ -220,7 +226,8 @@ class ConvProblem(Problem):
         ``axis`` is ``batch``, ``groups``, ``in_channels``, ``out_channels`` or a name in :attr:`space`. Sizes along
         space count outputs for FPROP and WGRAD and inputs for DGRAD, or with ``scatter=True`` DGRAD's outputs, whose
         results overlap (the halo reduction of Jin et al. 2018, section 2). Channels are cut at group boundaries or
-        inside one group. Parts that add keep their sums in fp32.
+        inside one group. Parts that add keep their sums in fp32. Parts have no bias, residual or activation: who joins
+        them adds these, to each part or to the whole. A residual is cut as the result is.
 
         Raises ``ValueError`` for an unknown axis, sizes that do not sum to the whole or a cut across groups.
         """
@@ -246,5 +253,8 @@ class ConvProblem(Problem):
         return a.size if self.pass_ is Pass.DGRAD and not scatter else a.out
 
     def reference(self, *operands: torch.Tensor) -> torch.Tensor:
-        """The result in float64, without bias or accumulation, from operands in the order of :attr:`operands`."""
+        """The result in float64, from operands in the order of :attr:`operands`.
+
+        That is the convolution alone: without bias, residual, activation or accumulation.
+        """
         return convolve(self, *operands)

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 
 from tilewise.machine.turns import pause
+from tilewise.problems.activations import activated
 from tilewise.problems.base import WHOLE, Compute, Seams, as_tuple
 from tilewise.problems.checks import distance, operands_of_all_kinds
 from tilewise.problems.error import Error
-from tilewise.problems.gemm.activations import activated
 from tilewise.problems.gemm.layouts import matrix_axes
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.problems.operands import make_bias, make_result

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 
-from tilewise.problems.gemm.activations import ACTIVATIONS
+from tilewise.problems.activations import ACTIVATIONS
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.problems.limits import INT64_MAX
 

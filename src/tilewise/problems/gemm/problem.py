@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 
 from tilewise.machine.torch_state import framework_flags
+from tilewise.problems.activations import ACTIVATIONS
 from tilewise.problems.base import ALIGNMENT, DTYPES, PRECISIONS, Part, Problem, dense_strides
-from tilewise.problems.gemm.activations import ACTIVATIONS
 from tilewise.problems.gemm.cuts import SIZES, cut
 from tilewise.problems.gemm.key import fields_of, key_of
 from tilewise.problems.gemm.layouts import (

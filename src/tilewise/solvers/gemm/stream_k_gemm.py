@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from tilewise.plan import Config
-from tilewise.problems.gemm.activations import ACTIVATIONS
+from tilewise.problems.activations import ACTIVATIONS
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.triton_run import compiled

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.plan import Config
-from tilewise.problems.gemm.activations import ACTIVATIONS
+from tilewise.problems.activations import ACTIVATIONS
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Run
 from tilewise.solvers.gemm import _thin_cpu as cpu

@@ -19,8 +19,8 @@ from tilewise.nn.layers.linear.casts import Change
 from tilewise.nn.layers.linear.compiled import KnownLinear, publish
 from tilewise.nn.layers.linear.run import BY_TORCH, LinearRun
 from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.problems.activations import activated
 from tilewise.problems.base import ALIGNMENT
-from tilewise.problems.gemm.activations import activated
 from tilewise.problems.gemm.problem import GemmProblem
 
 __all__ = ["Entry", "LinearLayer"]

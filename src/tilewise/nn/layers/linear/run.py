@@ -13,8 +13,8 @@ from tilewise.kernels.native.sequence import SCALAR_TYPES, Kernels
 from tilewise.nn.layers.bound_pass import BoundPass
 from tilewise.nn.layers.call import disturbed, is_plain
 from tilewise.nn.layers.linear.call import LinearCall
+from tilewise.problems.activations import activate, gradient_from_result
 from tilewise.problems.base import ALIGNMENT, dense_strides
-from tilewise.problems.gemm.activations import activate, gradient_from_result
 
 __all__ = ["BY_TORCH", "LinearRun"]
 
