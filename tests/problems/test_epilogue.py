@@ -120,7 +120,7 @@ def test_words_behind_a_layer_are_of_its_forward() -> None:
 
 @pytest.mark.parametrize("words", ["+", "+relux", "+relu+tanh", "+res:1", "+leaky_relu", "+clamp:6:0", "+relu ih3"])
 def test_words_that_are_none_are_refused(words: str) -> None:
-    with pytest.raises(ValueError, match="would do|behind all entries"):
+    with pytest.raises(ValueError, match=r"would do|behind all entries"):
         parse_layer("ic4ih9oc4kh3" + words)
 
 
