@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,6 +18,7 @@ from tests.strategies import allocate, described, fill, problems, with_memory
 from tilewise.machine.device import device_name
 from tilewise.machine.torch_state import fp32_precision
 from tilewise.plan import Config
+from tilewise.problems.activations import activated, activation_name
 from tilewise.problems.base import dense_strides
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
@@ -90,8 +91,20 @@ def plus_bias(p: ConvProblem, result: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def named(kinds: Iterable[str]) -> list[str]:
+    """The names of activations of these kinds, with some parameters, and that of none."""
+    parameters = {"leaky_relu": (0.2,), "clamp": (-0.5, 0.75)}
+    return ["none", *(activation_name(kind, *parameters.get(kind, ())) for kind in sorted({*kinds} - {"none"}))]
+
+
 def compute(
-    solver: Solver, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    solver: Solver,
+    p: ConvProblem,
+    c: Config,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    residuals: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """What the executor does for a leaf, in its plainest form."""
     dense = "channels_last" if p.layout(p.result) == "channels_last" else "contiguous"
@@ -107,11 +120,13 @@ def compute(
     workspace, buffer = poisoned(solver.workspace(p, c), a.device)
     constant = solver.constant(p, c) if p.constant_weight else 0
     kept, kept_buffer = poisoned(constant, a.device)
-    if kept is not None:
+    if kept is not None and (pack := solver.pack(p, c, b)) is not None:
+        b = pack(b)
+    elif kept is not None:
         solver.prepare(p, c, b)(b, kept, workspace)
         buffer.fill_(0xFF)  # what is in the workspace is not kept
         b = kept
-    result = run(a, b, target, workspace, *biases(p))
+    result = run(a, b, target, workspace, *biases(p), *residuals)
     assert bool((buffer[-GUARD:] == 0xFF).all()), "wrote past its workspace"
     assert bool((kept_buffer[-GUARD:] == 0xFF).all()), "wrote past what it keeps"
     if target is out:
@@ -138,10 +153,17 @@ def check(solver: Solver, p: ConvProblem, c: Config, forms: Memory, accumulate: 
     want = plus_bias(p, want)
     for bias in biases(p):
         scale += bias.cpu().double().abs().view(-1, *[1] * p.dims)
+    residuals = [allocate(p.shape(p.result), out.dtype, device, *roles[p.result])[0]] if p.residual else []
+    for residual in residuals:
+        fill(residual, 5)
+        want += residual.cpu().double()
+        scale += residual.cpu().double().abs()
+    want = activated(want, p.activation)
+    scale += float(activated(torch.zeros(1, dtype=torch.float64), p.activation).abs())
     written = torch.zeros_like(base, dtype=torch.bool)
     written.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(True)
     try:
-        got = compute(solver, p, c, a, b, out)
+        got = compute(solver, p, c, a, b, out, residuals)
     except SolverUnavailable:
         if p.device_type == "cpu":
             raise
@@ -247,15 +269,25 @@ def _drawn(solver: Solver, drawn: st.SearchStrategy[ConvProblem], full: bool, bo
             p = wider
         p = replace(p, bias=solver.adds_bias and weighs and chosen(data, "bias"))
         adding = replace(p, accumulate=True)
+        finishes = p.pass_ is Pass.FPROP and (solver.adds_residual or bool(solver.activations))
         accumulate = full and solver.accumulates and not solver.why_not(adding)
-        if accumulate:
+        if accumulate and not (finishes and data.draw(st.booleans(), "residual and activation")):
             p = adding
+        elif finishes:
+            accumulate = False
+            p = replace(
+                p,
+                residual=solver.adds_residual and chosen(data, "residual"),
+                activation=data.draw(st.sampled_from(named(solver.activations)), "activation"),
+            )
         configs = list(solver.configs(p))
         assert configs, f"{solver.name} supports {p.key} and offers no config"
         assert len(set(configs)) == len(configs), "a config is offered twice"
         some = st.lists(st.sampled_from(configs), min_size=1, max_size=CONFIGS, unique=True)
         for c in data.draw(some, "configs"):
             here = replace(p, bias=p.bias and solver.does_add_bias(p, c))
+            here = replace(here, residual=p.residual and solver.does_add_residual(here, c))
+            here = here if solver.does_activate(here, c) else replace(here, activation="none")
             bound.append(check(solver, here, c, forms, accumulate))
 
     return supported_problems

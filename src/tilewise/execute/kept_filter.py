@@ -15,7 +15,7 @@ from tilewise.machine.device import is_capturing
 from tilewise.machine.workspaces import aligned
 from tilewise.plan import Config
 from tilewise.problems.base import Problem, dense_strides
-from tilewise.solvers import Prepare, Solver
+from tilewise.solvers import Solver
 
 __all__ = ["CheckedFilter", "FrozenFilter", "KeptFilter", "compared_bytes", "kept_bytes", "kept_filter"]
 
@@ -24,6 +24,8 @@ ALONE = 1 << 20
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Key = tuple[int, ...]
+Make = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""``make(weight, workspace)`` returns a new prepared filter."""
 
 
 def kept_bytes(solver: Solver, problem: Problem, config: Config) -> int:
@@ -47,11 +49,25 @@ def kept_filter(solver: Solver, problem: Problem, config: Config, weight: torch.
     if not size:
         return None
     if not problem.checked_operand:
-        return FrozenFilter(solver.prepare(problem, config, weight), size)
+        return FrozenFilter(_maker(solver, problem, config, weight, size))
     layout = problem.layout(problem.constant_operand)
     strides = dense_strides(weight.shape, "contiguous" if layout == "view" else layout)
     like = torch.empty_strided(weight.shape, strides, dtype=weight.dtype, device=weight.device)
-    return CheckedFilter(solver.prepare(problem, config, like), size, strides)
+    return CheckedFilter(_maker(solver, problem, config, like, size), strides)
+
+
+def _maker(solver: Solver, problem: Problem, config: Config, weight: torch.Tensor, size: int) -> Make:
+    """What makes prepared filters, of ``size`` bytes, from weights like ``weight``."""
+    if (pack := solver.pack(problem, config, weight)) is not None:
+        return lambda weight, workspace: pack(weight)
+    prepare = solver.prepare(problem, config, weight)
+
+    def make(weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
+        prepared = aligned(size, weight.device)
+        prepare(weight, prepared, workspace)
+        return prepared
+
+    return make
 
 
 class Entry(NamedTuple):
@@ -71,10 +87,10 @@ class KeptFilter:
     Threads may call :meth:`of` at the same time. A filter that was handed out is never written again.
     """
 
-    __slots__ = ("_kept", "_lock", "_prepare", "_size")
+    __slots__ = ("_kept", "_lock", "_make")
 
-    def __init__(self, prepare: Prepare, size: int) -> None:
-        self._prepare, self._size = prepare, size
+    def __init__(self, make: Make) -> None:
+        self._make = make
         self._kept: dict[Key, Entry] = {}
         self._lock = threading.Lock()
 
@@ -96,10 +112,8 @@ class KeptFilter:
 
     def _prepared(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
         """A new filter prepared from ``weight``."""
-        prepared = aligned(self._size, weight.device)
         with torch.inference_mode(False), torch.no_grad():
-            self._prepare(weight, prepared, workspace)
-        return prepared
+            return self._make(weight, workspace)
 
 
 class FrozenFilter(KeptFilter):
@@ -137,8 +151,8 @@ class CheckedFilter(KeptFilter):
 
     __slots__ = ("_strides",)
 
-    def __init__(self, prepare: Prepare, size: int, strides: tuple[int, ...]) -> None:
-        super().__init__(prepare, size)
+    def __init__(self, make: Make, strides: tuple[int, ...]) -> None:
+        super().__init__(make)
         self._strides = strides
 
     def of(self, weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:

@@ -168,6 +168,14 @@ class Solver(abc.ABC):
         """
         raise NotImplementedError(f"{self.name} keeps no filter")
 
+    def pack(self, p: Solved, c: Config, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """A function that makes the prepared form of a filter as a tensor of its own, for weights like ``weight``.
+
+        That is for libraries which allocate it themselves: the tensor may be opaque, and takes :meth:`constant` bytes.
+        ``None`` for solvers that :meth:`prepare` a filter in memory which they are given.
+        """
+        return None
+
     def offers(
         self, p: Solved, ceiling: int | None, only: Collection[Config] | None = None
     ) -> Iterable[tuple[Config, int]]:
