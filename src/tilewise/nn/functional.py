@@ -15,6 +15,7 @@ from tilewise.machine.recent import trim
 from tilewise.nn.arguments import settings_of, takes
 from tilewise.nn.layers.bilinear import BilinearLayer
 from tilewise.nn.layers.call import kernel_of
+from tilewise.nn.layers.finished_convolution import FinishedConvolutions
 from tilewise.nn.layers.geometry import Geometry
 from tilewise.nn.layers.layer import Layer
 from tilewise.nn.layers.linear.layer import LinearLayer
@@ -27,7 +28,7 @@ from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.recurrent.layer import RecurrentLayer
 from tilewise.nn.layers.traced import trace
 from tilewise.planner import Options, Planner
-from tilewise.problems.activations import ACTIVATIONS, FROM_RESULT, activated
+from tilewise.problems.activations import ACTIVATIONS, FROM_RESULT, activated, require_activation
 from tilewise.settings import DefaultOptions, Settings
 
 __all__ = [
@@ -64,6 +65,7 @@ class Table:
         self._plan_table = plan_table
         self.linear = LinearLayer(plan_table)
         self.activated = {name: LinearLayer(plan_table, activation=name) for name in ACTIVATIONS[1:]}
+        self.finished = FinishedConvolutions(plan_table)
         self.bilinear = BilinearLayer(plan_table)
         self.recurrent = RecurrentLayer(plan_table)
         self.lrn = LrnLayer(plan_table)
@@ -95,6 +97,7 @@ class Table:
         """Let every layer look its plans up anew."""
         for linear in (self.linear, *self.activated.values()):
             linear.forget()
+        self.finished.forget()
         self.bilinear.forget()
         self.recurrent.forget()
         self.lrn.forget()
@@ -223,7 +226,55 @@ def _documented(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return function
 
 
-conv1d, conv2d, conv3d = (_documented(convolution(dims, _on_sight(dims, False))) for dims in (1, 2, 3))
+def _finishing(dims: int) -> Callable[..., torch.Tensor]:
+    """``conv{dims}d`` with what follows it."""
+    alone = convolution(dims, _on_sight(dims, False))
+
+    def conv(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Ints = 1,
+        padding: str | Ints = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        *,
+        residual: torch.Tensor | None = None,
+        activation: str = "none",
+    ) -> torch.Tensor:
+        if residual is None and activation == "none":
+            return alone(input, weight, bias, stride, padding, dilation, groups)
+        require_activation(activation)
+        plain = isinstance(weight, torch.Tensor) and not torch.compiler.is_dynamo_compiling()
+        if plain and not _needs_gradients(input, weight, bias, residual):
+            layer = _defaults.layer(dims, stride, padding, dilation, groups, kernel_of(weight), False, 0)
+            if layer is not None:
+                y = _defaults.finished(layer, input, weight, bias, residual, activation)
+                if y is not NotImplemented:
+                    return y  # type: ignore[no-any-return]
+        y = alone(input, weight, bias, stride, padding, dilation, groups)
+        return activated(y if residual is None else y + residual, activation)
+
+    conv.__name__ = conv.__qualname__ = f"conv{dims}d"
+    conv.__doc__ = f"""As :func:`torch.nn.functional.conv{dims}d`, by a plan where one is faster.
+
+    A shape seen for the first time is planned on sight, under the options of :func:`set_defaults`.
+
+    ``residual``, a tensor like the result, is added to it, and ``activation`` is applied last: ``relu``, ``relu6``,
+    ``leaky_relu:SLOPE``, ``clamp:MIN:MAX``, ``gelu`` (by the error function), ``gelu_tanh``, ``silu``, ``hardswish``,
+    ``hardsigmoid``, ``tanh`` or ``sigmoid`` (:mod:`tilewise.problems.activations`). Where no gradient is asked one plan
+    computes all three. Where gradients are asked, within ``torch.compile``, under autocast, and for a residual that
+    torch would broadcast or cast, the convolution is planned alone and torch does the rest, so that its derivatives are
+    torch's.
+
+    Raises what torch raises for its arguments, ``ValueError`` for another activation, and ``NoPlanError`` when no
+    solver keeps a memory limit. For example ``conv2d(torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3),
+    activation="relu").shape`` is (1, 4, 6, 6).
+    """
+    return conv
+
+
+conv1d, conv2d, conv3d = (_finishing(dims) for dims in (1, 2, 3))
 conv_transpose1d, conv_transpose2d, conv_transpose3d = (
     _documented(transposed_convolution(dims, _on_sight(dims, True))) for dims in (1, 2, 3)
 )
