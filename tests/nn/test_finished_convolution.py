@@ -68,6 +68,7 @@ def test_gradients_are_torchs(name: str) -> None:
         assert float((ours.grad.double() - theirs.grad).norm()) <= 1e-4 * max(1e-3, float(theirs.grad.norm()))
 
 
+@pytest.mark.slow
 def test_a_residual_that_is_broadcast_is_left_to_torch() -> None:
     x, w, b, r = tensors(torch.float32, False)
     got = tilewise.conv2d(x, w, b, padding=1, residual=r[:1, :1], activation="relu")
