@@ -218,15 +218,16 @@ def test_a_filter_comes_from_the_copy_that_is_compared() -> None:
     p = LAYERS["dense"]
     run, a, w = bound(p)
     node = run._run._node  # type: ignore[attr-defined]
-    inner = node._filter._prepare
+    inner = node._filter._make
 
-    def disturbed(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
-        inner(weight, kept, workspace)
+    def disturbed(weight: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
+        made = inner(weight, workspace)
         w.data.mul_(2)
+        return made
 
-    node._filter._prepare = disturbed
+    node._filter._make = disturbed
     run(a, w)
-    node._filter._prepare = inner
+    node._filter._make = inner
     check(run, p, a, w)
 
 
