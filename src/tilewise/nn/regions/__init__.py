@@ -1,0 +1,1 @@
+"""Regions of a model that run as one list of steps, for inference."""

@@ -1,0 +1,94 @@
+"""One piece of memory for all intermediate tensors of a program: when each is in use, and where it lies.
+
+Tensors that are in use at different times may share memory. The largest are placed first, each into the smallest gap
+that it fits between those in use at the same time (greedy by size with best fit: Pisarchyk and Lee, "Efficient Memory
+Management for Deep Neural Net Inference", MLSys 2020, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tilewise.nn.regions.slots import Slot, Step, root
+
+__all__ = ["ALIGNMENT", "Life", "lives_of", "most_at_once", "packed"]
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector. Each tensor starts at a multiple of this."""
+
+
+class Life(NamedTuple):
+    """A tensor of ``size`` bytes that is in use from step ``first`` to step ``last``, both included."""
+
+    size: int
+    first: int
+    last: int
+
+    def meets(self, other: Life) -> bool:
+        """Whether both are in use at the same time."""
+        return self.first <= other.last and other.first <= self.last
+
+
+def lives_of(slots: Sequence[Slot], steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, Life]:
+    """The life of each slot in use, by index. All views of a tensor share its life and are not listed themselves.
+
+    A tensor that a step returns may be a view of the step's inputs: these then live as long as it does. Outputs live
+    until the end.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {root(slots, index): len(steps) for index in outputs}
+    for number in reversed(range(len(steps))):
+        step = steps[number]
+        output = root(slots, step.output)
+        first[output] = number
+        last[output] = max(number, last.get(output, number))
+        until = last[output] if step.may_alias else number
+        for index in step.inputs:
+            base = root(slots, index)
+            last[base] = max(until, last.get(base, until))
+    return {index: Life(_bytes(slots, index), first.get(index, 0), end) for index, end in last.items()}
+
+
+def _bytes(slots: Sequence[Slot], index: int) -> int:
+    """Bytes of a slot's memory."""
+    return slots[index].nbytes
+
+
+def packed(lives: Mapping[int, Life], alignment: int = ALIGNMENT) -> tuple[dict[int, int], int]:
+    """The offset in bytes of each tensor of ``lives``, and the bytes of all memory.
+
+    Example: two tensors that are in use one after the other share their memory.
+
+    >>> packed({0: Life(100, 0, 1), 1: Life(50, 2, 3), 2: Life(10, 1, 2)})
+    ({0: 0, 1: 0, 2: 128}, 192)
+    """
+    placed: list[tuple[int, int, Life]] = []
+    offsets: dict[int, int] = {}
+    total = 0
+    for index, life in sorted(lives.items(), key=lambda item: (-item[1].size, item[1].first, item[0])):
+        size = -(-life.size // alignment) * alignment
+        start = _best_gap(size, sorted((a, b) for a, b, other in placed if life.meets(other)))
+        placed.append((start, start + size, life))
+        offsets[index] = start
+        total = max(total, start + size)
+    return offsets, total
+
+
+def _best_gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
+    """Where to put ``size`` bytes: into the smallest gap between the ranges ``taken`` that holds them, else behind."""
+    best, end = -1, 0
+    smallest = -1
+    for start, stop in taken:
+        gap = start - end
+        if gap >= size and (best < 0 or gap < smallest):
+            best, smallest = end, gap
+        end = max(end, stop)
+    return end if best < 0 else best
+
+
+def most_at_once(lives: Mapping[int, Life], alignment: int = ALIGNMENT) -> int:
+    """Bytes of all tensors in use at one time, at most: no arena can be smaller."""
+    sizes = [(life, -(-life.size // alignment) * alignment) for life in lives.values()]
+    starts = {life.first for life, _ in sizes}
+    return max((sum(size for life, size in sizes if life.first <= at <= life.last) for at in starts), default=0)

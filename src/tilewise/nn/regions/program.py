@@ -1,0 +1,210 @@
+"""A program of steps over slots: what a region of a model is for inference, run without the model's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.machine.workspaces import aligned
+from tilewise.nn.regions.arena import lives_of, most_at_once, packed
+from tilewise.nn.regions.checks import check_program
+from tilewise.nn.regions.slots import Slot, Step, described, root
+
+__all__ = ["KEPT_ARENAS", "Program"]
+
+KEPT_ARENAS = 4
+"""Arenas that a program keeps between calls at most: as many threads may call it at once without new memory."""
+CPU = torch.device("cpu")
+
+
+class Program:
+    """Steps over slots, called as ``program(*inputs)`` for inference.
+
+    ``slots`` and ``steps`` are as :class:`~tilewise.nn.regions.slots.Slot` and
+    :class:`~tilewise.nn.regions.slots.Step` say; ``inputs`` and ``outputs`` are indices of slots, in the order of the
+    call's arguments and results. A call returns the tensor of the one output, or a tuple of several. Gradients are
+    not recorded.
+
+    Intermediate tensors lie in one arena of :attr:`arena_bytes`, see :mod:`tilewise.nn.regions.arena`. Each call in
+    flight has an arena of its own, so several threads may call one program; up to :data:`KEPT_ARENAS` are kept between
+    calls. Outputs are new memory, except where an output is an input, a constant, or a view of one.
+
+    Raises ``ValueError`` for slots and steps that do not fit together, and at a call for inputs that do not lie as
+    their slots say. What a step raises is raised with a note that names the step.
+
+    Example::
+
+        aten = torch.ops.aten
+        slots = [Slot((4,), (1,), torch.float32, kind) for kind in ("input", "intermediate", "output")]
+        steps = [
+            Step("double", (0,), 1, lambda x, out: torch.add(x, x, out=out)),
+            Step("relu", (1,), 2, operator=Operator(aten.clamp_min.out, (Place(0), 0), out="out")),
+        ]
+        y = Program(slots, steps, inputs=[0], outputs=[2])(x)
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        self.slots, self.steps = tuple(slots), tuple(steps)
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        check_program(self.slots, self.steps, self.inputs, self.outputs)
+        roots = [root(self.slots, index) for index in range(len(self.slots))]
+        self._new = {step.output for step in self.steps if step.gives_new}
+        written = {roots[step.output] for step in self.steps}
+        results = {roots[index] for index in self.outputs} & written
+        self._fresh = sorted(results - self._new)
+        """Outputs that a call allocates before the first step."""
+        lives = lives_of(self.slots, self.steps, self.outputs)
+        kept = {i: life for i, life in lives.items() if i in written and i not in results and i not in self._new}
+        self._offsets, self.arena_bytes = packed(kept)
+        self.least_bytes, self.separate_bytes = most_at_once(kept), sum(life.size for life in kept.values())
+        self._views: dict[int, list[int]] = {}
+        for index, base in enumerate(roots):
+            if index != base:
+                self._views.setdefault(base, []).append(index)
+        self._calls = [_Call(step) for step in self.steps]
+        changing = {*self.inputs, *self._fresh, *self._new}
+        self._changing = sorted(changing | {view for base in changing for view in self._views.get(base, ())})
+        self._frames: list[_Frame] = []
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """The outputs for the given inputs."""
+        self._check(tensors)
+        if torch.is_autocast_enabled("cpu"):  # the steps' types have been decided
+            with torch.autocast("cpu", enabled=False):
+                return self._in_frame(tensors)
+        return self._in_frame(tensors)
+
+    def _in_frame(self, tensors: Sequence[Tensor]) -> Any:
+        """Run with an arena that no other call uses."""
+        try:
+            frame = self._frames.pop()
+        except IndexError:
+            frame = _Frame(self)
+        try:
+            with torch.no_grad():
+                return self._run(frame, tensors)
+        finally:
+            for index in self._changing:
+                frame.values[index] = None
+            if len(self._frames) < KEPT_ARENAS:
+                self._frames.append(frame)
+
+    def release(self) -> None:
+        """Free the arenas that are kept between calls."""
+        self._frames.clear()
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise ``ValueError`` or ``TypeError`` for inputs that are not as their slots say."""
+        if len(tensors) != len(self.inputs):
+            raise ValueError(f"{len(tensors)} inputs given: {len(self.inputs)} would do")
+        for number, (index, tensor) in enumerate(zip(self.inputs, tensors, strict=True)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"input {number} is a {type(tensor).__name__}: a tensor would do")
+            slot = self.slots[index]
+            if tensor.device != CPU or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+                raise ValueError(f"input {number} is on {tensor.device}, {tensor.layout}: a plain CPU tensor would do")
+            if not slot.has(tensor):
+                given = described(tensor.dtype, tensor.shape, tensor.stride())
+                raise ValueError(f"input {number} is {given}: {slot} would do")
+
+    def _run(self, frame: _Frame, tensors: Sequence[Tensor]) -> Any:
+        """Run all steps in Python and return the outputs."""
+        values = frame.values
+        for index, tensor in zip(self.inputs, tensors, strict=True):
+            self._set(values, index, tensor)
+        for index in self._fresh:
+            slot = self.slots[index]
+            self._set(values, index, torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=CPU))
+        for number, call in enumerate(self._calls):
+            try:
+                if call.new:
+                    found = call.run(*[values[i] for i in call.inputs])
+                    self._check_new(number, found)
+                    self._set(values, call.output, found)
+                else:
+                    call.run(*[values[i] for i in call.inputs], values[call.output])
+            except BaseException as error:
+                error.add_note(self.note(number))
+                raise
+        results = tuple(self._result(frame, index) for index in self.outputs)
+        return results[0] if len(results) == 1 else results
+
+    def note(self, number: int) -> str:
+        """What is said of an error in step ``number``."""
+        return f"in step {number} of {len(self.steps)}, {self.steps[number].name!r}"
+
+    def _set(self, values: list[Any], index: int, tensor: Tensor) -> None:
+        """Put ``tensor`` into slot ``index``, and its views into theirs."""
+        values[index] = tensor
+        for view in self._views.get(index, ()):
+            values[view] = _view(tensor, self.slots[view], self._offset(view))
+
+    def _offset(self, index: int) -> int:
+        """Elements from the beginning of a view's root to the view."""
+        offset = 0
+        while (base := self.slots[index].view_of) is not None:
+            offset, index = offset + self.slots[index].offset, base
+        return offset
+
+    def _check_new(self, number: int, found: object) -> None:
+        """Raise for something that a step returned and that does not lie as its slot says."""
+        slot = self.slots[self.steps[number].output]
+        if not isinstance(found, Tensor):
+            raise TypeError(f"the step returned a {type(found).__name__}: a tensor would do")
+        if not slot.has(found) or found.device != CPU:
+            given = described(found.dtype, found.shape, found.stride())
+            raise ValueError(f"the step returned {given}: {slot} would do")
+
+    def _result(self, frame: _Frame, index: int) -> Tensor:
+        """The tensor of an output; a copy where a step returned a view of the arena, which the next call overwrites."""
+        found: Tensor = frame.values[index]
+        if frame.arena is not None and found.untyped_storage().data_ptr() == frame.arena.untyped_storage().data_ptr():
+            copy = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=CPU)
+            return copy.copy_(found)
+        return found
+
+
+class _Call:
+    """A step as it runs in Python."""
+
+    __slots__ = ("inputs", "new", "output", "run")
+
+    def __init__(self, step: Step) -> None:
+        self.inputs, self.output, self.new = step.inputs, step.output, step.gives_new
+        self.run: Callable[..., Any] = step.call()
+
+
+class _Frame:
+    """The arena of one call in flight, and the tensors in all slots: those of the arena stay the same."""
+
+    __slots__ = ("arena", "values")
+
+    def __init__(self, program: Program) -> None:
+        size = program.arena_bytes
+        self.values: list[Any] = [slot.tensor for slot in program.slots]
+        with torch.inference_mode(False), torch.no_grad():
+            self.arena = aligned(size, CPU) if size else None
+            for index, offset in program._offsets.items():
+                slot = program.slots[index]
+                program._set(self.values, index, _carved(self.arena, offset, slot))
+            for index, slot in enumerate(program.slots):
+                if slot.kind == "constant" and slot.tensor is not None:
+                    program._set(self.values, index, slot.tensor.detach())
+
+
+def _carved(arena: Tensor | None, offset: int, slot: Slot) -> Tensor:
+    """The tensor of ``slot`` that begins ``offset`` bytes behind the arena's beginning."""
+    if arena is None or not slot.nbytes:
+        return torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=CPU)
+    piece = arena.narrow(0, offset, slot.nbytes).view(slot.dtype)
+    return piece.as_strided(slot.shape, slot.strides)
+
+
+def _view(tensor: Tensor, slot: Slot, offset: int) -> Tensor:
+    """The view of a root's ``tensor`` that ``slot`` describes."""
+    return tensor.as_strided(slot.shape, slot.strides, tensor.storage_offset() + offset)
