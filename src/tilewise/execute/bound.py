@@ -139,10 +139,12 @@ class Bound:
         bias: Tensor | None = None,
         out: Tensor | None = None,
         residual: Tensor | None = None,
+        workspace: Tensor | None = None,
     ) -> Tensor:
-        """Compute without native code for the whole."""
+        """Compute without native code for the whole, with a workspace of this thread where none is given."""
         size = self.workspace
-        workspace = _workspaces.take(size, a.device) if size else None
+        if workspace is None and size:
+            workspace = _workspaces.take(size, a.device)
         if out is None and not self._fresh:
             if self.pins:
                 out = torch.empty_strided(
@@ -162,6 +164,10 @@ class Bound:
             computed = self._run(a, b, out, workspace, *added)
             out = computed if out is None else out
         return out if bias is None or self._adds else self._add(out, bias)
+
+    def run_in(self, workspace: Tensor | None, *tensors: Tensor | None) -> Tensor:
+        """Compute from two operands, the bias, the result and the residual, or None, with scratch in ``workspace``."""
+        return self._from_python(*tensors, workspace=workspace)  # type: ignore[arg-type]
 
     def use_native(self, node: Node, device: torch.device) -> None:
         """From now on compute by one call into native code, where ``node`` does nothing else than launch kernels.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tilewise.kernels.cpu.recording import recorder
 from tilewise.machine.device import is_capturing
 from tilewise.machine.workspaces import aligned
 from tilewise.plan import Config
@@ -136,6 +137,7 @@ class FrozenFilter(KeptFilter):
             version = weight._version
             entry = self._kept.get(key)
             if entry is not None and entry.known == version:
+                recorder.hold(entry.prepared)
                 return entry.prepared
             self._forget(key)
             return self._entry(key, weight, version, self._prepared(weight, workspace))

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from tilewise.kernels.cpu.recording import recorder
 from tilewise.machine.device import cpu_count
 
-__all__ = ["has_openmp", "share_out"]
+__all__ = ["forked", "has_openmp", "openmp_address", "share_out"]
 
 WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -32,6 +33,8 @@ def share_out(worker: int, data: int, threads: int, openmp: bool) -> None:
     The threads divide the work among them by counters in ``data``, so that all is done however many threads come.
     ``openmp`` asks for torch's threads, where they can be reached.
     """
+    if recorder.events is not None:
+        recorder.launched(worker, data, threads)
     parallel = _parallel() if openmp and threads > 1 else None
     if threads < 2:
         WORKER(worker)(data)
@@ -45,6 +48,17 @@ def share_out(worker: int, data: int, threads: int, openmp: bool) -> None:
 def has_openmp() -> bool:
     """Whether torch's own threads can be reached."""
     return _parallel() is not None
+
+
+def openmp_address() -> int:
+    """The address of ``GOMP_parallel`` for native code; 0 where torch's own threads cannot be reached."""
+    parallel = _parallel()
+    return 0 if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
+def forked() -> bool:
+    """Whether this process was forked from another one that had loaded this module."""
+    return _forked
 
 
 @functools.cache

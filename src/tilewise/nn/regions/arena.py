@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tilewise.nn.regions.slots import Slot, Step, root
-
-__all__ = ["ALIGNMENT", "Life", "lives_of", "most_at_once", "packed"]
+__all__ = ["ALIGNMENT", "Life", "Use", "lives_of", "most_at_once", "packed"]
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector. Each tensor starts at a multiple of this."""
@@ -30,29 +28,32 @@ class Life(NamedTuple):
         return self.first <= other.last and other.first <= self.last
 
 
-def lives_of(slots: Sequence[Slot], steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, Life]:
-    """The life of each slot in use, by index. All views of a tensor share its life and are not listed themselves.
+class Use(NamedTuple):
+    """A step's use of tensors: which it touches, which it gives, and whether that may be a view of the others."""
 
-    A tensor that a step returns may be a view of the step's inputs: these then live as long as it does. Outputs live
-    until the end.
+    touches: tuple[int, ...]
+    output: int
+    may_alias: bool = False
+
+
+def lives_of(
+    sizes: Sequence[int], roots: Sequence[int], uses: Sequence[Use], outputs: Sequence[int]
+) -> dict[int, Life]:
+    """The life of each tensor in use, by index. All views of a tensor share its life and are not listed themselves.
+
+    ``sizes`` are in bytes, ``roots`` has for each tensor the one whose memory it shows. A tensor that a step returns
+    may be a view of what the step touches, which then lives as long as it does. Outputs live until the end.
     """
     first: dict[int, int] = {}
-    last: dict[int, int] = {root(slots, index): len(steps) for index in outputs}
-    for number in reversed(range(len(steps))):
-        step = steps[number]
-        output = root(slots, step.output)
-        first[output] = number
-        last[output] = max(number, last.get(output, number))
-        until = last[output] if step.may_alias else number
-        for index in step.inputs:
-            base = root(slots, index)
-            last[base] = max(until, last.get(base, until))
-    return {index: Life(_bytes(slots, index), first.get(index, 0), end) for index, end in last.items()}
-
-
-def _bytes(slots: Sequence[Slot], index: int) -> int:
-    """Bytes of a slot's memory."""
-    return slots[index].nbytes
+    last: dict[int, int] = {roots[index]: len(uses) for index in outputs}
+    for number in reversed(range(len(uses))):
+        use = uses[number]
+        output = roots[use.output] if use.output >= 0 else -1
+        until = max(number, last.get(output, number)) if use.may_alias else number
+        for index in {*(roots[index] for index in use.touches), *({output} - {-1})}:
+            first[index] = number
+            last[index] = max(until, last.get(index, until))
+    return {index: Life(sizes[index], first.get(index, 0), end) for index, end in last.items()}
 
 
 def packed(lives: Mapping[int, Life], alignment: int = ALIGNMENT) -> tuple[dict[int, int], int]:

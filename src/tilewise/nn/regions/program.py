@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewise.kernels.native.programs import loading, why_never
 from tilewise.machine.workspaces import aligned
-from tilewise.nn.regions.arena import lives_of, most_at_once, packed
+from tilewise.nn.regions.arena import Use, lives_of, most_at_once, packed
 from tilewise.nn.regions.checks import check_program
+from tilewise.nn.regions.native import Native, native_program
 from tilewise.nn.regions.slots import Slot, Step, described, root
 
 __all__ = ["KEPT_ARENAS", "Program"]
@@ -18,6 +22,7 @@ __all__ = ["KEPT_ARENAS", "Program"]
 KEPT_ARENAS = 4
 """Arenas that a program keeps between calls at most: as many threads may call it at once without new memory."""
 CPU = torch.device("cpu")
+UNASKED = "use_native() has not been called"
 
 
 class Program:
@@ -31,6 +36,8 @@ class Program:
     Intermediate tensors lie in one arena of :attr:`arena_bytes`, see :mod:`tilewise.nn.regions.arena`. Each call in
     flight has an arena of its own, so several threads may call one program; up to :data:`KEPT_ARENAS` are kept between
     calls. Outputs are new memory, except where an output is an input, a constant, or a view of one.
+
+    Steps run in Python until :meth:`use_native` has them run from C++, with the same bits.
 
     Raises ``ValueError`` for slots and steps that do not fit together, and at a call for inputs that do not lie as
     their slots say. What a step raises is raised with a note that names the step.
@@ -53,26 +60,62 @@ class Program:
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         check_program(self.slots, self.steps, self.inputs, self.outputs)
         roots = [root(self.slots, index) for index in range(len(self.slots))]
-        self._new = {step.output for step in self.steps if step.gives_new}
+        self.new = {step.output for step in self.steps if step.gives_new}
         written = {roots[step.output] for step in self.steps}
         results = {roots[index] for index in self.outputs} & written
-        self._fresh = sorted(results - self._new)
+        self.fresh = sorted(results - self.new)
         """Outputs that a call allocates before the first step."""
-        lives = lives_of(self.slots, self.steps, self.outputs)
-        kept = {i: life for i, life in lives.items() if i in written and i not in results and i not in self._new}
-        self._offsets, self.arena_bytes = packed(kept)
+        uses = [Use(step.inputs, step.output, step.may_alias) for step in self.steps]
+        lives = lives_of([slot.nbytes for slot in self.slots], roots, uses, self.outputs)
+        kept = {i: life for i, life in lives.items() if i in written and i not in results and i not in self.new}
+        self.offsets, self.arena_bytes = packed(kept)
         self.least_bytes, self.separate_bytes = most_at_once(kept), sum(life.size for life in kept.values())
         self._views: dict[int, list[int]] = {}
         for index, base in enumerate(roots):
             if index != base:
                 self._views.setdefault(base, []).append(index)
         self._calls = [_Call(step) for step in self.steps]
-        changing = {*self.inputs, *self._fresh, *self._new}
+        changing = {*self.inputs, *self.fresh, *self.new}
         self._changing = sorted(changing | {view for base in changing for view in self._views.get(base, ())})
         self._frames: list[_Frame] = []
+        self.kept_arenas = KEPT_ARENAS
+        self.native: Native | None = None
+        """The program in native code; ``None`` where it runs in Python."""
+        self.why_not_native = UNASKED
+        """Why it runs in Python; empty where it does not."""
+        _programs.add(self)
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The outputs for the given inputs."""
+        native = self.native
+        if native is not None:
+            found = native.call(*tensors)
+            if found is not NotImplemented:
+                return found
+            self._check(tensors)
+            if native.has_stale_constants():
+                self.use_native()
+        return self.in_python(*tensors)
+
+    def use_native(self) -> str:
+        """Have calls run from C++ from now on, and return why they cannot; empty where they do.
+
+        Waits for the compiler the first time on a machine, half a minute. Each plan's launches are found by running it
+        a few times, and compared with the plan's own results. Steps that only Python can run stay in Python between
+        native ones: ``program.native.in_python`` says which, and why. Raises ``ValueError`` for a ``TILEWISE_NATIVE``
+        that makes no sense.
+        """
+        self.native = None
+        self.why_not_native = why_never() or loading().finished().reason
+        if not self.why_not_native:
+            try:
+                self.native = native_program(self)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                self.why_not_native = f"{type(error).__name__}: {error}"
+        return self.why_not_native
+
+    def in_python(self, *tensors: Tensor) -> Any:
+        """A call whose steps all run from Python."""
         self._check(tensors)
         if torch.is_autocast_enabled("cpu"):  # the steps' types have been decided
             with torch.autocast("cpu", enabled=False):
@@ -97,6 +140,8 @@ class Program:
     def release(self) -> None:
         """Free the arenas that are kept between calls."""
         self._frames.clear()
+        if self.native is not None:
+            self.native.call.release()
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` or ``TypeError`` for inputs that are not as their slots say."""
@@ -117,7 +162,7 @@ class Program:
         values = frame.values
         for index, tensor in zip(self.inputs, tensors, strict=True):
             self._set(values, index, tensor)
-        for index in self._fresh:
+        for index in self.fresh:
             slot = self.slots[index]
             self._set(values, index, torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=CPU))
         for number, call in enumerate(self._calls):
@@ -189,7 +234,7 @@ class _Frame:
         self.values: list[Any] = [slot.tensor for slot in program.slots]
         with torch.inference_mode(False), torch.no_grad():
             self.arena = aligned(size, CPU) if size else None
-            for index, offset in program._offsets.items():
+            for index, offset in program.offsets.items():
                 slot = program.slots[index]
                 program._set(self.values, index, _carved(self.arena, offset, slot))
             for index, slot in enumerate(program.slots):
@@ -208,3 +253,16 @@ def _carved(arena: Tensor | None, offset: int, slot: Slot) -> Tensor:
 def _view(tensor: Tensor, slot: Slot, offset: int) -> Tensor:
     """The view of a root's ``tensor`` that ``slot`` describes."""
     return tensor.as_strided(slot.shape, slot.strides, tensor.storage_offset() + offset)
+
+
+_programs: weakref.WeakSet[Program] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Let programs of a forked process run in Python: OpenMP's threads do not exist there."""
+    for program in list(_programs):
+        program.native, program.why_not_native = None, "a forked process has none of OpenMP's threads"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
+from tilewise.kernels.cpu.recording import recorder
 from tilewise.kernels.cpu.sizes import HEADER, LANES
 from tilewise.kernels.cpu.threads import has_openmp, share_out
 from tilewise.plan import Config
@@ -122,8 +123,11 @@ def start(run: int, data: np.ndarray, threads: int, openmp: bool, *addresses: in
 
     ``run`` is the address of the kernel's machine code. ``data`` is the int64 array that describes the call: its
     threads count finished units in it, so each call needs its own copy. ``addresses`` are those of scratch, operands
-    and result; they are written into ``data`` from place :data:`ADDRESSES` on.
+    and result; they are written into ``data`` from place :data:`ADDRESSES` on. Further addresses in ``data`` may be
+    those of a tensor of the call, of ``data`` itself, and of what the solver keeps as long as it is bound: native code
+    writes all others anew at each call.
     """
+    recorder.hold(data)
     data[1] = count = min(threads, torch.get_num_threads())
     data[ADDRESSES : ADDRESSES + len(addresses)] = addresses
     share_out(run, data.ctypes.data, count, openmp)
