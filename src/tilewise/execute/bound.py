@@ -165,9 +165,11 @@ class Bound:
             out = computed if out is None else out
         return out if bias is None or self._adds else self._add(out, bias)
 
-    def run_in(self, workspace: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        """Compute from two operands, the bias, the result and the residual, or None, with scratch in ``workspace``."""
-        return self._from_python(*tensors, workspace=workspace)  # type: ignore[arg-type]
+    def run_in(
+        self, workspace: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        """Compute without native code for the whole, with scratch in ``workspace``."""
+        return self._from_python(a, b, bias, out, residual, workspace)
 
     def use_native(self, node: Node, device: torch.device) -> None:
         """From now on compute by one call into native code, where ``node`` does nothing else than launch kernels.

@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call of one of torch's operators, with :class:`Shown` in place of tensors; ``gives`` is its new value, or -1."""
+    """A call of one of torch's operators, with :class:`Shown` for tensors; ``gives`` is its new value, or -1."""
 
     overload: torch._ops.OpOverload
     arguments: tuple[Any, ...]
@@ -91,7 +91,7 @@ class _Watch(TorchDispatchMode):
     """Writes down the operators that run."""
 
     def __init__(self, events: list[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._events = events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

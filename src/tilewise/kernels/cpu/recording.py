@@ -1,4 +1,4 @@
-"""Writes down the launches of compiled workers while a plan runs, so that native code can repeat them without Python."""
+"""Writes down the launches of compiled workers while a plan runs, so that native code can repeat them."""
 
 from __future__ import annotations
 
