@@ -14,8 +14,8 @@ from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.building.objects import Code, address, undefined
 
 __all__ = [
-    "DirectKernel", "Kernel", "load", "load_custom", "load_direct", "load_fused_lowering", "load_lrn", "load_pooling",
-    "load_recurrent", "load_thin", "load_winograd",
+    "DirectKernel", "Kernel", "load", "load_custom", "load_direct", "load_fused_lowering", "load_indirect", "load_lrn",
+    "load_pooling", "load_recurrent", "load_thin", "load_winograd",
 ]  # fmt: skip
 
 LOCK = threading.Lock()
@@ -162,6 +162,41 @@ def load_fused_lowering(lanes: int, vectors: int, rows: int, gradient: bool) -> 
     """The addresses of the worker of fused lowering, and of the moves and products that it calls."""
     with LOCK:
         return _fused_lowering(), _pieces(lanes), _sums_of_products(lanes, vectors, rows, gradient)
+
+
+@functools.cache
+def _indirect(lanes: int) -> int:
+    """The address of the worker of indirect convolution."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.channels_last.indirect import indirect
+
+        return indirect(lanes), 0
+
+    return _compiled(_words("indirect", lanes), make)
+
+
+@functools.cache
+def _tile(lanes: int, rows: int, vectors: int, activation: str) -> int:
+    """The address of the products of a tile of pixels."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.channels_last.tiles import WORDS, tile
+
+        return tile(lanes, rows, vectors, activation), WORDS
+
+    return _compiled(_words("tile", lanes, rows, vectors, activation), make)
+
+
+@compiled_elsewhere
+def load_indirect(lanes: int, rows: int, vectors: tuple[int, int], activation: str) -> tuple[int, int, int]:
+    """The addresses of the worker of indirect convolution and of its tiles, loaded as in :func:`load`.
+
+    Tiles have ``rows`` pixels and as many vectors as are given, for all panels of the filter but the last, and for that
+    one. ``activation`` is what they apply as they write.
+    """
+    with LOCK:
+        return _indirect(lanes), *(_tile(lanes, rows, count, activation) for count in vectors)  # type: ignore[return-value]
 
 
 @functools.cache

@@ -1,0 +1,258 @@
+"""Convolution by tables of the pixels that each tap reads (Dukhan 2019, "The Indirect Convolution Algorithm").
+
+A unit of work is a range of pixels and a range of panels, which are a few vectors of output channels each. The unit
+writes the tables of all its tiles of pixels once. Then it takes panel by panel, because a panel of the filter stays in
+a core's cache for all tiles. Pixels outside of the image are read from a row of zeros. Tiles are filled up with pixels
+that read zeros and are written to scratch.
+
+Where an image has few channels, a unit first copies the rows that it reads, padded. What a row of the filter meets of
+it is then one run of memory, which counts as one tap with more channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from numba import carray  # type: ignore[attr-defined]
+
+from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, put
+from tilewise.kernels.cpu.channels_last.told import INDIRECT as OF
+from tilewise.kernels.cpu.sizes import HEADER
+from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, pointer_call
+
+__all__ = ["indirect"]
+
+CHANNELS, OUTPUTS, PLANES, PARTS = (OF[name] for name in ("channels", "outputs", "planes", "parts"))
+PANEL_PARTS, PANELS, TILES, PIXELS = (OF[name] for name in ("panel_parts", "panels", "tiles", "pixels"))
+ROWS, WIDTH, SIZES, OUTS, KERNEL = (OF[name] for name in ("rows", "width", "sizes", "outs", "kernel"))
+STRIDE, DILATION, BEFORE, X, Y = (OF[name] for name in ("stride", "dilation", "before", "x", "y"))
+ADDED, RESIDUAL, BIAS, ZEROS = (OF[name] for name in ("added", "residual", "bias", "zeros"))
+PANEL_BYTES, GROUP_BYTES, TABLE, STRIP = (OF[name] for name in ("panel_bytes", "group_bytes", "table", "strip"))
+DUMMY, BIASES, STRIP_LINE, LINES = (OF[name] for name in ("dummy", "biases", "strip_line", "lines"))
+KERNELS, LAST_KERNEL = (OF[name] for name in ("kernels", "last_kernel"))
+
+
+@functools.cache
+def _taps() -> Callable[..., None]:
+    """Makes ``(v, x, start, entry)``, which writes the address of what each tap reads of one pixel.
+
+    ``start`` is where in the image the pixel's window begins. Addresses are ``v[ROWS]`` entries apart.
+    """
+    write = put()
+
+    @compiled()
+    def run(v, x, start, entry):
+        base = x + start[0] * v[X + 1] + start[1] * v[X + 2] + start[2] * v[X + 3]
+        for i in range(v[KERNEL]):
+            depth = start[0] + i * v[DILATION]
+            for j in range(v[KERNEL + 1]):
+                height = start[1] + j * v[DILATION + 1]
+                inside = 0 <= depth < v[SIZES] and 0 <= height < v[SIZES + 1]
+                line = base + i * v[DILATION] * v[X + 1] + j * v[DILATION + 1] * v[X + 2]
+                for k in range(v[KERNEL + 2]):
+                    width = start[2] + k * v[DILATION + 2]
+                    there = line + k * v[DILATION + 2] * v[X + 3]
+                    write(entry, there if inside and 0 <= width < v[SIZES + 2] else v[ZEROS])
+                    entry += v[ROWS] * PLACE
+
+    return run
+
+
+@functools.cache
+def _tables() -> Callable[..., None]:
+    """Makes ``(v, x, y, scratch, first, last)``, which writes the tables of the tiles from ``first`` to ``last``.
+
+    The table of the pixels that taps read is followed by that of the places of results, and that of what is added.
+    """
+    taps, write = _taps(), put()
+
+    @compiled()
+    def run(v, x, y, scratch, first, last):
+        rows, count = v[ROWS], v[KERNEL] * v[KERNEL + 1] * v[KERNEL + 2]
+        outs = scratch + v[TABLE]
+        others = outs + (last - first) * rows * PLACE
+        pixel = first * rows
+        w, h = pixel % v[OUTS + 2], pixel // v[OUTS + 2] % v[OUTS + 1]
+        d, n = pixel // (v[OUTS + 2] * v[OUTS + 1]) % v[OUTS], pixel // (v[OUTS + 2] * v[OUTS + 1] * v[OUTS])
+        for tile in range(last - first):
+            for i in range(rows):
+                entry = scratch + (tile * count * rows + i) * PLACE
+                place = (tile * rows + i) * PLACE
+                if pixel < v[PIXELS]:
+                    write(outs + place, y + n * v[Y] + d * v[Y + 1] + h * v[Y + 2] + w * v[Y + 3])
+                    write(
+                        others + place,
+                        v[RESIDUAL] + n * v[ADDED] + d * v[ADDED + 1] + h * v[ADDED + 2] + w * v[ADDED + 3],
+                    )
+                    start = (
+                        d * v[STRIDE] - v[BEFORE],
+                        h * v[STRIDE + 1] - v[BEFORE + 1],
+                        w * v[STRIDE + 2] - v[BEFORE + 2],
+                    )
+                    taps(v, x + n * v[X], start, entry)
+                else:
+                    write(outs + place, scratch + v[DUMMY])
+                    write(others + place, scratch + v[DUMMY])
+                    for k in range(count):
+                        write(entry + k * rows * PLACE, v[ZEROS])
+                pixel += 1
+                w += 1
+                if w == v[OUTS + 2]:
+                    w, h = 0, h + 1
+                    if h == v[OUTS + 1]:
+                        h, d = 0, d + 1
+                        if d == v[OUTS]:
+                            d, n = 0, n + 1
+
+    return run
+
+
+@functools.cache
+def _strip(lanes: int) -> Callable[..., None]:
+    """Makes ``(v, x, first, count, strip)``, which copies the lines that ``count`` rows of results read, padded.
+
+    ``first`` is the first row of results, and ``x`` the plane that they read.
+    """
+    copy = copied(lanes)
+
+    @compiled(lanes)
+    def run(v, x, first, count, strip):
+        channels, length = v[CHANNELS], v[STRIP_LINE] // (v[CHANNELS] * NUMBER)
+        ahead = max(0, min(v[BEFORE + 2], length))
+        skipped = max(0, -v[BEFORE + 2])
+        inside = max(0, min(v[SIZES + 2] - skipped, length - ahead))
+        for i in range((count - 1) * v[STRIDE + 1] + (v[KERNEL + 1] - 1) * v[DILATION + 1] + 1):
+            line = first * v[STRIDE + 1] - v[BEFORE + 1] + i
+            target = strip + i * v[STRIP_LINE]
+            if line < 0 or line >= v[SIZES + 1]:
+                copy(0, target, length * channels)
+                continue
+            source = x + line * v[X + 2] + skipped * v[X + 3]
+            copy(0, target, ahead * channels)
+            if v[X + 3] == channels * NUMBER:
+                copy(source, target + ahead * channels * NUMBER, inside * channels)
+            else:
+                for k in range(inside):
+                    copy(source + k * v[X + 3], target + (ahead + k) * channels * NUMBER, channels)
+            copy(0, target + (ahead + inside) * channels * NUMBER, (length - ahead - inside) * channels)
+
+    return run
+
+
+@functools.cache
+def _strip_tables() -> Callable[..., None]:
+    """Makes ``(v, y, other, scratch, first, pixels, tiles)``, which writes the tables of ``tiles`` tiles of a strip.
+
+    The tiles cover ``pixels`` pixels from the row ``first`` of results on.
+    """
+    write = put()
+
+    @compiled()
+    def run(v, y, other, scratch, first, pixels, tiles):
+        rows, strip, count = v[ROWS], scratch + v[STRIP], v[KERNEL + 1]
+        outs = scratch + v[TABLE]
+        others = outs + tiles * rows * PLACE
+        w, h, step = 0, 0, v[STRIDE + 2] * v[CHANNELS] * NUMBER
+        for pixel in range(tiles * rows):
+            tile, i = pixel // rows, pixel % rows
+            entry, place = scratch + (tile * count * rows + i) * PLACE, pixel * PLACE
+            if pixel < pixels:
+                write(outs + place, y + (first + h) * v[Y + 2] + w * v[Y + 3])
+                write(others + place, other + (first + h) * v[ADDED + 2] + w * v[ADDED + 3])
+            else:
+                write(outs + place, scratch + v[DUMMY])
+                write(others + place, scratch + v[DUMMY])
+            # Pixels beyond the last one read what the first one reads.
+            there = strip + (h * v[STRIDE + 1] * v[STRIP_LINE] + w * step if pixel < pixels else 0)
+            for k in range(count):
+                write(entry + k * rows * PLACE, there + k * v[DILATION + 1] * v[STRIP_LINE])
+            w += 1
+            if w == v[OUTS + 2]:
+                w, h = 0, h + 1
+
+    return run
+
+
+@functools.cache
+def _panels(lanes: int) -> Callable[..., None]:
+    """Makes ``(v, w, scratch, group, first, last, taps, depth, tiles)``, which computes panels of a unit's tiles."""
+    tile, copy = pointer_call(), copied(lanes)
+
+    @compiled(lanes)
+    def run(v, w, scratch, group, first, last, taps, depth, tiles):
+        rows, width = v[ROWS], v[WIDTH]
+        outs = scratch + v[TABLE]
+        others = outs + tiles * rows * PLACE if v[RESIDUAL] else 0
+        for panel in range(first, last):
+            valid = min(width, v[OUTPUTS] - panel * width)
+            shift = (group * v[OUTPUTS] + panel * width) * NUMBER
+            bias = v[ZEROS]
+            if v[BIAS]:
+                # The last panel's vectors may reach beyond the bias.
+                bias = scratch + v[BIASES]
+                copy(0, bias, width)
+                copy(v[BIAS] + shift, bias, valid)
+            kernel = v[LAST_KERNEL] if panel == v[PANELS] - 1 else v[KERNELS]
+            filters = w + group * v[GROUP_BYTES] + panel * v[PANEL_BYTES]
+            for i in range(tiles):
+                place = i * rows * PLACE
+                second = others + place if v[RESIDUAL] else 0
+                tile(kernel, scratch + place * taps, taps, depth, filters, outs + place, second, shift, bias, valid)
+
+    return run
+
+
+@functools.cache
+def _unit(lanes: int) -> Callable[..., None]:
+    """Makes ``(x, w, y, v, scratch, unit)``, which computes one unit of work."""
+    tables, panels, strip, strip_tables = _tables(), _panels(lanes), _strip(lanes), _strip_tables()
+
+    @compiled(lanes)
+    def run(x, w, y, v, scratch, unit):
+        part, rest = unit % v[PARTS], unit // v[PARTS]
+        panel_part, group = rest % v[PANEL_PARTS], rest // v[PANEL_PARTS]
+        first, last = panel_part * v[PANELS] // v[PANEL_PARTS], (panel_part + 1) * v[PANELS] // v[PANEL_PARTS]
+        x += group * v[CHANNELS] * NUMBER
+        if v[STRIP]:
+            # Parts are of one plane each.
+            each = v[PARTS] // v[PLANES]
+            plane, piece = part // each, part % each
+            begin, end = piece * v[LINES], min(v[OUTS + 1], (piece + 1) * v[LINES])
+            n, d = plane // v[OUTS], plane % v[OUTS]
+            source = x + n * v[X] + (d * v[STRIDE] - v[BEFORE]) * v[X + 1]
+            pixels = (end - begin) * v[OUTS + 2]
+            tiles = (pixels + v[ROWS] - 1) // v[ROWS]
+            other = v[RESIDUAL] + n * v[ADDED] + d * v[ADDED + 1]
+            strip(v, source, begin, end - begin, scratch + v[STRIP])
+            strip_tables(v, y + n * v[Y] + d * v[Y + 1], other, scratch, begin, pixels, tiles)
+            panels(v, w, scratch, group, first, last, v[KERNEL + 1], v[KERNEL + 2] * v[CHANNELS], tiles)
+        else:
+            begin, end = part * v[TILES] // v[PARTS], (part + 1) * v[TILES] // v[PARTS]
+            taps = v[KERNEL] * v[KERNEL + 1] * v[KERNEL + 2]
+            tables(v, x, y, scratch, begin, end)
+            panels(v, w, scratch, group, first, last, taps, v[CHANNELS], end - begin)
+
+    return run
+
+
+def indirect(lanes: int) -> Callable[..., None]:
+    """Makes ``(data)``, which computes all units that no other thread takes.
+
+    ``data`` begins as in :func:`tilewise.kernels.cpu.fused_fourier.kernel.convolve`, with the addresses of the image,
+    the filters and the result. Then follow the numbers of :data:`~tilewise.kernels.cpu.channels_last.told.INDIRECT`.
+    """
+    block, count = _unit(lanes), next_number()
+
+    def run(address):
+        data = carray(address, HEADER)
+        v = carray(address, data[4])[HEADER:]
+        thread = count(address, 0)
+        scratch = data[6] + thread * data[5]
+        if thread < data[1]:
+            unit = count(address, 2)
+            while unit < data[3]:
+                block(data[7], data[8], data[9], v, scratch, unit)
+                unit = count(address, 2)
+
+    return named(run, lanes)

@@ -1,0 +1,27 @@
+"""What the kernels for channels that lie innermost are told: the places of their numbers, without Numba."""
+
+from __future__ import annotations
+
+__all__ = ["INDIRECT", "NUMBERS"]
+
+
+def _places(*names: tuple[str, int] | str) -> tuple[dict[str, int], int]:
+    """The place of each name, with as many places as are given with it, and how many places there are in all."""
+    places, count = {}, 0
+    for entry in names:
+        name, size = (entry, 1) if isinstance(entry, str) else entry
+        places[name] = count
+        count += size
+    return places, count
+
+
+INDIRECT, NUMBERS = _places(
+    "channels", "outputs", "groups", "planes", "parts", "panel_parts", "panels", "tiles", "pixels", "rows", "width",
+    ("sizes", 3), ("outs", 3), ("kernel", 3), ("stride", 3), ("dilation", 3), ("before", 3), ("x", 4), ("y", 4),
+    ("added", 4), "residual", "bias", "zeros", "panel_bytes", "group_bytes", "table", "strip", "dummy", "biases",
+    "strip_line", "lines", "kernels", "last_kernel",
+)  # fmt: skip
+"""Numbers of indirect convolution. Sizes and strides are of depth, height and width.
+
+``x``, ``y`` and ``added`` have the byte strides of images, planes, rows and columns.
+"""

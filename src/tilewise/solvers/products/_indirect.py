@@ -1,0 +1,364 @@
+"""Indirect convolution on a CPU: the division of its work, filters in panels, and the run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tilewise.kernels.cpu.channels_last.told import INDIRECT, NUMBERS
+from tilewise.kernels.cpu.sizes import HEADER
+from tilewise.plan import Config
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem
+from tilewise.solvers.common.cpu_run import (
+    PAGE,
+    byte_strides,
+    kernel_data,
+    numba_reasons,
+    numbers_array,
+    start,
+    units_in_turn,
+    vector_lanes,
+    with_teams,
+)
+from tilewise.solvers.common.tiles import integer
+
+__all__ = ["SHAPES", "Division", "Pixels", "division", "forms", "in_panels", "innermost", "strides_of"]
+
+NUMBER, PLACE = 4, 8
+"""Bytes of an fp32 number and of an address."""
+SHAPES = {16: {4: 7, 2: 14, 3: 9, 1: 12}, 8: {2: 6, 4: 3, 3: 4, 1: 8}, 4: {2: 6, 4: 3, 3: 4, 1: 8}}
+"""By the lanes of a vector: how many pixels a tile may have with so many vectors, so that registers hold all sums."""
+RATES = {1: 0.65, 2: 0.95, 3: 1.0, 4: 1.0}
+"""Share of the peak that tiles with so many vectors reach, roughly."""
+FEW = 16
+"""Up to so many channels, rows of the image are copied, so that taps side by side count as one."""
+TABLES = 1 << 18
+"""Most bytes of the tables of a unit."""
+IMAGE = 1 << 18
+"""Most bytes of the image that a unit reads, so that they stay in a core's cache beside a panel."""
+PANEL = 1 << 20
+"""Bytes of a panel from which on it stays in no cache of one core."""
+READ = 16
+"""Bytes from a cache shared by cores that are read in the time of one product of vectors."""
+ENTRY = 2
+"""Time to write an entry of a table, in products of vectors."""
+BEGIN = 12
+"""Time to begin a tile, in products of vectors."""
+
+
+def innermost(p: ConvProblem, role: str) -> bool:
+    """Whether the channels of a tensor are neighbours in memory, whatever its other strides are."""
+    channels, *space = p.shape(role)[1:]
+    layout = p.layout(role)
+    return layout == "channels_last" or (layout == "contiguous" and (channels == 1 or math.prod(space) == 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the work is divided: ``rows`` pixels and ``vectors`` vectors in a tile, ``parts`` of pixels and of panels.
+
+    With ``lines`` above 0 a unit has so many rows of results, and copies what they read.
+    """
+
+    p: ConvProblem
+    lanes: int
+    vectors: int
+    rows: int
+    parts: int
+    panel_parts: int
+    lines: int
+
+    @property
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        """Depth, height and width."""
+        missing = (Axis(1, 1),) * (3 - self.p.dims)
+        depth, height, width = (*missing, *self.p.axes)
+        return depth, height, width
+
+    @property
+    def channels(self) -> int:
+        """Input channels of a group."""
+        return self.p.in_channels // self.p.groups
+
+    @property
+    def outputs(self) -> int:
+        """Output channels of a group."""
+        return self.p.out_channels // self.p.groups
+
+    @property
+    def chunks(self) -> int:
+        """Vectors of output channels of a group."""
+        return -(-self.outputs // self.lanes)
+
+    @property
+    def width(self) -> int:
+        """Output channels of a panel."""
+        return self.vectors * self.lanes
+
+    @property
+    def panels(self) -> int:
+        """Panels of a group."""
+        return -(-self.chunks // self.vectors)
+
+    @property
+    def last(self) -> int:
+        """Vectors of a group's last panel."""
+        return self.chunks - (self.panels - 1) * self.vectors
+
+    @property
+    def depth(self) -> int:
+        """Products in each sum."""
+        return self.channels * self.p.taps
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of all results."""
+        return self.p.batch * math.prod(axis.out for axis in self.axes)
+
+    @property
+    def planes(self) -> int:
+        """Planes of all results."""
+        return self.p.batch * self.axes[0].out
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all pixels, or with lines those of one unit."""
+        return -(-(self.lines * self.axes[2].out if self.lines else self.pixels) // self.rows)
+
+    @property
+    def unit_tiles(self) -> int:
+        """Most tiles of a unit."""
+        return self.tiles if self.lines else -(-self.tiles // self.parts)
+
+    @property
+    def units(self) -> int:
+        """Units of work."""
+        return self.parts * self.panel_parts * self.p.groups
+
+    @property
+    def table_taps(self) -> int:
+        """Entries of the table for each pixel."""
+        return self.axes[1].kernel if self.lines else self.p.taps
+
+    @property
+    def table(self) -> int:
+        """Bytes of the table of the pixels that taps read."""
+        return self.unit_tiles * self.rows * PLACE * self.table_taps
+
+    @property
+    def line(self) -> int:
+        """Bytes of a row that is copied."""
+        axis = self.axes[2]
+        return ((axis.out - 1) * axis.stride + axis.kernel) * self.channels * NUMBER
+
+    @property
+    def strip(self) -> int:
+        """Bytes of the rows that a unit copies."""
+        axis = self.axes[1]
+        return self.line * ((self.lines - 1) * axis.stride + axis.reach) if self.lines else 0
+
+    def places(self) -> dict[str, int]:
+        """Where in scratch the places of results, biases, the dummy of a result and copied rows begin, and its size."""
+        table = self.table
+        biases = table + 2 * self.unit_tiles * self.rows * PLACE
+        biases += -biases % 64
+        dummy = biases + self.width * NUMBER
+        strip = dummy + (self.p.out_channels + self.width) * NUMBER
+        strip += -strip % 64
+        end = strip + self.strip
+        return {"table": table, "biases": biases, "dummy": dummy, "strip": strip, "size": end + -end % PAGE}
+
+    @property
+    def panel_bytes(self) -> int:
+        """Bytes of a panel of the filter."""
+        return self.depth * self.width * NUMBER
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group's filters in panels."""
+        return self.depth * self.chunks * self.lanes * NUMBER
+
+    def time(self, threads: int) -> float:
+        """Estimated time, in products of two vectors."""
+        panels, tiles = -(-self.panels // self.panel_parts), self.unit_tiles
+        chunks = min(self.chunks, panels * self.vectors)
+        products = tiles * self.rows * chunks * self.depth / RATES[self.vectors]
+        begin = tiles * panels * (BEGIN + self.rows * self.vectors)
+        entries = tiles * self.rows * (self.table_taps + 2) * ENTRY
+        again = tiles if self.panel_bytes > PANEL else 1
+        read = again * chunks * self.lanes * self.depth * NUMBER + self.image + self.strip * 4
+        return units_in_turn(self.units, threads) * (products + begin + entries + read / READ)
+
+    @property
+    def image(self) -> int:
+        """Bytes of the image that a unit reads."""
+        return self.p.nbytes("x") // self.p.groups // self.parts
+
+
+def division(p: ConvProblem, c: Config) -> Division:
+    """The division of a config. Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``."""
+    names = "lanes", "vectors", "rows", "parts", "panel_parts"
+    lanes, vectors, rows, parts, panel_parts = (integer(c, name) for name in names)
+    if lanes not in SHAPES or vectors not in SHAPES[lanes] or rows > SHAPES[lanes][vectors]:
+        raise ValueError(f"lanes={lanes}, vectors={vectors}, rows={rows}: up to {SHAPES} would do")
+    integer(c, "threads")
+    lines = integer(c, "lines", 0) if "lines" in c else 0
+    divided = Division(p, lanes, vectors, rows, parts, panel_parts, lines)
+    if lines and (not _few(p) or lines > divided.axes[1].out or parts != _parts_of_lines(divided)):
+        raise ValueError(f"lines={lines}, parts={parts}: no lines, or parts that fit them, would do")
+    if panel_parts > divided.panels or (not lines and parts > divided.tiles):
+        raise ValueError(f"parts={parts}, panel_parts={panel_parts}: no more than tiles and panels would do")
+    return divided
+
+
+def _parts_of_lines(divided: Division) -> int:
+    """The parts of pixels where a unit has ``lines`` rows of results."""
+    return divided.planes * -(-divided.axes[1].out // divided.lines)
+
+
+def _few(p: ConvProblem) -> bool:
+    """Whether rows of the image are copied, so that taps side by side count as one."""
+    return p.dims < 3 and p.axes[-1].kernel > 1 and p.axes[-1].dilation == 1 and p.in_channels // p.groups <= FEW
+
+
+def forms(p: ConvProblem) -> Iterable[Config]:
+    """For each number of vectors the config that should be fastest, in the order in which they should be."""
+    lanes, threads = vector_lanes(), torch.get_num_threads()
+    rated = []
+    for vectors, most in SHAPES[lanes].items():
+        chunks = -(-p.out_channels // p.groups // lanes)
+        panels = -(-chunks // vectors)
+        if -(-chunks // panels) != vectors:
+            continue  # as many panels of fewer vectors are another form
+        best = min(_divisions(p, lanes, vectors, most, threads), key=lambda divided: divided.time(threads))
+        rated.append((best.time(threads), best))
+    for _, best in sorted(rated, key=lambda entry: entry[0]):
+        base = Config(lanes=lanes, vectors=best.vectors, rows=best.rows, parts=best.parts,
+                      panel_parts=best.panel_parts, threads=threads)  # fmt: skip
+        yield from with_teams(Config(**base, lines=best.lines) if best.lines else base)
+
+
+def _divisions(p: ConvProblem, lanes: int, vectors: int, most: int, threads: int) -> Iterable[Division]:
+    """Divisions worth comparing: the fewest parts whose images and tables stay in cache, up to many small ones."""
+    whole = Division(p, lanes, vectors, most, 1, 1, 0)
+    if _few(p):
+        height = whole.axes[1].out
+        for count in range(1, height + 1):
+            lines = -(-height // count)
+            divided = replace(whole, lines=lines)
+            divided = replace(divided, parts=_parts_of_lines(divided), rows=_even(lines * whole.axes[2].out, most))
+            if lines == 1 or (divided.strip <= IMAGE and divided.places()["biases"] <= TABLES):
+                yield divided
+            if divided.parts >= 16 * threads and divided.strip <= IMAGE:
+                return
+        return
+    whole = replace(whole, rows=_even(whole.pixels, most))
+    tables = whole.tiles * whole.rows * PLACE * (whole.table_taps + 2)
+    least = min(whole.tiles, max(-(-tables // TABLES), -(-whole.image // IMAGE)))
+    steps = sorted({min(whole.tiles, least + extra) for extra in (*range(4 * threads), 6 * threads, 8 * threads)})
+    for parts, panel_parts in itertools.product(steps, range(1, min(whole.panels, 4 * threads) + 1)):
+        yield replace(whole, parts=parts, panel_parts=panel_parts)
+
+
+def _even(pixels: int, most: int) -> int:
+    """The pixels of a tile, up to ``most``, of which the last tile lacks fewest."""
+    return -(-pixels // -(-pixels // most))
+
+
+class Pixels:
+    """The compiled kernel over all units of work, for tensors of fixed strides. It takes filters in panels."""
+
+    __slots__ = ("_divided", "_kernel", "_numbers", "_openmp", "_own_filters", "_threads", "_zeros")
+
+    def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
+        """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
+        from tilewise.kernels.cpu.compiling import load_indirect
+
+        divided = self._divided = division(p, c)
+        self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
+        self._own_filters = not p.constant_weight
+        self._zeros = np.zeros(max(divided.channels, divided.width), dtype=np.float32)
+        with numba_reasons():
+            self._kernel, *tiles = load_indirect(divided.lanes, divided.rows, (divided.vectors, divided.last), "none")
+        places = divided.places()
+        numbers = {
+            "channels": divided.channels, "outputs": divided.outputs, "groups": p.groups, "planes": divided.planes,
+            "parts": divided.parts, "panel_parts": divided.panel_parts, "panels": divided.panels,
+            "tiles": divided.tiles, "pixels": divided.pixels, "rows": divided.rows, "width": divided.width,
+            "zeros": self._zeros.ctypes.data, "panel_bytes": divided.panel_bytes, "group_bytes": divided.group_bytes,
+            "table": places["table"], "strip": places["strip"] if divided.lines else 0, "dummy": places["dummy"],
+            "biases": places["biases"], "strip_line": divided.line, "lines": divided.lines,
+            "kernels": tiles[0], "last_kernel": tiles[1],
+        }  # fmt: skip
+        told = {INDIRECT[name]: value for name, value in numbers.items()}
+        for name, field in (("sizes", "size"), ("outs", "out"), ("kernel", "kernel"), ("stride", "stride"),
+                            ("dilation", "dilation"), ("before", "before")):  # fmt: skip
+            told |= dict(enumerate((getattr(axis, field) for axis in divided.axes), INDIRECT[name]))
+        for name, strides in (("x", apart["x"]), ("y", apart["y"]), ("added", apart["y"])):
+            image, _, *space = strides
+            told |= dict(enumerate((image, *[0] * (3 - p.dims), *space), INDIRECT[name]))
+        self._numbers = kernel_data(divided.units, places["size"], numbers_array(told, NUMBERS))
+
+    def run(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what was prepared."""
+        assert out is not None
+        assert workspace is not None
+        filters = b.data_ptr()
+        if self._own_filters:
+            behind = workspace[int(self._numbers[5]) * self._threads :]
+            in_panels(self._divided, b, behind)
+            filters = behind.data_ptr()
+        data = self._numbers.copy()
+        if bias:
+            data[HEADER + INDIRECT["bias"]] = bias[0].data_ptr()
+        start(self._kernel, data, self._threads, self._openmp, workspace.data_ptr(), a.data_ptr(), filters,
+              out.data_ptr())  # fmt: skip
+        return out
+
+
+def in_panels(divided: Division, weight: torch.Tensor, kept: torch.Tensor) -> None:
+    """Write a filter to ``kept`` in the order in which tiles read it: group, panel, tap, channel, output channel.
+
+    ``kept`` is of uint8. Output channels that fill up a group's last panel are zeros.
+    """
+    p, size = divided.p, divided.group_bytes * divided.p.groups
+    flat = kept[:size].view(torch.float32)
+    flat.zero_()
+    group, depth = divided.group_bytes // NUMBER, divided.depth
+    taps = [axis.kernel for axis in p.axes]
+    whole = divided.outputs // divided.width
+    first = whole * divided.width
+    strides = [1] * p.dims
+    for count, begin, outputs, width in (
+        (whole, 0, divided.width, divided.width),
+        (1, first, divided.outputs - first, divided.last * divided.lanes),
+    ):
+        if count < 1 or outputs < 1:
+            continue
+        step = divided.channels * width
+        for i in reversed(range(p.dims)):
+            strides[i], step = step, step * taps[i]
+        target = flat.as_strided(
+            (p.groups, count, outputs, divided.channels, *taps), (group, depth * width, 1, width, *strides),
+            flat.storage_offset() + begin * depth,
+        )  # fmt: skip
+        source = weight.unflatten(0, (p.groups, divided.outputs))[:, begin : begin + count * outputs]
+        target.copy_(source.unflatten(1, (count, outputs)))
+
+
+def strides_of(a: torch.Tensor, out: torch.Tensor) -> dict[str, list[int]]:
+    """The byte strides of x and y."""
+    return {"x": byte_strides(a), "y": byte_strides(out)}

@@ -1,0 +1,118 @@
+"""Indirect convolution on a CPU: generated layers in any division of their pixels and panels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.solvers.cpu_runs import at_once, run_poisoned
+from tests.solvers.test_solvers import check
+from tests.strategies import problems
+
+from tilewise.plan import Config
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.operands import make_operands, make_result
+from tilewise.solvers.common.cpu_run import WIDEST
+from tilewise.solvers.products.indirect import Indirect
+
+pytest.importorskip("numba")
+SOLVER = Indirect()
+LANES = WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4)
+BOUND = 1e-6
+LAST = ("channels_last", "contiguous", "channels_last")
+FORMS = (("channels_last", 0), ("contiguous", 0), ("channels_last", 0))
+
+
+def changed(c: Config, **changes: object) -> Config:
+    return Config(**{**c, **changes})  # type: ignore[arg-type]
+
+
+def layer(batch: int, into: int, outof: int, *axes: Axis, groups: int = 1, constant: bool = True) -> ConvProblem:
+    return ConvProblem(Pass.FPROP, batch, into, outof, axes, groups, constant_weight=constant, layouts=LAST)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(problems(Pass.FPROP), st.data())
+def test_any_layer_in_any_division(p: ConvProblem, data: st.DataObject) -> None:
+    """Groups, strides, dilation and cropping, in one to three dimensions, with filters that are kept or not."""
+    constant, bias = (data.draw(st.booleans(), name) for name in ("constant", "bias"))
+    p = replace(p, constant_weight=constant, bias=bias, layouts=LAST)
+    if SOLVER.why_not(p):
+        return
+    for c in SOLVER.configs(p):
+        if "lines" not in c:
+            tiles = -(-p.batch * int(torch.Size(axis.out for axis in p.axes).numel()) // int(str(c["rows"])))
+            c = changed(c, parts=data.draw(st.integers(1, tiles), "parts"))
+        check(SOLVER, p, c, FORMS, accumulate=False)
+
+
+LAYERS = (
+    layer(1, 64, 80, Axis(9, 1), Axis(7, 1)),
+    layer(2, 24, 130, Axis(14, 3, 2, 1, 1, 1), Axis(11, 3, 2, 1, 1, 1)),
+    layer(2, 3, 40, Axis(37, 7, 2, 1, 3, 3), Axis(33, 7, 2, 1, 3, 2)),
+    layer(1, 36, 48, Axis(8, 5, 1, 2, 4, 4), Axis(9, 3, 1, 1, -1, 2), groups=2),
+    layer(1, 5, 7, Axis(30, 1), Axis(31, 9, 4, 1, -2, -3)),
+    layer(1, 20, 35, Axis(5, 3, 1, 1, 1, 1), Axis(6, 2, 1, 1), Axis(7, 3, 1, 1, 1, 1)),
+)
+"""Tiles that are not full, panels that are not, copied rows, padding of one side, cropping, groups, three axes."""
+
+
+@pytest.mark.parametrize("p", LAYERS, ids=lambda p: f"{p.in_channels}to{p.out_channels}")
+@pytest.mark.parametrize("wide", [False, True], ids=["normal", "wide"])
+def test_errors_are_those_of_sums_in_fp32(p: ConvProblem, wide: bool) -> None:
+    a, b = make_operands(p, 3, wide=wide)
+    want = p.reference(a, b)
+    for c in SOLVER.configs(p):
+        got = run_poisoned(SOLVER, p, c, a, b, make_result(p))
+        assert float((got.double() - want).norm() / want.norm()) <= BOUND, c
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [4, 8])
+@pytest.mark.parametrize("p", LAYERS, ids=lambda p: f"{p.in_channels}to{p.out_channels}")
+def test_vectors_of_other_machines(p: ConvProblem, lanes: int) -> None:
+    a, b = make_operands(p)
+    want = p.reference(a, b)
+    c = changed(next(iter(SOLVER.configs(p))), lanes=lanes, vectors=2, rows=5, panel_parts=1)
+    if "lines" not in c:
+        c = changed(c, parts=2)
+    got = run_poisoned(SOLVER, p, c, a, b, make_result(p))
+    assert float((got.double() - want).norm() / want.norm()) <= BOUND
+
+
+def test_several_callers_at_once() -> None:
+    p = replace(LAYERS[1], constant_weight=False)
+    a, b = make_operands(p)
+    for c in SOLVER.configs(p):
+        run = SOLVER.bind(p, c, a, b, make_result(p))
+        want = run_poisoned(SOLVER, p, c, a, b, make_result(p))
+
+        def call(run: object = run, c: Config = c) -> torch.Tensor:
+            space = torch.empty(SOLVER.workspace(p, c), dtype=torch.uint8)
+            result: torch.Tensor = run(a, b, make_result(p), space)  # type: ignore[operator]
+            return result
+
+        assert all(torch.equal(got, want) for got in at_once(call, 4, 5))
+
+
+def test_limits_are_stated() -> None:
+    p = LAYERS[0]
+    reasons = SOLVER.why_not(replace(p, layouts=("contiguous", "contiguous", "view")))
+    assert [reason.split(",")[0] for reason in reasons] == [
+        "takes x with channels innermost", "takes y with channels innermost",
+    ]  # fmt: skip
+    depthwise = layer(1, 8, 8, Axis(9, 3), groups=8)
+    assert SOLVER.why_not(depthwise) == ["takes groups of several channels, not depthwise ones"]
+
+
+@pytest.mark.parametrize("change", [{"rows": 99}, {"parts": 999}, {"panel_parts": 99}, {"lines": 2}, {"vectors": 5}])
+def test_a_config_from_elsewhere_is_checked(change: dict[str, int]) -> None:
+    p = LAYERS[0]
+    a, b = make_operands(p)
+    c = changed(next(iter(SOLVER.configs(p))), **change)
+    with pytest.raises(Exception, match="is no config of"):
+        SOLVER.bind(p, c, a, b, make_result(p))
