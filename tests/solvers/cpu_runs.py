@@ -9,7 +9,9 @@ from collections.abc import Callable
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.activations import activated
 from tilewise.problems.conv.problem import ConvProblem
+from tilewise.problems.operands import make_bias, make_operands, make_residual, make_result
 from tilewise.solvers import Solver
 
 
@@ -35,3 +37,25 @@ def at_once(call: Callable[[], torch.Tensor], callers: int, times: int = 20) -> 
     for thread in threads:
         thread.join()
     return got
+
+
+def check_followed(solver: Solver, p: ConvProblem, c: Config, bound: float) -> None:
+    """The result with bias, residual and activation, beside float64."""
+    a, b = make_operands(p, 3)
+    bias, residual = make_bias(p, 5), make_residual(p, 5)
+    added = [tensor for tensor in (bias, residual) if tensor is not None]
+    want = p.reference(a, b)
+    if bias is not None:
+        want += bias.double().view(-1, *[1] * p.dims)
+    if residual is not None:
+        want += residual.double()
+    want = activated(want, p.activation)
+    space = torch.full((max(1, solver.workspace(p, c)),), 0xFF, dtype=torch.uint8)
+    out = make_result(p)
+    run = solver.bind(p, c, a, b, out)
+    if p.constant_weight:
+        kept = torch.full((solver.constant(p, c),), 0xFF, dtype=torch.uint8)
+        solver.prepare(p, c, b)(b, kept, space)
+        b = kept
+    got = run(a, b, out.fill_(math.nan), space, *added)
+    assert float((got.double() - want).norm() / want.norm()) <= bound, c

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.solvers.cpu_runs import at_once, run_poisoned
+from tests.solvers.cpu_runs import at_once, check_followed, run_poisoned
 from tests.solvers.test_solvers import check
 from tests.strategies import problems
 
@@ -25,6 +25,8 @@ LANES = WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4)
 BOUND = 1e-6
 LAST = ("channels_last", "contiguous", "channels_last")
 FORMS = (("channels_last", 0), ("contiguous", 0), ("channels_last", 0))
+NAMES = ("none", "relu", "hardswish", "clamp:-0.25:inf", "leaky_relu:0.1", "silu", "gelu", "gelu_tanh", "tanh")
+"""Those that are not here are made of the same instructions."""
 
 
 def changed(c: Config, **changes: object) -> Config:
@@ -82,6 +84,15 @@ def test_vectors_of_other_machines(p: ConvProblem, lanes: int) -> None:
         c = changed(c, parts=2)
     got = run_poisoned(SOLVER, p, c, a, b, make_result(p))
     assert float((got.double() - want).norm() / want.norm()) <= BOUND
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_what_follows_is_done_as_it_writes(activation: str) -> None:
+    """A full panel and one that is not, with a bias, a residual and the activation."""
+    p = replace(LAYERS[0], bias=True, residual=True, activation=activation)
+    c = changed(next(iter(SOLVER.configs(p))), vectors=2, rows=6, parts=3)
+    assert SOLVER.does_activate(p, c)
+    check_followed(SOLVER, p, c, BOUND)
 
 
 def test_several_callers_at_once() -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.building.objects import Code, address, undefined
+from tilewise.kernels.cpu.channels_last.told import word_of
 
 __all__ = [
     "DirectKernel", "Kernel", "load", "load_custom", "load_direct", "load_fused_lowering", "load_indirect", "load_lrn",
@@ -185,7 +186,7 @@ def _tile(lanes: int, rows: int, vectors: int, activation: str) -> int:
 
         return tile(lanes, rows, vectors, activation), WORDS
 
-    return _compiled(_words("tile", lanes, rows, vectors, activation), make)
+    return _compiled(_words("tile", lanes, rows, vectors, word_of(activation)), make)
 
 
 @compiled_elsewhere
@@ -196,7 +197,8 @@ def load_indirect(lanes: int, rows: int, vectors: tuple[int, int], activation: s
     one. ``activation`` is what they apply as they write.
     """
     with LOCK:
-        return _indirect(lanes), *(_tile(lanes, rows, count, activation) for count in vectors)  # type: ignore[return-value]
+        whole, last = (_tile(lanes, rows, count, activation) for count in vectors)
+        return _indirect(lanes), whole, last
 
 
 @functools.cache

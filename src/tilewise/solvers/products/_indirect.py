@@ -274,7 +274,7 @@ def _even(pixels: int, most: int) -> int:
 class Pixels:
     """The compiled kernel over all units of work, for tensors of fixed strides. It takes filters in panels."""
 
-    __slots__ = ("_divided", "_kernel", "_numbers", "_openmp", "_own_filters", "_threads", "_zeros")
+    __slots__ = ("_added", "_divided", "_kernel", "_numbers", "_openmp", "_own_filters", "_threads", "_zeros")
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
@@ -283,9 +283,12 @@ class Pixels:
         divided = self._divided = division(p, c)
         self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
         self._own_filters = not p.constant_weight
+        self._added = [HEADER + INDIRECT[name] for name in ("bias", "residual") if getattr(p, name)]
         self._zeros = np.zeros(max(divided.channels, divided.width), dtype=np.float32)
         with numba_reasons():
-            self._kernel, *tiles = load_indirect(divided.lanes, divided.rows, (divided.vectors, divided.last), "none")
+            self._kernel, *tiles = load_indirect(
+                divided.lanes, divided.rows, (divided.vectors, divided.last), p.activation
+            )
         places = divided.places()
         numbers = {
             "channels": divided.channels, "outputs": divided.outputs, "groups": p.groups, "planes": divided.planes,
@@ -311,9 +314,12 @@ class Pixels:
         b: torch.Tensor,
         out: torch.Tensor | None,
         workspace: torch.Tensor | None,
-        *bias: torch.Tensor,
+        *added: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what was prepared."""
+        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what was prepared.
+
+        ``added`` are the bias and the residual, as far as the problem has them.
+        """
         assert out is not None
         assert workspace is not None
         filters = b.data_ptr()
@@ -322,8 +328,8 @@ class Pixels:
             in_panels(self._divided, b, behind)
             filters = behind.data_ptr()
         data = self._numbers.copy()
-        if bias:
-            data[HEADER + INDIRECT["bias"]] = bias[0].data_ptr()
+        for place, tensor in zip(self._added, added, strict=True):
+            data[place] = tensor.data_ptr()
         start(self._kernel, data, self._threads, self._openmp, workspace.data_ptr(), a.data_ptr(), filters,
               out.data_ptr())  # fmt: skip
         return out

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
 from tilewise.solvers.common.cpu_run import numba_missing
@@ -36,6 +37,8 @@ class Indirect(ConvSolver):
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
     adds_bias = True
+    adds_residual = True
+    activations = frozenset(CONV_ACTIVATIONS)
     error_bound = {"ieee": 5e-6, "tf32": 5e-6}  # noqa: RUF012
     exact_memory = True
 

@@ -5,14 +5,16 @@ The order is that of a layer: sums with their bias, plus the residual, then the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.loops import constant, either
-from tilewise.kernels.cpu.recurrent.activations import relu, sigmoid, tanh
+from tilewise.kernels.cpu.recurrent.activations import exponential, relu, sigmoid, tanh
 from tilewise.kernels.cpu.vectors import NUMBER, Code
+from tilewise.problems.activations import activation_kind, activation_parameters
 
 __all__ = ["activation_of", "stored"]
 
@@ -29,7 +31,35 @@ def _hardsigmoid(code: Code, x: ir.Value) -> ir.Value:
     return _clamped(code, code.builder.call(code.fma, [x, code.splat(1 / 6), code.splat(0.5)]), 0.0, 1.0)
 
 
-FUNCTIONS: dict[str, Callable[[Code, ir.Value], ir.Value]] = {
+def _leaky(code: Code, x: ir.Value, slope: float) -> ir.Value:
+    """``x``, with negative numbers scaled."""
+    b = code.builder
+    return b.select(b.fcmp_ordered("<", x, code.splat(0.0)), b.fmul(x, code.splat(slope)), x)
+
+
+def _gelu(code: Code, x: ir.Value) -> ir.Value:
+    """``x (1 + erf(x / sqrt(2))) / 2``, with erf to 1.5e-7 (Abramowitz and Stegun 1964, 7.1.26)."""
+    b, one = code.builder, code.splat(1.0)
+    z = b.fmul(x, code.splat(math.sqrt(0.5)))
+    negative = b.fcmp_ordered("<", z, code.splat(0.0))
+    size = b.select(negative, b.fneg(z), z)
+    t = b.fdiv(one, b.call(code.fma, [size, code.splat(0.3275911), one]))
+    total = code.splat(1.061405429)
+    for coefficient in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        total = b.call(code.fma, [total, t, code.splat(coefficient)])
+    # What is left of 1 beyond ``size``, of which a negative number keeps that share and a positive one the rest.
+    tail = b.fmul(b.fmul(total, t), b.fmul(code.splat(0.5), exponential(code, b.fneg(b.fmul(z, z)))))
+    return b.fmul(x, b.select(negative, tail, b.fsub(one, tail)))
+
+
+def _gelu_tanh(code: Code, x: ir.Value) -> ir.Value:
+    """``x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2``, which is x times the sigmoid of twice that argument."""
+    b, scale = code.builder, 2 * math.sqrt(2 / math.pi)
+    inner = b.call(code.fma, [b.fmul(x, x), code.splat(0.044715 * scale), code.splat(scale)])
+    return b.fmul(x, sigmoid(code, b.fmul(x, inner)))
+
+
+FUNCTIONS: dict[str, Callable[..., ir.Value]] = {
     "none": lambda code, x: x,
     "relu": relu,
     "relu6": lambda code, x: _clamped(code, x, 0.0, 6.0),
@@ -38,12 +68,20 @@ FUNCTIONS: dict[str, Callable[[Code, ir.Value], ir.Value]] = {
     "sigmoid": sigmoid,
     "silu": lambda code, x: code.builder.fmul(x, sigmoid(code, x)),
     "tanh": tanh,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "leaky_relu": _leaky,
+    "clamp": _clamped,
 }
 
 
 def activation_of(name: str) -> Callable[[Code, ir.Value], ir.Value]:
-    """The function that writes the instructions of the activation ``name``. Raises ``KeyError`` for others."""
-    return FUNCTIONS[name]
+    """The function that writes the instructions of the activation ``name``, with its parameters.
+
+    Raises ``KeyError`` for one that is not known here.
+    """
+    function, parameters = FUNCTIONS[activation_kind(name)], activation_parameters(name)
+    return lambda code, x: function(code, x, *parameters)
 
 
 def stored(

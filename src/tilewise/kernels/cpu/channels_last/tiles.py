@@ -21,6 +21,7 @@ from tilewise.kernels.cpu.channels_last.loops import (
     number,
     variable,
 )
+from tilewise.kernels.cpu.channels_last.told import word_of
 from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, named
 
 __all__ = ["WORDS", "tile"]
@@ -98,4 +99,4 @@ def tile(lanes: int, rows: int, vectors: int, activation: str) -> Callable[..., 
     def run(pixels, taps, depth, filters, outs, others, shift, bias, valid):
         block(pixels, taps, depth, filters, outs, others, shift, bias, valid)
 
-    return named(run, lanes, rows, vectors, activation)
+    return named(run, lanes, rows, vectors, word_of(activation))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["INDIRECT", "NUMBERS"]
+__all__ = ["INDIRECT", "NUMBERS", "word_of"]
+
+
+def word_of(activation: str) -> str:
+    """The activation's name with its parameters, as part of a kernel's name."""
+    return activation.replace(":", "_").replace(".", "p").replace("-", "m").replace("+", "")
 
 
 def _places(*names: tuple[str, int] | str) -> tuple[dict[str, int], int]:

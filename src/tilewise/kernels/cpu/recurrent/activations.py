@@ -8,7 +8,7 @@ from llvmlite import ir
 
 from tilewise.kernels.cpu.vectors import Code
 
-__all__ = ["relu", "sigmoid", "tanh"]
+__all__ = ["exponential", "relu", "sigmoid", "tanh"]
 
 EXPONENTIAL = (0.4999999815, 0.1666654342, 0.04166720071, 0.008366547133, 0.001388251639)
 """((exp(x) - 1) / x - 1) / x as a polynomial of x: exp(x) - 1 is right to 2e-8 of its value for |x| <= log(2) / 2."""
@@ -43,6 +43,12 @@ def _powers(code: Code, x: ir.Value, most: float) -> tuple[ir.Value, ir.Value]:
     return scale, b.call(code.fma, [b.fmul(rest, rest), _polynomial(code, rest, EXPONENTIAL), rest])
 
 
+def exponential(code: Code, x: ir.Value) -> ir.Value:
+    """exp(x) of each lane, to about 2e-7 of its value, or 1e-37; ``x`` above 87 counts as 87."""
+    scale, more = _powers(code, x, 87.0)
+    return code.builder.call(code.fma, [scale, more, scale])
+
+
 def tanh(code: Code, x: ir.Value) -> ir.Value:
     """tanh of each lane, to about 2e-7 of its value: (exp(2x) - 1) / (exp(2x) + 1)."""
     b = code.builder
@@ -54,8 +60,7 @@ def tanh(code: Code, x: ir.Value) -> ir.Value:
 def sigmoid(code: Code, x: ir.Value) -> ir.Value:
     """1 / (1 + exp(-x)) of each lane, to about 2e-7 of its value, or 1e-37."""
     b, one = code.builder, code.splat(1.0)
-    scale, more = _powers(code, b.fneg(x), 87.0)
-    return b.fdiv(one, b.fadd(b.call(code.fma, [scale, more, scale]), one))
+    return b.fdiv(one, b.fadd(exponential(code, b.fneg(x)), one))
 
 
 def relu(code: Code, x: ir.Value) -> ir.Value:
