@@ -16,7 +16,7 @@ from tilewise.kernels.cpu.channels_last.told import word_of
 
 __all__ = [
     "DirectKernel", "Kernel", "load", "load_custom", "load_direct", "load_fused_lowering", "load_indirect", "load_lrn",
-    "load_pooling", "load_recurrent", "load_thin", "load_winograd",
+    "load_pooling", "load_recurrent", "load_thin", "load_winograd", "load_winograd_last",
 ]  # fmt: skip
 
 LOCK = threading.Lock()
@@ -199,6 +199,53 @@ def load_indirect(lanes: int, rows: int, vectors: tuple[int, int], activation: s
     with LOCK:
         whole, last = (_tile(lanes, rows, count, activation) for count in vectors)
         return _indirect(lanes), whole, last
+
+
+@functools.cache
+def _winograd_last(lanes: int) -> int:
+    """The address of the worker of Winograd convolution with channels innermost."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.channels_last.winograd import winograd_last
+
+        return winograd_last(lanes), 0
+
+    return _compiled(_words("winograd_last", lanes), make)
+
+
+@functools.cache
+def _transforms_last(lanes: int, m: tuple[int, int], r: tuple[int, int], activation: str, back: bool) -> int:
+    """The address of the transform of tiles with channels innermost, or with ``back`` of that of their sums."""
+    words = _words(*m, *r)
+
+    def make() -> Made:
+        from tilewise.kernels.cook_toom import transforms, turned
+        from tilewise.kernels.cpu.channels_last import transforms as last
+
+        rows, columns = (transforms(*axis) for axis in zip(m, r, strict=True))
+        if back:
+            matrices = turned(rows.output), turned(columns.output)
+            return last.back(lanes, words, activation, *matrices), last.BACK_WORDS
+        return last.to(lanes, words, rows.input, columns.input), last.TO_WORDS
+
+    return _compiled(_words("transforms_last", lanes, words, word_of(activation), "back" if back else "to"), make)
+
+
+@compiled_elsewhere
+def load_winograd_last(
+    lanes: int, m: tuple[int, int], r: tuple[int, int], rows: int, vectors: tuple[int, int], activation: str
+) -> tuple[int, ...]:
+    """The addresses of the worker of Winograd convolution with channels innermost, and of what it calls.
+
+    Tiles have ``m`` outputs and filters ``r`` taps along height and width. The functions are the transforms of the
+    image, of sums and of filters, then the products of ``rows`` tiles with as many vectors as are given, for all panels
+    of the filter but the last and for that one.
+    """
+    with LOCK:
+        to, back = (_transforms_last(lanes, m, r, activation if way else "none", way) for way in (False, True))
+        height, width = zip(m, r, strict=True)
+        products = (_tile(lanes, rows, count, "none") for count in vectors)
+        return _winograd_last(lanes), to, back, _sandwiches(lanes, "filter", height, width, False), *products
 
 
 @functools.cache

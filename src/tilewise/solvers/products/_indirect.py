@@ -15,9 +15,9 @@ from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
+from tilewise.solvers.common.channels_last import READ, SHAPES, even
 from tilewise.solvers.common.cpu_run import (
     PAGE,
-    byte_strides,
     kernel_data,
     numba_reasons,
     numbers_array,
@@ -28,12 +28,10 @@ from tilewise.solvers.common.cpu_run import (
 )
 from tilewise.solvers.common.tiles import integer
 
-__all__ = ["SHAPES", "Division", "Pixels", "division", "forms", "in_panels", "innermost", "strides_of"]
+__all__ = ["Division", "Pixels", "division", "forms", "in_panels"]
 
 NUMBER, PLACE = 4, 8
 """Bytes of an fp32 number and of an address."""
-SHAPES = {16: {4: 7, 2: 14, 3: 9, 1: 12}, 8: {2: 6, 4: 3, 3: 4, 1: 8}, 4: {2: 6, 4: 3, 3: 4, 1: 8}}
-"""By the lanes of a vector: how many pixels a tile may have with so many vectors, so that registers hold all sums."""
 RATES = {1: 0.65, 2: 0.95, 3: 1.0, 4: 1.0}
 """Share of the peak that tiles with so many vectors reach, roughly."""
 FEW = 16
@@ -44,19 +42,10 @@ IMAGE = 1 << 18
 """Most bytes of the image that a unit reads, so that they stay in a core's cache beside a panel."""
 PANEL = 1 << 20
 """Bytes of a panel from which on it stays in no cache of one core."""
-READ = 16
-"""Bytes from a cache shared by cores that are read in the time of one product of vectors."""
 ENTRY = 2
 """Time to write an entry of a table, in products of vectors."""
 BEGIN = 12
 """Time to begin a tile, in products of vectors."""
-
-
-def innermost(p: ConvProblem, role: str) -> bool:
-    """Whether the channels of a tensor are neighbours in memory, whatever its other strides are."""
-    channels, *space = p.shape(role)[1:]
-    layout = p.layout(role)
-    return layout == "channels_last" or (layout == "contiguous" and (channels == 1 or math.prod(space) == 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,23 +241,18 @@ def _divisions(p: ConvProblem, lanes: int, vectors: int, most: int, threads: int
         for count in range(1, height + 1):
             lines = -(-height // count)
             divided = replace(whole, lines=lines)
-            divided = replace(divided, parts=_parts_of_lines(divided), rows=_even(lines * whole.axes[2].out, most))
+            divided = replace(divided, parts=_parts_of_lines(divided), rows=even(lines * whole.axes[2].out, most))
             if lines == 1 or (divided.strip <= IMAGE and divided.places()["biases"] <= TABLES):
                 yield divided
             if divided.parts >= 16 * threads and divided.strip <= IMAGE:
                 return
         return
-    whole = replace(whole, rows=_even(whole.pixels, most))
+    whole = replace(whole, rows=even(whole.pixels, most))
     tables = whole.tiles * whole.rows * PLACE * (whole.table_taps + 2)
     least = min(whole.tiles, max(-(-tables // TABLES), -(-whole.image // IMAGE)))
     steps = sorted({min(whole.tiles, least + extra) for extra in (*range(4 * threads), 6 * threads, 8 * threads)})
     for parts, panel_parts in itertools.product(steps, range(1, min(whole.panels, 4 * threads) + 1)):
         yield replace(whole, parts=parts, panel_parts=panel_parts)
-
-
-def _even(pixels: int, most: int) -> int:
-    """The pixels of a tile, up to ``most``, of which the last tile lacks fewest."""
-    return -(-pixels // -(-pixels // most))
 
 
 class Pixels:
@@ -363,8 +347,3 @@ def in_panels(divided: Division, weight: torch.Tensor, kept: torch.Tensor) -> No
         )  # fmt: skip
         source = weight.unflatten(0, (p.groups, divided.outputs))[:, begin : begin + count * outputs]
         target.copy_(source.unflatten(1, (count, outputs)))
-
-
-def strides_of(a: torch.Tensor, out: torch.Tensor) -> dict[str, list[int]]:
-    """The byte strides of x and y."""
-    return {"x": byte_strides(a), "y": byte_strides(out)}

@@ -10,10 +10,10 @@ from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
-from tilewise.solvers.common.cpu_run import numba_missing
+from tilewise.solvers.common.channels_last import reasons, strides_of
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.conv import ConvSolver
-from tilewise.solvers.products._indirect import Pixels, division, forms, in_panels, innermost, strides_of
+from tilewise.solvers.products._indirect import Pixels, division, forms, in_panels
 
 __all__ = ["Indirect"]
 
@@ -44,15 +44,10 @@ class Indirect(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: Numba is not installed, channels are not innermost, one channel in each group, 16-bit results."""
-        reasons = numba_missing()
-        for role in ("x", "y"):
-            if not innermost(p, role):
-                reasons.append(f"takes {role} with channels innermost, not {p.layout(role)}: channels_last would do")
+        found = reasons(p)
         if p.depthwise:
-            reasons.append("takes groups of several channels, not depthwise ones")
-        if p.out_dtype != "fp32":
-            reasons.append(f"gives fp32, not {p.out_dtype}")
-        return reasons
+            found.append("takes groups of several channels, not depthwise ones")
+        return found
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """The division that should be fastest, for each number of vectors."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["INDIRECT", "NUMBERS", "word_of"]
+__all__ = ["INDIRECT", "NUMBERS", "WINOGRAD", "WINOGRAD_NUMBERS", "word_of"]
 
 
 def word_of(activation: str) -> str:
@@ -29,4 +29,15 @@ INDIRECT, NUMBERS = _places(
 """Numbers of indirect convolution. Sizes and strides are of depth, height and width.
 
 ``x``, ``y`` and ``added`` have the byte strides of images, planes, rows and columns.
+"""
+
+WINOGRAD, WINOGRAD_NUMBERS = _places(
+    "channels", "outputs", "blocks", "panel_parts", "panels", "tiles", "down", "along", "rows", "width", "padded",
+    "points_down", "points_along", "outputs_down", "outputs_along", ("sizes", 2), ("outs", 2), ("before", 2), ("x", 3),
+    ("y", 3), "residual", "bias", "zeros", "panel_bytes", "group_bytes", "read", "sums", "written", "added", "biases",
+    "dummy", "inputs", "input_row", "input_point", "products", "product_point", "to", "back", "kernels", "last_kernel",
+)  # fmt: skip
+"""Numbers of Winograd convolution. Sizes are of height and width.
+
+``x`` and ``y`` have the byte strides of images, rows and columns.
 """

@@ -10,7 +10,7 @@ from typing import Any
 from tilewise.kernels.cook_toom import Matrix
 from tilewise.kernels.cpu.vectors import Code, Values, intrinsic_of, named
 
-__all__ = ["sandwich", "sandwiches"]
+__all__ = ["multiplied", "sandwich", "sandwiches"]
 
 
 def sandwiches(lanes: int, name: str, rows: Matrix, columns: Matrix) -> Callable[..., None]:
@@ -41,16 +41,16 @@ def sandwich(lanes: int, rows: Matrix, columns: Matrix) -> Callable[..., None]:
         half = []
         for j in range(len(columns[0])):
             start = code.at(source, j, column)
-            half.append(_multiplied(code, rows, [code.load(code.at(start, i, row)) for i in range(len(rows[0]))]))
+            half.append(multiplied(code, rows, [code.load(code.at(start, i, row)) for i in range(len(rows[0]))]))
         for i in range(len(rows)):
             start = code.at(target, i, to_row)
-            for j, value in enumerate(_multiplied(code, columns, [values[i] for values in half])):
+            for j, value in enumerate(multiplied(code, columns, [values[i] for values in half])):
                 code.store(value, code.at(start, j, to_column))
 
     return intrinsic_of(6, lanes, emit)
 
 
-def _multiplied(code: Code, matrix: Matrix, values: Sequence[Any]) -> list[Any]:
+def multiplied(code: Code, matrix: Matrix, values: Sequence[Any]) -> list[Any]:
     """The product of ``matrix`` and ``values``.
 
     The columns, or else the rows, of a point of interpolation and of its negative share their multiplications.

@@ -1,0 +1,45 @@
+"""What solvers on a CPU for images whose channels lie innermost have in common."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tilewise.problems.conv.problem import ConvProblem
+from tilewise.solvers.common.cpu_run import byte_strides, numba_missing
+
+__all__ = ["READ", "SHAPES", "even", "innermost", "reasons", "strides_of"]
+
+SHAPES = {16: {4: 7, 2: 14, 3: 9, 1: 12}, 8: {2: 6, 4: 3, 3: 4, 1: 8}, 4: {2: 6, 4: 3, 3: 4, 1: 8}}
+"""By the lanes of a vector: how many pixels a tile may have with so many vectors, so that registers hold all sums."""
+READ = 16
+"""Bytes from a cache shared by cores that are read in the time of one product of vectors."""
+
+
+def innermost(p: ConvProblem, role: str) -> bool:
+    """Whether the channels of a tensor are neighbours in memory, whatever its other strides are."""
+    channels, *space = p.shape(role)[1:]
+    layout = p.layout(role)
+    return layout == "channels_last" or (layout == "contiguous" and (channels == 1 or math.prod(space) == 1))
+
+
+def reasons(p: ConvProblem) -> list[str]:
+    """Why none of these solvers takes ``p``: Numba is not installed, channels are not innermost, 16-bit results."""
+    found = numba_missing()
+    for role in ("x", "y"):
+        if not innermost(p, role):
+            found.append(f"takes {role} with channels innermost, not {p.layout(role)}: channels_last would do")
+    if p.out_dtype != "fp32":
+        found.append(f"gives fp32, not {p.out_dtype}")
+    return found
+
+
+def even(pixels: int, most: int) -> int:
+    """The pixels of a tile, up to ``most``, of which the last tile lacks fewest."""
+    return -(-pixels // -(-pixels // most))
+
+
+def strides_of(a: torch.Tensor, out: torch.Tensor) -> dict[str, list[int]]:
+    """The byte strides of x and y."""
+    return {"x": byte_strides(a), "y": byte_strides(out)}
