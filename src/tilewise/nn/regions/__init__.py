@@ -1,1 +1,1 @@
-"""Regions of a model that run as one list of steps, for inference."""
+"""Regions of a model that are planned as one and run as one list of steps, for inference."""

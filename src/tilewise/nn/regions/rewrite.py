@@ -1,0 +1,377 @@
+"""Rewriting a traced graph: operators that do nothing vanish, norms are folded, and pointwise neighbours are fused.
+
+The order of a fused layer is fixed: ``activation(product + bias + residual)``. A neighbour is fused only where the
+result before it is read by nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewise.nn.regions import fused
+from tilewise.nn.regions.trace import before
+
+__all__ = ["constants_of", "rewrite"]
+
+aten = torch.ops.aten
+NORMS = {
+    aten.native_batch_norm.default: 5,
+    aten._native_batch_norm_legit.default: 5,
+    aten._native_batch_norm_legit_no_training.default: None,
+    aten.cudnn_batch_norm.default: 5,
+    aten.miopen_batch_norm.default: 5,
+}
+"""Norms with statistics, and the place of the argument that says whether they take those of the batch."""
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.clone.default)
+"""Operators whose result has the same values. A graph without side effects needs no copies."""
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Fold and fuse in ``graph``, in place. Returns the number of operators that were folded or fused."""
+    _simplify(graph)
+    _constants_first(graph)
+    _mark(graph)
+    _dropped(graph)
+    count = 0
+    while True:
+        done = sum(_fold(graph, node) for node in list(graph.nodes) if node.users or node.op == "output")
+        _dropped(graph)
+        if not done:
+            break
+        count += done
+    graph.lint()
+    return count
+
+
+def constants_of(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on no input: parameters, and what is computed from them alone."""
+    constant: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr" or (
+            node.op == "call_function" and all(source in constant for source in node.all_input_nodes)
+        ):
+            constant.add(node)
+    return constant
+
+
+def _constants_first(graph: fx.Graph) -> None:
+    """Move what depends on no input to the front, so that it can be folded into any layer."""
+    constant = constants_of(graph)
+    (first, *_) = graph.nodes
+    for node in [n for n in graph.nodes if n in constant and n is not first]:
+        first.prepend(node)
+
+
+def _dropped(graph: fx.Graph) -> None:
+    """Remove what nothing reads."""
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Remove operators that return what they are given, and write parts of a split as slices."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in SAME or _changes_nothing(node):
+            source = node.args[0]
+            node.replace_all_uses_with(source)
+        elif node.target is operator.getitem:
+            _as_slice(graph, node)
+    _dropped(graph)
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """Whether the node gives its first argument's values in the same shape and dtype."""
+    if node.target in (*VIEWS, aten.expand.default, aten._to_copy.default):
+        source, value = _value(node.args[0]), _value(node)
+        return source is not None and value is not None and source.shape == value.shape and source.dtype is value.dtype
+    return False
+
+
+def _as_slice(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace an item of a split by the slice that it is."""
+    split, index = node.args
+    if not isinstance(split, fx.Node) or not isinstance(index, int):
+        return
+    if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+        return
+    source, sizes, dim = (*split.args, 0)[:3] if len(split.args) < 3 else split.args
+    value = _value(source)
+    if value is None or not isinstance(dim, int):
+        return
+    if isinstance(sizes, int):
+        start, end = index * sizes, min((index + 1) * sizes, value.shape[dim])
+    else:
+        start = sum(sizes[:index])  # type: ignore[index, arg-type]
+        end = start + sizes[index]  # type: ignore[index, operator]
+    with graph.inserting_before(node):
+        part = graph.call_function(aten.slice.Tensor, (source, dim, start, end))
+    part.meta.update(node.meta)
+    node.replace_all_uses_with(part)
+
+
+def _mark(graph: fx.Graph) -> None:
+    """Write convolutions and linear layers with constant weights as functions of :mod:`fused`."""
+    constant = constants_of(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node in constant:
+            continue
+        if node.target is aten.convolution.default:
+            x, w, b, stride, padding, dilation, transposed, _, groups = node.args
+            if transposed or w not in constant or (b is not None and b not in constant) or x in constant:
+                continue
+            arguments: tuple[Any, ...] = (x, w, b, None, "none", *map(tuple, (stride, padding, dilation)), groups)  # type: ignore[arg-type]
+            _replace(graph, node, fused.convolution, arguments)
+        elif node.target in (aten.mm.default, aten.addmm.default):
+            *bias, x, w = node.args
+            if node.kwargs or w not in constant or x in constant or (bias and not _is_row(bias[0], constant, node)):
+                continue
+            _replace(graph, node, fused.linear, (x, _transposed(graph, node, w), bias[0] if bias else None, None, "none"))
+
+
+def _is_row(bias: Any, constant: set[fx.Node], node: fx.Node) -> bool:
+    """Whether ``bias`` is a constant with one number for each column of the node's result."""
+    value, result = _value(bias), _value(node)
+    return bias in constant and value is not None and result is not None and value.shape == result.shape[1:]
+
+
+def _transposed(graph: fx.Graph, node: fx.Node, w: Any) -> fx.Node:
+    """The transpose of a weight: what it is the transpose of, where it is one."""
+    if w.target is aten.t.default:
+        return w.args[0]  # type: ignore[no-any-return]
+    with graph.inserting_before(node):
+        turned = graph.call_function(aten.t.default, (w,))
+    turned.meta["val"] = _value(w).t()  # type: ignore[union-attr]
+    return turned
+
+
+def _replace(graph: fx.Graph, node: fx.Node, target: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.Node:
+    """Let a call of ``target`` take the place of ``node``, whose result has the same value."""
+    with graph.inserting_before(node):
+        new = graph.call_function(target, arguments)
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    return new
+
+
+def _fold(graph: fx.Graph, node: fx.Node) -> bool:
+    """Fold or fuse one node into the product before it (or after it); whether that was done."""
+    if node.op != "call_function" or not node.users or node.target in fused.CONSTANTS:
+        return False
+    if node.target in (fused.convolution, fused.linear):
+        return _fold_before(graph, node)
+    target = node.target
+    if target is operator.getitem and node.args[1] == 0 and getattr(node.args[0], "target", None) in NORMS:
+        return _fold_norm(graph, node)
+    if target in (aten.mul.Tensor, aten.add.Tensor):
+        return _fold_factor(graph, node) or (target is aten.add.Tensor and _fuse_residual(graph, node))
+    name = activation_of(node)
+    return bool(name) and _fuse_activation(graph, node, name)
+
+
+def _product(node: Any, reader: fx.Node) -> fx.Node | None:
+    """The fused product that ``node`` is, where ``reader`` alone reads it and no activation follows the sum."""
+    if not isinstance(node, fx.Node) or node.target not in (fused.convolution, fused.linear):
+        return None
+    return node if list(node.users) == [reader] and node.args[4] == "none" else None
+
+
+def _fold_norm(graph: fx.Graph, node: fx.Node) -> bool:
+    """Fold a norm with fixed statistics into the product before it."""
+    norm = node.args[0]
+    assert isinstance(norm, fx.Node)
+    if len(norm.users) != 1:
+        return False
+    found = _norm_constants(graph, norm)
+    product = _product(norm.args[0], norm)
+    if found is None or product is None or product.args[3] is not None:
+        return False
+    _fold_scale_and_shift(graph, product, node, *found)
+    return True
+
+
+def _norm_constants(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Nodes of a norm's factor and summand a channel; ``None`` where they depend on the input or the batch."""
+    x, weight, bias, mean, variance = norm.args[:5]
+    place = NORMS[norm.target]  # type: ignore[index]
+    eps = norm.args[-1]
+    if place is not None and norm.args[place] is not False:
+        return None
+    constant = constants_of(graph)
+    if any(t is not None and t not in constant for t in (weight, bias)) or not {mean, variance} <= constant:
+        return None
+    at = x if isinstance(x, fx.Node) else norm
+    with graph.inserting_before(norm):
+        scale = graph.call_function(fused.norm_scale, (weight, variance, eps))
+        shift = graph.call_function(fused.norm_shift, (scale, bias, mean))
+    assert at is not None
+    return scale, shift
+
+
+def _fold_scale_and_shift(
+    graph: fx.Graph, product: fx.Node, node: fx.Node, scale: fx.Node | None, shift: fx.Node | None
+) -> None:
+    """Let ``product`` with a factor and a summand for each channel of its result take the place of ``node``."""
+    x, w, b, *rest = product.args
+    with graph.inserting_before(node):
+        weight = w if scale is None else graph.call_function(fused.scaled, (w, scale))
+        bias = b if scale is None and shift is None else graph.call_function(fused.shifted, (b, scale, shift))
+        if isinstance(bias, fx.Node) and bias.args == (None, scale, None):
+            bias = None
+    _replace(graph, node, product.target, (x, weight, bias, *rest))  # type: ignore[arg-type]
+
+
+def _fold_before(graph: fx.Graph, product: fx.Node) -> bool:
+    """Fold a norm that is computed before a product without padding into the product."""
+    x, w, b, *rest = product.args
+    if not isinstance(x, fx.Node) or x.target is not operator.getitem or x.args[1] != 0 or list(x.users) != [product]:
+        return False
+    norm = x.args[0]
+    assert isinstance(norm, fx.Node)
+    padded = product.target is fused.convolution and any(rest[3])  # type: ignore[arg-type]
+    if norm.target not in NORMS or len(norm.users) != 1 or padded:
+        return False
+    found = _norm_constants(graph, norm)
+    if found is None:
+        return False
+    scale, shift = found
+    groups = rest[-1] if product.target is fused.convolution else 1
+    with graph.inserting_before(product):
+        weight = graph.call_function(fused.scaled_inputs, (w, scale, groups))
+        bias = graph.call_function(fused.shifted_inputs, (w, b, shift, groups))
+    _replace(graph, product, product.target, (norm.args[0], weight, bias, *rest))  # type: ignore[arg-type]
+    return True
+
+
+def _fold_factor(graph: fx.Graph, node: fx.Node) -> bool:
+    """Fold a factor or a summand for each channel, which is constant, into the product before it."""
+    if node.kwargs or len(node.args) != 2:
+        return False
+    constant = constants_of(graph)
+    for value, other in (node.args, node.args[::-1]):
+        if not isinstance(other, fx.Node) or other not in constant or not isinstance(value, fx.Node):
+            continue
+        viewed = value if value.target in VIEWS else None
+        product = _product(value.args[0] if viewed else value, viewed or node)
+        if product is None or (viewed is not None and list(viewed.users) != [node]):
+            continue
+        if not _of_channels(product, viewed, other, node) or (
+            node.target is aten.mul.Tensor and product.args[3] is not None
+        ):
+            continue
+        scale, shift = (other, None) if node.target is aten.mul.Tensor else (None, other)
+        if viewed is None:
+            _fold_scale_and_shift(graph, product, node, scale, shift)
+        else:
+            _fold_scale_and_shift(graph, product, product, scale, shift)
+            node.replace_all_uses_with(viewed)
+        return True
+    return False
+
+
+def _of_channels(product: fx.Node, viewed: fx.Node | None, other: fx.Node, node: fx.Node) -> bool:
+    """Whether ``other`` has one number for each channel of the product, or for each column as it is viewed."""
+    result, value, given = _value(product), _value(node), _value(other)
+    if result is None or value is None or given is None or given.dtype is not value.dtype:
+        return False
+    before_it = _value(viewed) if viewed is not None else result
+    if before_it is None or before_it.shape != value.shape:
+        return False
+    channels = result.shape[1]
+    if product.target is fused.linear:
+        return tuple(given.shape) in ((channels,), (1, channels)) and value.shape[-1] == channels
+    ones = [1] * (result.dim() - 2)
+    return viewed is None and list(given.shape) in ([channels, *ones], [1, channels, *ones])
+
+
+def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
+    """Fuse a sum of two tensors of one shape into the later product among them."""
+    alpha = node.kwargs.get("alpha", 1)
+    if len(node.args) != 2 or alpha != 1 or set(node.kwargs) > {"alpha"}:
+        return False
+    order = {n: index for index, n in enumerate(graph.nodes)}
+    sides = [(a, b) for a, b in (node.args, node.args[::-1]) if isinstance(a, fx.Node) and isinstance(b, fx.Node)]
+    for value, other in sorted(sides, key=lambda side: -order[side[0]]):  # type: ignore[index]
+        product = _product(value, node)  # type: ignore[arg-type]
+        if product is None or product.args[3] is not None or value is other:
+            continue
+        result, given = _value(node), _value(other)
+        own = _value(product)
+        if result is None or given is None or own is None or product in before(other):  # type: ignore[arg-type]
+            continue
+        if given.shape != own.shape or given.dtype is not own.dtype or result.dtype is not own.dtype:
+            continue
+        x, w, b, _, *rest = product.args
+        _replace(graph, node, product.target, (x, w, b, other, *rest))  # type: ignore[arg-type]
+        return True
+    return False
+
+
+def activation_of(node: fx.Node) -> str:
+    """The name of the activation that the node is, as problems name it; empty where it is none."""
+    target, args = node.target, node.args
+    simple = {
+        aten.relu.default: "relu",
+        aten.silu.default: "silu",
+        aten.hardswish.default: "hardswish",
+        aten.hardsigmoid.default: "hardsigmoid",
+        aten.sigmoid.default: "sigmoid",
+        aten.tanh.default: "tanh",
+    }
+    if target in simple:
+        return simple[target]  # type: ignore[index]
+    if target is aten.gelu.default:
+        return "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
+    if target is aten.leaky_relu.default:
+        return f"leaky_relu:{float(args[1]) if len(args) > 1 else 0.01}"  # type: ignore[arg-type]
+    if target in (aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default, aten.relu6.default):
+        return _bounds(node)
+    return ""
+
+
+def _bounds(node: fx.Node) -> str:
+    """The name of an activation that keeps numbers between two bounds."""
+    if node.target is aten.relu6.default:
+        return "relu6"
+    low, high = (*node.args[1:], None, None)[:2]
+    if node.target is aten.hardtanh.default:
+        low, high = -1.0 if low is None else low, 1.0 if high is None else high
+    if any(bound is not None and not isinstance(bound, int | float) for bound in (low, high)):
+        return ""
+    least = -math.inf if low is None else float(low)  # type: ignore[arg-type]
+    most = math.inf if high is None else float(high)  # type: ignore[arg-type]
+    if least > most or math.isnan(least) or math.isnan(most):
+        return ""
+    if (least, most) in ((0.0, 6.0), (0.0, math.inf)):
+        return "relu6" if most == 6.0 else "relu"
+    return f"clamp:{least}:{most}"
+
+
+def _fuse_activation(graph: fx.Graph, node: fx.Node, name: str) -> bool:
+    """Fuse an activation into the product before it, through a view of the product where there is one."""
+    value = node.args[0]
+    if not isinstance(value, fx.Node):
+        return False
+    viewed = value if value.target in VIEWS and list(value.users) == [node] else None
+    product = _product(value.args[0] if viewed else value, viewed or node)
+    result, own = _value(node), _value(value)
+    if product is None or result is None or own is None or result.dtype is not own.dtype:
+        return False
+    x, w, b, residual, _, *rest = product.args
+    _replace(graph, product if viewed else node, product.target, (x, w, b, residual, name, *rest))  # type: ignore[arg-type]
+    if viewed:
+        node.replace_all_uses_with(viewed)
+    return True
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    """The tensor without memory that a node stands for; ``None`` where it stands for something else."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
