@@ -1,0 +1,113 @@
+"""What a region computes from parameters and buffers alone: folded filters and biases, kept until their sources change.
+
+Every call asks whether a source has changed. With frozen weights that is its version counter, else every source is
+compared bit by bit with a copy, so that no change is missed. What has changed is computed anew into the same memory,
+whose own version counter tells the plans that keep prepared filters.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from tilewise.execute.kept_filter import same_bits
+from tilewise.nn.layers.weights import Weights
+from tilewise.nn.regions.rewrite import constants_of
+
+__all__ = ["Constants", "Wanted"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A constant as a step takes it: the node that gives it, its shape, its strides and its dtype."""
+
+    node: fx.Node
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Constants:
+    """The constants of a rewritten ``graph``, computed from ``sources``, which are tensors by names of attributes."""
+
+    def __init__(self, graph: fx.Graph, sources: Mapping[str, Tensor], weights: Weights) -> None:
+        if weights is Weights.CHANGING:
+            raise ValueError("weights=CHANGING: CHECKED or FROZEN would do; training changes weights")
+        known = constants_of(graph)
+        self._nodes = [node for node in graph.nodes if node in known]
+        self._sources = dict(sources)
+        self._frozen = weights is Weights.FROZEN
+        self._kept: dict[Wanted, Tensor] = {}
+        self._lock = threading.Lock()
+        self._copies: list[Tensor] = []
+        self._list = list(self._sources.values())
+        self._note()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept: constants, and copies of sources where these are compared."""
+        return sum(t.numel() * t.element_size() for t in (*self._kept.values(), *self._copies))
+
+    def keep(self, wanted: Wanted) -> Tensor:
+        """The tensor of a constant, computed now. It stays the same object, and follows its sources."""
+        found = self._kept.get(wanted)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                value = self._values()[wanted.node]
+                found = torch.empty_strided(wanted.shape, wanted.strides, dtype=wanted.dtype, device=value.device)
+                found.copy_(value.reshape(wanted.shape))
+            self._kept[wanted] = found
+        return found
+
+    def renew(self, sources: Mapping[str, Tensor]) -> None:
+        """Take other tensors of the same shapes as sources, and compute everything from them."""
+        with self._lock:
+            self._sources, self._list = dict(sources), list(sources.values())
+            self._compute()
+
+    def refresh(self) -> bool:
+        """Compute everything anew where a source has changed, and return whether one has."""
+        if not self._changed():
+            return False
+        with self._lock:
+            if self._changed():  # not by another thread, meanwhile
+                self._compute()
+        return True
+
+    def _changed(self) -> bool:
+        """Whether a source is not as it was."""
+        if self._frozen:
+            return [t._version for t in self._list] != self._versions
+        return not all(map(same_bits, self._list, self._copies))
+
+    def _note(self) -> None:
+        """Take the sources as they are as those that constants were computed from."""
+        self._versions = [t._version for t in self._list]
+        if not self._frozen:
+            with torch.inference_mode(False), torch.no_grad():
+                self._copies = [t.detach().clone(memory_format=torch.preserve_format) for t in self._list]
+
+    def _compute(self) -> None:
+        """Compute all constants from the sources, which are noted first: a change meanwhile is seen at the next call."""
+        self._note()
+        with torch.inference_mode(False), torch.no_grad():
+            values = self._values()
+            for wanted, tensor in self._kept.items():
+                tensor.copy_(values[wanted.node].reshape(wanted.shape))
+
+    def _values(self) -> dict[fx.Node, Tensor]:
+        """The value of every constant node."""
+        values: dict[fx.Node, Tensor] = {}
+        for node in self._nodes:
+            if node.op == "get_attr":
+                values[node] = self._sources[str(node.target)].detach()
+            else:
+                target = node.target
+                assert callable(target)
+                args = fx.node.map_arg(node.args, values.__getitem__)
+                values[node] = target(*args, **fx.node.map_arg(node.kwargs, values.__getitem__))
+        return values

@@ -1,0 +1,167 @@
+"""Choosing how each tensor of a region lies in memory and how each part runs, all at once, for the least total time.
+
+Each part has ways to run. A way takes its inputs in certain formats (strides) and gives its result in one. A tensor
+that is read in another format than it is given in is converted, once for each such format. The choice is a 0-1
+program, solved exactly: one way for each part, and a conversion wherever a chosen way reads what no chosen way gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tilewise.planner.budget.program import load_solver, stdout_kept
+
+__all__ = ["Choice", "Part", "Way", "choose_ways"]
+
+TIME_LIMIT_S = 10.0
+"""Seconds for HiGHS. Programs of networks of 300 parts take a fraction of a second."""
+SCALE = 1e4
+"""What all times together are scaled to, so that the solver's tolerances are small beside each."""
+
+Tensor = Hashable
+Format = Hashable
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a part: the format of each input, in the order of the part's, that of its result, and its time.
+
+    ``what`` is for the caller.
+    """
+
+    reads: tuple[Format, ...]
+    gives: Format
+    ms: float
+    what: Any = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part with its inputs, its result and its ways. A result of the region is read by a part with one way."""
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+    ways: tuple[Way, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The index of each part's way, the total time in milliseconds, and whether it is proven to be the least."""
+
+    ways: tuple[int, ...]
+    ms: float
+    optimal: bool
+
+
+def choose_ways(
+    parts: Sequence[Part], given: Mapping[Tensor, Format], conversion_ms: Callable[[Tensor], float]
+) -> Choice:
+    """A choice with the least time. ``given`` has the formats of tensors that no part gives.
+
+    ``conversion_ms(tensor)`` is what a conversion of a tensor takes. Raises ``ValueError`` for a part without ways.
+
+    >>> a = Part(("x",), "y", (Way(("n",), "n", 3.0), Way(("c",), "c", 1.0)))
+    >>> b = Part(("y",), "z", (Way(("n",), "n", 2.0), Way(("c",), "c", 1.5)))
+    >>> choose_ways([a, b], {"x": "n"}, lambda tensor: 1.0)
+    Choice(ways=(1, 1), ms=3.5, optimal=True)
+    """
+    for part in parts:
+        if not part.ways:
+            raise ValueError(f"{part.output}: a part with at least one way would do")
+    program = _Program(parts, given, conversion_ms)
+    ways, optimal = program.solved()
+    return Choice(ways, program.total(ways), optimal)
+
+
+class _Program:
+    """The 0-1 program: a column for each way, then one for each conversion."""
+
+    def __init__(
+        self, parts: Sequence[Part], given: Mapping[Tensor, Format], conversion_ms: Callable[[Tensor], float]
+    ) -> None:
+        self._parts, self._given = parts, given
+        self._first: list[int] = []
+        self.costs: list[float] = []
+        for part in parts:
+            self._first.append(len(self.costs))
+            self.costs += [way.ms for way in part.ways]
+        self._producers = {part.output: index for index, part in enumerate(parts)}
+        self.count = len(self.costs)
+        self.conversions: dict[tuple[Tensor, Format], int] = {}
+        for part in parts:
+            for way in part.ways:
+                for tensor, format_ in zip(part.inputs, way.reads, strict=True):
+                    if (tensor, format_) not in self.conversions and given.get(tensor) != format_:
+                        self.conversions[tensor, format_] = len(self.costs)
+                        self.costs.append(conversion_ms(tensor))
+
+    def solved(self) -> tuple[tuple[int, ...], bool]:
+        """The index of each part's way, and whether the choice is proven."""
+        milp, constraint, bounds, matrix = load_solver()
+        entries, lows, highs = self._rows()
+        rows, columns, values = (np.array(each) for each in zip(*entries, strict=True))
+        shape = (len(lows), len(self.costs))
+        integral = np.zeros(len(self.costs), np.int64)
+        integral[: self.count] = 1
+        with stdout_kept():
+            result = milp(
+                np.array(self.costs, np.float64) * (SCALE / max(sum(self.costs), 1e-9)),
+                integrality=integral,
+                bounds=bounds(0, 1),
+                constraints=constraint(matrix((values, (rows, columns)), shape=shape), lows, highs),
+                options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": 0.0},
+            )
+        if result.x is None:
+            return tuple(int(np.argmin([way.ms for way in part.ways])) for part in self._parts), False
+        ways = tuple(
+            int(np.argmax(result.x[first : first + len(part.ways)]))
+            for first, part in zip(self._first, self._parts, strict=True)
+        )
+        return ways, result.status == 0
+
+    def _rows(self) -> tuple[list[tuple[int, int, float]], list[float], list[float]]:
+        """The constraints as entries (row, column, value), with the least and most of each row."""
+        entries: list[tuple[int, int, float]] = []
+        lows: list[float] = []
+        highs: list[float] = []
+        for first, part in zip(self._first, self._parts, strict=True):
+            entries += [(len(lows), first + index, 1.0) for index in range(len(part.ways))]
+            lows.append(1.0)
+            highs.append(1.0)
+        for (tensor, format_), column in self.conversions.items():
+            for first, part in zip(self._first, self._parts, strict=True):
+                readers = [
+                    first + index
+                    for index, way in enumerate(part.ways)
+                    if (tensor, format_) in zip(part.inputs, way.reads, strict=True)
+                ]
+                if not readers:
+                    continue
+                row = len(lows)  # conversion + ways that give the format - ways that read it >= 0
+                entries += [(row, reader, -1.0) for reader in readers]
+                entries.append((row, column, 1.0))
+                producer = self._producers.get(tensor)
+                if producer is not None:
+                    ways = self._parts[producer].ways
+                    gives = [self._first[producer] + i for i, way in enumerate(ways) if way.gives == format_]
+                    entries += [(row, way, 1.0) for way in gives]
+                lows.append(0.0)
+                highs.append(np.inf)
+        return entries, lows, highs
+
+    def total(self, ways: Sequence[int]) -> float:
+        """Milliseconds of all parts and conversions."""
+        chosen = [part.ways[index] for part, index in zip(self._parts, ways, strict=True)]
+        formats = dict(self._given)
+        formats.update({part.output: way.gives for part, way in zip(self._parts, chosen, strict=True)})
+        converted = {
+            (tensor, format_)
+            for part, way in zip(self._parts, chosen, strict=True)
+            for tensor, format_ in zip(part.inputs, way.reads, strict=True)
+            if formats[tensor] != format_
+        }
+        return sum(way.ms for way in chosen) + sum(self.costs[self.conversions[each]] for each in converted)
