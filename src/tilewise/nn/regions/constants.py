@@ -16,7 +16,6 @@ from torch import Tensor, fx
 
 from tilewise.execute.kept_filter import same_bits
 from tilewise.nn.layers.weights import Weights
-from tilewise.nn.regions.rewrite import constants_of
 
 __all__ = ["Constants", "Wanted"]
 
@@ -32,18 +31,21 @@ class Wanted:
 
 
 class Constants:
-    """The constants of a rewritten ``graph``, computed from ``sources``, which are tensors by names of attributes."""
+    """The constants of a rewritten graph, computed from ``sources``, which are tensors by names of attributes.
 
-    def __init__(self, graph: fx.Graph, sources: Mapping[str, Tensor], weights: Weights) -> None:
+    ``weights`` says how a change of a source is seen. Raises ``ValueError`` for weights that change.
+    """
+
+    def __init__(self, sources: Mapping[str, Tensor], weights: Weights) -> None:
         if weights is Weights.CHANGING:
             raise ValueError("weights=CHANGING: CHECKED or FROZEN would do; training changes weights")
-        known = constants_of(graph)
-        self._nodes = [node for node in graph.nodes if node in known]
         self._sources = dict(sources)
         self._frozen = weights is Weights.FROZEN
         self._kept: dict[Wanted, Tensor] = {}
         self._lock = threading.Lock()
         self._copies: list[Tensor] = []
+        self._planned: dict[fx.Node, Tensor] = {}
+        """Values of nodes while a region is planned."""
         self._list = list(self._sources.values())
         self._note()
 
@@ -57,11 +59,15 @@ class Constants:
         found = self._kept.get(wanted)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
-                value = self._values()[wanted.node]
+                value = self._value(wanted.node, self._planned)
                 found = torch.empty_strided(wanted.shape, wanted.strides, dtype=wanted.dtype, device=value.device)
                 found.copy_(value.reshape(wanted.shape))
             self._kept[wanted] = found
         return found
+
+    def settle(self) -> None:
+        """Let go of what is needed while a region is planned alone."""
+        self._planned.clear()
 
     def renew(self, sources: Mapping[str, Tensor]) -> None:
         """Take other tensors of the same shapes as sources, and compute everything from them."""
@@ -95,19 +101,20 @@ class Constants:
         """Compute all constants from the sources, which are noted first: a change meanwhile is seen at the next call."""
         self._note()
         with torch.inference_mode(False), torch.no_grad():
-            values = self._values()
+            values: dict[fx.Node, Tensor] = {}
             for wanted, tensor in self._kept.items():
-                tensor.copy_(values[wanted.node].reshape(wanted.shape))
+                tensor.copy_(self._value(wanted.node, values).reshape(wanted.shape))
 
-    def _values(self) -> dict[fx.Node, Tensor]:
-        """The value of every constant node."""
-        values: dict[fx.Node, Tensor] = {}
-        for node in self._nodes:
+    def _value(self, node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
+        """The value of a constant node; ``values`` are those that are known, to which it is added."""
+        if node not in values:
             if node.op == "get_attr":
                 values[node] = self._sources[str(node.target)].detach()
             else:
                 target = node.target
                 assert callable(target)
-                args = fx.node.map_arg(node.args, values.__getitem__)
-                values[node] = target(*args, **fx.node.map_arg(node.kwargs, values.__getitem__))
-        return values
+                args, kwargs = (
+                    fx.node.map_arg(given, lambda each: self._value(each, values)) for given in (node.args, node.kwargs)
+                )
+                values[node] = target(*args, **kwargs)
+        return values[node]

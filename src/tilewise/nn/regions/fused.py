@@ -7,17 +7,16 @@ are computed in float64 and rounded once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilewise.problems.activations import activated
+
 __all__ = [
     "CONSTANTS",
-    "activated_by",
     "convolution",
     "linear",
     "norm_scale",
@@ -43,39 +42,13 @@ def convolution(
     """``activation(conv(x, w) + b + residual)``; ``residual`` has the shape of the result."""
     zeros = [0] * len(stride)
     y = torch.convolution(x, w, b, list(stride), list(padding), list(dilation), False, zeros, groups)
-    return activated_by(y if residual is None else y + residual, activation)
+    return activated(y if residual is None else y + residual, activation)
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None, activation: str) -> Tensor:
     """``activation(x w^T + b + residual)`` for a matrix ``x`` of shape (rows, inputs), ``w`` (outputs, inputs)."""
     y = functional.linear(x, w, b)
-    return activated_by(y if residual is None else y + residual, activation)
-
-
-def activated_by(x: Tensor, name: str) -> Tensor:
-    """``x`` after the activation ``name``, whose parameters follow the name behind colons.
-
-    >>> activated_by(torch.tensor([-1.0, 7.0], device="cpu", dtype=torch.float32), "clamp:0.0:6.0")
-    tensor([0., 6.])
-    """
-    kind, *texts = name.split(":")
-    low, high = ([float(text) for text in texts] + [0.0, math.inf])[:2] if texts else (0.0, 0.0)
-    functions: dict[str, Any] = {
-        "none": lambda: x,
-        "relu": lambda: torch.relu(x),
-        "relu6": lambda: functional.relu6(x),
-        "leaky_relu": lambda: functional.leaky_relu(x, low),
-        "clamp": lambda: x.clamp(low, high),
-        "silu": lambda: functional.silu(x),
-        "hardswish": lambda: functional.hardswish(x),
-        "hardsigmoid": lambda: functional.hardsigmoid(x),
-        "gelu": lambda: functional.gelu(x),
-        "gelu_tanh": lambda: functional.gelu(x, approximate="tanh"),
-        "sigmoid": lambda: torch.sigmoid(x),
-        "tanh": lambda: torch.tanh(x),
-    }
-    result: Tensor = functions[kind]()
-    return result
+    return activated(y if residual is None else y + residual, activation)
 
 
 def norm_scale(weight: Tensor | None, variance: Tensor, eps: float) -> Tensor:

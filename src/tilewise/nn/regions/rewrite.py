@@ -16,6 +16,7 @@ from torch import fx
 
 from tilewise.nn.regions import fused
 from tilewise.nn.regions.trace import before
+from tilewise.problems.activations import activation_name
 
 __all__ = ["constants_of", "rewrite"]
 
@@ -28,7 +29,7 @@ NORMS = {
     aten.miopen_batch_norm.default: 5,
 }
 """Norms with statistics, and the place of the argument that says whether they take those of the batch."""
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+VIEWS = (aten.view.default, aten.reshape.default)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.clone.default)
 """Operators whose result has the same values. A graph without side effects needs no copies."""
 
@@ -79,6 +80,8 @@ def _simplify(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+        if node.target is aten._unsafe_view.default:
+            node.target = aten.view.default  # it is of a tensor that nothing else reads or writes
         if node.target in SAME or _changes_nothing(node):
             source = node.args[0]
             node.replace_all_uses_with(source)
@@ -330,7 +333,7 @@ def activation_of(node: fx.Node) -> str:
     if target is aten.gelu.default:
         return "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
     if target is aten.leaky_relu.default:
-        return f"leaky_relu:{float(args[1]) if len(args) > 1 else 0.01}"  # type: ignore[arg-type]
+        return activation_name("leaky_relu", args[1] if len(args) > 1 else 0.01)  # type: ignore[arg-type]
     if target in (aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default, aten.relu6.default):
         return _bounds(node)
     return ""
@@ -351,7 +354,7 @@ def _bounds(node: fx.Node) -> str:
         return ""
     if (least, most) in ((0.0, 6.0), (0.0, math.inf)):
         return "relu6" if most == 6.0 else "relu"
-    return f"clamp:{least}:{most}"
+    return activation_name("clamp", least, most)
 
 
 def _fuse_activation(graph: fx.Graph, node: fx.Node, name: str) -> bool:

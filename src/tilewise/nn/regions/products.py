@@ -1,0 +1,110 @@
+"""The problems of fused layers: in each layout worth planning, and how a step's tensors are seen as the problem's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.nn.regions import fused
+from tilewise.nn.regions.units import Strides, Unit, normal, value_of
+from tilewise.problems.activations import ACTIVATIONS
+from tilewise.problems.base import DTYPE_NAMES, Problem, dense_strides
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.problems.gemm.problem import GemmProblem
+
+__all__ = ["Product", "products_of"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A problem that computes a fused layer. Its input and residual are in the format ``reads``, its result ``gives``.
+
+    ``shapes`` and ``strides`` are those of the problem's tensors by role: of a linear layer that is computed as a
+    convolution, they are other views of the same memory.
+    """
+
+    problem: Problem
+    reads: Strides
+    gives: Strides
+
+    def described(self, role: str) -> tuple[tuple[int, ...], Strides]:
+        """Shape and strides of the problem's tensor of ``role``."""
+        shape = self.problem.shape(role)
+        return shape, dense_strides(shape, self.problem.layout(role))
+
+
+def products_of(unit: Unit) -> list[Product]:
+    """The problems by which a fused layer may be computed; none where its dtype is not planned."""
+    x = value_of(unit.inputs[0])
+    if x.dtype not in DTYPE_NAMES or value_of(unit.node).dtype is not x.dtype or not x.numel() or x.device.type != "cpu":
+        return []
+    try:
+        return list(_convolutions(unit) if unit.node.target is fused.convolution else _linears(unit))
+    except ValueError:  # an empty result or the like, which torch computes
+        return []
+
+
+def _convolutions(unit: Unit) -> Iterator[Product]:
+    """A convolution with contiguous tensors, and of images with channels_last ones."""
+    x, w, b, residual, activation, stride, padding, dilation, groups = unit.node.args
+    given: Any = value_of(x)  # type: ignore[arg-type]
+    weight = _weight_shape(w)
+    axes = tuple(
+        Axis(n, k, s, d, p, p)
+        for n, k, s, d, p in zip(given.shape[2:], weight[2:], stride, dilation, padding, strict=True)  # type: ignore[arg-type]
+    )
+    for layout in ("contiguous", "channels_last") if len(axes) == 2 else ("contiguous",):
+        problem = ConvProblem(
+            Pass.FPROP,
+            batch=given.shape[0],
+            in_channels=given.shape[1],
+            out_channels=weight[0],
+            axes=axes,
+            groups=groups,  # type: ignore[arg-type]
+            dtype=DTYPE_NAMES[given.dtype],
+            bias=b is not None,
+            residual=residual is not None,
+            activation=activation,  # type: ignore[arg-type]
+            constant_weight=True,
+            layouts=(layout, layout, layout),
+        )
+        reads, gives = (normal(shape, dense_strides(shape, layout)) for shape in (given.shape, problem.shape("y")))
+        yield Product(problem, reads, gives)
+
+
+def _linears(unit: Unit) -> Iterator[Product]:
+    """A linear layer as a matrix product, and as a convolution of a column of pixels whose weight is prepared once."""
+    x, w, b, residual, activation = unit.node.args
+    given = value_of(x)  # type: ignore[arg-type]
+    rows, inputs = given.shape
+    outputs = _weight_shape(w)[0]
+    reads, gives = normal((rows, inputs), (inputs, 1)), normal((rows, outputs), (outputs, 1))
+    dtype = DTYPE_NAMES[given.dtype]
+    if residual is None and activation in ACTIVATIONS:
+        product = GemmProblem(rows, outputs, inputs, "NT", dtype=dtype, bias=b is not None, activation=activation)
+        yield Product(product, reads, gives)
+    problem = ConvProblem(
+        Pass.FPROP,
+        batch=1,
+        in_channels=inputs,
+        out_channels=outputs,
+        axes=(Axis(rows, 1), Axis(1, 1)),
+        dtype=dtype,
+        bias=b is not None,
+        residual=residual is not None,
+        activation=activation,  # type: ignore[arg-type]
+        constant_weight=True,
+        layouts=("channels_last",) * 3,
+    )
+    yield Product(problem, reads, gives)
+
+
+def _weight_shape(node: Any) -> tuple[int, ...]:
+    """The shape of a constant weight: folding changes its values alone."""
+    while not isinstance(node.meta.get("val"), torch.Tensor):
+        node = node.args[0]
+    return tuple(node.meta["val"].shape)

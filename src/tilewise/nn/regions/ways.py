@@ -1,0 +1,239 @@
+"""The ways in which each part of a region can run, with what each takes: found and timed when the region is planned.
+
+An operator of torch is run on tensors in each format that its inputs may have. Its result's format is what torch gives
+then. A view takes no time, but not every format of its source has one. Equal operators are timed once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tilewise.machine.turns import pause
+from tilewise.nn.regions.layouts import Way
+from tilewise.nn.regions.products import Product, products_of
+from tilewise.nn.regions.slots import Operator
+from tilewise.nn.regions.trace import Untraceable
+from tilewise.nn.regions.units import PRODUCT, VIEW, Strides, Unit, formats, normal, value_of
+from tilewise.plan import Plan
+from tilewise.problems.base import Problem
+
+__all__ = ["Called", "Planned", "Times", "View", "ways_of"]
+
+SAMPLE_S, MOST_RUNS, LEAST_RUNS = 0.02, 50, 3
+"""An operator is run until so many seconds have passed, so often at the most and at the least."""
+BY_STRIDES = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default})
+"""Views that name strides, and so hold for one format alone."""
+MOST_COMBINATIONS = 6
+"""Combinations of formats of an operator's inputs that are tried."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of another tensor: strides and offset in elements from where that one begins."""
+
+    strides: Strides
+    offset: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan of one of the problems of a fused layer."""
+
+    product: Product
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function of the part's inputs that returns its result."""
+
+    run: Callable[..., Tensor]
+
+
+class Times:
+    """What operators take in milliseconds, each measured once; conversions between formats as well."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, float] = {}
+
+    def of(self, key: Any, run: Callable[[], object]) -> float:
+        """The time of ``run()``, which ``key`` stands for."""
+        if key not in self._known:
+            self._known[key] = _measured(run)
+        return self._known[key]
+
+    def conversion(self, value: Tensor) -> float:
+        """What it takes to copy a tensor into another format."""
+        shape, dtype = tuple(value.shape), value.dtype
+        first, last = formats(shape)[0], formats(shape)[-1]
+
+        def run() -> None:
+            target.copy_(source)
+
+        source, target = example(shape, last, dtype), example(shape, first, dtype)
+        return self.of(("conversion", shape, dtype), run)
+
+
+def ways_of(
+    unit: Unit,
+    known: Mapping[fx.Node, set[Strides]],
+    times: Times,
+    plans: Mapping[Problem, Plan],
+) -> tuple[Way, ...]:
+    """The ways of one part. ``known`` are the formats in which tensors may come, ``plans`` those of the products.
+
+    Raises :class:`Untraceable` where there is none.
+    """
+    if unit.kind == PRODUCT:
+        found = list(_products(unit, known, plans)) or [_by_torch(unit, known, times)]
+    elif unit.kind == VIEW:
+        found = list(_views(unit, known))
+    else:
+        found = list(_operators(unit, known, times))
+    if not found:
+        raise Untraceable(f"{unit.overload or unit.name} cannot be run by itself")
+    return tuple(found)
+
+
+def example(shape: Sequence[int], strides: Strides, dtype: torch.dtype) -> Tensor:
+    """A tensor to measure with: normal numbers, or zeros where the dtype has no fractions."""
+    tensor = torch.empty_strided(tuple(shape), strides, dtype=dtype, device="cpu")
+    if dtype.is_floating_point:
+        return tensor.normal_(generator=torch.Generator("cpu").manual_seed(0))
+    return tensor.zero_()
+
+
+def _products(unit: Unit, known: Mapping[fx.Node, set[Strides]], plans: Mapping[Problem, Plan]) -> Iterator[Way]:
+    """A way for each problem that has a plan."""
+    for product in products_of(unit):
+        plan = plans.get(product.problem)
+        if plan is None or not math.isfinite(plan.time_ms):
+            continue
+        reads = [product.reads, *[next(iter(known[node])) for node in unit.inputs[1:]]]
+        if unit.node.args[3] is not None:
+            reads[-1] = product.gives
+        yield Way(tuple(reads), product.gives, plan.time_ms, Planned(product, plan))
+
+
+def _by_torch(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) -> Way:
+    """The way of a fused layer that has no plan: torch's operators one after the other."""
+    target: Any = unit.node.target
+    places = {node: index for index, node in enumerate(unit.inputs)}
+
+    def run(*tensors: Tensor) -> Tensor:
+        return target(*(tensors[places[a]] if isinstance(a, fx.Node) else a for a in unit.node.args))  # type: ignore[no-any-return]
+
+    reads = tuple(
+        formats(value_of(node).shape)[0] if len(known[node]) > 1 else next(iter(known[node])) for node in unit.inputs
+    )
+    x = value_of(unit.inputs[0])
+    tensors = [example(x.shape, reads[0], x.dtype)]
+    tensors += [example(value_of(node).shape, f, x.dtype) for node, f in zip(unit.inputs[1:], reads[1:], strict=True)]
+    with torch.no_grad():
+        result = run(*tensors)
+    key = str(target), repr(unit.node.args[4:]), tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
+    return Way(reads, normal(result.shape, result.stride()), times.of(key, lambda: run(*tensors)), Called(run))
+
+
+def _views(unit: Unit, known: Mapping[fx.Node, set[Strides]]) -> Iterator[Way]:
+    """A way for each format of the source that has such a view."""
+    (source,) = unit.inputs[:1]
+    value = value_of(source)
+    possible = list(known[source])
+    if unit.overload in BY_STRIDES:
+        possible = [f for f in possible if f == normal(value.shape, value.stride())]
+    for format_ in possible:
+        tensor = torch.empty_strided(tuple(value.shape), format_, dtype=value.dtype, device="meta")
+        try:
+            view = _call(unit, [tensor, *unit.inputs[1:]])
+        except (RuntimeError, ValueError):
+            continue  # this format has no such view, another one or a conversion does
+        strides = normal(view.shape, view.stride())
+        yield Way((format_,), strides, 0.0, View(strides, int(view.storage_offset())))
+
+
+def _operators(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) -> Iterator[Way]:
+    """A way for each combination of formats of the inputs."""
+    for combination in _combinations(unit, known):
+        tensors = [
+            example(value_of(node).shape, strides, value_of(node).dtype)
+            for node, strides in zip(unit.inputs, combination, strict=True)
+        ]
+        result = _call(unit, tensors)
+        if tuple(result.shape) != tuple(unit.value.shape) or result.dtype is not unit.value.dtype:
+            raise Untraceable(f"{unit.overload} gives another shape when it is run than when it was traced")
+        gives = normal(result.shape, result.stride())
+        operator, out = _written(unit), None
+        if operator.out:
+            out = torch.empty_strided(tuple(result.shape), gives, dtype=result.dtype, device="cpu")
+        arguments = tensors if out is None else [*tensors, out]
+        shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
+        key = str(operator.overload), repr(operator.arguments), repr(operator.keywords), shapes
+
+        def run(operator: Operator = operator, arguments: list[Tensor] = arguments) -> None:
+            operator.run(*arguments)
+
+        yield Way(combination, gives, times.of(key, run), operator)
+
+
+def _combinations(unit: Unit, known: Mapping[fx.Node, set[Strides]]) -> list[tuple[Strides, ...]]:
+    """Formats of the inputs that are worth a try: the same layout for all, and each as it may come."""
+    options: list[list[Strides]] = []
+    for node in unit.inputs:
+        possible = sorted(known[node])
+        options.append(possible)
+    combinations: list[tuple[Strides, ...]] = []
+    for layout in range(2):
+        alike = []
+        for node, possible in zip(unit.inputs, options, strict=True):
+            wanted = formats(value_of(node).shape)[-1 if layout else 0]
+            alike.append(wanted if wanted in possible else possible[0])
+        combinations.append(tuple(alike))
+    combinations += itertools.islice(itertools.product(*options), MOST_COMBINATIONS)
+    return list(dict.fromkeys(combinations))[:MOST_COMBINATIONS]
+
+
+def _call(unit: Unit, tensors: Sequence[Any]) -> Tensor:
+    """The result of a part on ``tensors``."""
+    operator = Operator(unit.overload, unit.arguments, unit.keywords or {}, result=unit.result)
+    with torch.no_grad():
+        return operator.run(*tensors)
+
+
+def _written(unit: Unit) -> Operator:
+    """The operator of a part: one that writes into a given result where torch has a kernel for that."""
+    plain = Operator(unit.overload, unit.arguments, unit.keywords or {}, result=unit.result)
+    schema = unit.overload._schema
+    packet = unit.overload.overloadpacket
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        outs = [a for a in overload._schema.arguments if a.is_out]
+        others = [(a.name, str(a.type)) for a in overload._schema.arguments if not a.is_out]
+        if len(outs) != 1 or others != [(a.name, str(a.type)) for a in schema.arguments]:
+            continue
+        if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU"):
+            return Operator(overload, unit.arguments, unit.keywords or {}, out=outs[0].name)
+    return plain
+
+
+def _measured(run: Callable[[], object]) -> float:
+    """The least time of ``run()`` in milliseconds, of runs for :data:`SAMPLE_S` seconds."""
+    pause()
+    with torch.no_grad():
+        run()
+        taken: list[float] = []
+        start = time.perf_counter()
+        while len(taken) < LEAST_RUNS or (len(taken) < MOST_RUNS and time.perf_counter() - start < SAMPLE_S):
+            begin = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - begin)
+    return min(taken) * 1e3
+
