@@ -33,6 +33,7 @@ class PlannedModules:
     problem: ``separate`` then gives each module a plan table of its own, which follows ``plan_table``. ``filter_fn`` is
     the caller's choice of modules, ``None`` for all. Gradients are planned where ``weights`` change, as they do in
     training. ``scheduled`` has the kinds of problems of the schedule that is followed, ``None`` without one.
+    ``elsewhere`` has the names of modules that run otherwise, with what is said of them.
     """
 
     def __init__(
@@ -44,13 +45,16 @@ class PlannedModules:
         *,
         separate: bool = False,
         scheduled: Collection[str] | None = None,
+        elsewhere: Mapping[str, str] | None = None,
     ) -> None:
         self.model, self.plan_table = model, plan_table
         self.training = weights is Weights.CHANGING
         self.modules = {name: module for name, module in model.named_modules() if kind_of(module)}
         limited = separate or plan_table.options.workspace is not None
         self.reasons = {
-            name: _why_left_out(name, module, filter_fn) or _why_not_now(module, limited, scheduled)
+            name: (elsewhere or {}).get(name, "")
+            or _why_left_out(name, module, filter_fn)
+            or _why_not_now(module, limited, scheduled)
             for name, module in self.modules.items()
         }
         """Why a module is not to be planned, empty where it may be."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, Unpack
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -40,7 +41,9 @@ from tilewise.nn.layers.weights import Weights
 from tilewise.nn.memory.step_planner import StepPlanner, memory_bytes
 from tilewise.nn.modules import PlannedModules, workspaces_of
 from tilewise.nn.ranks.together import plan_together
-from tilewise.nn.report import Report, forget, keep
+from tilewise.nn.regions.choose import RegionPlanner, why_no_regions
+from tilewise.nn.regions.forward import regional_of
+from tilewise.nn.report import RegionReport, Report, forget, keep
 from tilewise.nn.schedule import Source
 from tilewise.nn.step.compare import Decide, compare_live, compare_steps, why_not_compared
 from tilewise.nn.step.live import LiveGoal
@@ -105,7 +108,8 @@ def optimize(
     silent = planner is not None or progress is not None
     planner = planner if progress is None else Planner(progress=progress)
     plan_table = plan_table_of(asked, budget, source, planner, later=later)
-    modules = _modules_of(model, plan_table, asked, weights, filter_fn, source)
+    regions = _regions_of(model, examples, asked, plan_table, weights, filter_fn, schedule)
+    modules = _modules_of(model, plan_table, asked, weights, filter_fn, source, regions)
     step_planner = step_planner_of(model, examples, asked, own_step, modules, weights)
     deterministic = torch.are_deterministic_algorithms_enabled()
     planning = Planning(modules, examples, asked, budget, source, deterministic)
@@ -114,7 +118,7 @@ def optimize(
         source.conclude(plan_table, modules.problems())
     live = install(model, planning, step_planner, progress, silent)
     now = functools.partial(compare_steps, model, examples, asked, own_step, modules, schedule, silent)
-    made = planning.concluded(now if live is None else lambda _: live.report)
+    made = replace(planning.concluded(now if live is None else lambda _: live.report), regions=regions.reports)
     keep(model, made, plan_table, deterministic)
     keep(modules.model, made, plan_table, deterministic)
     return model
@@ -127,8 +131,9 @@ def _modules_of(
     weights: Weights,
     filter_fn: Callable[[str, nn.Module], bool] | None,
     source: Source | None,
+    regions: Regions,
 ) -> PlannedModules:
-    """The modules of ``model`` that may be planned; with a schedule those of kinds that it has."""
+    """The modules of ``model`` that may be planned: not those in regions; with a schedule those of kinds it has."""
     return PlannedModules(
         unwrapped(model),
         plan_table,
@@ -136,7 +141,39 @@ def _modules_of(
         filter_fn,
         separate=asked.memory_limit is not None,
         scheduled=None if source is None else source.kinds,
+        elsewhere=regions.taken,
     )
+
+
+class Regions(NamedTuple):
+    """What is said of regions, and the names of modules within them, each with the region as text."""
+
+    reports: tuple[RegionReport, ...] = ()
+    taken: Mapping[str, str] = MappingProxyType({})
+
+
+def _regions_of(
+    model: nn.Module,
+    examples: list[Any],
+    asked: Settings,
+    plan_table: PlanTable,
+    weights: Weights,
+    filter_fn: Callable[[str, nn.Module], bool] | None,
+    schedule: object,
+) -> Regions:
+    """Let parts of ``model`` run as regions where that is surely faster, for inference alone."""
+    if asked.training:
+        return Regions()
+    inner = unwrapped(model)
+    for module in inner.modules():
+        if regional_of(module) is not None:
+            swap_back(module)
+    reason = why_no_regions(asked, schedule, examples)
+    if reason:
+        return Regions((RegionReport("", type(inner).__name__, reason=reason),))
+    planner = RegionPlanner(inner, asked, plan_table, weights, filter_fn)
+    planner.plan(examples)
+    return Regions(tuple(planner.reports), planner.taken)
 
 
 def restore(model: Model) -> Model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from tilewise.nn.step.result import StepReport
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 
-__all__ = ["CallReport", "LayerReport", "PassReport", "Report", "forget", "keep", "kept", "report"]
+__all__ = ["CallReport", "LayerReport", "PassReport", "RegionLine", "RegionReport", "Report", "forget", "keep", "kept", "report"]
 
 
 @dataclass(frozen=True)
@@ -92,17 +93,74 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class RegionLine:
+    """A fused layer or an operator of a region: what runs it, the layout that it gives, and its milliseconds."""
+
+    name: str
+    runs: str
+    layout: str
+    ms: float
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """A module that was planned as a region for inference, or the ``reason`` why it is not one.
+
+    ``name`` is empty for the whole model. Where it was measured, for an ``input`` in words: ``torch_ms`` and
+    ``planned_ms`` are medians in milliseconds of ``pairs`` forwards by torch and by plan in turns, ``speedup`` their
+    ratio with the ends ``least`` and ``most`` of its 95 % interval, ``error`` and ``torch_error`` the relative L2
+    distances from float64. ``fused`` counts the operators that vanished into others, ``conversions`` those between
+    layouts, and ``bytes`` is what the region keeps: its constants, and memory for intermediate tensors. ``lines`` has
+    its parts in the order in which they run.
+    """
+
+    name: str
+    kind: str
+    kept: bool = False
+    reason: str = ""
+    input: str = ""
+    torch_ms: float | None = None
+    planned_ms: float | None = None
+    speedup: float | None = None
+    least: float | None = None
+    most: float | None = None
+    pairs: int = 0
+    error: float | None = None
+    torch_error: float | None = None
+    fused: int = 0
+    conversions: int = 0
+    bytes: int = 0
+    lines: tuple[RegionLine, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"region {self.name}" if self.name else "region of the whole model"
+        if self.speedup is None:
+            return f"{where}: none, {self.reason}"
+        ratio = f"{self.speedup:.2f}x, 95 % between {self.least:.2f} and {self.most:.2f}"
+        times = f"{self.torch_ms:.4g} -> {self.planned_ms:.4g} ms ({ratio})"
+        if not self.kept:
+            return f"{where}, {self.input}: not kept, {self.reason}; {times}"
+        layouts = Counter(line.layout for line in self.lines)
+        told = ", ".join(f"{count} {layout}" for layout, count in sorted(layouts.items()))
+        return (
+            f"{where}, {self.input}: {times}, {len(self.lines)} parts ({told}), {self.fused} fused, "
+            f"{self.conversions} conversions"
+        )
+
+
+@dataclass(frozen=True)
 class Report:
     """The planned modules of a model and, where they were asked for, its parallel branches. Prints as a table.
 
     ``facts`` holds further results by name, such as the division of a budget (``docs/json.md``). ``step`` has the times
-    of the whole step by torch and by plans.
+    of the whole step by torch and by plans. ``regions`` tells, for inference, which parts of the model run as regions.
     """
 
     layers: tuple[LayerReport, ...]
     branches: tuple[BranchReport, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     step: StepReport | None = None
+    regions: tuple[RegionReport, ...] = ()
 
     @property
     def pending(self) -> int:
@@ -147,7 +205,7 @@ class Report:
         if self.pending:
             lines.append(f"{self.pending} of {sum(1 for _ in self.passes())} passes are {PENDING}")
         step = [] if self.step is None else [str(self.step)]
-        return "\n".join([*lines, *map(str, self.branches), *step])
+        return "\n".join([*lines, *map(str, self.branches), *map(str, self.regions), *step])
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, tuple[Report, PlanTable, bool]] = weakref.WeakKeyDictionary()

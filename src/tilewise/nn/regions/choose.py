@@ -1,0 +1,270 @@
+"""Which parts of a model run as regions: those that can be traced, are right, and are surely faster than by torch.
+
+The whole model is tried first. Where it cannot be traced, each of its parts is tried in its place, and so on down.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewise.comm.agreement import several_ranks
+from tilewise.machine.torch_state import undisturbed
+from tilewise.nn.graphs.inputs import Inputs
+from tilewise.nn.kept_values import tensors_in
+from tilewise.nn.layers.kinds import kind_of
+from tilewise.nn.layers.plan_table import PlanTable, planning
+from tilewise.nn.layers.swaps import copies_itself, swap_back, swapped
+from tilewise.nn.layers.weights import Weights
+from tilewise.nn.record import arguments_of, state_kept, without_gradients
+from tilewise.nn.regions.check import ERROR_LIMIT, error_of, in_float64, timed
+from tilewise.nn.regions.forward import Ready, Regional, run_by_programs
+from tilewise.nn.regions.region import plan_region
+from tilewise.nn.regions.rewrite import rewrite
+from tilewise.nn.regions.trace import Traced, Untraceable, trace
+from tilewise.nn.regions.ways import Times
+from tilewise.nn.report import RegionLine, RegionReport
+from tilewise.nn.step.compare import why_not_compared
+from tilewise.plan import Plan
+from tilewise.planner import NoPlanError
+from tilewise.problems.base import Problem
+from tilewise.settings import Settings
+
+__all__ = ["RegionPlanner", "why_no_regions"]
+
+Filter = Callable[[str, nn.Module], bool]
+MOST_CALLS = 4
+"""Kinds of calls of one module that are planned ahead."""
+
+
+def why_no_regions(asked: Settings, schedule: object, examples: Sequence[object]) -> str:
+    """Why no regions are planned; empty where they are. Nothing is to be said of training, which has none."""
+    if several_ranks():
+        return "one rank of several plans layers alone"
+    bound = replace(asked, workspace=None, deterministic=False, error_limit=None, strict=False)
+    reason = why_not_compared(bound, schedule)
+    if reason:
+        return reason
+    tensors = tensors_in(examples)
+    if not tensors or any(t.device.type != "cpu" for t in tensors):
+        return "its inputs are not on the CPU"
+    if asked.wait is False:
+        return "wait=False: layers are planned in the background"
+    return ""
+
+
+class RegionPlanner:
+    """Plans regions of one model under the options ``asked``, with the plans of ``plan_table``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        asked: Settings,
+        plan_table: PlanTable,
+        weights: Weights,
+        filter_fn: Filter | None,
+    ) -> None:
+        self.model = model
+        self._asked, self._plan_table, self._weights, self._filter = asked, plan_table, weights, filter_fn
+        self._times = Times()
+        self.reports: list[RegionReport] = []
+        self.taken: dict[str, str] = {}
+        """Modules that run within a region, by name, and which region that is, as text."""
+
+    def plan(self, examples: Sequence[object]) -> None:
+        """Plan the model for the examples, or its parts where it cannot be planned whole; install what is faster."""
+        calls = [arguments_of(example) for example in examples]
+        self._plan_module("", self.model, calls)
+
+    def _plan_module(self, name: str, module: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Plan one module for these calls, or its parts where it cannot be planned whole."""
+        try:
+            self._check(name, module)
+            made = []
+            for args, kwargs in calls[:MOST_CALLS]:
+                made.append(self._planned(name, module, args, kwargs))
+        except Untraceable as error:
+            if not name or str(error):
+                self.reports.append(RegionReport(name, type(module).__name__, reason=str(error)))
+            self._plan_parts(name, module, calls)
+            return
+        self.reports += [report for _, report in made]
+        if all(report.kept for _, report in made):
+            self._install(name, module, [ready for ready, _ in made])
+
+    def _install(self, name: str, module: nn.Module, programs: Sequence[Ready]) -> None:
+        """Let a module run by its programs."""
+        plan_call = functools.partial(self._on_sight, name)
+        on_sight = self._asked.unplanned == "plan"
+        regional = Regional(module, plan_call, self._retraced, on_sight=on_sight)
+        for part in module.modules():
+            swap_back(part)
+        run_by_programs(module, regional)
+        for ready in programs:
+            regional.add(ready.standing_now(module))
+        for part_name, part in module.named_modules(prefix=name):
+            if kind_of(part) is not None:
+                self.taken[part_name] = f"runs within the region {name!r}" if name else "runs within the whole model"
+
+    def _check(self, name: str, module: nn.Module) -> None:
+        """Raise :class:`Untraceable` for a module that cannot run by programs, whatever it is called with."""
+        forward = module.__dict__.get("forward")
+        if forward is not None and swapped(module) is None:
+            raise Untraceable("has a forward set on the instance")
+        copies = copies_itself(module)
+        if copies:
+            raise Untraceable(copies)
+        for part_name, part in module.named_modules(prefix=name):
+            if self._filter is not None and kind_of(part) is not None and not self._filter(part_name, part):
+                raise Untraceable(f"{part_name} is left out by filter_fn")
+
+    def _plan_parts(self, name: str, module: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Plan the parts of a module that hold layers, for the calls that they get when the module is called so."""
+        parts = dict(_parts(name, module))
+        if not parts:
+            return
+        seen: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {part_name: [] for part_name in parts}
+        handles = []
+
+        def noting(part_name: str) -> Callable[..., None]:
+            def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                kinds = [Inputs.of(*call).shape for call in seen[part_name]]
+                if len(kinds) < MOST_CALLS and Inputs.of(args, kwargs).shape not in kinds:
+                    seen[part_name].append(_copied(args, kwargs))
+
+            return note
+
+        for part_name, part in parts.items():
+            handles.append(part.register_forward_pre_hook(noting(part_name), with_kwargs=True))
+        try:
+            with state_kept(module, calls):
+                for args, kwargs in calls:
+                    without_gradients(module, functools.partial(module, *args, **kwargs))
+        finally:
+            for handle in handles:
+                handle.remove()
+        for part_name, part in parts.items():
+            if seen[part_name]:
+                self._plan_module(part_name, part, seen.pop(part_name))
+
+    def _planned(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Ready, RegionReport]:
+        """A program for one call, with its report. Raises :class:`Untraceable`."""
+        inputs = Inputs.of(args, kwargs)
+        if inputs.obstacle:
+            raise Untraceable(inputs.obstacle)
+        tensors = list(inputs.tensors)
+        by_torch = functools.partial(type(module).forward, module, *args, **kwargs)
+        with planning(), undisturbed(), state_kept(module, (args, dict(kwargs))):
+            traced = trace(module, args, kwargs, functools.partial(type(module).forward, module))
+            wanted = in_float64(traced, tensors)
+            own = traced.module(*tensors)
+            if wanted is None:
+                wanted = tuple(t.double() if t.is_floating_point() else t for t in own)
+            planned = plan_region(traced, tensors, self._plans, self._times, self._weights)
+            ready = Ready(module, traced, planned, _code(traced), inputs)
+            found = planned.program(*ready.aligned(tensors))
+            error = error_of(found if isinstance(found, tuple) else (found,), wanted)
+            torch_error = error_of(own, wanted)
+            pairs = timed(by_torch, functools.partial(ready, tensors))
+        least, speedup, most = pairs.speedup
+        torch_ms, planned_ms = pairs.medians
+        reason = self._why_lost(error, torch_error, [t.dtype for t in found if isinstance(found, tuple)] or [found.dtype])
+        if not reason and least <= 1.0:
+            reason = "is not surely faster than by torch"
+        report = RegionReport(
+            name,
+            type(module).__name__,
+            kept=not reason,
+            reason=reason,
+            input=inputs.in_words(),
+            torch_ms=torch_ms,
+            planned_ms=planned_ms,
+            speedup=speedup,
+            least=least,
+            most=most,
+            pairs=len(pairs.first_ms),
+            error=error,
+            torch_error=torch_error,
+            fused=planned.fused,
+            conversions=planned.conversions,
+            bytes=planned.program.arena_bytes + planned.constants.nbytes,
+            lines=tuple(RegionLine(line.name, line.runs, line.layout, line.ms) for line in planned.lines),
+        )
+        return ready, report
+
+    def _why_lost(self, error: float, torch_error: float, dtypes: Sequence[torch.dtype]) -> str:
+        """Why results that are ``error`` away from float64 are not good enough; empty where they are."""
+        limit = self._asked.error_limit
+        if limit is None:
+            exact = all(dtype in (torch.float32, torch.float64) or not dtype.is_floating_point for dtype in dtypes)
+            limit = max(ERROR_LIMIT if exact else 0.0, 2 * torch_error)
+        if error <= limit:
+            return ""
+        return f"is {error:.2g} away from float64 (relative L2; torch {torch_error:.2g}); {limit:.2g} would do"
+
+    def _plans(self, problems: Sequence[Problem]) -> Mapping[Problem, Plan]:
+        """Plans of problems, made where they are missing; those that no solver can compute are left out."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        table = self._plan_table
+        try:
+            table.plan(problems, deterministic)
+        except NoPlanError as error:
+            raise Untraceable(f"a layer has no plan within the limits: {str(error).splitlines()[0]}") from error
+        plans = ((problem, table.chosen(problem, deterministic)) for problem in problems)
+        return {problem: plan for problem, plan in plans if plan is not None}
+
+    def _on_sight(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ready:
+        """A program for a call that was not planned ahead. Raises :class:`Untraceable`."""
+        ready, report = self._planned(name, module, args, kwargs)
+        if not report.kept:
+            raise Untraceable(report.reason)
+        return ready
+
+    def _retraced(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Traced, str]:
+        """The trace of a call, with the text of its rewritten code. Raises :class:`Untraceable`."""
+        with undisturbed():
+            traced = trace(module, args, kwargs, functools.partial(type(module).forward, module))
+        rewrite(traced.graph)
+        return traced, _code(traced)
+
+
+def _code(traced: Traced) -> str:
+    """The text of a graph, by which two traces are compared."""
+    return str(traced.graph)
+
+
+def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The parts of a module that may be regions: those with layers of a kind, which are of no kind themselves.
+
+    The parts of a list of modules, which is not called itself, stand in its place.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    for part_name, part in module.named_children():
+        full = f"{name}.{part_name}" if name else part_name
+        if kind_of(part) is not None or not any(kind_of(inner) is not None for inner in part.modules()):
+            continue
+        if isinstance(part, nn.ModuleList | nn.ModuleDict):
+            found += _parts(full, part)
+        else:
+            found.append((full, part))
+    return found
+
+
+def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments whose tensors are copies that lie alike, since a module may write into what it is called with."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            with torch.inference_mode(False), torch.no_grad():
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+        return value
+
+    copies: tuple[tuple[Any, ...], dict[str, Any]] = torch.utils._pytree.tree_map(copy, (args, kwargs))
+    return copies

@@ -1,0 +1,232 @@
+"""The forward of a module that is planned as a region: which calls run its program, and what becomes of the others.
+
+A call runs by program where autograd, autocast and everything that watches torch's operators are off, where its tensors
+lie as in a call that was planned, and where the module is as it was: no attribute, parameter, part or hook has changed.
+Otherwise the module computes as its class does, and its layers by their own plans where they have some. Several threads
+may call one module, since a call shares nothing with another but constants.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.comm.agreement import several_ranks
+from tilewise.machine.recent import Recent
+from tilewise.nn.graphs.inputs import Inputs
+from tilewise.nn.graphs.modes import modes, watched
+from tilewise.nn.graphs.standing import Standing
+from tilewise.nn.layers.call import is_plain
+from tilewise.nn.layers.swaps import swap, swapped
+from tilewise.nn.regions.region import Planning
+from tilewise.nn.regions.trace import Traced, Untraceable
+
+__all__ = ["MOST_PROGRAMS", "Ready", "Regional", "regional_of", "run_by_programs"]
+
+MOST_PROGRAMS = 16
+"""Programs of one module that are kept, at the most: the half that was used last is always among them."""
+MOST_ON_SIGHT = 32
+"""Kinds of calls of one module that are planned when they come, at the most."""
+MOST_REASONS = 16
+"""Different reasons that are counted."""
+ALIGNMENT = 16
+"""Bytes at a multiple of which an input begins, or it is copied."""
+MARK = "_tilewise_region"
+
+
+class Ready:
+    """A program that computes a module for calls of one kind, while the module stands as it does now."""
+
+    def __init__(self, module: nn.Module, traced: Traced, planning: Planning, code: str, inputs: Inputs) -> None:
+        self.traced, self.planning, self.code = traced, planning, code
+        self.shape, self.modes = inputs.shape, modes("cpu")
+        self.standing = Standing(module)
+        self._single = traced.leaves == ((True, 0),) and traced.structure.is_leaf()
+
+    def standing_now(self, module: nn.Module) -> Ready:
+        """Itself, for the module as it is now."""
+        self.standing = Standing(module)
+        return self
+
+    def aligned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, or copies of those that begin where plans do not expect it."""
+        return [t if t.data_ptr() % ALIGNMENT == 0 else t.clone(memory_format=torch.preserve_format) for t in tensors]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """What the module returns for these tensors."""
+        planning = self.planning
+        planning.constants.refresh()
+        found = planning.program(*self.aligned(tensors))
+        if self._single:
+            return found
+        return self.traced.returned(found if isinstance(found, tuple) else (found,))
+
+
+PlanCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Ready]
+"""Plans a module for one call; raises :class:`Untraceable` with the reason where it is to compute as its class does."""
+Retrace = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], tuple[Traced, str]]
+"""Traces a module for one call, and gives the trace with the text of its rewritten code."""
+
+
+class Regional:
+    """The programs of one module, and of what became of its calls.
+
+    ``plan_call`` plans a call of a kind that was not seen before, where ``on_sight`` allows it. ``expected`` are the
+    kinds that are planned at their first call in any case: those of the module that this one is a copy of.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan_call: PlanCall,
+        retrace: Retrace,
+        *,
+        on_sight: bool,
+        expected: frozenset[tuple[Any, ...]] = frozenset(),
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._plan_call, self._retrace, self._on_sight = plan_call, retrace, on_sight
+        self._expected = expected
+        self._ready: Recent[tuple[Any, ...], Ready] = Recent(2 * MOST_PROGRAMS)
+        self._refused: Recent[tuple[Any, ...], str] = Recent(2 * MOST_ON_SIGHT)
+        self._last: Ready | None = None
+        self._lock = threading.RLock()
+        self._seen = 0
+        self.without: Counter[str] = Counter()
+        self.resting = False
+        """Whether all calls run without programs for now."""
+
+    @property
+    def kinds(self) -> frozenset[tuple[Any, ...]]:
+        """The kinds of calls that have a program or are to get one."""
+        return self._expected | frozenset(self._ready)
+
+    def add(self, ready: Ready) -> None:
+        """Take a program that was planned ahead."""
+        self._ready[ready.shape, ready.modes] = ready
+        self._last = ready
+
+    def copied(self, module: nn.Module) -> Regional:
+        """The same for a copy of the module: its programs are made when it is called first."""
+        return Regional(module, self._plan_call, self._retrace, on_sight=self._on_sight, expected=self.kinds)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the module returns: by a program where there is one, else as its class computes."""
+        if torch.is_grad_enabled() or self.resting:
+            return type(module).forward(module, *args, **kwargs)
+        reason = watched() or ("called under autocast" if torch._C._is_any_autocast_enabled() else "")
+        if not reason:
+            inputs = Inputs.of(args, kwargs)
+            found = self._fitting(module, inputs, args, kwargs)
+            if isinstance(found, Ready):
+                return found(inputs.tensors)
+            reason = found
+        if reason in self.without or len(self.without) < MOST_REASONS:
+            self.without[reason] += 1
+        return type(module).forward(module, *args, **kwargs)
+
+    def _fitting(
+        self, module: nn.Module, inputs: Inputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Ready | str:
+        """The program for a call, or why there is none."""
+        last = self._last
+        state = modes("cpu")
+        if last is not None and last.shape == inputs.shape and last.modes == state and last.standing.holds():
+            return last
+        if inputs.obstacle:
+            return inputs.obstacle
+        if not all(is_plain(t) and t.device.type == "cpu" for t in inputs.tensors):
+            return "called with tensors that are not plain tensors on the CPU"
+        with self._lock:
+            key = inputs.shape, state
+            found = self._ready.get(key)
+            if found is not None:
+                reason = found.standing.difference()
+                if not reason or self._renewed(module, found, args, kwargs):
+                    self._last = found
+                    return found
+                del self._ready[key]
+                self._last = None
+                return f"{reason}, so that it computes otherwise than planned"
+            return self._planned(module, key, inputs, args, kwargs)
+
+    def _renewed(self, module: nn.Module, ready: Ready, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Take the module's new parameters into a program, where it computes the same with them as before."""
+        try:
+            traced, code = self._retrace(module, args, kwargs)
+        except Untraceable:
+            return False
+        alike = code == ready.code and all(
+            (new.shape, new.dtype) == (old.shape, old.dtype) and new.device == old.device
+            for new, old in zip(traced.sources.values(), ready.traced.sources.values(), strict=True)
+        )
+        if alike:
+            ready.planning.constants.renew(traced.sources)
+            ready.standing = Standing(module)
+        return alike
+
+    def _planned(
+        self,
+        module: nn.Module,
+        key: tuple[Any, ...],
+        inputs: Inputs,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Ready | str:
+        """A program for a kind of call that has none, or why there is none."""
+        refused = self._refused.get(key)
+        if refused is not None:
+            return refused
+        expected = key in self._expected
+        reason = ""
+        if not expected and not self._on_sight:
+            reason = f"called with {inputs.in_words()}, for which it was not planned"
+        elif not expected and several_ranks():
+            reason = "one rank of several does not plan by itself"
+        elif self._seen >= MOST_ON_SIGHT:
+            reason = f"called in more than {MOST_ON_SIGHT} ways"
+        else:
+            self._seen += 1
+            try:
+                ready = self._plan_call(module, args, kwargs)
+            except Untraceable as error:
+                reason = str(error)
+            else:
+                if ready.shape == inputs.shape:
+                    self.add(ready)
+                    return ready
+                reason = "could not be planned"
+        self._refused[key] = reason
+        return reason
+
+
+_regional: weakref.WeakKeyDictionary[nn.Module, Regional] = weakref.WeakKeyDictionary()
+
+
+def regional_of(module: nn.Module) -> Regional | None:
+    """The programs by which a module runs; ``None`` where it does not."""
+    forward = swapped(module)
+    return _regional.get(module) if hasattr(forward, MARK) else None
+
+
+def run_by_programs(module: nn.Module, regional: Regional) -> None:
+    """Let ``module`` run by the programs of ``regional`` where a call fits. Copies of it get programs of their own."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return type(self).forward(self, *args, **kwargs)
+        own = _regional.get(self)
+        if own is None:
+            own = _regional.setdefault(self, regional.copied(self))
+        return own(self, args, kwargs)
+
+    setattr(forward, MARK, True)
+    _regional[module] = regional
+    swap(module, forward)
+
