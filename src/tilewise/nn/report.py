@@ -21,7 +21,18 @@ from tilewise.nn.step.result import StepReport
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 
-__all__ = ["CallReport", "LayerReport", "PassReport", "RegionLine", "RegionReport", "Report", "forget", "keep", "kept", "report"]
+__all__ = [
+    "CallReport",
+    "LayerReport",
+    "PassReport",
+    "RegionLine",
+    "RegionReport",
+    "Report",
+    "forget",
+    "keep",
+    "kept",
+    "report",
+]
 
 
 @dataclass(frozen=True)

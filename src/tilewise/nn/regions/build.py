@@ -178,4 +178,3 @@ class Builder:
 def _copied(source: Tensor, out: Tensor) -> None:
     """Copy a tensor into one that lies otherwise."""
     out.copy_(source)
-

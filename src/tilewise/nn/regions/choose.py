@@ -81,7 +81,9 @@ class RegionPlanner:
         calls = [arguments_of(example) for example in examples]
         self._plan_module("", self.model, calls)
 
-    def _plan_module(self, name: str, module: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    def _plan_module(
+        self, name: str, module: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> None:
         """Plan one module for these calls, or its parts where it cannot be planned whole."""
         try:
             self._check(name, module)
@@ -123,7 +125,9 @@ class RegionPlanner:
             if self._filter is not None and kind_of(part) is not None and not self._filter(part_name, part):
                 raise Untraceable(f"{part_name} is left out by filter_fn")
 
-    def _plan_parts(self, name: str, module: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    def _plan_parts(
+        self, name: str, module: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> None:
         """Plan the parts of a module that hold layers, for the calls that they get when the module is called so."""
         parts = dict(_parts(name, module))
         if not parts:
@@ -175,7 +179,9 @@ class RegionPlanner:
             pairs = timed(by_torch, functools.partial(ready, tensors))
         least, speedup, most = pairs.speedup
         torch_ms, planned_ms = pairs.medians
-        reason = self._why_lost(error, torch_error, [t.dtype for t in found if isinstance(found, tuple)] or [found.dtype])
+        reason = self._why_lost(
+            error, torch_error, [t.dtype for t in found if isinstance(found, tuple)] or [found.dtype]
+        )
         if not reason and least <= 1.0:
             reason = "is not surely faster than by torch"
         report = RegionReport(
@@ -263,7 +269,9 @@ def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     def copy(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             with torch.inference_mode(False), torch.no_grad():
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(
+                    value
+                )
         return value
 
     copies: tuple[tuple[Any, ...], dict[str, Any]] = torch.utils._pytree.tree_map(copy, (args, kwargs))

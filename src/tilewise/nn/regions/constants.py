@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -113,8 +114,7 @@ class Constants:
             else:
                 target = node.target
                 assert callable(target)
-                args, kwargs = (
-                    fx.node.map_arg(given, lambda each: self._value(each, values)) for given in (node.args, node.kwargs)
-                )
+                args: Any = fx.node.map_arg(node.args, lambda each: self._value(each, values))
+                kwargs: Any = fx.node.map_arg(node.kwargs, lambda each: self._value(each, values))
                 values[node] = target(*args, **kwargs)
         return values[node]

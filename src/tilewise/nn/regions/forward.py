@@ -229,4 +229,3 @@ def run_by_programs(module: nn.Module, regional: Regional) -> None:
     setattr(forward, MARK, True)
     _regional[module] = regional
     swap(module, forward)
-

@@ -23,7 +23,8 @@ SCALE = 1e4
 """What all times together are scaled to, so that the solver's tolerances are small beside each."""
 
 Tensor = Hashable
-Format = Hashable
+Format = tuple[int, ...]
+"""Strides."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ def choose_ways(
 
     ``conversion_ms(tensor)`` is what a conversion of a tensor takes. Raises ``ValueError`` for a part without ways.
 
-    >>> a = Part(("x",), "y", (Way(("n",), "n", 3.0), Way(("c",), "c", 1.0)))
-    >>> b = Part(("y",), "z", (Way(("n",), "n", 2.0), Way(("c",), "c", 1.5)))
-    >>> choose_ways([a, b], {"x": "n"}, lambda tensor: 1.0)
+    >>> rows, columns = (4, 1), (1, 4)
+    >>> a = Part(("x",), "y", (Way((rows,), rows, 3.0), Way((columns,), columns, 1.0)))
+    >>> b = Part(("y",), "z", (Way((rows,), rows, 2.0), Way((columns,), columns, 1.5)))
+    >>> choose_ways([a, b], {"x": rows}, lambda tensor: 1.0)
     Choice(ways=(1, 1), ms=3.5, optimal=True)
     """
     for part in parts:

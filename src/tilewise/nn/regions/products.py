@@ -40,7 +40,12 @@ class Product:
 def products_of(unit: Unit) -> list[Product]:
     """The problems by which a fused layer may be computed; none where its dtype is not planned."""
     x = value_of(unit.inputs[0])
-    if x.dtype not in DTYPE_NAMES or value_of(unit.node).dtype is not x.dtype or not x.numel() or x.device.type != "cpu":
+    if (
+        x.dtype not in DTYPE_NAMES
+        or value_of(unit.node).dtype is not x.dtype
+        or not x.numel()
+        or x.device.type != "cpu"
+    ):
         return []
     try:
         return list(_convolutions(unit) if unit.node.target is fused.convolution else _linears(unit))
@@ -50,12 +55,13 @@ def products_of(unit: Unit) -> list[Product]:
 
 def _convolutions(unit: Unit) -> Iterator[Product]:
     """A convolution with contiguous tensors, and of images with channels_last ones."""
-    x, w, b, residual, activation, stride, padding, dilation, groups = unit.node.args
-    given: Any = value_of(x)  # type: ignore[arg-type]
+    arguments: Any = unit.node.args
+    x, w, b, residual, activation, stride, padding, dilation, groups = arguments
+    given: Any = value_of(x)
     weight = _weight_shape(w)
     axes = tuple(
         Axis(n, k, s, d, p, p)
-        for n, k, s, d, p in zip(given.shape[2:], weight[2:], stride, dilation, padding, strict=True)  # type: ignore[arg-type]
+        for n, k, s, d, p in zip(given.shape[2:], weight[2:], stride, dilation, padding, strict=True)
     )
     for layout in ("contiguous", "channels_last") if len(axes) == 2 else ("contiguous",):
         problem = ConvProblem(
@@ -64,11 +70,11 @@ def _convolutions(unit: Unit) -> Iterator[Product]:
             in_channels=given.shape[1],
             out_channels=weight[0],
             axes=axes,
-            groups=groups,  # type: ignore[arg-type]
+            groups=groups,
             dtype=DTYPE_NAMES[given.dtype],
             bias=b is not None,
             residual=residual is not None,
-            activation=activation,  # type: ignore[arg-type]
+            activation=activation,
             constant_weight=True,
             layouts=(layout, layout, layout),
         )
@@ -78,8 +84,9 @@ def _convolutions(unit: Unit) -> Iterator[Product]:
 
 def _linears(unit: Unit) -> Iterator[Product]:
     """A linear layer as a matrix product, and as a convolution of a column of pixels whose weight is prepared once."""
-    x, w, b, residual, activation = unit.node.args
-    given = value_of(x)  # type: ignore[arg-type]
+    arguments: Any = unit.node.args
+    x, w, b, residual, activation = arguments
+    given = value_of(x)
     rows, inputs = given.shape
     outputs = _weight_shape(w)[0]
     reads, gives = normal((rows, inputs), (inputs, 1)), normal((rows, outputs), (outputs, 1))
@@ -96,7 +103,7 @@ def _linears(unit: Unit) -> Iterator[Product]:
         dtype=dtype,
         bias=b is not None,
         residual=residual is not None,
-        activation=activation,  # type: ignore[arg-type]
+        activation=activation,
         constant_weight=True,
         layouts=("channels_last",) * 3,
     )

@@ -130,7 +130,9 @@ class _Region:
         layouts: dict[str, int] = {}
         for line in lines:
             layouts[line.layout] = layouts.get(line.layout, 0) + 1
-        return Planning(program, constants, tuple(lines), fused, builder.conversions, choice.ms, choice.optimal, layouts)
+        return Planning(
+            program, constants, tuple(lines), fused, builder.conversions, choice.ms, choice.optimal, layouts
+        )
 
 
 def _format(node: fx.Node) -> Strides:

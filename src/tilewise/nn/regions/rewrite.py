@@ -101,6 +101,7 @@ def _changes_nothing(node: fx.Node) -> bool:
 def _as_slice(graph: fx.Graph, node: fx.Node) -> None:
     """Replace an item of a split by the slice that it is."""
     split, index = node.args
+    sizes: Any
     if not isinstance(split, fx.Node) or not isinstance(index, int):
         return
     if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
@@ -136,7 +137,9 @@ def _mark(graph: fx.Graph) -> None:
             *bias, x, w = node.args
             if node.kwargs or w not in constant or x in constant or (bias and not _is_row(bias[0], constant, node)):
                 continue
-            _replace(graph, node, fused.linear, (x, _transposed(graph, node, w), bias[0] if bias else None, None, "none"))
+            _replace(
+                graph, node, fused.linear, (x, _transposed(graph, node, w), bias[0] if bias else None, None, "none")
+            )
 
 
 def _is_row(bias: Any, constant: set[fx.Node], node: fx.Node) -> bool:

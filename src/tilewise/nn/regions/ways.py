@@ -236,4 +236,3 @@ def _measured(run: Callable[[], object]) -> float:
             run()
             taken.append(time.perf_counter() - begin)
     return min(taken) * 1e3
-

@@ -1,0 +1,78 @@
+"""Networks traced, folded and fused: the rewritten graph computes the same, and what cannot be traced is said why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tilewise.nn.regions.rewrite import rewrite
+from tilewise.nn.regions.trace import Untraceable, trace
+
+
+class Block(nn.Module):
+    """A residual block with norms before and after the sum."""
+
+    def __init__(self, affine: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 6, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6, affine=affine)
+        self.second = nn.Conv2d(6, 6, 3, padding=1)
+        for name, statistic in self.norm.named_buffers():
+            if name != "num_batches_tracked":
+                statistic.uniform_(0.5, 2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.relu(self.norm(self.first(x)), inplace=True)
+        y = self.norm(self.second(x))
+        y += x
+        return functional.hardswish(y)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_rewritten_block_computes_the_same(affine: bool) -> None:
+    block, x = Block(affine).eval().double(), torch.randn(2, 3, 7, 5, dtype=torch.float64, device="cpu")
+    traced = trace(block, (x,), {})
+    assert rewrite(traced.graph) >= 4
+    traced.module.recompile()
+    with torch.no_grad():
+        torch.testing.assert_close(traced.returned(traced.module(x)), block(x))
+    assert not any("batch_norm" in str(node.target) for node in traced.graph.nodes)
+
+
+class Strange(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.calls, self.layer = what, 0, nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> object:
+        if self.what == "branches":
+            return self.layer(x) if x.sum() > 0 else x
+        if self.what == "counts":
+            self.calls += 1
+        if self.what == "writes":
+            x.add_(1)
+        return (x.view(-1), self.layer(x)) if self.what == "aliases" else self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("branches", "cannot trace"), ("counts", "state"), ("writes", "input"), ("aliases", "returns its input")],
+)
+def test_what_a_list_of_steps_cannot_repeat_is_refused(what: str, reason: str) -> None:
+    module = Strange(what).eval()
+    with pytest.raises(Untraceable, match=reason):
+        trace(module, (torch.randn(1, 3, 4, 4, dtype=torch.float32, device="cpu"),), {})
+    assert module.calls == 0
+
+
+def test_a_hook_or_training_mode_is_named() -> None:
+    block, x = Block(True).eval(), torch.randn(1, 3, 4, 4, dtype=torch.float32, device="cpu")
+    handle = block.first.register_forward_hook(lambda *_: None)
+    with pytest.raises(Untraceable, match="first has a hook"):
+        trace(block, (x,), {})
+    handle.remove()
+    block.norm.train()
+    with pytest.raises(Untraceable, match="norm is in training mode"):
+        trace(block, (x,), {})
