@@ -99,7 +99,7 @@ class Constants:
                 self._copies = [t.detach().clone(memory_format=torch.preserve_format) for t in self._list]
 
     def _compute(self) -> None:
-        """Compute all constants from the sources, which are noted first: a change meanwhile is seen at the next call."""
+        """Compute all constants from the sources, noted first: a change meanwhile is seen at the next call."""
         self._note()
         with torch.inference_mode(False), torch.no_grad():
             values: dict[fx.Node, Tensor] = {}

@@ -52,7 +52,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None, acti
 
 
 def norm_scale(weight: Tensor | None, variance: Tensor, eps: float) -> Tensor:
-    """By what a norm with fixed statistics multiplies each channel, in float64 (Ioffe and Szegedy 2015, algorithm 2)."""
+    """By what a norm with fixed statistics multiplies each channel, in float64 (Ioffe and Szegedy 2015, alg. 2)."""
     scale = torch.rsqrt(variance.double() + eps)
     return scale if weight is None else scale * weight.double()
 

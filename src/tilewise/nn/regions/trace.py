@@ -21,8 +21,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tilewise.nn.graphs.inputs import CONSTANTS
 from tilewise.nn.graphs.standing import Contents
-from tilewise.nn.layers.call import is_plain
 from tilewise.nn.kept_values import values_kept
+from tilewise.nn.layers.call import is_plain
 from tilewise.nn.layers.swaps import own_attributes
 from tilewise.nn.record import state_kept
 

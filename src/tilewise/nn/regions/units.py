@@ -16,7 +16,7 @@ from tilewise.nn.regions.slots import Place
 from tilewise.nn.regions.trace import Untraceable, is_view, layer_of
 from tilewise.problems.base import dense_strides, layout_of
 
-__all__ = ["PRODUCT", "Strides", "Unit", "VIEW", "formats", "normal", "units_of", "value_of"]
+__all__ = ["PRODUCT", "VIEW", "Strides", "Unit", "formats", "normal", "units_of", "value_of"]
 
 Strides = tuple[int, ...]
 """How a tensor of known shape lies in memory: its format."""
