@@ -113,8 +113,8 @@ def _as_slice(graph: fx.Graph, node: fx.Node) -> None:
     if isinstance(sizes, int):
         start, end = index * sizes, min((index + 1) * sizes, value.shape[dim])
     else:
-        start = sum(sizes[:index])  # type: ignore[index, arg-type]
-        end = start + sizes[index]  # type: ignore[index, operator]
+        start = sum(sizes[:index])
+        end = start + sizes[index]
     with graph.inserting_before(node):
         part = graph.call_function(aten.slice.Tensor, (source, dim, start, end))
     part.meta.update(node.meta)
@@ -131,7 +131,7 @@ def _mark(graph: fx.Graph) -> None:
             x, w, b, stride, padding, dilation, transposed, _, groups = node.args
             if transposed or w not in constant or (b is not None and b not in constant) or x in constant:
                 continue
-            arguments: tuple[Any, ...] = (x, w, b, None, "none", *map(tuple, (stride, padding, dilation)), groups)  # type: ignore[arg-type]
+            arguments: tuple[Any, ...] = (x, w, b, None, "none", *map(tuple, (stride, padding, dilation)), groups)
             _replace(graph, node, fused.convolution, arguments)
         elif node.target in (aten.mm.default, aten.addmm.default):
             *bias, x, w = node.args
@@ -304,13 +304,13 @@ def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     order = {n: index for index, n in enumerate(graph.nodes)}
     sides = [(a, b) for a, b in (node.args, node.args[::-1]) if isinstance(a, fx.Node) and isinstance(b, fx.Node)]
-    for value, other in sorted(sides, key=lambda side: -order[side[0]]):  # type: ignore[index]
-        product = _product(value, node)  # type: ignore[arg-type]
+    for value, other in sorted(sides, key=lambda side: -order[side[0]]):
+        product = _product(value, node)
         if product is None or product.args[3] is not None or value is other:
             continue
         result, given = _value(node), _value(other)
         own = _value(product)
-        if result is None or given is None or own is None or product in before(other):  # type: ignore[arg-type]
+        if result is None or given is None or own is None or product in before(other):
             continue
         if given.shape != own.shape or given.dtype is not own.dtype or result.dtype is not own.dtype:
             continue
@@ -332,7 +332,7 @@ def activation_of(node: fx.Node) -> str:
         aten.tanh.default: "tanh",
     }
     if target in simple:
-        return simple[target]  # type: ignore[index]
+        return simple[target]
     if target is aten.gelu.default:
         return "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
     if target is aten.leaky_relu.default:
