@@ -121,8 +121,9 @@ class RegionReport:
     ``planned_ms`` are medians in milliseconds of ``pairs`` forwards by torch and by plan in turns, ``speedup`` their
     ratio with the ends ``least`` and ``most`` of its 95 % interval, ``error`` and ``torch_error`` the relative L2
     distances from float64. ``fused`` counts the operators that vanished into others, ``conversions`` those between
-    layouts, and ``bytes`` is what the region keeps: its constants, and memory for intermediate tensors. ``lines`` has
-    its parts in the order in which they run.
+    layouts, and ``bytes`` is what the region keeps: its constants, and memory for intermediate tensors.
+    ``why_not_native`` says why its steps are called from Python, and is empty where they are not. ``lines`` has its parts
+    in the order in which they run.
     """
 
     name: str
@@ -141,6 +142,7 @@ class RegionReport:
     fused: int = 0
     conversions: int = 0
     bytes: int = 0
+    why_not_native: str = ""
     lines: tuple[RegionLine, ...] = ()
 
     def __str__(self) -> str:

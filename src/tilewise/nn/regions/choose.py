@@ -174,14 +174,13 @@ class RegionPlanner:
             planned = plan_region(traced, tensors, self._plans, self._times, self._weights)
             ready = Ready(module, traced, planned, _code(traced), inputs)
             found = planned.program(*ready.aligned(tensors))
-            error = error_of(found if isinstance(found, tuple) else (found,), wanted)
+            results = found if isinstance(found, tuple) else (found,)
+            error = error_of(results, wanted)
             torch_error = error_of(own, wanted)
             pairs = timed(by_torch, functools.partial(ready, tensors))
         least, speedup, most = pairs.speedup
         torch_ms, planned_ms = pairs.medians
-        reason = self._why_lost(
-            error, torch_error, [t.dtype for t in found if isinstance(found, tuple)] or [found.dtype]
-        )
+        reason = self._why_lost(error, torch_error, [t.dtype for t in results])
         if not reason and least <= 1.0:
             reason = "is not surely faster than by torch"
         report = RegionReport(
@@ -200,6 +199,7 @@ class RegionPlanner:
             torch_error=torch_error,
             fused=planned.fused,
             conversions=planned.conversions,
+            why_not_native=planned.program.why_not_native,
             bytes=planned.program.arena_bytes + planned.constants.nbytes,
             lines=tuple(RegionLine(line.name, line.runs, line.layout, line.ms) for line in planned.lines),
         )

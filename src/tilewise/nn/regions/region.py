@@ -127,6 +127,7 @@ class _Region:
                 lines.append(_line(unit, ways[index]))
         program = builder.finish(self._results)
         constants.settle()
+        program.use_native()  # where it cannot, it runs step by step from Python and says why
         layouts: dict[str, int] = {}
         for line in lines:
             layouts[line.layout] = layouts.get(line.layout, 0) + 1
