@@ -122,8 +122,8 @@ class RegionReport:
     ratio with the ends ``least`` and ``most`` of its 95 % interval, ``error`` and ``torch_error`` the relative L2
     distances from float64. ``fused`` counts the operators that vanished into others, ``conversions`` those between
     layouts, and ``bytes`` is what the region keeps: its constants, and memory for intermediate tensors.
-    ``why_not_native`` says why its steps are called from Python, and is empty where they are not. ``lines`` has its parts
-    in the order in which they run.
+    ``why_not_native`` says why its steps are called from Python, and is empty where they are not. ``lines`` has its
+    parts in the order in which they run.
     """
 
     name: str
