@@ -1,8 +1,9 @@
-"""What else computes a trained network on a CPU: each peer from the same module and input, at its own best settings."""
+"""What else computes a trained network: each peer from the same module and input, at its own best settings."""
 
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import io
 import tempfile
 import warnings
@@ -15,19 +16,40 @@ from torch import nn
 
 from harness.settings import NothingToMeasure
 
-__all__ = ["PEERS", "Call"]
+__all__ = ["PEERS", "Call", "compiled_with", "torch_compiled", "versions"]
 
 Call = Callable[[], torch.Tensor]
+PACKAGES = ("onnxruntime", "openvino", "onnx", "torch", "torchvision", "timm")
+"""Packages whose version decides what a comparison with peers says."""
 
 
-def torch_compiled(module: nn.Module, inputs: torch.Tensor) -> Call:
+def versions() -> dict[str, str | None]:
+    """The version of each peer's package, and of those that networks come from; ``None`` where it is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def compiled_with(module: nn.Module, mode: str = "default", *, freezing: bool = False) -> Callable[..., Any]:
+    """``torch.compile`` in one of its modes. With ``freezing`` weights are constants in the graph.
+
+    ``torch.compile`` takes a mode or options, not both, so the options that the mode stands for are given.
+    """
+    from torch._inductor import list_mode_options
+
+    options = {**list_mode_options(mode), "freezing": freezing}
+    return torch.compile(module, options=options)  # type: ignore[no-any-return]
+
+
+def torch_compiled(module: nn.Module, inputs: torch.Tensor, mode: str = "default") -> Call:
     """``torch.compile`` with freezing: weights are constants, norms folded, convolutions prepacked and fused."""
-    from torch._inductor import config
-
-    config.freezing = True
-    compiled = torch.compile(copy.deepcopy(module))
+    compiled = compiled_with(copy.deepcopy(module), mode, freezing=True)
     compiled(inputs)
-    return lambda: compiled(inputs)
+    return lambda: compiled(inputs)  # type: ignore[no-any-return]
 
 
 def onnxruntime(module: nn.Module, inputs: torch.Tensor) -> Call:
