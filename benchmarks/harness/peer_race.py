@@ -11,6 +11,7 @@ caches, and then as often in a row as fit into ``round_ms``. A side that cannot 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import statistics
 import sys
@@ -112,12 +113,32 @@ class Subject:
         return step
 
 
+def declare_detection_operators() -> None:
+    """Let torchvision be imported where its compiled operators cannot be loaded: PyPI has them for CUDA alone.
+
+    It registers what two of them return, which fails where they are not declared. Classifiers call none of them.
+    """
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None:
+        return
+    try:
+        torch.ops.load_library(Path(found.origin).parent / "_C.so")
+    except OSError:
+        boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        for name in ("nms", "qnms"):
+            _declared.define(f"{name}{boxes}")
+
+
+_declared = torch.library.Library("torchvision", "FRAGMENT")
+
+
 def subject_of(race: Race) -> Subject:
     """The network with weights and statistics drawn from one seed, as if it had been trained.
 
     Norms get the statistics of a few inputs, and a scale and shift near those of a trained one: with what they start
     with, folding them would change nothing.
     """
+    declare_detection_operators()
     torch.manual_seed(SEED)
     network = load_network(race.network)
     device = torch.device(race.device)
