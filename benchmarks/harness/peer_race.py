@@ -97,6 +97,12 @@ class Subject:
         enabled = self.race.mode == "train" and self.race.dtype == "bf16"
         return torch.autocast(self.x.device.type, torch.bfloat16, enabled=enabled)
 
+    def compiled(self, module: nn.Module, x: torch.Tensor, mode: str) -> Any:
+        """The module compiled by ``torch.compile``; weights of inference on a CPU are frozen."""
+        freezing = self.race.mode == "infer" and x.device.type == "cpu"
+        with self.autocast():
+            return peers.compiled_with(module, x, mode, freezing=freezing)
+
     def run(self, call: Callable[..., Any], module: nn.Module, x: torch.Tensor) -> Run:
         """One inference, or one training step, of ``call``, which computes ``module``."""
         if self.race.mode == "infer":
@@ -174,8 +180,7 @@ def _eager(layout: str) -> Callable[[Subject], Run]:
 def _compiled(mode: str, layout: str = "") -> Callable[[Subject], Run]:
     def build(subject: Subject) -> Run:
         module, x = subject.copied(layout or subject.race.layout)
-        freezing = subject.race.mode == "infer" and x.device.type == "cpu"
-        return subject.run(peers.compiled_with(module, mode, freezing=freezing), module, x)
+        return subject.run(subject.compiled(module, x, mode), module, x)
 
     return build
 
@@ -195,8 +200,7 @@ def _planned(**options: Any) -> Callable[[Subject], Run]:
 def _planned_compiled(mode: str) -> Callable[[Subject], Run]:
     def build(subject: Subject) -> Run:
         module, x = subject.planned()
-        freezing = subject.race.mode == "infer" and x.device.type == "cpu"
-        return subject.run(peers.compiled_with(module, mode, freezing=freezing), module, x)
+        return subject.run(subject.compiled(module, x, mode), module, x)
 
     return build
 

@@ -34,21 +34,23 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def compiled_with(module: nn.Module, mode: str = "default", *, freezing: bool = False) -> Callable[..., Any]:
-    """``torch.compile`` in one of its modes. With ``freezing`` weights are constants in the graph.
+def compiled_with(module: nn.Module, x: torch.Tensor, mode: str = "default", *, freezing: bool = False) -> Any:
+    """``module`` compiled by ``torch.compile`` in one of its modes for inputs like ``x``, for which it is called once.
 
-    ``torch.compile`` takes a mode or options, not both, so the options that the mode stands for are given.
+    With ``freezing`` weights are constants. That is a setting of the process while the graph is traced: among
+    ``torch.compile``'s options alone, torch 2.13 compiles weights as inputs and nothing is folded or packed.
     """
-    from torch._inductor import list_mode_options
+    import torch._inductor.config
 
-    options = {**list_mode_options(mode), "freezing": freezing}
-    return torch.compile(module, options=options)  # type: ignore[no-any-return]
+    compiled = torch.compile(module, mode=mode)
+    with torch._inductor.config.patch(freezing=freezing):
+        compiled(x)
+    return compiled
 
 
 def torch_compiled(module: nn.Module, inputs: torch.Tensor, mode: str = "default") -> Call:
     """``torch.compile`` with freezing: weights are constants, norms folded, convolutions prepacked and fused."""
-    compiled = compiled_with(copy.deepcopy(module), mode, freezing=True)
-    compiled(inputs)
+    compiled = compiled_with(copy.deepcopy(module), inputs, mode, freezing=True)
     return lambda: compiled(inputs)  # type: ignore[no-any-return]
 
 
