@@ -19,6 +19,7 @@ import torch
 
 from tilewise.machine.torch_state import undisturbed
 from tilewise.nn.layers.compiled import Published, published_as
+from tilewise.nn.layers.inductor.frozen_pass import install
 from tilewise.nn.layers.plan_table import PlanTable, planning, table_of
 from tilewise.planner.measuring.times import interleaved
 from tilewise.problems.operands import make_bias, make_operands
@@ -58,19 +59,35 @@ def is_kept(plans: str, number: int) -> bool:
     table, published = table_of(number), published_as(plans)
     if table is None or published is None or published.call.device.type != "cpu" or not is_frozen_by_inductor():
         return True
-    return plans in _kept_of(table)
+    kept = plans in _kept_of(table)
+    if not kept:
+        install(_compiler(), number)
+    return kept
 
 
 def is_frozen_by_inductor() -> bool:
-    """Whether the graph being traced is for Inductor, with frozen weights. Dynamo keeps the answer."""
-    import torch._inductor.config
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    """Whether the graph being traced is for Inductor, with frozen weights. Dynamo keeps the answer.
 
-    compiler: Any = getattr(InstructionTranslator.current_tx().output, "compiler_fn", None)
+    What decides is the setting of the process: Dynamo makes weights inputs of the graph where it is off, and then
+    nothing is frozen, whatever the options of ``torch.compile`` say.
+    """
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    compiler = _compiler()
     if getattr(compiler, "_compiler_name", None) != "inductor":
         return False
     options: dict[str, Any] = getattr(compiler, "get_compiler_config", dict)() or {}
-    return bool(options.get("freezing", torch._inductor.config.freezing))
+    process = bool(torch._inductor.config.freezing)
+    kept = process or bool(getattr(torch._dynamo.config, "prepare_freezing", False))
+    return kept and bool(options.get("freezing", process))
+
+
+def _compiler() -> Any:
+    """What compiles the graph that is being traced."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return getattr(InstructionTranslator.current_tx().output, "compiler_fn", None)
 
 
 # What ``torch.compiler.assume_constant_result`` sets: calling that would import Dynamo here, which takes seconds.
