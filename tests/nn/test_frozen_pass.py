@@ -1,0 +1,60 @@
+"""Convolutions with their epilogue by plan, in graphs that Inductor has frozen."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tilewise
+import tilewise.nn
+from tilewise.nn.layers import frozen
+from tilewise.nn.layers.inductor import frozen_pass
+
+
+class Residuals(nn.Module):
+    """Norms, a residual that is a convolution, one that is not, and an activation that no epilogue here has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(6, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.second, self.third, self.beside = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
+        self.last = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        y = torch.relu(self.second(x) + x)
+        return nn.functional.silu(self.last(torch.relu(self.third(y) + self.beside(x))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("margin", "by_plan"), [(1e9, 4), (0.0, 0)])
+def test_a_frozen_graph_computes_the_same_by_plan_and_by_onednn(
+    margin: float, by_plan: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module = Residuals().eval()
+    x = torch.randn(2, 6, 11, 9, dtype=torch.float32, device="cpu")
+    want = copy.deepcopy(module).double()(x.double())
+    monkeypatch.setattr(frozen_pass, "MARGIN", margin)  # which is faster is a matter of the machine
+    monkeypatch.setattr(frozen, "_kept_of", lambda table: frozenset())
+    seen: list[object] = []
+    with torch.no_grad():
+        planned = tilewise.optimize(
+            module, x, training=False, frozen=True, rigor="estimate", exclude=("aten",), goal="passes"
+        )
+        own = {"freezing": True, frozen_pass.SETTING: seen.append}
+        with torch._inductor.config.patch(own):
+            program = torch.compile(planned)
+            got = program(x)
+    assert seen, "the user's own pass runs as well"
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    assert tilewise.nn.report(planned).facts["fused"] == {"matched": 4, "by_plan": by_plan}
+
+
+def test_a_plan_of_another_process_is_an_error_that_says_so() -> None:
+    x = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device="cpu")
+    with pytest.raises(RuntimeError, match="plan='nothing' is not known in this process"):
+        torch.ops.tilewise.fused_conv(x, x, None, None, "nothing")
