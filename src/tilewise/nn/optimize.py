@@ -102,7 +102,6 @@ def optimize(
     later = plans_later(model, asked, schedule)
     weights = Weights.of(training=asked.training, frozen=asked.frozen)
     ungraphed(model)  # a replay would call no layer
-
     source = Source.of(schedule)
     budget = make_budget(asked.total_workspace, asked.policy, asked.options().workspace)
     silent = planner is not None or progress is not None

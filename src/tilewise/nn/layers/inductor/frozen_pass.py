@@ -132,6 +132,7 @@ def _by_onednn(
 def _replace(graph: Graph, match: Match, name: str | None) -> None:
     """Put the operator in the place of the match's nodes."""
     module, attribute = graph.owning_module, f"_tilewise_{match.first.name}"
+    assert module is not None
     module.register_buffer(attribute, match.weight, persistent=False)
     with graph.inserting_before(match.last):
         weight = graph.get_attr(attribute)
