@@ -53,6 +53,7 @@ WRONG: dict[str, object] = {
     "rigor": "lazy",
     "training": 1,
     "frozen": "no",
+    "regions": 1,
     "deterministic": 1,
     "error_limit": -1.0,
     "strict": None,

@@ -44,7 +44,7 @@ def test_inference_keeps_what_training_does_not(frozen: bool, prepared: list[obj
     model = nn.Sequential(nn.Conv2d(16, 16, 15, padding=7, groups=16)).eval()
     x = torch.randn(2, 16, 24, 24)
     weight = model[0].weight
-    tilewise.optimize(model, x, training=False, frozen=frozen, planner=ByTransform())
+    tilewise.optimize(model, x, training=False, frozen=frozen, regions=False, planner=ByTransform())
     prepared.clear()
     with torch.no_grad():
         want = copy.deepcopy(model)

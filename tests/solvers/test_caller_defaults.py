@@ -68,8 +68,10 @@ def layer(solver: Solver, pass_: Pass) -> ConvProblem | None:
     for dtype in sorted(solver.dtypes, reverse=True):
         for (batch, inputs, outputs, axes), groups in LAYERS:
             p = ConvProblem(pass_, batch, inputs, outputs, axes, groups, dtype=dtype)
-            if not solver.why_not(p):
-                return p
+            last = replace(p, layouts=("channels_last",) * 3, constant_weight=pass_ is Pass.FPROP)
+            for form in (p, last):
+                if not solver.why_not(form):
+                    return form
     return None
 
 

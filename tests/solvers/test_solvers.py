@@ -159,7 +159,7 @@ def check(solver: Solver, p: ConvProblem, c: Config, forms: Memory, accumulate: 
         want += residual.cpu().double()
         scale += residual.cpu().double().abs()
     want = activated(want, p.activation)
-    scale += float(activated(torch.zeros(1, dtype=torch.float64), p.activation).abs())
+    scale += float(activated(torch.zeros(1, dtype=torch.float64, device="cpu"), p.activation).abs())
     written = torch.zeros_like(base, dtype=torch.bool)
     written.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(True)
     try:

@@ -183,6 +183,14 @@ class Settings:
             "version counter of a weight is seen, no writes through ``weight.data`` or a NumPy view.",
         ),
     )
+    regions: bool = field(
+        default=True,
+        metadata=about(
+            Flag(),
+            "With ``training=False``, plan whole parts of the model as one program on a CPU.",
+            "Norms are folded, neighbours fused, layouts chosen for all. If ``False``, layers are planned one by one.",
+        ),
+    )
     deterministic: bool = field(
         default=False,
         metadata=about(
@@ -393,6 +401,7 @@ class ModelOptions(LargestBatchOptions, BackgroundOptions, total=False):
     memory_limit: int | str | None
     goal: Goal
     graphs: Graphs
+    regions: bool
 
 
 def described(names: Iterable[str]) -> str:

@@ -44,6 +44,8 @@ MOST_CALLS = 4
 
 def why_no_regions(asked: Settings, schedule: object, examples: Sequence[object]) -> str:
     """Why no regions are planned; empty where they are. Nothing is to be said of training, which has none."""
+    if not asked.regions:
+        return "regions=False"
     if several_ranks():
         return "one rank of several plans layers alone"
     bound = replace(asked, workspace=None, deterministic=False, error_limit=None, strict=False)
