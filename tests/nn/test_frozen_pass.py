@@ -54,6 +54,27 @@ def test_a_frozen_graph_computes_the_same_by_plan_and_by_onednn(
     assert tilewise.nn.report(planned).facts["fused"] == {"matched": 4, "by_plan": by_plan}
 
 
+@pytest.mark.slow
+def test_where_a_filter_leaves_out_a_convolution_the_pass_leaves_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Residuals().eval()
+    x = torch.randn(2, 6, 11, 9, dtype=torch.float32, device="cpu")
+    monkeypatch.setattr(frozen_pass, "MARGIN", 1e9)  # all of them would run by plan
+    monkeypatch.setattr(frozen, "_kept_of", lambda table: frozenset())
+    with torch.no_grad():
+        want = module(x)
+        planned = tilewise.optimize(
+            module, x, training=False, frozen=True, rigor="estimate", exclude=("aten",), goal="passes",
+            filter_fn=lambda name, _: name != "second",
+        )  # fmt: skip
+        with torch._inductor.config.patch(freezing=True):
+            program = torch.compile(planned)
+            got = program(x)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    fused = tilewise.nn.report(planned).facts["fused"]
+    assert (fused["matched"], fused["by_plan"]) == (4, 0)
+    assert "filter_fn leaves out 'second'" in fused["reason"]
+
+
 def test_a_plan_of_another_process_is_an_error_that_says_so() -> None:
     x = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device="cpu")
     with pytest.raises(RuntimeError, match="plan='nothing' is not known in this process"):

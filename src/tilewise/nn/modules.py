@@ -21,6 +21,7 @@ from tilewise.problems.base import Problem
 
 __all__ = ["PlannedModules", "workspaces_of"]
 
+LEFT_OUT = "left out by filter_fn"
 Filter = Callable[[str, nn.Module], bool]
 Key = tuple[Problem, bool]
 """A problem, and torch's deterministic flag in its calls."""
@@ -58,6 +59,11 @@ class PlannedModules:
             for name, module in self.modules.items()
         }
         """Why a module is not to be planned, empty where it may be."""
+        plan_table.left_out = tuple(
+            name
+            for name, module in self.modules.items()
+            if self.reasons[name] == LEFT_OUT and isinstance(module, nn.Conv2d)
+        )
         self.candidates = {name: module for name, module in self.modules.items() if not self.reasons[name]}
         self.plan_tables = {
             name: PlanTable(plan_table.options, plan_table.unplanned, plan_table.planner) if separate else plan_table
@@ -267,7 +273,7 @@ def workspaces_of(layers: Sequence[LayerReport]) -> Mapping[str, int]:
 def _why_left_out(name: str, module: nn.Module, filter_fn: Filter | None) -> str:
     """Why a module is not planned; empty where it may be."""
     if filter_fn is not None and not filter_fn(name, module):
-        return "left out by filter_fn"
+        return LEFT_OUT
     return _kind(module).obstacle(module)
 
 

@@ -72,13 +72,13 @@ class PlanTable:
 
     traced = True
     """Whether ``torch.compile`` may find the layers of this plan table."""
+    left_out: tuple[str, ...] = ()  # the names of the convolutions that the caller's filter_fn leaves out
 
     def __init__(self, options: Options, unplanned: str, planner: Planner | None = None) -> None:
         OPTIONS["unplanned"].kind.check("unplanned", unplanned)
         if planner is not None and not isinstance(planner, Planner):
             raise ValueError(f"planner={planner!r:.80}: a tilewise.planner.Planner, or None, would do")
-        self.options, self.unplanned = options, unplanned
-        self._planner = planner
+        self.options, self.unplanned, self._planner = options, unplanned, planner
         self.reasons: dict[Problem, str] = {}
         self.times: dict[Problem, float] = {}
         self.host_times: dict[Problem, float | None] = {}
