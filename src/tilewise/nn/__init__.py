@@ -17,7 +17,7 @@ from tilewise.nn.graphs.graphed import CannotCapture, GraphReport, graph_report,
 from tilewise.nn.largest_batch import LargestBatch, largest_batch
 from tilewise.nn.memory.step_planner import StepTooLarge
 from tilewise.nn.optimize import optimize, restore
-from tilewise.nn.report import CallReport, LayerReport, PassReport, Report, report
+from tilewise.nn.report import CallReport, LayerReport, PassReport, RegionLine, RegionReport, Report, report
 from tilewise.nn.schedule import schedule
 from tilewise.nn.script.session import Session, disable, enable, enabled
 from tilewise.nn.shared.replica import ReplicaError
@@ -33,6 +33,8 @@ __all__ = [
     "LayerReport",
     "PassReport",
     "RankMismatch",
+    "RegionLine",
+    "RegionReport",
     "ReplicaError",
     "Report",
     "Session",
