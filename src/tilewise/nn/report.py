@@ -156,8 +156,9 @@ class RegionReport:
         layouts = Counter(line.layout for line in self.lines)
         told = ", ".join(f"{count} {layout}" for layout, count in sorted(layouts.items()))
         return (
-            f"{where}, {self.input}: {times}, {len(self.lines)} parts ({told}), {self.fused} fused, "
-            f"{self.conversions} conversions"
+            f"{where}, {self.input}: {times}, {_counted(len(self.lines), 'part')} ({told}), "
+            f"{_counted(self.fused, 'operator')} fused into others, "
+            f"{_counted(self.conversions, 'conversion')} between layouts"
         )
 
 
@@ -207,7 +208,10 @@ class Report:
                 )
             )
         nothing = [""] * (len(rows[0]) - 4)
-        rows += [(layer.name, "", "", f"torch ({layer.reason})", *nothing) for layer in self.layers if layer.reason]
+        for layer in self.layers:
+            if layer.reason:
+                by = "region" if self._in_region(layer.name) else "torch"
+                rows.append((layer.name, "", "", f"{by} ({layer.reason})", *nothing))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
         graphs = self.facts.get("graphs")
@@ -217,8 +221,19 @@ class Report:
             )
         if self.pending:
             lines.append(f"{self.pending} of {sum(1 for _ in self.passes())} passes are {PENDING}")
-        step = [] if self.step is None else [str(self.step)]
+        told = self.step is not None and (not self.step.reason or not all(map(self._in_region, self._names())))
+        step = [str(self.step)] if told else []  # regions have been compared whole: see their own lines
         return "\n".join([*lines, *map(str, self.branches), *map(str, self.regions), *step])
+
+    def _names(self) -> Iterator[str]:
+        """The names of all layers; of a model without any, the model's own."""
+        yield from (layer.name for layer in self.layers) if self.layers else [""]
+
+    def _in_region(self, name: str) -> bool:
+        """Whether the layer runs within a region that is kept."""
+        return any(
+            region.kept and (not region.name or f"{name}.".startswith(f"{region.name}.")) for region in self.regions
+        )
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, tuple[Report, PlanTable, bool]] = weakref.WeakKeyDictionary()
@@ -282,6 +297,15 @@ def kept(model: nn.Module) -> tuple[Report, PlanTable, bool]:
     if remembered is None:
         raise ValueError(f"model={type(model).__name__}: tilewise.optimize has not been called on it, or was undone")
     return remembered
+
+
+def _counted(count: int, what: str) -> str:
+    """A count with its noun.
+
+    >>> _counted(1, "part"), _counted(2, "part")
+    ('1 part', '2 parts')
+    """
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _ms(value: float | None) -> str:

@@ -157,6 +157,15 @@ def test_folding_leaves_the_state_as_it_is_and_restore_undoes_it() -> None:
     check(model, x, by_program=False)
 
 
+def test_the_report_says_that_layers_run_in_the_region() -> None:
+    model, _ = made()
+    told = str(tilewise.nn.report(model))
+    assert "region (runs within the whole model)" in told
+    assert "torch (" not in told
+    assert "not compared" not in told
+    assert "operators fused into others" in told
+
+
 def test_training_and_back() -> None:
     model, x = made()
     model.train()
