@@ -166,6 +166,18 @@ def test_the_report_says_that_layers_run_in_the_region() -> None:
     assert "operators fused into others" in told
 
 
+def test_where_one_of_the_examples_is_not_kept_none_is_and_the_report_says_so() -> None:
+    torch.manual_seed(7)
+    model, x = Network().eval(), numbers(2, 3, 9, 7)
+    overflows = {"x": x * 1e30, "scale": 1e38}  # finite in float64 alone
+    tilewise.optimize(model, [{"x": x}, overflows], training=False, planner=_planner, exclude=OTHERS, error_limit=1e-2)
+    assert regional_of(model) is None
+    first, second = tilewise.nn.report(model).regions
+    assert (first.kept, first.reason) == (False, "another of the examples is not kept")
+    assert not second.kept
+    assert "away from float64" in second.reason
+
+
 def test_training_and_back() -> None:
     model, x = made()
     model.train()

@@ -97,9 +97,13 @@ class RegionPlanner:
                 self.reports.append(RegionReport(name, type(module).__name__, reason=str(error)))
             self._plan_parts(name, module, calls)
             return
-        self.reports += [report for _, report in made]
-        if all(report.kept for _, report in made):
+        reports = [report for _, report in made]
+        if all(report.kept for report in reports):
             self._install(name, module, [ready for ready, _ in made])
+        else:  # a module runs by programs for all of the examples or for none
+            reason = "another of the examples is not kept"
+            reports = [replace(report, kept=False, reason=reason) if report.kept else report for report in reports]
+        self.reports += reports
 
     def _install(self, name: str, module: nn.Module, programs: Sequence[Ready]) -> None:
         """Let a module run by its programs."""
