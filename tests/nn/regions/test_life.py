@@ -279,6 +279,34 @@ def test_autocast_and_other_modes_compute_as_the_class() -> None:
         torch.testing.assert_close(model(x), twin(x), rtol=1e-4, atol=1e-5)
 
 
+def test_torchs_own_tracers_see_the_class() -> None:
+    model, x = made()
+    with torch.no_grad():
+        traced = torch.jit.trace(model, x)
+        torch.testing.assert_close(traced(2 * x).double(), by_class(model, 2 * x), rtol=1e-4, atol=1e-4)
+    assert not any("tilewise" in str(node.kind()) for node in traced.inlined_graph.nodes())
+    given = dict(model.named_parameters())
+    found = torch.func.jacrev(lambda parameters: torch.func.functional_call(model, parameters, (x,)))(given)
+    assert found["last.bias"].shape == (2, 4, 4)
+    check(model, x)
+
+
+def test_a_hook_on_the_whole_model_is_called() -> None:
+    model, x = made()
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    check(model, x)
+    assert seen == [1]
+
+
+def test_shallow_copies_and_pickles_are_plain_and_another_type_and_back_is_planned() -> None:
+    model, x = made()
+    check(copy.copy(model), x, by_program=False)
+    check(pickle.loads(pickle.dumps(model)), x, by_program=False)
+    model.double().float()
+    check(model, x)
+
+
 def test_float64_models_are_computed_in_float64() -> None:
     model, x = made()
     model.double()
