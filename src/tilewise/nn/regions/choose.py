@@ -40,6 +40,8 @@ __all__ = ["RegionPlanner", "why_no_regions"]
 Filter = Callable[[str, nn.Module], bool]
 MOST_CALLS = 4
 """Kinds of calls of one module that are planned ahead."""
+LEAST_SPEEDUP = 1.0
+"""A region is kept where the lower end of its speedup's 95 % interval is above this."""
 
 
 def why_no_regions(asked: Settings, schedule: object, examples: Sequence[object]) -> str:
@@ -187,7 +189,7 @@ class RegionPlanner:
         least, speedup, most = pairs.speedup
         torch_ms, planned_ms = pairs.medians
         reason = self._why_lost(error, torch_error, [t.dtype for t in results])
-        if not reason and least <= 1.0:
+        if not reason and least <= LEAST_SPEEDUP:
             reason = "is not surely faster than by torch"
         report = RegionReport(
             name,
