@@ -25,7 +25,7 @@ from tilewise.nn.graphs.standing import Standing
 from tilewise.nn.layers.call import is_plain
 from tilewise.nn.layers.swaps import swap, swapped
 from tilewise.nn.regions.region import Planning
-from tilewise.nn.regions.trace import Traced, Untraceable
+from tilewise.nn.regions.trace import Traced, Untraceable, obstacle
 
 __all__ = ["MOST_PROGRAMS", "Ready", "Regional", "regional_of", "run_by_programs"]
 
@@ -56,7 +56,7 @@ class Ready:
 
     def aligned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors, or copies of those that begin where plans do not expect it."""
-        return [t if t.data_ptr() % ALIGNMENT == 0 else t.clone(memory_format=torch.preserve_format) for t in tensors]
+        return [t if t.data_ptr() % ALIGNMENT == 0 else _copied(t) for t in tensors]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """What the module returns for these tensors."""
@@ -66,6 +66,14 @@ class Ready:
         if self._single:
             return found
         return self.traced.returned(found if isinstance(found, tuple) else (found,))
+
+
+def _copied(t: Tensor) -> Tensor:
+    """A copy that lies in new memory exactly as ``t`` does: views with gaps and expanded tensors keep their strides."""
+    if not t.numel():
+        return t
+    span = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.as_strided((span,), (1,)).clone().as_strided(t.shape, t.stride())
 
 
 PlanCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Ready]
@@ -152,6 +160,7 @@ class Regional:
                     self._last = found
                     return found
                 del self._ready[key]
+                self._expected |= {key}  # planned anew where the module can be a region again
                 self._last = None
                 return f"{reason}, so that it computes otherwise than planned"
             return self._planned(module, key, inputs, args, kwargs)
@@ -183,6 +192,9 @@ class Regional:
         refused = self._refused.get(key)
         if refused is not None:
             return refused
+        passing = obstacle(module)
+        if passing:  # a mode or a hook, which may go again: not kept as a refusal
+            return passing
         expected = key in self._expected
         reason = ""
         if not expected and not self._on_sight:

@@ -9,7 +9,7 @@ that work in place by others with the same results.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from tilewise.nn.layers.call import is_plain
 from tilewise.nn.layers.swaps import own_attributes
 from tilewise.nn.record import state_kept
 
-__all__ = ["Traced", "Untraceable", "before", "is_view", "layer_of", "root_of", "trace"]
+__all__ = ["Traced", "Untraceable", "before", "is_view", "layer_of", "obstacle", "root_of", "trace"]
 
 
 class Untraceable(Exception):
@@ -106,8 +106,12 @@ def trace(
     sources = {str(node.target): getattr(graph_module, str(node.target)) for node in _attributes(graph_module.graph)}
     known = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
     names = {name: known.get(id(t), name) for name, t in sources.items()}
-    for node in graph_module.graph.nodes:
-        _check(node)
+    for node in list(graph_module.graph.nodes):
+        if _is_restrided(node):  # as torch's mean over all pixels of a tensor in channels_last
+            node.replace_all_uses_with(node.args[0])
+            graph_module.graph.erase_node(node)
+        else:
+            _check(node)
     graph_module.graph.eliminate_dead_code(_must_stay)
     _check_results(graph_module.graph)
     return Traced(graph_module, sources, names, results_structure, results_leaves)
@@ -219,6 +223,20 @@ def _check(node: fx.Node) -> None:
         written = node.args[0] if node.args else None
         which = "a parameter or buffer" if isinstance(written, fx.Node) and written.op == "get_attr" else "its input"
         raise Untraceable(f"its forward writes into {which} ({node.target})")
+
+
+def _is_restrided(node: fx.Node) -> bool:
+    """Whether the node changes only strides of its input that do not matter: those of dimensions with one place."""
+    if node.op != "call_function" or node.target is not torch.ops.aten.as_strided_.default:
+        return False
+    value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(value, torch.Tensor) or len(node.args) > 3:
+        return False
+    sizes, strides = node.args[1], node.args[2]
+    assert isinstance(sizes, Sequence)
+    assert isinstance(strides, Sequence)
+    pairs = zip(sizes, strides, value.stride(), strict=False)
+    return tuple(sizes) == tuple(value.shape) and all(size == 1 or new == old for size, new, old in pairs)
 
 
 def root_of(node: fx.Node) -> fx.Node:
