@@ -17,7 +17,6 @@ import tilewise
 from tilewise.nn.regions import forward
 from tilewise.nn.regions.forward import regional_of
 
-
 pytestmark = pytest.mark.slow  # each plans a network
 
 
