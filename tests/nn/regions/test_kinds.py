@@ -159,7 +159,7 @@ def with_statistics(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", [Residual, Inverted, ConvNext, Dense, UNet], ids=lambda kind: kind.__name__)
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     channels=st.sampled_from([8, 12, 16]), act=st.sampled_from(sorted(ACTIVATIONS)), stride=st.sampled_from([1, 2]),
     batch=st.sampled_from([1, 3]), size=st.sampled_from([(8, 8), (10, 14)]), last=st.booleans(), frozen=st.booleans(),
