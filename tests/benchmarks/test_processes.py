@@ -53,6 +53,7 @@ NOTHING_ON_A_CPU = {
     "fft_own_vs_library": "transform=own",
     "host_in_place": "the host computes there",
     "mucudnn_fig12": "legacy algorithms",
+    "peers_gpu": "CUDA graphs",
     "shared_net": "GPUs",
     "spatial_halos": "fused kernels",
     "spatial_norms": "SyncBatchNorm",

@@ -86,7 +86,7 @@ def test_work_that_is_shared_out(solver: Solver, pass_: Pass) -> None:
     some = configs if EVERY else configs[:: max(1, len(configs) // 3)] + configs[-1:]
     with caller(OTHER):
         for c in some:
-            check(solver, p, c, PLAIN, accumulate=False)
+            check(solver, p, c, ((p.layout("x"), 0), (p.layout("w"), 0), (p.layout("y"), 0)), accumulate=False)
 
 
 INTERPRETED = [

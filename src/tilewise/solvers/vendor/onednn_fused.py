@@ -35,6 +35,8 @@ POINTWISE = {
 """Activations by the names that the operator has for them: the operation, and its algorithm."""
 WITH_RESIDUAL = {"fp32": ("none", "relu"), "bf16": ("none",)}
 """Those that torch's operator applies behind a residual, whatever the sizes."""
+CHANNELS = 16
+"""Channels of the largest blocks in which oneDNN keeps tensors."""
 FILTERS = ("blocked", "plain")
 """What a config's ``filter`` may be: put into oneDNN's own layout once, or as it is given."""
 OPERATORS = ("_convolution_pointwise", "_reorder_convolution_weight", "_nbytes")
@@ -90,11 +92,14 @@ class OneDNNFused(ConvSolver):
         return functools.partial(_blocked, options=_options(p))
 
     def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
-        """Copies of tensors into layouts that oneDNN computes with, where they are in others."""
+        """Copies of tensors into layouts that oneDNN computes with, where they are in others.
+
+        Its blocks of channels are whole.
+        """
         plain = {role for role in p.roles if p.layout(role) != "channels_last"}
         if c.get("filter") == "blocked":
             plain.discard("w")
-        return sum(p.nbytes(role) for role in plain)
+        return sum(_in_blocks(p, role) for role in plain)
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The direct method's arithmetic, and copies into other layouts, which do not overlap with it."""
@@ -106,6 +111,15 @@ class OneDNNFused(ConvSolver):
         if name not in FILTERS or (name == "blocked" and not p.constant_weight):
             raise SolverUnavailable(f"{c} is no config of {p.key}: filter={'|'.join(FILTERS)} would do")
         return _run(p, is_blocked=name == "blocked")
+
+
+def _in_blocks(p: ConvProblem, role: str) -> int:
+    """Bytes of a tensor in blocks of channels; of a filter these are its outputs and inputs."""
+    first, channels, *space = p.shape(role)
+    blocks = -(-channels // CHANNELS) * CHANNELS
+    if role == "w":
+        first = -(-first // CHANNELS) * CHANNELS
+    return first * blocks * math.prod(space) * p.torch_dtype(role).itemsize
 
 
 def _run(p: ConvProblem, *, is_blocked: bool) -> Run:
