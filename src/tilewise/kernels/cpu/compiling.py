@@ -202,6 +202,45 @@ def load_indirect(lanes: int, rows: int, vectors: tuple[int, int], activation: s
 
 
 @functools.cache
+def _depthwise_last(lanes: int) -> int:
+    """The address of the worker of depthwise convolution with channels innermost."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.channels_last.depthwise import depthwise_last
+
+        return depthwise_last(lanes), 0
+
+    return _compiled(_words("depthwise_last", lanes), make)
+
+
+@functools.cache
+def _line_tile(lanes: int, rows: int, vectors: int, line: tuple[int, int, int], activation: str, ragged: bool) -> int:
+    """The address of the sums of a tile of neighbouring pixels of a depthwise layer."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.channels_last.depthwise import line_tile
+        from tilewise.kernels.cpu.channels_last.tiles import WORDS
+
+        return line_tile(lanes, rows, vectors, line, activation, ragged), WORDS
+
+    return _compiled(_words("line_tile", lanes, rows, vectors, *line, word_of(activation), int(ragged)), make)
+
+
+@compiled_elsewhere
+def load_depthwise_last(
+    lanes: int, rows: int, vectors: tuple[int, int], line: tuple[int, int, int], activation: str, ragged: bool
+) -> tuple[int, int, int]:
+    """The addresses of the worker of depthwise convolution with channels innermost and of its tiles.
+
+    Tiles have ``rows`` pixels and as many vectors as are given, for all panels of the channels but the last, and for
+    that one, whose last vector is not whole if ``ragged``. ``line``: taps along a row, stride and dilation.
+    """
+    with LOCK:
+        whole = _line_tile(lanes, rows, vectors[0], line, activation, False)
+        return _depthwise_last(lanes), whole, _line_tile(lanes, rows, vectors[1], line, activation, ragged)
+
+
+@functools.cache
 def _winograd_last(lanes: int) -> int:
     """The address of the worker of Winograd convolution with channels innermost."""
 

@@ -21,7 +21,7 @@ from tilewise.kernels.cpu.channels_last.told import INDIRECT as OF
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, pointer_call
 
-__all__ = ["indirect"]
+__all__ = ["indirect", "panels"]
 
 CHANNELS, OUTPUTS, PLANES, PARTS = (OF[name] for name in ("channels", "outputs", "planes", "parts"))
 PANEL_PARTS, PANELS, TILES, PIXELS = (OF[name] for name in ("panel_parts", "panels", "tiles", "pixels"))
@@ -175,12 +175,15 @@ def _strip_tables() -> Callable[..., None]:
 
 
 @functools.cache
-def _panels(lanes: int) -> Callable[..., None]:
-    """Makes ``(v, w, scratch, group, first, last, taps, depth, tiles)``, which computes panels of a unit's tiles."""
+def panels(lanes: int) -> Callable[..., None]:
+    """Makes ``(v, w, scratch, group, first, last, taps, depth, tiles, entries)``, which computes panels of a unit.
+
+    It computes ``tiles`` tiles. Each has ``entries`` entries in the table of what is read.
+    """
     tile, copy = pointer_call(), copied(lanes)
 
     @compiled(lanes)
-    def run(v, w, scratch, group, first, last, taps, depth, tiles):
+    def run(v, w, scratch, group, first, last, taps, depth, tiles, entries):
         rows, width = v[ROWS], v[WIDTH]
         outs = scratch + v[TABLE]
         others = outs + tiles * rows * PLACE if v[RESIDUAL] else 0
@@ -198,7 +201,8 @@ def _panels(lanes: int) -> Callable[..., None]:
             for i in range(tiles):
                 place = i * rows * PLACE
                 second = others + place if v[RESIDUAL] else 0
-                tile(kernel, scratch + place * taps, taps, depth, filters, outs + place, second, shift, bias, valid)
+                table = scratch + i * entries * PLACE
+                tile(kernel, table, taps, depth, filters, outs + place, second, shift, bias, valid)
 
     return run
 
@@ -206,7 +210,7 @@ def _panels(lanes: int) -> Callable[..., None]:
 @functools.cache
 def _unit(lanes: int) -> Callable[..., None]:
     """Makes ``(x, w, y, v, scratch, unit)``, which computes one unit of work."""
-    tables, panels, strip, strip_tables = _tables(), _panels(lanes), _strip(lanes), _strip_tables()
+    tables, compute, strip, strip_tables = _tables(), panels(lanes), _strip(lanes), _strip_tables()
 
     @compiled(lanes)
     def run(x, w, y, v, scratch, unit):
@@ -226,12 +230,13 @@ def _unit(lanes: int) -> Callable[..., None]:
             other = v[RESIDUAL] + n * v[ADDED] + d * v[ADDED + 1]
             strip(v, source, begin, end - begin, scratch + v[STRIP])
             strip_tables(v, y + n * v[Y] + d * v[Y + 1], other, scratch, begin, pixels, tiles)
-            panels(v, w, scratch, group, first, last, v[KERNEL + 1], v[KERNEL + 2] * v[CHANNELS], tiles)
+            taps, depth = v[KERNEL + 1], v[KERNEL + 2] * v[CHANNELS]
+            compute(v, w, scratch, group, first, last, taps, depth, tiles, taps * v[ROWS])
         else:
             begin, end = part * v[TILES] // v[PARTS], (part + 1) * v[TILES] // v[PARTS]
             taps = v[KERNEL] * v[KERNEL + 1] * v[KERNEL + 2]
             tables(v, x, y, scratch, begin, end)
-            panels(v, w, scratch, group, first, last, taps, v[CHANNELS], end - begin)
+            compute(v, w, scratch, group, first, last, taps, v[CHANNELS], end - begin, taps * v[ROWS])
 
     return run
 

@@ -24,7 +24,7 @@ from tilewise.kernels.cpu.channels_last.loops import (
 from tilewise.kernels.cpu.channels_last.told import word_of
 from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, named
 
-__all__ = ["WORDS", "tile"]
+__all__ = ["WORDS", "tile", "written"]
 
 WORDS = 9
 """The number of integers that :func:`tile` takes."""
@@ -54,20 +54,29 @@ def _tile(lanes: int, rows: int, vectors: int, activation: str) -> Callable[...,
                     advanced(code, place, steps * NUMBER)
                     advanced(code, weight, steps * vectors * size)
             advanced(code, table, rows * PLACE)
-        # Where nothing is added, the table of results stands for the other one, so that no address is read from 0.
-        adding = b.icmp_signed("!=", others, constant(0))
-        seconds = b.select(adding, others, outs)
-        written = [
-            (
-                b.add(number(code, outs, i), shift),
-                b.add(number(code, seconds, i), shift),
-                [functools.partial(b.load, total) for total in sums[i]],
-            )
-            for i in range(rows)
-        ]
-        stored(code, activation, written, others, valid)
+        written(code, activation, sums, (outs, others, shift, valid))
 
     return intrinsic_of_any(lanes, emit)
+
+
+def written(
+    code: Code, activation: str, sums: list[list[ir.Value]], to: tuple[ir.Value, ir.Value, ir.Value, ir.Value]
+) -> None:
+    """Write the sums of all pixels. ``to`` are the integers ``outs, others, shift, valid`` of :func:`tile`."""
+    outs, others, shift, valid = to
+    b = code.builder
+    # Where nothing is added, the table of results stands for the other one, so that no address is read from 0.
+    adding = b.icmp_signed("!=", others, constant(0))
+    seconds = b.select(adding, others, outs)
+    rows = [
+        (
+            b.add(number(code, outs, i), shift),
+            b.add(number(code, seconds, i), shift),
+            [functools.partial(b.load, total) for total in line],
+        )
+        for i, line in enumerate(sums)
+    ]
+    stored(code, activation, rows, others, valid)
 
 
 def _steps(

@@ -1,0 +1,288 @@
+"""Depthwise convolution with channels innermost on a CPU: the division of its work, filters in panels, and the run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tilewise.kernels.cpu.channels_last.told import INDIRECT, NUMBERS
+from tilewise.kernels.cpu.sizes import HEADER
+from tilewise.plan import Config
+from tilewise.problems.conv.axis import Axis
+from tilewise.problems.conv.problem import ConvProblem
+from tilewise.solvers.common.channels_last import READ, even
+from tilewise.solvers.common.cpu_run import (
+    PAGE,
+    kernel_data,
+    numba_reasons,
+    numbers_array,
+    start,
+    units_in_turn,
+    vector_lanes,
+    with_teams,
+)
+from tilewise.solvers.common.tiles import integer
+
+__all__ = ["LONGEST", "Division", "Lines", "division", "forms", "in_panels"]
+
+NUMBER, PLACE = 4, 8
+"""Bytes of an fp32 number and of an address."""
+REGISTERS = {16: 32, 8: 16, 4: 16}
+"""Vector registers by the lanes of a vector."""
+VECTORS = (1, 2, 3, 4)
+LONGEST = 15
+"""Most taps of a line, which are unrolled."""
+MOST_CODE = 512
+"""Most products of a line that are unrolled."""
+TABLES = 1 << 17
+"""Most bytes of the tables of a unit."""
+IMAGE = 1 << 18
+"""Most bytes of the image that a unit reads, so that they stay in a core's cache for all panels."""
+ENTRY = 1.5
+"""Time to write an entry of a table, in products of vectors."""
+BEGIN = 12
+"""Time to begin a tile, in products of vectors."""
+LOAD = 0.5
+"""Time of a vector that is loaded, in products of vectors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the work is divided: ``rows`` neighbouring pixels and ``vectors`` vectors in a tile, and parts of both."""
+
+    p: ConvProblem
+    lanes: int
+    vectors: int
+    rows: int
+    parts: int
+    panel_parts: int
+
+    @property
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        """Depth, height and width."""
+        missing = (Axis(1, 1),) * (3 - self.p.dims)
+        depth, height, width = (*missing, *self.p.axes)
+        return depth, height, width
+
+    @property
+    def line(self) -> tuple[int, int, int]:
+        """Taps of a line of the filter, their stride and their dilation."""
+        width = self.axes[2]
+        return width.kernel, width.stride, width.dilation
+
+    @property
+    def lines(self) -> int:
+        """Lines of the filter."""
+        return self.p.taps // self.axes[2].kernel
+
+    @property
+    def columns(self) -> int:
+        """Pixels of a line of the image that a tile meets."""
+        taps, stride, dilation = self.line
+        return (self.rows - 1) * stride + (taps - 1) * dilation + 1
+
+    @property
+    def chunks(self) -> int:
+        """Vectors of channels."""
+        return -(-self.p.out_channels // self.lanes)
+
+    @property
+    def width(self) -> int:
+        """Channels of a panel."""
+        return self.vectors * self.lanes
+
+    @property
+    def panels(self) -> int:
+        """Panels of the channels."""
+        return -(-self.chunks // self.vectors)
+
+    @property
+    def last(self) -> int:
+        """Vectors of the last panel."""
+        return self.chunks - (self.panels - 1) * self.vectors
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last vector of channels is not whole."""
+        return self.p.out_channels % self.lanes > 0
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all pixels."""
+        depth, height, width = self.axes
+        return self.p.batch * depth.out * height.out * -(-width.out // self.rows)
+
+    @property
+    def unit_tiles(self) -> int:
+        """Most tiles of a unit."""
+        return -(-self.tiles // self.parts)
+
+    @property
+    def units(self) -> int:
+        """Units of work."""
+        return self.parts * self.panel_parts
+
+    @property
+    def entries(self) -> int:
+        """Entries of the table of a tile, with those of its results."""
+        return self.lines * self.columns + 2 * self.rows
+
+    @property
+    def panel_bytes(self) -> int:
+        """Bytes of a panel of the filter."""
+        return self.p.taps * self.width * NUMBER
+
+    @property
+    def filter_bytes(self) -> int:
+        """Bytes of all filters in panels."""
+        return self.p.taps * self.chunks * self.lanes * NUMBER
+
+    @property
+    def image(self) -> int:
+        """Bytes of the image that a unit reads."""
+        return self.p.nbytes("x") // self.parts
+
+    def places(self) -> dict[str, int]:
+        """Where in scratch the places of results, biases and the dummy of a result begin, and its size."""
+        table = self.unit_tiles * self.lines * self.columns * PLACE
+        biases = table + 2 * self.unit_tiles * self.rows * PLACE
+        biases += -biases % 64
+        dummy = biases + self.width * NUMBER
+        end = dummy + self.panels * self.width * NUMBER
+        return {"table": table, "biases": biases, "dummy": dummy, "size": end + -end % PAGE}
+
+    def time(self, threads: int) -> float:
+        """Estimated time, in products of two vectors."""
+        panels = -(-self.panels // self.panel_parts)
+        chunks = min(self.chunks, panels * self.vectors)
+        products = self.rows * self.p.taps + LOAD * (self.lines * self.columns + self.p.taps)
+        of_tiles = self.unit_tiles * (chunks * products + panels * (BEGIN + self.rows) + ENTRY * self.entries)
+        return units_in_turn(self.units, threads) * (of_tiles + (self.image + self.filter_bytes) / READ)
+
+
+def most_rows(p: ConvProblem, lanes: int, vectors: int) -> int:
+    """The pixels of a tile whose sums stay in registers beside the taps of a line; 0 where none do."""
+    taps = p.axes[-1].kernel
+    return max(0, min((REGISTERS[lanes] - 2) // vectors - taps, MOST_CODE // (taps * vectors)))
+
+
+def division(p: ConvProblem, c: Config) -> Division:
+    """The division of a config. Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``."""
+    names = "lanes", "vectors", "rows", "parts", "panel_parts"
+    lanes, vectors, rows, parts, panel_parts = (integer(c, name) for name in names)
+    integer(c, "threads")
+    if lanes not in REGISTERS or vectors not in VECTORS or rows > max(1, most_rows(p, lanes, vectors)):
+        raise ValueError(f"lanes={lanes}, vectors={vectors}, rows={rows}: fewer, so that registers hold them, would do")
+    divided = Division(p, lanes, vectors, rows, parts, panel_parts)
+    if panel_parts > divided.panels or parts > divided.tiles:
+        raise ValueError(f"parts={parts}, panel_parts={panel_parts}: no more than tiles and panels would do")
+    return divided
+
+
+def forms(p: ConvProblem) -> Iterable[Config]:
+    """For each number of vectors the config that should be fastest, in the order in which they should be."""
+    lanes, threads = vector_lanes(), torch.get_num_threads()
+    rated = []
+    for vectors in VECTORS:
+        chunks, most = -(-p.out_channels // lanes), most_rows(p, lanes, vectors)
+        if -(-chunks // -(-chunks // vectors)) != vectors or (most < 1 and vectors > 1):
+            continue  # as many panels of fewer vectors are another form
+        whole = Division(p, lanes, vectors, even(p.axes[-1].out, max(1, most)), 1, 1)
+        best = min(_divided(whole, threads), key=lambda divided: divided.time(threads))
+        rated.append((best.time(threads), best))
+    for _, best in sorted(rated, key=lambda entry: entry[0]):
+        base = Config(lanes=lanes, vectors=best.vectors, rows=best.rows, parts=best.parts,
+                      panel_parts=best.panel_parts, threads=threads)  # fmt: skip
+        yield from with_teams(base)
+
+
+def _divided(whole: Division, threads: int) -> Iterable[Division]:
+    """Divisions worth comparing: the fewest parts whose images and tables stay in cache, up to many small ones."""
+    tables = whole.tiles * whole.entries * PLACE
+    least = min(whole.tiles, max(-(-tables // TABLES), -(-whole.image // IMAGE)))
+    steps = sorted({min(whole.tiles, least + extra) for extra in (*range(4 * threads), 6 * threads, 8 * threads)})
+    for parts, panel_parts in itertools.product(steps, range(1, min(whole.panels, 4 * threads) + 1)):
+        yield replace(whole, parts=parts, panel_parts=panel_parts)
+
+
+class Lines:
+    """The compiled kernel over all units of work, for tensors of fixed strides. It takes filters in panels."""
+
+    __slots__ = ("_added", "_divided", "_kernel", "_numbers", "_openmp", "_own_filters", "_threads", "_zeros")
+
+    def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
+        """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
+        from tilewise.kernels.cpu.compiling import load_depthwise_last
+
+        divided = self._divided = division(p, c)
+        self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
+        self._own_filters = not p.constant_weight
+        self._added = [HEADER + INDIRECT[name] for name in ("bias", "residual") if getattr(p, name)]
+        self._zeros = np.zeros(divided.panels * divided.width, dtype=np.float32)
+        with numba_reasons():
+            self._kernel, *tiles = load_depthwise_last(
+                divided.lanes, divided.rows, (divided.vectors, divided.last), divided.line, p.activation, divided.ragged
+            )
+        places = divided.places()
+        numbers = {
+            "outputs": p.out_channels, "parts": divided.parts, "panel_parts": divided.panel_parts,
+            "panels": divided.panels, "tiles": divided.tiles, "rows": divided.rows, "width": divided.width,
+            "zeros": self._zeros.ctypes.data, "panel_bytes": divided.panel_bytes, "table": places["table"],
+            "dummy": places["dummy"], "biases": places["biases"], "kernels": tiles[0], "last_kernel": tiles[1],
+        }  # fmt: skip
+        told = {INDIRECT[name]: value for name, value in numbers.items()}
+        for name, field in (("sizes", "size"), ("outs", "out"), ("kernel", "kernel"), ("stride", "stride"),
+                            ("dilation", "dilation"), ("before", "before")):  # fmt: skip
+            told |= dict(enumerate((getattr(axis, field) for axis in divided.axes), INDIRECT[name]))
+        for name, strides in (("x", apart["x"]), ("y", apart["y"]), ("added", apart["y"])):
+            image, _, *space = strides
+            told |= dict(enumerate((image, *[0] * (3 - p.dims), *space), INDIRECT[name]))
+        self._numbers = kernel_data(divided.units, places["size"], numbers_array(told, NUMBERS))
+
+    def run(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *added: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what was prepared.
+
+        ``added`` are the bias and the residual, as far as the problem has them.
+        """
+        assert out is not None
+        assert workspace is not None
+        filters = b.data_ptr()
+        if self._own_filters:
+            behind = workspace[int(self._numbers[5]) * self._threads :]
+            in_panels(self._divided, b, behind)
+            filters = behind.data_ptr()
+        data = self._numbers.copy()
+        for place, tensor in zip(self._added, added, strict=True):
+            data[place] = tensor.data_ptr()
+        start(self._kernel, data, self._threads, self._openmp, workspace.data_ptr(), a.data_ptr(), filters,
+              out.data_ptr())  # fmt: skip
+        return out
+
+
+def in_panels(divided: Division, weight: torch.Tensor, kept: torch.Tensor) -> None:
+    """Write a filter to ``kept``, of uint8, in the order in which tiles read it: panel, tap, channel.
+
+    Channels that fill up the last panel's last vector are zeros.
+    """
+    channels, taps = weight.shape[0], math.prod(weight.shape[2:])
+    flat = kept[: divided.filter_bytes].view(torch.float32)
+    flat.zero_()
+    lines = weight.reshape(channels, taps).T
+    for first in range(0, channels, divided.width):
+        count = min(divided.width, channels - first)
+        wide = divided.width if first + divided.width <= channels else divided.last * divided.lanes
+        flat[first * taps : first * taps + taps * wide].view(taps, wide)[:, :count].copy_(
+            lines[:, first : first + count]
+        )
