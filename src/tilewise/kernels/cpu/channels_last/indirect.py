@@ -109,6 +109,58 @@ def _tables() -> Callable[..., None]:
 
 
 @functools.cache
+def _tables_of_one_tap() -> Callable[..., None]:
+    """Makes what :func:`_tables` makes, for one tap that never lies outside of the image: row by row of results."""
+    write = put()
+
+    @compiled()
+    def run(v, x, y, scratch, first, last):
+        outs = scratch + v[TABLE]
+        begin, count = first * v[ROWS], (last - first) * v[ROWS]
+        others, there = outs + count * PLACE, min(count, v[PIXELS] - begin)
+        k = 0
+        while k < there:
+            w, rest = (begin + k) % v[OUTS + 2], (begin + k) // v[OUTS + 2]
+            h, rest = rest % v[OUTS + 1], rest // v[OUTS + 1]
+            d, n = rest % v[OUTS], rest // v[OUTS]
+            source = (
+                x + n * v[X] + (d * v[STRIDE] - v[BEFORE]) * v[X + 1] + (h * v[STRIDE + 1] - v[BEFORE + 1]) * v[X + 2]
+            )
+            source += (w * v[STRIDE + 2] - v[BEFORE + 2]) * v[X + 3]
+            to = y + n * v[Y] + d * v[Y + 1] + h * v[Y + 2] + w * v[Y + 3]
+            more = v[RESIDUAL] + n * v[ADDED] + d * v[ADDED + 1] + h * v[ADDED + 2] + w * v[ADDED + 3]
+            length, step = min(v[OUTS + 2] - w, there - k), v[STRIDE + 2] * v[X + 3]
+            for j in range(length):
+                write(scratch + (k + j) * PLACE, source + j * step)
+                write(outs + (k + j) * PLACE, to + j * v[Y + 3])
+            if v[RESIDUAL]:
+                for j in range(length):
+                    write(others + (k + j) * PLACE, more + j * v[ADDED + 3])
+            k += length
+        for j in range(there, count):
+            write(scratch + j * PLACE, v[ZEROS])
+            write(outs + j * PLACE, scratch + v[DUMMY])
+            write(others + j * PLACE, scratch + v[DUMMY])
+
+    return run
+
+
+@functools.cache
+def _is_inside() -> Callable[..., bool]:
+    """Makes ``(v)``: whether the filter has one tap, which never lies outside of the image."""
+
+    @compiled()
+    def run(v):
+        inside = v[KERNEL] * v[KERNEL + 1] * v[KERNEL + 2] == 1
+        for i in range(3):
+            end = (v[OUTS + i] - 1) * v[STRIDE + i] - v[BEFORE + i]
+            inside = inside and v[BEFORE + i] <= 0 and end < v[SIZES + i]
+        return inside
+
+    return run
+
+
+@functools.cache
 def _strip(lanes: int) -> Callable[..., None]:
     """Makes ``(v, x, first, count, strip)``, which copies the lines that ``count`` rows of results read, padded.
 
@@ -211,6 +263,7 @@ def panels(lanes: int) -> Callable[..., None]:
 def _unit(lanes: int) -> Callable[..., None]:
     """Makes ``(x, w, y, v, scratch, unit)``, which computes one unit of work."""
     tables, compute, strip, strip_tables = _tables(), panels(lanes), _strip(lanes), _strip_tables()
+    one_tap, inside = _tables_of_one_tap(), _is_inside()
 
     @compiled(lanes)
     def run(x, w, y, v, scratch, unit):
@@ -235,7 +288,10 @@ def _unit(lanes: int) -> Callable[..., None]:
         else:
             begin, end = part * v[TILES] // v[PARTS], (part + 1) * v[TILES] // v[PARTS]
             taps = v[KERNEL] * v[KERNEL + 1] * v[KERNEL + 2]
-            tables(v, x, y, scratch, begin, end)
+            if inside(v):
+                one_tap(v, x, y, scratch, begin, end)
+            else:
+                tables(v, x, y, scratch, begin, end)
             compute(v, w, scratch, group, first, last, taps, v[CHANNELS], end - begin, taps * v[ROWS])
 
     return run
