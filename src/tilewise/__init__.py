@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tilewise import cpu, distributed, fft, rnn, settings
     from tilewise.nn import background
     from tilewise.nn.background.begin import wait
+    from tilewise.nn.exported.export import export
+    from tilewise.nn.exported.loaded import load_exported
     from tilewise.nn.functional import (
         conv1d,
         conv2d,
@@ -51,9 +53,11 @@ _HOMES = {
         "disable",
         "enable",
         "enabled",
+        "export",
         "graphed",
         "largest_batch",
         "linear",
+        "load_exported",
         "optimize",
         "restore",
         "schedule",
@@ -104,10 +108,12 @@ __all__ = [
     "distributed",
     "enable",
     "enabled",
+    "export",
     "fft",
     "graphed",
     "largest_batch",
     "linear",
+    "load_exported",
     "optimize",
     "restore",
     "rnn",

@@ -3,6 +3,9 @@
 from tilewise.comm.agreement import RankMismatch
 from tilewise.nn.background.begin import wait
 from tilewise.nn.branches.choose import BranchReport, groups
+from tilewise.nn.exported.export import ExportReport, export
+from tilewise.nn.exported.loaded import Exported, load_exported
+from tilewise.nn.exported.values import ExportError
 from tilewise.nn.functional import (
     conv1d,
     conv2d,
@@ -28,6 +31,9 @@ __all__ = [
     "BranchReport",
     "CallReport",
     "CannotCapture",
+    "ExportError",
+    "ExportReport",
+    "Exported",
     "GraphReport",
     "LargestBatch",
     "LayerReport",
@@ -50,11 +56,13 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "export",
     "graph_report",
     "graphed",
     "groups",
     "largest_batch",
     "linear",
+    "load_exported",
     "optimize",
     "report",
     "restore",

@@ -11,12 +11,13 @@ from torch import Tensor, fx
 
 from tilewise import execute
 from tilewise.nn.regions.constants import Constants, Wanted
+from tilewise.nn.regions.fused import Call
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.products import Product
 from tilewise.nn.regions.program import Program
-from tilewise.nn.regions.slots import Operator, Place, Slot, Step
+from tilewise.nn.regions.slots import Operator, Place, Slot, Step, copied
 from tilewise.nn.regions.units import Strides, Unit, normal, value_of
-from tilewise.nn.regions.ways import Called, Planned, View
+from tilewise.nn.regions.ways import Planned, View
 from tilewise.problems.base import dense_strides, layout_of
 
 __all__ = ["Builder"]
@@ -70,8 +71,8 @@ class Builder:
                 for node, place in zip(unit.inputs, places, strict=True)
             ]
             output = self._new(Slot(tuple(unit.value.shape), way.gives, unit.value.dtype))
-            if isinstance(way.what, Called):
-                step = Step(unit.name, tuple(inputs), output, run=way.what.run, returns_new=True)
+            if isinstance(way.what, Call):
+                step = Step(unit.name, tuple(inputs), output, run=way.what, returns_new=True)
             else:
                 step = Step(unit.name, tuple(inputs), output, operator=way.what)
             self._steps.append(step)
@@ -115,7 +116,7 @@ class Builder:
             clone = Operator(torch.ops.aten.clone.default, (Place(0),), {"memory_format": FORMATS[layout]})
             self._steps.append(Step(name, (source,), output, operator=clone))
         else:
-            self._steps.append(Step(name, (source,), output, run=_copied))
+            self._steps.append(Step(name, (source,), output, run=copied))
         self.conversions += 1
         self._hold(node, strides, output)
         return output
@@ -164,7 +165,7 @@ class Builder:
         if offset * slot.dtype.itemsize % alignment == 0 and not (writer is not None and writer.may_alias):
             return place
         copy = self._new(Slot(slot.shape, slot.strides, slot.dtype))
-        self._steps.append(Step("aligned copy", (place,), copy, run=_copied))
+        self._steps.append(Step("aligned copy", (place,), copy, run=copied))
         return copy
 
     def _seen(self, place: int | None, product: Product, role: str) -> int:
@@ -173,8 +174,3 @@ class Builder:
         shape, strides = product.described(role)
         place = self._aligned(place, product.problem.alignment_of(role))
         return place if self._slots[place].shape == shape else self._view(place, shape, strides)
-
-
-def _copied(source: Tensor, out: Tensor) -> None:
-    """Copy a tensor into one that lies otherwise."""
-    out.copy_(source)

@@ -85,6 +85,14 @@ class RegionPlanner:
         calls = [arguments_of(example) for example in examples]
         self._plan_module("", self.model, calls)
 
+    def program_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ready, RegionReport]:
+        """A program of the whole model for one call, with its report; the model stays as it is.
+
+        Raises :class:`Untraceable` where it has none.
+        """
+        self._check("", self.model)
+        return self._planned("", self.model, args, kwargs)
+
     def _plan_module(
         self, name: str, module: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> None:

@@ -7,16 +7,21 @@ are computed in float64 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilewise.nn.regions.slots import filled, places_in
 from tilewise.problems.activations import activated
 
 __all__ = [
     "CONSTANTS",
+    "LAYERS",
+    "Call",
     "convolution",
     "linear",
     "norm_scale",
@@ -49,6 +54,26 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None, acti
     """``activation(x w^T + b + residual)`` for a matrix ``x`` of shape (rows, inputs), ``w`` (outputs, inputs)."""
     y = functional.linear(x, w, b)
     return activated(y if residual is None else y + residual, activation)
+
+
+LAYERS: dict[str, Callable[..., Tensor]] = {"convolution": convolution, "linear": linear}
+"""Fused layers by name."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The call of a fused layer by torch's operators: ``call(*tensors)``, whose arguments have places of tensors."""
+
+    function: str
+    arguments: tuple[Any, ...]
+
+    def places(self) -> set[int]:
+        """The numbers of the tensors that it reads."""
+        return places_in(self.arguments)
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """The layer's result."""
+        return LAYERS[self.function](*filled(self.arguments, tensors))
 
 
 def norm_scale(weight: Tensor | None, variance: Tensor, eps: float) -> Tensor:

@@ -97,19 +97,19 @@ class Program:
                 self.use_native()
         return self.in_python(*tensors)
 
-    def use_native(self) -> str:
+    def use_native(self, *, checked: bool = True) -> str:
         """Have calls run from C++ from now on, and return why they cannot; empty where they do.
 
         Waits for the compiler the first time on a machine, half a minute. Each plan's launches are found by running it
-        a few times, and compared with the plan's own results. Steps that only Python can run stay in Python between
-        native ones: ``program.native.in_python`` says which, and why. Raises ``ValueError`` for a ``TILEWISE_NATIVE``
-        that makes no sense.
+        a few times and, with ``checked``, compared with the plan's own results. Steps that only Python can run stay in
+        Python between native ones: ``program.native.in_python`` says which, and why. Raises ``ValueError`` for a
+        ``TILEWISE_NATIVE`` that makes no sense.
         """
         self.native = None
         self.why_not_native = why_never() or loading().finished().reason
         if not self.why_not_native:
             try:
-                self.native = native_program(self)
+                self.native = native_program(self, checked=checked)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 self.why_not_native = f"{type(error).__name__}: {error}"
         return self.why_not_native

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "Operator", "Place", "Slot", "Step", "root"]
+__all__ = ["KINDS", "Operator", "Place", "Slot", "Step", "copied", "filled", "places_in", "root"]
 
 KINDS = ("input", "constant", "intermediate", "output")
 
@@ -99,7 +99,7 @@ class Operator:
 
     def places(self) -> set[int]:
         """The indices of all :class:`Place` in the arguments."""
-        return {place.index for place in _places((*self.arguments, *self.keywords.values()))}
+        return places_in((*self.arguments, *self.keywords.values()))
 
     @property
     def mutates(self) -> bool:
@@ -116,12 +116,17 @@ class Operator:
 
     def run(self, *tensors: Tensor) -> Tensor:
         """Call it on the step's inputs; behind them follows the output where :attr:`out` names a keyword."""
-        keywords = {name: _filled(value, tensors) for name, value in self.keywords.items()}
+        keywords = {name: filled(value, tensors) for name, value in self.keywords.items()}
         if self.out:
             keywords[self.out] = tensors[-1]
-        found = self.overload(*_filled(self.arguments, tensors), **keywords)
+        found = self.overload(*filled(self.arguments, tensors), **keywords)
         taken: Tensor = found[self.result] if isinstance(found, tuple | list) else found
         return taken
+
+
+def places_in(values: Iterable[Any]) -> set[int]:
+    """The indices of all :class:`Place` among ``values`` and in lists of them."""
+    return {place.index for place in _places(values)}
 
 
 def _places(values: Iterable[Any]) -> Iterable[Place]:
@@ -133,11 +138,16 @@ def _places(values: Iterable[Any]) -> Iterable[Place]:
             yield from _places(value)
 
 
-def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
+def copied(source: Tensor, out: Tensor) -> None:
+    """Copy a tensor into one that lies otherwise: the ``run`` of steps that change a layout."""
+    out.copy_(source)
+
+
+def filled(value: Any, tensors: Sequence[Tensor]) -> Any:
     """``value`` with tensors in place of places."""
     if isinstance(value, Place):
         return tensors[value.index]
-    return type(value)(_filled(v, tensors) for v in value) if isinstance(value, tuple | list) else value
+    return type(value)(filled(v, tensors) for v in value) if isinstance(value, tuple | list) else value
 
 
 @dataclass(frozen=True, slots=True, eq=False)

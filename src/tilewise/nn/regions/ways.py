@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, fx
 
 from tilewise.machine.turns import pause
+from tilewise.nn.regions.fused import Call
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.products import Product, products_of
-from tilewise.nn.regions.slots import Operator
+from tilewise.nn.regions.slots import Operator, Place
 from tilewise.nn.regions.trace import Untraceable
 from tilewise.nn.regions.units import PRODUCT, VIEW, Strides, Unit, formats, normal, value_of
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 
-__all__ = ["Called", "Planned", "Times", "View", "ways_of"]
+__all__ = ["Planned", "Times", "View", "ways_of"]
 
 SAMPLE_S, MOST_RUNS, LEAST_RUNS = 0.02, 50, 3
 """An operator is run until so many seconds have passed, so often at the most and at the least."""
@@ -49,13 +50,6 @@ class Planned:
 
     product: Product
     plan: Plan
-
-
-@dataclass(frozen=True)
-class Called:
-    """A function of the part's inputs that returns its result."""
-
-    run: Callable[..., Tensor]
 
 
 class Times:
@@ -125,12 +119,9 @@ def _products(unit: Unit, known: Mapping[fx.Node, set[Strides]], plans: Mapping[
 
 def _by_torch(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) -> Way:
     """The way of a fused layer that has no plan: torch's operators one after the other."""
-    target: Any = unit.node.target
-    places = {node: index for index, node in enumerate(unit.inputs)}
-
-    def run(*tensors: Tensor) -> Tensor:
-        return target(*(tensors[places[a]] if isinstance(a, fx.Node) else a for a in unit.node.args))  # type: ignore[no-any-return]
-
+    places = {node: Place(index) for index, node in enumerate(unit.inputs)}
+    arguments = tuple(places[a] if isinstance(a, fx.Node) else a for a in unit.node.args)
+    run = Call(unit.node.target.__name__, arguments)  # type: ignore[union-attr]
     reads = tuple(
         formats(value_of(node).shape)[0] if len(known[node]) > 1 else next(iter(known[node])) for node in unit.inputs
     )
@@ -139,8 +130,8 @@ def _by_torch(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) -
     tensors += [example(value_of(node).shape, f, x.dtype) for node, f in zip(unit.inputs[1:], reads[1:], strict=True)]
     with torch.no_grad():
         result = run(*tensors)
-    key = str(target), repr(unit.node.args[4:]), tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
-    return Way(reads, normal(result.shape, result.stride()), times.of(key, lambda: run(*tensors)), Called(run))
+    key = run.function, repr(arguments[4:]), tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
+    return Way(reads, normal(result.shape, result.stride()), times.of(key, lambda: run(*tensors)), run)
 
 
 def _views(unit: Unit, known: Mapping[fx.Node, set[Strides]]) -> Iterator[Way]:
