@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from tilewise import solvers
 from tilewise.machine.device import is_capturing, torch_device
 from tilewise.plan import Measurement, Plan
 from tilewise.planner.caches.again import Again
@@ -31,8 +32,10 @@ from tilewise.planner.processes.workers import Workers, WorkersWarning
 from tilewise.planner.remembered import constraints_text, is_current
 from tilewise.planner.search.estimate import Profile
 from tilewise.planner.search.explain import explained
+from tilewise.planner.search.leaves import leaf_plan
 from tilewise.planner.search.search import Search
 from tilewise.problems.base import Problem
+from tilewise.solvers import Split
 from tilewise.wisdom import Wisdom, WisdomWarning
 
 __all__ = ["Lacking", "Planner", "Progress", "best_if_compiled", "do_job", "shares_of"]
@@ -223,6 +226,28 @@ class Planner:
         return self._searched(
             problem, options, lambda search: explained(search, names, self._refusals.as_lost(problem), tell)
         )
+
+    def alternatives(self, problem: Problem, options: Options | None = None) -> list[Plan]:
+        """The fastest config of each solver that was measured on ``problem`` here before, fastest first.
+
+        Nothing is measured, and results are not checked: :meth:`confirm` does that. What the options exclude, what was
+        lost and what exceeds the limit is left out.
+        """
+        options = options or Options()
+        with self._lock:
+            store = self.measurements.store(problem, options)
+            known, foreign = store.of(problem), store.foreign_of(problem)
+        best: dict[str, Measurement] = {}
+        for key, m in known.items():
+            if m.reason or m.time_ms is None or m.solver in options.exclude or key in foreign:
+                continue
+            if options.workspace is not None and (m.workspace or 0) > options.workspace:
+                continue
+            if m.solver not in best or m.time_ms < best[m.solver].time_ms:  # type: ignore[operator]
+                best[m.solver] = m
+        plans = [leaf_plan(problem, m) for m in best.values() if not isinstance(solvers.get(m.solver), Split)]
+        usable = [plan for plan in plans if not why_unfit(plan, problem, options)]
+        return sorted(usable, key=lambda plan: plan.time_ms)
 
     def confirm(
         self, problem: Problem, plan: Plan, options: Options | None = None, *, by_peak: bool = True

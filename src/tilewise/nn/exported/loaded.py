@@ -16,14 +16,12 @@ from tilewise.machine.device import environment
 from tilewise.nn.exported import files
 from tilewise.nn.exported.document import Reading
 from tilewise.nn.exported.values import ExportError, decoded
-from tilewise.nn.regions.program import Program
+from tilewise.nn.regions.program import ALIGNMENT, Program
 from tilewise.nn.regions.slots import Place, Slot
 from tilewise.version import VERSION
 
 __all__ = ["Exported", "load_exported"]
 
-ALIGNMENT = 16
-"""Bytes at a multiple of which an input begins, or it is copied."""
 CPU = torch.device("cpu")
 
 

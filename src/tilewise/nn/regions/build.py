@@ -78,6 +78,11 @@ class Builder:
             self._steps.append(step)
             self._hold(unit.node, way.gives, output)
 
+    @property
+    def last_step(self) -> int:
+        """The number of the step that was added last."""
+        return len(self._steps) - 1
+
     def finish(self, results: Sequence[tuple[fx.Node, Strides]]) -> Program:
         """The program, whose results are these nodes in these formats."""
         outputs = [self._in_format(node, strides) for node, strides in results]

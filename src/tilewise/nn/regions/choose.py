@@ -24,6 +24,7 @@ from tilewise.nn.layers.weights import Weights
 from tilewise.nn.record import arguments_of, state_kept, without_gradients
 from tilewise.nn.regions.check import ERROR_LIMIT, error_of, in_float64, timed
 from tilewise.nn.regions.forward import Ready, Regional, run_by_programs
+from tilewise.nn.regions.program import where_expected
 from tilewise.nn.regions.region import plan_region
 from tilewise.nn.regions.rewrite import rewrite
 from tilewise.nn.regions.trace import Traced, Untraceable, trace
@@ -40,6 +41,8 @@ __all__ = ["RegionPlanner", "why_no_regions"]
 Filter = Callable[[str, nn.Module], bool]
 MOST_CALLS = 4
 """Kinds of calls of one module that are planned ahead."""
+NEAR, NEAR_MS, MOST_OTHERS = 1.5, 0.2, 3
+"""Plans of so many other solvers are tried in their place, of those within so many times the best's time, and more."""
 LEAST_SPEEDUP = 1.0
 """A region is kept where the lower end of its speedup's 95 % interval is above this."""
 
@@ -76,6 +79,8 @@ class RegionPlanner:
         self.model = model
         self._asked, self._plan_table, self._weights, self._filter = asked, plan_table, weights, filter_fn
         self._times = Times()
+        self._best: set[tuple[Problem, Plan]] = set()
+        """Plans that were checked."""
         self.reports: list[RegionReport] = []
         self.taken: dict[str, str] = {}
         """Modules that run within a region, by name, and which region that is, as text."""
@@ -187,9 +192,9 @@ class RegionPlanner:
             own = traced.module(*tensors)
             if wanted is None:
                 wanted = tuple(t.double() if t.is_floating_point() else t for t in own)
-            planned = plan_region(traced, tensors, self._plans, self._times, self._weights)
+            planned = plan_region(traced, tensors, self._plans, self._refuse, self._times, self._weights)
             ready = Ready(module, traced, planned, _code(traced), inputs)
-            found = planned.program(*ready.aligned(tensors))
+            found = planned.program(*where_expected(tensors))
             results = found if isinstance(found, tuple) else (found,)
             error = error_of(results, wanted)
             torch_error = error_of(own, wanted)
@@ -231,16 +236,37 @@ class RegionPlanner:
             return ""
         return f"is {error:.2g} away from float64 (relative L2; torch {torch_error:.2g}); {limit:.2g} would do"
 
-    def _plans(self, problems: Sequence[Problem]) -> Mapping[Problem, Plan]:
-        """Plans of problems, made where they are missing; those that no solver can compute are left out."""
+    def _plans(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
+        """Plans of problems, made where they are missing; those that no solver can compute are left out.
+
+        Behind each follow those of other solvers that may be as fast in their place.
+        """
         deterministic = torch.are_deterministic_algorithms_enabled()
         table = self._plan_table
         try:
             table.plan(problems, deterministic)
         except NoPlanError as error:
             raise Untraceable(f"a layer has no plan within the limits: {str(error).splitlines()[0]}") from error
-        plans = ((problem, table.chosen(problem, deterministic)) for problem in problems)
-        return {problem: plan for problem, plan in plans if plan is not None}
+        found: dict[Problem, Sequence[Plan]] = {}
+        for problem in problems:
+            plan = table.chosen(problem, deterministic)
+            if plan is not None:
+                options = table.constraints(problem, deterministic)
+                others = [p for p in table.planner.alternatives(problem, options) if p.solver != plan.solver]
+                most = NEAR * plan.time_ms + NEAR_MS
+                found[problem] = [plan, *[p for p in others if p.time_ms <= most][:MOST_OTHERS]]
+                self._best.add((problem, plan))
+        return found
+
+    def _refuse(self, problem: Problem, plan: Plan) -> bool:
+        """Whether a plan that is not the best by itself gives wrong results, or breaks a limit."""
+        if (problem, plan) in self._best:
+            return False
+        table, deterministic = self._plan_table, torch.are_deterministic_algorithms_enabled()
+        _, reason = table.planner.confirm(problem, plan, table.constraints(problem, deterministic))
+        if not reason:
+            self._best.add((problem, plan))
+        return bool(reason)
 
     def _on_sight(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ready:
         """A program for a call that was not planned ahead. Raises :class:`Untraceable`."""

@@ -24,6 +24,7 @@ from tilewise.nn.graphs.modes import modes, watched
 from tilewise.nn.graphs.standing import Standing
 from tilewise.nn.layers.call import is_plain
 from tilewise.nn.layers.swaps import swap, swapped
+from tilewise.nn.regions.program import where_expected
 from tilewise.nn.regions.region import Planning
 from tilewise.nn.regions.trace import Traced, Untraceable, obstacle
 
@@ -35,8 +36,6 @@ MOST_ON_SIGHT = 32
 """Kinds of calls of one module that are planned when they come, at the most."""
 MOST_REASONS = 16
 """Different reasons that are counted."""
-ALIGNMENT = 16
-"""Bytes at a multiple of which an input begins, or it is copied."""
 MARK = "_tilewise_region"
 
 
@@ -54,26 +53,14 @@ class Ready:
         self.standing = Standing(module)
         return self
 
-    def aligned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors, or copies of those that begin where plans do not expect it."""
-        return [t if t.data_ptr() % ALIGNMENT == 0 else _copied(t) for t in tensors]
-
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """What the module returns for these tensors."""
         planning = self.planning
         planning.constants.refresh()
-        found = planning.program(*self.aligned(tensors))
+        found = planning.program(*where_expected(tensors))
         if self._single:
             return found
         return self.traced.returned(found if isinstance(found, tuple) else (found,))
-
-
-def _copied(t: Tensor) -> Tensor:
-    """A copy that lies in new memory exactly as ``t`` does: views with gaps and expanded tensors keep their strides."""
-    if not t.numel():
-        return t
-    span = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return t.as_strided((span,), (1,)).clone().as_strided(t.shape, t.stride())
 
 
 PlanCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Ready]

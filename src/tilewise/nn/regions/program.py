@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import statistics
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +20,10 @@ from tilewise.nn.regions.checks import check_program
 from tilewise.nn.regions.native import Native, native_program
 from tilewise.nn.regions.slots import Slot, Step, described, root
 
-__all__ = ["KEPT_ARENAS", "Program"]
+__all__ = ["ALIGNMENT", "KEPT_ARENAS", "Program", "where_expected"]
 
+ALIGNMENT = 16
+"""Bytes at a multiple of which an input begins, or it is copied."""
 KEPT_ARENAS = 4
 """Arenas that a program keeps between calls at most: as many threads may call it at once without new memory."""
 CPU = torch.device("cpu")
@@ -122,15 +127,27 @@ class Program:
                 return self._in_frame(tensors)
         return self._in_frame(tensors)
 
-    def _in_frame(self, tensors: Sequence[Tensor]) -> Any:
-        """Run with an arena that no other call uses."""
+    def step_ms(self, tensors: Sequence[Tensor], rounds: int) -> list[float]:
+        """What each step takes in its place, in milliseconds: caches hold what the steps before it left there.
+
+        It is the median of ``rounds`` calls, whose steps run from Python, after one that is not counted.
+        """
+        self._check(tensors)
+        taken: list[list[float]] = [[] for _ in self.steps]
+        calls = [call.timed(into) for call, into in zip(self._calls, taken, strict=True)]
+        for _ in range(rounds + 1):
+            self._in_frame(tensors, calls)
+        return [statistics.median(each[1:]) for each in taken]
+
+    def _in_frame(self, tensors: Sequence[Tensor], calls: Sequence[_Call] | None = None) -> Any:
+        """Run the steps, or ``calls`` in their place, with an arena that no other call uses."""
         try:
             frame = self._frames.pop()
         except IndexError:
             frame = _Frame(self)
         try:
             with torch.no_grad():
-                return self._run(frame, tensors)
+                return self._run(frame, tensors, self._calls if calls is None else calls)
         finally:
             for index in self._changing:
                 frame.values[index] = None
@@ -157,7 +174,7 @@ class Program:
                 given = described(tensor.dtype, tensor.shape, tensor.stride())
                 raise ValueError(f"input {number} is {given}: {slot} would do")
 
-    def _run(self, frame: _Frame, tensors: Sequence[Tensor]) -> Any:
+    def _run(self, frame: _Frame, tensors: Sequence[Tensor], calls: Sequence[_Call]) -> Any:
         """Run all steps in Python and return the outputs."""
         values = frame.values
         for index, tensor in zip(self.inputs, tensors, strict=True):
@@ -165,7 +182,7 @@ class Program:
         for index in self.fresh:
             slot = self.slots[index]
             self._set(values, index, torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=CPU))
-        for number, call in enumerate(self._calls):
+        for number, call in enumerate(calls):
             try:
                 if call.new:
                     found = call.run(*[values[i] for i in call.inputs])
@@ -223,6 +240,19 @@ class _Call:
         self.inputs, self.output, self.new = step.inputs, step.output, step.gives_new
         self.run: Callable[..., Any] = step.call()
 
+    def timed(self, into: list[float]) -> _Call:
+        """The same, which adds what each run takes in milliseconds to ``into``."""
+        run, call = self.run, copy.copy(self)
+
+        def timed_run(*tensors: Tensor) -> Any:
+            begin = time.perf_counter()
+            found = run(*tensors)
+            into.append((time.perf_counter() - begin) * 1e3)
+            return found
+
+        call.run = timed_run
+        return call
+
 
 class _Frame:
     """The arena of one call in flight, and the tensors in all slots: those of the arena stay the same."""
@@ -240,6 +270,19 @@ class _Frame:
             for index, slot in enumerate(program.slots):
                 if slot.kind == "constant" and slot.tensor is not None:
                     program._set(self.values, index, slot.tensor.detach())
+
+
+def where_expected(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, or copies of those that begin where plans do not expect an input to begin."""
+    return [t if t.data_ptr() % ALIGNMENT == 0 else _copied(t) for t in tensors]
+
+
+def _copied(t: Tensor) -> Tensor:
+    """A copy that lies in new memory exactly as ``t`` does: views with gaps and expanded tensors keep their strides."""
+    if not t.numel():
+        return t
+    span = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.as_strided((span,), (1,)).clone().as_strided(t.shape, t.stride())
 
 
 def _carved(arena: Tensor | None, offset: int, slot: Slot) -> Tensor:

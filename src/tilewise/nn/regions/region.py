@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
 
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.regions.build import Builder
 from tilewise.nn.regions.constants import Constants
+from tilewise.nn.regions.in_place import timed_in_place
 from tilewise.nn.regions.layouts import Choice, Part, Way, choose_ways
 from tilewise.nn.regions.products import products_of
-from tilewise.nn.regions.program import Program
+from tilewise.nn.regions.program import Program, where_expected
 from tilewise.nn.regions.rewrite import constants_of, rewrite
 from tilewise.nn.regions.trace import Traced, Untraceable
 from tilewise.nn.regions.units import PRODUCT, VIEW, Strides, Unit, formats, normal, units_of, value_of
@@ -22,8 +23,10 @@ from tilewise.problems.base import Problem, layout_of
 
 __all__ = ["Line", "PlanAll", "Planning", "plan_region"]
 
-PlanAll = Callable[[Sequence[Problem]], Mapping[Problem, Plan]]
-"""Gives plans of problems; those that no solver can compute are left out."""
+PlanAll = Callable[[Sequence[Problem]], Mapping[Problem, Sequence[Plan]]]
+"""Gives plans of problems, the best first; those that no solver can compute are left out."""
+Refuse = Callable[[Problem, Plan], bool]
+"""Checks a plan that was chosen and is not the best by itself; says whether it must not be used."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,11 @@ class Planning:
 
 
 def plan_region(
-    traced: Traced, tensors: Sequence[Tensor], plan_all: PlanAll, times: Times, weights: Weights
+    traced: Traced, tensors: Sequence[Tensor], plan_all: PlanAll, refuse: Refuse, times: Times, weights: Weights
 ) -> Planning:
     """Plan what was traced for inputs that lie as ``tensors`` do. ``traced`` is rewritten in place.
+
+    Where a product has several plans, or several layouts, all are timed in their place in the whole region.
 
     Raises :class:`Untraceable` where a part cannot be a step, or nothing is planned.
     """
@@ -67,8 +72,11 @@ def plan_region(
     plans = plan_all(list(dict.fromkeys(problems)))
     region = _Region(traced, tensors, units)
     region.find_ways(times, plans)
+    region.time_in_place(times, weights)
     choice = region.choose(times)
-    return region.built(choice, weights, fused)
+    while region.drop_refused(choice, refuse):
+        choice = region.choose(times)
+    return region.planned(choice, weights, fused)
 
 
 class _Region:
@@ -82,7 +90,7 @@ class _Region:
         self._results = [(node, _format(node)) for node in output.args[0]]
         self._ways: list[tuple[Way, ...]] = []
 
-    def find_ways(self, times: Times, plans: Mapping[Problem, Plan]) -> None:
+    def find_ways(self, times: Times, plans: Mapping[Problem, Sequence[Plan]]) -> None:
         """Find the ways of each part in order, since its formats are those in which its inputs may come."""
         known: dict[fx.Node, set[Strides]] = {}
         for node in self._constant:
@@ -95,13 +103,36 @@ class _Region:
             self._ways.append(ways)
             known[unit.node] = {way.gives for way in ways} | set(formats(unit.value.shape))
 
-    def choose(self, times: Times) -> Choice:
-        """The ways with the least time together."""
+    def time_in_place(self, times: Times, weights: Weights) -> None:
+        """Give ways the times that they take within the whole region."""
+        tensors = where_expected(self._tensors)
+
+        def built(allowed: Sequence[Sequence[int]]) -> tuple[Program, Sequence[int], Sequence[int]]:
+            choice = self.choose(times, allowed)
+            builder, steps = self._built(choice, Constants(self._traced.sources, weights))
+            return builder.finish(self._results), choice.ways, steps
+
+        self._ways = timed_in_place(self._units, self._ways, tensors, built)
+
+    def drop_refused(self, choice: Choice, refuse: Refuse) -> bool:
+        """Take away the ways of a choice whose plans must not be used, and return whether there were any."""
+        dropped = False
+        for part, index in enumerate(choice.ways[: len(self._units)]):
+            what = self._ways[part][index].what
+            if isinstance(what, Planned) and refuse(what.product.problem, what.plan):
+                self._ways[part] = tuple(way for i, way in enumerate(self._ways[part]) if i != index)
+                dropped = True
+        return dropped
+
+    def choose(self, times: Times, allowed: Sequence[Sequence[int]] | None = None) -> Choice:
+        """The ways with the least time together, of those that are ``allowed``, by index."""
         given = {
             node: normal(tensor.shape, tensor.stride()) for node, tensor in zip(self._given, self._tensors, strict=True)
         }
         parts = []
-        for unit, ways in zip(self._units, self._ways, strict=True):
+        allowed = allowed or [range(len(ways)) for ways in self._ways]
+        for unit, every, indices in zip(self._units, self._ways, allowed, strict=True):
+            ways = [every[index] for index in indices]
             reads = [index for index, node in enumerate(unit.inputs) if node not in self._constant]
             parts.append(
                 Part(
@@ -112,19 +143,26 @@ class _Region:
             )
         for number, (node, strides) in enumerate(self._results):
             parts.append(Part((node,), ("result", number), (Way((strides,), strides, 0.0),)))
-        return choose_ways(parts, given, lambda node: times.conversion(value_of(node)))  # type: ignore[arg-type]
+        found = choose_ways(parts, given, lambda node: times.conversion(value_of(node)))  # type: ignore[arg-type]
+        taken = tuple(indices[index] for indices, index in zip(allowed, found.ways, strict=False))
+        return replace(found, ways=taken)
 
-    def built(self, choice: Choice, weights: Weights, fused: int) -> Planning:
-        """The program of a choice."""
-        constants = Constants(self._traced.sources, weights)
-        builder = Builder(constants)
+    def _built(self, choice: Choice, constants: Constants) -> tuple[Builder, list[int]]:
+        """What makes the program of a choice, and the number of each part's step, -1 for a view."""
+        builder, steps = Builder(constants), []
         for node, tensor in zip(self._given, self._tensors, strict=True):
             builder.give(node, tensor)
-        lines = []
-        for unit, ways, index in zip(self._units, self._ways, choice.ways, strict=False):
+        for unit, ways, index in zip(self._units, self._ways, choice.ways, strict=True):
             builder.add(unit, ways[index], self._constant)
-            if unit.kind != VIEW:
-                lines.append(_line(unit, ways[index]))
+            steps.append(-1 if unit.kind == VIEW else builder.last_step)
+        return builder, steps
+
+    def planned(self, choice: Choice, weights: Weights, fused: int) -> Planning:
+        """The program of a choice, with what there is to tell of it."""
+        constants = Constants(self._traced.sources, weights)
+        builder, _ = self._built(choice, constants)
+        chosen = [(unit, ways[i]) for unit, ways, i in zip(self._units, self._ways, choice.ways, strict=True)]
+        lines = [_line(unit, way) for unit, way in chosen if unit.kind != VIEW]
         program = builder.finish(self._results)
         constants.settle()
         program.use_native()  # where it cannot, it runs step by step from Python and says why

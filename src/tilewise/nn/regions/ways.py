@@ -80,9 +80,10 @@ def ways_of(
     unit: Unit,
     known: Mapping[fx.Node, set[Strides]],
     times: Times,
-    plans: Mapping[Problem, Plan],
+    plans: Mapping[Problem, Sequence[Plan]],
 ) -> tuple[Way, ...]:
-    """The ways of one part. ``known`` are the formats in which tensors may come, ``plans`` those of the products.
+    """The ways of one part. ``known`` are the formats in which tensors may come, ``plans`` those of the products,
+    the best first.
 
     Raises :class:`Untraceable` where there is none.
     """
@@ -105,16 +106,17 @@ def example(shape: Sequence[int], strides: Strides, dtype: torch.dtype) -> Tenso
     return tensor.zero_()
 
 
-def _products(unit: Unit, known: Mapping[fx.Node, set[Strides]], plans: Mapping[Problem, Plan]) -> Iterator[Way]:
-    """A way for each problem that has a plan."""
+def _products(
+    unit: Unit, known: Mapping[fx.Node, set[Strides]], plans: Mapping[Problem, Sequence[Plan]]
+) -> Iterator[Way]:
+    """A way for each plan of each problem."""
     for product in products_of(unit):
-        plan = plans.get(product.problem)
-        if plan is None or not math.isfinite(plan.time_ms):
-            continue
         reads = [product.reads, *[next(iter(known[node])) for node in unit.inputs[1:]]]
         if unit.node.args[3] is not None:
             reads[-1] = product.gives
-        yield Way(tuple(reads), product.gives, plan.time_ms, Planned(product, plan))
+        for plan in plans.get(product.problem, ()):
+            if math.isfinite(plan.time_ms):
+                yield Way(tuple(reads), product.gives, plan.time_ms, Planned(product, plan))
 
 
 def _by_torch(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) -> Way:

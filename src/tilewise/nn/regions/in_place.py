@@ -1,0 +1,75 @@
+"""What the ways of a region's parts take where they run: after the parts before them, with caches as these leave them.
+
+Plans are measured one by one over cold caches, which says little of a layer that takes a tenth of a millisecond within
+a network whose filters stay in cache. So whole programs are run and each step is timed. One program times one way of
+every part at once: there are as many programs as a layer has ways, not as many as there are combinations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from tilewise.machine.turns import pause
+from tilewise.nn.regions.layouts import Way
+from tilewise.nn.regions.program import Program
+from tilewise.nn.regions.units import PRODUCT, Unit, formats, value_of
+
+__all__ = ["Built", "timed_in_place"]
+
+MOST_PROGRAMS = 5
+"""Programs of one layout at the most: of a layer with more ways, those that should be fastest are timed."""
+ROUNDS_MS, LEAST_ROUNDS, MOST_ROUNDS = 400.0, 3, 15
+"""A program is run for so many milliseconds, so often at least and at the most."""
+
+Built = Callable[[Sequence[Sequence[int]]], tuple[Program, Sequence[int], Sequence[int]]]
+"""``built(allowed)``, with the indices of the ways that each part may take: a program, the way that each part takes in
+it, and the number of each part's step, -1 for a part without one."""
+
+
+def timed_in_place(
+    units: Sequence[Unit], ways: Sequence[tuple[Way, ...]], tensors: Sequence[Tensor], built: Built
+) -> list[tuple[Way, ...]]:
+    """The ways with the times that they take in programs of such parts; a way in no program keeps its time."""
+    found: dict[tuple[int, int], float] = {}
+    rounds = 0
+    for allowed in _trials(units, ways):
+        fixed = {(part, each[0]) for part, each in enumerate(allowed) if units[part].kind == PRODUCT}
+        if fixed <= found.keys():
+            continue
+        pause()
+        program, taken, steps = built(allowed)
+        if not rounds:
+            once = sum(program.step_ms(tensors, 1))
+            rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(ROUNDS_MS / max(once, 1e-3))))
+        times = program.step_ms(tensors, rounds)
+        for part, (way, step) in enumerate(zip(taken, steps, strict=True)):
+            if step >= 0:
+                found[part, way] = min(times[step], found.get((part, way), times[step]))
+    return [
+        tuple(replace(way, ms=found.get((part, index), way.ms)) for index, way in enumerate(each))
+        for part, each in enumerate(ways)
+    ]
+
+
+def _trials(units: Sequence[Unit], ways: Sequence[tuple[Way, ...]]) -> Iterator[list[Sequence[int]]]:
+    """For each layout the ways that parts may take in each program: a product one, all others any."""
+    for layout in (-1, 0):
+        options = [_in_layout(unit, each, layout) for unit, each in zip(units, ways, strict=True)]
+        products = [each for unit, each in zip(units, options, strict=True) if unit.kind == PRODUCT]
+        for number in range(min(MOST_PROGRAMS, max(map(len, products), default=0))):
+            yield [
+                [each[min(number, len(each) - 1)]] if unit.kind == PRODUCT else each
+                for unit, each in zip(units, options, strict=True)
+            ]
+
+
+def _in_layout(unit: Unit, ways: Sequence[Way], layout: int) -> list[int]:
+    """The indices of a part's ways, fastest first; of a product those that read this one of its formats, if any do."""
+    order = sorted(range(len(ways)), key=lambda index: ways[index].ms)
+    if unit.kind != PRODUCT:
+        return order
+    wanted = formats(value_of(unit.inputs[0]).shape)[layout]
+    return [index for index in order if ways[index].reads[0] == wanted] or order
