@@ -160,6 +160,7 @@ PyObject* program_frames(PyObject* object, PyObject*) {
 
 PyMethodDef methods[] = {
     {"release", program_release, METH_NOARGS, "Free the arenas of calls that are over."},
+    {"times", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(program_times)), METH_FASTCALL, "Call it on its inputs, and return what each step took in nanoseconds."},
     {"frames", program_frames, METH_NOARGS, "How many arenas of calls that are over are kept."},
     {nullptr, nullptr, 0, nullptr},
 };

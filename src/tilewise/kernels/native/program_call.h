@@ -131,12 +131,15 @@ void run_python(const List& list, Frame& frame, const Code& code, PythonStep& st
   put_returned(list, frame, code.output, THPVariable_Unpack(found.get()));
 }
 
-// Run all steps. `at` is the step in progress.
-void run_steps(List& list, Frame& frame, size_t* at) {
-  using Clock = std::chrono::steady_clock;
+using Clock = std::chrono::steady_clock;
+
+// Run all steps. `at` is the step in progress. When the first began and each ended is added to `times`, if there are any.
+void run_steps(List& list, Frame& frame, size_t* at, std::vector<Clock::time_point>* times) {
   constexpr std::chrono::milliseconds patience(50); // before it is asked whether the user has interrupted
   Interpreter interpreter;
   Clock::time_point asked = Clock::now();
+  if (times)
+    times->push_back(asked);
   for (*at = 0; *at < list.code.size(); ++*at) {
     Code& code = list.code[*at];
     if (const LaunchStep* launch = std::get_if<LaunchStep>(&code.step)) {
@@ -151,7 +154,10 @@ void run_steps(List& list, Frame& frame, size_t* at) {
       interpreter.enter();
       run_python(list, frame, code, std::get<PythonStep>(code.step));
     }
-    if (const Clock::time_point now = Clock::now(); now - asked > patience) {
+    const Clock::time_point now = Clock::now();
+    if (times)
+      times->push_back(now);
+    if (now - asked > patience) {
       interpreter.enter();
       if (PyErr_CheckSignals())
         throw python_error();
@@ -197,7 +203,7 @@ bool fits(const List& list, PyObject* const* arguments, Py_ssize_t count) {
   return true;
 }
 
-PyObject* run_call(List& list, PyObject* const* arguments, Py_ssize_t count, size_t* at) {
+PyObject* run_call(List& list, PyObject* const* arguments, Py_ssize_t count, size_t* at, std::vector<Clock::time_point>* times) {
   HANDLE_TH_ERRORS
   if (!fits(list, arguments, count))
     Py_RETURN_NOTIMPLEMENTED;
@@ -209,7 +215,7 @@ PyObject* run_call(List& list, PyObject* const* arguments, Py_ssize_t count, siz
     frame.set(list.inputs[i], THPVariable_Unpack(arguments[i]));
   for (size_t index : list.fresh)
     frame.set(index, at::detail::empty_strided_cpu(list.values[index].shape, list.values[index].strides, list.values[index].dtype));
-  run_steps(list, frame, at);
+  run_steps(list, frame, at, times);
   return outputs_of(list, frame);
   END_HANDLE_TH_ERRORS
 }
@@ -227,15 +233,33 @@ void add_note(const std::string& note) {
   PyErr_Restore(type, value, trace);
 }
 
-PyObject* program_call(PyObject* object, PyObject* const* arguments, size_t flags, PyObject* names) {
-  List& list = *reinterpret_cast<NativeProgram*>(object)->list;
-  if (names && PyTuple_GET_SIZE(names))
-    return PyErr_Format(PyExc_TypeError, "a program takes its inputs without names");
+PyObject* noted_call(List& list, PyObject* const* arguments, Py_ssize_t count, std::vector<Clock::time_point>* times) {
   size_t at = list.code.size();
-  PyObject* found = run_call(list, arguments, PyVectorcall_NARGS(flags), &at);
+  PyObject* found = run_call(list, arguments, count, &at, times);
   if (!found && at < list.code.size())
     add_note(list.notes[at]);
   return found;
+}
+
+PyObject* program_call(PyObject* object, PyObject* const* arguments, size_t flags, PyObject* names) {
+  if (names && PyTuple_GET_SIZE(names))
+    return PyErr_Format(PyExc_TypeError, "a program takes its inputs without names");
+  return noted_call(*reinterpret_cast<NativeProgram*>(object)->list, arguments, PyVectorcall_NARGS(flags), nullptr);
+}
+
+// What each step takes in nanoseconds; NotImplemented where a call would return that.
+PyObject* program_times(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  std::vector<Clock::time_point> times;
+  THPObjectPtr found(noted_call(*reinterpret_cast<NativeProgram*>(object)->list, arguments, count, &times));
+  if (!found || found.get() == Py_NotImplemented)
+    return found.release();
+  THPObjectPtr taken(PyList_New(0));
+  for (size_t i = 1; taken && i < times.size(); i++) {
+    THPObjectPtr number(PyLong_FromLongLong(std::chrono::duration_cast<std::chrono::nanoseconds>(times[i] - times[i - 1]).count()));
+    if (!number || PyList_Append(taken.get(), number.get()))
+      return nullptr;
+  }
+  return taken.release();
 }
 
 } // namespace

@@ -58,6 +58,15 @@ class Native:
     in_python: dict[int, str]
     held: list[Any]
     constants: list[tuple[Tensor, tuple[int, int]]]
+    of_step: list[int]
+    """The step that each piece of code belongs to."""
+
+    def step_ms(self, code_ns: Sequence[float]) -> list[float]:
+        """Milliseconds of each step, from nanoseconds of each piece of code."""
+        taken = [0.0] * (max(self.of_step, default=-1) + 1)
+        for step, ns in zip(self.of_step, code_ns, strict=True):
+            taken[step] += ns / 1e6
+        return taken
 
     def has_stale_constants(self) -> bool:
         """Whether a constant has changed since, as far as torch counts it."""
@@ -145,7 +154,7 @@ def _made(program: Any, made: _List, in_python: dict[int, str] | None = None) ->
         tuple(value.told() for value in made.values), tuple(made.code), program.inputs, program.outputs,
         tuple(program.note(number) for number in made.of_step), total, program.kept_arenas, openmp_address(),
     )  # fmt: skip
-    return Native(call, total, in_python or {}, made.held, constants)
+    return Native(call, total, in_python or {}, made.held, constants, made.of_step)
 
 
 def _values(program: Any) -> list[_Value]:
