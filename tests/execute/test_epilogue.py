@@ -68,10 +68,31 @@ def test_rows_of_an_image_are_finished() -> None:
 
 
 def test_who_finishes() -> None:
-    assert execute.finishes(leaf(P, "onednn_fused"), P)
-    assert not execute.finishes(leaf(P, "aten"), P)
-    assert execute.finishes(parts(P, "micro_batch", (3, 2), "onednn_fused"), P)
-    assert execute.finishes(parts(P, "partition", (3, 2), "onednn_fused"), P)
+    p = replace(P, activation="none")
+    assert execute.finishes(leaf(p, "onednn_fused"), p)
+    assert not execute.finishes(leaf(p, "aten"), p)
+    assert not execute.finishes(leaf(P, "onednn_fused"), P)
+    assert execute.finishes(parts(p, "micro_batch", (3, 2), "onednn_fused"), p)
+    assert execute.finishes(parts(p, "partition", (3, 2), "onednn_fused"), p)
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu6", "hardsigmoid", "clamp:-1.0:1.0", "leaky_relu:0.0", "hardswish"])  # fmt: skip # noqa: E501
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("groups", [1, 16])
+def test_no_solver_cuts_off_nan(groups: int, layout: str, activation: str) -> None:
+    """A filter with NaN, as of a norm with broken statistics, shows in the result, whoever applies the activation."""
+    p = replace(toys.small(batch=1, channels=16, size=9), bias=True, activation=activation, groups=groups,
+                constant_weight=True, layouts=(layout,) * 3)  # fmt: skip
+    (a, b), bias, out = make_operands(p), make_bias(p), make_result(p)
+    b[3] = float("nan")
+    tried = set()
+    for solver in solvers.solving(p):
+        if not isinstance(solver, Split) and not solver.why_not(p) and list(solver.configs(p)):
+            execute.bind(leaf(p, solver.name), p, a, b, out)(a, b, bias, out)
+            assert out[:, 3].isnan().all(), solver.name
+            assert not out[:, 4:].isnan().any(), solver.name
+            tried.add(solver.name)
+    assert {"aten", "onednn_fused"} <= tried
 
 
 def test_a_residual_that_does_not_fit_is_refused() -> None:

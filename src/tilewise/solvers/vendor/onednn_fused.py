@@ -20,9 +20,6 @@ __all__ = ["OneDNNFused"]
 
 POINTWISE = {
     "none": ("none", ""),
-    "relu": ("relu", ""),
-    "relu6": ("hardtanh", ""),
-    "clamp": ("hardtanh", ""),
     "leaky_relu": ("leaky_relu", ""),
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
@@ -30,11 +27,12 @@ POINTWISE = {
     "tanh": ("tanh", ""),
     "sigmoid": ("sigmoid", ""),
     "hardswish": ("hardswish", ""),
-    "hardsigmoid": ("hardsigmoid", ""),
 }
-"""Activations by the names that the operator has for them: the operation, and its algorithm."""
-WITH_RESIDUAL = {"fp32": ("none", "relu"), "bf16": ("none",)}
-"""Those that torch's operator applies behind a residual, whatever the sizes."""
+"""Activations by the names that the operator has for them: the operation, and its algorithm.
+
+Those that cut numbers off are not among them (ReLU, ReLU6, hardsigmoid, clamp): of a NaN oneDNN makes one of the bounds,
+where torch keeps it.
+"""
 CHANNELS = 16
 """Channels of the largest blocks in which oneDNN keeps tensors."""
 FILTERS = ("blocked", "plain")
@@ -51,7 +49,7 @@ class OneDNNFused(ConvSolver):
     taken as it is.
     """
 
-    name, version = "onednn_fused", 1
+    name, version = "onednn_fused", 2
     passes = frozenset({Pass.FPROP})
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32", "bf16"})
@@ -77,9 +75,9 @@ class OneDNNFused(ConvSolver):
         return [Config(filter=name) for name in names]
 
     def does_activate(self, p: ConvProblem, c: Config) -> bool:
-        """As for every solver, but bounds of a clamp must be finite, and a residual goes with few activations."""
-        known = not p.residual or p.activation in WITH_RESIDUAL[p.dtype]
-        return known and super().does_activate(p, c) and all(map(math.isfinite, activation_parameters(p.activation)))
+        """As for every solver, but none goes with a residual, and a slope of 0 would cut off NaN."""
+        known = not p.residual or p.activation == "none"
+        return known and super().does_activate(p, c) and 0.0 not in activation_parameters(p.activation)
 
     def constant(self, p: ConvProblem, c: Config) -> int:
         """Bytes of the filter in oneDNN's layout, which fills up blocks of channels."""
@@ -125,7 +123,7 @@ def _in_blocks(p: ConvProblem, role: str) -> int:
 def _run(p: ConvProblem, *, is_blocked: bool) -> Run:
     """The run of the operator on the problem's tensors."""
     operation, algorithm = POINTWISE[activation_kind(p.activation)]
-    scalars = [0.0, 6.0] if p.activation == "relu6" else list(activation_parameters(p.activation))
+    scalars = list(activation_parameters(p.activation))
     unary = (None, [], None) if operation == "none" else (operation, scalars, algorithm)
     alone, with_other = torch.ops.mkldnn._convolution_pointwise.default, torch.ops.mkldnn._convolution_pointwise.binary
     options, groups, is_line = _options(p)[:3], p.groups, p.dims == 1
