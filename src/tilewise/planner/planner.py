@@ -228,23 +228,24 @@ class Planner:
         )
 
     def alternatives(self, problem: Problem, options: Options | None = None) -> list[Plan]:
-        """The fastest config of each solver that was measured on ``problem`` here before, fastest first.
+        """The fastest config of each solver, and of each of its tiles, that was measured on ``problem`` here before.
 
-        Nothing is measured, and results are not checked: :meth:`confirm` does that. What the options exclude, what was
-        lost and what exceeds the limit is left out.
+        They are in the order of their times. Nothing is measured, and results are not checked: :meth:`confirm` does
+        that. What the options exclude, what was lost and what exceeds the limit is left out.
         """
         options = options or Options()
         with self._lock:
             store = self.measurements.store(problem, options)
             known, foreign = store.of(problem), store.foreign_of(problem)
-        best: dict[str, Measurement] = {}
+        best: dict[tuple[str, object], Measurement] = {}
         for key, m in known.items():
             if m.reason or m.time_ms is None or m.solver in options.exclude or key in foreign:
                 continue
             if options.workspace is not None and (m.workspace or 0) > options.workspace:
                 continue
-            if m.solver not in best or m.time_ms < best[m.solver].time_ms:  # type: ignore[operator]
-                best[m.solver] = m
+            kind = m.solver, m.config.get("tile")
+            if kind not in best or m.time_ms < best[kind].time_ms:  # type: ignore[operator]
+                best[kind] = m
         plans = [leaf_plan(problem, m) for m in best.values() if not isinstance(solvers.get(m.solver), Split)]
         usable = [plan for plan in plans if not why_unfit(plan, problem, options)]
         return sorted(usable, key=lambda plan: plan.time_ms)

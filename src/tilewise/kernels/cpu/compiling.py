@@ -6,6 +6,7 @@ The makers of kernels are imported only where a kernel is compiled, because they
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from tilewise.kernels.building.objects import Code, address, undefined
 from tilewise.kernels.cpu.channels_last.told import word_of
 
 __all__ = [
-    "DirectKernel", "Kernel", "load", "load_custom", "load_direct", "load_fused_lowering", "load_indirect", "load_lrn",
-    "load_pooling", "load_recurrent", "load_thin", "load_winograd", "load_winograd_last",
+    "DirectKernel", "Kernel", "load", "load_custom", "load_depthwise_last", "load_direct", "load_fused_lowering",
+    "load_indirect", "load_lrn", "load_pixels", "load_pooling", "load_recurrent", "load_thin", "load_winograd",
+    "load_winograd_last",
 ]  # fmt: skip
 
 LOCK = threading.Lock()
@@ -166,15 +168,14 @@ def load_fused_lowering(lanes: int, vectors: int, rows: int, gradient: bool) -> 
 
 
 @functools.cache
-def _indirect(lanes: int) -> int:
-    """The address of the worker of indirect convolution."""
+def _worker_last(lanes: int, module: str, name: str) -> int:
+    """The address of a worker for channels that lie innermost, which the function ``name`` of a module makes."""
 
     def make() -> Made:
-        from tilewise.kernels.cpu.channels_last.indirect import indirect
+        made = importlib.import_module(f"tilewise.kernels.cpu.channels_last.{module}")
+        return getattr(made, name)(lanes), 0
 
-        return indirect(lanes), 0
-
-    return _compiled(_words("indirect", lanes), make)
+    return _compiled(_words(name, lanes), make)
 
 
 @functools.cache
@@ -198,19 +199,7 @@ def load_indirect(lanes: int, rows: int, vectors: tuple[int, int], activation: s
     """
     with LOCK:
         whole, last = (_tile(lanes, rows, count, activation) for count in vectors)
-        return _indirect(lanes), whole, last
-
-
-@functools.cache
-def _depthwise_last(lanes: int) -> int:
-    """The address of the worker of depthwise convolution with channels innermost."""
-
-    def make() -> Made:
-        from tilewise.kernels.cpu.channels_last.depthwise import depthwise_last
-
-        return depthwise_last(lanes), 0
-
-    return _compiled(_words("depthwise_last", lanes), make)
+        return _worker_last(lanes, "indirect", "indirect"), whole, last
 
 
 @functools.cache
@@ -237,19 +226,18 @@ def load_depthwise_last(
     """
     with LOCK:
         whole = _line_tile(lanes, rows, vectors[0], line, activation, False)
-        return _depthwise_last(lanes), whole, _line_tile(lanes, rows, vectors[1], line, activation, ragged)
+        return (
+            _worker_last(lanes, "depthwise", "depthwise_last"),
+            whole,
+            _line_tile(lanes, rows, vectors[1], line, activation, ragged),
+        )
 
 
-@functools.cache
-def _winograd_last(lanes: int) -> int:
-    """The address of the worker of Winograd convolution with channels innermost."""
-
-    def make() -> Made:
-        from tilewise.kernels.cpu.channels_last.winograd import winograd_last
-
-        return winograd_last(lanes), 0
-
-    return _compiled(_words("winograd_last", lanes), make)
+@compiled_elsewhere
+def load_pixels(lanes: int, name: str) -> int:
+    """The address of a worker over the pixels of images, ``means`` or ``scaled``."""
+    with LOCK:
+        return _worker_last(lanes, "pixels", name)
 
 
 @functools.cache
@@ -284,7 +272,13 @@ def load_winograd_last(
         to, back = (_transforms_last(lanes, m, r, activation if way else "none", way) for way in (False, True))
         height, width = zip(m, r, strict=True)
         products = (_tile(lanes, rows, count, "none") for count in vectors)
-        return _winograd_last(lanes), to, back, _sandwiches(lanes, "filter", height, width, False), *products
+        return (
+            _worker_last(lanes, "winograd", "winograd_last"),
+            to,
+            back,
+            _sandwiches(lanes, "filter", height, width, False),
+            *products,
+        )
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewise import execute
 from tilewise.nn.exported.values import ExportError, decoded, encoded, torch_dtype
 from tilewise.nn.regions.fused import LAYERS, Call
+from tilewise.nn.regions.pixels import KERNELS, Pixels
 from tilewise.nn.regions.program import Program
 from tilewise.nn.regions.slots import KINDS, Operator, Slot, Step, copied, places_in
 from tilewise.plan import Plan, PlanFormatError
@@ -86,6 +87,8 @@ class Writing:
                 "out": operator.out,
                 "result": operator.result,
             }
+        elif isinstance(step.run, Pixels):
+            told["pixels"] = {"name": step.run.name, "shape": list(step.run.shape), "image": step.run.image}
         elif isinstance(step.run, Call):
             told["layer"] = {"name": step.run.function, "arguments": encoded(list(step.run.arguments), where)}
         elif step.run is copied:
@@ -157,6 +160,8 @@ class Reading:
             return Step(name, inputs, output, plan=self._plan(told["plan"], slots, (*inputs, output), where))
         if "operator" in told:
             return Step(name, inputs, output, operator=_operator(told["operator"], where))
+        if "pixels" in told:
+            return Step(name, inputs, output, run=_pixels(told["pixels"], [slots[i] for i in (*inputs, output)], where))
         if "layer" in told:
             return Step(name, inputs, output, run=_layer(told["layer"], len(inputs), where), returns_new=True)
         if told.get("copy") is not True:
@@ -271,6 +276,21 @@ def _layer(data: Any, count: int, where: str) -> Call:
     call = Call(name, tuple(arguments))
     if not call.places() <= set(range(count)):
         raise ExportError(f"{where} has the tensors {sorted(call.places())}: 0 to {count - 1} would do")
+    return call
+
+
+def _pixels(data: Any, slots: list[Slot], where: str) -> Pixels:
+    """A call of a kernel over pixels, whose tensors lie in these slots."""
+    told = _object(data, where)
+    name, shape, image = told.get("name"), _numbers(told, "shape", where), _number(told, "image", where)
+    if name not in KERNELS or len(shape) != 4 or not all(shape) or image > 1:
+        raise ExportError(f"{where} has pixels={data!r:.80}: one of {', '.join(KERNELS)}, and the shape of images")
+    call = Pixels(name, shape, image)
+    wanted = [Slot(s, dense_strides(s, "channels_last"), torch.float32) for s in call.shapes]
+    if len(slots) != len(wanted) or not all(
+        (a.shape, a.dtype) == (b.shape, b.dtype) and _lies_as(a, b) for a, b in zip(slots, wanted, strict=True)
+    ):
+        raise ExportError(f"{where}: {', '.join(map(str, wanted))} would do")
     return call
 
 

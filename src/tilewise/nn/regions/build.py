@@ -13,6 +13,7 @@ from tilewise import execute
 from tilewise.nn.regions.constants import Constants, Wanted
 from tilewise.nn.regions.fused import Call
 from tilewise.nn.regions.layouts import Way
+from tilewise.nn.regions.pixels import Pixels
 from tilewise.nn.regions.products import Product
 from tilewise.nn.regions.program import Program
 from tilewise.nn.regions.slots import Operator, Place, Slot, Step, copied
@@ -71,8 +72,8 @@ class Builder:
                 for node, place in zip(unit.inputs, places, strict=True)
             ]
             output = self._new(Slot(tuple(unit.value.shape), way.gives, unit.value.dtype))
-            if isinstance(way.what, Call):
-                step = Step(unit.name, tuple(inputs), output, run=way.what, returns_new=True)
+            if isinstance(way.what, Call | Pixels):
+                step = Step(unit.name, tuple(inputs), output, run=way.what, returns_new=isinstance(way.what, Call))
             else:
                 step = Step(unit.name, tuple(inputs), output, operator=way.what)
             self._steps.append(step)

@@ -24,7 +24,7 @@ from tilewise.nn.layers.weights import Weights
 from tilewise.nn.record import arguments_of, state_kept, without_gradients
 from tilewise.nn.regions.check import ERROR_LIMIT, error_of, in_float64, timed
 from tilewise.nn.regions.forward import Ready, Regional, run_by_programs
-from tilewise.nn.regions.program import where_expected
+from tilewise.nn.regions.program import Program, where_expected
 from tilewise.nn.regions.region import plan_region
 from tilewise.nn.regions.rewrite import rewrite
 from tilewise.nn.regions.trace import Traced, Untraceable, trace
@@ -79,8 +79,8 @@ class RegionPlanner:
         self.model = model
         self._asked, self._plan_table, self._weights, self._filter = asked, plan_table, weights, filter_fn
         self._times = Times()
-        self._best: set[tuple[Problem, Plan]] = set()
-        """Plans that were checked."""
+        self._errors: dict[tuple[Problem, Plan], float | None] = {}
+        """The errors of plans that were checked; ``None`` for one that must not be used."""
         self.reports: list[RegionReport] = []
         self.taken: dict[str, str] = {}
         """Modules that run within a region, by name, and which region that is, as text."""
@@ -192,12 +192,19 @@ class RegionPlanner:
             own = traced.module(*tensors)
             if wanted is None:
                 wanted = tuple(t.double() if t.is_floating_point() else t for t in own)
-            planned = plan_region(traced, tensors, self._plans, self._refuse, self._times, self._weights)
+            torch_error = error_of(own, wanted)
+            given = where_expected(tensors)
+
+            def judge(program: Program) -> float:
+                found = program(*given)
+                results = found if isinstance(found, tuple) else (found,)
+                return error_of(results, wanted) / self._error_limit(torch_error, [t.dtype for t in results])
+
+            planned = plan_region(traced, tensors, self._plans, self._checked, judge, self._times, self._weights)
             ready = Ready(module, traced, planned, _code(traced), inputs)
-            found = planned.program(*where_expected(tensors))
+            found = planned.program(*given)
             results = found if isinstance(found, tuple) else (found,)
             error = error_of(results, wanted)
-            torch_error = error_of(own, wanted)
             pairs = timed(by_torch, functools.partial(ready, tensors))
         least, speedup, most = pairs.speedup
         torch_ms, planned_ms = pairs.medians
@@ -228,13 +235,18 @@ class RegionPlanner:
 
     def _why_lost(self, error: float, torch_error: float, dtypes: Sequence[torch.dtype]) -> str:
         """Why results that are ``error`` away from float64 are not good enough; empty where they are."""
+        limit = self._error_limit(torch_error, dtypes)
+        if error <= limit:
+            return ""
+        return f"is {error:.2g} away from float64 (relative L2; torch {torch_error:.2g}); {limit:.2g} would do"
+
+    def _error_limit(self, torch_error: float, dtypes: Sequence[torch.dtype]) -> float:
+        """How far results of these types may be from float64."""
         limit = self._asked.error_limit
         if limit is None:
             exact = all(dtype in (torch.float32, torch.float64) or not dtype.is_floating_point for dtype in dtypes)
             limit = max(ERROR_LIMIT if exact else 0.0, 2 * torch_error)
-        if error <= limit:
-            return ""
-        return f"is {error:.2g} away from float64 (relative L2; torch {torch_error:.2g}); {limit:.2g} would do"
+        return limit
 
     def _plans(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
         """Plans of problems, made where they are missing; those that no solver can compute are left out.
@@ -252,21 +264,20 @@ class RegionPlanner:
             plan = table.chosen(problem, deterministic)
             if plan is not None:
                 options = table.constraints(problem, deterministic)
-                others = [p for p in table.planner.alternatives(problem, options) if p.solver != plan.solver]
+                others = [p for p in table.planner.alternatives(problem, options) if _kind(p) != _kind(plan)]
                 most = NEAR * plan.time_ms + NEAR_MS
                 found[problem] = [plan, *[p for p in others if p.time_ms <= most][:MOST_OTHERS]]
-                self._best.add((problem, plan))
+                self._errors[problem, plan] = 0.0 if plan.error is None else plan.error.l2
         return found
 
-    def _refuse(self, problem: Problem, plan: Plan) -> bool:
-        """Whether a plan that is not the best by itself gives wrong results, or breaks a limit."""
-        if (problem, plan) in self._best:
-            return False
-        table, deterministic = self._plan_table, torch.are_deterministic_algorithms_enabled()
-        _, reason = table.planner.confirm(problem, plan, table.constraints(problem, deterministic))
-        if not reason:
-            self._best.add((problem, plan))
-        return bool(reason)
+    def _checked(self, problem: Problem, plan: Plan) -> float | None:
+        """The error of a plan, which is run and checked once; ``None`` where it breaks a limit."""
+        if (problem, plan) not in self._errors:
+            table, deterministic = self._plan_table, torch.are_deterministic_algorithms_enabled()
+            checked, reason = table.planner.confirm(problem, plan, table.constraints(problem, deterministic))
+            error = 0.0 if checked.error is None else checked.error.l2
+            self._errors[problem, plan] = None if reason else error
+        return self._errors[problem, plan]
 
     def _on_sight(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ready:
         """A program for a call that was not planned ahead. Raises :class:`Untraceable`."""
@@ -281,6 +292,11 @@ class RegionPlanner:
             traced = trace(module, args, kwargs, functools.partial(type(module).forward, module))
         rewrite(traced.graph)
         return traced, _code(traced)
+
+
+def _kind(plan: Plan) -> tuple[str, object]:
+    """What tells plans that differ in more than how they divide their work."""
+    return plan.solver, plan.config.get("tile")
 
 
 def _code(traced: Traced) -> str:

@@ -13,6 +13,7 @@ from tilewise.execute.recorded import Called, Launch, NotRecorded, Recorded, Sho
 from tilewise.kernels.cpu.threads import openmp_address
 from tilewise.kernels.native.programs import loading
 from tilewise.nn.regions.arena import Use, lives_of, packed
+from tilewise.nn.regions.pixels import Pixels
 from tilewise.nn.regions.slots import Place, Slot, Step, planned
 
 __all__ = ["Native", "native_program"]
@@ -131,6 +132,9 @@ def native_program(program: Any, *, checked: bool = True) -> Native:
         if step.operator is not None:
             _add_operator(made, number, step)
             continue
+        if isinstance(step.run, Pixels):
+            _add_pixels(made, number, step, step.run)
+            continue
         in_python.setdefault(number, "it is a function in Python")
         told = ("python", (step.call(), tuple(step.inputs)), step.output, step.gives_new)
         made.add(number, told, Use(step.inputs, step.output, step.may_alias))
@@ -189,6 +193,14 @@ def _add_operator(made: _List, number: int, step: Step) -> None:
         number, _operator_code(operator.overload, told, operator.result, step.output, step.gives_new),
         Use(step.inputs, step.output, step.may_alias),
     )  # fmt: skip
+
+
+def _add_pixels(made: _List, number: int, step: Step, call: Pixels) -> None:
+    """Append a launch of a kernel over pixels."""
+    worker, words, places = call.words()
+    values = (*step.inputs, step.output)
+    addresses = tuple((word, value, 0) for word, value in zip(places, values, strict=True))
+    made.add(number, ("launch", (worker, words.tobytes(), addresses, call.threads), -1, False), Use(values, -1))
 
 
 def _operator_code(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,8 +26,16 @@ __all__ = ["Line", "PlanAll", "Planning", "plan_region"]
 
 PlanAll = Callable[[Sequence[Problem]], Mapping[Problem, Sequence[Plan]]]
 """Gives plans of problems, the best first; those that no solver can compute are left out."""
-Refuse = Callable[[Problem, Plan], bool]
-"""Checks a plan that was chosen and is not the best by itself; says whether it must not be used."""
+CheckPlan = Callable[[Problem, Plan], float | None]
+"""The relative L2 error of a plan that was chosen, which is run and checked; ``None`` where it must not be used."""
+Judge = Callable[[Program], float]
+"""The error of a whole program, as a multiple of what is allowed."""
+
+
+MOST_ROUNDS = 4
+"""How often plans give way to more exact ones."""
+LEAST_STEP, MOST_STEP = 1.5, 4.0
+"""The factor by which the largest error of a plan is lowered each time: the excess of the whole, within these."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,18 @@ class Planning:
 
 
 def plan_region(
-    traced: Traced, tensors: Sequence[Tensor], plan_all: PlanAll, refuse: Refuse, times: Times, weights: Weights
+    traced: Traced,
+    tensors: Sequence[Tensor],
+    plan_all: PlanAll,
+    check: CheckPlan,
+    judge: Judge,
+    times: Times,
+    weights: Weights,
 ) -> Planning:
     """Plan what was traced for inputs that lie as ``tensors`` do. ``traced`` is rewritten in place.
 
-    Where a product has several plans, or several layouts, all are timed in their place in the whole region.
+    Where a product has several plans, or several layouts, all are timed in their place in the whole region. Where the
+    errors of all together are too large, those plans whose own are the largest give way to others, and so on.
 
     Raises :class:`Untraceable` where a part cannot be a step, or nothing is planned.
     """
@@ -73,10 +89,17 @@ def plan_region(
     region = _Region(traced, tensors, units)
     region.find_ways(times, plans)
     region.time_in_place(times, weights)
-    choice = region.choose(times)
-    while region.drop_refused(choice, refuse):
+    most, rounds = math.inf, 0
+    while True:
         choice = region.choose(times)
-    return region.planned(choice, weights, fused)
+        while region.drop_refused(choice, check, most):
+            choice = region.choose(times)
+        planned = region.planned(choice, weights, fused)
+        excess = judge(planned.program)
+        if excess <= 1.0 or rounds == MOST_ROUNDS:
+            return planned
+        most = region.largest_error(choice, check) / min(max(excess, LEAST_STEP), MOST_STEP)
+        rounds += 1
 
 
 class _Region:
@@ -116,15 +139,27 @@ class _Region:
 
         self._ways = timed_in_place(self._units, self._ways, tensors, built)
 
-    def drop_refused(self, choice: Choice, refuse: Refuse) -> bool:
-        """Take away the ways of a choice whose plans must not be used, and return whether there were any."""
+    def drop_refused(self, choice: Choice, check: CheckPlan, most: float) -> bool:
+        """Take away the ways of a choice whose plans must not be used, or have an error above ``most``.
+
+        The last way of a part stays. Returns whether there were any others.
+        """
         dropped = False
-        for part, index in enumerate(choice.ways[: len(self._units)]):
+        for part, index in enumerate(choice.ways):
             what = self._ways[part][index].what
-            if isinstance(what, Planned) and refuse(what.product.problem, what.plan):
+            if not isinstance(what, Planned) or len(self._ways[part]) == 1:
+                continue
+            error = check(what.product.problem, what.plan)
+            if error is None or error > most:
                 self._ways[part] = tuple(way for i, way in enumerate(self._ways[part]) if i != index)
                 dropped = True
         return dropped
+
+    def largest_error(self, choice: Choice, check: CheckPlan) -> float:
+        """The largest error of a plan of a choice."""
+        chosen = (ways[index].what for ways, index in zip(self._ways, choice.ways, strict=True))
+        errors = [check(w.product.problem, w.plan) for w in chosen if isinstance(w, Planned)]
+        return max((error for error in errors if error is not None), default=0.0)
 
     def choose(self, times: Times, allowed: Sequence[Sequence[int]] | None = None) -> Choice:
         """The ways with the least time together, of those that are ``allowed``, by index."""

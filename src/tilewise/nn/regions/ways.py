@@ -6,6 +6,7 @@ then. A view takes no time, but not every format of its source has one. Equal op
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -19,6 +20,7 @@ from torch import Tensor, fx
 from tilewise.machine.turns import pause
 from tilewise.nn.regions.fused import Call
 from tilewise.nn.regions.layouts import Way
+from tilewise.nn.regions.pixels import pixel_ways
 from tilewise.nn.regions.products import Product, products_of
 from tilewise.nn.regions.slots import Operator, Place
 from tilewise.nn.regions.trace import Untraceable
@@ -92,7 +94,7 @@ def ways_of(
     elif unit.kind == VIEW:
         found = list(_views(unit, known))
     else:
-        found = list(_operators(unit, known, times))
+        found = [*_by_pixels(unit, times), *_operators(unit, known, times)]
     if not found:
         raise Untraceable(f"{unit.overload or unit.name} cannot be run by itself")
     return tuple(found)
@@ -175,6 +177,15 @@ def _operators(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) 
             operator.run(*arguments)
 
         yield Way(combination, gives, times.of(key, run), operator)
+
+
+def _by_pixels(unit: Unit, times: Times) -> Iterator[Way]:
+    """The way of a part that a kernel of ours over pixels computes."""
+    for call, reads, gives in pixel_ways(unit):
+        tensors = [
+            example(shape, strides, torch.float32) for shape, strides in zip(call.shapes, (*reads, gives), strict=True)
+        ]
+        yield Way(reads, gives, times.of(call, functools.partial(call, *tensors)), call)
 
 
 def _combinations(unit: Unit, known: Mapping[fx.Node, set[Strides]]) -> list[tuple[Strides, ...]]:

@@ -30,8 +30,8 @@ POINTWISE = {
 }
 """Activations by the names that the operator has for them: the operation, and its algorithm.
 
-Those that cut numbers off are not among them (ReLU, ReLU6, hardsigmoid, clamp): of a NaN oneDNN makes one of the bounds,
-where torch keeps it.
+Those that cut numbers off are not among them (ReLU, ReLU6, hardsigmoid, clamp): oneDNN makes a bound of a NaN, which
+torch keeps.
 """
 CHANNELS = 16
 """Channels of the largest blocks in which oneDNN keeps tensors."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["INDIRECT", "NUMBERS", "WINOGRAD", "WINOGRAD_NUMBERS", "word_of"]
+__all__ = ["INDIRECT", "NUMBERS", "PIXELS", "WINOGRAD", "WINOGRAD_NUMBERS", "word_of"]
 
 
 def word_of(activation: str) -> str:
@@ -41,3 +41,6 @@ WINOGRAD, WINOGRAD_NUMBERS = _places(
 
 ``x`` and ``y`` have the byte strides of images, rows and columns.
 """
+
+PIXELS, _ = _places("channels", "count", "chunks", "parts", "image")
+"""Numbers of kernels over pixels: ``count`` pixels of ``channels`` in an image of ``image`` bytes."""
