@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tilewise import execute
 from tilewise.nn.exported.values import ExportError, decoded, encoded, torch_dtype
+from tilewise.nn.programs.pixels import KERNELS, Pixels
+from tilewise.nn.programs.program import Program
+from tilewise.nn.programs.slots import KINDS, Operator, Slot, Step, copied, places_in
 from tilewise.nn.regions.fused import LAYERS, Call
-from tilewise.nn.regions.pixels import KERNELS, Pixels
-from tilewise.nn.regions.program import Program
-from tilewise.nn.regions.slots import KINDS, Operator, Slot, Step, copied, places_in
 from tilewise.plan import Plan, PlanFormatError
 from tilewise.problems.base import Problem, dense_strides
 from tilewise.problems.kinds import from_key

@@ -19,10 +19,10 @@ from tilewise.nn.exported.document import Writing
 from tilewise.nn.exported.values import ExportError, encoded
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.optimize import plan_table_of
+from tilewise.nn.programs.slots import Place
 from tilewise.nn.record import arguments_of
 from tilewise.nn.regions.choose import RegionPlanner, why_no_regions
 from tilewise.nn.regions.forward import Ready
-from tilewise.nn.regions.slots import Place
 from tilewise.nn.regions.trace import Untraceable
 from tilewise.nn.report import RegionReport
 from tilewise.planner import Planner, Progress

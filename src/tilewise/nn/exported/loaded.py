@@ -16,8 +16,8 @@ from tilewise.machine.device import environment
 from tilewise.nn.exported import files
 from tilewise.nn.exported.document import Reading
 from tilewise.nn.exported.values import ExportError, decoded
-from tilewise.nn.regions.program import ALIGNMENT, Program
-from tilewise.nn.regions.slots import Place, Slot
+from tilewise.nn.programs.program import ALIGNMENT, Program
+from tilewise.nn.programs.slots import Place, Slot
 from tilewise.version import VERSION
 
 __all__ = ["Exported", "load_exported"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx.immutable_collections import immutable_list
 
-from tilewise.nn.regions.slots import Place
+from tilewise.nn.programs.slots import Place
 
 __all__ = ["ExportError", "decoded", "encoded", "torch_dtype"]
 

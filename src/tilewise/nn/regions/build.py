@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from tilewise import execute
+from tilewise.nn.programs.pixels import Pixels
+from tilewise.nn.programs.program import Program
+from tilewise.nn.programs.slots import Operator, Place, Slot, Step, copied
 from tilewise.nn.regions.constants import Constants, Wanted
 from tilewise.nn.regions.fused import Call
 from tilewise.nn.regions.layouts import Way
-from tilewise.nn.regions.pixels import Pixels
 from tilewise.nn.regions.products import Product
-from tilewise.nn.regions.program import Program
-from tilewise.nn.regions.slots import Operator, Place, Slot, Step, copied
 from tilewise.nn.regions.units import Strides, Unit, normal, value_of
 from tilewise.nn.regions.ways import Planned, View
 from tilewise.problems.base import dense_strides, layout_of

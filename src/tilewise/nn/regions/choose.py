@@ -21,10 +21,10 @@ from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.plan_table import PlanTable, planning
 from tilewise.nn.layers.swaps import copies_itself, swap_back, swapped
 from tilewise.nn.layers.weights import Weights
+from tilewise.nn.programs.program import Program, where_expected
 from tilewise.nn.record import arguments_of, state_kept, without_gradients
 from tilewise.nn.regions.check import ERROR_LIMIT, error_of, in_float64, timed
 from tilewise.nn.regions.forward import Ready, Regional, run_by_programs
-from tilewise.nn.regions.program import Program, where_expected
 from tilewise.nn.regions.region import plan_region
 from tilewise.nn.regions.rewrite import rewrite
 from tilewise.nn.regions.trace import Traced, Untraceable, trace

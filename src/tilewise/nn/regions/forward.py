@@ -24,7 +24,7 @@ from tilewise.nn.graphs.modes import modes, watched
 from tilewise.nn.graphs.standing import Standing
 from tilewise.nn.layers.call import is_plain
 from tilewise.nn.layers.swaps import swap, swapped
-from tilewise.nn.regions.program import where_expected
+from tilewise.nn.programs.program import where_expected
 from tilewise.nn.regions.region import Planning
 from tilewise.nn.regions.trace import Traced, Untraceable, obstacle
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilewise.nn.regions.slots import filled, places_in
+from tilewise.nn.programs.slots import filled, places_in
 from tilewise.problems.activations import activated
 
 __all__ = [

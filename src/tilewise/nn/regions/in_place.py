@@ -13,8 +13,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from tilewise.machine.turns import pause
+from tilewise.nn.programs.program import Program
 from tilewise.nn.regions.layouts import Way
-from tilewise.nn.regions.program import Program
 from tilewise.nn.regions.units import PRODUCT, Unit, formats, value_of
 
 __all__ = ["Built", "timed_in_place"]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from tilewise.nn.programs.slots import Place
 from tilewise.nn.regions import fused
 from tilewise.nn.regions.rewrite import constants_of
-from tilewise.nn.regions.slots import Place
 from tilewise.nn.regions.trace import Untraceable, is_view, layer_of
 from tilewise.problems.base import dense_strides, layout_of
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, fx
 
 from tilewise.machine.turns import pause
+from tilewise.nn.programs.slots import Operator, Place
 from tilewise.nn.regions.fused import Call
+from tilewise.nn.regions.gates import pixel_ways
 from tilewise.nn.regions.layouts import Way
-from tilewise.nn.regions.pixels import pixel_ways
 from tilewise.nn.regions.products import Product, products_of
-from tilewise.nn.regions.slots import Operator, Place
 from tilewise.nn.regions.trace import Untraceable
 from tilewise.nn.regions.units import PRODUCT, VIEW, Strides, Unit, formats, normal, value_of
 from tilewise.plan import Plan

@@ -12,9 +12,9 @@ from torch import Tensor
 from tilewise.execute.recorded import Called, Launch, NotRecorded, Recorded, Shown, recorded
 from tilewise.kernels.cpu.threads import openmp_address
 from tilewise.kernels.native.programs import loading
-from tilewise.nn.regions.arena import Use, lives_of, packed
-from tilewise.nn.regions.pixels import Pixels
-from tilewise.nn.regions.slots import Place, Slot, Step, planned
+from tilewise.nn.programs.arena import Use, lives_of, packed
+from tilewise.nn.programs.pixels import Pixels
+from tilewise.nn.programs.slots import Place, Slot, Step, planned
 
 __all__ = ["Native", "native_program"]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +12,9 @@ from torch import Tensor
 
 from tilewise.kernels.cpu.channels_last.told import PIXELS as OF
 from tilewise.kernels.cpu.threads import has_openmp, share_out
-from tilewise.nn.regions.slots import Place
-from tilewise.nn.regions.units import Strides, Unit, formats, value_of
-from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.cpu_run import ADDRESSES, kernel_data, numba_reasons, vector_lanes
 
-__all__ = ["KERNELS", "Pixels", "pixel_ways"]
+__all__ = ["KERNELS", "MOST_PIXELS", "Pixels"]
 
 KERNELS = ("means", "scaled")
 CHUNK = 4
@@ -28,8 +23,6 @@ MOST_PIXELS = 1 << 14
 """Pixels whose mean is taken at the most: longer sums would be less exact than torch's."""
 SHARE = 1 << 13
 """Numbers for which a thread is worth its start."""
-MEANS = (torch.ops.aten.mean.dim,)
-PRODUCTS = (torch.ops.aten.mul.Tensor,)
 
 
 @dataclass(frozen=True)
@@ -99,36 +92,3 @@ def _words(call: Pixels, threads: int) -> tuple[int, np.ndarray, list[int]]:
     x, w, y = (ADDRESSES + 1 + index for index in range(3))
     operands = [x] if call.name == "means" else [w, x] if call.image else [x, w]
     return worker, data, [*operands, y]
-
-
-def pixel_ways(unit: Unit) -> Iterator[tuple[Pixels, tuple[Strides, ...], Strides]]:
-    """The call of ours that computes a part, if there is one, with the formats that it reads and the one it gives."""
-    values = [value_of(node) for node in unit.inputs]
-    if any(t.dtype is not torch.float32 or t.dim() != 4 or not t.numel() or t.device.type != "cpu" for t in values):
-        return
-    found = _call(unit, values)
-    if found is None:
-        return
-    try:
-        found.words()
-    except SolverUnavailable:  # no Numba, or none of its kernels: torch computes it
-        return
-    *reads, gives = (formats(shape)[-1] for shape in found.shapes)
-    yield found, tuple(reads), gives
-
-
-def _call(unit: Unit, values: list[Tensor]) -> Pixels | None:
-    """The call that computes a part."""
-    result = tuple(unit.value.shape)
-    if unit.overload in MEANS and unit.value.dim() == 4:
-        shape, options = tuple(values[0].shape), dict(unit.keywords or {})
-        arguments: list[Any] = list(unit.arguments)
-        axes = sorted(axis % 4 for axis in arguments[1]) if len(arguments) > 1 and arguments[1] else []
-        if axes == [2, 3] and result == (*shape[:2], 1, 1) and not any(options.values()):
-            return Pixels("means", shape) if shape[2] * shape[3] <= MOST_PIXELS else None  # type: ignore[arg-type]
-    elif unit.overload in PRODUCTS and unit.arguments == (Place(0), Place(1)):
-        for image in (0, 1):
-            shape, gate = tuple(values[image].shape), tuple(values[1 - image].shape)
-            if shape == result and gate == (*shape[:2], 1, 1) and shape != gate:
-                return Pixels("scaled", shape, image)  # type: ignore[arg-type]
-    return None

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilewise.nn.regions.slots import Operator, Place, Slot, Step
+from tilewise.nn.programs.slots import Operator, Place, Slot, Step
 
 aten = torch.ops.aten
 LAYOUTS = (torch.contiguous_format, torch.channels_last)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.nn.regions.programs import aten, doubled, inputs_of, programs, separately
+from tests.nn.programs.programs import aten, doubled, inputs_of, programs, separately
 from torch import Tensor
 
 from tilewise.execute import bind
 from tilewise.kernels.native.programs import loading, why_never
-from tilewise.nn.regions.program import KEPT_ARENAS, Program
-from tilewise.nn.regions.slots import Operator, Place, Slot, Step
+from tilewise.nn.programs.program import KEPT_ARENAS, Program
+from tilewise.nn.programs.slots import Operator, Place, Slot, Step
 from tilewise.plan import Plan
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tilewise.kernels.native.programs import loading, why_never
 from tilewise.machine.workspaces import aligned
-from tilewise.nn.regions.arena import Use, lives_of, most_at_once, packed
-from tilewise.nn.regions.checks import check_program
-from tilewise.nn.regions.native import Native, native_program
-from tilewise.nn.regions.slots import Slot, Step, described, root
+from tilewise.nn.programs.arena import Use, lives_of, most_at_once, packed
+from tilewise.nn.programs.checks import check_program
+from tilewise.nn.programs.native import Native, native_program
+from tilewise.nn.programs.slots import Slot, Step, described, root
 
 __all__ = ["ALIGNMENT", "KEPT_ARENAS", "Program", "where_expected"]
 
@@ -33,12 +33,12 @@ UNASKED = "use_native() has not been called"
 class Program:
     """Steps over slots, called as ``program(*inputs)`` for inference.
 
-    ``slots`` and ``steps`` are as :class:`~tilewise.nn.regions.slots.Slot` and
-    :class:`~tilewise.nn.regions.slots.Step` say; ``inputs`` and ``outputs`` are indices of slots, in the order of the
+    ``slots`` and ``steps`` are as :class:`~tilewise.nn.programs.slots.Slot` and
+    :class:`~tilewise.nn.programs.slots.Step` say; ``inputs`` and ``outputs`` are indices of slots, in the order of the
     call's arguments and results. A call returns the tensor of the one output, or a tuple of several. Gradients are
     not recorded.
 
-    Intermediate tensors lie in one arena of :attr:`arena_bytes`, see :mod:`tilewise.nn.regions.arena`. Each call in
+    Intermediate tensors lie in one arena of :attr:`arena_bytes`, see :mod:`tilewise.nn.programs.arena`. Each call in
     flight has an arena of its own, so several threads may call one program; up to :data:`KEPT_ARENAS` are kept between
     calls. Outputs are new memory, except where an output is an input, a constant, or a view of one.
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.nn.regions.programs import aten, doubled, inputs_of, programs, same, separately
+from tests.nn.programs.programs import aten, doubled, inputs_of, programs, same, separately
 from torch import Tensor
 
-from tilewise.nn.regions.arena import ALIGNMENT, Life, most_at_once, packed
-from tilewise.nn.regions.program import KEPT_ARENAS, Program
-from tilewise.nn.regions.slots import Operator, Place, Slot, Step
+from tilewise.nn.programs.arena import ALIGNMENT, Life, most_at_once, packed
+from tilewise.nn.programs.program import KEPT_ARENAS, Program
+from tilewise.nn.programs.slots import Operator, Place, Slot, Step
 
 FOUR = ((4,), (1,), torch.float32)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewise.nn.regions.slots import KINDS, Slot, Step, root
+from tilewise.nn.programs.slots import KINDS, Slot, Step, root
 
 __all__ = ["check_program"]
 

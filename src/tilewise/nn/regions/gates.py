@@ -1,0 +1,52 @@
+"""Which parts of a region our kernels over pixels compute: means over pixels, and gates of channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.nn.programs.pixels import MOST_PIXELS, Pixels
+from tilewise.nn.programs.slots import Place
+from tilewise.nn.regions.units import Strides, Unit, formats, value_of
+from tilewise.solvers.base import SolverUnavailable
+
+__all__ = ["pixel_ways"]
+
+MEANS = (torch.ops.aten.mean.dim,)
+PRODUCTS = (torch.ops.aten.mul.Tensor,)
+
+
+def pixel_ways(unit: Unit) -> Iterator[tuple[Pixels, tuple[Strides, ...], Strides]]:
+    """The call of ours that computes a part, if there is one, with the formats that it reads and the one it gives."""
+    values = [value_of(node) for node in unit.inputs]
+    if any(t.dtype is not torch.float32 or t.dim() != 4 or not t.numel() or t.device.type != "cpu" for t in values):
+        return
+    found = _call(unit, values)
+    if found is None:
+        return
+    try:
+        found.words()
+    except SolverUnavailable:  # no Numba, or none of its kernels: torch computes it
+        return
+    *reads, gives = (formats(shape)[-1] for shape in found.shapes)
+    yield found, tuple(reads), gives
+
+
+def _call(unit: Unit, values: list[Tensor]) -> Pixels | None:
+    """The call that computes a part."""
+    result = tuple(unit.value.shape)
+    if unit.overload in MEANS and unit.value.dim() == 4:
+        shape, options = tuple(values[0].shape), dict(unit.keywords or {})
+        arguments: list[Any] = list(unit.arguments)
+        axes = sorted(axis % 4 for axis in arguments[1]) if len(arguments) > 1 and arguments[1] else []
+        if axes == [2, 3] and result == (*shape[:2], 1, 1) and not any(options.values()):
+            return Pixels("means", shape) if shape[2] * shape[3] <= MOST_PIXELS else None  # type: ignore[arg-type]
+    elif unit.overload in PRODUCTS and unit.arguments == (Place(0), Place(1)):
+        for image in (0, 1):
+            shape, gate = tuple(values[image].shape), tuple(values[1 - image].shape)
+            if shape == result and gate == (*shape[:2], 1, 1) and shape != gate:
+                return Pixels("scaled", shape, image)  # type: ignore[arg-type]
+    return None

@@ -1,0 +1,143 @@
+"""Plans that are timed where they run, and plans that give way to more exact ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import toys
+from tests.nn.regions.kept import images, net
+
+from tilewise.nn.layers.weights import Weights
+from tilewise.nn.regions import region
+from tilewise.nn.regions.layouts import Way
+from tilewise.nn.regions.region import Planning, plan_region
+from tilewise.nn.regions.trace import trace
+from tilewise.nn.regions.ways import Planned, Times
+from tilewise.plan import Error, Measurement, Plan
+from tilewise.planner import Planner
+from tilewise.planner.search.leaves import leaf_plan
+from tilewise.problems.base import Problem
+from tilewise.solvers import get
+from tilewise.wisdom import Wisdom
+
+pytest.importorskip("numba")
+
+
+def plan_by(problem: Problem, name: str, ms: float, error: float) -> Plan:
+    solver = get(name)
+    config = next(iter(solver.configs(problem)))
+    return leaf_plan(problem, Measurement(name, solver.version, config, ms, 0, Error(error, error)))
+
+
+class Plans:
+    """Two plans of every convolution in channels_last, of which the first is said to be faster and less exact."""
+
+    def __init__(self) -> None:
+        self.checked: list[str] = []
+
+    def all(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
+        return {
+            p: [plan_by(p, "onednn_fused", 0.001, 1e-3), plan_by(p, "indirect", 0.002, 1e-7)]
+            for p in problems
+            if p.kind == "conv" and not get("indirect").unsupported(p)
+        }
+
+    def check(self, problem: Problem, plan: Plan) -> float | None:
+        self.checked.append(plan.solver)
+        assert plan.error is not None
+        return plan.error.l2
+
+
+def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch, check: Any = None) -> Planning:
+    """The network as a region. Steps take what is written in their plans."""
+    model, x = net(), images()
+
+    def as_told(units: Any, ways: Sequence[tuple[Way, ...]], tensors: Any, built: Any) -> list[tuple[Way, ...]]:
+        return list(ways)
+
+    monkeypatch.setattr("tilewise.nn.regions.region.timed_in_place", as_told)
+    traced = trace(model, (x,), {})
+    return plan_region(traced, [x], plans.all, check or plans.check, judge, Times(), Weights.FROZEN)
+
+
+def solvers_of(planning: Planning) -> set[str]:
+    return {line.plan.solver for line in planning.lines if line.plan is not None and line.plan.solver != "aten"}
+
+
+def test_the_fastest_stays_where_the_whole_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "onednn_fused" in solvers_of(planned(Plans(), lambda program: 1.0, monkeypatch))
+
+
+def test_the_least_exact_gives_way_where_the_whole_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, judged = Plans(), []
+
+    def judge(program: Any) -> float:
+        judged.append(program)
+        return 10.0 if len(judged) == 1 else 0.5
+
+    assert solvers_of(planned(plans, judge, monkeypatch)) == {"indirect"}
+    assert len(judged) == 2
+
+
+def test_it_ends_where_nothing_is_exact_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+
+    def judge(program: Any) -> float:
+        judged.append(program)
+        return math.inf
+
+    assert planned(Plans(), judge, monkeypatch).program(images()).isfinite().all()
+    assert 1 < len(judged) <= 5
+
+
+def test_a_plan_that_must_not_be_used_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(problem: Problem, plan: Plan) -> float | None:
+        return None if plan.solver == "onednn_fused" else 0.0
+
+    assert solvers_of(planned(Plans(), lambda program: 0.0, monkeypatch, check)) == {"indirect"}
+
+
+def test_ways_get_the_times_of_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan of a layer is timed within the whole program, in both layouts; none keeps what planning said."""
+    model, x = net(), images()
+    traced = trace(model, (x,), {})
+    seen: list[tuple[Way, ...]] = []
+
+    plans, original = Plans(), region.timed_in_place
+
+    def spied(units: Any, ways: Any, tensors: Any, built: Any) -> Any:
+        found = original(units, ways, tensors, built)
+        seen.extend(found)
+        return found
+
+    monkeypatch.setattr(region, "timed_in_place", spied)
+    plan_region(traced, [x], plans.all, plans.check, lambda program: 0.0, Times(), Weights.FROZEN)
+    timed = [way for ways in seen for way in ways if isinstance(way.what, Planned)]
+    assert len(timed) >= 4
+    assert all(way.ms not in (0.001, 0.002) and 0 < way.ms < 1e3 for way in timed)
+
+
+def test_steps_are_timed_from_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    planning = planned(Plans(), lambda program: 0.0, monkeypatch)
+    program, x = planning.program, images()
+    program.native = None
+    taken = program.step_ms([x], 2)
+    assert len(taken) == len(program.steps)
+    assert all(0 < ms < 1e3 for ms in taken)
+
+
+def test_alternatives_of_a_planner_are_what_it_measured(tmp_path: Path) -> None:
+    planner, problem = Planner(Wisdom(tmp_path / "wisdom")), toys.small(batch=1, channels=8, size=9)
+    assert planner.alternatives(problem) == []
+    planner.explain(problem)
+    found = planner.alternatives(problem)
+    assert len(found) >= 2
+    assert [p.time_ms for p in found] == sorted(p.time_ms for p in found)
+    kinds = [(p.solver, p.config.get("tile")) for p in found]
+    assert len(set(kinds)) == len(kinds)
+    assert torch.isfinite(torch.tensor([p.time_ms for p in found], dtype=torch.float64, device="cpu")).all()
