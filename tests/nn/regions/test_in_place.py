@@ -37,8 +37,10 @@ def plan_by(problem: Problem, name: str, ms: float, error: float) -> Plan:
 class Plans:
     """Two plans of every convolution in channels_last, of which the first is said to be faster and less exact."""
 
-    def __init__(self) -> None:
+    def __init__(self, *refused: str, has_exact: bool = False) -> None:
         self.checked: list[str] = []
+        self.asked: list[float] = []
+        self.refused, self.has_exact = refused, has_exact
 
     def all(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
         return {
@@ -47,13 +49,17 @@ class Plans:
             if p.kind == "conv" and not get("indirect").unsupported(p)
         }
 
-    def check(self, problem: Problem, plan: Plan) -> float | None:
+    def error(self, problem: Problem, plan: Plan) -> float | None:
         self.checked.append(plan.solver)
         assert plan.error is not None
-        return plan.error.l2
+        return None if plan.solver in self.refused else plan.error.l2
+
+    def more_exact(self, problem: Problem, most: float) -> Plan | None:
+        self.asked.append(most)
+        return plan_by(problem, "fused_lowering", 0.0005, 1e-9) if self.has_exact else None
 
 
-def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch, check: Any = None) -> Planning:
+def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch) -> Planning:
     """The network as a region. Steps take what is written in their plans."""
     model, x = net(), images()
 
@@ -62,7 +68,7 @@ def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch, check: An
 
     monkeypatch.setattr("tilewise.nn.regions.region.timed_in_place", as_told)
     traced = trace(model, (x,), {})
-    return plan_region(traced, [x], plans.all, check or plans.check, judge, Times(), Weights.FROZEN)
+    return plan_region(traced, [x], plans, judge, Times(), Weights.FROZEN)
 
 
 def solvers_of(planning: Planning) -> set[str]:
@@ -84,6 +90,18 @@ def test_the_least_exact_gives_way_where_the_whole_is_not(monkeypatch: pytest.Mo
     assert len(judged) == 2
 
 
+def test_more_exact_plans_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the problems whose plans give way, below the largest error by as much as the whole exceeds its limit."""
+    plans, judged = Plans(has_exact=True), []
+
+    def judge(program: Any) -> float:
+        judged.append(program)
+        return 2.5 if len(judged) == 1 else 0.5
+
+    assert solvers_of(planned(plans, judge, monkeypatch)) == {"fused_lowering"}
+    assert set(plans.asked) == {1e-3 / 2.5}
+
+
 def test_it_ends_where_nothing_is_exact_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = []
 
@@ -96,10 +114,7 @@ def test_it_ends_where_nothing_is_exact_enough(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_plan_that_must_not_be_used_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(problem: Problem, plan: Plan) -> float | None:
-        return None if plan.solver == "onednn_fused" else 0.0
-
-    assert solvers_of(planned(Plans(), lambda program: 0.0, monkeypatch, check)) == {"indirect"}
+    assert solvers_of(planned(Plans("onednn_fused"), lambda program: 0.0, monkeypatch)) == {"indirect"}
 
 
 def test_ways_get_the_times_of_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +131,7 @@ def test_ways_get_the_times_of_their_places(monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     monkeypatch.setattr(region, "timed_in_place", spied)
-    plan_region(traced, [x], plans.all, plans.check, lambda program: 0.0, Times(), Weights.FROZEN)
+    plan_region(traced, [x], plans, lambda program: 0.0, Times(), Weights.FROZEN)
     timed = [way for ways in seen for way in ways if isinstance(way.what, Planned)]
     assert len(timed) >= 4
     assert all(way.ms not in (0.001, 0.002) and 0 < way.ms < 1e3 for way in timed)

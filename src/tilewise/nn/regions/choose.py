@@ -25,15 +25,13 @@ from tilewise.nn.programs.program import Program, where_expected
 from tilewise.nn.record import arguments_of, state_kept, without_gradients
 from tilewise.nn.regions.check import ERROR_LIMIT, error_of, in_float64, timed
 from tilewise.nn.regions.forward import Ready, Regional, run_by_programs
+from tilewise.nn.regions.plans import RegionPlans
 from tilewise.nn.regions.region import plan_region
 from tilewise.nn.regions.rewrite import rewrite
 from tilewise.nn.regions.trace import Traced, Untraceable, trace
 from tilewise.nn.regions.ways import Times
 from tilewise.nn.report import RegionLine, RegionReport
 from tilewise.nn.step.compare import why_not_compared
-from tilewise.plan import Plan
-from tilewise.planner import NoPlanError
-from tilewise.problems.base import Problem
 from tilewise.settings import Settings
 
 __all__ = ["RegionPlanner", "why_no_regions"]
@@ -41,8 +39,6 @@ __all__ = ["RegionPlanner", "why_no_regions"]
 Filter = Callable[[str, nn.Module], bool]
 MOST_CALLS = 4
 """Kinds of calls of one module that are planned ahead."""
-NEAR, NEAR_MS, MOST_OTHERS = 1.5, 0.2, 3
-"""Plans of so many other solvers are tried in their place, of those within so many times the best's time, and more."""
 LEAST_SPEEDUP = 1.0
 """A region is kept where the lower end of its speedup's 95 % interval is above this."""
 
@@ -77,10 +73,9 @@ class RegionPlanner:
         filter_fn: Filter | None,
     ) -> None:
         self.model = model
-        self._asked, self._plan_table, self._weights, self._filter = asked, plan_table, weights, filter_fn
+        self._asked, self._weights, self._filter = asked, weights, filter_fn
         self._times = Times()
-        self._errors: dict[tuple[Problem, Plan], float | None] = {}
-        """The errors of plans that were checked; ``None`` for one that must not be used."""
+        self._plans = RegionPlans(plan_table)
         self.reports: list[RegionReport] = []
         self.taken: dict[str, str] = {}
         """Modules that run within a region, by name, and which region that is, as text."""
@@ -200,7 +195,7 @@ class RegionPlanner:
                 results = found if isinstance(found, tuple) else (found,)
                 return error_of(results, wanted) / self._error_limit(torch_error, [t.dtype for t in results])
 
-            planned = plan_region(traced, tensors, self._plans, self._checked, judge, self._times, self._weights)
+            planned = plan_region(traced, tensors, self._plans, judge, self._times, self._weights)
             ready = Ready(module, traced, planned, _code(traced), inputs)
             found = planned.program(*given)
             results = found if isinstance(found, tuple) else (found,)
@@ -248,37 +243,6 @@ class RegionPlanner:
             limit = max(ERROR_LIMIT if exact else 0.0, 2 * torch_error)
         return limit
 
-    def _plans(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
-        """Plans of problems, made where they are missing; those that no solver can compute are left out.
-
-        Behind each follow those of other solvers that may be as fast in their place.
-        """
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        table = self._plan_table
-        try:
-            table.plan(problems, deterministic)
-        except NoPlanError as error:
-            raise Untraceable(f"a layer has no plan within the limits: {str(error).splitlines()[0]}") from error
-        found: dict[Problem, Sequence[Plan]] = {}
-        for problem in problems:
-            plan = table.chosen(problem, deterministic)
-            if plan is not None:
-                options = table.constraints(problem, deterministic)
-                others = [p for p in table.planner.alternatives(problem, options) if _kind(p) != _kind(plan)]
-                most = NEAR * plan.time_ms + NEAR_MS
-                found[problem] = [plan, *[p for p in others if p.time_ms <= most][:MOST_OTHERS]]
-                self._errors[problem, plan] = 0.0 if plan.error is None else plan.error.l2
-        return found
-
-    def _checked(self, problem: Problem, plan: Plan) -> float | None:
-        """The error of a plan, which is run and checked once; ``None`` where it breaks a limit."""
-        if (problem, plan) not in self._errors:
-            table, deterministic = self._plan_table, torch.are_deterministic_algorithms_enabled()
-            checked, reason = table.planner.confirm(problem, plan, table.constraints(problem, deterministic))
-            error = 0.0 if checked.error is None else checked.error.l2
-            self._errors[problem, plan] = None if reason else error
-        return self._errors[problem, plan]
-
     def _on_sight(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ready:
         """A program for a call that was not planned ahead. Raises :class:`Untraceable`."""
         ready, report = self._planned(name, module, args, kwargs)
@@ -292,11 +256,6 @@ class RegionPlanner:
             traced = trace(module, args, kwargs, functools.partial(type(module).forward, module))
         rewrite(traced.graph)
         return traced, _code(traced)
-
-
-def _kind(plan: Plan) -> tuple[str, object]:
-    """What tells plans that differ in more than how they divide their work."""
-    return plan.solver, plan.config.get("tile")
 
 
 def _code(traced: Traced) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import Tensor, fx
 
@@ -22,12 +23,25 @@ from tilewise.nn.regions.ways import Planned, Times, ways_of
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem, layout_of
 
-__all__ = ["Line", "PlanAll", "Planning", "plan_region"]
+__all__ = ["Line", "Planning", "Plans", "plan_region"]
 
-PlanAll = Callable[[Sequence[Problem]], Mapping[Problem, Sequence[Plan]]]
-"""Gives plans of problems, the best first; those that no solver can compute are left out."""
-CheckPlan = Callable[[Problem, Plan], float | None]
-"""The relative L2 error of a plan that was chosen, which is run and checked; ``None`` where it must not be used."""
+
+class Plans(Protocol):
+    """What a region asks of planning."""
+
+    def all(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
+        """Plans of problems, the best first; those that no solver can compute are left out."""
+        ...
+
+    def error(self, problem: Problem, plan: Plan) -> float | None:
+        """The relative L2 error of a plan, which is checked; ``None`` where it must not be used."""
+        ...
+
+    def more_exact(self, problem: Problem, most: float) -> Plan | None:
+        """The fastest plan whose error is at most ``most``; ``None`` where there is none."""
+        ...
+
+
 Judge = Callable[[Program], float]
 """The error of a whole program, as a multiple of what is allowed."""
 
@@ -67,8 +81,7 @@ class Planning:
 def plan_region(
     traced: Traced,
     tensors: Sequence[Tensor],
-    plan_all: PlanAll,
-    check: CheckPlan,
+    source: Plans,
     judge: Judge,
     times: Times,
     weights: Weights,
@@ -76,7 +89,7 @@ def plan_region(
     """Plan what was traced for inputs that lie as ``tensors`` do. ``traced`` is rewritten in place.
 
     Where a product has several plans, or several layouts, all are timed in their place in the whole region. Where the
-    errors of all together are too large, those plans whose own are the largest give way to others, and so on.
+    errors of all together are too large, those plans whose own are the largest give way to more exact ones, and so on.
 
     Raises :class:`Untraceable` where a part cannot be a step, or nothing is planned.
     """
@@ -85,20 +98,20 @@ def plan_region(
     problems = [product.problem for unit in units if unit.kind == PRODUCT for product in products_of(unit)]
     if not problems:
         raise Untraceable("has no convolution or linear layer that can be planned")
-    plans = plan_all(list(dict.fromkeys(problems)))
+    plans = source.all(list(dict.fromkeys(problems)))
     region = _Region(traced, tensors, units)
     region.find_ways(times, plans)
     region.time_in_place(times, weights)
     most, rounds = math.inf, 0
     while True:
         choice = region.choose(times)
-        while region.drop_refused(choice, check, most):
+        while region.drop_refused(choice, source, most):
             choice = region.choose(times)
         planned = region.planned(choice, weights, fused)
         excess = judge(planned.program)
         if excess <= 1.0 or rounds == MOST_ROUNDS:
             return planned
-        most = region.largest_error(choice, check) / min(max(excess, LEAST_STEP), MOST_STEP)
+        most = region.largest_error(choice, source) / min(max(excess, LEAST_STEP), MOST_STEP)
         rounds += 1
 
 
@@ -139,26 +152,35 @@ class _Region:
 
         self._ways = timed_in_place(self._units, self._ways, tensors, built)
 
-    def drop_refused(self, choice: Choice, check: CheckPlan, most: float) -> bool:
+    def drop_refused(self, choice: Choice, source: Plans, most: float) -> bool:
         """Take away the ways of a choice whose plans must not be used, or have an error above ``most``.
 
-        The last way of a part stays. Returns whether there were any others.
+        In place of the latter comes the fastest plan that is exact enough. The last way of a part stays. Returns
+        whether any was taken away.
         """
         dropped = False
         for part, index in enumerate(choice.ways):
-            what = self._ways[part][index].what
-            if not isinstance(what, Planned) or len(self._ways[part]) == 1:
+            way = self._ways[part][index]
+            if not isinstance(way.what, Planned):
                 continue
-            error = check(what.product.problem, what.plan)
-            if error is None or error > most:
-                self._ways[part] = tuple(way for i, way in enumerate(self._ways[part]) if i != index)
+            problem, plan = way.what.product.problem, way.what.plan
+            error = source.error(problem, plan)
+            if error is not None and error <= most:
+                continue
+            others = [other for i, other in enumerate(self._ways[part]) if i != index]
+            if error is not None and (exact := source.more_exact(problem, most)) is not None:
+                # In its place it takes as much less than by itself as the other does.
+                new = replace(way, ms=way.ms * exact.time_ms / plan.time_ms, what=replace(way.what, plan=exact))
+                others += [new] if all(other.what != new.what for other in others) else []
+            if others:
+                self._ways[part] = tuple(others)
                 dropped = True
         return dropped
 
-    def largest_error(self, choice: Choice, check: CheckPlan) -> float:
+    def largest_error(self, choice: Choice, source: Plans) -> float:
         """The largest error of a plan of a choice."""
         chosen = (ways[index].what for ways, index in zip(self._ways, choice.ways, strict=True))
-        errors = [check(w.product.problem, w.plan) for w in chosen if isinstance(w, Planned)]
+        errors = [source.error(w.product.problem, w.plan) for w in chosen if isinstance(w, Planned)]
         return max((error for error in errors if error is not None), default=0.0)
 
     def choose(self, times: Times, allowed: Sequence[Sequence[int]] | None = None) -> Choice:

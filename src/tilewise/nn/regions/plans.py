@@ -1,0 +1,81 @@
+"""The plans of a region's products: the best of each problem, others that are near, and more exact ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.regions.trace import Untraceable
+from tilewise.plan import Plan
+from tilewise.planner import NoPlanError
+from tilewise.problems.base import Problem
+
+__all__ = ["RegionPlans"]
+
+NEAR, NEAR_MS, MOST_OTHERS = 1.5, 0.2, 3
+"""So many plans of other kinds are tried in their place, of those within so many times the best's time, and more."""
+
+
+class RegionPlans:
+    """Plans with those of ``table``, under its options. What is made and checked once is remembered."""
+
+    def __init__(self, table: PlanTable) -> None:
+        self._table = table
+        self._errors: dict[tuple[Problem, Plan], float | None] = {}
+        """The errors of plans that were checked; ``None`` for one that must not be used."""
+        self._exact: dict[tuple[Problem, float], Plan | None] = {}
+
+    def all(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
+        """Plans of problems, made where they are missing; those that no solver can compute are left out.
+
+        Behind the best of each problem follow those of other solvers and tiles that may be as fast in their place.
+        Raises :class:`Untraceable` where the limits leave a problem without a plan.
+        """
+        deterministic, table = torch.are_deterministic_algorithms_enabled(), self._table
+        try:
+            table.plan(problems, deterministic)
+        except NoPlanError as error:
+            raise Untraceable(f"a layer has no plan within the limits: {str(error).splitlines()[0]}") from error
+        found: dict[Problem, Sequence[Plan]] = {}
+        for problem in problems:
+            plan = table.chosen(problem, deterministic)
+            if plan is not None:
+                options = table.constraints(problem, deterministic)
+                others = [p for p in table.planner.alternatives(problem, options) if _kind(p) != _kind(plan)]
+                most = NEAR * plan.time_ms + NEAR_MS
+                found[problem] = [plan, *[p for p in others if p.time_ms <= most][:MOST_OTHERS]]
+                self._note(problem, plan)
+        return found
+
+    def error(self, problem: Problem, plan: Plan) -> float | None:
+        """The relative L2 error of a plan, which is run and checked once; ``None`` where it breaks a limit."""
+        if (problem, plan) not in self._errors:
+            options = self._table.constraints(problem, torch.are_deterministic_algorithms_enabled())
+            checked, reason = self._table.planner.confirm(problem, plan, options)
+            self._errors[problem, plan] = None if reason else 0.0 if checked.error is None else checked.error.l2
+        return self._errors[problem, plan]
+
+    def more_exact(self, problem: Problem, most: float) -> Plan | None:
+        """The fastest plan whose error is at most ``most``; ``None`` where there is none."""
+        if (problem, most) not in self._exact:
+            options = self._table.constraints(problem, torch.are_deterministic_algorithms_enabled())
+            try:
+                plan = self._table.planner.plan(problem, replace(options, error_limit=most))
+            except NoPlanError:
+                self._exact[problem, most] = None
+            else:
+                self._note(problem, plan)
+                self._exact[problem, most] = plan
+        return self._exact[problem, most]
+
+    def _note(self, problem: Problem, plan: Plan) -> None:
+        """Remember the error of a plan that planning has checked."""
+        self._errors[problem, plan] = 0.0 if plan.error is None else plan.error.l2
+
+
+def _kind(plan: Plan) -> tuple[str, object]:
+    """What tells plans that differ in more than how they divide their work."""
+    return plan.solver, plan.config.get("tile")
