@@ -63,7 +63,7 @@ def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch) -> Planni
     """The network as a region. Steps take what is written in their plans."""
     model, x = net(), images()
 
-    def as_told(units: Any, ways: Sequence[tuple[Way, ...]], tensors: Any, built: Any) -> list[tuple[Way, ...]]:
+    def as_told(units: Any, ways: Sequence[tuple[Way, ...]], *_: Any) -> list[tuple[Way, ...]]:
         return list(ways)
 
     monkeypatch.setattr("tilewise.nn.regions.region.timed_in_place", as_told)
@@ -124,14 +124,17 @@ def test_ways_get_the_times_of_their_places(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[tuple[Way, ...]] = []
 
     plans, original = Plans(), region.timed_in_place
+    heard: list[tuple[Any, ...]] = []
 
-    def spied(units: Any, ways: Any, tensors: Any, built: Any) -> Any:
-        found = original(units, ways, tensors, built)
+    def spied(*given: Any) -> Any:
+        found = original(*given[:4], lambda *told: heard.append(told))
         seen.extend(found)
         return found
 
     monkeypatch.setattr(region, "timed_in_place", spied)
     plan_region(traced, [x], plans, lambda program: 0.0, Times(), Weights.FROZEN)
+    assert heard[0][0] == 0
+    assert {total for _, total, _ in heard} == {len(heard)}
     timed = [way for ways in seen for way in ways if isinstance(way.what, Planned)]
     assert len(timed) >= 4
     assert all(way.ms not in (0.001, 0.002) and 0 < way.ms < 1e3 for way in timed)

@@ -22,6 +22,7 @@ from tilewise.nn.layers.plan_table import PlanTable, planning
 from tilewise.nn.layers.swaps import copies_itself, swap_back, swapped
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.programs.program import Program, where_expected
+from tilewise.nn.progress import Late
 from tilewise.nn.record import arguments_of, state_kept, without_gradients
 from tilewise.nn.regions.check import ERROR_LIMIT, error_of, in_float64, timed
 from tilewise.nn.regions.forward import Ready, Regional, run_by_programs
@@ -76,6 +77,8 @@ class RegionPlanner:
         self._asked, self._weights, self._filter = asked, weights, filter_fn
         self._times = Times()
         self._plans = RegionPlans(plan_table)
+        is_shown = isinstance(plan_table.planner.progress, Late)
+        self._shown = Late("programs of a region", "timing", "timed") if is_shown else None
         self.reports: list[RegionReport] = []
         self.taken: dict[str, str] = {}
         """Modules that run within a region, by name, and which region that is, as text."""
@@ -195,7 +198,7 @@ class RegionPlanner:
                 results = found if isinstance(found, tuple) else (found,)
                 return error_of(results, wanted) / self._error_limit(torch_error, [t.dtype for t in results])
 
-            planned = plan_region(traced, tensors, self._plans, judge, self._times, self._weights)
+            planned = plan_region(traced, tensors, self._plans, judge, self._times, self._weights, self._shown)
             ready = Ready(module, traced, planned, _code(traced), inputs)
             found = planned.program(*given)
             results = found if isinstance(found, tuple) else (found,)

@@ -16,6 +16,7 @@ from tilewise.machine.turns import pause
 from tilewise.nn.programs.program import Program
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.units import PRODUCT, Unit, formats, value_of
+from tilewise.planner import Progress
 
 __all__ = ["Built", "timed_in_place"]
 
@@ -30,12 +31,21 @@ it, and the number of each part's step, -1 for a part without one."""
 
 
 def timed_in_place(
-    units: Sequence[Unit], ways: Sequence[tuple[Way, ...]], tensors: Sequence[Tensor], built: Built
+    units: Sequence[Unit],
+    ways: Sequence[tuple[Way, ...]],
+    tensors: Sequence[Tensor],
+    built: Built,
+    tell: Progress | None = None,
 ) -> list[tuple[Way, ...]]:
-    """The ways with the times that they take in programs of such parts; a way in no program keeps its time."""
+    """The ways with the times that they take in programs of such parts; a way in no program keeps its time.
+
+    ``tell`` hears how many programs are timed.
+    """
     found: dict[tuple[int, int], float] = {}
-    rounds = 0
-    for allowed in _trials(units, ways):
+    rounds, trials = 0, list(_trials(units, ways))
+    for done, allowed in enumerate(trials):
+        if tell is not None:
+            tell(done, len(trials), "")
         fixed = {(part, each[0]) for part, each in enumerate(allowed) if units[part].kind == PRODUCT}
         if fixed <= found.keys():
             continue

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.programs.program import Program, where_expected
+from tilewise.nn.progress import Late, showing
 from tilewise.nn.regions.build import Builder
 from tilewise.nn.regions.constants import Constants
 from tilewise.nn.regions.in_place import timed_in_place
@@ -85,11 +86,13 @@ def plan_region(
     judge: Judge,
     times: Times,
     weights: Weights,
+    tell: Late | None = None,
 ) -> Planning:
     """Plan what was traced for inputs that lie as ``tensors`` do. ``traced`` is rewritten in place.
 
     Where a product has several plans, or several layouts, all are timed in their place in the whole region. Where the
     errors of all together are too large, those plans whose own are the largest give way to more exact ones, and so on.
+    ``tell`` shows how far the timing is.
 
     Raises :class:`Untraceable` where a part cannot be a step, or nothing is planned.
     """
@@ -101,7 +104,8 @@ def plan_region(
     plans = source.all(list(dict.fromkeys(problems)))
     region = _Region(traced, tensors, units)
     region.find_ways(times, plans)
-    region.time_in_place(times, weights)
+    with showing(tell):
+        region.time_in_place(times, weights, tell)
     most, rounds = math.inf, 0
     while True:
         choice = region.choose(times)
@@ -139,7 +143,7 @@ class _Region:
             self._ways.append(ways)
             known[unit.node] = {way.gives for way in ways} | set(formats(unit.value.shape))
 
-    def time_in_place(self, times: Times, weights: Weights) -> None:
+    def time_in_place(self, times: Times, weights: Weights, tell: Late | None) -> None:
         """Give ways the times that they take within the whole region."""
         tensors = where_expected(self._tensors)
 
@@ -150,7 +154,7 @@ class _Region:
             program.use_native(checked=False)  # what is chosen is checked
             return program, choice.ways, steps
 
-        self._ways = timed_in_place(self._units, self._ways, tensors, built)
+        self._ways = timed_in_place(self._units, self._ways, tensors, built, tell)
 
     def drop_refused(self, choice: Choice, source: Plans, most: float) -> bool:
         """Take away the ways of a choice whose plans must not be used, or have an error above ``most``.
