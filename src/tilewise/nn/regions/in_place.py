@@ -22,8 +22,13 @@ __all__ = ["Built", "timed_in_place"]
 
 MOST_PROGRAMS = 5
 """Programs of one layout at the most: of a layer with more ways, those that should be fastest are timed."""
-ROUNDS_MS, LEAST_ROUNDS, MOST_ROUNDS = 400.0, 3, 15
-"""A program is run for so many milliseconds, so often at least and at the most."""
+PASSES = 3
+"""How often all programs are timed, one after the other: what slows one down for a second slows others at another time.
+The least median of the passes counts."""
+ROUNDS_MS, LEAST_ROUNDS, MOST_ROUNDS = 150.0, 3, 11
+"""In each pass a program is run for so many milliseconds, so often at least and at the most."""
+HELD_BYTES = 1 << 30
+"""Programs that take more together are timed in one pass, each let go before the next is made. Their steps are long."""
 
 Built = Callable[[Sequence[Sequence[int]]], tuple[Program, Sequence[int], Sequence[int]]]
 """``built(allowed)``, with the indices of the ways that each part may take: a program, the way that each part takes in
@@ -42,26 +47,50 @@ def timed_in_place(
     ``tell`` hears how many programs are timed.
     """
     found: dict[tuple[int, int], float] = {}
-    rounds, trials = 0, list(_trials(units, ways))
+    trials = list(_trials(units, ways))
+    held: list[_Timed] = []
     for done, allowed in enumerate(trials):
         if tell is not None:
             tell(done, len(trials), "")
         fixed = {(part, each[0]) for part, each in enumerate(allowed) if units[part].kind == PRODUCT}
         if fixed <= found.keys():
             continue
-        pause()
-        program, taken, steps = built(allowed)
-        if not rounds:
-            once = sum(program.step_ms(tensors, 1))
-            rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(ROUNDS_MS / max(once, 1e-3))))
-        times = program.step_ms(tensors, rounds)
-        for part, (way, step) in enumerate(zip(taken, steps, strict=True)):
-            if step >= 0:
-                found[part, way] = min(times[step], found.get((part, way), times[step]))
+        timed = _Timed(*built(allowed))
+        timed.into(found, tensors)
+        if timed.nbytes * len(trials) <= HELD_BYTES:
+            held.append(timed)
+    for _ in range(PASSES - 1):
+        for timed in held:
+            timed.into(found, tensors)
     return [
         tuple(replace(way, ms=found.get((part, index), way.ms)) for index, way in enumerate(each))
         for part, each in enumerate(ways)
     ]
+
+
+class _Timed:
+    """A program, the way that each part takes in it, and the number of each part's step."""
+
+    def __init__(self, program: Program, taken: Sequence[int], steps: Sequence[int]) -> None:
+        self._program, self._taken, self._steps = program, taken, steps
+        self._rounds = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Roughly the bytes that it holds: its constants, as given and as plans keep them, and its arena."""
+        constants = sum(slot.nbytes for slot in self._program.slots if slot.tensor is not None)
+        return 3 * constants + self._program.arena_bytes
+
+    def into(self, found: dict[tuple[int, int], float], tensors: Sequence[Tensor]) -> None:
+        """Time it, and put the time of each part's way into ``found`` where it is the least."""
+        pause()
+        if not self._rounds:
+            once = sum(self._program.step_ms(tensors, 1))
+            self._rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(ROUNDS_MS / max(once, 1e-3))))
+        times = self._program.step_ms(tensors, self._rounds)
+        for part, (way, step) in enumerate(zip(self._taken, self._steps, strict=True)):
+            if step >= 0:
+                found[part, way] = min(times[step], found.get((part, way), times[step]))
 
 
 def _trials(units: Sequence[Unit], ways: Sequence[tuple[Way, ...]]) -> Iterator[list[Sequence[int]]]:

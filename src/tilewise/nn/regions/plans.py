@@ -16,7 +16,7 @@ from tilewise.problems.base import Problem
 __all__ = ["RegionPlans"]
 
 NEAR, NEAR_MS, MOST_OTHERS = 1.5, 0.2, 3
-"""So many plans of other kinds are tried in their place, of those within so many times the best's time, and more."""
+"""So many other plans are tried in their place, of those within so many times the best's time, and more."""
 
 
 class RegionPlans:
@@ -31,7 +31,8 @@ class RegionPlans:
     def all(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
         """Plans of problems, made where they are missing; those that no solver can compute are left out.
 
-        Behind the best of each problem follow those of other solvers and tiles that may be as fast in their place.
+        Behind the best of each problem follow those of other solvers, tiles and configs that may be as fast in their
+        place.
         Raises :class:`Untraceable` where the limits leave a problem without a plan.
         """
         deterministic, table = torch.are_deterministic_algorithms_enabled(), self._table
@@ -44,7 +45,7 @@ class RegionPlans:
             plan = table.chosen(problem, deterministic)
             if plan is not None:
                 options = table.constraints(problem, deterministic)
-                others = [p for p in table.planner.alternatives(problem, options) if _kind(p) != _kind(plan)]
+                others = [p for p in table.planner.alternatives(problem, options) if _what(p) != _what(plan)]
                 most = NEAR * plan.time_ms + NEAR_MS
                 found[problem] = [plan, *[p for p in others if p.time_ms <= most][:MOST_OTHERS]]
                 self._note(problem, plan)
@@ -76,6 +77,6 @@ class RegionPlans:
         self._errors[problem, plan] = 0.0 if plan.error is None else plan.error.l2
 
 
-def _kind(plan: Plan) -> tuple[str, object]:
-    """What tells plans that differ in more than how they divide their work."""
-    return plan.solver, plan.config.get("tile")
+def _what(plan: Plan) -> tuple[str, object]:
+    """What a plan runs."""
+    return plan.solver, plan.config
