@@ -63,7 +63,7 @@ def test_kernels_are_right(p: LrnProblem) -> None:
 
 @interpreted
 @pytest.mark.slow
-@settings(max_examples=25, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=8, suppress_health_check=list(HealthCheck), deadline=None)
 @given(p=norms(task="training"))
 def test_every_config_is_right(p: LrnProblem) -> None:
     for c in SOLVER.configs(p):

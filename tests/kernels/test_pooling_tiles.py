@@ -65,7 +65,7 @@ def test_kernels_are_right(p: PoolingProblem) -> None:
 
 @interpreted
 @pytest.mark.slow
-@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
 @given(p=poolings())
 def test_kernels_are_right_in_tiles_of_every_size(p: PoolingProblem) -> None:
     tile, back = ((128, 2048), (512, 512), (2048, 256))[p.batch - 1]

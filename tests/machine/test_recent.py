@@ -115,7 +115,7 @@ def test_new_sizes_for_ever(unplanned: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     ahead = list(one.problems(next(one.visit(torch.zeros(1, 1, 64), w, b))[1]).values())
     kept.plan(ahead, False)
-    hour, hours = (1500, 10) if EVERY else (100, 4)
+    hour, hours = (600, 8) if EVERY else (100, 4)
     sizes = iter(range(65, 10**6))
     held: list[int] = []
     own = str(Path(layer.__file__).parents[1])

@@ -31,6 +31,10 @@ CONFIGS = 3
 GUARD = 512
 TYPES = ("fp32", "fp16", "bf16")
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+SELDOM = {("winograd_last", 1)}
+"""Solvers and dimensions that take so few of the problems drawn here that at times none is found.
+
+Tests of their own draw what they take."""
 Memory = tuple[tuple[str, int], ...]
 
 
@@ -50,7 +54,7 @@ def cases(solvers: Iterable[Solver] = ()) -> list[object]:
             marks = [pytest.mark.gpu] if device == "cuda" else []
             precisions = ("ieee", "tf32") if device == "cuda" and dtype == "fp32" else ("ieee",)
             for precision in precisions:
-                if lacks(solver, pass_, dims, dtype, precision, device):
+                if lacks(solver, pass_, dims, dtype, precision, device) or (solver.name, dims) in SELDOM:
                     continue
                 name = f"{solver.name}-{pass_.value}-{dims}d-{dtype}-{precision}-{device}"
                 found.append(pytest.param(solver, pass_, dims, dtype, precision, device, id=name, marks=marks))

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import torch
 
-from tilewise import solvers
 from tilewise.machine.device import is_capturing, torch_device
 from tilewise.plan import Measurement, Plan
 from tilewise.planner.caches.again import Again
@@ -32,10 +31,8 @@ from tilewise.planner.processes.workers import Workers, WorkersWarning
 from tilewise.planner.remembered import constraints_text, is_current
 from tilewise.planner.search.estimate import Profile
 from tilewise.planner.search.explain import explained
-from tilewise.planner.search.leaves import leaf_plan
 from tilewise.planner.search.search import Search
 from tilewise.problems.base import Problem
-from tilewise.solvers import Split
 from tilewise.wisdom import Wisdom, WisdomWarning
 
 __all__ = ["Lacking", "Planner", "Progress", "best_if_compiled", "do_job", "shares_of"]
@@ -179,8 +176,7 @@ class Planner:
         Times of divisions are the sums of their parts'. ``options.workspace`` bounds the front; it is empty where
         nothing keeps the constraints. What was found once is remembered.
         """
-        options = options or Options()
-        return self.fronts([problem], options, progress=False)[problem]
+        return self.fronts([problem], options or Options(), progress=False)[problem]
 
     def fronts(
         self, problems: Iterable[Problem], options: Options | None = None, *, progress: bool = True
@@ -228,27 +224,9 @@ class Planner:
         )
 
     def alternatives(self, problem: Problem, options: Options | None = None) -> list[Plan]:
-        """The fastest config of each solver, and of each of its tiles, that was measured on ``problem`` here before.
-
-        They are in the order of their times. Nothing is measured, and results are not checked: :meth:`confirm` does
-        that. What the options exclude, what was lost and what exceeds the limit is left out.
-        """
-        options = options or Options()
+        """The fastest config of each solver and tile that was measured here, by time. :meth:`confirm` checks one."""
         with self._lock:
-            store = self.measurements.store(problem, options)
-            known, foreign = store.of(problem), store.foreign_of(problem)
-        best: dict[tuple[str, object], Measurement] = {}
-        for key, m in known.items():
-            if m.reason or m.time_ms is None or m.solver in options.exclude or key in foreign:
-                continue
-            if options.workspace is not None and (m.workspace or 0) > options.workspace:
-                continue
-            kind = m.solver, m.config.get("tile")
-            if kind not in best or m.time_ms < best[kind].time_ms:  # type: ignore[operator]
-                best[kind] = m
-        plans = [leaf_plan(problem, m) for m in best.values() if not isinstance(solvers.get(m.solver), Split)]
-        usable = [plan for plan in plans if not why_unfit(plan, problem, options)]
-        return sorted(usable, key=lambda plan: plan.time_ms)
+            return self.measurements.alternatives(problem, options or Options())
 
     def confirm(
         self, problem: Problem, plan: Plan, options: Options | None = None, *, by_peak: bool = True

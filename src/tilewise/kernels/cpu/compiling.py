@@ -6,7 +6,6 @@ The makers of kernels are imported only where a kernel is compiled, because they
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -168,12 +167,14 @@ def load_fused_lowering(lanes: int, vectors: int, rows: int, gradient: bool) -> 
 
 
 @functools.cache
-def _worker_last(lanes: int, module: str, name: str) -> int:
-    """The address of a worker for channels that lie innermost, which the function ``name`` of a module makes."""
+def _worker_last(lanes: int, name: str) -> int:
+    """The address of a worker for channels that lie innermost, which the function called ``name`` makes."""
 
     def make() -> Made:
-        made = importlib.import_module(f"tilewise.kernels.cpu.channels_last.{module}")
-        return getattr(made, name)(lanes), 0
+        from tilewise.kernels.cpu.channels_last import depthwise, indirect, pixels, winograd
+
+        makers = (indirect.indirect, depthwise.depthwise_last, winograd.winograd_last, pixels.means, pixels.scaled)
+        return next(maker for maker in makers if maker.__name__ == name)(lanes), 0
 
     return _compiled(_words(name, lanes), make)
 
@@ -199,7 +200,7 @@ def load_indirect(lanes: int, rows: int, vectors: tuple[int, int], activation: s
     """
     with LOCK:
         whole, last = (_tile(lanes, rows, count, activation) for count in vectors)
-        return _worker_last(lanes, "indirect", "indirect"), whole, last
+        return _worker_last(lanes, "indirect"), whole, last
 
 
 @functools.cache
@@ -227,7 +228,7 @@ def load_depthwise_last(
     with LOCK:
         whole = _line_tile(lanes, rows, vectors[0], line, activation, False)
         return (
-            _worker_last(lanes, "depthwise", "depthwise_last"),
+            _worker_last(lanes, "depthwise_last"),
             whole,
             _line_tile(lanes, rows, vectors[1], line, activation, ragged),
         )
@@ -237,7 +238,7 @@ def load_depthwise_last(
 def load_pixels(lanes: int, name: str) -> int:
     """The address of a worker over the pixels of images, ``means`` or ``scaled``."""
     with LOCK:
-        return _worker_last(lanes, "pixels", name)
+        return _worker_last(lanes, name)
 
 
 @functools.cache
@@ -273,7 +274,7 @@ def load_winograd_last(
         height, width = zip(m, r, strict=True)
         products = (_tile(lanes, rows, count, "none") for count in vectors)
         return (
-            _worker_last(lanes, "winograd", "winograd_last"),
+            _worker_last(lanes, "winograd_last"),
             to,
             back,
             _sandwiches(lanes, "filter", height, width, False),

@@ -11,11 +11,13 @@ from typing import TypeVar
 from tilewise import solvers
 from tilewise.machine.device import environment
 from tilewise.machine.turns import beside
-from tilewise.plan import Measurement
+from tilewise.plan import Measurement, Plan
 from tilewise.planner.caches.again import Again
+from tilewise.planner.gate import why_unfit
 from tilewise.planner.options import Options
 from tilewise.planner.remembered import REPLAYED, is_sane
 from tilewise.planner.search.known import Known, Store, StoreByDevice
+from tilewise.planner.search.leaves import leaf_plan
 from tilewise.problems.base import Problem
 from tilewise.problems.kinds import kind_of
 from tilewise.solvers import Split
@@ -55,6 +57,26 @@ class MeasurementCache:
         """The measurements of the environment of ``problem``."""
         key = _environment_key(problem, options)
         return self._stores.setdefault(key, Store(functools.partial(self._load, key)))
+
+    def alternatives(self, problem: Problem, options: Options) -> list[Plan]:
+        """The fastest config of each solver, and of each of its tiles, that was measured here, fastest first.
+
+        What was lost, what the options exclude and what exceeds the limit is left out. Nothing is checked.
+        """
+        store = self.store(problem, options)
+        known, foreign = store.of(problem), store.foreign_of(problem)
+        best: dict[tuple[str, object], tuple[float, Measurement]] = {}
+        for key, m in known.items():
+            if m.reason or m.time_ms is None or m.solver in options.exclude or key in foreign:
+                continue
+            if options.workspace is not None and (m.workspace or 0) > options.workspace:
+                continue
+            kind = m.solver, m.config.get("tile")
+            if kind not in best or m.time_ms < best[kind][0]:
+                best[kind] = m.time_ms, m
+        fastest = [m for _, m in sorted(best.values(), key=lambda entry: entry[0])]
+        plans = [leaf_plan(problem, m) for m in fastest if not isinstance(solvers.get(m.solver), Split)]
+        return [plan for plan in plans if not why_unfit(plan, problem, options)]
 
     @contextlib.contextmanager
     def searching(self, problem: Problem, options: Options) -> Iterator[StoreByDevice]:
