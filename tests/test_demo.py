@@ -34,7 +34,7 @@ def demo(*arguments: str, cache: Path, kernels: Path) -> subprocess.CompletedPro
 
 @pytest.mark.skipif(not EVERY, reason="takes a minute: make test-all runs it")
 def test_demo_replaces_keeps_the_limit_and_trains_alike(tmp_path: Path, kernels: Path) -> None:
-    done = demo("--steps", "2", "--iterations", "1", cache=tmp_path, kernels=kernels)
+    done = demo("--batch", "8", "--steps", "2", "--iterations", "1", cache=tmp_path, kernels=kernels)
     assert done.returncode == 0, done.stderr
     assert "wide" in done.stdout
     assert re.search(r"[1-9]\d* of 14 layer-passes replaced", done.stdout)

@@ -168,8 +168,7 @@ def test_trained_with_autocast_and_filled_memory() -> None:
 
 
 @pytest.mark.skipif(not EVERY, reason="plans for a minute")
-@pytest.mark.parametrize("defaults", ALL, ids=NAMES)
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("defaults", "before"), [(defaults, i % 2 == 0) for i, defaults in enumerate(ALL)], ids=NAMES)
 def test_a_layer_with_work_for_every_solver(defaults: Defaults, before: bool) -> None:
     """By the real planner; ``before``: the layer and its input are made under the defaults, too."""
     with caller((defaults[0], "cpu")) if before else contextlib.nullcontext():

@@ -214,7 +214,7 @@ def check_used_well(wisdom: Wisdom, problem: ConvProblem, options: Options, with
 
 @hypothesis.given(mutated(), st.sampled_from((None, 0, 2**14, LIMIT)))
 @hypothesis.settings(
-    max_examples=600 if EVERY else 60, suppress_health_check=list(hypothesis.HealthCheck), derandomize=not EVERY
+    max_examples=300 if EVERY else 60, suppress_health_check=list(hypothesis.HealthCheck), derandomize=not EVERY
 )
 def test_a_mutated_plan_is_right_or_refused(case: tuple[ConvProblem, dict[str, Any]], limit: int | None) -> None:
     problem, data = case

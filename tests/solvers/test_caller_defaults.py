@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -45,13 +46,13 @@ def one_of_each() -> list[Any]:
 
 
 def generated() -> list[Any]:
-    """Cases with the defaults they run under."""
+    """Cases with the defaults they run under: all cases, each with one of the defaults in turn."""
     if not EVERY:
         return [pytest.param(*case.values, OTHER, id=case.id, marks=case.marks) for case in one_of_each()]
+    names = itertools.cycle(("float64", "bfloat16", "meta"))
     return [
         pytest.param(*case.values, DEFAULTS[name], id=f"{case.id}-{name}", marks=case.marks)  # type: ignore[attr-defined]
-        for case in test_solvers.cases()
-        for name in ("float64", "bfloat16", "meta")
+        for case, name in zip(test_solvers.cases(), names, strict=False)
     ]
 
 

@@ -122,7 +122,7 @@ def by_layer(layer: Any, p: RecurrentProblem, operands: Any) -> list[torch.Tenso
 
 
 @emulated
-@settings(max_examples=30 if EVERY else 1, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12 if EVERY else 1, deadline=None, suppress_health_check=list(HealthCheck))
 @given(draw=st.data())
 def test_clusters_compute_recurrent_layers(draw: st.DataObject) -> None:
     p = RecurrentProblem(
@@ -143,7 +143,7 @@ def test_clusters_compute_recurrent_layers(draw: st.DataObject) -> None:
 
 
 @emulated
-@settings(max_examples=20 if EVERY else 1, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8 if EVERY else 1, deadline=None, suppress_health_check=list(HealthCheck))
 @given(draw=st.data())
 def test_layers_run_behind_each_other(draw: st.DataObject) -> None:
     p = RecurrentProblem(
