@@ -243,7 +243,7 @@ class RegionPlanner:
         limit = self._asked.error_limit
         if limit is None:
             exact = all(dtype in (torch.float32, torch.float64) or not dtype.is_floating_point for dtype in dtypes)
-            limit = ERROR_LIMIT if exact and torch_error <= ERROR_LIMIT else 2 * torch_error
+            limit = max(ERROR_LIMIT if exact else 0.0, 2 * torch_error)
         return limit
 
     def _on_sight(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ready:
