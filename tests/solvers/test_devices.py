@@ -361,7 +361,8 @@ def test_shares_are_planned_measured_kept_and_told(pass_: Pass, tmp_path: Path) 
         a, b = toys.operands(problem)
         assert toys.distance(bind(plan, problem, a, b)(a, b), problem.reference(a, b)) < 1e-6
         assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-        assert " on here" in plan.tree()
+        named = zip(shares.places, shares.images, strict=True)  # which device is faster is a matter of the moment
+        assert all(f" on {place}" in plan.tree() for place, images in named if images)
         again = Planner(Wisdom(tmp_path / "wisdom.sqlite3"))
         assert again.plan(problem, replace(options, rigor="wisdom_only")) == plan
         with pytest.raises(NoPlanError, match="share_with names no device"):
