@@ -18,7 +18,7 @@ from tilewise import execute
 from tilewise.nn.exported.values import ExportError, decoded, encoded, torch_dtype
 from tilewise.nn.programs.pixels import KERNELS, Pixels
 from tilewise.nn.programs.program import Program
-from tilewise.nn.programs.slots import KINDS, Operator, Slot, Step, copied, places_in
+from tilewise.nn.programs.slots import KINDS, Operator, Slot, Step, copied, offset_in_root, places_in
 from tilewise.nn.regions.fused import LAYERS, Call
 from tilewise.plan import Plan, PlanFormatError
 from tilewise.problems.base import Problem, dense_strides
@@ -113,7 +113,7 @@ class Reading:
         cannot run on this machine.
         """
         document = _object(data, where)
-        slots = [self._slot(e, f"{where}.slots[{i}]") for i, e in enumerate(_list(document, "slots", where))]
+        slots = [self._slot(e, i, f"{where}.slots[{i}]") for i, e in enumerate(_list(document, "slots", where))]
         steps = [self._step(e, slots, f"{where}.steps[{i}]") for i, e in enumerate(_list(document, "steps", where))]
         inputs, outputs = (_numbers(document, name, where) for name in ("inputs", "outputs"))
         try:
@@ -121,8 +121,8 @@ class Reading:
         except ValueError as error:
             raise ExportError(f"{where}: {error}") from error
 
-    def _slot(self, data: Any, where: str) -> Slot:
-        """A slot."""
+    def _slot(self, data: Any, index: int, where: str) -> Slot:
+        """The slot number ``index``."""
         told = _object(data, where)
         shape, strides = _numbers(told, "shape", where), _numbers(told, "strides", where)
         if len(shape) > MOST_DIMS or len(strides) != len(shape):
@@ -133,6 +133,8 @@ class Reading:
         if kind not in KINDS:
             raise ExportError(f"{where} has kind={kind!r:.80}: one of {', '.join(KINDS)} would do")
         view_of = _number(told, "view_of", where) if "view_of" in told else None
+        if view_of is not None and view_of >= index:
+            raise ExportError(f"{where} has view_of={view_of}: a slot before it would do")
         offset = _number(told, "offset", where) if "offset" in told else 0
         slot = Slot(shape, strides, dtype, kind, view_of=view_of, offset=offset)
         if kind != "constant":
@@ -212,7 +214,7 @@ def _check_tensors(problem: Problem, slots: list[Slot], places: tuple[int, ...],
             alignment = problem.alignment_of(role)
         if (slot.shape, slot.dtype) != (wanted.shape, wanted.dtype) or not _lies_as(slot, wanted):
             raise ExportError(f"{where}: {role} is {slot}: {wanted} would do")
-        if _offset(slots, index) * slot.dtype.itemsize % alignment:
+        if offset_in_root(slots, index) * slot.dtype.itemsize % alignment:
             raise ExportError(f"{where}: {role} begins between two multiples of {alignment} bytes")
     if slots[places[1]].tensor is None:
         raise ExportError(f"{where}: its second input is no constant: the filter would do")
@@ -221,16 +223,6 @@ def _check_tensors(problem: Problem, slots: list[Slot], places: tuple[int, ...],
 def _lies_as(slot: Slot, wanted: Slot) -> bool:
     """Whether the elements of two slots of one shape lie alike."""
     return all(n == 1 or a == b for n, a, b in zip(slot.shape, slot.strides, wanted.strides, strict=True))
-
-
-def _offset(slots: list[Slot], index: int) -> int:
-    """Elements from where a view's root begins to where it does."""
-    offset = 0
-    while (base := slots[index].view_of) is not None:
-        if base >= index:
-            return 0  # no view: the program's own check says so
-        offset, index = offset + slots[index].offset, base
-    return offset
 
 
 def _operator(data: Any, where: str) -> Operator:

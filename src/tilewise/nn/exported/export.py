@@ -96,7 +96,7 @@ def export(
     writing = Writing()
     programs, reports = [], []
     for example in examples:
-        ready, report = _program_of(regions, example, asked)
+        ready, report = _program_of(regions, example)
         programs.append(_document(ready, example, writing))
         reports.append(report)
     fields = {
@@ -119,16 +119,13 @@ def _checked_path(path: object) -> Path:
     return target.absolute()
 
 
-def _program_of(regions: RegionPlanner, example: object, asked: Settings) -> tuple[Ready, RegionReport]:
+def _program_of(regions: RegionPlanner, example: object) -> tuple[Ready, RegionReport]:
     """The program for one example. Raises :class:`ExportError` where there is none that is right."""
     args, kwargs = arguments_of(example)
     try:
-        ready, report = regions.program_of(args, kwargs)
+        return regions.program_of(args, kwargs)
     except Untraceable as error:
         raise ExportError(f"the model cannot be exported: {error}") from error
-    if not report.kept and "away from float64" in report.reason:
-        raise ExportError(f"the model cannot be exported: its program {report.reason}")
-    return ready, report
 
 
 def _document(ready: Ready, example: object, writing: Writing) -> dict[str, Any]:

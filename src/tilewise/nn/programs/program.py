@@ -18,7 +18,7 @@ from tilewise.machine.workspaces import aligned
 from tilewise.nn.programs.arena import Use, lives_of, most_at_once, packed
 from tilewise.nn.programs.checks import check_program
 from tilewise.nn.programs.native import Native, native_program
-from tilewise.nn.programs.slots import Slot, Step, described, root
+from tilewise.nn.programs.slots import Slot, Step, described, offset_in_root, root
 
 __all__ = ["ALIGNMENT", "KEPT_ARENAS", "Program", "where_expected"]
 
@@ -209,14 +209,7 @@ class Program:
         """Put ``tensor`` into slot ``index``, and its views into theirs."""
         values[index] = tensor
         for view in self._views.get(index, ()):
-            values[view] = _view(tensor, self.slots[view], self._offset(view))
-
-    def _offset(self, index: int) -> int:
-        """Elements from the beginning of a view's root to the view."""
-        offset = 0
-        while (base := self.slots[index].view_of) is not None:
-            offset, index = offset + self.slots[index].offset, base
-        return offset
+            values[view] = _view(tensor, self.slots[view], offset_in_root(self.slots, view))
 
     def _check_new(self, number: int, found: object) -> None:
         """Raise for something that a step returned and that does not lie as its slot says."""

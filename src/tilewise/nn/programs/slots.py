@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "Operator", "Place", "Slot", "Step", "copied", "filled", "places_in", "root"]
+__all__ = ["KINDS", "Operator", "Place", "Slot", "Step", "copied", "filled", "offset_in_root", "places_in", "root"]
 
 KINDS = ("input", "constant", "intermediate", "output")
 
@@ -223,6 +223,14 @@ def planned(bound: Any) -> Callable[..., Any]:
         bound(*tensors[:count], bias, tensors[-1], residual=tensors[-2])
 
     return run_with_residual
+
+
+def offset_in_root(slots: Sequence[Slot], index: int) -> int:
+    """Elements from where the memory that slot ``index`` shows begins to where the slot does."""
+    offset = 0
+    while (base := slots[index].view_of) is not None:
+        offset, index = offset + slots[index].offset, base
+    return offset
 
 
 def root(slots: Sequence[Slot], index: int) -> int:

@@ -91,10 +91,17 @@ class RegionPlanner:
     def program_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ready, RegionReport]:
         """A program of the whole model for one call, with its report; the model stays as it is.
 
-        Raises :class:`Untraceable` where it has none.
+        Raises :class:`Untraceable` where it has none that is exact enough.
         """
         self._check("", self.model)
-        return self._planned("", self.model, args, kwargs)
+        ready, report = self._planned("", self.model, args, kwargs)
+        program = ready.planning.program
+        assert report.error is not None
+        assert report.torch_error is not None
+        reason = self._why_lost(report.error, report.torch_error, [program.slots[i].dtype for i in program.outputs])
+        if reason:
+            raise Untraceable(f"its program {reason}")
+        return ready, report
 
     def _plan_module(
         self, name: str, module: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
