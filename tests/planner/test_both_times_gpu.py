@@ -11,6 +11,7 @@ import torch
 
 from tilewise.machine.device import device_name, environment
 from tilewise.planner import Options, Planner
+from tilewise.planner.measuring import warm
 from tilewise.planner.measuring.copies import Copies
 from tilewise.planner.measuring.samples import sample_of
 from tilewise.planner.measuring.times import Timer, lead_ms, rounds
@@ -108,3 +109,28 @@ def test_copies_of_a_problem_on_a_gpu_lie_as_its_tensors_do() -> None:
             assert t.data_ptr() != other.data_ptr()
             assert (t.stride(), t.data_ptr() % 512) == (other.stride(), other.data_ptr() % 512)
             assert torch.equal(t, other)
+
+
+def test_over_warm_caches_a_call_is_held_against_torchs() -> None:
+    """Reads of the cache are as fast where nothing else is done, and half as fast twice."""
+    a = torch.randn(1 << 20, dtype=torch.float32, device="cuda")
+    out = torch.zeros((), dtype=torch.float32, device="cuda")
+
+    def once() -> None:
+        torch.amax(a, dim=0, out=out)
+
+    def twice() -> None:
+        once()
+        once()
+
+    timer = Timer(a.device)
+    same, double = warm.ratios([once, twice, once], timer)
+    assert 0.8 < same < 1.25
+    assert 1.5 < double < 2.5
+    assert timer.time_warm(once, 8) < timer.time(once).device_ms
+
+
+def test_only_what_the_cache_keeps_is_timed_over_warm_ones() -> None:
+    size = torch.cuda.get_device_properties(0).L2_cache_size
+    assert warm.may_hold(size // 2, torch.device("cuda"))
+    assert not warm.may_hold(size // 2 + 1, torch.device("cuda"))

@@ -122,6 +122,13 @@ class Timer:
         took = self._run(run)
         return Took(took.device_ms / len(calls), took.host_ms / len(calls))
 
+    def time_warm(self, call: Call, count: int, lead_ms: float = LEAD_MS) -> float:
+        """Milliseconds on a GPU of one of ``count`` runs in a row, after one that leaves its operands in the caches."""
+        pause()
+        self._prepare(lead_ms * (count + 1), None)
+        call()
+        return self._run(lambda: [call() for _ in range(count)]).device_ms / count
+
     def _prepare(self, lead_ms: float, written: torch.Tensor | None) -> None:
         """Keep the GPU busy for a while, after which its L2 cache is cold but for what is ``written``."""
         for _ in range(math.ceil(min(lead_ms, MOST_LEAD_MS) / self._flush_ms)):

@@ -15,7 +15,7 @@ from tilewise import execute, solvers
 from tilewise.machine import load
 from tilewise.machine.turns import beside
 from tilewise.plan import Config, Measurement, Plan
-from tilewise.planner.measuring import replacing
+from tilewise.planner.measuring import replacing, warm
 from tilewise.planner.measuring.copies import Copies
 from tilewise.planner.measuring.replacing import rounds
 from tilewise.planner.measuring.samples import sample_of
@@ -64,6 +64,7 @@ class Finals:
             gaining = [plan for plan in timed if not self._keeps_baseline(plan)]
             if timed and not gaining:
                 return self.root.baseline_plan()
+            gaining = self._without_warm_losses(gaining)
             checked = self.verified(min(gaining, key=lambda plan: plan.time_ms)) if gaining else None
             if checked is None:
                 raise Dropped  # others were given up because of what now turned out to be none
@@ -170,6 +171,26 @@ class Finals:
             replace(plan, time_ms=sample.device_ms, host_ms=sample.host_ms, load=sample.load)
             for plan, sample in zip(plans, samples, strict=False)
         ]
+
+    def _without_warm_losses(self, plans: list[Plan]) -> list[Plan]:
+        """Those of ``plans`` that do not lose either while a GPU's cache holds all operands; others are dropped.
+
+        Finalists are compared over cold caches. Within a step the caches are somewhere between.
+        """
+        problem, device = self.root.problem, self.root.tensors.device
+        if not self.root.baseline_allowed or not plans or not warm.may_hold(problem.bytes, device):
+            return plans
+        assert self.root.baseline is not None
+        all_plans = [*plans, leaf_plan(problem, self.root.baseline)]
+        bounds = [execute.bind(plan, problem, *self.root.tensors.operands) for plan in all_plans]
+        calls = [self.root.tensors.call(bound, self.root.bias, new=True) for bound in bounds]
+        found = []
+        for plan, ratio in zip(plans, warm.ratios(calls, self.root.timer), strict=True):
+            if ratio > warm.MOST:
+                self.root.drop(plan, f"takes {ratio:.2f} times as long as torch's choice over warm caches")
+            else:
+                found.append(plan)
+        return found
 
     def run_whole(self, plan: Plan) -> tuple[execute.Bound, int]:
         """The bound plan and the bytes it takes beyond operands and result."""
