@@ -28,7 +28,7 @@ from tilewise.solvers.recurrent._folded import Folded
 from tilewise.solvers.recurrent._grid_recurrence import GridRecurrence, Shape, program
 from tilewise.solvers.recurrent._grid_shapes import Asked, shapes
 from tilewise.solvers.recurrent._layers import StackedLayers
-from tilewise.solvers.recurrent.persistent_grid import CYCLES_A_LAUNCH, _asked
+from tilewise.solvers.recurrent.persistent_grid import CYCLES_A_MICROSECOND, _asked
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MOST_BLOCKS = 8
@@ -249,10 +249,9 @@ def test_an_estimate_counts_each_kernel_by_its_own_direction() -> None:
         found = shapes(_asked(trains, backward))
         cycles[backward] = {each: count for count, each in found}[shape]
     assert cycles[True] != cycles[False]
-    kernels = 500 * cycles[False] / CYCLES_A_LAUNCH
-    assert abs(solver.cost(forward, alone).kernels - kernels) <= 9
-    both = 500 * (cycles[False] + cycles[True]) / CYCLES_A_LAUNCH
-    assert abs(solver.cost(trains, Config(forward=shape, backward=shape)).kernels - both) <= 9
+    assert solver.cost(forward, alone).serial_us == 500 * cycles[False] / CYCLES_A_MICROSECOND
+    both = 500 * (cycles[False] + cycles[True]) / CYCLES_A_MICROSECOND
+    assert abs(solver.cost(trains, Config(forward=shape, backward=shape)).serial_us - both) < 1e-6
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

@@ -70,7 +70,8 @@ class Cost:
 
     ``efficiency`` is the share of the device's measured peak that the arithmetic usually reaches. Arithmetic and the
     traffic in ``bytes`` overlap, so the longer of the two counts. Traffic in ``apart`` does not overlap: other kernels
-    move it before or after.
+    move it before or after. ``serial_us`` are microseconds of steps within a kernel that wait for one another, whatever
+    the device's rates.
     """
 
     flops: int
@@ -78,6 +79,7 @@ class Cost:
     kernels: int = 1
     efficiency: float = 1.0
     apart: int = 0
+    serial_us: float = 0.0
 
 
 class Solver(abc.ABC):

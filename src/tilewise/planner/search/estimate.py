@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Mapping
 
 import torch
@@ -41,10 +40,10 @@ def rate_name(problem: Problem) -> str:
 
 
 def estimate_ms(problem: Problem, cost: Cost, profile: Profile) -> float:
-    """Milliseconds for ``cost``: the larger of arithmetic and its traffic, plus other traffic, plus launches."""
+    """Milliseconds for ``cost``: the larger of arithmetic and its traffic, plus other traffic, launches and steps."""
     arithmetic = cost.flops / (profile[rate_name(problem)] * cost.efficiency)
     traffic = max(arithmetic, cost.bytes / profile["copy"]) + cost.apart / profile["copy"]
-    return traffic + cost.kernels * profile["kernel"]
+    return traffic + cost.kernels * profile["kernel"] + cost.serial_us / 1e3
 
 
 def is_profile(rates: Mapping[str, float]) -> bool:
@@ -82,7 +81,8 @@ def _measured(device: torch.device) -> Profile:
     tiny()
     profile["launch"] = timer.median_ms(tiny, 9)
     queued = [timer.time_each([tiny] * MOST_LAUNCHES) for _ in range(9)] if on_gpu else []
-    profile["kernel"] = statistics.median(took.device_ms for took in queued) if on_gpu else profile["launch"]
+    # The least, as for products: a host that is slow to launch says nothing of the device.
+    profile["kernel"] = min(took.device_ms for took in queued) if on_gpu else profile["launch"]
     if on_gpu:
         return profile | {name: _product_rate(timer, name, 4096) for name in RATES}
     return profile | _product_rates_of_a_cpu(timer)

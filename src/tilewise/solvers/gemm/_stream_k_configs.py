@@ -170,4 +170,4 @@ def cost(work: Work) -> Cost:
     p = work.p
     kernels = 1 + len(work.pack) + work.shared
     late_us = expected_us(work) - LAUNCH_US * (kernels - 1) - p.bytes / MEMORY
-    return Cost(p.flops, p.bytes, kernels, apart=max(0, int(MEMORY * late_us)))
+    return Cost(p.flops, p.bytes, kernels, serial_us=max(0.0, late_us))

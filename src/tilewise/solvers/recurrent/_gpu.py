@@ -9,10 +9,10 @@ from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.tiles import PROCESSORS
 
-__all__ = ["CYCLES_A_LAUNCH", "architecture", "precise", "processors", "unavailable_by"]
+__all__ = ["CYCLES_A_MICROSECOND", "architecture", "precise", "processors", "unavailable_by"]
 
-CYCLES_A_LAUNCH = 3_500
-"""Cycles that count as one kernel in estimates, of some 2 microseconds."""
+CYCLES_A_MICROSECOND = 1_750
+"""Of a GPU's multiprocessors, in estimates: an H100's while it computes."""
 
 
 def precise(p: RecurrentProblem) -> bool:

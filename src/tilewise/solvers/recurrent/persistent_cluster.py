@@ -13,7 +13,7 @@ from tilewise.plan import Config
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import Cost, SolverUnavailable
 from tilewise.solvers.common.costs import efficiency
-from tilewise.solvers.recurrent._gpu import CYCLES_A_LAUNCH, architecture, precise, processors, unavailable_by
+from tilewise.solvers.recurrent._gpu import CYCLES_A_MICROSECOND, architecture, precise, processors, unavailable_by
 from tilewise.solvers.recurrent._layers import Layer
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver
 
@@ -98,19 +98,20 @@ class PersistentCluster(RecurrentSolver):
         return WAVES + PAIRED if p.task == "inference" else self.most_configs
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
-        """The products of all steps at once, and the cycles of each step as launches."""
+        """The products of all steps at once, and the cycles of each step."""
         cycles = 0.0
         for name, backward in (("forward", False), ("backward", True)):
             if name in c:
                 each = {shape: count for count, shape in _shapes(p, backward)}.get(_shape(c, name), 0.0)
                 cycles += each * (1 if "wave" in c else p.layers)
         training = p.task == "training"
-        launches = int(p.time * cycles / CYCLES_A_LAUNCH) + AROUND[training] * p.layers * p.directions
+        launches = AROUND[training] * p.layers * p.directions
         rows, gates = p.time * p.batch, p.gates * p.hidden
         of_states = 2 * rows * p.layers * p.directions * gates * p.hidden
         # A step's products are in its cycles. The weights' gradients have one product for all steps.
         flops = p.flops - of_states * (2 if training else 1)
-        return Cost(flops, p.bytes, launches, efficiency=efficiency(p.device_type, rows, gates, p.inputs))
+        rate = efficiency(p.device_type, rows, gates, p.inputs)
+        return Cost(flops, p.bytes, launches, rate, serial_us=p.time * cycles / CYCLES_A_MICROSECOND)
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
         """Layers around the kernels. Raises ``SolverUnavailable`` with the compiler's or the driver's reason."""

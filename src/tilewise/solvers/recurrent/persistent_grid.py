@@ -14,7 +14,7 @@ from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers.base import Cost
 from tilewise.solvers.common.costs import efficiency
 from tilewise.solvers.recurrent._folded import Folded, folded_bytes
-from tilewise.solvers.recurrent._gpu import CYCLES_A_LAUNCH, architecture, precise, processors, unavailable_by
+from tilewise.solvers.recurrent._gpu import CYCLES_A_MICROSECOND, architecture, precise, processors, unavailable_by
 from tilewise.solvers.recurrent._layers import Layer, StackedLayers
 from tilewise.solvers.recurrent._recurrent import (
     RecurrentSolver,
@@ -94,21 +94,22 @@ class PersistentGrid(RecurrentSolver):
         return super().hidden_workspace(p, c) + folded_bytes(p, rows_at_a_time(p, c), kept=not block_of(c))
 
     def cost(self, p: RecurrentProblem, c: Config) -> Cost:
-        """The products of all steps at once, and the cycles of each step as launches."""
+        """The products of all steps at once, and the cycles of each step."""
         each = 0.0
         for name, backward in (("forward", False), ("backward", True)):
             if name in c:  # the same shape takes another time in each direction
                 cycles = {shape: count for count, shape in self._shapes(p, backward)}
                 each += cycles.get(_shape(c, name), 0.0)
         runs = blocks_of(p, c) * p.layers * p.directions
-        launches = int(p.time * p.layers * p.directions * each / CYCLES_A_LAUNCH) + 8 * runs
+        steps_us = p.time * p.layers * p.directions * each / CYCLES_A_MICROSECOND
         rows, gates = p.time * p.batch, p.gates * p.hidden
         of_states = 2 * rows * p.layers * p.directions * gates * p.hidden
         # A step's products are in its cycles. The weights' gradients have one product for all steps.
         flops = with_repeats(p, c) - of_states if p.task == "inference" else with_repeats(p, c) - 2 * of_states
         return Cost(
-            flops, p.bytes + moved_bytes(p, c), launches, efficiency=efficiency(p.device_type, rows, gates, p.inputs)
-        )
+            flops, p.bytes + moved_bytes(p, c), 8 * runs, efficiency(p.device_type, rows, gates, p.inputs),
+            serial_us=steps_us,
+        )  # fmt: skip
 
     def layer(self, p: RecurrentProblem, c: Config) -> Layer:
         """Layers around the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
