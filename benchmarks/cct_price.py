@@ -26,11 +26,11 @@ from tilewise.machine.torch_state import framework_flags
 from tilewise.planner.measuring.times import interleaved
 
 DEFAULTS = {
-    "network": "alexnet", "batch": "256", "rigor": "measure", "steps": "3", "budget_ms": "30000", "price": "",
-    "devices": "", "other_price": "", "other_ms": "", "other": "another machine",
+    "network": "alexnet", "batch": "256", "rigor": "measure", "steps": "3", "warm_up": "24", "budget_ms": "30000",
+    "price": "", "devices": "", "other_price": "", "other_ms": "", "other": "another machine",
 }  # fmt: skip
-QUICK = {"batch": "1", "rigor": "estimate", "steps": "1", "budget_ms": "50", "price": "0.68", "other_price": "0.65",
-         "other_ms": "100"}  # fmt: skip
+QUICK = {"batch": "1", "rigor": "estimate", "steps": "1", "warm_up": "1", "budget_ms": "50",
+         "price": "0.68", "other_price": "0.65", "other_ms": "100"}  # fmt: skip
 HOUR_MS = 3_600_000
 ITERATIONS = 1000
 
@@ -107,9 +107,10 @@ def times(settings: Settings, devices: list[str]) -> dict[str, float]:
         )
         steps = {"torch": step_of(own, inputs), "planned": step_of(planned, inputs)}
         if devices:
-            steps[f"shared by {' and '.join(devices)}"] = step_of(
-                tilewise.shared(copy.deepcopy(own), devices=devices), inputs
-            )
+            shared = step_of(tilewise.shared(copy.deepcopy(own), devices=devices), inputs)
+            for _ in range(settings.integer("warm_up")):  # shares follow the rates of steps
+                shared()
+            steps[f"shared by {' and '.join(devices)}"] = shared
         found = interleaved(
             list(steps.values()), settings.device, budget_ms=float(settings.integer("budget_ms")),
             least=settings.integer("steps"),

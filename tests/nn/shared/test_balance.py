@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.nn.shared.balance import GAIN, MOST_CHANGES, UNITS, Balance, divided
+from tilewise.nn.shared.balance import FEW, GAIN, MOST_CHANGES, SKIPPED, UNITS, Balance, divided
 
 RATES = st.lists(st.floats(0, 1e6).filter(lambda r: r == 0 or r > 1e-3), min_size=1, max_size=6).filter(any)
 
@@ -58,6 +58,17 @@ def test_a_device_that_slows_gets_less_and_more_again_when_it_is_free() -> None:
     assert balance.sizes(256) == (128, 128)
     assert len(balance.reasons) == balance.changes == 2
     assert "128+128 to " in balance.reasons[0]
+
+
+def test_a_first_guess_that_is_far_off_is_mended_after_a_few_steps() -> None:
+    balance = Balance([1.0, 1.0])
+    stepped(balance, 256, [10, 1], steps=SKIPPED + 2 * FEW - 1)
+    assert balance.sizes(256) == (128, 128)
+    stepped(balance, 256, [10, 1])
+    first, second = balance.sizes(256)
+    assert 228 <= first <= 236
+    assert second == 256 - first
+    assert balance.changes == 1
 
 
 def test_small_differences_and_single_slow_steps_change_nothing() -> None:

@@ -10,6 +10,8 @@ __all__ = ["GAIN", "MOST_CHANGES", "Balance"]
 
 WINDOW = 8
 """Steps whose median is a device's rate."""
+FEW, FAR = 3, 1.5
+"""Steps that are enough for the first change, where a step takes this many times what another division promises."""
 SKIPPED = 2
 """Steps after a change that do not count: libraries choose kernels, and caches fill."""
 GAIN = 0.025
@@ -61,17 +63,22 @@ class Balance:
             if size and time > 0:
                 seen.append(size / time)
         active = [seen for seen, size in zip(self._seen, sizes, strict=True) if size]
-        if all(len(seen) >= WINDOW for seen in active):
-            self.measured = tuple(statistics.median(seen) if seen else 0.0 for seen in self._seen)
-            self._decide(sum(sizes), sizes)
-
-    def _decide(self, batch: int, sizes: Sequence[int]) -> None:
-        """Divide batches by the measured rates, where that promises enough."""
-        assert self.measured is not None
-        if self.fixed or self._since < min(WINDOW << self.changes, LONGEST_WAIT) or self.changes >= MOST_CHANGES:
+        least = min(map(len, active))
+        if least < FEW or (least < WINDOW and self.changes):
             return
-        wanted = divided(batch, self.measured)
-        now, then = _time(sizes, self.measured), _time(wanted, self.measured)
+        rates = tuple(statistics.median(seen) if seen else 0.0 for seen in self._seen)
+        wanted = divided(sum(sizes), rates)
+        now, then = _time(sizes, rates), _time(wanted, rates)
+        if least >= WINDOW or now > FAR * then:
+            self.measured = rates
+            self._decide(sizes, wanted, now, then)
+
+    def _decide(self, sizes: Sequence[int], wanted: Sequence[int], now: float, then: float) -> None:
+        """Divide batches as ``wanted`` by the measured rates, where a step that takes ``now`` takes so much less."""
+        assert self.measured is not None
+        wait = min(WINDOW << self.changes, LONGEST_WAIT) if self.changes else FEW
+        if self.fixed or self._since < wait or self.changes >= MOST_CHANGES:
+            return
         if then > (1 - GAIN) * now:
             self._suspected = False
             return
@@ -84,7 +91,7 @@ class Balance:
         out = [i for i, (size, before) in enumerate(zip(wanted, sizes, strict=True)) if before and not size]
         left = f"; number {', '.join(map(str, out))} is left out, too slow for one unit of samples" if out else ""
         self.reasons.append(
-            f"{_words(sizes)} to {_words(wanted)} of {batch} samples: a step of {now * 1e3:.3g} ms should take "
+            f"{_words(sizes)} to {_words(wanted)} of {sum(sizes)} samples: a step of {now * 1e3:.3g} ms should take "
             f"{then * 1e3:.3g} ms{left}"
         )
         self._since, self._suspected = 0, False
