@@ -16,8 +16,8 @@ from tilewise.kernels.cpu.channels_last.told import word_of
 
 __all__ = [
     "DirectKernel", "Kernel", "load", "load_custom", "load_depthwise_last", "load_direct", "load_fused_lowering",
-    "load_indirect", "load_lrn", "load_pixels", "load_pooling", "load_recurrent", "load_thin", "load_winograd",
-    "load_winograd_last",
+    "load_indirect", "load_joined", "load_lrn", "load_pixels", "load_pooling", "load_recurrent", "load_thin",
+    "load_winograd", "load_winograd_last",
 ]  # fmt: skip
 
 LOCK = threading.Lock()
@@ -232,6 +232,25 @@ def load_depthwise_last(
             whole,
             _line_tile(lanes, rows, vectors[1], line, activation, ragged),
         )
+
+
+@functools.cache
+def _joined(lanes: int, activation: str) -> int:
+    """The address of the worker over images that are joined."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.channels_last.joined import joined
+
+        return joined(lanes, activation), 0
+
+    return _compiled(_words("joined", lanes, word_of(activation)), make)
+
+
+@compiled_elsewhere
+def load_joined(lanes: int, activation: str) -> int:
+    """The address of a worker that joins images along channels, scales and shifts them and applies an activation."""
+    with LOCK:
+        return _joined(lanes, activation)
 
 
 @compiled_elsewhere

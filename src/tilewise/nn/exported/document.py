@@ -16,11 +16,13 @@ from torch import Tensor
 
 from tilewise import execute
 from tilewise.nn.exported.values import ExportError, decoded, encoded, torch_dtype
-from tilewise.nn.programs.pixels import KERNELS, Pixels
+from tilewise.nn.programs.joined import Joined
+from tilewise.nn.programs.pixels import KERNELS, KernelCall, Pixels
 from tilewise.nn.programs.program import Program
 from tilewise.nn.programs.slots import KINDS, Operator, Slot, Step, copied, offset_in_root, places_in
 from tilewise.nn.regions.fused import LAYERS, Call
 from tilewise.plan import Plan, PlanFormatError
+from tilewise.problems.activations import require_activation
 from tilewise.problems.base import Problem, dense_strides
 from tilewise.problems.kinds import from_key
 from tilewise.solvers.base import SolverUnavailable
@@ -89,6 +91,8 @@ class Writing:
             }
         elif isinstance(step.run, Pixels):
             told["pixels"] = {"name": step.run.name, "shape": list(step.run.shape), "image": step.run.image}
+        elif isinstance(step.run, Joined):
+            told["joined"] = {**step.run.__dict__, "channels": list(step.run.channels)}
         elif isinstance(step.run, Call):
             told["layer"] = {"name": step.run.function, "arguments": encoded(list(step.run.arguments), where)}
         elif step.run is copied:
@@ -162,8 +166,11 @@ class Reading:
             return Step(name, inputs, output, plan=self._plan(told["plan"], slots, (*inputs, output), where))
         if "operator" in told:
             return Step(name, inputs, output, operator=_operator(told["operator"], where))
-        if "pixels" in told:
-            return Step(name, inputs, output, run=_pixels(told["pixels"], [slots[i] for i in (*inputs, output)], where))
+        for kind, read in (("pixels", _pixels), ("joined", _joined)):
+            if kind in told:
+                run = read(told[kind], where)
+                _check_slots(run, [slots[i] for i in (*inputs, output)], where)
+                return Step(name, inputs, output, run=run)
         if "layer" in told:
             return Step(name, inputs, output, run=_layer(told["layer"], len(inputs), where), returns_new=True)
         if told.get("copy") is not True:
@@ -271,19 +278,37 @@ def _layer(data: Any, count: int, where: str) -> Call:
     return call
 
 
-def _pixels(data: Any, slots: list[Slot], where: str) -> Pixels:
-    """A call of a kernel over pixels, whose tensors lie in these slots."""
+def _pixels(data: Any, where: str) -> Pixels:
+    """A call of a kernel over pixels."""
     told = _object(data, where)
     name, shape, image = told.get("name"), _numbers(told, "shape", where), _number(told, "image", where)
     if name not in KERNELS or len(shape) != 4 or not all(shape) or image > 1:
         raise ExportError(f"{where} has pixels={data!r:.80}: one of {', '.join(KERNELS)}, and the shape of images")
-    call = Pixels(name, shape, image)
-    wanted = [Slot(s, dense_strides(s, "channels_last"), torch.float32) for s in call.shapes]
+    return Pixels(name, shape, image)
+
+
+def _joined(data: Any, where: str) -> Joined:
+    """A call of the kernel that joins images."""
+    told = _object(data, where)
+    images, height, width = (_number(told, name, where) for name in ("images", "height", "width"))
+    channels, activation = _numbers(told, "channels", where), _text(told, "activation", where)
+    if not (images and height and width and channels and all(channels)):
+        raise ExportError(f"{where} has joined={data!r:.80}: sizes of 1 and more would do")
+    try:
+        require_activation(activation)
+    except ValueError as error:
+        raise ExportError(f"{where}: {error}") from error
+    return Joined(images, channels, height, width, activation)
+
+
+def _check_slots(call: KernelCall, slots: list[Slot], where: str) -> None:
+    """Raise :class:`ExportError` where slots are not as a call's tensors are."""
+    layouts = ["channels_last" if len(shape) == 4 else "contiguous" for shape in call.shapes]
+    wanted = [Slot(s, dense_strides(s, each), torch.float32) for s, each in zip(call.shapes, layouts, strict=True)]
     if len(slots) != len(wanted) or not all(
         (a.shape, a.dtype) == (b.shape, b.dtype) and _lies_as(a, b) for a, b in zip(slots, wanted, strict=True)
     ):
         raise ExportError(f"{where}: {', '.join(map(str, wanted))} would do")
-    return call
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tilewise.execute.recorded import Called, Launch, NotRecorded, Recorded, Sho
 from tilewise.kernels.cpu.threads import openmp_address
 from tilewise.kernels.native.programs import loading
 from tilewise.nn.programs.arena import Use, lives_of, packed
-from tilewise.nn.programs.pixels import Pixels
+from tilewise.nn.programs.pixels import KernelCall
 from tilewise.nn.programs.slots import Place, Slot, Step, planned
 
 __all__ = ["Native", "native_program"]
@@ -132,8 +132,8 @@ def native_program(program: Any, *, checked: bool = True) -> Native:
         if step.operator is not None:
             _add_operator(made, number, step)
             continue
-        if isinstance(step.run, Pixels):
-            _add_pixels(made, number, step, step.run)
+        if isinstance(step.run, KernelCall):
+            _add_kernel(made, number, step, step.run)
             continue
         in_python.setdefault(number, "it is a function in Python")
         told = ("python", (step.call(), tuple(step.inputs)), step.output, step.gives_new)
@@ -195,8 +195,8 @@ def _add_operator(made: _List, number: int, step: Step) -> None:
     )  # fmt: skip
 
 
-def _add_pixels(made: _List, number: int, step: Step, call: Pixels) -> None:
-    """Append a launch of a kernel over pixels."""
+def _add_kernel(made: _List, number: int, step: Step, call: KernelCall) -> None:
+    """Append a launch of a kernel."""
     worker, words, places = call.words()
     values = (*step.inputs, step.output)
     addresses = tuple((word, value, 0) for word, value in zip(places, values, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from tilewise.kernels.cpu.channels_last.told import PIXELS as OF
 from tilewise.kernels.cpu.threads import has_openmp, share_out
 from tilewise.solvers.common.cpu_run import ADDRESSES, kernel_data, numba_reasons, vector_lanes
 
-__all__ = ["KERNELS", "MOST_PIXELS", "Pixels"]
+__all__ = ["KERNELS", "MOST_PIXELS", "KernelCall", "Pixels"]
 
 KERNELS = ("means", "scaled")
 CHUNK = 4
@@ -25,8 +26,42 @@ SHARE = 1 << 13
 """Numbers for which a thread is worth its start."""
 
 
+class KernelCall(abc.ABC):
+    """A call of one kernel of ours on tensors of fixed shapes, from Python or as a launch in native code."""
+
+    @property
+    @abc.abstractmethod
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the operands in their order, and of the result. Images lie in channels_last."""
+
+    @abc.abstractmethod
+    def words(self) -> tuple[int, np.ndarray, list[int]]:
+        """The worker's address, the numbers of a call, and for each operand and the result which number is its address.
+
+        Raises ``SolverUnavailable`` with Numba's reason.
+        """
+
+    @property
+    def threads(self) -> int:
+        """How many threads are worth their start, of those that torch has."""
+        return max(1, min(torch.get_num_threads(), self.numbers // SHARE)) if has_openmp() else 1
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are read or written, whichever is more."""
+        return max(map(math.prod, self.shapes))
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Compute into the last of ``tensors``."""
+        worker, data, places = self.words()
+        data[1] = threads = self.threads
+        for place, tensor in zip(places, tensors, strict=True):
+            data[place] = tensor.data_ptr()
+        share_out(worker, data.ctypes.data, threads, openmp=True)
+
+
 @dataclass(frozen=True)
-class Pixels:
+class Pixels(KernelCall):
     """A call of the kernel ``name``, one of :data:`KERNELS`, on images of ``shape`` in channels_last and fp32.
 
     ``means`` gives the mean over all pixels of each channel. ``scaled`` multiplies all pixels by a factor for each
@@ -49,26 +84,10 @@ class Pixels:
             return self.shape, self.gate
         return (*((self.gate, self.shape) if self.image else (self.shape, self.gate)), self.shape)
 
-    @property
-    def threads(self) -> int:
-        """How many threads are worth their start, of those that torch has."""
-        return max(1, min(torch.get_num_threads(), math.prod(self.shape) // SHARE)) if has_openmp() else 1
-
     def words(self) -> tuple[int, np.ndarray, list[int]]:
-        """The worker's address, the numbers of a call, and for each operand and the result which number is its address.
-
-        Raises ``SolverUnavailable`` with Numba's reason.
-        """
+        """As :meth:`KernelCall.words`."""
         worker, data, places = _words(self, self.threads)
         return worker, data.copy(), places  # threads count in it
-
-    def __call__(self, *tensors: Tensor) -> None:
-        """Compute into the last of ``tensors``."""
-        worker, data, places = self.words()
-        data[1] = threads = self.threads
-        for place, tensor in zip(places, tensors, strict=True):
-            data[place] = tensor.data_ptr()
-        share_out(worker, data.ctypes.data, threads, openmp=True)
 
 
 @functools.lru_cache(maxsize=1024)

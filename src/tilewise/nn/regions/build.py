@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from tilewise import execute
-from tilewise.nn.programs.pixels import Pixels
+from tilewise.nn.programs.pixels import KernelCall
 from tilewise.nn.programs.program import Program
 from tilewise.nn.programs.slots import Operator, Place, Slot, Step, copied
 from tilewise.nn.regions.constants import Constants, Wanted
@@ -72,7 +72,7 @@ class Builder:
                 for node, place in zip(unit.inputs, places, strict=True)
             ]
             output = self._new(Slot(tuple(unit.value.shape), way.gives, unit.value.dtype))
-            if isinstance(way.what, Call | Pixels):
+            if isinstance(way.what, Call | KernelCall):
                 step = Step(unit.name, tuple(inputs), output, run=way.what, returns_new=isinstance(way.what, Call))
             else:
                 step = Step(unit.name, tuple(inputs), output, operator=way.what)

@@ -23,6 +23,7 @@ __all__ = [
     "LAYERS",
     "Call",
     "convolution",
+    "joined",
     "linear",
     "norm_scale",
     "norm_shift",
@@ -56,7 +57,14 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None, acti
     return activated(y if residual is None else y + residual, activation)
 
 
-LAYERS: dict[str, Callable[..., Tensor]] = {"convolution": convolution, "linear": linear}
+def joined(parts: Sequence[Tensor], scale: Tensor, shift: Tensor, activation: str) -> Tensor:
+    """``activation(scale * x + shift)`` for each channel of ``x``, the images ``parts`` joined along channels."""
+    x = parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+    factors, summands = scale.to(x.dtype).view(1, -1, 1, 1), shift.to(x.dtype).view(1, -1, 1, 1)
+    return activated(torch.addcmul(summands, x, factors), activation)
+
+
+LAYERS: dict[str, Callable[..., Tensor]] = {"convolution": convolution, "linear": linear, "joined": joined}
 """Fused layers by name."""
 
 

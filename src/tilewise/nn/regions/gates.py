@@ -1,4 +1,4 @@
-"""Which parts of a region our kernels over pixels compute: means over pixels, and gates of channels."""
+"""Which parts of a region our kernels over pixels compute: means, gates of channels, and images that are joined."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.nn.programs.joined import Joined
 from tilewise.nn.programs.pixels import MOST_PIXELS, Pixels
 from tilewise.nn.programs.slots import Place
 from tilewise.nn.regions.units import Strides, Unit, formats, value_of
 from tilewise.solvers.base import SolverUnavailable
 
-__all__ = ["pixel_ways"]
+__all__ = ["join_ways", "pixel_ways"]
 
 MEANS = (torch.ops.aten.mean.dim,)
 PRODUCTS = (torch.ops.aten.mul.Tensor,)
@@ -30,6 +31,22 @@ def pixel_ways(unit: Unit) -> Iterator[tuple[Pixels, tuple[Strides, ...], Stride
     try:
         found.words()
     except SolverUnavailable:  # no Numba, or none of its kernels: torch computes it
+        return
+    *reads, gives = (formats(shape)[-1] for shape in found.shapes)
+    yield found, tuple(reads), gives
+
+
+def join_ways(unit: Unit) -> Iterator[tuple[Joined, tuple[Strides, ...], Strides]]:
+    """As :func:`pixel_ways`, for images that are joined, scaled and shifted."""
+    *parts, _, _ = unit.inputs
+    if any(value_of(node).device.type != "cpu" or not value_of(node).numel() for node in parts):
+        return
+    images, _, height, width = unit.value.shape
+    channels = tuple(value_of(node).shape[1] for node in parts)
+    found = Joined(images, channels, height, width, str(unit.node.args[3]))
+    try:
+        found.words()
+    except SolverUnavailable:
         return
     *reads, gives = (formats(shape)[-1] for shape in found.shapes)
     yield found, tuple(reads), gives

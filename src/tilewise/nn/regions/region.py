@@ -16,8 +16,9 @@ from tilewise.nn.regions.build import Builder
 from tilewise.nn.regions.constants import Constants
 from tilewise.nn.regions.in_place import timed_in_place
 from tilewise.nn.regions.layouts import Choice, Part, Way, choose_ways
+from tilewise.nn.regions.operators import constants_of
 from tilewise.nn.regions.products import products_of
-from tilewise.nn.regions.rewrite import constants_of, rewrite
+from tilewise.nn.regions.rewrite import rewrite
 from tilewise.nn.regions.trace import Traced, Untraceable
 from tilewise.nn.regions.units import PRODUCT, VIEW, Strides, Unit, formats, normal, units_of, value_of
 from tilewise.nn.regions.ways import Planned, Times, ways_of

@@ -6,7 +6,6 @@ result before it is read by nothing else.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +14,13 @@ import torch
 from torch import fx
 
 from tilewise.nn.regions import fused
+from tilewise.nn.regions.joins import join
+from tilewise.nn.regions.operators import NORMS, activation_of, constants_of, norm_constants, tensor_of
 from tilewise.nn.regions.trace import before
-from tilewise.problems.activations import activation_name
 
-__all__ = ["constants_of", "rewrite"]
+__all__ = ["rewrite"]
 
 aten = torch.ops.aten
-NORMS = {
-    aten.native_batch_norm.default: 5,
-    aten._native_batch_norm_legit.default: 5,
-    aten._native_batch_norm_legit_no_training.default: None,
-    aten.cudnn_batch_norm.default: 5,
-    aten.miopen_batch_norm.default: 5,
-}
-"""Norms with statistics, and the place of the argument that says whether they take those of the batch."""
 VIEWS = (aten.view.default, aten.reshape.default)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.clone.default)
 """Operators whose result has the same values. A graph without side effects needs no copies."""
@@ -47,19 +39,10 @@ def rewrite(graph: fx.Graph) -> int:
         if not done:
             break
         count += done
+    count += join(graph)
+    _dropped(graph)
     graph.lint()
     return count
-
-
-def constants_of(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on no input: parameters, and what is computed from them alone."""
-    constant: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "get_attr" or (
-            node.op == "call_function" and all(source in constant for source in node.all_input_nodes)
-        ):
-            constant.add(node)
-    return constant
 
 
 def _constants_first(graph: fx.Graph) -> None:
@@ -93,7 +76,7 @@ def _simplify(graph: fx.Graph) -> None:
 def _changes_nothing(node: fx.Node) -> bool:
     """Whether the node gives its first argument's values in the same shape and dtype."""
     if node.target in (*VIEWS, aten.expand.default, aten._to_copy.default):
-        source, value = _value(node.args[0]), _value(node)
+        source, value = tensor_of(node.args[0]), tensor_of(node)
         return source is not None and value is not None and source.shape == value.shape and source.dtype is value.dtype
     return False
 
@@ -107,7 +90,7 @@ def _as_slice(graph: fx.Graph, node: fx.Node) -> None:
     if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
         return
     source, sizes, dim = (*split.args, 0)[:3] if len(split.args) < 3 else split.args
-    value = _value(source)
+    value = tensor_of(source)
     if value is None or not isinstance(dim, int):
         return
     if isinstance(sizes, int):
@@ -144,7 +127,7 @@ def _mark(graph: fx.Graph) -> None:
 
 def _is_row(bias: Any, constant: set[fx.Node], node: fx.Node) -> bool:
     """Whether ``bias`` is a constant with one number for each column of the node's result."""
-    value, result = _value(bias), _value(node)
+    value, result = tensor_of(bias), tensor_of(node)
     return bias in constant and value is not None and result is not None and value.shape == result.shape[1:]
 
 
@@ -154,7 +137,7 @@ def _transposed(graph: fx.Graph, node: fx.Node, w: Any) -> fx.Node:
         return w.args[0]  # type: ignore[no-any-return]
     with graph.inserting_before(node):
         turned = graph.call_function(aten.t.default, (w,))
-    turned.meta["val"] = _value(w).t()  # type: ignore[union-attr]
+    turned.meta["val"] = tensor_of(w).t()  # type: ignore[union-attr]
     return turned
 
 
@@ -195,30 +178,12 @@ def _fold_norm(graph: fx.Graph, node: fx.Node) -> bool:
     assert isinstance(norm, fx.Node)
     if len(norm.users) != 1:
         return False
-    found = _norm_constants(graph, norm)
+    found = norm_constants(graph, norm)
     product = _product(norm.args[0], norm)
     if found is None or product is None or product.args[3] is not None:
         return False
     _fold_scale_and_shift(graph, product, node, *found)
     return True
-
-
-def _norm_constants(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Nodes of a norm's factor and summand a channel; ``None`` where they depend on the input or the batch."""
-    x, weight, bias, mean, variance = norm.args[:5]
-    place = NORMS[norm.target]  # type: ignore[index]
-    eps = norm.args[-1]
-    if place is not None and norm.args[place] is not False:
-        return None
-    constant = constants_of(graph)
-    if any(t is not None and t not in constant for t in (weight, bias)) or not {mean, variance} <= constant:
-        return None
-    at = x if isinstance(x, fx.Node) else norm
-    with graph.inserting_before(norm):
-        scale = graph.call_function(fused.norm_scale, (weight, variance, eps))
-        shift = graph.call_function(fused.norm_shift, (scale, bias, mean))
-    assert at is not None
-    return scale, shift
 
 
 def _fold_scale_and_shift(
@@ -244,7 +209,7 @@ def _fold_before(graph: fx.Graph, product: fx.Node) -> bool:
     padded = product.target is fused.convolution and any(rest[3])  # type: ignore[arg-type]
     if norm.target not in NORMS or len(norm.users) != 1 or padded:
         return False
-    found = _norm_constants(graph, norm)
+    found = norm_constants(graph, norm)
     if found is None:
         return False
     scale, shift = found
@@ -284,10 +249,10 @@ def _fold_factor(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _of_channels(product: fx.Node, viewed: fx.Node | None, other: fx.Node, node: fx.Node) -> bool:
     """Whether ``other`` has one number for each channel of the product, or for each column as it is viewed."""
-    result, value, given = _value(product), _value(node), _value(other)
+    result, value, given = tensor_of(product), tensor_of(node), tensor_of(other)
     if result is None or value is None or given is None or given.dtype is not value.dtype:
         return False
-    before_it = _value(viewed) if viewed is not None else result
+    before_it = tensor_of(viewed) if viewed is not None else result
     if before_it is None or before_it.shape != value.shape:
         return False
     channels = result.shape[1]
@@ -308,8 +273,8 @@ def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
         product = _product(value, node)
         if product is None or product.args[3] is not None or value is other:
             continue
-        result, given = _value(node), _value(other)
-        own = _value(product)
+        result, given = tensor_of(node), tensor_of(other)
+        own = tensor_of(product)
         if result is None or given is None or own is None or product in before(other):
             continue
         if given.shape != own.shape or given.dtype is not own.dtype or result.dtype is not own.dtype:
@@ -320,46 +285,6 @@ def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
     return False
 
 
-def activation_of(node: fx.Node) -> str:
-    """The name of the activation that the node is, as problems name it; empty where it is none."""
-    target, args = node.target, node.args
-    simple = {
-        aten.relu.default: "relu",
-        aten.silu.default: "silu",
-        aten.hardswish.default: "hardswish",
-        aten.hardsigmoid.default: "hardsigmoid",
-        aten.sigmoid.default: "sigmoid",
-        aten.tanh.default: "tanh",
-    }
-    if target in simple:
-        return simple[target]
-    if target is aten.gelu.default:
-        return "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
-    if target is aten.leaky_relu.default:
-        return activation_name("leaky_relu", args[1] if len(args) > 1 else 0.01)  # type: ignore[arg-type]
-    if target in (aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default, aten.relu6.default):
-        return _bounds(node)
-    return ""
-
-
-def _bounds(node: fx.Node) -> str:
-    """The name of an activation that keeps numbers between two bounds."""
-    if node.target is aten.relu6.default:
-        return "relu6"
-    low, high = (*node.args[1:], None, None)[:2]
-    if node.target is aten.hardtanh.default:
-        low, high = -1.0 if low is None else low, 1.0 if high is None else high
-    if any(bound is not None and not isinstance(bound, int | float) for bound in (low, high)):
-        return ""
-    least = -math.inf if low is None else float(low)  # type: ignore[arg-type]
-    most = math.inf if high is None else float(high)  # type: ignore[arg-type]
-    if least > most or math.isnan(least) or math.isnan(most):
-        return ""
-    if (least, most) in ((0.0, 6.0), (0.0, math.inf)):
-        return "relu6" if most == 6.0 else "relu"
-    return activation_name("clamp", least, most)
-
-
 def _fuse_activation(graph: fx.Graph, node: fx.Node, name: str) -> bool:
     """Fuse an activation into the product before it, through a view of the product where there is one."""
     value = node.args[0]
@@ -367,7 +292,7 @@ def _fuse_activation(graph: fx.Graph, node: fx.Node, name: str) -> bool:
         return False
     viewed = value if value.target in VIEWS and list(value.users) == [node] else None
     product = _product(value.args[0] if viewed else value, viewed or node)
-    result, own = _value(node), _value(value)
+    result, own = tensor_of(node), tensor_of(value)
     if product is None or result is None or own is None or result.dtype is not own.dtype:
         return False
     x, w, b, residual, _, *rest = product.args
@@ -375,9 +300,3 @@ def _fuse_activation(graph: fx.Graph, node: fx.Node, name: str) -> bool:
     if viewed:
         node.replace_all_uses_with(viewed)
     return True
-
-
-def _value(node: Any) -> torch.Tensor | None:
-    """The tensor without memory that a node stands for; ``None`` where it stands for something else."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None

@@ -12,24 +12,24 @@ from torch import fx
 
 from tilewise.nn.programs.slots import Place
 from tilewise.nn.regions import fused
-from tilewise.nn.regions.rewrite import constants_of
+from tilewise.nn.regions.operators import constants_of
 from tilewise.nn.regions.trace import Untraceable, is_view, layer_of
 from tilewise.problems.base import dense_strides, layout_of
 
-__all__ = ["PRODUCT", "VIEW", "Strides", "Unit", "formats", "normal", "units_of", "value_of"]
+__all__ = ["JOINED", "PRODUCT", "VIEW", "Strides", "Unit", "formats", "normal", "units_of", "value_of"]
 
 Strides = tuple[int, ...]
 """How a tensor of known shape lies in memory: its format."""
-VIEW, PRODUCT, OPERATOR = "view", "product", "operator"
+VIEW, PRODUCT, JOINED, OPERATOR = "view", "product", "joined", "operator"
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
     """One part of a graph, whose result is ``node``.
 
-    ``kind`` is :data:`VIEW`, :data:`PRODUCT` or :data:`OPERATOR`. ``inputs`` are the tensors that it reads, constants
-    among them. An operator is ``overload(*arguments, **keywords)`` with places of inputs, of whose results ``result``
-    is taken. ``name`` is the layer's, or the operator's.
+    ``kind`` is :data:`VIEW`, :data:`PRODUCT`, :data:`JOINED` (:func:`.fused.joined`) or :data:`OPERATOR`. ``inputs``
+    are the tensors that it reads, constants among them. An operator is ``overload(*arguments, **keywords)`` with places
+    of inputs, of whose results ``result`` is taken. ``name`` is the layer's, or the operator's.
     """
 
     node: fx.Node
@@ -93,6 +93,10 @@ def _units(node: fx.Node, names: Mapping[str, str]) -> Iterator[Unit]:
     if target in (fused.convolution, fused.linear):
         tensors = tuple(argument for argument in node.args[:4] if isinstance(argument, fx.Node))
         yield Unit(node, PRODUCT, _layer(node.args[1], names), tensors)
+        return
+    if target is fused.joined:
+        parts, scale, shift, _ = node.args
+        yield Unit(node, JOINED, _layer(scale, names), (*parts, scale, shift))  # type: ignore[misc, arg-type]
         return
     source, result = node, 0
     if target is operator.getitem:

@@ -20,11 +20,11 @@ from torch import Tensor, fx
 from tilewise.machine.turns import pause
 from tilewise.nn.programs.slots import Operator, Place
 from tilewise.nn.regions.fused import Call
-from tilewise.nn.regions.gates import pixel_ways
+from tilewise.nn.regions.gates import join_ways, pixel_ways
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.products import Product, products_of
 from tilewise.nn.regions.trace import Untraceable
-from tilewise.nn.regions.units import PRODUCT, VIEW, Strides, Unit, formats, normal, value_of
+from tilewise.nn.regions.units import JOINED, PRODUCT, VIEW, Strides, Unit, formats, normal, value_of
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 
@@ -93,6 +93,8 @@ def ways_of(
         found = list(_products(unit, known, plans)) or [_by_torch(unit, known, times)]
     elif unit.kind == VIEW:
         found = list(_views(unit, known))
+    elif unit.kind == JOINED:
+        found = list(_joined(unit, times))
     else:
         found = [*_by_pixels(unit, times), *_operators(unit, known, times)]
     if not found:
@@ -186,6 +188,31 @@ def _by_pixels(unit: Unit, times: Times) -> Iterator[Way]:
             example(shape, strides, torch.float32) for shape, strides in zip(call.shapes, (*reads, gives), strict=True)
         ]
         yield Way(reads, gives, times.of(call, functools.partial(call, *tensors)), call)
+
+
+def _joined(unit: Unit, times: Times) -> Iterator[Way]:
+    """The ways of images that are joined, scaled and shifted: by torch in each format, and by a kernel of ours."""
+    *parts, scale, _ = unit.inputs
+    numbers = tuple(value_of(scale).shape)
+    activation = unit.node.args[3]
+    for layout in range(len(formats(unit.value.shape))):
+        possible = [formats(value_of(node).shape) for node in parts]
+        reads = [each[min(layout, len(each) - 1)] for each in possible]
+        tensors = [example(value_of(node).shape, f, torch.float32) for node, f in zip(parts, reads, strict=True)]
+        tensors += [example(numbers, (1,), torch.float32) for _ in range(2)]
+        places = tuple(map(Place, range(len(tensors))))
+        run = Call("joined", (places[:-2], *places[-2:], activation))
+        with torch.no_grad():
+            result = run(*tensors)
+        key = run.function, activation, tuple((tuple(t.shape), t.stride()) for t in tensors)
+        gives = normal(result.shape, result.stride())
+        yield Way((*reads, (1,), (1,)), gives, times.of(key, functools.partial(run, *tensors)), run)
+    for call, own_reads, gives in join_ways(unit):
+        tensors = [
+            example(shape, strides, torch.float32)
+            for shape, strides in zip(call.shapes, (*own_reads, gives), strict=True)
+        ]
+        yield Way(own_reads, gives, times.of(call, functools.partial(call, *tensors)), call)
 
 
 def _combinations(unit: Unit, known: Mapping[fx.Node, set[Strides]]) -> list[tuple[Strides, ...]]:

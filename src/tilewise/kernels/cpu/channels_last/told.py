@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["INDIRECT", "NUMBERS", "PIXELS", "WINOGRAD", "WINOGRAD_NUMBERS", "word_of"]
+__all__ = ["INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "WINOGRAD", "WINOGRAD_NUMBERS", "word_of"]
 
 
 def word_of(activation: str) -> str:
@@ -44,3 +44,10 @@ WINOGRAD, WINOGRAD_NUMBERS = _places(
 
 PIXELS, _ = _places("channels", "count", "chunks", "parts", "image")
 """Numbers of kernels over pixels: ``count`` pixels of ``channels`` in an image of ``image`` bytes."""
+
+JOINED, JOINED_NUMBERS = _places("pixels", "channels", "parts", "inputs", "scale", "shift")
+"""Numbers of images that are joined: ``pixels`` of ``channels`` in all, and so many ``parts`` of the work.
+
+Each channel's factor lies at ``scale`` and its summand at ``shift``. Then follow the channels and the address of each
+of the ``inputs``.
+"""

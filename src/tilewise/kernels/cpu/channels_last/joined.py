@@ -1,0 +1,90 @@
+"""Images joined along channels, which lie innermost, each channel scaled, shifted and put through an activation.
+
+One pass in place of three: a concatenation, a norm with fixed statistics, and what follows it. Vectors lie along
+channels, so that factors and summands of a few of them stay in registers for many pixels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from numba import carray  # type: ignore[attr-defined]
+
+from tilewise.kernels.cpu import masks
+from tilewise.kernels.cpu.channels_last.finishing import activation_of
+from tilewise.kernels.cpu.channels_last.loops import constant, intrinsic_of_any, looped, variable
+from tilewise.kernels.cpu.channels_last.told import JOINED as OF
+from tilewise.kernels.cpu.channels_last.told import JOINED_NUMBERS, word_of
+from tilewise.kernels.cpu.sizes import HEADER
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, named, next_number
+
+__all__ = ["joined"]
+
+VECTORS = 4
+"""Vectors that a block reads of each pixel."""
+PIXELS, CHANNELS, PARTS, INPUTS, SCALE, SHIFT = (
+    HEADER + OF[name] for name in ("pixels", "channels", "parts", "inputs", "scale", "shift")
+)
+FIRST = HEADER + JOINED_NUMBERS
+"""The place of the first input's channels, with its address behind it."""
+
+
+@functools.cache
+def _block(lanes: int, activation: str) -> Callable[..., None]:
+    """Makes ``(pixels, count, step, out, out_step, scale, shift, valid)``: ``valid`` channels of ``count`` pixels.
+
+    ``step`` and ``out_step`` are the distances of neighbouring pixels in bytes.
+    """
+    size, function = NUMBER * lanes, activation_of(activation)
+
+    def emit(code: Code, arguments: Values) -> None:
+        pixels, count, step, out, out_step, scale, shift, valid = arguments
+        b = code.builder
+        there = [masks.below(code, b.sub(valid, constant(j * lanes))) for j in range(VECTORS)]
+        factors = [masks.load(code, code.at(scale, j * size), mask) for j, mask in enumerate(there)]
+        summands = [masks.load(code, code.at(shift, j * size), mask) for j, mask in enumerate(there)]
+        place, target = variable(code, pixels), variable(code, out)
+        with looped(code, count):
+            at, to = b.load(place), b.load(target)
+            for j, mask in enumerate(there):
+                value = masks.load(code, code.at(at, j * size), mask)
+                value = function(code, b.call(code.fma, [value, factors[j], summands[j]]))
+                masks.store(code, value, code.at(to, j * size), mask)
+            b.store(b.add(at, step), place)
+            b.store(b.add(to, out_step), target)
+
+    return intrinsic_of_any(lanes, emit)
+
+
+def joined(lanes: int, activation: str) -> Callable[..., None]:
+    """Makes ``(data)``, which computes all units that no other thread takes: some pixels, with all their channels.
+
+    ``data`` has a header with the address of the result, and then the numbers of
+    :data:`~tilewise.kernels.cpu.channels_last.told.JOINED`.
+    """
+    block, count = _block(lanes, activation), next_number()
+    wide = VECTORS * lanes
+
+    def run(address):
+        data = carray(address, HEADER)
+        data = carray(address, data[4])
+        count(address, 0)
+        unit = count(address, 2)
+        while unit < data[3]:
+            first = unit * data[PIXELS] // data[PARTS]
+            number = (unit + 1) * data[PIXELS] // data[PARTS] - first
+            step, before = data[CHANNELS] * NUMBER, 0
+            for k in range(data[INPUTS]):
+                channels = data[FIRST + 2 * k]
+                source = data[FIRST + 2 * k + 1] + first * channels * NUMBER
+                for channel in range(0, channels, wide):
+                    shift = (before + channel) * NUMBER
+                    block(
+                        source + channel * NUMBER, number, channels * NUMBER, data[9] + first * step + shift, step,
+                        data[SCALE] + shift, data[SHIFT] + shift, min(wide, channels - channel),
+                    )  # fmt: skip
+                before += channels
+            unit = count(address, 2)
+
+    return named(run, lanes, word_of(activation))
