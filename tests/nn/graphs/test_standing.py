@@ -14,8 +14,10 @@ from tests.nn.graphs.models import assert_alike, assert_same_steps, images, netw
 from tests.nn.graphs.tape import TapeRecorder
 from torch import nn
 
+from tilewise.kernels.native.programs import loading, why_never
 from tilewise.machine.torch_state import fp32_precision
 from tilewise.nn import graph_report
+from tilewise.nn.graphs import standing as standing_module
 from tilewise.nn.graphs.graphed import captured
 from tilewise.nn.graphs.model import MOST_ALIVE, MOST_CAPTURES
 from tilewise.nn.graphs.standing import Standing
@@ -206,16 +208,42 @@ def test_autocast_casts_weights_at_every_replay() -> None:
     assert graph_report(model).replayed == 1
 
 
+@pytest.fixture(params=["in Python", "native"])
+def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the module in C++ looks, or Python."""
+    if request.param == "in Python":
+        monkeypatch.setattr(standing_module, "unchanged", lambda tensors, dicts: None)
+    elif why_never() or loading().finished().module is None:
+        pytest.skip(why_never() or loading().reason)
+
+
+@pytest.mark.usefixtures("checked")
 def test_the_quick_check_sees_what_the_slow_one_does() -> None:
     for name, (change, becomes) in CHANGES.items():
         model = network()
         standing = Standing(model)
+        assert standing.holds()
         assert standing.holds()
         change(model)
         assert standing.holds() == (becomes == "old"), name
         assert (standing.difference() == "") == (becomes == "old"), name
 
 
+@pytest.mark.usefixtures("checked")
+def test_hooks_and_the_state_of_a_thread_are_seen() -> None:
+    model = network()
+    standing = Standing(model)
+    handle = model[0].register_forward_hook(lambda *_: None)
+    assert not standing.holds()
+    handle.remove()
+    assert standing.difference() == ""
+    assert standing.holds()
+    with torch.inference_mode():
+        assert not standing.holds()
+    assert standing.holds()
+
+
+@pytest.mark.usefixtures("checked")
 def test_a_state_that_comes_back_is_known_again() -> None:
     model = network()
     standing = Standing(model)

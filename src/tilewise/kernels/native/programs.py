@@ -7,17 +7,22 @@ cannot be compiled, programs run in Python with the same results.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tilewise.kernels.cpu.threads import forked, openmp_address
 from tilewise.kernels.native.building import VARIABLE, switched_on
 from tilewise.kernels.native.extension import Extension, Loading
 
-__all__ = ["EXTENSION", "loading", "why_never"]
+__all__ = ["EXTENSION", "loading", "unchanged", "why_never"]
 
 EXTENSION = Extension(
     "program_call",
     "program_call.cpp",
-    ("program_call.h", "step_launches.h", "step_operators.h", "step_values.h"),
+    ("program_call.h", "step_launches.h", "step_operators.h", "step_values.h", "unchanged.h"),
     flags=("-std=c++20", "-O1", "-shared", "-fPIC"),
     language="C++",
     variable="CXX",
@@ -36,6 +41,21 @@ def why_never() -> str:
     if forked():
         return "a forked process has none of OpenMP's threads"
     return "" if openmp_address() else "torch's own threads cannot be reached: a torch with GCC's OpenMP would do"
+
+
+def unchanged(tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]]) -> Any:
+    """What compares these with what they are now, or ``None``.
+
+    It is ``None`` where the module is not there, for which nothing waits, and for tensors that are not strided.
+
+    Its ``holds()`` says whether all tensors lie as they lay and no dictionary has changed, its ``same_versions()``
+    whether no tensor has been written to. CPython counts a dictionary's changes up to 3.11; from 3.12 on it is told
+    from what it was by its number of entries alone.
+    """
+    module = loading().module if loading.cache_info().currsize else None
+    if module is None or any(t.layout is not torch.strided for t in tensors):
+        return None
+    return module.Unchanged(tuple(tensors), tuple(dicts))
 
 
 @functools.cache

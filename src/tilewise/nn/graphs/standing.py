@@ -9,6 +9,7 @@ count; only where one differs are the attributes themselves compared.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 from torch._C._dynamo.guards import TensorGuards, dict_version
 from torch.nn.modules import module as torch_module
+
+from tilewise.kernels.native.programs import unchanged
 
 __all__ = ["HOOKS", "Contents", "Standing", "hooks_of"]
 
@@ -30,6 +33,8 @@ _GLOBAL_HOOKS = (
 )
 _TABLES = ("_parameters", "_buffers", "_modules")
 _data_ptr = torch.Tensor.data_ptr
+NO_COUNT = sys.version_info >= (3, 12)
+"""Whether native code cannot read how often a dictionary has changed."""
 
 Table = dict[str, Any]
 
@@ -87,6 +92,8 @@ class Standing:
     def _note(self) -> None:
         """Take the state, which is known to be right, as the one to compare with."""
         self._versions = [*map(dict_version, self._tables)]
+        counted = [] if NO_COUNT else self._tables
+        self._native = unchanged(self.tensors, [*self._empty, *counted])
         self._check = TensorGuards(
             *self.tensors,
             dynamic_dims_sizes=[list(t.shape) for t in self.tensors],  # type: ignore[misc]
@@ -95,6 +102,10 @@ class Standing:
 
     def holds(self) -> bool:
         """Whether nothing has changed. May be false though nothing has: :meth:`difference` then finds nothing."""
+        native = self._native
+        if native is not None:
+            counts = NO_COUNT and [*map(dict_version, self._tables)] != self._versions
+            return not counts and bool(native.holds())
         return (
             [*map(dict_version, self._tables)] == self._versions
             and not any(self._empty)

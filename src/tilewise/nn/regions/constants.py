@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from tilewise.execute.kept_filter import same_bits
+from tilewise.kernels.native.programs import unchanged
 from tilewise.nn.layers.weights import Weights
 
 __all__ = ["Constants", "Wanted"]
@@ -88,12 +89,14 @@ class Constants:
     def _changed(self) -> bool:
         """Whether a source is not as it was."""
         if self._frozen:
-            return [t._version for t in self._list] != self._versions
+            native = self._native
+            return not native.same_versions() if native else [t._version for t in self._list] != self._versions
         return not all(map(same_bits, self._list, self._copies))
 
     def _note(self) -> None:
         """Take the sources as they are as those that constants were computed from."""
         self._versions = [t._version for t in self._list]
+        self._native = unchanged(self._list, ())
         if not self._frozen:
             with torch.inference_mode(False), torch.no_grad():
                 self._copies = [t.detach().clone(memory_format=torch.preserve_format) for t in self._list]
