@@ -316,9 +316,9 @@ def test_estimates_tell_it_from_the_whole_grid(layer: str, cluster_is_faster: bo
     for task in ("inference", "training"):
         p = parse_recurrent(layer, task=task, dtype="bf16", device="cuda:any")
         clusters, grid = (
-            min(solver.cost(p, c).kernels for c in solver.configs(p))
+            min(2.0 * cost.kernels + cost.serial_us for cost in (solver.cost(p, c) for c in solver.configs(p)))
             for solver in (get("persistent_cluster"), get("persistent_grid"))
-        )
+        )  # microseconds: a launch takes some two
         assert (clusters < grid) == cluster_is_faster, (clusters, grid)
 
 
